@@ -1,0 +1,31 @@
+# The image of a rank: Python, torch, the lab. Layers stand in the order of change, the rarest first. The plain
+# syntax is on purpose: Compose v1 builds it too, without BuildKit.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE}
+
+# HOME and USER: the rank's uid is the host's, which has no entry in this image's passwd. TORCH_CPP_LOG_LEVEL: torch's C++ parts
+# print a backtrace with each warning, as when a peer closes its end.
+ENV HOME=/tmp USER=lab PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore TORCH_CPP_LOG_LEVEL=ERROR
+WORKDIR /lab
+
+# The official image carries no bytecode of the standard library, and a rank's root file system is read-only:
+# without this each rank would compile what it imports at each start. Some test data in it is bad syntax by intent.
+RUN python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" > /dev/null || true
+
+COPY install constraints.txt ./
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+RUN ./install --into python torch
+
+# With no package beside it, pyproject.toml installs the dependencies alone; the code is found in the working folder.
+COPY pyproject.toml ./
+RUN ./install --into python project
+
+COPY compose/entrypoint.sh compose/
+COPY workers workers
+COPY experiments experiments
+RUN python -m compileall -q workers experiments
+
+ENTRYPOINT ["/lab/compose/entrypoint.sh"]
+CMD ["python", "-m", "workers"]

@@ -1,0 +1,41 @@
+# Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
+.DEFAULT_GOAL := help
+.PHONY: help run explain test lint bench build down
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
+	@echo "modes (RUN_MODE): $$(find experiments -mindepth 1 -maxdepth 1 -name '[a-z]*' | sed 's:.*/::; s:\.py$$::' | sort | tr '\n' ' ')"
+
+run: ## start WORLD_SIZE ranks of RUN_MODE, in containers if a Docker engine answers
+	@./run || { code=$$?; echo "exit code $$code" >&2; exit $$code; }
+
+explain: ## the lesson of RUN_MODE without the run; with LAB_BUG what breaks, and which check sees it
+	@./run explain
+
+test: ## all tests, with coverage; container tests where an engine answers
+	./install dev
+	! docker info >/dev/null 2>&1 || docker compose build
+	.venv/bin/coverage erase
+	.venv/bin/coverage run -m pytest
+	.venv/bin/coverage combine --quiet
+	.venv/bin/coverage report
+
+lint: ## every linter; changes nothing
+	./install dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/hadolint Dockerfile
+	.venv/bin/shellcheck run install compose/*.sh .ci/run
+	.venv/bin/yamllint --strict .
+	@if command -v actionlint; then actionlint; else echo "actionlint is not installed: .github/workflows is checked in the public CI alone"; fi
+
+bench: ## ratios against PyTorch's own, beside their targets
+	./install dev
+	.venv/bin/python -m benchmarks
+
+build: ## the image
+	docker compose build
+
+down: ## remove the containers of a run
+	WORLD_SIZE=8 docker compose down --remove-orphans

@@ -1,0 +1,200 @@
+"""Data parallelism: the same model on every rank, another part of the batch on each, one gradient for all.
+
+The gradient of a mean over a batch is the weighted mean of its parts' gradients. So N ranks that each take a part, add
+up what they found and take the same step do exactly what one process does with the whole batch: not an approximation,
+the same arithmetic rearranged. What it costs is the sum: each rank sends the gradients, S bytes, once around.
+
+  predicted   2(N-1)/N x S bytes a rank and step, under 2S for every N (all_reduce: a reduce_scatter and an all_gather
+              of (N-1)/N x S each; Patarasuk and Yuan 2009, theorem 1), and a latency for each call: one a parameter, or
+              one a bucket
+  shapes      inputs [B/N, S] a rank, B = LAB_BATCH samples of S = LAB_SEQ bytes; weights and gradients whole on each
+
+The variants differ in how many calls they make, and when:
+
+  naive       one a parameter, after the backward pass: right, and slow
+  flat        one for all gradients in one flat bucket: fewest calls, and the link idles during the backward pass
+  bucketed    one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs
+  ring        the same buckets over the all_reduce of workers/parallel
+  ddp         PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
+
+With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see line.py).
+"""
+
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments.dp import line
+from experiments.dp.faults import BUGS, buckets_of, invisible
+from experiments.dp.replica import Replica, begin_alike
+from workers.config import Config
+from workers.lab import Lab, Strategy
+from workers.measure.formulas import Prediction, all_reduce_bytes
+from workers.parallel.buckets import layout
+from workers.parallel.collectives import Collective
+from workers.workload import data, model, text
+from workers.workload.model import Model, outline
+
+OUR_ALGORITHM = "direct"
+VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp", *line.VARIANTS)
+__all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run"]
+
+
+def run(lab: Lab) -> None:
+    """Predict, prove, measure; then the first lesson's table, if it is its model."""
+    predictions = predict(lab.config)
+    size, sent = gradient_bytes(lab.config) / 1e6, max(predictions[0].value) / 1e6
+    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} MB = {sent:.3g} MB a step, under {2 * size:.3g} MB for every N", "predict")
+    if lab.config.proof:
+        check_samples(lab)
+    traffic = lab.measure(naive, flat, bucketed, ring, ddp, also=lambda name, strategy: check_replicas(lab, name, strategy))
+    lab.compare_traffic(predictions, traffic)
+    for prediction in predictions:
+        if prediction.variant in traffic and prediction.variant in ("naive", "flat", "bucketed"):
+            calls = sum(op.calls for op in traffic[prediction.variant].called)
+            lab.compare("calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula)
+    if lab.config.model == "line":
+        line.lesson(lab, flat)
+
+
+# --- the variants, in reading order ---
+
+
+def naive(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+    """One all_reduce a parameter, after the backward pass."""
+    begin_alike(model, group, config)
+    return Replica(model, config, OneByOne(model, group))
+
+
+class OneByOne:
+    """Sums each gradient by itself."""
+
+    def __init__(self, model: Model, group: dist.ProcessGroup) -> None:
+        self.model, self.group = model, group
+
+    def zero(self) -> None:
+        self.model.zero_grad()
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002  it sums when all are done
+        return nullcontext()
+
+    def finish(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is None:  # every rank must make the same calls, or each waits for another's (W6)
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.group)
+
+
+def flat(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+    """One all_reduce for all gradients, which lie in one bucket, after the backward pass."""
+    begin_alike(model, group, config)
+    return Replica(model, config, buckets_of(config)(model.parameters(), group, float("inf"), overlap=False))
+
+
+def bucketed(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+    """One all_reduce a bucket, launched as soon as its last gradient is written."""
+    begin_alike(model, group, config)
+    return Replica(model, config, buckets_of(config)(model.parameters(), group, config.bucket_mib * 2**20))
+
+
+def ring(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+    """The same over our own all_reduce: its first messages leave from the hook, the rest while the step waits."""
+    begin_alike(model, group, config)
+    ours = partial(Collective(group, OUR_ALGORITHM).all_reduce, async_op=True)
+    return Replica(model, config, buckets_of(config)(model.parameters(), group, config.bucket_mib * 2**20, all_reduce=ours))
+
+
+def ddp(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+    """PyTorch's own. It divides by the number of ranks, so the loss that it differentiates is that many times ours."""
+    begin_alike(model, group, config, broadcast=False)  # its constructor broadcasts
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=config.bucket_mib, init_sync=config.bug != "no_broadcast")
+    forward: nn.Module = model if config.bug == "unwrapped_forward" else wrapped
+    return Replica(model, config, Wrapped(wrapped), forward=forward, scale=group.size())
+
+
+class Wrapped:
+    """DistributedDataParallel sums inside of `backward`, unless it is told that more microbatches follow."""
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self.wrapped = wrapped
+
+    def zero(self) -> None:
+        self.wrapped.zero_grad()
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.wrapped.no_sync()
+
+    def finish(self) -> None:
+        """Nothing is left: DDP waits at the end of `backward`."""
+
+
+# --- what is claimed ---
+
+
+def refuse(config: Config) -> list[str]:
+    """What this mode cannot run."""
+    if config.model != "line":
+        strangers = [name for name in config.variant if name in line.VARIANTS]
+        wrong = [f"LAB_VARIANT={name!r} belongs to the first lesson: set LAB_MODEL=line" for name in strangers]
+    else:
+        wrong = []
+    return wrong + model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
+
+
+def gradient_bytes(config: Config) -> int:
+    """S: the bytes of all gradients."""
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    return outline(config).num_parameters() * itemsize
+
+
+def predict(config: Config) -> list[Prediction]:
+    """Bytes and calls of one step of each variant, a value a rank."""
+    ranks, itemsize = config.world_size, getattr(torch, config.dtype).itemsize
+    sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
+    buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
+    total = all_reduce_bytes("gloo", ranks, sum(sizes))
+    own = tuple(sum(all_reduce_bytes(OUR_ALGORITHM, ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks))
+    formula = "2(N-1)/N x S"
+
+    def prediction(variant: str, calls: int, value: tuple[float, ...] = (total,) * ranks, *, decides: bool = True) -> Prediction:
+        return Prediction(variant, "wire bytes", "B", formula, value, calls, decides)
+
+    return [
+        prediction("naive", len(sizes)),
+        prediction("flat", 1),
+        prediction("bucketed", len(buckets)),
+        prediction("ring", 2 * (ranks - 1) * len(buckets), own),
+        prediction("ddp", len(buckets) + 1, decides=False),  # its first bucket is of 1 MiB
+    ]
+
+
+# --- what is checked, beside the proof ---
+
+
+def check_samples(lab: Lab) -> None:
+    """Each sample of the global batch is worked on exactly once a step."""
+    batches = lab.batches(torch.float64, proof=True)
+    steps = min(3, batches.proof_steps)
+    mine = [batches.sample_ids(step, lab.rank, lab.world_size) for step in range(steps)]
+    everyone = lab.exchange.gather("samples", mine)
+    if everyone is None:
+        return
+    off = 0
+    for step in range(steps):
+        times = Counter(sample for of_rank in everyone for sample in of_rank[step])
+        off = max(off, *(abs(times[sample] - (sample in set(batches.full_ids(step)))) for sample in {*times, *batches.full_ids(step)}))
+    sizes = ", ".join(str(len(of_rank[0])) for of_rank in everyone)
+    lab.check("samples", off, 0, detail=f"shards of {sizes} samples; the difference is the worst sample's count")
+
+
+def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
+    """All ranks hold the same weights, to the bit."""
+    mine = torch.cat([weight.flatten() for _, weight in strategy.full("weights")])
+    first = mine.clone()
+    dist.broadcast(first, group=lab.group, group_src=0)
+    lab.check("replicas", 0.0 if torch.equal(mine, first) else max((mine - first).abs().max().item(), 5e-324), 0.0, variant=name)

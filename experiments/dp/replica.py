@@ -1,0 +1,91 @@
+"""What every data-parallel variant shares: a whole model on each rank, one start for all, an optimizer each.
+
+A variant differs in one thing only: how the gradients of the replicas become one (`Gradients`). The rest is the same
+loop. Each rank begins from weights of its own, as a script without a seed would, and rank 0's are broadcast; then the
+same sum of gradients and the same optimizer keep the replicas equal, to the bit, without ever sending a weight again.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.config import Config
+from workers.parallel.buckets import broadcast_parameters
+from workers.workload.data import Microbatch
+from workers.workload.model import Model
+from workers.workload.optimizer import make_optimizer, named_state
+
+
+class Gradients(Protocol):
+    """How the gradients of all replicas become one; `GradientBuckets` is the real one."""
+
+    def zero(self) -> None:
+        """Before the first microbatch."""
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a microbatch."""
+
+    def finish(self) -> None:
+        """After the last one: every gradient is the sum over all ranks."""
+
+
+class Replica:
+    """A Strategy: `model` is this rank's replica, `forward` what its passes run through if not the model itself.
+
+    `scale` multiplies the loss that is differentiated, for a variant that averages where the others sum.
+    """
+
+    def __init__(self, model: Model, config: Config, gradients: Gradients, *, forward: nn.Module | None = None, scale: float = 1.0) -> None:
+        self.model = model
+        self.config = config
+        self.gradients = gradients
+        self.forward = forward or model
+        self.scale = scale
+        self.optimizer = make_optimizer(model.parameters(), config)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """Sum the gradients of all microbatches here, then once over all ranks (W13: not once a microbatch)."""
+        shares: list[Tensor] = []
+        self.gradients.zero()
+        for inputs, targets, share in microbatches:
+            with self.gradients.accumulate(last=len(shares) == len(microbatches) - 1):
+                loss = self.forward(inputs, targets) * share
+                (loss * self.scale).backward()
+            shares.append(loss.detach())
+        self.gradients.finish()
+        return torch.stack(shares).sum()
+
+    def update(self) -> None:
+        """Every replica takes the same step; the norm to clip by is global, since the gradients are."""
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """A replica holds everything: nothing is sent."""
+        if kind == "optimizer":
+            yield from named_state(self.model, self.optimizer)
+        else:
+            for name, parameter in self.model.named_parameters():
+                tensor = parameter.detach() if kind == "weights" else parameter.grad
+                if tensor is not None:
+                    yield name, tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def begin_alike(model: Model, group: dist.ProcessGroup, config: Config, *, broadcast: bool = True) -> None:
+    """Draw this rank's own weights, then give all ranks those of rank 0."""
+    if group.rank() > 0:
+        model.initialise(config.seed + group.rank())
+    if broadcast and config.bug != "no_broadcast":
+        broadcast_parameters(model.parameters(), group)

@@ -1,0 +1,137 @@
+"""Who gets which samples: DistributedSampler, its arithmetic by hand, and what it does where the division leaves a rest.
+
+Every rank shuffles all indices alike, by (seed, epoch), and takes each N-th of them, starting at its own rank. No rank
+asks another: the shards are disjoint because all ranks drew the same order. Two things are easily missed:
+
+  set_epoch   the epoch is part of the seed. Without it every epoch deals the same shards in the same order
+  padding     shards must be equally long, or a collective would wait for a rank that has finished. Where N does not
+              divide the length, the first samples of the order are dealt again: "no overlap" is then not quite true
+
+  shapes      indices [ceil(1000 / N)] a rank; a batch [4] a rank; gathered [4 N]
+  predicted   the all_gather of a batch sends (N-1) x 4 x 8 B a rank, over again for each of the two epochs
+"""
+
+from collections import Counter
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+
+from workers.config import Config
+from workers.lab import Bug, Lab
+from workers.measure.formulas import Prediction
+
+LENGTH, BATCH, SEED, EPOCHS = 1000, 4, 42, 2  # the lesson's
+
+VARIANTS: tuple[str, ...] = ()
+BUGS = {
+    "no_set_epoch": Bug("the sampler is never told the epoch: every epoch deals the same shards in the same order", "reshuffled"),
+    "no_sampler": Bug("every rank loads the whole data set: each sample is trained on N times an epoch", "shards"),
+}
+
+
+class Numbers(Dataset[Tensor]):
+    """The lesson's data: sample i is the number i, so that one sees who got what."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+def refuse(config: Config) -> list[str]:
+    """What this mode cannot run."""
+    if config.bug == "no_sampler" and config.world_size == 1:
+        return ["LAB_BUG=no_sampler cannot show with WORLD_SIZE=1: it takes two ranks"]
+    return []
+
+
+def predict(config: Config) -> list[Prediction]:
+    """Bytes of the all_gathers of the whole lesson."""
+    value = float(EPOCHS * (config.world_size - 1) * BATCH * 8)
+    return [Prediction("", "called bytes", "B", "2 x (N-1) x 4 x 8 B", (value,) * config.world_size, EPOCHS)]
+
+
+def run(lab: Lab) -> None:
+    """The lesson's two epochs, then what is true of all their shards."""
+    prediction = predict(lab.config)[0]
+    lab.say(f"two all_gathers send {prediction.formula} = {prediction.value[0]:g} B a rank", "predict")
+    sampler = make_sampler(lab.config, lab.rank)
+    loader = DataLoader(Numbers(), batch_size=BATCH, sampler=sampler)
+    epochs = []
+    with lab.count() as traffic:
+        for epoch in range(EPOCHS):
+            lab.at(epoch, "epoch")
+            if isinstance(sampler, DistributedSampler) and lab.config.bug != "no_set_epoch":
+                sampler.set_epoch(epoch)
+            batches = list(loader)
+            show(lab, epoch, batches[0])
+            epochs.append([int(sample) for batch in batches for sample in batch])
+    lab.compare(prediction.name, prediction.value[lab.rank], traffic.called_bytes, formula=prediction.formula)
+    everyone = lab.exchange.gather("shards", epochs)
+    if everyone is not None:
+        check(lab, everyone)
+
+
+def make_sampler(config: Config, rank: int) -> Sampler[int]:
+    """PyTorch's own, as in the lesson, or what a script does that has none."""
+    if config.bug == "no_sampler":
+        return RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(SEED))
+    return DistributedSampler(Numbers(), num_replicas=config.world_size, rank=rank, shuffle=True, seed=SEED)
+
+
+def show(lab: Lab, epoch: int, batch: Tensor) -> None:
+    """The lesson's computation on the first batch, gathered on all ranks, and its printed lines."""
+    data = batch.to(lab.device)
+    result = data * (lab.rank + 1)
+    gathered = [torch.zeros_like(result) for _ in range(lab.world_size)]
+    dist.all_gather(gathered, result, group=lab.group)
+    lab.say(f"Rank {lab.rank}, Epoch {epoch}, Batch 0", all_ranks=True)
+    for name, tensor in {"Local data": data, "Local result": result, "Gathered result": torch.cat(gathered)}.items():
+        lab.say(f"{name}: {tensor.tolist()}, shape {list(tensor.shape)}", all_ranks=True)
+
+
+def by_hand(epoch: int, rank: int, world_size: int) -> list[int]:
+    """The indices of `rank`: the order of the epoch, begun again to fill the rest, and each N-th of it."""
+    order: list[int] = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+    return (order + repeats(order, world_size))[rank::world_size]
+
+
+def repeats(order: list[int], world_size: int) -> list[int]:
+    """The samples that are dealt twice, so that all shards are equally long."""
+    return order[: -LENGTH % world_size]
+
+
+def check(lab: Lab, everyone: list[list[list[int]]]) -> None:
+    """What holds of all shards; `everyone[rank][epoch]` lists the samples in the order in which they were dealt."""
+    for epoch in range(EPOCHS):
+        shards = [of_rank[epoch] for of_rank in everyone]
+        wrong, twice = misdealt(shards)
+        names = f"dealt twice, so that shards are equally long: {shorten(twice)}" if twice else "no sample dealt twice"
+        lab.say(f"epoch {epoch}, shards of {len(shards[0])}: {names}")
+        lab.check("shards", wrong, 0, detail=f"epoch {epoch}: samples left out, or dealt again without need; {names}")
+        hand = [by_hand(epoch, rank, lab.world_size) for rank in range(lab.world_size)]
+        lab.check("by hand", sum(map(places_apart, shards, hand)), 0, detail=f"epoch {epoch}: places that differ from our own arithmetic")
+    first, second = everyone[0][:2]
+    same = len(first) - places_apart(first, second)
+    lab.check("reshuffled", same / len(first), 0.1, detail=f"{same} of {len(first)} places hold the same sample in both epochs")
+
+
+def misdealt(shards: list[list[int]]) -> tuple[int, list[int]]:
+    """Samples that are missing or dealt more often than padding needs, and which were dealt more than once."""
+    times = Counter(sample for shard in shards for sample in shard)
+    surplus = times.total() - LENGTH - (-LENGTH % len(shards))
+    return LENGTH - len(times) + abs(surplus), [sample for sample, count in times.items() if count > 1]
+
+
+def places_apart(one: list[int], other: list[int]) -> int:
+    """At how many places two lists differ."""
+    return sum(a != b for a, b in zip_longest(one, other))
+
+
+def shorten(samples: list[int]) -> str:
+    """At most the first seven, which is all that padding can need on 8 ranks."""
+    return ", ".join(map(str, samples[:7])) + (f" and {len(samples) - 7} more" if len(samples) > 7 else "")

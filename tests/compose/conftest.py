@@ -1,0 +1,61 @@
+"""Fixtures of tests with real containers: the image once a session, one project a session, one folder of runs a test."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.compose.containers import TOP, Containers, call
+
+
+@pytest.fixture(scope="session")
+def image() -> Iterator[str]:
+    """The name of a Compose project whose image is built from this tree; it goes with the session."""
+    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True, check=False, timeout=30).returncode:
+        if os.environ.get("CI"):
+            pytest.fail("no Docker engine answers, and CI requires the container tests")
+        pytest.skip("no Docker engine answers")
+    project = f"ranklab-test-{os.getpid()}"
+    call("docker", "compose", "-p", project, "build", timeout_s=900)
+    yield project
+    call("docker", "rmi", "--force", f"ranklab:{project}")
+
+
+@pytest.fixture
+def cluster(image: str, tmp_path: Path) -> Iterator[Containers]:
+    """A cluster that leaves neither containers nor files behind."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    containers = Containers(image, runs)
+    yield containers
+    containers.down()
+    give_back(image, tmp_path)
+
+
+@pytest.fixture
+def clone(image: str, tmp_path: Path) -> Iterator[Path]:
+    """A copy of this tree as a user with id 1234 would have it; its folder's name is its Compose project."""
+    folder = tmp_path / f"ranklab-clone-{os.getpid()}"
+    files = call("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
+    for file in filter(None, files):
+        if (TOP / file).is_file():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(TOP / file, folder / file)
+    own(image, folder, "1234:1234")
+    yield folder
+    call("docker", "compose", "down", "--remove-orphans", "--timeout", "0", environ={"WORLD_SIZE": "8"}, folder=folder)
+    subprocess.run(["docker", "rmi", "--force", f"ranklab:{folder.name}"], capture_output=True, check=False, timeout=60)
+    give_back(image, tmp_path)
+
+
+def own(image: str, folder: Path, owner: str) -> None:
+    """chown by a container, which any user who may use Docker can do."""
+    call("docker", "run", "--rm", "-v", f"{folder}:/folder", "--entrypoint", "chown", f"ranklab:{image}", "-R", owner, "/folder")
+
+
+def give_back(image: str, folder: Path) -> None:
+    """Make a folder the test's own again, so that pytest can remove it."""
+    own(image, folder, f"{os.getuid()}:{os.getgid()}")

@@ -1,0 +1,156 @@
+"""The Compose files as Compose reads them: who starts, what is passed on, and how little a rank may do."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from workers.config import MAX_WORLD_SIZE, Config
+
+TOP = Path(__file__).parent.parent.parent
+FILES = ["docker-compose.yaml", "docker-compose.gpu.yaml"]
+
+# RANK and MASTER_ADDR are the service's own, LOCAL_RANK is torchrun's, and LAB_RUNS_DIR is what is mounted at runs/.
+NOT_PASSED_ON = {"RANK", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DIR"}
+
+needs_compose = pytest.mark.skipif(shutil.which("docker") is None, reason="docker is not installed")
+
+
+def resolved(*files: str, **variables: str) -> dict[str, Any]:
+    """What `docker compose config` makes of the files under nothing but these variables."""
+    command = ["docker", "compose", *[part for file in files or FILES[:1] for part in ("-f", file)], "config", "--format", "json"]
+    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | variables
+    done = subprocess.run(command, cwd=TOP, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    config: dict[str, Any] = json.loads(done.stdout)
+    return config
+
+
+def raw(file: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((TOP / file).read_text())
+    return content
+
+
+@needs_compose
+@pytest.mark.parametrize("files", [FILES[:1], FILES], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("world_size", range(1, MAX_WORLD_SIZE + 1))
+def test_exactly_world_size_ranks_start(files: list[str], world_size: int) -> None:
+    services = resolved(*files, WORLD_SIZE=str(world_size))["services"]
+    assert sorted(services) == [f"worker{rank}" for rank in range(world_size)]
+    for rank in range(world_size):
+        environment = services[f"worker{rank}"]["environment"]
+        assert environment["RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == str(world_size)
+        assert environment["MASTER_ADDR"] == "worker0"
+
+
+@needs_compose
+@pytest.mark.parametrize("world_size", ["0", "9", "abc"])
+def test_a_world_size_that_is_refused_starts_the_rank_that_says_so(world_size: str) -> None:
+    services = resolved(WORLD_SIZE=world_size)["services"]
+    assert list(services) == ["worker0"]
+    assert services["worker0"]["environment"]["WORLD_SIZE"] == world_size
+
+
+@needs_compose
+@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": ""}], ids=["unset", "empty"])
+def test_four_ranks_by_default(variables: dict[str, str]) -> None:
+    assert len(resolved(**variables)["services"]) == Config.model_fields["world_size"].default
+
+
+def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
+    known = {field.alias for field in Config.model_fields.values()}
+    passed_on = raw("docker-compose.yaml")["x-environment"]
+    assert set(passed_on) - {"MASTER_ADDR"} == known - NOT_PASSED_ON
+    bare = {name for name, value in passed_on.items() if value is None}
+    assert set(passed_on) - bare == {"WORLD_SIZE", "MASTER_ADDR"}  # these alone have a value in the file
+
+
+@needs_compose
+def test_a_variable_reaches_a_rank_only_if_the_shell_has_it() -> None:
+    environment = resolved(LAB_STEPS="7")["services"]["worker3"]["environment"]
+    assert environment["LAB_STEPS"] == "7"
+    assert environment["LAB_LR"] is None
+    assert environment["RUN_MODE"] is None
+
+
+@needs_compose
+def test_a_rank_may_do_next_to_nothing() -> None:
+    config = resolved(WORLD_SIZE="8")
+    assert config["networks"]["default"]["internal"] is True
+    for service in config["services"].values():
+        assert service["cap_drop"] == ["ALL"]
+        assert sorted(service["cap_add"]) == ["KILL", "SETGID", "SETUID"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["read_only"] is True
+        assert service["tmpfs"] == ["/tmp"]
+        assert service["init"] is True
+        assert service["stop_grace_period"] == "5s"
+        assert not {"ports", "privileged", "devices", "network_mode", "pid", "ipc"} & set(service)
+        writable = [mount["target"] for mount in service["volumes"] if not mount.get("read_only")]
+        assert writable == ["/lab/runs"]
+
+
+@needs_compose
+def test_limits_by_variable() -> None:
+    limited = resolved(LAB_CPUS="0.5", LAB_MEMORY="900m")["services"]["worker1"]
+    assert limited["cpus"] == 0.5
+    assert int(limited["mem_limit"]) == int(limited["memswap_limit"]) == 900 * 2**20
+    free = resolved()["services"]["worker1"]
+    assert float(free.get("cpus", 0)) == int(free.get("mem_limit", 0)) == int(free.get("memswap_limit", 0)) == 0
+
+
+@needs_compose
+def test_one_service_builds_the_image_that_all_use() -> None:
+    config = resolved(WORLD_SIZE="8", COMPOSE_PROJECT_NAME="somebody")
+    assert [name for name, service in config["services"].items() if "build" in service] == ["worker0"]
+    assert {service["image"] for service in config["services"].values()} == {"ranklab:somebody"}
+
+
+@needs_compose
+@pytest.mark.parametrize(
+    ("variables", "index"),
+    [({}, "https://download.pytorch.org/whl/cpu"), ({"TORCH_INDEX_URL": ""}, ""), ({"TORCH_INDEX_URL": "https://a/b"}, "https://a/b")],
+    ids=["unset", "empty", "set"],
+)
+def test_an_empty_index_of_torch_counts(variables: dict[str, str], index: str) -> None:
+    assert resolved(**variables)["services"]["worker0"]["build"]["args"]["TORCH_INDEX_URL"] == index
+
+
+@needs_compose
+def test_the_gpu_overlay_is_nccl_on_all_gpus() -> None:
+    for service in resolved(*FILES, WORLD_SIZE="8")["services"].values():
+        assert service["environment"]["LAB_BACKEND"] == "nccl"
+        assert service["environment"]["LAB_DEVICE"] == "cuda"
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
+        assert int(service["shm_size"]) >= 2**30
+        assert service["ulimits"]["memlock"] == -1
+        assert service["cap_drop"] == ["ALL"]  # what the first file says still stands
+    shared = resolved(*FILES, LAB_BACKEND="gloo")["services"]["worker0"]
+    assert (shared["environment"]["LAB_BACKEND"], shared["build"]["args"]["TORCH_INDEX_URL"]) == ("gloo", "")
+
+
+def unknown_to_v1(text: str) -> set[str]:
+    """What Compose v1.29 refuses: keys at the top and in a service that came later, and `${X:+y}`."""
+    content = yaml.safe_load(text)
+    keys = {name for name in content if not name.startswith("x-")} - {"services", "networks"}
+    for service in content["services"].values():
+        keys |= {"develop", "attach", "annotations", "post_start"} & set(service)
+    return keys | set(re.findall(r"\$\{\w+(:?.)", text)) - {":-", "-"}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_that_compose_v1_does_not_know(file: str) -> None:
+    assert unknown_to_v1((TOP / file).read_text()) == set()
+
+
+def test_what_compose_v1_does_not_know_is_seen() -> None:
+    later = 'name: lab\nservices: {a: {attach: false, command: "${X:+y}"}}'
+    assert unknown_to_v1(later) == {"name", "attach", ":+"}

@@ -1,0 +1,53 @@
+"""Whole runs in containers: every world size, every mode, and whose the files are."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.compose.conftest import own
+from tests.compose.containers import TINY, Containers
+
+pytestmark = pytest.mark.compose
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_dp_holds_at_every_world_size(cluster: Containers, world_size: int) -> None:
+    codes = cluster.run(world_size, RUN_MODE="dp", **TINY)
+    assert set(codes.values()) == {0}, cluster.logs()
+    run = cluster.verdict()
+    assert (run["verdict"], run["world_size"]) == ("pass", world_size)
+    assert run["checks"]
+    assert "PASS" in cluster.log(0)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("mode", ["comm", "train"])
+def test_the_other_modes_hold_with_three_ranks(cluster: Containers, mode: str) -> None:
+    cluster.up(3, RUN_MODE=mode)
+    assert set(cluster.wait(timeout_s=180).values()) == {0}, cluster.logs()
+    assert cluster.verdict()["verdict"] == "pass"
+
+
+def test_four_ranks_train_a_gpt_on_a_text_of_ones_own(cluster: Containers) -> None:
+    """A small one; the text lies in the folder that is mounted for it."""
+    codes = cluster.run(2, LAB_WIDTH="32", LAB_DEPTH="2", LAB_STEPS="5", LAB_TEXT="texts/.gitkeep", LAB_VARIANT="flat")
+    assert set(codes.values()) == {2}, cluster.logs()
+    assert "LAB_TEXT='texts/.gitkeep' is empty" in cluster.log(1)
+
+
+def test_a_check_that_fails_is_exit_1_on_every_rank(cluster: Containers) -> None:
+    codes = cluster.run(2, LAB_BUG="means_of_shards", LAB_VARIANT="flat", **TINY)
+    assert set(codes.values()) == {1}, cluster.logs()
+    assert cluster.verdict()["verdict"] == "fail"
+
+
+def test_files_belong_to_the_owner_of_runs(cluster: Containers, image: str) -> None:
+    own(image, cluster.runs, "4321:4322")
+    codes = cluster.run(2, LAB_VARIANT="flat", **TINY)
+    assert set(codes.values()) == {0}, cluster.logs()
+    assert {owner(path) for path in cluster.runs.rglob("*")} == {(4321, 4322)}
+
+
+def owner(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_uid, status.st_gid

@@ -1,0 +1,207 @@
+"""Every data-parallel variant against one process in float64, its calls, and each classic mistake seen."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments import dp
+from experiments.dp import line
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.measure.calls import Calls
+from workers.parallel.peers import Peers
+from workers.workload.baseline import train
+from workers.workload.data import Batches
+from workers.workload.model import build_model, outline
+
+VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp")
+SMALL = {"LAB_WIDTH": "8", "LAB_DEPTH": "2", "LAB_HEADS": "2", "LAB_SEQ": "6", "LAB_BATCH": "9", "LAB_BUCKET_MIB": "0.004"}
+TOLERANCE = 1e-12
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def config_of(world_size: int, **settings: str) -> Config:
+    return Config.read(SMALL | {"WORLD_SIZE": str(world_size)} | settings)
+
+
+def batches_of(config: Config) -> Batches:
+    return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+
+
+def differences(group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = VARIANTS, steps: int = 3) -> dict[str, dict[str, float]]:
+    """For each variant the worst difference to one process in losses, gradients, weights, optimizer state and replicas."""
+    batches = batches_of(config)
+    plain = config.model_copy(update={"bug": None})
+    dense = list(train(build_model(config, config.seed).double(), batches_of(plain), config, steps))
+    found = {}
+    for name in names:
+        strategy = getattr(dp, name)(build_model(config, config.seed).double(), group, config)
+        worst = dict.fromkeys(("losses", "gradients", "weights", "optimizer"), 0.0)
+        for step, snapshot in enumerate(dense):
+            loss = strategy.backward(batches.dealt(step, group.rank(), group.size()))
+            dist.all_reduce(loss, group=group)
+            worst["losses"] = max(worst["losses"], abs(loss.item() - snapshot.loss))
+            strategy.update()
+            for kind in ("gradients", "weights", "optimizer"):
+                tensors, wanted = dict(strategy.full(kind)), getattr(snapshot, kind)
+                assert set(tensors) == set(wanted)
+                worst[kind] = max([worst[kind], *((tensors[key] - wanted[key]).abs().max().item() for key in wanted)])
+        weights = torch.cat([tensor.flatten() for _, tensor in strategy.full("weights")])
+        first = weights.clone()
+        dist.broadcast(first, group=group, group_src=0)
+        found[name] = worst | {"replicas": (weights - first).abs().max().item()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),  # 9 samples would be 3 each: the proof makes them 4, 1, 4
+        (4, {}),
+        (4, {"LAB_BATCH": "4"}),  # one sample a rank
+        (3, {"LAB_MICROBATCHES": "3"}),
+        (2, {"LAB_MICROBATCHES": "2", "LAB_CLIP": "0.01"}),
+        (3, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5"}),
+        (3, {"LAB_TIE": "1"}),
+        (4, {"LAB_MODEL": "mlp"}),
+        (4, {"LAB_MODEL": "line", "LAB_BATCH": "32"}),
+    ],
+)
+def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
+    for of_rank in ranks(world_size, differences, config_of(world_size, **settings)):
+        for name, worst in of_rank.items():
+            replicas = worst.pop("replicas")
+            assert replicas == 0.0, name
+            assert max(worst.values()) <= TOLERANCE, (name, worst)
+
+
+@pytest.mark.parametrize(
+    ("bug", "affected", "check", "world_size"),
+    [
+        ("means_of_shards", VARIANTS, "gradients", 3),
+        ("no_sampler", VARIANTS, "gradients", 3),
+        ("no_set_epoch", VARIANTS, "losses", 2),
+        ("unwrapped_forward", ("ddp",), "replicas", 2),
+        ("stale_bucket", ("flat", "bucketed", "ring"), "gradients", 1),
+        ("stale_bucket", ("flat", "bucketed", "ring"), "gradients", 3),
+        ("hook_race", ("bucketed", "ring"), "gradients", 2),
+        ("no_broadcast", VARIANTS, "replicas", 2),
+    ],
+)
+def test_each_mistake_is_seen_where_it_is_made_and_only_there(
+    ranks: Ranks, bug: str, affected: tuple[str, ...], check: str, world_size: int
+) -> None:
+    every_rank = ranks(world_size, differences, config_of(world_size, LAB_BUG=bug))
+    for name in VARIANTS:
+        seen = max(of_rank[name][check] for of_rank in every_rank) > 1e-6
+        assert seen == (name in affected), (name, every_rank[0][name])
+    if bug not in ("no_sampler", "no_set_epoch"):
+        assert dp.BUGS[bug].check == check
+
+
+def test_hook_race_is_wrong_the_same_way_each_time(ranks: Ranks) -> None:
+    config = config_of(3, LAB_BUG="hook_race")
+    first, second = (ranks(3, differences, config, ("bucketed",)) for _ in range(2))
+    assert first == second
+
+
+def calls(group: dist.ProcessGroup, config: Config) -> dict[str, int]:
+    counted = {}
+    batches = batches_of(config)
+    for name in VARIANTS:
+        strategy = getattr(dp, name)(build_model(config, 1).double(), group, config)
+        for step in range(2):  # DDP lays its buckets out anew after the first step
+            with Calls() as seen:
+                strategy.backward(batches.dealt(step, group.rank(), group.size()))
+                strategy.update()
+        counted[name] = sum(op.calls for op in seen.ops())
+    return counted
+
+
+@pytest.mark.parametrize("microbatches", ["1", "2"])
+def test_number_of_collectives_is_as_predicted_however_many_microbatches(ranks: Ranks, microbatches: str) -> None:
+    config = config_of(2, LAB_MICROBATCHES=microbatches, LAB_DTYPE="float64")
+    predicted = {prediction.variant: prediction.calls for prediction in dp.predict(config)}
+    assert predicted["naive"] == len(list(outline(config).parameters()))
+    assert predicted["flat"] == 1 < predicted["bucketed"] < predicted["naive"]
+    for counted in ranks(2, calls, config):
+        for name in ("naive", "flat", "bucketed", "ring"):
+            assert counted[name] == predicted[name], name
+
+
+def test_predicted_bytes_stay_under_twice_the_gradients() -> None:
+    for world_size in range(1, 9):
+        config = config_of(world_size)
+        size = dp.gradient_bytes(config)
+        for prediction in dp.predict(config):
+            assert len(prediction.value) == world_size
+            assert sum(prediction.value) == pytest.approx(2 * (world_size - 1) * size, rel=1e-12)
+            assert max(prediction.value) <= 2 * size
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
+        ({"LAB_HEADS": "3"}, "LAB_WIDTH=8 is not a multiple of LAB_HEADS=3"),
+        ({"LAB_MICROBATCHES": "3"}, "LAB_MICROBATCHES=3 is more than the 2 samples"),
+        ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
+        ({"LAB_VARIANT": "means"}, "set LAB_MODEL=line"),
+        ({"LAB_BUG": "hook_race", "LAB_VARIANT": "naive,ddp"}, "it takes bucketed or ring"),
+        ({"LAB_BUG": "means_of_shards", "LAB_BATCH": "4"}, "shards must differ in size"),
+        ({"LAB_BUG": "no_sampler", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "no_broadcast", "LAB_MODEL": "line"}, "all its ranks begin at zero"),
+        ({"LAB_BUG": "no_set_epoch", "LAB_MODEL": "line"}, "its batch is the whole data set"),
+        ({"LAB_BUG": "stale_bucket", "LAB_PROOF": "0"}, "nothing is compared"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
+    faults = dp.refuse(config_of(4, **settings))
+    assert len(faults) == 1
+    assert words in faults[0]
+
+
+def test_defaults_are_refused_nowhere() -> None:
+    for world_size in range(1, 9):
+        for model in ("gpt", "mlp", "line"):
+            assert dp.refuse(Config.read({"WORLD_SIZE": str(world_size), "LAB_MODEL": model})) == []
+
+
+# --- the first lesson ---
+
+
+def coordinated(group: dist.ProcessGroup, config: Config) -> list[float]:
+    peers, batches = Peers(group), batches_of(config)
+    shard = batches.dealt(0, group.rank(), group.size())
+    if group.rank() > 0:
+        line.work(peers, shard)
+        return []
+    return line.coordinate(peers, shard, batches.proof_steps, config.learning_rate)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_coordinator_does_what_one_process_does(ranks: Ranks, world_size: int) -> None:
+    config = Config.read({"WORLD_SIZE": str(world_size), "LAB_MODEL": "line"})
+    dense = [snapshot.loss for snapshot in train(build_model(config, 1).double(), batches_of(config), config, 201)]
+    history = ranks(world_size, coordinated, config)[0]
+    assert len(history) == 201
+    assert max(abs(one - other) for one, other in zip(history, dense, strict=True)) <= TOLERANCE
+    assert dense[200] < 0.02 < 1 < dense[0]
+
+
+def drift(group: dist.ProcessGroup, config: Config) -> float:
+    batches = batches_of(config)
+    strategies = [build(build_model(config, 1).double(), group, config) for build in (dp.flat, line.means)]
+    for step in range(20):
+        for strategy in strategies:
+            strategy.backward(batches.dealt(step, group.rank(), group.size()))
+            strategy.update()
+    sums, means = (torch.cat([tensor.flatten() for _, tensor in strategy.full("weights")]) for strategy in strategies)
+    return (sums - means).abs().max().item()
+
+
+def test_means_of_uneven_shards_drift(ranks: Ranks) -> None:
+    assert ranks(4, drift, Config.read({"LAB_MODEL": "line"}))[0] > 1e-4

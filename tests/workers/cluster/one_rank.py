@@ -1,0 +1,69 @@
+"""A rank that joins, watches and all-reduces: what the tests of the cluster start, signal and kill.
+
+Its environment is that of a rank; its arguments are a version, the number of steps, and what this rank does at step 2:
+nothing, `raise`, `sleep` (for 4.5 s, before the collective), or `leave_late`. It prints a line a step.
+"""
+
+import sys
+import time
+
+from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
+from workers.cluster.verdict import Verdict
+from workers.cluster.watch import Watch
+from workers.config import Config
+
+STEP_S = 0.05
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(version: str, steps: int, deed: str) -> int:
+    config = Config.read()
+    try:
+        cluster = join(config, version, say)
+    except ClusterError as error:
+        say(f"refused: {error}")
+        return 3
+    say(f"joined {cluster.run_id} " + " ".join(f"{member.rank}@{member.ip}" for member in cluster.members.values()))
+
+    def on_verdict(verdict: Verdict, survivors: list[int]) -> None:
+        say(f"verdict {verdict.exit_code} lost {[lost.rank for lost in verdict.lost]} survivors {survivors}")
+
+    watch = Watch(cluster, config, say, on_verdict)
+    watch.start()
+    try:
+        train(watch, cluster, config, steps, deed)
+    except Exception as error:
+        watch.fail(error)
+    watch.finish()
+    say(f"finished, watch {watch.cpu_seconds / (time.monotonic() - STARTED):.5f} of a core")
+    return 0
+
+
+def train(watch: Watch, cluster: Cluster, config: Config, steps: int, deed: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    init_process_group(cluster, config)
+    for step in range(steps):
+        watch.at(step, "compute")
+        time.sleep(STEP_S)
+        if step == 2 and deed == "raise":
+            raise ValueError("a made-up failure")
+        if step == 2 and deed == "sleep":
+            time.sleep(4.5)
+        watch.at(step, "all_reduce")
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        assert total[0] == cluster.world_size
+        say(f"step {step}")
+    if deed == "leave_late":
+        watch.at(steps, "compute")
+        time.sleep(2 * config.lost_after_s)
+
+
+STARTED = time.monotonic()
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,127 @@
+"""The board without sockets: what is refused, who waits, who is let in."""
+
+from dataclasses import replace
+
+import pytest
+
+from workers.cluster.board import ASKING_S, Board, Claim
+from workers.config import Config
+
+
+def claim(rank: int, **changes: object) -> Claim:
+    plain = Claim(rank, 3, "dp", "v1", {"LAB_STEPS": "5"}, f"host{rank}", 100 + rank, f"uid{rank}", "10.0.0.9")
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def board(ip: str = "10.0.0.1") -> Board:
+    return Board(claim(0), ip, 4000, "dp-1", window_s=60.0)
+
+
+def ask(one: Board, asked: Claim, now: float, alive: set[int] | None = None) -> dict[str, object]:
+    return one.answer(asked, f"10.0.0.{asked.rank + 1}", 4000 + asked.rank, now, alive)
+
+
+def sealed_board() -> Board:
+    one = board()
+    ask(one, claim(1), 0.0)
+    ask(one, claim(2), 0.0)
+    one.seal("token", 0.0)
+    return one
+
+
+def test_the_missing_are_named_until_all_are_there() -> None:
+    one = board()
+    assert ask(one, claim(2), 0.0) == {"wait": "waiting for rank 1"}
+    assert ask(one, claim(1), 0.1) == {"wait": ""}
+    members = one.seal("token", 0.2)
+    assert [(member.host, member.ip, member.udp_port) for member in members.values()] == [
+        ("host0", "10.0.0.1", 4000), ("host1", "10.0.0.2", 4001), ("host2", "10.0.0.3", 4002)
+    ]  # fmt: skip
+    assert ask(one, claim(1), 0.3)["sealed"] == one.sealed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 4}, ["WORLD_SIZE=4 on rank 1", "WORLD_SIZE=3 on rank 0"]),
+        ({"run_mode": "comm"}, ["RUN_MODE=comm on rank 1", "RUN_MODE=dp on rank 0"]),
+        ({"version": "v2"}, ["version of the code is v2 on rank 1", "version of the code is v1 on rank 0"]),
+        ({"settings": {"LAB_STEPS": "6"}}, ["LAB_STEPS=6 on rank 1", "LAB_STEPS=5 on rank 0"]),
+        ({"settings": {}}, ["LAB_STEPS=20 on rank 1", "LAB_STEPS=5 on rank 0"]),
+        ({"settings": {"LAB_STEPS": "5", "LAB_BUG": "x"}}, ["LAB_BUG=x on rank 1", "LAB_BUG=unset on rank 0"]),
+    ],
+)
+def test_what_differs_is_named_with_both_values_to_all(changes: dict[str, object], words: list[str]) -> None:
+    one = board()
+    refused = ask(one, claim(1, **changes), 0.0)["refuse"]
+    assert isinstance(refused, str)
+    assert all(word in refused for word in [*words, "host1", "host0"])
+    assert ask(one, claim(2), 0.1) == {"refuse": refused}
+
+
+def test_a_rank_beyond_the_world_breaks_it() -> None:
+    one = board()
+    assert "WORLD_SIZE=4 on rank 3" in str(ask(one, claim(3, world_size=4), 0.0)["refuse"])
+
+
+def test_a_doubled_rank_is_refused_with_both_hosts() -> None:
+    one = board()
+    ask(one, claim(1), 0.0)
+    refused = str(ask(one, claim(1, uid="other", host="elsewhere", pid=7), 0.5)["refuse"])
+    assert "rank 1 runs twice, on host host1 (pid 101) and on host elsewhere (pid 7)" in refused
+    assert ask(one, claim(1), 0.6) == {"refuse": refused}
+
+
+def test_a_second_rank_0_is_doubled_too() -> None:
+    assert "rank 0 runs twice" in str(ask(board(), claim(0, uid="other"), 0.0)["refuse"])
+
+
+def test_a_rank_that_restarts_while_others_arrive_takes_its_own_place() -> None:
+    one = board()
+    ask(one, claim(1), 0.0)
+    ask(one, claim(2), 0.0)
+    assert ask(one, claim(1, uid="again", pid=7), ASKING_S + 0.1) == {"wait": "waiting for rank 2"}
+    assert one.missing(ASKING_S + 0.1) == [2]
+
+
+def test_the_successor_of_a_dead_rank_waits_for_the_end_of_the_old_run() -> None:
+    one = sealed_board()
+    reply = ask(one, claim(1, uid="again"), 3.0, alive={0, 2})
+    assert "earlier run" in str(reply["wait"])
+    assert one.refusal is None
+
+
+def test_a_late_double_breaks_the_start_and_a_very_late_one_only_itself() -> None:
+    early, late = sealed_board(), sealed_board()
+    assert "twice" in str(ask(early, claim(1, uid="other"), 30.0, alive={0, 1, 2})["refuse"])
+    assert early.refusal is not None
+    assert "twice" in str(ask(late, claim(1, uid="other"), 61.0, alive={0, 1, 2})["refuse"])
+    assert late.refusal is None
+
+
+def test_rank_0_stays_until_every_rank_has_heard() -> None:
+    one = board()
+    ask(one, claim(1), 0.0)
+    ask(one, claim(2, world_size=4), 0.1)
+    assert not one.all_told()
+    ask(one, claim(1), 0.2)
+    assert not one.all_told()  # rank 2 believes in a rank 3
+    ask(one, claim(3), 0.3)
+    assert one.all_told()
+
+
+def test_ranks_on_rank_0s_machine_are_found_by_others_too() -> None:
+    one = Board(claim(0), "127.0.1.1", 4000, "dp-1", 60.0)
+    one.answer(claim(1), "127.0.0.1", 4001, 0.0)
+    one.answer(claim(2), "10.0.0.3", 4002, 0.0)
+    assert [member.ip for member in one.seal("token", 0.0).values()] == ["10.0.0.9", "10.0.0.9", "10.0.0.3"]
+
+
+def test_a_claim_carries_what_must_agree_and_nothing_else() -> None:
+    environ = {
+        "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LAB_STEPS": "7", "LAB_VARIANT": "flat,ring",
+        "LAB_RUNS_DIR": "/tmp/x", "LAB_JOIN_TIMEOUT_S": "9", "LAB_CPUS": "1", "LAB_MEMORY": "900m", "LAB_PROOF": "0",
+    }  # fmt: skip
+    made = Claim.of(Config.read(environ), "v1", "")
+    assert made.settings == {"LAB_STEPS": "7", "LAB_VARIANT": "flat,ring", "LAB_PROOF": "0"}
+    assert made.differences(made) is None

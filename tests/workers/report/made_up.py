@@ -1,0 +1,147 @@
+"""Records of runs that never were: small, exact, and each test bends one of them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from workers.report.records import (
+    Called,
+    Chart,
+    Check,
+    Comparison,
+    End,
+    Losses,
+    Memory,
+    Ranks,
+    Record,
+    Said,
+    Skipped,
+    Start,
+    Steps,
+    Table,
+    Wire,
+    to_line,
+)
+
+MEGA = 10**6
+VARIANTS = {"naive": 81e-3, "bucketed": 50e-3, "ddp": 50e-3}  # seconds a step
+
+
+def start(rank: int = 0, world_size: int = 4, run_id: str = "dp-20261120-171500", **settings: object) -> Start:
+    """The first record of a rank, with further settings of the run."""
+    config = {
+        "RUN_MODE": "dp",
+        "WORLD_SIZE": world_size,
+        "LAB_STEPS": 20,
+        "LAB_DTYPE": "float32",
+        "LAB_PROOF": True,
+        "LAB_TEXT": None,
+    }
+    repeat = {"RUN_MODE": "dp", "WORLD_SIZE": str(world_size), "LAB_SEED": "1"}
+    versions = {"python": "3.11.2", "torch": "2.13.0+cpu", "lab": "0a1b2c3d4e5f"}
+    return Start(
+        rank, run_id, "dp", world_size, f"worker{rank}", config | settings, repeat, versions, "gpt, 1.6M parameters"
+    )
+
+
+def good_run(world_size: int = 4, steps: int = 20, variants: dict[str, float] = VARIANTS) -> Ranks:
+    """A data-parallel run in which everything held."""
+    return {
+        rank: [start(rank, world_size), *_of_rank(rank, world_size, steps, variants), End(rank, 12.5)]
+        for rank in range(world_size)
+    }
+
+
+def bent(records: Ranks, change: Callable[[Record], Record | None], rank: int | None = None) -> Ranks:
+    """The same run with each record of `rank` (None: of all) put through `change`; None drops the record."""
+
+    def of_rank(number: int) -> list[Record]:
+        if rank not in (None, number):
+            return records[number]
+        return [new for new in map(change, records[number]) if new is not None]
+
+    return {number: of_rank(number) for number in records}
+
+
+def without(kind: type[Record], records: Ranks, rank: int | None = None) -> Ranks:
+    """The same run without the records of one kind."""
+    return bent(records, lambda record: None if isinstance(record, kind) else record, rank)
+
+
+def with_check(records: Ranks, name: str, difference: float, rank: int = 0) -> Ranks:
+    """The same run with another difference in each check of that name."""
+    return bent(
+        records, lambda r: replace(r, max_abs_diff=difference) if isinstance(r, Check) and r.name == name else r, rank
+    )
+
+
+def with_measured(records: Ranks, variant: str, name: str, measured: float, rank: int) -> Ranks:
+    """The same run with another measured value in one rank's comparison."""
+
+    def change(record: Record) -> Record:
+        if isinstance(record, Comparison) and (record.variant, record.name) == (variant, name):
+            return replace(record, measured=measured)
+        return record
+
+    return bent(records, change, rank)
+
+
+def plus(records: Ranks, *more: Record, rank: int = 0) -> Ranks:
+    """The same run with more records at the end of one rank."""
+    return records | {rank: [*records[rank], *more]}
+
+
+def written(folder: Path, records: Ranks) -> Path:
+    """The run's folder, as the ranks leave it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, of_rank in records.items():
+        (folder / f"rank{rank}.jsonl").write_text("".join(to_line(record) + "\n" for record in of_rank))
+    return folder
+
+
+def _of_rank(rank: int, world_size: int, steps: int, variants: dict[str, float]) -> list[Record]:
+    peers = [peer for peer in range(world_size) if peer != rank]
+    share = 9.6 * MEGA / max(1, len(peers))
+    made: list[Record] = []
+    for number, (variant, seconds) in enumerate(variants.items()):
+        wobble = [seconds * (1 + 0.05 * math.sin(7 * step + rank) + 0.002 * rank) for step in range(steps - 2)]
+        ring = {peer: 9.61 * MEGA if peer == (rank + 1) % world_size else 0.0 for peer in peers}
+        made += [
+            Steps(variant, wobble, [0.8 * value for value in wobble]),
+            Called(variant, "all_reduce", "dp", 1.0, 6.4 * MEGA, 9.6 * MEGA),
+            *(Wire(variant, peer, share * 1.01 if variant == "naive" else ring[peer], 0.0) for peer in peers),
+            Memory(variant, int((20 + 3 * number + 0.2 * rank) * MEGA)),
+            *(
+                Comparison(variant, name, "B", 9.6 * MEGA, measured, 0.15 * MEGA, "2(N-1)/N·S", variant != "ddp")
+                for name, measured in (("called bytes", 9.6 * MEGA), ("wire bytes", 9.61 * MEGA))
+            ),
+        ]
+    return made + _of_rank_0(steps, variants) if rank == 0 else made
+
+
+def _of_rank_0(steps: int, variants: dict[str, float]) -> list[Record]:
+    sizes = [float(2**power) for power in range(10, 27, 2)]
+    curve = [5.5 * math.exp(-step / 12) + 2.4 + 0.1 * math.sin(step) for step in range(steps)]
+    return [
+        Said("predict", "each rank sends 2(N-1)/N x 6.4 MB = 9.6 MB a step, under 12.8 MB for every N"),
+        *(
+            Check(variant, name, difference, 1e-12)
+            for variant in variants
+            for name, difference in (("gradients", 2.8e-17), ("weights", 5.6e-17), ("losses", 0.0))
+        ),
+        Check("", "shards disjoint", 0.0, 0.0, "16 samples dealt once each"),
+        Skipped("sharded", "8 heads cannot be dealt to 3 ranks"),
+        *(Losses(name, curve) for name in ("one process", *variants)),
+        Table("what each rank holds", ["rank", "before", "after"], [[0, "[1, 2]", "[4, 6]"], [1, "[3, 4]", "[4, 6]"]]),
+        Chart(
+            "all_reduce by size",
+            "bytes",
+            "GB/s",
+            {
+                name: [sizes, [rate * size / (size + 2e5) for size in sizes]]
+                for name, rate in (("ring", 2.1), ("gloo", 1.6))
+            },
+            log_x=True,
+        ),
+    ]

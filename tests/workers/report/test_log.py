@@ -1,0 +1,71 @@
+"""What rank 0 prints last: columns in line, failures by name, and one line that says it all."""
+
+from pathlib import Path
+
+from tests.workers.report.made_up import good_run, plus, with_check, with_measured, without
+from workers.report.judge import judge
+from workers.report.log import verdict_lines
+from workers.report.records import Check, Comparison, End, Failed, Lost, Ranks, Wire
+
+REPORT = Path("runs/dp-20261120-171500/report.html")
+
+
+def lines(records: Ranks, report: Path | None = REPORT) -> list[str]:
+    return verdict_lines(judge(records), records, report)
+
+
+def test_the_log_of_a_good_run() -> None:
+    assert lines(good_run()) == [
+        "proof      float64, against one process   gradients   weights   losses   (tolerance 1e-12)",
+        "           naive                          2.8e-17     5.6e-17   0        held",
+        "           bucketed                       2.8e-17     5.6e-17   0        held",
+        "           ddp                            2.8e-17     5.6e-17   0        held",
+        "measured   20 steps in float32   ms a step   x ddp   predicted    called      wire",
+        "           naive                      81.7    1.62     9.60 MB   9.60 MB   9.70 MB   held",
+        "           bucketed                   50.5    1.00     9.60 MB   9.60 MB   9.61 MB   held",
+        "           ddp                        50.5    1.00     9.60 MB   9.60 MB   9.61 MB   shown",
+        "checks     shards disjoint   0   tolerance 0   held",
+        "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
+        f"PASS       14 checks held · report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up",
+    ]
+
+
+def test_what_failed_is_named_with_both_numbers() -> None:
+    said = lines(with_measured(with_check(good_run(), "gradients", 3.1e-2), "naive", "wire bytes", 12e6, 2))
+    assert "FAILED     bucketed gradients: differs by 3.1e-02 where 1e-12 is allowed" in said
+    assert "FAILED     naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB" in said
+    assert sum(line.endswith("FAILED") for line in said) == 4  # three rows of the proof, one of the measured
+    assert said[-1].startswith("FAIL       4 of 14 checks failed: naive gradients, ")
+
+
+def test_failed_checks_come_before_those_that_held() -> None:
+    said = lines(plus(good_run(), Check("ring", "loss replicated", 1.0, 0.0, "rank 1 had 3, not 2")))
+    failed = next(number for number, line in enumerate(said) if "loss replicated" in line)
+    assert said[failed].endswith("(rank 1 had 3, not 2)")
+    assert failed < next(number for number, line in enumerate(said) if "shards disjoint" in line)
+
+
+def test_a_comparison_of_the_modes_own_has_its_line() -> None:
+    said = lines(plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False)))
+    assert "compared   1f1b bubble   predicted 0.273   measured 0.308   shown" in said
+
+
+def test_bytes_that_nobody_counted_are_left_blank() -> None:
+    assert lines(without(Wire, good_run()))[5].split()[-2:] == ["-", "held"]
+
+
+def test_a_run_without_checks_says_not_proven() -> None:
+    said = lines(without(Check, good_run()))
+    assert said[0] == "proof      not proven: no check was made"
+    assert said[-1].startswith("PASS       not proven · ")
+
+
+def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
+    records = {
+        rank: [*of_rank, Failed(3, "rank 2 is gone")] for rank, of_rank in without(End, good_run()).items() if rank != 2
+    }
+    said = lines(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
+    assert "error      rank 0, 1, 3 ended with code 3: rank 2 is gone" in said
+    assert said[-1].startswith(
+        "LOST       rank 2 lost at step 17: silent for 2.5 s · no report written · repeat RUN_MODE=dp "
+    )

@@ -1,0 +1,137 @@
+"""The command: rebuilds from the records alone, judges the same, refuses what it cannot read by file and line."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from tests.workers.report.made_up import good_run, plus, with_check, with_measured, without, written
+from workers.report.__main__ import main
+from workers.report.judge import judge, write_run
+from workers.report.records import End, Failed, Lost, Ranks
+
+FAILING = {
+    "a check": (with_check(good_run(), "weights", 1.0), 1),
+    "bytes": (with_measured(good_run(), "naive", "wire bytes", 1e6, 0), 1),
+    "a rank cut short": (without(End, good_run(), 1), 3),
+    "a lost rank": (plus(without(End, good_run(), 2), Lost(2, 9, "killed")), 3),
+    "an error": (plus(without(End, good_run(), 0), Failed(1, "ValueError: no")), 1),
+    "a refusal": (plus(without(End, good_run(), 0), Failed(2, "run id exists")), 2),
+    "a stop": (plus(without(End, good_run(), 0), Failed(143, "stopped by SIGTERM")), 143),
+}
+
+
+def test_a_good_run_is_rebuilt_from_its_records_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run", good_run())
+    write_run(run, judge(good_run()))
+    before = (run / "run.json").read_bytes()
+    (run / "run.json").unlink()
+    assert main([str(run)]) == 0
+    assert (run / "run.json").read_bytes() == before
+    assert (run / "report.html").exists()
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith(f"PASS       14 checks held · report {run / 'report.html'} · repeat ")
+    )
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_every_way_to_fail_has_its_exit_code(kind: str, tmp_path: Path) -> None:
+    records, code = FAILING[kind]
+    junit = tmp_path / "junit.xml"
+    assert main([str(written(tmp_path / "run", records)), "--junit", str(junit)]) == code
+    suite = ET.parse(junit).getroot()[0]
+    assert int(suite.get("failures", 0)) + int(suite.get("errors", 0)) > 0
+
+
+def test_junit_has_a_case_for_each_check_and_comparison(tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    main([str(written(tmp_path / "run", with_check(good_run(), "weights", 1.0))), "--junit", str(junit)])
+    suite = ET.parse(junit).getroot()[0]
+    cases = {(case.get("classname"), case.get("name")): case for case in suite}
+    assert suite.get("tests") == str(len(suite)) == "17"  # ten checks, six comparisons, one skipped variant
+    failure = cases["ranklab.dp.naive", "weights"].find("failure")
+    assert failure is not None and failure.get("message") == "naive weights: differs by 1.0e+00 where 1e-12 is allowed"
+    assert cases["ranklab.dp.naive", "gradients"].find("failure") is None
+    assert cases["ranklab.dp.ddp", "wire bytes"].find("skipped") is not None
+    assert (suite.get("failures"), suite.get("skipped")) == ("3", "3")
+
+
+def test_junit_survives_what_xml_has_no_word_for(tmp_path: Path) -> None:
+    records = plus(without(End, good_run(), 2), Lost(2, 9, "\x1b[31mkilled\x00 & <gone>"))
+    main([str(written(tmp_path / "run", records)), "--junit", str(tmp_path / "junit.xml")])
+    error = ET.parse(tmp_path / "junit.xml").getroot().find(".//error")
+    assert error is not None and error.get("message") == "rank 2 lost at step 9: ?[31mkilled? & <gone>"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [('{"record": "end", "rank": 1, "dur', "is not a record"), ('{"record": "nonsense"}', "is not a record"),
+     ('{"record": "end", "rank": 1}', "duration_s"), ("[]", "is not a record")],
+    ids=["truncated", "unknown", "field", "list"],
+)  # fmt: skip
+def test_a_broken_line_is_refused_by_file_and_line(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = written(tmp_path / "run", good_run())
+    number = len((run / "rank1.jsonl").read_text().splitlines()) + 1
+    with (run / "rank1.jsonl").open("a") as records:
+        records.write(line)
+    assert main([str(run)]) == 2
+    told = capsys.readouterr().err
+    assert f"rank1.jsonl, line {number}" in told and said in told
+    assert not (run / "run.json").exists() and not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("content", [None, {}], ids=["absent", "empty"])
+def test_what_is_not_a_run_is_refused(
+    content: Ranks | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    if content is not None:
+        written(folder, content)
+    assert main([str(folder)]) == 2
+    assert f"{folder}" in capsys.readouterr().err
+
+
+def test_a_junit_file_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(written(tmp_path / "run", good_run())), "--junit", str(tmp_path / "absent" / "j.xml")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_page_alone_leaves_the_verdict_to_others(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", FAILING["a check"][0])
+    assert main(["--page-only", str(run)]) == 0
+    assert (run / "report.html").exists() and not (run / "run.json").exists()
+
+
+def test_two_runs_are_drawn_into_the_folder_of_the_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = written(tmp_path / "old", good_run()), written(tmp_path / "new", FAILING["a check"][0])
+    assert main([str(old), str(new)]) == 0
+    page = (new / "compare-old.html").read_text()
+    assert "compare-old.html" in capsys.readouterr().out
+    assert str(old) in page and str(new) in page  # both have one run id: then the folders name them
+    assert not (old / "run.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["a", "b", "--junit", "x"], ["a", "--frob"]])
+def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m workers.report" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module_without_torch(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", good_run(2))
+    program = (
+        f"import sys; from workers.report.__main__ import main; code = main([{str(run)!r}]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

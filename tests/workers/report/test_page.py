@@ -1,0 +1,138 @@
+"""The page as text: complete, escaped, self-contained and under 5 MB however long the run was."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.workers.report.made_up import bent, good_run, plus, with_check, without
+from workers.report import charts
+from workers.report.judge import judge
+from workers.report.page import page, write_page
+from workers.report.records import (
+    Chart,
+    Check,
+    End,
+    Failed,
+    Losses,
+    Lost,
+    Ranks,
+    Record,
+    Said,
+    Skipped,
+    Start,
+    Table,
+    Wire,
+)
+
+MOST_BYTES = 5_000_000
+BUNDLE = re.compile(r"<script>/\*\*?\n?\* plotly\.js.*?</script>", re.DOTALL)
+
+
+def drawn(records: Ranks) -> str:
+    """The page without Plotly's bundle."""
+    whole = page(judge(records), records)
+    ours, bundles = BUNDLE.subn("", whole)
+    assert bundles == 1
+    return ours
+
+
+def test_the_page_answers_every_question() -> None:
+    shown = drawn(good_run())
+    for heading in ("The lesson", "Checks", "Losses", "Bytes", "Predicted and measured", "Time", "Memory", "what each rank holds",
+                    "all_reduce by size", "Ranks", "Repeat this run"):  # fmt: skip
+        assert f"<h2>{heading}</h2>" in shown
+    assert "RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up" in shown
+    assert "2.13.0+cpu" in shown and "LAB_STEPS" in shown
+    assert "8 heads cannot be dealt to 3 ranks" in shown
+    assert shown.count("Plotly.newPlot") == 1 + 3 + 1 + 1 + 1  # losses, bytes a variant, time, memory, the lesson's
+    assert "What went wrong" not in shown
+
+
+def test_the_page_is_one_file() -> None:
+    shown = drawn(good_run())
+    assert '<meta name="viewport" content="width=device-width' in shown
+    assert "default-src 'none'" in shown
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", shown)
+
+
+def test_what_went_wrong_comes_first() -> None:
+    shown = drawn(
+        plus(without(End, with_check(good_run(), "weights", 0.5), 2), Lost(2, 7, "killed"), Failed(3, "gone"))
+    )
+    assert shown.index("What went wrong") < shown.index("The lesson")
+    assert "rank 2 lost at step 7: killed" in shown
+    assert "naive weights: differs by 5.0e-01 where 1e-12 is allowed" in shown
+    assert '<header class="lost">' in shown
+
+
+def test_everything_that_was_written_is_escaped() -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+
+    def change(record: Record) -> Record:
+        if isinstance(record, Start):
+            return replace(
+                record, title=evil, host=evil, repeat={"LAB_TEXT": evil}, config={evil: evil}, versions={evil: evil}
+            )
+        renamed = {"variant": evil} if getattr(record, "variant", None) == "naive" else {}
+        return replace(record, **renamed)
+
+    more: list[Record] = [Said(evil, evil + "\n" + evil), Skipped(evil, evil), Check(evil, evil, 0.0, 0.0, evil), Table(evil, [evil], [[evil]]),
+            Chart(evil, evil, evil, {evil: [[1.0, 2.0], [1.0, 2.0]]}), Losses(evil, [1.0]), Lost(3, 1, evil), Failed(1, evil)]  # fmt: skip
+    shown = drawn(plus(bent(good_run(), change), *more))
+    assert "<img" not in shown and "<script>alert" not in shown and "</script><script>" not in shown
+    assert "&lt;/script&gt;" in shown
+
+
+@pytest.mark.timeout(120)
+def test_a_long_run_of_many_ranks_stays_under_five_megabytes(tmp_path: Path) -> None:
+    names = dict.fromkeys(("naive", "flat", "bucketed", "ring", "ddp", "means", "coordinator"), 0.05)
+    records = good_run(8, 20_000, names)
+    xs = [float(x) for x in range(5000)]
+    many: list[Record] = [
+        Chart(f"sweep {n}", "x", "y", {f"s{k}": [xs, [x * 1.1 for x in xs]] for k in range(8)}) for n in range(6)
+    ]
+    many += [
+        Table(f"table {n}", ["a", "b", "c"], [[k, "some words in a cell", 1 / (k + 1)] for k in range(500)])
+        for n in range(6)
+    ]
+    path = write_page(tmp_path, judge(records), plus(records, *many))
+    assert path.stat().st_size <= MOST_BYTES
+    assert "more are in the records" in path.read_text()
+
+
+@pytest.mark.parametrize("left", [Start, End, Check, Wire, Losses])
+def test_a_page_is_drawn_from_whatever_is_there(left: type[Record]) -> None:
+    records = good_run()
+    only = {rank: [r for r in of_rank if isinstance(r, Start | left)] for rank, of_rank in records.items()}
+    assert "Repeat this run" in drawn(only)
+    if left is not Start:
+        assert "Repeat this run" in drawn(without(left, records))
+
+
+def test_a_curve_is_thinned_evenly_and_keeps_its_ends() -> None:
+    x, y = charts.thinned((list(range(1001)), [0.123456789 * step for step in range(1001)]), 11)
+    assert x == [100.0 * step for step in range(11)]
+    assert y[-1] == 123.457
+    assert charts.thinned(([0, 1], [5.0, float("nan")]), 100)[0] == [0, 1]
+
+
+def test_a_variant_has_one_colour_in_all_charts() -> None:
+    hues = charts.colours(["naive", "ddp", "naive"])
+    assert list(hues) == ["naive", "ddp", "one process"]
+    assert len(set(hues.values())) == 3
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#151b24"])
+@pytest.mark.parametrize("hue", [*charts.PALETTE, charts.GREY])
+def test_colours_can_be_told_from_both_grounds(hue: str, ground: str) -> None:
+    light, dark = sorted((luminance(hue), luminance(ground)), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= 3
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rrggbb (WCAG 2.2)."""
+    parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,0 +1,34 @@
+"""Numbers as people read them."""
+
+import math
+
+import pytest
+
+from workers.report.units import difference, human_bytes, milliseconds, quantity, three_digits
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(None, "-"), (0, "0 B"), (577, "577 B"), (999.4, "999 B"), (999.6, "1.00 kB"), (9_600_000, "9.60 MB"),
+     (12_800_000, "12.8 MB"), (999_900_000, "1.00 GB"), (3e15, "3000 TB"), (math.nan, "nan")],
+)  # fmt: skip
+def test_bytes_have_three_digits_and_a_decimal_unit(value: float | None, written: str) -> None:
+    assert human_bytes(value) == written
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [(0, "0"), (81.23, "81.2"), (9.996, "10.0"), (1.6, "1.60"), (0.99, "0.990"), (2e-5, "2.0e-05"), (1234.5, "1234")]
+)  # fmt: skip
+def test_three_digits(value: float, written: str) -> None:
+    assert three_digits(value) == written
+
+
+def test_only_an_exact_zero_is_written_as_zero() -> None:
+    assert [difference(value) for value in (0.0, 1e-300, 2.81e-17, math.inf)] == ["0", "1.0e-300", "2.8e-17", "inf"]
+
+
+def test_quantities_keep_their_unit() -> None:
+    assert [quantity(0.0812, "s"), quantity(9.6e6, "B"), quantity(0.2727, ""), quantity(3, "calls")] == [
+        "81.2 ms", "9.60 MB", "0.2727", "3 calls",
+    ]  # fmt: skip
+    assert milliseconds(None) == "-"

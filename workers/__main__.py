@@ -1,0 +1,35 @@
+"""The whole path of a rank, top to bottom: settings, join, experiment, report, exit code.
+
+    environment -> Config -> rendezvous -> Lab -> experiments.<mode>.run(lab) -> runs/<run_id>/ -> report -> exit code
+
+`python -m workers` with RANK in the environment is that rank; with neither RANK nor MASTER_ADDR it starts all ranks as
+local processes. Exit codes: 0 every check held; 1 a check failed, an error was raised or the disk filled; 2 the
+settings were refused; 3 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
+"""
+
+import sys
+
+from workers.config import Config, ConfigError
+
+
+def main() -> int:
+    """Start the ranks, or be one; returns the exit code."""
+    try:
+        config = Config.read()
+        if config.rank is None:
+            from workers.cluster.launch import launch
+
+            return launch(config)
+        from workers.rank import be_rank  # torch comes in here: faults above are said without waiting for it
+
+        return be_rank(config)
+    except ConfigError as error:
+        for fault in error.faults:
+            print(f"refused    {fault}", flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

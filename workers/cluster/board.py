@@ -1,0 +1,171 @@
+"""Rank 0's board: every rank asks it again and again to be let in, and it answers what is wrong or who is missing.
+
+A pure state machine over claims, so that a doubled rank, a differing setting or a fast restart is tested without a
+socket. Ranks ask over UDP rather than in a TCPStore: a store's client cannot be bounded (its constructor waits for ever
+on a port that accepts and stays silent, its `check` on a stopped server), and a rank 0 that cannot open its store can
+still say so. A rank asks every 0.2 s; one that has not asked for `ASKING_S` is gone, and a newcomer may take its place.
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workers.cluster import name_ranks
+from workers.cluster.address import is_loopback
+from workers.config import Config
+
+ASKING_S = 1.5
+# What ranks may see differently: where they are, their paths, their bounds and their container's limits.
+OWN = {
+    "rank", "world_size", "run_mode", "local_rank", "master_addr", "master_port",
+    "join_timeout_s", "lost_after_s", "collective_timeout_s", "cpus", "memory",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One process that wants to be a rank, and what it was started with."""
+
+    rank: int
+    world_size: int
+    run_mode: str
+    version: str  # hash of the sources
+    settings: dict[str, str] = field(default_factory=dict)  # by variable: what must agree and is not the default
+    host: str = ""
+    pid: int = 0
+    uid: str = ""  # tells two processes of one rank apart
+    outward_ip: str = ""
+
+    @classmethod
+    def of(cls, config: Config, version: str, outward_ip: str) -> "Claim":
+        """The claim of this process."""
+        assert config.rank is not None, "a rank is started with RANK"
+        return cls(
+            config.rank, config.world_size, config.run_mode, version, _shared(config),
+            socket.gethostname(), os.getpid(), secrets.token_hex(4), outward_ip,
+        )  # fmt: skip
+
+    def differences(self, other: "Claim") -> str | None:
+        """What differs between two claims of one run, both values each, or None."""
+        pairs = [
+            ("WORLD_SIZE", str(self.world_size), str(other.world_size)),
+            ("RUN_MODE", self.run_mode, other.run_mode),
+            ("the version of the code", self.version[:12], other.version[:12]),
+        ]
+        for name in sorted(self.settings | other.settings):
+            pairs.append((name, self.settings.get(name, _default(name)), other.settings.get(name, _default(name))))
+        ours, theirs = [[f"{name}={p[side]}" for name, *p in pairs if p[0] != p[1]] for side in (0, 1)]
+        if not ours:
+            return None
+        return (
+            f"{', '.join(ours)} on rank {self.rank} (host {self.host}) but {', '.join(theirs)} on rank {other.rank} "
+            f"(host {other.host}): all ranks of a run need the same"
+        ).replace("the version of the code=", "the version of the code is ")
+
+
+def _shared(config: Config) -> dict[str, str]:
+    shared = {}
+    for name, entry in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name not in OWN and not isinstance(value, Path) and not isinstance(entry.default, Path) and value != entry.default:
+            shared[entry.alias or name] = _text(value)
+    return shared
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _default(alias: str) -> str:
+    defaults = [entry.default for entry in Config.model_fields.values() if entry.alias == alias]
+    return _text(defaults[0]) if defaults and defaults[0] is not None else "unset"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of the sealed cluster: where it runs and where it hears heartbeats."""
+
+    rank: int
+    host: str
+    ip: str
+    udp_port: int
+    pid: int
+
+
+class Board:
+    """Who is here; `refusal` is the sentence that ends the start for all, once there is one."""
+
+    def __init__(self, own: Claim, ip: str, udp_port: int, run_id: str, window_s: float) -> None:
+        self.own, self.run_id, self.window_s = own, run_id, window_s
+        self.refusal: str | None = None
+        self.sealed: dict[str, Any] | None = None
+        self._asking: dict[str, Claim] = {}  # by uid: all processes that ever asked
+        self._told: set[str] = set()  # those that have heard the refusal
+        self._sealed_at = 0.0
+        self._claims: dict[int, tuple[Claim, str, int]] = {own.rank: (own, ip, udp_port)}
+        self._asked_at: dict[int, float] = {}
+
+    def missing(self, now: float) -> list[int]:
+        """The ranks that are not asking to be let in."""
+        here = {rank for rank, asked in self._asked_at.items() if now - asked <= ASKING_S} | {self.own.rank}
+        return [rank for rank in range(self.own.world_size) if rank not in here]
+
+    def all_told(self) -> bool:
+        """Whether every rank has heard the refusal, those of the largest WORLD_SIZE that anyone believes in."""
+        world_size = max([self.own.world_size, *(claim.world_size for claim in self._asking.values())])
+        ranks = {self._asking[uid].rank for uid in self._told} | {self.own.rank}
+        return self._told == set(self._asking) and ranks >= set(range(world_size))
+
+    def answer(self, claim: Claim, ip: str, udp_port: int, now: float, alive: Collection[int] | None = None) -> dict[str, Any]:
+        """The reply to one claim: `refuse`, `wait` or `sealed`. `alive` are the ranks heard since the seal."""
+        self._asking[claim.uid] = claim
+        holder = self._claims.get(claim.rank)
+        if self.refusal is None and holder is not None and holder[0].uid == claim.uid:
+            self._asked_at[claim.rank] = now
+        elif self.refusal is None:
+            reply = self._newcomer(claim, ip, udp_port, now, alive)
+            if reply:
+                return reply
+        if self.refusal is not None:
+            self._told.add(claim.uid)
+            return {"refuse": self.refusal}
+        if self.sealed is not None:
+            return {"sealed": self.sealed}
+        return {"wait": f"waiting for {name_ranks(self.missing(now))}"} if self.missing(now) else {"wait": ""}
+
+    def _newcomer(self, claim: Claim, ip: str, udp_port: int, now: float, alive: Collection[int] | None) -> dict[str, Any] | None:
+        fault = claim.differences(self.own)
+        holder = self._claims.get(claim.rank)
+        if fault is None and holder is not None:
+            here = set(range(self.own.world_size)) - set(self.missing(now)) if alive is None else alive
+            if claim.rank in here:
+                hosts = [f"host {one.host} (pid {one.pid})" for one in (holder[0], claim)]
+                fault = f"rank {claim.rank} runs twice, on {hosts[0]} and on {hosts[1]}: give each its own RANK"
+            elif self.sealed is not None:  # its predecessor has just died: this run is about to end, the next begins
+                return {"wait": f"waiting for the end of an earlier run, which had its own rank {claim.rank} on host {holder[0].host}"}
+        if fault is None:
+            self._claims[claim.rank], self._asked_at[claim.rank] = (claim, ip, udp_port), now
+        elif self.sealed is not None and now - self._sealed_at > self.window_s:
+            return {"refuse": fault}  # too late to belong to this start: the run goes on without it
+        else:
+            self.refusal = fault
+        return None
+
+    def seal(self, token: str, now: float) -> dict[int, Member]:
+        """Fix the members and tell them to all who ask; every rank must be here."""
+        assert not self.missing(now), "only a whole cluster is sealed"
+        members = {}
+        on_loopback = all(is_loopback(ip) for _, ip, _ in self._claims.values())
+        for rank, (claim, ip, udp_port) in sorted(self._claims.items()):
+            # A rank on rank 0's own machine may have come by 127.0.0.1, where ranks of other machines do not find it.
+            reachable = ip if on_loopback or not is_loopback(ip) else claim.outward_ip or ip
+            members[rank] = Member(rank, claim.host, reachable, udp_port, claim.pid)
+        self._sealed_at = now
+        self.sealed = {"token": token, "run_id": self.run_id, "members": [asdict(member) for member in members.values()]}
+        return members

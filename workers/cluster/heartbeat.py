@@ -1,0 +1,122 @@
+"""What one rank knows of the others from their heartbeats: whom it hears, whom they hear, where they are.
+
+Each heartbeat carries the sender's whole table of who hears whom, a counter and a bit mask a rank. So two ranks that have
+lost only each other still learn through a third that both are alive, and all come to the same table within a few
+periods. A rank's row is fresh as long as its counter grows, whoever brings it. Times are monotonic seconds of this rank.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from workers.cluster.verdict import Seen
+
+
+@dataclass
+class Row:
+    """Whom one rank hears, as it said at its heartbeat number `count`."""
+
+    count: int = 0
+    mask: int = 0
+    fresh_at: float = 0.0
+
+
+@dataclass
+class Place:
+    """Where a rank is in its run; `turn` counts its changes of place, the same on all ranks of a step."""
+
+    turn: int = 0
+    step: int = 0
+    phase: str = "start"
+    since: float = 0.0
+
+
+@dataclass
+class Peer:
+    """The last heartbeat of another rank that came directly."""
+
+    heard_at: float
+    turn: int = 0
+    in_phase_s: float = 0.0
+    acknowledged: int = 0  # the ranks whose goodbye it has heard, as a mask
+    seen: Seen = field(default_factory=lambda: Seen(0, "start"))
+
+
+class Hearing:
+    """The table of who hears whom, as rank `rank` knows it. Ranks that have said goodbye are in it no more."""
+
+    def __init__(self, rank: int, ranks: Iterable[int], lost_after_s: float, now: float) -> None:
+        self.rank, self.lost_after_s = rank, lost_after_s
+        self.peers = {other: Peer(heard_at=now) for other in ranks if other != rank}
+        self.rows = {other: Row(fresh_at=now) for other in self.peers}
+        self.ended = 0  # mask of those that came to a normal end
+        self._count = 0
+        everyone = to_mask([rank, *self.peers])
+        for row in self.rows.values():
+            row.mask = everyone
+
+    def beat(self, place: Place, memory_share: float | None, now: float) -> dict[str, Any]:
+        """This rank's next heartbeat."""
+        self._count += 1
+        rows = {str(rank): [row.count, row.mask] for rank, row in self.rows.items()}
+        rows[str(self.rank)] = [self._count, to_mask(self.heard(now))]
+        return {
+            "kind": "beat", "rank": self.rank, "turn": place.turn, "step": place.step, "phase": place.phase,
+            "in_phase_s": round(now - place.since, 2), "memory": memory_share, "ended": self.ended, "rows": rows,
+        }  # fmt: skip
+
+    def take(self, beat: dict[str, Any], now: float) -> None:
+        """Learn from another rank's heartbeat."""
+        peer = self.peers[beat["rank"]]
+        peer.heard_at, peer.turn, peer.in_phase_s, peer.acknowledged = now, beat["turn"], beat["in_phase_s"], beat["ended"]
+        peer.seen = Seen(beat["step"], beat["phase"], beat["memory"])
+        self.ended |= beat["ended"]
+        for name, (count, mask) in beat["rows"].items():
+            row = self.rows.get(int(name))
+            if row is not None and count > row.count:
+                row.count, row.mask, row.fresh_at = count, mask, now
+
+    def forgive(self, now: float) -> None:
+        """This rank was frozen itself: nobody's silence counts until now."""
+        for rank, peer in self.peers.items():
+            peer.heard_at = self.rows[rank].fresh_at = now
+
+    def heard(self, now: float) -> set[int]:
+        """The ranks that this one hears itself, itself among them."""
+        return {self.rank} | {rank for rank, peer in self.peers.items() if now - peer.heard_at <= self.lost_after_s}
+
+    def present(self) -> set[int]:
+        """The ranks that have not come to their end."""
+        return {self.rank, *self.peers} - to_ranks(self.ended & ~(1 << self.rank))
+
+    def hears(self, now: float) -> dict[int, set[int]]:
+        """What each rank that still sends hears, of those present: the voters and their votes."""
+        present = self.present()
+        fresh = {rank: to_ranks(row.mask) for rank, row in self.rows.items() if now - row.fresh_at <= self.lost_after_s}
+        fresh[self.rank] = self.heard(now)
+        return {rank: mask & present for rank, mask in fresh.items() if rank in present}
+
+    def seen(self, place: Place, now: float) -> dict[int, Seen]:
+        """The last words of every rank, with the seconds since."""
+        last = {rank: replace(peer.seen, silent_s=now - peer.heard_at) for rank, peer in self.peers.items()}
+        return last | {self.rank: Seen(place.step, place.phase)}
+
+    def behind(self, place: Place, now: float) -> list[str]:
+        """Those whom this rank waits for: who has changed place less often, or still computes in the same place."""
+        slow = []
+        for rank in sorted(self.present() - {self.rank}):
+            peer = self.peers[rank]
+            if peer.turn < place.turn or (peer.turn == place.turn and peer.seen.phase == "compute" != place.phase):
+                stays_s = peer.in_phase_s + now - peer.heard_at
+                slow.append(f"rank {rank} ({peer.seen.place} for {stays_s:.1f} s)")
+        return slow
+
+
+def to_mask(ranks: Iterable[int]) -> int:
+    """Ranks as bits."""
+    return sum(1 << rank for rank in ranks)
+
+
+def to_ranks(mask: int) -> set[int]:
+    """The ranks of a mask."""
+    return {rank for rank in range(mask.bit_length()) if mask >> rank & 1}

@@ -1,0 +1,230 @@
+"""The watch of a rank: a thread that beats, listens, names who is lost, and ends the process when the cluster is broken.
+
+Every rank sends a small UDP datagram to every other four times a second; there is no hub, so the death of rank 0 is no
+special case. The main thread may be stuck in C++ for as long as gloo likes, so a verdict ends the process from here, by
+`os._exit`. Of those who agree on a verdict the lowest rank speaks first, and the others repeat its words: all
+survivors say the same sentence. What a silence costs, with LAB_LOST_AFTER_S=2.5: 2.5 s until it counts, 0.75 s for all
+tables to agree, up to 0.75 s for the words to go round. The thread wakes once a period, at under 0.3 % of a core.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from workers.cluster import ClusterError
+from workers.cluster.desk import receive, send
+from workers.cluster.heartbeat import Hearing, Place, to_mask
+from workers.cluster.pressure import MemoryPressure
+from workers.cluster.rendezvous import Cluster
+from workers.cluster.signals import EXIT_CODES, Signals
+from workers.cluster.verdict import Verdict, condemn
+from workers.config import Config, ConfigError
+from workers.report.records import Lost
+
+PERIOD_S = 0.25
+FROZEN_S = 1.0  # the longest gap between two beats under four times as many busy threads as cores was 0.33 s
+START_GRACE_S = 1.0  # the others' watches start up to this much later
+SETTLE_S = 0.75  # a stamp, a beat and a look, a period each: then every table shows the same break
+FOLLOW_S = 0.5  # how long the others leave the word to the lowest survivor
+SLOW_S, SLOW_AGAIN_S = 3.0, 5.0
+OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
+LAST_WORDS_S = 90.0  # for the report of a broken run; a signal cuts it short
+SENT_TIMES = 3
+# Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
+BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "timed out", "peer", "in vain")
+
+
+class Watch(threading.Thread):
+    """The heartbeats of one rank. Made and finished on the main thread; `start` after `join`."""
+
+    def __init__(
+        self, cluster: Cluster, config: Config, say: Callable[[str], None], on_verdict: Callable[[Verdict, list[int]], None]
+    ) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.cluster, self.config, self.say, self.on_verdict = cluster, config, say, on_verdict
+        now = time.monotonic()
+        self.hearing = Hearing(cluster.rank, cluster.members, config.lost_after_s, now + START_GRACE_S)
+        self.place = Place(since=now)
+        self.cpu_seconds = 0.0
+        self._addresses = {rank: (member.ip, member.udp_port) for rank, member in cluster.members.items() if rank != cluster.rank}
+        self._pressure = MemoryPressure()
+        self._broken_at: float | None = None
+        self._said_slow_at = 0.0
+        self._leaving = threading.Lock()
+        self._ending, self._ended = threading.Event(), threading.Event()
+        self._signals = Signals()
+        self._signals.open()
+
+    def at(self, step: int, phase: str) -> None:
+        """Note where the main thread is; "compute" is where it waits for nobody."""
+        self.place = Place(self.place.turn + 1, step, phase, time.monotonic())
+
+    def finish(self) -> None:
+        """A normal end: say goodbye until all who still run have heard it. Rank 0, the store's host, leaves last."""
+        self._ending.set()
+        if self.is_alive():
+            self._ended.wait()
+        self._signals.close()
+        self.cluster.socket.close()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """The main thread raised: end with the verdict on the rank that caused it, or as the one that failed."""
+        if _may_be_a_loss(error):
+            time.sleep(self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S)  # the thread ends the process if it is
+        place = self.place
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        waited_for = self.hearing.behind(place, time.monotonic()) if _may_be_a_loss(error) else []
+        if waited_for:
+            text += f"; it waited for {', '.join(waited_for)}"
+        code = 2 if isinstance(error, ConfigError) else 3 if isinstance(error, ClusterError) else 1
+        sentence = f"rank {self.cluster.rank} failed at step {place.step} in {place.phase}: {text}"
+        lost = Lost(self.cluster.rank, place.step, f"failed: {text}")
+        self._leave(Verdict(code, sentence), Verdict(2 if code == 2 else 3, sentence, (lost,)))
+
+    def run(self) -> None:
+        """Beat until the end."""
+        due = time.monotonic()
+        while not self._ended.is_set():
+            now = time.monotonic()
+            self._listen(frozen_s=now - due)
+            self._send_beat()
+            if self._ending.is_set():
+                self._end_when_heard()
+            else:
+                self._judge()
+                self._name_slow()
+            self.cpu_seconds = time.thread_time()
+            due = now + (PERIOD_S if not self._ending.is_set() else PERIOD_S / 10)
+            self._wait(due)
+
+    def _wait(self, due: float) -> None:
+        number = self._signals.wait(due - time.monotonic())
+        if number is not None:
+            place, rank = self.place, self.cluster.rank
+            sentence = f"rank {rank} was stopped by {number.name} at step {place.step} in {place.phase}"
+            lost = Lost(rank, place.step, f"stopped by {number.name}")
+            self._leave(Verdict(EXIT_CODES[number], sentence), Verdict(3, sentence, (lost,)), stopped=True)
+
+    def _send_beat(self) -> None:
+        self._tell(self.hearing.beat(self.place, self._pressure.share(), time.monotonic()))
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for address in self._addresses.values():
+            send(self.cluster.socket, message | {"token": self.cluster.token}, address)
+
+    def _listen(self, frozen_s: float) -> None:
+        """Take in all that has come; after a freeze the verdict on this rank may be waiting there."""
+        messages = [message for message, _ in receive(self.cluster.socket) if message.get("token") == self.cluster.token]
+        for message in messages:
+            if message["kind"] == "beat":
+                self.hearing.take(message, time.monotonic())
+        if not self._ending.is_set():
+            for message in messages:
+                if message["kind"] == "verdict":
+                    self._adopt(Verdict.from_json(message["verdict"]), message["stopped"])
+        if frozen_s > FROZEN_S:
+            self.hearing.forgive(time.monotonic())
+        desk = self.cluster.desk
+        if desk is not None:
+            desk.serve(self.hearing.heard(time.monotonic()))
+            if desk.board.refusal is not None and not self._ending.is_set():
+                verdict = Verdict(3, desk.board.refusal)
+                self._leave(verdict, verdict)
+
+    def _adopt(self, verdict: Verdict, stopped: bool) -> NoReturn:
+        """End as another rank says; a stop of all ranks reaches this one too, and then counts as its own."""
+        if stopped:
+            self._wait(time.monotonic() + OWN_SIGTERM_S)
+        own = verdict
+        if self.cluster.rank in {lost.rank for lost in verdict.lost}:
+            own = replace(verdict, sentence=f"rank {self.cluster.rank} was given up by the others: {verdict.sentence}")
+        self._leave(own, verdict, stopped)
+
+    def _judge(self) -> None:
+        now = time.monotonic()
+        hears = self.hearing.hears(now)
+        verdict = condemn(hears, self.hearing.present(), self.hearing.seen(self.place, now))
+        if verdict is None:
+            self._broken_at = None
+            return
+        self._broken_at = self._broken_at or now
+        lost = {entry.rank for entry in verdict.lost}
+        speaker = min(set(hears) - lost or set(hears))
+        if now - self._broken_at >= SETTLE_S + (0.0 if speaker == self.cluster.rank else FOLLOW_S):
+            self._leave(verdict, verdict)
+
+    def _name_slow(self) -> None:
+        now, place = time.monotonic(), self.place
+        waits_s = now - place.since
+        if place.phase == "compute" or waits_s < SLOW_S or now - max(self._said_slow_at, place.since) < SLOW_S:
+            return
+        if now - self._said_slow_at < SLOW_AGAIN_S:
+            return
+        behind = self.hearing.behind(place, now)
+        if behind:
+            self._said_slow_at = now
+            self.say(f"waiting for {waits_s:.1f} s at step {place.step} in {place.phase} for {', '.join(behind)}")
+
+    def _end_when_heard(self) -> None:
+        """Done once every rank that still sends has heard the goodbye, and on rank 0 has said its own."""
+        rank = self.cluster.rank
+        self.hearing.ended |= to_mask([rank])
+        now = time.monotonic()
+        waiting = [
+            other for other, peer in self.hearing.peers.items()
+            if now - peer.heard_at <= self.config.lost_after_s
+            and not (peer.acknowledged >> rank & 1 and (rank != 0 or self.hearing.ended >> other & 1))
+        ]  # fmt: skip
+        if not waiting:
+            for _ in range(SENT_TIMES):
+                self._send_beat()
+            self._ended.set()
+
+    def _leave(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
+        """Say it, tell the others, leave the records, end the process. The first verdict wins, whichever thread it is on."""
+        if not self._leaving.acquire(blocking=False):
+            if own.exit_code in EXIT_CODES.values():  # SIGTERM outranks a loss in a rank's own code
+                self._exit(own.exit_code)
+            while True:  # the other thread is ending the process, within LAST_WORDS_S
+                time.sleep(LAST_WORDS_S)
+        news = {"kind": "verdict", "verdict": to_others.to_json(), "stopped": stopped}
+        for _ in range(SENT_TIMES):
+            self._tell(news)
+        threading.Thread(target=self._cut_short, args=(own.exit_code,), daemon=True).start()
+        with contextlib.suppress(Exception):
+            self.say(own.sentence)
+        lost = {entry.rank for entry in to_others.lost}
+        survivors = sorted(self.hearing.heard(time.monotonic()) & self.hearing.present() - lost)
+        with contextlib.suppress(Exception):  # a full disk must not keep a rank of a broken cluster alive
+            self.on_verdict(own, survivors)
+        self._tell(news)
+        self._exit(own.exit_code)
+
+    def _cut_short(self, exit_code: int) -> None:
+        """End the process though its last words hang, at once on a signal: SIGTERM outranks a loss."""
+        if exit_code in EXIT_CODES.values():
+            time.sleep(0.6)
+        else:
+            number = self._signals.wait(LAST_WORDS_S)
+            exit_code = EXIT_CODES[number] if number is not None else exit_code
+        self._exit(exit_code)
+
+    def _exit(self, exit_code: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(exit_code)
+
+
+def _may_be_a_loss(error: BaseException | None) -> bool:
+    """Whether a lost rank can be the cause of `error`, itself or in what it was raised from."""
+    while error is not None:
+        if isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in BLAMELESS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,225 @@
+"""Every variable of the lab, once: its name, type, default, unit, check and one line of help.
+
+A run is configured by its environment alone, as a container is. `Config.read()` turns the environment into one
+frozen object, or raises `ConfigError` with every fault at once, a line each, before torch is imported.
+Variables of the cluster keep the names that torchrun and Kubernetes use; all others begin with `LAB_`, and a name
+that begins so and is not in this file is refused, with the nearest one suggested.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+MAX_WORLD_SIZE = 8
+
+
+class ConfigError(Exception):
+    """The environment cannot be run; `faults` holds a sentence for each thing that is wrong."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+def modes() -> list[str]:
+    """The names of all modes: a file or a folder in experiments/ is a mode."""
+    names = {path.stem for path in EXPERIMENTS.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return sorted(names - {"__init__"})
+
+
+def _known_mode(value: str) -> str:
+    if value not in modes():
+        raise ValueError(f"is not a mode{suggest(value, modes())}, allowed: {', '.join(modes())}")
+    return value
+
+
+def _run_name(value: str) -> str:
+    if value in (".", "..", "latest") or not all(letter.isalnum() or letter in "._-" for letter in value):
+        raise ValueError("is not a run id: allowed are letters, digits, '.', '_' and '-', and not 'latest'")
+    return value
+
+
+def suggest(value: str, allowed: Sequence[str]) -> str:
+    """The nearest of `allowed` as a question in brackets, or nothing."""
+    close = difflib.get_close_matches(value, allowed, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+class Config(BaseSettings):
+    """The settings of one rank. Each field is read from the variable that is its alias; empty counts as unset."""
+
+    model_config = SettingsConfigDict(frozen=True, env_ignore_empty=True, populate_by_name=True, extra="forbid")
+
+    # fmt: off
+    # The cluster: who this rank is, and where the others are.
+    run_mode: Annotated[str, AfterValidator(_known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a file in experiments/")
+    rank: int | None = Field(None, alias="RANK", ge=0, description="this rank, from 0; unset: start all ranks as local processes")
+    world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks")
+    master_addr: str | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
+    master_port: int = Field(29500, alias="MASTER_PORT", ge=1, le=65535, description="port of rank 0's store")
+    local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, description="index among the ranks of this machine, as torchrun sets it")
+
+    # What is run.
+    variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas; empty: all")
+    model: Literal["line", "mlp", "gpt"] = Field("gpt", alias="LAB_MODEL", description="what is trained")
+    width: int = Field(128, alias="LAB_WIDTH", ge=1, description="width of the model")
+    depth: int = Field(8, alias="LAB_DEPTH", ge=1, description="number of layers")
+    heads: int = Field(8, alias="LAB_HEADS", ge=1, description="attention heads of gpt")
+    seq: int = Field(64, alias="LAB_SEQ", ge=1, description="bytes of text in a sample of gpt")
+    tie: bool = Field(False, alias="LAB_TIE", description="1: gpt's output layer shares the embedding's weights")
+    text: Path | None = Field(None, alias="LAB_TEXT", description="file or folder that gpt reads; unset: Python's own standard library")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", alias="LAB_DTYPE", description="type of weights and gradients in the timed pass")
+    steps: int = Field(20, alias="LAB_STEPS", ge=1, description="steps of the timed pass")
+    batch: int = Field(16, alias="LAB_BATCH", ge=1, description="samples in the global batch")
+    microbatches: int = Field(1, alias="LAB_MICROBATCHES", ge=1, description="parts into which a rank splits its samples; their gradients are accumulated")
+    optimizer: Literal["sgd", "adamw"] = Field("sgd", alias="LAB_OPTIMIZER", description="optimizer of the timed pass")
+    lr: float | None = Field(None, alias="LAB_LR", gt=0, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")
+    clip: float | None = Field(None, alias="LAB_CLIP", gt=0, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
+    seed: int = Field(1, alias="LAB_SEED", ge=0, description="seed of weights and data")
+    proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
+    bug: str | None = Field(None, alias="LAB_BUG", description="a classic mistake to make on purpose; `make explain` lists those of a mode")
+
+    # How it is run.
+    backend: Literal["gloo", "nccl"] = Field("gloo", alias="LAB_BACKEND", description="library that moves the bytes")
+    device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
+    threads: int = Field(1, alias="LAB_THREADS", ge=1, description="compute threads of a rank")
+    bucket_mib: float = Field(25, alias="LAB_BUCKET_MIB", gt=0, allow_inf_nan=False, description="size of a gradient bucket in MiB")
+
+    # Where its files go.
+    runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
+    run_id: Annotated[str, AfterValidator(_run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
+
+    # Bounds.
+    join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", gt=0, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
+    lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, allow_inf_nan=False, description="seconds of silence after which a rank is lost")
+    collective_timeout_s: float = Field(300, alias="LAB_COLLECTIVE_TIMEOUT_S", gt=0, allow_inf_nan=False, description="seconds that one collective may take")
+    cpus: float | None = Field(None, alias="LAB_CPUS", gt=0, allow_inf_nan=False, description="cores of one container; unset: no limit")
+    memory: str | None = Field(None, alias="LAB_MEMORY", pattern=r"(?i)^[0-9]+(b|[kmg]b?)?$", description="memory of one container, such as 900m; unset: no limit")
+    # fmt: on
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take nothing but the mapping that `read` passes: no dotenv file, no secrets folder."""
+        return (init_settings,)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Check `environ` as a whole; raises ConfigError with all faults at once."""
+        aliases = {field.alias: name for name, field in cls.model_fields.items() if field.alias}
+        given = {name: environ[name].strip() for name in aliases if environ.get(name, "").strip()}
+        faults = [
+            f"{name} is not a variable of the lab{suggest(name, list(aliases))}"
+            for name in sorted(environ)
+            if name.startswith("LAB_") and name not in aliases
+        ]
+        try:
+            config = cls(**_typed(given))
+        except ValidationError as error:
+            raise ConfigError(faults + [_sentence(fault, given) for fault in error.errors()]) from None
+        faults += _contradictions(config)
+        if faults:
+            raise ConfigError(faults)
+        return config
+
+    @property
+    def learning_rate(self) -> float:
+        """LAB_LR, or the default of the optimizer."""
+        return self.lr or {"sgd": 0.1, "adamw": 0.001}[self.optimizer]
+
+    def environ(self) -> dict[str, str]:
+        """The variables that were set, as text: what repeats this run."""
+        written = {}
+        for name in sorted(self.model_fields_set):
+            value = getattr(self, name)
+            alias = type(self).model_fields[name].alias or name
+            if isinstance(value, tuple):
+                value = ",".join(value)
+            elif isinstance(value, bool):
+                value = int(value)
+            written[alias] = str(value)
+        return written
+
+
+def _typed(given: dict[str, str]) -> dict[str, Any]:
+    typed: dict[str, Any] = dict(given)
+    if "LAB_VARIANT" in given:
+        typed["LAB_VARIANT"] = tuple(part.strip() for part in given["LAB_VARIANT"].split(",") if part.strip())
+    return typed
+
+
+def _contradictions(config: Config) -> list[str]:
+    """Faults of several variables together; those of one mode are found by its `refuse`."""
+    faults = []
+    if config.rank is not None and config.rank >= config.world_size:
+        last = config.world_size - 1
+        faults.append(f"RANK={config.rank} is outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}")
+    if config.rank is None and config.master_addr is not None:
+        faults.append(f"MASTER_ADDR={config.master_addr!r} is set and RANK is not: set both to be a rank, neither to start all")
+    if config.rank is not None and config.master_addr is None:
+        faults.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
+    if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
+        faults.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
+    return faults
+
+
+def _sentence(fault: Any, given: dict[str, str]) -> str:
+    """One of pydantic's faults as a sentence that names the variable, its value and what is allowed."""
+    name, context = str(fault["loc"][0]), fault.get("ctx", {})
+    value = f"{name}={given.get(name, '')!r}"
+    kind = fault["type"]
+    if kind == "literal_error":
+        allowed = [str(v) for v in _literals(name)]
+        return f"{value} is not one of {', '.join(allowed)}{suggest(given[name], allowed)}"
+    if kind in ("int_parsing", "int_from_float"):
+        return f"{value} is not a whole number"
+    if kind in ("float_parsing", "finite_number"):
+        return f"{value} is not a number"
+    if kind == "bool_parsing":
+        return f"{value} is neither 0 nor 1"
+    if kind == "value_error":
+        return f"{value} {context['error']}"
+    if kind == "string_pattern_mismatch":
+        return f"{value} is not a size such as 900m or 2g"
+    return f"{value} is out of range: allowed is {_range(name)}"
+
+
+def _field(alias: str) -> Any:
+    return next(field for field in Config.model_fields.values() if field.alias == alias)
+
+
+def _literals(alias: str) -> tuple[Any, ...]:
+    return tuple(_field(alias).annotation.__args__)
+
+
+def _range(alias: str) -> str:
+    bounds = {key: getattr(rule, key) for rule in _field(alias).metadata for key in ("ge", "gt", "le") if hasattr(rule, key)}
+    if "le" in bounds:
+        return f"{bounds['ge']} to {bounds['le']}"
+    return f"{bounds['ge']} and more" if "ge" in bounds else f"more than {bounds['gt']}"
+
+
+def table() -> str:
+    """All variables as the Markdown table of the README."""
+    rows = ["| variable | default | what it is |", "|---|---|---|"]
+    for field in Config.model_fields.values():
+        default = "" if field.default in (None, ()) else field.default
+        default = int(default) if isinstance(default, bool) else default
+        rows.append(f"| `{field.alias}` | {default} | {field.description}{_allowed(field)} |")
+    return "\n".join(rows)
+
+
+def _allowed(field: Any) -> str:
+    words = getattr(field.annotation, "__args__", ())
+    return f" ({', '.join(words)})" if words and all(isinstance(word, str) for word in words) else ""
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,172 @@
+"""Lab: all that an experiment may ask for. Strategy: all that a variant must answer.
+
+An experiment reads top to bottom like its lesson because everything around the lesson is here: the model and the data,
+the loops of proof, timing and counting (`measure`), checks and comparisons that decide the verdict, and words and
+tables that reach both the log and the report. An experiment holds no clock, no print, no file and no os.environ.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.config import Config
+from workers.exchange import Exchange
+from workers.journal import Journal
+from workers.measure.formulas import Prediction, wire_tolerance
+from workers.measure.ledger import Ledger, Traffic
+from workers.report import records
+from workers.report.text import aligned
+from workers.workload.data import Batches, Microbatch
+from workers.workload.model import Model, build_model
+
+
+class Strategy(Protocol):
+    """One way of training a model on many ranks."""
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """Forward and backward of this rank's microbatches, gradients synchronised, once a step.
+
+        Returns this rank's share of the loss, detached: the shares of all ranks add up to the mean loss of the batch.
+        None where a rank sees no loss.
+        """
+
+    def update(self) -> None:
+        """Clip, and step the optimizer."""
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """A collective: dense "gradients", "weights" or "optimizer" state under dense names on rank 0, one at a time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+
+
+Variant = Callable[[nn.Module, dist.ProcessGroup, Config], Strategy]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A classic mistake that LAB_BUG makes on purpose: what breaks, and the check that sees it."""
+
+    what: str
+    check: str
+
+
+class Lab:
+    """One rank's laboratory: the run's settings, the ranks as a group, and the verbs of an experiment."""
+
+    def __init__(
+        self, config: Config, device: torch.device, exchange: Exchange, ledger: Ledger, journal: Journal,
+        at: Callable[[int, str], None],
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.device = device
+        self.rank, self.world_size = exchange.rank, exchange.world_size
+        self.exchange = exchange
+        self.journal = journal
+        self.at = at  # (step, phase): what the watch tells the other ranks
+        self._ledger = ledger
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks."""
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    # --- what is trained ---
+
+    def model(self, dtype: torch.dtype) -> Model:
+        """The dense model by LAB_SEED: the same on every rank."""
+        return build_model(self.config, self.config.seed).to(self.device, dtype)
+
+    def batches(self, dtype: torch.dtype, *, proof: bool = False) -> Batches:
+        """The global batches, and each rank's part of them."""
+        return Batches(self.config, proof=proof, device=self.device, dtype=dtype)
+
+    # --- what is said ---
+
+    def say(self, text: str, heading: str = "", *, all_ranks: bool = False) -> None:
+        """A line in the log of rank 0, or of every rank; with a heading it stands in the report too."""
+        if self.rank == 0 or all_ranks:
+            self.journal.say(f"{heading:<11}{text}" if heading else text)
+        if self.rank == 0 and heading:
+            self.journal.write(records.Said(heading, text))
+
+    def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """A table of the lesson's own, in rank 0's log and in the report."""
+        if self.rank == 0:
+            self.journal.say("\n".join([title, *aligned(columns, rows)]))
+            self.journal.write(records.Table(title, columns, rows))
+
+    def chart(
+        self, title: str, x_label: str, y_label: str, series: dict[str, list[list[float]]], *, log_x: bool = False, log_y: bool = False
+    ) -> None:  # fmt: skip
+        """A line chart in the report: `series` maps a name to [x values, y values]."""
+        if self.rank == 0:
+            self.journal.write(records.Chart(title, x_label, y_label, series, log_x, log_y))
+
+    # --- what decides ---
+
+    def check(self, name: str, max_abs_diff: float, tolerance: float, variant: str = "", detail: str = "") -> None:
+        """A claim of this rank: holds if `max_abs_diff <= tolerance`. The run passes if all claims of all ranks hold."""
+        self.journal.write(records.Check(variant, name, float(max_abs_diff), float(tolerance), detail))
+
+    def compare(
+        self, name: str, predicted: float, measured: float, unit: str = "B", tolerance: float = 0.0, variant: str = "",
+        formula: str = "", *, decides: bool = True,
+    ) -> None:  # fmt: skip
+        """Predicted beside measured on this rank; within `tolerance` (in `unit`), or the run fails if it `decides`."""
+        self.journal.write(records.Comparison(variant, name, unit, predicted, measured, tolerance, formula, decides))
+
+    def skip(self, variant: str, reason: str) -> None:
+        """Leave out a variant that cannot take these sizes, and say why."""
+        if self.rank == 0:
+            self.journal.write(records.Skipped(variant, reason))
+            self.journal.say(f"skipped    {variant}: {reason}")
+
+    # --- what is measured ---
+
+    def count(self) -> AbstractContextManager[Traffic]:
+        """Calls and wire bytes of what runs inside the block; all ranks enter and leave together."""
+        return self._ledger.count()
+
+    def measure(self, *variants: Variant, also: Callable[[str, Strategy], None] | None = None) -> dict[str, Traffic]:
+        """Prove, time and count every variant; `also(name, strategy)` adds checks at the end of each proof.
+
+        Returns what one step of each variant sent.
+        """
+        from workers.passes import count, time_steps  # the passes are written in terms of Lab
+        from workers.proof import prove
+
+        chosen = {variant.__name__: variant for variant in variants if self.wants(variant.__name__)}
+        if self.config.proof:
+            prove(self, chosen, also)
+        time_steps(self, chosen)
+        return count(self, chosen)
+
+    def wants(self, variant: str) -> bool:
+        """Whether LAB_VARIANT names this variant, or none."""
+        return not self.config.variant or variant in self.config.variant
+
+    def compare_traffic(self, predictions: list[Prediction], traffic: dict[str, Traffic]) -> None:
+        """Hold the bytes of each variant against its prediction, as called and on the wire.
+
+        The tolerance on the wire is 1 % plus 1 KiB for each call and other rank, since gloo adds about 577 B to each.
+        """
+        for prediction in predictions:
+            if prediction.variant not in traffic:
+                continue
+            seen, predicted = traffic[prediction.variant], prediction.value[self.rank]
+            tolerance = wire_tolerance(predicted, prediction.calls, self.world_size)
+            kind = {"variant": prediction.variant, "formula": prediction.formula, "decides": prediction.decides}
+            self.compare("called bytes", predicted, seen.called_bytes, tolerance=tolerance, **kind)
+            if seen.wire_error is None:
+                self.compare("wire bytes", predicted, seen.wire_bytes, tolerance=tolerance, **kind)

@@ -1,0 +1,122 @@
+"""The calls: a dispatch mode that sees every collective and every send while it is on.
+
+PyTorch hands each c10d call through its dispatcher, so a TorchDispatchMode sees it whoever made it: the lesson, a gradient
+hook in the backward pass, DDP's reducer in C++, fully_shard, DTensor, a functional collective. Called bytes are the bytes of
+the whole tensor times the operation's algorithmic factor: what the best algorithm sends. Barriers and receives send
+nothing of their own, and are not counted.
+
+A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward pass
+runs on the caller's thread; on CUDA autograd hands its threads the mode (at::ThreadLocalState), as the sources say: not measured.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workers.measure.formulas import algorithmic_factor
+
+# Schema name -> the operation, and which argument is (or lists) the whole tensor; RESULT: it is what the call returns.
+RESULT = -1
+OPERATIONS = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::reduce_": ("reduce", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::allgather_coalesced_": ("all_gather", 0),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::alltoall_": ("all_to_all", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::scatter_": ("scatter", 1),
+    "c10d::gather_": ("gather", 1),
+    "c10d::send": ("send", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
+    "_c10d_functional::broadcast_": ("broadcast", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", RESULT),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", RESULT),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", RESULT),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional::isend": ("send", 0),
+}
+
+
+@dataclass
+class CalledOp:
+    """All calls of one operation on one axis. `raw_bytes` are the tensors', `called_bytes` what they must send."""
+
+    op: str
+    axis: str  # the mesh axis ("dp"), "world", or the group's own name
+    calls: float = 0
+    raw_bytes: float = 0
+    called_bytes: float = 0.0
+
+
+class Calls(TorchDispatchMode):
+    """`with Calls() as calls: ...` then `calls.ops()`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ops: dict[tuple[str, str], CalledOp] = {}
+
+    def ops(self) -> list[CalledOp]:
+        """What was called so far, by operation and axis in the order of their first call."""
+        return list(self._ops.values())
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor first turns into plain tensors and the collectives that it needs
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name  # type: ignore[attr-defined]
+        if name in OPERATIONS:
+            op, position = OPERATIONS[name]
+            self._count(op, _nbytes(result if position == RESULT else args[position]), args)
+        return result
+
+    def _count(self, op: str, raw_bytes: int, args: tuple[Any, ...]) -> None:
+        group = _group(args)
+        if op == "gather":  # the argument is this rank's part; all send theirs but the root, args[3]
+            called_bytes = float(raw_bytes if args[3] != group.rank() else 0)
+        else:
+            called_bytes = raw_bytes * algorithmic_factor(op, group.size())
+        entry = self._ops.setdefault((op, axis_of(group)), CalledOp(op, axis_of(group)))
+        entry.calls += 1
+        entry.raw_bytes += raw_bytes
+        entry.called_bytes += called_bytes
+
+
+def axis_of(group: dist.ProcessGroup) -> str:
+    """The mesh axis that a group belongs to, "world" for the default group, or the description it was made with."""
+    description = group.group_desc
+    if description == "default_pg":
+        return "world"
+    return group.group_name if description in ("", "undefined") else description.removeprefix("mesh_")
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The process group of a call: the first boxed object of a c10d call, the last argument of a functional collective."""
+    boxed = [value for value in args if isinstance(value, torch.ScriptObject)]
+    return dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(args[-1])
+
+
+def _nbytes(tensors: Any) -> int:
+    """Bytes of a tensor, or of all tensors in lists of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_nbytes, tensors))

@@ -1,0 +1,130 @@
+"""all_reduce, reduce_scatter and all_gather by hand, and which algorithm to take at which size.
+
+    collective = Collective(group)
+    collective.all_reduce(tensor)                              # returns when the sum stands in `tensor`
+    pending = collective.all_reduce(tensor, async_op=True)     # the first round's messages are under way
+    pending.wait()                                             # the other rounds
+
+The sum is repeatable to the bit (its order is fixed) and the same to the bit on every rank (one rank sums a chunk, the
+others get copies). Chunk r of a tensor is the r-th of torch's `tensor_split`, so any length will do, even 0.
+"""
+
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.parallel import direct, ring, server, tree
+from workers.parallel.peers import Message, Peers, Pending, Steps, split
+
+ALGORITHMS: dict[str, ModuleType] = {"ring": ring, "direct": direct, "tree": tree, "server": server}
+
+
+def pick(op: str, nbytes: int, world_size: int) -> str:
+    """The faster of "direct" and "backend" (its own) for `op` on `nbytes` in all."""
+    return "direct" if world_size > 1 else "backend"
+
+
+class Collective:
+    """The collectives of one group. It owns their scratch memory, which is kept for the next call.
+
+    `algorithm` is ring, direct, tree, server, backend (what torch.distributed does), or auto: `pick` at each call.
+    All ranks of the group must make the same calls in the same order. Tensors are contiguous; a wrong size, or one that
+    is not, raises ValueError. A message that fails or times out raises RuntimeError naming its rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, algorithm: str = "auto") -> None:
+        if algorithm not in (*ALGORITHMS, "backend", "auto"):
+            raise ValueError(f"algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}, backend, auto")
+        self.peers = Peers(group)
+        self.algorithm = algorithm
+
+    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Pending:
+        """Sum `tensor` over all ranks, in place, or into `out` of the same size."""
+        if out is not None:
+            tensor = out.copy_(tensor)
+        whole = _flat(tensor)
+        return self._start("all_reduce", whole, whole, async_op)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Pending:
+        """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself."""
+        whole, chunk = _flat(tensor), _flat(output)
+        self._check_chunk("output", chunk, whole)
+        return self._start("reduce_scatter", whole, chunk, async_op)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Pending:
+        """Fill `output` with all ranks' `tensor`, this rank's being chunk `rank` of it (and may be that chunk itself)."""
+        whole, chunk = _flat(output), _flat(tensor)
+        mine = self._check_chunk("tensor", chunk, whole)
+        if mine.data_ptr() != chunk.data_ptr():
+            mine.copy_(chunk)
+        return self._start("all_gather", whole, whole, async_op)
+
+    def picked(self, op: str, whole: Tensor) -> str:
+        """The algorithm that `op` on the tensor `whole` takes."""
+        name = self.algorithm if self.algorithm != "auto" else pick(op, whole.nbytes, self.peers.world_size)
+        uneven = whole.numel() % self.peers.world_size and op != "all_reduce"
+        return "direct" if name == "backend" and uneven else name  # the backend's take even chunks alone
+
+    def _check_chunk(self, name: str, chunk: Tensor, whole: Tensor) -> Tensor:
+        mine = split(whole, self.peers.world_size)[self.peers.rank]
+        if (chunk.numel(), chunk.dtype) != (mine.numel(), mine.dtype):
+            raise ValueError(
+                f"{name} has {chunk.numel()} elements of {chunk.dtype}; chunk {self.peers.rank} of {self.peers.world_size} "
+                f"of {whole.numel()} elements of {whole.dtype} has {mine.numel()}"
+            )
+        return mine
+
+    def _start(self, op: str, whole: Tensor, result: Tensor, async_op: bool) -> Pending:
+        name = self.picked(op, whole)
+        if self.peers.world_size == 1:
+            steps = _copied(whole, result)
+        elif name == "backend":
+            steps = _backend(op, whole, result, self.peers)
+        elif whole.is_cuda and not self.peers.batched:
+            steps = self._over_host(name, op, whole, result)
+        else:
+            steps = _by_hand(name, op, whole, result, self.peers)
+        pending = Pending(steps)
+        if not async_op:
+            pending.wait()
+        return pending
+
+    def _over_host(self, name: str, op: str, whole: Tensor, result: Tensor) -> Steps:
+        """gloo sends no tensor that lives on a GPU."""
+        host = whole.cpu()
+        host_result = host if result is whole else torch.empty_like(result, device="cpu")
+        yield from _by_hand(name, op, host, host_result, self.peers)
+        result.copy_(host_result)
+
+
+def _by_hand(name: str, op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
+    module = ALGORITHMS[name]
+    steps: Steps = module.reduce_scatter(peers, whole, result) if op == "reduce_scatter" else getattr(module, op)(peers, whole)
+    return steps
+
+
+def _backend(op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
+    """What torch.distributed calls; the group's methods, since the functions around them were renamed in torch 2.13."""
+    if op == "all_reduce":
+        work = peers.group.allreduce([whole])
+    elif op == "reduce_scatter":
+        work = peers.group._reduce_scatter_base(result, whole, dist.ReduceScatterOptions())
+    else:
+        work = peers.group._allgather_base(whole, split(whole, peers.world_size)[peers.rank])
+    yield Message(work, f"{op} of {dist.get_backend(peers.group)}")
+
+
+def _copied(whole: Tensor, result: Tensor) -> Steps:
+    """A world of one."""
+    if whole.data_ptr() != result.data_ptr():
+        result.copy_(whole)
+    return
+    yield
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}, is not contiguous: pass tensor.contiguous()")
+    return tensor.view(-1)

@@ -1,0 +1,131 @@
+"""The passes after the proof: what a variant takes, sends and holds.
+
+  timed    LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
+  counted  a few steps with one variant alive at a time, under the ledger and the memory meter, whose cost the timed
+           pass does not see.
+
+Each pass builds its strategies anew, so that none inherits another's state.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+
+from workers.lab import Lab, Strategy, Variant
+from workers.measure.ledger import Traffic
+from workers.measure.memory import PeakMemory
+from workers.proof import dealt
+from workers.report import records
+from workers.report.progress import Progress
+from workers.workload import baseline
+from workers.workload.data import Batches
+
+WARMUP_STEPS = 2  # DDP rebuilds its buckets after the first step
+COUNTED_STEPS = 2
+
+
+class Stopwatch:
+    """Wall and CPU seconds, and loss shares, of each variant's steps on this rank."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.wall: dict[str, list[float]] = {name: [] for name in names}
+        self.cpu: dict[str, list[float]] = {name: [] for name in names}
+        self.shares: dict[str, list[float | None]] = {name: [] for name in names}
+
+    def step(self, name: str, strategy: Strategy, lab: Lab, batches: Batches, step: int) -> None:
+        """One step, from its first forward to its update; all ranks begin together."""
+        microbatches = dealt(lab, batches, step)
+        lab.exchange.barrier(f"step {step} of {name}")
+        lab.at(step, name)
+        started, busy = time.perf_counter(), time.process_time()
+        share = strategy.backward(microbatches)
+        strategy.update()
+        if lab.device.type == "cuda":
+            torch.cuda.synchronize(lab.device)
+        self.wall[name].append(time.perf_counter() - started)
+        self.cpu[name].append(time.process_time() - busy)
+        self.shares[name].append(None if share is None else share.item())
+
+
+def time_steps(lab: Lab, variants: dict[str, Variant]) -> None:
+    """Train all variants side by side for LAB_STEPS steps; the first two are not timed where there are more."""
+    dtype = getattr(torch, lab.config.dtype)
+    batches = lab.batches(dtype)
+    dense = one_process_losses(lab, batches, dtype)
+    strategies = {name: build(lab.model(dtype), lab.group, lab.config) for name, build in variants.items()}
+    watch = Stopwatch(list(variants))
+    with Progress(lab.config.steps, "measured", lab.journal.say, shown=lab.rank == 0) as progress:
+        for step in range(lab.config.steps):
+            for name in rotated(list(variants), step):
+                watch.step(name, strategies[name], lab, batches, step)
+            progress.advance()
+    warmup = WARMUP_STEPS if lab.config.steps > WARMUP_STEPS else 0
+    for name in variants:
+        lab.journal.write(records.Steps(name, watch.wall[name][warmup:], watch.cpu[name][warmup:]))
+    write_losses(lab, dense, watch.shares)
+
+
+def one_process_losses(lab: Lab, batches: Batches, dtype: torch.dtype) -> list[float]:
+    """The loss curve of the dense run, on rank 0 alone."""
+    lab.at(0, "one process")
+    steps: Iterator[baseline.Snapshot] = iter(())
+    if lab.rank == 0:
+        steps = baseline.train(lab.model(dtype), batches, lab.config, lab.config.steps)
+    losses = [snapshot.loss for snapshot in steps]
+    lab.exchange.barrier("one process")
+    return losses
+
+
+def rotated(names: list[str], step: int) -> list[str]:
+    """Every variant is first as often as it is last: none profits from its place."""
+    first = step % len(names) if names else 0
+    return names[first:] + names[:first]
+
+
+def write_losses(lab: Lab, dense: list[float], shares: dict[str, list[float | None]]) -> None:
+    """The loss curves: one process, and each variant as the sum over its ranks."""
+    everyone = lab.exchange.gather("losses", shares)
+    if everyone is None:
+        return
+    lab.journal.write(records.Losses("one process", dense))
+    for name in shares:
+        columns = itertools.zip_longest(*(of_rank[name] for of_rank in everyone))
+        values = [math.fsum(value for value in column if value is not None) for column in columns]
+        lab.journal.write(records.Losses(name, values))
+
+
+def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Traffic]:
+    """What a step of each variant sends, and the most that it holds, with one variant alive at a time."""
+    dtype = getattr(torch, lab.config.dtype)
+    batches = lab.batches(dtype)
+    traffic = {}
+    for name, build in variants.items():
+        lab.at(0, f"count of {name}")
+        with PeakMemory(lab.device) as memory:
+            strategy = build(lab.model(dtype), lab.group, lab.config)
+            train(lab, strategy, batches, range(WARMUP_STEPS))
+            with lab.count() as counted:
+                train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + COUNTED_STEPS))
+            del strategy
+        traffic[name] = counted.per(COUNTED_STEPS)
+        write_traffic(lab, name, traffic[name])
+        lab.journal.write(records.Memory(name, memory.peak_bytes))
+    return traffic
+
+
+def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:
+    for step in steps:
+        strategy.backward(dealt(lab, batches, step))
+        strategy.update()
+
+
+def write_traffic(lab: Lab, name: str, traffic: Traffic) -> None:
+    for call in traffic.called:
+        lab.journal.write(records.Called(name, call.op, call.axis, call.calls, call.raw_bytes, call.called_bytes))
+    for peer, wire in traffic.wire.items():
+        lab.journal.write(records.Wire(name, peer, wire.sent, wire.retransmitted))
+    if traffic.wire_error is not None:
+        lab.say(traffic.wire_error, heading="no wire")

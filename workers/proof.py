@@ -1,0 +1,116 @@
+"""The proof: a few steps in float64 with plain SGD, against the dense single process, whatever the timed pass uses.
+
+Rank 0 alone computes the single process, the others wait with a bound. Losses, gradients and updated weights are compared at
+every step, since each alone hides something: Adam divides an error of scale away, and a loss is right for one
+step whatever the gradients are. With adamw or LAB_CLIP one more step compares the clipped gradients and the optimizer's state.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from workers.config import Config
+from workers.lab import Lab, Strategy, Variant
+from workers.workload import baseline
+from workers.workload.baseline import Snapshot
+from workers.workload.data import Batches, Microbatch
+
+TOLERANCE = 1e-12
+LEARNING_RATE = 0.01  # small: a step that overshoots would make rounding errors grow from step to step
+
+AlsoCheck = Callable[[str, Strategy], None]
+
+
+def prove(lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None) -> None:
+    """Check each variant against one process; `also(name, strategy)` adds the mode's own checks at its end."""
+    config = lab.config
+    lr = config.learning_rate if config.model == "line" else LEARNING_RATE  # the line lesson's own: all of it is proven
+    plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": lr})
+    batches = lab.batches(torch.float64, proof=True)
+    dense = one_process(lab, plain, batches, batches.proof_steps)
+    tuned = config.optimizer == "adamw" or config.clip is not None
+    dense_tuned = one_process(lab, config, batches, 1) if tuned else []
+    for name, build in variants.items():
+        strategy = build(lab.model(torch.float64), lab.group, plain)
+        differences = against(lab, strategy, name, batches, dense)
+        if tuned:
+            strategy_tuned = build(lab.model(torch.float64), lab.group, config)
+            differences |= tuned_against(lab, strategy_tuned, name, batches, dense_tuned)
+        if lab.rank == 0:
+            for check, value in differences.items():
+                lab.check(check, value, TOLERANCE, variant=name)
+        if also is not None:
+            also(name, strategy)
+
+
+def one_process(lab: Lab, config: Config, batches: Batches, steps: int) -> list[Snapshot]:
+    """The dense run's snapshots on rank 0, nothing elsewhere."""
+    lab.at(0, "one process")
+    snapshots: list[Snapshot] = []
+    if lab.rank == 0:
+        snapshots = list(baseline.train(lab.model(torch.float64), batches, config, steps))
+    lab.exchange.barrier("one process")
+    return snapshots
+
+
+def against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> dict[str, float]:
+    """The largest differences of losses, gradients and weights over the proof's steps, on rank 0."""
+    losses = gradients = weights = 0.0
+    for step in range(batches.proof_steps):
+        lab.at(step, f"proof of {name}")
+        wanted = dense[step] if lab.rank == 0 else None
+        loss = summed_loss(lab, strategy.backward(dealt(lab, batches, step)))
+        losses = larger(losses, abs(loss - wanted.loss) if wanted else 0.0)
+        gradients = larger(gradients, difference(strategy.full("gradients"), wanted and wanted.gradients))
+        strategy.update()
+        weights = larger(weights, difference(strategy.full("weights"), wanted and wanted.weights))
+    return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def tuned_against(
+    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]
+) -> dict[str, float]:
+    """One step with the clipping and the optimizer that were asked for."""
+    lab.at(batches.proof_steps, f"proof of {name}")
+    strategy.backward(dealt(lab, batches, 0))
+    strategy.update()
+    wanted = dense[0] if lab.rank == 0 else None
+    return {
+        "clipped gradients": difference(strategy.full("gradients"), wanted and wanted.gradients),
+        "optimizer state": difference(strategy.full("optimizer"), wanted and wanted.optimizer),
+    }
+
+
+def dealt(lab: Lab, batches: Batches, step: int) -> list[Microbatch]:
+    """This rank's microbatches of the batch of `step`."""
+    return batches.dealt(step, lab.rank, lab.world_size)
+
+
+def summed_loss(lab: Lab, share: Tensor | None) -> float:
+    """The mean loss of the global batch, from every rank's share."""
+    shares = lab.exchange.everyone("loss", None if share is None else share.item())
+    return math.fsum(value for value in shares if value is not None)
+
+
+def difference(found: Iterable[tuple[str, Tensor]], wanted: dict[str, Tensor] | None) -> float:
+    """The largest absolute difference, infinite where a tensor is missing, unknown or of another shape.
+
+    `found` is consumed on every rank, since it is a collective; `wanted` is None where a rank holds no dense run.
+    """
+    largest, names = 0.0, set()
+    for name, tensor in found:
+        names.add(name)
+        if wanted is None or not tensor.numel():
+            continue
+        if name not in wanted or wanted[name].shape != tensor.shape:
+            largest = math.inf
+        else:
+            largest = larger(largest, (tensor - wanted[name]).abs().max().item())
+    return math.inf if wanted is not None and names != set(wanted) else largest
+
+
+def larger(one: float, other: float) -> float:
+    """The larger of two differences, where not a number is the largest of all."""
+    return math.inf if math.isnan(one) or math.isnan(other) else max(one, other)

@@ -1,0 +1,174 @@
+"""One rank from joining to its exit code, and what it does when the cluster breaks underneath."""
+
+import hashlib
+import importlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
+from workers.cluster.watch import Verdict, Watch
+from workers.config import Config, ConfigError, suggest
+from workers.device import pick_device
+from workers.exchange import Exchange
+from workers.journal import Journal
+from workers.lab import Lab
+from workers.measure.ledger import Ledger
+from workers.report import records
+from workers.report.judge import exit_code, judge
+from workers.report.log import verdict_lines
+from workers.workload.model import outline
+
+REPORT_TIMEOUT_S = 60
+
+
+def be_rank(config: Config) -> int:
+    """Join the others, run the experiment, and return the run's verdict as an exit code."""
+    started = time.monotonic()
+    torch.set_num_threads(config.threads)
+    experiment = importlib.import_module(f"experiments.{config.run_mode}")
+    refuse(config, experiment)
+    device = pick_device(config)
+    journal = Journal()
+    try:
+        cluster = join(config, source_version(), journal.say)
+    except ClusterError as error:
+        journal.say(f"broken     {error}")
+        return 3
+    folder = config.runs_dir / cluster.run_id
+    watch = Watch(cluster, config, journal.say, lambda verdict, survivors: bury(verdict, survivors, journal, cluster.rank))
+    watch.start()
+    try:
+        journal.open(folder, cluster.rank)
+        journal.write(start_record(config, cluster))
+        init_process_group(cluster, config)
+        exchange = Exchange(dist.PrefixStore("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s)
+        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=config.master_port)
+        lab = Lab(config, device, exchange, ledger, journal, watch.at)
+        greet(lab, cluster, folder)
+        experiment.run(lab)
+        code = conclude(lab, folder, time.monotonic() - started)
+    except BaseException as error:
+        return watch.fail(error)
+    watch.finish()
+    dist.destroy_process_group()
+    return code
+
+
+def refuse(config: Config, experiment: Any) -> None:
+    """Raise ConfigError with all that the mode cannot run: a variant, a bug or sizes that it does not know."""
+    faults = [
+        f"LAB_VARIANT={name!r} is not a variant of {config.run_mode}{suggest(name, experiment.VARIANTS)}, "
+        f"allowed: {', '.join(experiment.VARIANTS)}"
+        for name in config.variant
+        if name not in experiment.VARIANTS
+    ]
+    if config.bug is not None and config.bug not in experiment.BUGS:
+        allowed = list(experiment.BUGS)
+        faults.append(f"LAB_BUG={config.bug!r} is not a bug of {config.run_mode}{suggest(config.bug, allowed)}, allowed: {', '.join(allowed)}")
+    faults += experiment.refuse(config)
+    faults += unwritable(config)
+    if faults:
+        raise ConfigError(faults)
+
+
+def unwritable(config: Config) -> list[str]:
+    """Why no run can be written where LAB_RUNS_DIR and LAB_RUN_ID say."""
+    runs = config.runs_dir
+    nearest = next(folder for folder in [runs, *runs.absolute().parents] if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        return [f"LAB_RUNS_DIR={str(runs)!r} cannot be written by user {os.getuid()}: change its owner or name another folder"]
+    if config.run_id is not None and (runs / config.run_id).exists():
+        return [f"LAB_RUN_ID={config.run_id!r} exists already in {runs}: choose another or remove it"]
+    return []
+
+
+def source_version() -> str:
+    """A hash of the sources of workers/ and experiments/: ranks of different code must not train together."""
+    top = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted([*top.glob("workers/**/*.py"), *top.glob("experiments/**/*.py")]):
+        digest.update(str(path.relative_to(top)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def start_record(config: Config, cluster: Cluster) -> records.Start:
+    versions = {"lab": source_version(), "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    title = outline(config).describe()
+    settings = json.loads(config.model_dump_json(by_alias=True))
+    mine = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    repeat = {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size), "LAB_SEED": str(config.seed)} | config.environ()
+    repeat = {name: value for name, value in repeat.items() if name not in mine | {"LAB_RUN_ID"}}
+    return records.Start(
+        cluster.rank, cluster.run_id, config.run_mode, cluster.world_size, socket.gethostname(), settings, repeat, versions, title
+    )
+
+
+def greet(lab: Lab, cluster: Cluster, folder: Path) -> None:
+    start = lab.journal.records[0]
+    assert isinstance(start, records.Start)
+    where = f" · {folder}" if lab.rank == 0 else f" · {start.host} ({cluster.members[lab.rank].ip}) · {lab.device}"
+    lab.say(f"rank {lab.rank} of {lab.world_size} · {start.run_mode} · {lab.config.backend} · {start.title}{where}", all_ranks=True)
+
+
+def conclude(lab: Lab, folder: Path, duration_s: float) -> int:
+    """Bring the records together, judge them on rank 0, and return the same exit code on every rank."""
+    lab.at(lab.config.steps, "report")
+    lab.journal.write(records.End(lab.rank, duration_s))
+    lines = [records.to_line(record) for record in lab.journal.records]
+    everyone = lab.exchange.gather("records", lines)
+    if everyone is None:
+        return int(lab.exchange.share("verdict"))
+    by_rank = {}
+    for rank, of_rank in enumerate(everyone):
+        path = folder / f"rank{rank}.jsonl"
+        if not path.exists():  # nodes need not share a disk
+            records.write_atomically(path, (line + "\n" for line in of_rank))
+        by_rank[rank] = [records.from_line(line) for line in of_rank]
+    run = judge(by_rank)
+    records.write_atomically(folder / "run.json", [json.dumps(run, indent=1) + "\n"])
+    point_latest(folder)
+    lab.exchange.share("verdict", exit_code(run))
+    written = write_report(folder)
+    for line in verdict_lines(run, by_rank, written):
+        lab.say(line)
+    return exit_code(run)
+
+
+def point_latest(folder: Path) -> None:
+    """Make runs/latest the newest run; two runs that end at once leave one of the two, never none."""
+    draft = folder.parent / f".latest.{os.getpid()}"
+    draft.symlink_to(folder.name)
+    draft.replace(folder.parent / "latest")
+
+
+def write_report(folder: Path) -> Path | None:
+    """Draw report.html in a child process, so that no rank imports Plotly; None if that failed."""
+    command = [sys.executable, "-m", "workers.report", "--page-only", str(folder)]
+    try:
+        subprocess.run(command, check=True, timeout=REPORT_TIMEOUT_S, stdout=subprocess.DEVNULL)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return folder / "report.html"
+
+
+def bury(verdict: Verdict, survivors: list[int], journal: Journal, rank: int) -> None:
+    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives."""
+    for lost in verdict.lost:
+        journal.write(lost)
+    journal.write(records.Failed(verdict.exit_code, verdict.sentence))
+    if journal.folder is None or rank != min(survivors, default=rank):
+        return
+    run = judge({rank: journal.records})
+    records.write_atomically(journal.folder / "run.json", [json.dumps(run, indent=1) + "\n"])
+    point_latest(journal.folder)
+    write_report(journal.folder)

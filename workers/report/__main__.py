@@ -1,0 +1,87 @@
+"""Judge a finished run again from its records alone, with no cluster: `python -m workers.report runs/<run_id>`.
+
+Exit codes are the run's own (0 all held, 1 a check failed, 2 refused, 3 lost); 2 also if the records cannot be read or the
+report cannot be written. Two runs are drawn together and judged by nobody: 0.
+"""
+
+import argparse
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from workers.report.claims import Run
+from workers.report.judge import exit_code, judge, write_run
+from workers.report.junit import write_junit
+from workers.report.log import verdict_lines
+from workers.report.records import BrokenRecord, Ranks, read_run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read, judge, write; returns the exit code."""
+    asked = parser().parse_args(arguments)
+    if len(asked.runs) > 2:
+        parser().error(f"{len(asked.runs)} runs were named: one is judged again, two are drawn together")
+    if len(asked.runs) == 2 and (asked.junit or asked.page_only):
+        parser().error("--junit and --page-only go with one run, and two were named")
+    try:
+        judged = [(folder, *read_and_judge(folder)) for folder in asked.runs]
+        if len(judged) == 2:
+            from workers.report.compare import write_comparison  # Plotly takes half a second: not for --help
+
+            print(f"report     {write_comparison(*judged)}")
+            return 0
+        folder, run, records = judged[0]
+        return rebuild(folder, run, records, asked.junit, asked.page_only)
+    except BrokenRecord as error:
+        print(f"refused    {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"broken     the report cannot be written: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 1 if error.errno == errno.ENOSPC else 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m workers.report",
+        description="Judge a finished run again from its records alone: rewrites run.json and report.html, prints the verdict "
+        "and returns its exit code. Two runs are drawn together instead, into compare-<OLD>.html in the folder of the second.",
+    )
+    made.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; two to compare"
+    )
+    made.add_argument(
+        "--junit", type=Path, metavar="FILE", help="also write a test case a check, as JUnit XML for a CI"
+    )
+    made.add_argument(
+        "--page-only", action="store_true", help="write report.html and nothing else; returns 0 if it was written"
+    )
+    return made
+
+
+def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
+    """The verdict on the records in `folder`; raises BrokenRecord naming file and line."""
+    records = read_run(folder)
+    try:
+        return judge(records), records
+    except BrokenRecord as error:
+        raise BrokenRecord(f"{folder}: {error}") from None
+
+
+def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_only: bool) -> int:
+    """Write what was asked for, and print the verdict as rank 0 did."""
+    from workers.report.page import write_page  # Plotly takes half a second: not for --help
+
+    page = write_page(folder, run, records)
+    if page_only:
+        return 0
+    write_run(folder, run)
+    if junit is not None:
+        write_junit(junit, run)
+    print("\n".join(verdict_lines(run, records, page)))
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The charts of the pages: Plotly figures with no ground of their own and colours that can be read on light and dark.
+
+A page must stay under 5 MB and Plotly's bundle takes 4.8 of them, so numbers are cut to six digits, long curves to a share of
+`MOST_POINTS`, and spreads to their quantiles, before they reach the page.
+"""
+
+import hashlib
+import html
+from collections.abc import Iterable, Sequence
+from statistics import quantiles
+from typing import Any
+
+import plotly.graph_objects as go
+
+from workers.report.markup import Markup, text
+
+# Each has a contrast of 3:1 and more to white and to the dark card (#151b24), as WCAG 1.4.11 asks of graphics.
+PALETTE = ("#3b82f6", "#e0691b", "#12966a", "#a667e6", "#d9488b", "#8a8216", "#0e93a8", "#c0504d")
+GREY = "#7d8897"
+PREDICTED, CALLED, WIRE = GREY, PALETTE[0], PALETTE[1]
+MOST_POINTS = 4000  # of all curves of a page together, about 70 kB
+
+Curve = tuple[Sequence[float], Sequence[float]]
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each variant, the same in all charts of a page; one process is grey."""
+    variants = [name for name in dict.fromkeys(names) if name != "one process"]
+    return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(variants)} | {"one process": GREY}
+
+
+def lines(
+    curves: dict[str, Curve], x_label: str, y_label: str, colour: dict[str, str], *, points: int, layered: bool = False,
+    dashed: Iterable[str] = (), log_x: bool = False, log_y: bool = False,
+) -> go.Figure:  # fmt: skip
+    """Curves by name, each of at most `points` points; `layered` curves lie on top of each other, so lower ones are wider."""
+    traces = []
+    for index, (name, curve) in enumerate(curves.items()):
+        x, y = thinned(curve, points)
+        width = 2.0 + 1.8 * (len(curves) - 1 - index) if layered else 2.2
+        dash = "dot" if name in dashed else "solid"
+        pen = {"color": colour.get(name, GREY), "width": min(width, 14), "dash": dash}
+        mode = "lines+markers" if len(x) <= 24 and not layered else "lines" if len(x) > 1 else "markers"
+        traces.append(go.Scatter(x=x, y=y, name=plain(name), mode=mode, line=pen, opacity=1))
+    figure = framed(traces, x_label, y_label)
+    figure.update_layout(hovermode="x", showlegend=len(curves) > 1)
+    figure.update_xaxes(_scale(log_x, [value for x, _ in curves.values() for value in x]))
+    figure.update_yaxes(_scale(log_y, [value for _, y in curves.values() for value in y]))
+    return figure
+
+
+def _scale(log: bool, values: Sequence[float]) -> dict[str, Any]:
+    """An axis; a logarithmic one over two decades and more is labelled at the powers of ten alone."""
+    positive = [value for value in values if value > 0]
+    wide = log and bool(positive) and max(positive) / min(positive) >= 100
+    return {"type": "log" if log else "linear", "exponentformat": "SI"} | ({"dtick": 1} if wide else {})
+
+
+def rank_bars(bars: dict[str, list[float | None]], colour: dict[str, str], top: float) -> go.Figure:
+    """Bytes by rank, a bar a source; `top` is the largest value of all charts that stand beside this one."""
+    traces = [
+        go.Bar(
+            x=[f"{rank}" for rank in range(len(values))], y=rounded(values), name=name, marker={"color": colour[name]}
+        )
+        for name, values in bars.items()
+        if any(value is not None for value in values)
+    ]
+    figure = framed(traces, "rank", "")
+    figure.update_layout(barmode="group", bargap=0.25, showlegend=False)
+    figure.update_xaxes(type="category")
+    figure.update_yaxes(tickformat="~s", ticksuffix="B", range=[0, 1.05 * top or 1], hoverformat=".4s")
+    return figure
+
+
+def spreads(samples: dict[str, list[float]], colour: dict[str, str], x_label: str) -> go.Figure:
+    """A box a name, from the quartiles, with whiskers at the 5th and 95th percentile."""
+    traces = []
+    for name, values in samples.items():
+        cuts = rounded(quantiles(values, n=20, method="inclusive") if len(values) > 1 else [values[0]] * 19)
+        box = {
+            "q1": [cuts[4]],
+            "median": [cuts[9]],
+            "q3": [cuts[14]],
+            "lowerfence": [cuts[0]],
+            "upperfence": [cuts[18]],
+        }
+        pen = {"color": colour.get(name, GREY), "width": 2}
+        traces.append(go.Box(y=[plain(name)], name=plain(name), orientation="h", line=pen, **box))
+    figure = framed(traces, x_label, "")
+    figure.update_layout(showlegend=False, boxgap=0.4)
+    figure.update_xaxes(rangemode="tozero")
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure
+
+
+def rank_dots(
+    values: dict[str, list[float | None]], predicted: dict[str, float], colour: dict[str, str], unit: str
+) -> go.Figure:  # fmt: skip
+    """A row a name: a bar to the largest rank, a dot for each rank, and an open diamond for what was predicted."""
+    names = [plain(name) for name in values]
+    largest = rounded(max((value for value in row if value is not None), default=None) for row in values.values())
+    fills = {"color": [colour.get(name, GREY) for name in values], "opacity": 0.4}
+    traces: list[Any] = [
+        go.Bar(x=largest, y=names, orientation="h", marker=fills, name="largest rank", hoverinfo="skip")
+    ]
+    for name, row in values.items():
+        marker = {"color": colour.get(name, GREY), "size": 9}
+        ranks = [f"rank {rank}" for rank in range(len(row))]
+        traces.append(
+            go.Scatter(
+                x=rounded(row), y=[plain(name)] * len(row), mode="markers", marker=marker, name=plain(name), text=ranks
+            )
+        )
+    if predicted:
+        diamond = {"symbol": "diamond-open", "size": 14, "color": GREY, "line": {"width": 2}}
+        at = rounded(predicted.values())
+        traces.append(
+            go.Scatter(x=at, y=[plain(name) for name in predicted], mode="markers", marker=diamond, name="predicted")
+        )
+    figure = framed(traces, "", "")
+    figure.update_layout(showlegend=False, bargap=0.45)
+    figure.update_xaxes(tickformat="~s", ticksuffix=unit, rangemode="tozero", hoverformat=".4s")
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure
+
+
+def pairs(names: list[str], values: dict[str, list[float | None]], x_label: str) -> go.Figure:
+    """Bars of several runs side by side, a group a name."""
+    traces = [
+        go.Bar(
+            y=[plain(name) for name in names],
+            x=rounded(row),
+            orientation="h",
+            name=plain(run),
+            marker={"color": PALETTE[index]},
+        )
+        for index, (run, row) in enumerate(values.items())
+    ]
+    figure = framed(traces, x_label, "")
+    figure.update_layout(barmode="group", bargap=0.3)
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure
+
+
+def framed(traces: Iterable[Any], x_label: str, y_label: str) -> go.Figure:
+    """A figure with the lab's axes; no template, which would add 7 kB to each chart of the page."""
+    figure = go.Figure(list(traces), layout={"template": "none"})
+    clear = "rgba(0,0,0,0)"
+    figure.update_layout(
+        paper_bgcolor=clear, plot_bgcolor=clear, margin={"l": 4, "r": 12, "t": 6, "b": 4}, dragmode=False,
+        font={"family": "system-ui, sans-serif", "size": 12.5, "color": GREY}, hoverlabel={"namelength": -1},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": clear, "itemclick": "toggle"},
+    )  # fmt: skip
+    axis = {"automargin": True, "zeroline": False, "showgrid": True, "gridcolor": GREY, "fixedrange": True}
+    figure.update_xaxes(title={"text": plain(x_label), "standoff": 8}, **axis)
+    figure.update_yaxes(title={"text": plain(y_label), "standoff": 8}, **axis)
+    return figure
+
+
+def drawn(figure: go.Figure, title: str, height: int) -> Markup:
+    """The figure as HTML: as wide as the page, `height` pixels high; `title` names it to a screen reader."""
+    name = hashlib.sha256((title + figure.to_json()).encode()).hexdigest()[:12]
+    config = {"responsive": True, "displayModeBar": False}
+    inner = figure.to_html(
+        full_html=False, include_plotlyjs=False, config=config, div_id=f"c{name}", default_height=f"{height}px"
+    )  # fmt: skip
+    squeezed = " ".join(inner.split())
+    return Markup(
+        f'<div class="chart" role="img" aria-label="{text(title)}" style="height:{height}px">{squeezed}</div>'
+    )
+
+
+def plain(name: str) -> str:
+    """A name for Plotly, which reads its labels as HTML."""
+    return html.escape(name, quote=False)
+
+
+def thinned(curve: Curve, points: int) -> tuple[list[float | None], list[float | None]]:
+    """At most `points` points of a curve, evenly spaced, its first and its last among them."""
+    x, y = curve
+    kept = min(len(x), max(2, points))
+    picked = [round(index * (len(x) - 1) / max(1, kept - 1)) for index in range(kept)]
+    return rounded(x[index] for index in picked), rounded(y[index] for index in picked)
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """Six digits are more than a screen shows."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]

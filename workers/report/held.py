@@ -1,0 +1,71 @@
+"""What held and what did not, as sections of a page: the proof, the other checks, predicted beside measured."""
+
+from typing import Any
+
+from workers.report.claims import Run
+from workers.report.log import PROOF
+from workers.report.markup import Markup, chip, section, table, text
+from workers.report.units import difference, quantity
+
+
+def checks(run: Run) -> Markup:
+    """The proof as a row a variant, then every other check as a row."""
+    proven = list(dict.fromkeys(check["variant"] for check in run["checks"] if check["name"] in PROOF))
+    proof = [_proof_row(name, run) for name in proven]
+    rest = [
+        [
+            verdict_chip(check),
+            check["variant"] or "all",
+            check["name"],
+            difference(check["max_abs_diff"]),
+            f"{check['tolerance']:g}",
+            check["detail"],
+        ]
+        for check in sorted(run["checks"], key=lambda check: check["passed"])
+        if check["name"] not in PROOF
+    ]
+    return section(
+        "Checks",
+        table(["", "variant", *PROOF, "allowed"], proof, numbers=(2, 3, 4, 5)),
+        table(["", "variant", "check", "largest difference", "allowed", ""], rest, numbers=(3, 4)),
+        note="The largest difference from one process that sees the whole batch, in float64 after a few steps."
+        if proof
+        else "",
+    )
+
+
+def _proof_row(variant: str, run: Run) -> list[Any]:
+    found = {check["name"]: check for check in run["checks"] if check["variant"] == variant and check["name"] in PROOF}
+    allowed = {f"{check['tolerance']:g}" for check in found.values()}
+    cells = [difference(found[name]["max_abs_diff"]) if name in found else "" for name in PROOF]
+    marked = [
+        Markup(f'<b class="bad">{text(cell)}</b>') if name in found and not found[name]["passed"] else cell
+        for name, cell in zip(PROOF, cells, strict=True)
+    ]
+    worst = min(found.values(), key=lambda check: check["passed"])
+    return [verdict_chip(worst), variant or "all", *marked, ", ".join(sorted(allowed))]
+
+
+def verdict_chip(claim: Run) -> Markup:
+    """Held, failed, or only shown."""
+    return chip("FAILED" if not claim["passed"] else "held" if claim.get("decides", True) else "shown")
+
+
+def comparisons(run: Run) -> Markup:
+    """Every prediction beside what was measured, a row each; failed ones first."""
+    rows = [
+        [
+            verdict_chip(entry),
+            entry["variant"] or "all",
+            entry["name"],
+            quantity(entry["predicted"], entry["unit"]),
+            quantity(entry["measured"], entry["unit"]),
+            entry["rank"],
+            quantity(entry["tolerance"], entry["unit"]) if entry["decides"] else "",
+            entry["formula"],
+        ]
+        for entry in sorted(run["comparisons"], key=lambda entry: entry["passed"])
+    ]
+    columns = ["", "variant", "what", "predicted", "measured", "on rank", "allowed ±", "formula"]
+    note = "Measured on the rank that is farthest from its prediction. What is only shown decides nothing."
+    return section("Predicted and measured", table(columns, rows, numbers=(3, 4, 5, 6)), note=note)

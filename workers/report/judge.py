@@ -1,0 +1,168 @@
+"""From records to a verdict: what every rank wrote goes in, `run.json` comes out, and nothing else is looked at.
+
+A claim is held only if it was seen to hold: a difference that is not a finite number fails, and so does a run in which
+a rank has no last word. The same records give the same verdict, on the cluster and years later without one.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from workers.report.claims import Run, merge_checks, merge_comparisons
+from workers.report.records import (
+    BrokenRecord,
+    Called,
+    End,
+    Failed,
+    Lost,
+    Memory,
+    Ranks,
+    Skipped,
+    Start,
+    Steps,
+    Wire,
+    select,
+    write_atomically,
+)
+
+EXIT_CODES = {"pass": 0, "fail": 1, "refused": 2, "lost": 3}
+PYTORCH_OWN = ("ddp", "dtensor", "fsdp2", "torch_1f1b", "torch_gpipe", "gloo")  # what the hand-written are held against
+
+
+def judge(records: Ranks) -> Run:
+    """The run as `run.json` holds it, from the records of each rank; raises BrokenRecord if they are not of one run.
+
+    Lists inside a variant have one entry a rank, None where that rank wrote no such record. Beyond the fields that
+    scripts rely on, `proven` says whether the proof was made and held, `errors` what ended a rank, and a comparison
+    names the `rank` that was farthest off and whether it `decides`.
+    """
+    start = first(records)
+    checks, comparisons = merge_checks(records), merge_comparisons(records)
+    errors = [{"rank": rank, "exit_code": end.exit_code, "error": end.error} for rank, end in select(records, Failed)]
+    lost = _lost(records, start.world_size, errors)
+    verdict = _verdict(errors, lost, all(claim["passed"] for claim in checks + comparisons))
+    proof_on = str(start.config.get("LAB_PROOF", 1)).lower() not in ("0", "false")
+    return {
+        "schema": 1,
+        "run_id": start.run_id,
+        "run_mode": start.run_mode,
+        "world_size": start.world_size,
+        "verdict": verdict,
+        "proven": verdict == "pass" and proof_on and bool(checks),
+        "config": start.config,
+        "versions": start.versions,
+        "variants": [_variant(name, records, start.world_size) for name in _variant_names(records)],
+        "skipped": _unique({"variant": skip.variant, "reason": skip.reason} for _, skip in select(records, Skipped)),
+        "checks": checks,
+        "comparisons": comparisons,
+        "lost": lost,
+        "errors": errors,
+    }
+
+
+def exit_code(run: Run) -> int:
+    """The code that every rank of this run returns; 143 or 130 if it was stopped and nothing else went wrong."""
+    if run["verdict"] == "lost" and not run["lost"]:
+        codes = [error["exit_code"] for error in run["errors"]]
+        return 3 if 3 in codes else max(codes)
+    return EXIT_CODES[run["verdict"]]
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write `run.json`; NaN and infinity become null, since JSON has no word for them."""
+    write_atomically(folder / "run.json", [json.dumps(_finite(run), indent=1, allow_nan=False), "\n"])
+
+
+def first(records: Ranks) -> Start:
+    """The start of the lowest rank; raises BrokenRecord where there is none or the ranks are not of one run."""
+    starts = list(select(records, Start))
+    if not starts:
+        raise BrokenRecord("no rank has a Start record: nothing says what was run")
+    start = starts[0][1]
+    for rank, other in starts:
+        if other.rank != rank or (other.run_id, other.world_size) != (start.run_id, start.world_size):
+            raise BrokenRecord(
+                f"the records of rank {rank} begin as rank {other.rank} of {other.world_size} in run {other.run_id}, "
+                f"those of rank {starts[0][0]} are of {start.world_size} in run {start.run_id}"
+            )
+    return start
+
+
+def slowest(seconds: list[float | None]) -> float | None:
+    """The time of a step is that of its slowest rank; None if no rank timed it."""
+    return max((value for value in seconds if value is not None), default=None)
+
+
+def pytorch_own(run: Run) -> str | None:
+    """The variant of this run that is PyTorch's own, if it was timed."""
+    timed = {variant["name"] for variant in run["variants"] if slowest(variant["step_seconds"])}
+    return next((name for name in PYTORCH_OWN if name in timed), None)
+
+
+def _verdict(errors: list[Run], lost: list[Run], held: bool) -> str:
+    codes = {error["exit_code"] for error in errors}
+    if 2 in codes:
+        return "refused"
+    if any(code != 3 and code < 128 for code in codes):
+        return "fail"
+    if lost or codes:  # before the checks: the ranks ended with 3, whatever had been checked until then
+        return "lost"
+    return "pass" if held else "fail"
+
+
+def _lost(records: Ranks, world_size: int, errors: list[Run]) -> list[Run]:
+    """The ranks that the survivors named; if nothing explains the end, those that have no last word themselves."""
+    named = {
+        lost.rank: {"rank": lost.rank, "step": lost.step, "reason": lost.reason} for _, lost in select(records, Lost)
+    }
+    if not named and not errors:
+        ended = {rank for rank, _ in select(records, End)}
+        silent = sorted(set(range(world_size)) - ended)
+        return [{"rank": rank, "step": None, "reason": "its records break off without an end"} for rank in silent]
+    return [named[rank] for rank in sorted(named)]
+
+
+def _variant_names(records: Ranks) -> list[str]:
+    kinds: tuple[type[Any], ...] = (Steps, Called, Wire, Memory)
+    return list(dict.fromkeys(record.variant for kind in kinds for _, record in select(records, kind)))
+
+
+def _variant(name: str, records: Ranks, world_size: int) -> Run:
+    """One variant's numbers, a list entry a rank: medians of the timed steps, bytes a step, the peak."""
+
+    def a_rank(
+        kind: type[Any], numbers: Callable[[Any], list[float]], merge: Callable[[list[float]], float]
+    ) -> list[Any]:
+        found: dict[int, list[float]] = {}
+        for rank, record in select(records, kind):
+            if record.variant == name:
+                found.setdefault(rank, []).extend(numbers(record))
+        return [merge(found[rank]) if found.get(rank) else None for rank in range(world_size)]
+
+    return {
+        "name": name,
+        "step_seconds": a_rank(Steps, lambda steps: steps.step_seconds, median),
+        "cpu_seconds": a_rank(Steps, lambda steps: steps.cpu_seconds, median),
+        "wire_bytes": a_rank(Wire, lambda wire: [wire.sent_bytes], sum),
+        "called_bytes": a_rank(Called, lambda called: [called.called_bytes], sum),
+        "peak_bytes": a_rank(Memory, lambda memory: [memory.peak_bytes], max),
+    }
+
+
+def _unique(entries: Iterable[Run]) -> list[Run]:
+    seen: list[Run] = []
+    for entry in entries:
+        if entry not in seen:
+            seen.append(entry)
+    return seen
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,218 @@
+"""The report of one run, from its records: what was claimed, whether it held, what it cost, and how to repeat it.
+
+The order is the order of questions: did it hold, by how much, what did the losses do, who sent what, how long, how much
+memory, and with which settings. Charts never stand alone: the same numbers are in a table or in the records.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from workers.report import charts, costs, held
+from workers.report.claims import Run
+from workers.report.judge import first, pytorch_own, slowest
+from workers.report.log import (
+    PROOF,
+    error_sentences,
+    failure_sentence,
+    failures,
+    headline,
+    lost_sentence,
+    proof_note,
+    repeat_command,
+)
+from workers.report.markup import Markup, chip, code, document, section, table, text
+from workers.report.records import Chart, End, Losses, Ranks, Said, Start, Table, select, write_atomically
+from workers.report.units import difference, human_bytes, milliseconds, three_digits
+
+MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
+
+
+def write_page(folder: Path, run: Run, records: Ranks) -> Path:
+    """Write `report.html` into the folder of the run; returns its path."""
+    path = folder / "report.html"
+    write_atomically(path, [page(run, records)])
+    return path
+
+
+def page(run: Run, records: Ranks) -> str:
+    """The whole page as HTML."""
+    colour = charts.colours(variant["name"] for variant in run["variants"])
+    body = [
+        _head(run, records),
+        _ended(run),
+        _said(records),
+        held.checks(run),
+        _losses(records, colour),
+        costs.traffic(run, records),
+        held.comparisons(run),
+        costs.time(run, records, colour),
+        costs.memory(run, colour),
+        *_lesson(records, colour),
+        _ranks(run, records),
+        _settings(records),
+    ]
+    return document(f"{run['verdict']} · {run['run_id']}", body)
+
+
+def _head(run: Run, records: Ranks) -> Markup:
+    start = first(records)
+    ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}"
+    what = " · ".join(part for part in (run["run_mode"], ranks, start.title) if part)
+    tiles = "".join(
+        f'<div class="tile"><b>{text(value)}</b><span>{text(about)}</span></div>' for value, about in _tiles(run)
+    )
+    note = f'<p class="sub">{text(proof_note(run))}</p>' if proof_note(run) else ""
+    return Markup(
+        f'<header class="{run["verdict"]}"><div class="verdict">{chip_of(run)}<span>{text(headline(run))}</span></div>'
+        f'<h1>{text(what)}</h1><p class="sub">run {text(run["run_id"])}</p>{note}<div class="tiles">{tiles}</div></header>'
+    )
+
+
+def chip_of(run: Run) -> Markup:
+    """The verdict as a badge."""
+    return chip(run["verdict"].upper())
+
+
+def _tiles(run: Run) -> Iterator[tuple[str, str]]:
+    """The few numbers that a reader should take away."""
+    proof = [check for check in run["checks"] if check["name"] in PROOF]
+    if proof:
+        worst = max(proof, key=lambda check: (not check["passed"], check["max_abs_diff"]))
+        yield difference(worst["max_abs_diff"]), f"largest difference from one process, {worst['tolerance']:g} allowed"
+    own = pytorch_own(run)
+    times = {variant["name"]: slowest(variant["step_seconds"]) for variant in run["variants"]}
+    by_hand = {name: seconds for name, seconds in times.items() if seconds and name != own}
+    if by_hand:
+        best = min(by_hand, key=lambda name: by_hand[name])
+        yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, the fastest written by hand"
+        if own and (own_s := times[own]):
+            yield f"{three_digits(by_hand[best] / own_s)} ×", f"the time of {own}, PyTorch's own"
+    wire = {variant["name"]: slowest(variant["wire_bytes"]) for variant in run["variants"]}
+    sent = {name: amount for name, amount in wire.items() if amount}
+    if sent:
+        least = min(sent, key=lambda name: sent[name])
+        yield human_bytes(sent[least]), f"on the wire a step, from the rank that sends most ({least})"
+
+
+def _ended(run: Run) -> Markup:
+    """What did not hold, and what ended a rank: before all else, where there is such a thing."""
+    wrong = [failure_sentence(claim) for claim in failures(run)] + [lost_sentence(lost) for lost in run["lost"]]
+    wrong += error_sentences(run)
+    listed = Markup("<ul>" + "".join(f"<li>{text(sentence)}</li>" for sentence in wrong) + "</ul>")
+    return section("What went wrong", listed) if wrong else Markup()
+
+
+def _said(records: Ranks) -> Markup:
+    spoken = [
+        f'<div class="said"><b>{text(said.heading)}</b>'
+        + (f"<pre>{text(said.text)}</pre>" if "\n" in said.text else f"<div>{text(said.text)}</div>")
+        + "</div>"
+        for said in dict.fromkeys(said for _, said in select(records, Said))
+    ]
+    return section("The lesson", *spoken)
+
+
+def _losses(records: Ranks, colour: dict[str, str]) -> Markup:
+    found = curves(records)
+    if not found:
+        return Markup()
+    points = charts.MOST_POINTS // 2 // len(found)
+    figure = charts.lines(found, "step", "loss", colour, points=points, layered=True)
+    rows = [[name, len(y), f"{y[0]:.6g}", f"{y[-1]:.6g}"] for name, (_, y) in found.items() if y]
+    summary = table(["", "steps", "first loss", "last loss"], rows, numbers=(1, 2, 3))
+    note = "Curves that agree lie on top of each other: the first is drawn widest, so that all can be seen."
+    return section("Losses", charts.drawn(figure, "losses by step", 340), summary, note=note)
+
+
+def curves(records: Ranks) -> dict[str, charts.Curve]:
+    """The loss curves by variant, one process first; where several ranks wrote one, the lowest rank's."""
+    found: dict[str, charts.Curve] = {}
+    for _, losses in select(records, Losses):
+        found.setdefault(losses.variant, (list(range(len(losses.values))), losses.values))
+    return dict(sorted(found.items(), key=lambda item: item[0] != "one process"))
+
+
+def _lesson(records: Ranks, colour: dict[str, str]) -> Iterator[Markup]:
+    """The tables and charts that the lesson made itself, in its order."""
+    shown = [record for rank in sorted(records) for record in records[rank] if isinstance(record, Chart | Table)]
+    tables = sum(isinstance(record, Table) for record in shown)
+    series = sum(len(record.series) for record in shown if isinstance(record, Chart))
+    for record in shown:
+        if isinstance(record, Table):
+            yield _lesson_table(record, max(8, MOST_ROWS // tables))
+        else:
+            own = charts.colours(record.series) | {name: colour[name] for name in record.series if name in colour}
+            hues = own if len(set(own.values())) == len(own) else charts.colours(record.series)
+            found: dict[str, charts.Curve] = {name: (xy[0], xy[1]) for name, xy in record.series.items()}
+            figure = charts.lines(
+                found, record.x_label, record.y_label, hues, points=max(8, charts.MOST_POINTS // 2 // max(1, series)),
+                log_x=record.log_x, log_y=record.log_y,
+            )  # fmt: skip
+            yield section(record.title, charts.drawn(figure, record.title, 340))
+
+
+def _lesson_table(record: Table, most: int) -> Markup:
+    numbers = [
+        index for index in range(len(record.columns)) if all(isinstance(row[index], int | float) for row in record.rows)
+    ]
+    rows = [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in record.rows]
+    more = len(rows) - most
+    note = f"The first {most} rows; {more} more are in the records." if more > 0 else ""
+    return section(record.title, table(record.columns, rows[:most], numbers=numbers), note=note)
+
+
+def _ranks(run: Run, records: Ranks) -> Markup:
+    """Where each rank ran and how it ended, and the variants that could not take part."""
+    hosts = {rank: start.host for rank, start in select(records, Start)}
+    ends = dict(select(records, End))
+    gone = {lost["rank"] for lost in run["lost"]}
+    failed = {error["rank"]: error["exit_code"] for error in run["errors"]}
+    rows: list[list[Any]] = []
+    for rank in range(run["world_size"]):
+        end = ends.get(rank)
+        word = (
+            chip("lost")
+            if rank in gone
+            else f"code {failed[rank]}"
+            if rank in failed
+            else "to the end"
+            if end
+            else "cut short"
+        )
+        rows.append(
+            [
+                rank,
+                hosts.get(rank, ""),
+                f"{end.duration_s:.1f} s" if end else "",
+                word,
+                "; ".join(end.notes) if end else "",
+            ]
+        )
+    skipped = [[skip["variant"], skip["reason"]] for skip in run["skipped"]]
+    left_out = [Markup("<h3>Skipped variants</h3>"), table(["variant", "reason"], skipped)] if skipped else []
+    return section("Ranks", table(["rank", "host", "duration", "ended", ""], rows, numbers=(0, 2)), *left_out)
+
+
+def _settings(records: Ranks) -> Markup:
+    start = first(records)
+    command = Markup(f'<pre class="command">{text(repeat_command(records))}</pre>')
+    chosen = [
+        [code(name), Markup(f"<b>{text(value)}</b>") if name in start.repeat else shown(value)]
+        for name, value in start.config.items()
+    ]
+    versions = [[name, code(version)] for name, version in start.versions.items()]
+    both = [table(["setting", "value"], chosen), table(["version", ""], versions)]
+    return section(
+        "Repeat this run", command, Markup('<div class="grid set">' + "".join(f"<div>{part}</div>" for part in both) + "</div>"),
+        note="Settings in bold were chosen, the others are defaults.",
+    )  # fmt: skip
+
+
+def shown(value: Any) -> str:
+    """A setting as one would write it; "unset" for what has no value."""
+    if value is None or value in ("", [], ()):
+        return "unset"
+    if isinstance(value, bool):
+        return str(int(value))
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

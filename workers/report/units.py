@@ -1,0 +1,44 @@
+"""Numbers as people read them: three digits and a unit, MB being 10^6 bytes as network vendors and the papers count."""
+
+import math
+
+BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def human_bytes(value: float | None) -> str:
+    """9600000 as "9.60 MB"; a value that is not there as "-"."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    power = 0
+    while abs(value) >= 999.5 and power < len(BYTE_UNITS) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.0f} B" if power == 0 else f"{three_digits(value)} {BYTE_UNITS[power]}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """0.0812 s as "81.2", without the unit, for columns that name it."""
+    return "-" if seconds is None else three_digits(seconds * 1000)
+
+
+def three_digits(value: float) -> str:
+    """81.234 as "81.2", 1.6 as "1.60", 1234.5 as "1234"; what is smaller than a thousandth in powers of ten."""
+    size = abs(value)
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    if size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.{0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3}f}"
+
+
+def difference(value: float) -> str:
+    """A largest difference: "0" only if it is exactly nothing, else two digits such as "2.8e-17"."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A compared number with its unit: bytes and seconds scaled, all else as it is."""
+    if unit == "B":
+        return human_bytes(value)
+    if unit == "s":
+        return f"{milliseconds(value)} ms"
+    return f"{value:.4g} {unit}".rstrip()

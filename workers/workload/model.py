@@ -1,0 +1,202 @@
+"""What is trained: `line`, `mlp` and `gpt`, each a list of layers with a loss behind it.
+
+The models help whoever cuts them. Layers are a list, so that a pipeline gives each stage a slice of it. q, k, v and o
+are separate matrices, and attention reads its number of heads from what its projections yield, so that tensor
+parallelism may shard them by heads. The loss is a module that can be replaced, and returns the sum over its terms,
+never the mean: sums of uneven shards add up, means do not. Weights come from a seed alone, whatever else was drawn.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.config import Config
+
+VOCABULARY = 256  # a token is a byte
+
+
+class Model(nn.Module):
+    """Layers in a row and a loss; `forward(inputs, targets)` is the sum of the loss's terms, a scalar."""
+
+    def __init__(self, name: str, layers: list[nn.Module], loss: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        self.layers = nn.ModuleList(layers)
+        self.loss = loss
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = inputs
+        for layer in self.layers:
+            hidden = layer(hidden)
+        total: Tensor = self.loss(hidden, targets)
+        return total
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw all weights anew, in place: the same numbers in every process, drawn in float32 whatever the dtype.
+
+        Matrices are normal with a deviation of 0.02 in gpt (Radford et al. 2019, section 2.3), 1/sqrt(inputs) in mlp;
+        gains are one, biases zero, and so is all of line, as in its lesson.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif self.name == "line":
+                parameter.zero_()
+            else:
+                deviation = 0.02 if self.name == "gpt" else 1 / math.sqrt(parameter.shape[1])
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+
+    def num_parameters(self) -> int:
+        """Numbers that are trained; tied weights count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def describe(self) -> str:
+        """For headings: 'gpt, 1.7M parameters'."""
+        count = self.num_parameters()
+        short = f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.1f}k" if count >= 1e3 else str(count)
+        return f"{self.name}, {short} parameters"
+
+
+class Embedding(nn.Module):
+    """Bytes to vectors: the token's plus the position's."""
+
+    def __init__(self, seq: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(seq, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return hidden  # [B, S, D]
+
+
+class Attention(nn.Module):
+    """Causal self-attention over as many heads as the projections hold (Vaswani et al. 2017, section 3.2)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # Heads are counted in the projections' output: a rank of a tensor-parallel group holds only its own.
+        q, k, v = (
+            project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )  # [B, heads, S, head_dim]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(-2))
+        return out  # [B, S, D]
+
+
+class MLP(nn.Module):
+    """Up to four times the width, and down again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(hidden)))
+        return out
+
+
+class Block(nn.Module):
+    """A layer of gpt: attention, then an MLP, each behind its norm and beside a residual (pre-LN, Xiong et al. 2020)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        out: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return out
+
+
+class Residual(nn.Module):
+    """A layer of mlp: the block of gpt without its attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return out
+
+
+class Head(nn.Module):
+    """Vectors to a score for each byte."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores: Tensor = self.project(self.norm(hidden))
+        return scores  # [B, S, V]
+
+
+class CrossEntropy(nn.Module):
+    """Sum over all bytes of -log p(byte); 16-bit scores are summed in float32."""
+
+    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        total: Tensor = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum")
+        return total
+
+
+class SquaredError(nn.Module):
+    """Sum over all outputs of (prediction - target)²."""
+
+    def forward(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        dtype = torch.promote_types(predictions.dtype, torch.float32)
+        total: Tensor = F.mse_loss(predictions.to(dtype), targets.to(dtype), reduction="sum")
+        return total
+
+
+def build_model(config: Config, seed: int) -> Model:
+    """The model of LAB_MODEL in float32 on the CPU, its weights a function of `seed` alone."""
+    model = outline(config)
+    model.to_empty(device="cpu")
+    _tie(model, config)  # again: to_empty gives each module a tensor of its own
+    model.initialise(seed)
+    return model
+
+
+def outline(config: Config) -> Model:
+    """The model without its numbers, on the meta device: enough to count parameters, and made in milliseconds."""
+    with torch.device("meta"):
+        if config.model == "line":
+            model = Model("line", [nn.Linear(1, 1)], SquaredError())
+        elif config.model == "mlp":
+            model = Model("mlp", [Residual(config.width) for _ in range(config.depth)], SquaredError())
+        else:
+            blocks = [Block(config.width, config.heads) for _ in range(config.depth)]
+            layers = [Embedding(config.seq, config.width), *blocks, Head(config.width)]
+            model = Model("gpt", layers, CrossEntropy())
+    _tie(model, config)
+    return model
+
+
+def _tie(model: Model, config: Config) -> None:
+    first, last = model.layers[0], model.layers[-1]
+    if config.tie and isinstance(first, Embedding) and isinstance(last, Head):
+        last.project.weight = first.token.weight
+
+
+def faults(config: Config) -> list[str]:
+    """A sentence if the sizes make no model."""
+    if config.model == "gpt" and config.width % config.heads:
+        return [f"LAB_WIDTH={config.width} is not a multiple of LAB_HEADS={config.heads}: heads share the width equally"]
+    return []
