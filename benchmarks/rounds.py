@@ -107,9 +107,10 @@ def _first(results: Any, ranks: list[Any]) -> Any:
 
 def _rank(rank: int, world_size: int, folder: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     bound = timedelta(seconds=TIMEOUT_S)
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # The loopback address by its own device: a machine's host name need not resolve.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = bound
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=bound, pg_options=options)

@@ -1,12 +1,12 @@
 """What a rank leaves behind while it runs: its log and its records, in the folder of the run.
 
 A run that is refused before its ranks have joined leaves nothing, so lines that are said earlier wait in memory until
-`open` names the folder. Every line is written out at once and whole: what a killed rank had said can be read.
+`open` names the folder. Every line is one write to the file: what a killed rank had said can be read, and no line is half.
 """
 
+import os
 import threading
 from pathlib import Path
-from typing import IO
 
 from workers.report.records import Record, to_line
 
@@ -18,31 +18,39 @@ class Journal:
         self.records: list[Record] = []
         self.folder: Path | None = None
         self._said: list[str] = []
-        self._log: IO[str] | None = None
-        self._lines: IO[str] | None = None
+        self._log = self._lines = -1  # file descriptors, once there is a folder
         self._lock = threading.RLock()
 
     def open(self, folder: Path, rank: int) -> None:
         """Begin `rank<r>.log` and `rank<r>.jsonl` in `folder`; raises OSError where it cannot be written."""
         with self._lock:
             folder.mkdir(parents=True, exist_ok=True)
-            self._log = (folder / f"rank{rank}.log").open("w", encoding="utf-8", buffering=1)
-            self._lines = (folder / f"rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
-            self._log.writelines(line + "\n" for line in self._said)
+            self._log, self._lines = (_create(folder / f"rank{rank}.{kind}") for kind in ("log", "jsonl"))
+            for text in self._said:
+                _append(self._log, text)
             self.folder = folder
 
     def say(self, text: str) -> None:
         """Print `text`, and keep it in the log."""
         with self._lock:
             print(text, flush=True)
-            if self._log is None:
+            if self.folder is None:
                 self._said.append(text)
             else:
-                self._log.write(text + "\n")
+                _append(self._log, text)
 
     def write(self, record: Record) -> None:
         """Keep `record`, in memory and as a line of the file."""
         with self._lock:
             self.records.append(record)
-            if self._lines is not None:
-                self._lines.write(to_line(record) + "\n")
+            if self.folder is not None:
+                _append(self._lines, to_line(record))
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+
+
+def _append(file: int, line: str) -> None:
+    """One write a line: a kill comes before it or after it."""
+    os.write(file, f"{line}\n".encode())

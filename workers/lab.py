@@ -63,23 +63,17 @@ class Lab:
     """One rank's laboratory: the run's settings, the ranks as a group, and the verbs of an experiment."""
 
     def __init__(
-        self, config: Config, device: torch.device, exchange: Exchange, ledger: Ledger, journal: Journal,
-        at: Callable[[int, str], None],
+        self, config: Config, device: torch.device, group: dist.ProcessGroup, exchange: Exchange, ledger: Ledger,
+        journal: Journal, at: Callable[[int, str], None],
     ) -> None:  # fmt: skip
         self.config = config
         self.device = device
+        self.group = group  # all ranks
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.exchange = exchange
         self.journal = journal
         self.at = at  # (step, phase): what the watch tells the other ranks
         self._ledger = ledger
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group of all ranks."""
-        world = dist.group.WORLD
-        assert world is not None
-        return world
 
     # --- what is trained ---
 

@@ -24,11 +24,12 @@ from workers.journal import Journal
 from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.report import records
-from workers.report.judge import exit_code, judge
+from workers.report.judge import exit_code, judge, write_run
 from workers.report.log import verdict_lines
 from workers.workload.model import outline
 
 REPORT_TIMEOUT_S = 60
+LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 
 
 def be_rank(config: Config) -> int:
@@ -53,7 +54,9 @@ def be_rank(config: Config) -> int:
         init_process_group(cluster, config)
         exchange = Exchange(dist.PrefixStore("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s)
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=config.master_port)
-        lab = Lab(config, device, exchange, ledger, journal, watch.at)
+        world = dist.group.WORLD
+        assert world is not None
+        lab = Lab(config, device, world, exchange, ledger, journal, watch.at)
         greet(lab, cluster, folder)
         experiment.run(lab)
         code = conclude(lab, folder, time.monotonic() - started)
@@ -105,9 +108,9 @@ def start_record(config: Config, cluster: Cluster) -> records.Start:
     versions = {"lab": source_version(), "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
     title = outline(config).describe()
     settings = json.loads(config.model_dump_json(by_alias=True))
-    mine = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID"}
     repeat = {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size), "LAB_SEED": str(config.seed)} | config.environ()
-    repeat = {name: value for name, value in repeat.items() if name not in mine | {"LAB_RUN_ID"}}
+    repeat = {name: value for name, value in repeat.items() if name not in here}
     return records.Start(
         cluster.rank, cluster.run_id, config.run_mode, cluster.world_size, socket.gethostname(), settings, repeat, versions, title
     )
@@ -135,7 +138,7 @@ def conclude(lab: Lab, folder: Path, duration_s: float) -> int:
             records.write_atomically(path, (line + "\n" for line in of_rank))
         by_rank[rank] = [records.from_line(line) for line in of_rank]
     run = judge(by_rank)
-    records.write_atomically(folder / "run.json", [json.dumps(run, indent=1) + "\n"])
+    write_run(folder, run)
     point_latest(folder)
     lab.exchange.share("verdict", exit_code(run))
     written = write_report(folder)
@@ -166,9 +169,23 @@ def bury(verdict: Verdict, survivors: list[int], journal: Journal, rank: int) ->
     for lost in verdict.lost:
         journal.write(lost)
     journal.write(records.Failed(verdict.exit_code, verdict.sentence))
-    if journal.folder is None or rank != min(survivors, default=rank):
+    folder = journal.folder
+    if folder is None or rank != min(survivors, default=rank):
         return
-    run = judge({rank: journal.records})
-    records.write_atomically(journal.folder / "run.json", [json.dumps(run, indent=1) + "\n"])
-    point_latest(journal.folder)
-    write_report(journal.folder)
+    write_run(folder, judge(last_words(folder, survivors) | {rank: journal.records}))
+    point_latest(folder)
+    write_report(folder)
+
+
+def last_words(folder: Path, survivors: list[int]) -> records.Ranks:
+    """The records of all ranks that share this disk, once every survivor has written why it ends."""
+    deadline = time.monotonic() + LAST_WORDS_S
+    while True:
+        try:
+            found = records.read_run(folder)
+        except records.BrokenRecord:  # a disk that is full: this rank's own records have to do
+            return {}
+        ended = {rank for rank, _ in records.select(found, records.Failed)}
+        if set(survivors) <= ended or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)

@@ -48,8 +48,9 @@ __all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run"]
 def run(lab: Lab) -> None:
     """Predict, prove, measure; then the first lesson's table, if it is its model."""
     predictions = predict(lab.config)
-    size, sent = gradient_bytes(lab.config) / 1e6, max(predictions[0].value) / 1e6
-    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} MB = {sent:.3g} MB a step, under {2 * size:.3g} MB for every N", "predict")
+    size, unit = in_unit(gradient_bytes(lab.config))
+    sent = size * 2 * (lab.world_size - 1) / lab.world_size
+    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, under {2 * size:.3g} {unit} for every N", "predict")
     if lab.config.proof:
         check_samples(lab)
     traffic = lab.measure(naive, flat, bucketed, ring, ddp, also=lambda name, strategy: check_replicas(lab, name, strategy))
@@ -150,6 +151,11 @@ def gradient_bytes(config: Config) -> int:
     """S: the bytes of all gradients."""
     itemsize: int = getattr(torch, config.dtype).itemsize
     return outline(config).num_parameters() * itemsize
+
+
+def in_unit(nbytes: int) -> tuple[float, str]:
+    """Bytes as a number and a unit that a sentence can go on with."""
+    return (nbytes / 1e6, "MB") if nbytes >= 1e5 else (nbytes, "B")
 
 
 def predict(config: Config) -> list[Prediction]:

@@ -1,7 +1,7 @@
 """Judge a finished run again from its records alone, with no cluster: `python -m workers.report runs/<run_id>`.
 
-Exit codes are the run's own (0 all held, 1 a check failed, 2 refused, 3 lost); 2 also if the records cannot be read or the
-report cannot be written. Two runs are drawn together and judged by nobody: 0.
+Exit codes are the run's own (0 all held, 1 a check failed, 2 refused, 3 lost); 2 also if the records
+cannot be read or the report cannot be written. Two runs are drawn together and judged by nobody: 0.
 """
 
 import argparse
@@ -45,8 +45,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m workers.report",
-        description="Judge a finished run again from its records alone: rewrites run.json and report.html, prints the verdict "
-        "and returns its exit code. Two runs are drawn together instead, into compare-<OLD>.html in the folder of the second.",
+        description="Judge a finished run again from its records alone: rewrites run.json and report.html, prints the "
+        "verdict and returns its exit code. Two runs are drawn together instead, into compare-<OLD>.html in the folder "
+        "of the second.",
     )
     made.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; two to compare"

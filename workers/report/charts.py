@@ -1,7 +1,7 @@
 """The charts of the pages: Plotly figures with no ground of their own and colours that can be read on light and dark.
 
-A page must stay under 5 MB and Plotly's bundle takes 4.8 of them, so numbers are cut to six digits, long curves to a share of
-`MOST_POINTS`, and spreads to their quantiles, before they reach the page.
+A page must stay under 5 MB and Plotly's bundle takes 4.8 of them, so numbers are cut to six digits, long curves
+to a share of `MOST_POINTS`, and spreads to their quantiles, before they reach the page.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def lines(
     curves: dict[str, Curve], x_label: str, y_label: str, colour: dict[str, str], *, points: int, layered: bool = False,
     dashed: Iterable[str] = (), log_x: bool = False, log_y: bool = False,
 ) -> go.Figure:  # fmt: skip
-    """Curves by name, each of at most `points` points; `layered` curves lie on top of each other, so lower ones are wider."""
+    """Curves by name, each of at most `points` points; `layered` curves lie on top of each other, lower ones wider."""
     traces = []
     for index, (name, curve) in enumerate(curves.items()):
         x, y = thinned(curve, points)
@@ -41,7 +41,7 @@ def lines(
         dash = "dot" if name in dashed else "solid"
         pen = {"color": colour.get(name, GREY), "width": min(width, 14), "dash": dash}
         mode = "lines+markers" if len(x) <= 24 and not layered else "lines" if len(x) > 1 else "markers"
-        traces.append(go.Scatter(x=x, y=y, name=plain(name), mode=mode, line=pen, opacity=1))
+        traces.append(go.Scatter(x=x, y=y, name=plain(name), mode=mode, line=pen, showlegend=name not in dashed))
     figure = framed(traces, x_label, y_label)
     figure.update_layout(hovermode="x", showlegend=len(curves) > 1)
     figure.update_xaxes(_scale(log_x, [value for x, _ in curves.values() for value in x]))
@@ -124,7 +124,7 @@ def rank_dots(
     return figure
 
 
-def pairs(names: list[str], values: dict[str, list[float | None]], x_label: str) -> go.Figure:
+def pairs(names: list[str], values: dict[str, list[float | None]]) -> go.Figure:
     """Bars of several runs side by side, a group a name."""
     traces = [
         go.Bar(
@@ -136,7 +136,7 @@ def pairs(names: list[str], values: dict[str, list[float | None]], x_label: str)
         )
         for index, (run, row) in enumerate(values.items())
     ]
-    figure = framed(traces, x_label, "")
+    figure = framed(traces, "", "")
     figure.update_layout(barmode="group", bargap=0.3)
     figure.update_yaxes(autorange="reversed", type="category")
     return figure

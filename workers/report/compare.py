@@ -1,4 +1,4 @@
-"""Two runs drawn together: the same charts on the same axes, the same tables side by side, and the settings that differ."""
+"""Two runs drawn together: the same charts on the same axes, tables side by side, and the settings that differ."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from workers.report.log import headline, repeat_command
 from workers.report.markup import Markup, chip, code, document, section, table, text
 from workers.report.page import curves, shown
 from workers.report.records import Ranks, write_atomically
-from workers.report.units import difference, human_bytes, milliseconds, three_digits
+from workers.report.units import difference, human_bytes, milliseconds
 
 Judged = tuple[str, Run, Ranks]  # the name it goes by on the page, the verdict, the records
 
@@ -20,6 +20,8 @@ Judged = tuple[str, Run, Ranks]  # the name it goes by on the page, the verdict,
 def write_comparison(old: tuple[Path, Run, Ranks], new: tuple[Path, Run, Ranks]) -> Path:
     """Write `compare-<old>.html` into the folder of the new run; returns its path."""
     names = [run["run_id"] for _, run, _ in (old, new)]
+    if names[0] == names[1]:
+        names = [folder.resolve().name for folder, _, _ in (old, new)]
     if names[0] == names[1]:
         names = [str(folder) for folder, _, _ in (old, new)]
     path = new[0] / f"compare-{old[0].resolve().name}.html"
@@ -35,9 +37,9 @@ def comparison(old: Judged, new: Judged) -> str:
         _head(old, new),
         _differing(both),
         _losses(both, variants),
-        _bars("Time", "ms a step, the slowest rank's median", variants, both, "step_seconds", 1000),
-        _bars("Bytes on the wire", "MB a step, from the rank that sends most", variants, both, "wire_bytes", 1e-6),
-        _bars("Memory", "MB at the peak, the rank that holds most", variants, both, "peak_bytes", 1e-6),
+        _bars("Time", "Milliseconds a step: the slowest rank's median.", variants, both, "step_seconds", 1000),
+        _bars("Bytes on the wire", "MB a step, from the rank that sends most.", variants, both, "wire_bytes", 1e-6),
+        _bars("Memory", "MB at the peak, on the rank that holds most.", variants, both, "peak_bytes", 1e-6),
         _checks(both),
         section(
             "Repeat them",
@@ -80,10 +82,14 @@ def _losses(both: tuple[Judged, Judged], variants: list[str]) -> Markup:
     hues = {label: hues.get(label.split(" · ")[0], charts.GREY) for label in found}
     dotted = [label for label in found if label.endswith(f" · {both[0][0]}")]
     figure = charts.lines(found, "step", "loss", hues, points=charts.MOST_POINTS // len(found), dashed=dotted)
-    return section("Losses", charts.drawn(figure, "losses of both runs by step", 380), note=f"{both[0][0]} is dotted.")
+    return section(
+        "Losses",
+        charts.drawn(figure, "losses of both runs by step", 380),
+        note=f"Dotted: {both[0][0]}; solid: {both[1][0]}.",
+    )
 
 
-def _bars(title: str, label: str, variants: list[str], both: tuple[Judged, Judged], kind: str, scale: float) -> Markup:
+def _bars(title: str, note: str, variants: list[str], both: tuple[Judged, Judged], kind: str, scale: float) -> Markup:
     """One number a variant and run: the chart, and the table with the ratio."""
     found = [{variant["name"]: slowest(variant[kind]) for variant in run["variants"]} for _, run, _ in both]
     names = [name for name in variants if found[0].get(name) or found[1].get(name)]
@@ -93,14 +99,14 @@ def _bars(title: str, label: str, variants: list[str], both: tuple[Judged, Judge
     rows = []
     for name in names:
         old, new = found[0].get(name), found[1].get(name)
-        rows.append([name, write(old), write(new), three_digits(new / old) if old and new else ""])
+        rows.append([name, write(old), write(new), f"{new / old:.2f}" if old and new else ""])
     values = {
         run_name: [None if (value := row.get(name)) is None else scale * value for name in names]
         for (run_name, _, _), row in zip(both, found, strict=True)
     }
-    figure = charts.drawn(charts.pairs(names, values, label), f"{title} of both runs", 110 + 52 * len(names))
+    figure = charts.drawn(charts.pairs(names, values), f"{title} of both runs", 110 + 52 * len(names))
     columns = ["variant", both[0][0], both[1][0], "ratio"]
-    return section(title, figure, table(columns, rows, numbers=(1, 2, 3)))
+    return section(title, figure, table(columns, rows, numbers=(1, 2, 3)), note=note)
 
 
 def _checks(both: tuple[Judged, Judged]) -> Markup:

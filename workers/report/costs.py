@@ -1,11 +1,11 @@
-"""What a run cost, as sections of its page: bytes by rank and from rank to rank, the time of a step, the peak of memory."""
+"""What a run cost, as sections of its page: bytes by rank and from rank to rank, time, peak memory."""
 
 from workers.report import charts
 from workers.report.claims import Run
 from workers.report.judge import pytorch_own, slowest
 from workers.report.markup import Markup, grid, section, table, text
 from workers.report.records import Comparison, Ranks, Steps, Wire, select
-from workers.report.units import human_bytes, milliseconds, three_digits
+from workers.report.units import human_bytes, milliseconds
 
 
 def traffic(run: Run, records: Ranks) -> Markup:
@@ -25,8 +25,8 @@ def traffic(run: Run, records: Ranks) -> Markup:
         figures.append(f"<figcaption>{text(name)}</figcaption>{drawing}{told}")
     key = "".join(f'<span><i style="background:{hue}"></i>{source}</span>' for source, hue in sources.items())
     note = (
-        "Bytes that each rank sends in a step: by the formula, as the calls were made, and as the sockets counted them. "
-        "Below, who sent how much to whom on the wire."
+        "Bytes that each rank sends in a step: by the formula, as the calls were made, and as the sockets "
+        "counted them. Below, who sent how much to whom on the wire."
     )
     return (
         section(
@@ -108,13 +108,15 @@ def time(run: Run, records: Ranks, colour: dict[str, str]) -> Markup:
             slowest(variant["step_seconds"]),
             [value for value in variant["cpu_seconds"] if value is not None],
         )
-        ratio = [three_digits(seconds / own_s) if seconds and own_s else ""] if own else []
+        ratio = [f"{seconds / own_s:.2f}" if seconds and own_s else ""] if own else []
         rows.append([variant["name"], milliseconds(seconds), *ratio, milliseconds(sum(cpu)) if cpu else ""])
     columns = ["variant", "ms a step", *([f"× {own}"] if own else []), "CPU ms, all ranks"]
     figure = charts.drawn(
         charts.spreads(samples, colour, "ms a step"), "time of a step by variant", 90 + 44 * len(samples)
     )
-    note = "A step takes as long as its slowest rank. Boxes: quartiles; whiskers: 5th and 95th percentile. The table has medians."
+    note = (
+        "A step takes as long as its slowest rank. Boxes: quartiles; whiskers: 5th and 95th percentile; table: medians."
+    )
     return section("Time", figure, table(columns, rows, numbers=range(1, len(columns))), note=note)
 
 

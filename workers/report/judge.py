@@ -83,7 +83,11 @@ def first(records: Ranks) -> Start:
         raise BrokenRecord("no rank has a Start record: nothing says what was run")
     start = starts[0][1]
     for rank, other in starts:
-        if other.rank != rank or (other.run_id, other.world_size) != (start.run_id, start.world_size):
+        if (
+            other.rank != rank
+            or rank >= other.world_size
+            or (other.run_id, other.world_size) != (start.run_id, start.world_size)
+        ):
             raise BrokenRecord(
                 f"the records of rank {rank} begin as rank {other.rank} of {other.world_size} in run {other.run_id}, "
                 f"those of rank {starts[0][0]} are of {start.world_size} in run {start.run_id}"

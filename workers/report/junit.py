@@ -1,4 +1,4 @@
-"""A run as JUnit XML, which every CI can show: a test case a check and a comparison, and one for each rank that is gone."""
+"""A run as JUnit XML, which every CI can show: a test case a check and a comparison, one a rank that is gone."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -22,7 +22,7 @@ def write_junit(path: Path, run: Run) -> None:
 
 
 def junit(run: Run) -> ET.Element:
-    """<testsuites> with one suite: failed checks are failures, lost and broken ranks errors, what is only shown is skipped."""
+    """<testsuites> with one suite: failed checks are failures, lost ranks errors, what is only shown is skipped."""
     suite = ET.Element("testsuite", name=_clean(f"{run['run_mode']} {run['run_id']}"))
     for claim in run["checks"] + run["comparisons"]:
         case = _case(suite, run, claim["variant"], claim["name"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.records import Ranks
-from workers.report.units import difference, human_bytes, milliseconds, quantity, three_digits
+from workers.report.units import difference, human_bytes, milliseconds, quantity
 
 PROOF = ("gradients", "weights", "losses")
 TRAFFIC = ("wire bytes", "called bytes")
@@ -127,7 +127,7 @@ def _measured(run: Run, records: Ranks) -> list[str]:
     for variant in run["variants"]:
         seconds = slowest(variant["step_seconds"])
         claims = [c for c in run["comparisons"] if c["variant"] == variant["name"] and c["name"] in TRAFFIC]
-        ratio = three_digits(seconds / own_s) if seconds and own_s else "-"
+        ratio = f"{seconds / own_s:.2f}" if seconds and own_s else "-"
         traffic = [human_bytes(max((c["predicted"] for c in claims), default=None))]
         traffic += [human_bytes(slowest(variant[kind])) for kind in ("called_bytes", "wire_bytes")]
         rows.append([variant["name"], milliseconds(seconds), *([ratio] if own else []), *traffic, _held(claims)])

@@ -63,7 +63,8 @@ def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]], numbers: Iterab
 
     body = "\n".join(row("td", cells) for cells in rows)
     return Markup(
-        f'<div class="scroll" tabindex="0"><table><thead>{row("th", columns)}</thead><tbody>\n{body}\n</tbody></table></div>'
+        f'<div class="scroll" tabindex="0"><table><thead>{row("th", columns)}</thead>'
+        f"<tbody>\n{body}\n</tbody></table></div>"
     )
 
 

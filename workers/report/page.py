@@ -21,9 +21,9 @@ from workers.report.log import (
     proof_note,
     repeat_command,
 )
-from workers.report.markup import Markup, chip, code, document, section, table, text
+from workers.report.markup import Markup, chip, code, document, grid, section, table, text
 from workers.report.records import Chart, End, Losses, Ranks, Said, Start, Table, select, write_atomically
-from workers.report.units import difference, human_bytes, milliseconds, three_digits
+from workers.report.units import difference, human_bytes, milliseconds
 
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
 
@@ -65,7 +65,8 @@ def _head(run: Run, records: Ranks) -> Markup:
     note = f'<p class="sub">{text(proof_note(run))}</p>' if proof_note(run) else ""
     return Markup(
         f'<header class="{run["verdict"]}"><div class="verdict">{chip_of(run)}<span>{text(headline(run))}</span></div>'
-        f'<h1>{text(what)}</h1><p class="sub">run {text(run["run_id"])}</p>{note}<div class="tiles">{tiles}</div></header>'
+        f'<h1>{text(what)}</h1><p class="sub">run {text(run["run_id"])}</p>{note}'
+        f'<div class="tiles">{tiles}</div></header>'
     )
 
 
@@ -87,7 +88,7 @@ def _tiles(run: Run) -> Iterator[tuple[str, str]]:
         best = min(by_hand, key=lambda name: by_hand[name])
         yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, the fastest written by hand"
         if own and (own_s := times[own]):
-            yield f"{three_digits(by_hand[best] / own_s)} ×", f"the time of {own}, PyTorch's own"
+            yield f"{by_hand[best] / own_s:.2f} ×", f"the time of {own}, PyTorch's own"
     wire = {variant["name"]: slowest(variant["wire_bytes"]) for variant in run["variants"]}
     sent = {name: amount for name, amount in wire.items() if amount}
     if sent:
@@ -202,11 +203,10 @@ def _settings(records: Ranks) -> Markup:
         for name, value in start.config.items()
     ]
     versions = [[name, code(version)] for name, version in start.versions.items()]
-    both = [table(["setting", "value"], chosen), table(["version", ""], versions)]
-    return section(
-        "Repeat this run", command, Markup('<div class="grid set">' + "".join(f"<div>{part}</div>" for part in both) + "</div>"),
-        note="Settings in bold were chosen, the others are defaults.",
-    )  # fmt: skip
+    half = (len(chosen) + 1) // 2
+    columns = [table(["setting", "value"], part) for part in (chosen[:half], chosen[half:])]
+    note = "Settings in bold were chosen, the others are defaults."
+    return section("Repeat this run", command, grid([*columns, table(["version", ""], versions)]), note=note)
 
 
 def shown(value: Any) -> str:

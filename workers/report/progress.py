@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on a terminal, and in a log at most a line a second, since a log keeps every line."""
+"""How far long work has come: a bar on a terminal, in a log at most a line a second, since a log keeps every line."""
 
 import sys
 import time

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def to_line(record: Record) -> str:
     return json.dumps({"record": type(record).__name__.lower()} | asdict(record))
 
 
-def from_line(line: str, where: str = "record") -> Record:
+def from_line(line: str | bytes, where: str = "record") -> Record:
     """The record that `to_line` wrote; raises BrokenRecord that begins with `where`."""
     try:
         values = json.loads(line)
@@ -204,13 +204,17 @@ def from_line(line: str, where: str = "record") -> Record:
     wrong = set(values) ^ {entry.name for entry in fields(kind)}
     if wrong:
         raise BrokenRecord(f"{where} is a {kind.__name__} with missing or unknown fields: {', '.join(sorted(wrong))}")
+    for entry in fields(kind):
+        allowed: Any = (int, float) if entry.type is float else get_origin(entry.type) or entry.type
+        if not isinstance(values[entry.name], allowed):
+            raise BrokenRecord(f"{where} is a {kind.__name__} whose {entry.name} is {values[entry.name]!r}")
     record: Record = kind(**values)
     return record
 
 
 def read(path: Path) -> list[Record]:
     """All records of one rank's file; raises BrokenRecord naming file and line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     return [from_line(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
 
 
@@ -218,7 +222,7 @@ def read_run(run: Path) -> Ranks:
     """The records of every rank of a run, by rank; raises BrokenRecord if there are none."""
     if not run.is_dir():
         raise BrokenRecord(f"{run} is not the folder of a run")
-    files = {int(path.stem.removeprefix("rank")): path for path in run.glob("rank*.jsonl")}
+    files = {int(path.stem.removeprefix("rank")): path for path in run.glob("rank[0-9].jsonl")}
     if not files:
         raise BrokenRecord(f"{run} holds no rank<r>.jsonl: it is not the folder of a run")
     return {rank: read(files[rank]) for rank in sorted(files)}

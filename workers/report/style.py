@@ -36,14 +36,26 @@ header.lost, header.refused { --tone: var(--warn); } header.plain { --tone: var(
 .note, .sub { color: var(--soft); font-size: .9rem; max-width: 62rem; }
 .note { margin: -.3rem 0 .8rem; }
 .verdict { display: flex; flex-wrap: wrap; align-items: center; gap: .6rem; }
-.chip { display: inline-block; padding: .08rem .6rem; border-radius: 99px; font-size: .82rem; font-weight: 600; white-space: nowrap; }
-.chip.good { color: var(--good); background: var(--good-back); } .chip.bad { color: var(--bad); background: var(--bad-back); }
-.chip.warn { color: var(--warn); background: var(--warn-back); } .chip.soft { color: var(--soft); border: 1px solid var(--line); }
+.chip {
+  display: inline-block; padding: .08rem .6rem; border-radius: 99px; font-size: .82rem; font-weight: 600;
+  white-space: nowrap;
+}
+.chip.good { color: var(--good); background: var(--good-back); }
+.chip.bad { color: var(--bad); background: var(--bad-back); }
+.chip.warn { color: var(--warn); background: var(--warn-back); }
+.chip.soft { color: var(--soft); border: 1px solid var(--line); }
 .verdict .chip { font-size: 1rem; padding: .2rem .9rem; letter-spacing: .04em; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 11rem), 1fr)); gap: .8rem; margin-top: 1.1rem; }
-.tiles.two { grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); } .two b { overflow-wrap: anywhere; }
+.tiles {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 11rem), 1fr)); gap: .8rem;
+  margin-top: 1.1rem;
+}
+.tiles.two { grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
+.two b { overflow-wrap: anywhere; }
 .tile { border: 1px solid var(--line); border-radius: 10px; padding: .7rem .9rem; background: var(--paper); }
-.tile b { display: block; font-size: 1.45rem; line-height: 1.3; letter-spacing: -.02em; font-variant-numeric: tabular-nums; }
+.tile b {
+  display: block; font-size: 1.45rem; line-height: 1.3; letter-spacing: -.02em;
+  font-variant-numeric: tabular-nums;
+}
 .tile > span:not(.chip) { color: var(--soft); font-size: .85rem; display: block; }
 .command {
   background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem;
@@ -52,7 +64,9 @@ header.lost, header.refused { --tone: var(--warn); } header.plain { --tone: var(
 .said { border-left: 3px solid var(--line); padding-left: .9rem; margin: .7rem 0; }
 .said b { color: var(--soft); font-size: .78rem; text-transform: uppercase; letter-spacing: .06em; }
 .scroll { overflow-x: auto; margin: .3rem 0; }
-table { border-collapse: collapse; min-width: min(100%, 34rem); font-size: .9rem; font-variant-numeric: tabular-nums; }
+table {
+  border-collapse: collapse; min-width: min(100%, 34rem); font-size: .9rem; font-variant-numeric: tabular-nums;
+}
 th, td { text-align: left; padding: .38rem 2rem .38rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; font-size: .82rem; white-space: nowrap; }
 tr:last-child td { border-bottom: 0; }
@@ -60,23 +74,40 @@ td.w { min-width: 13rem; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 td:last-child, th:last-child { padding-right: 0; }
 b.bad { color: var(--bad); }
-.set table { min-width: 0; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--column, 19rem)), 1fr)); gap: 1.2rem 1.6rem; }
+.grid {
+  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--column, 19rem)), 1fr));
+  gap: 1.2rem 1.6rem;
+}
 figure { margin: 0; min-width: 0; }
+figure table { min-width: 0; }
 figcaption { font-weight: 600; font-size: .92rem; }
-.matrix table { width: 100%; font-size: .76rem; table-layout: fixed; border-collapse: separate; border-spacing: 2px; min-width: var(--least); }
+.matrix table {
+  width: 100%; font-size: .76rem; table-layout: fixed; border-collapse: separate; border-spacing: 2px;
+  min-width: var(--least);
+}
 .matrix th, .matrix td { padding: .22rem .25rem; border: 0; text-align: right; }
 .matrix tbody th { font-weight: 600; }
-.matrix td { background: color-mix(in srgb, var(--accent) var(--share, 0%), transparent); border-radius: 4px; white-space: nowrap; }
-.key { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; color: var(--soft); margin-bottom: .5rem; }
-.key i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin-right: .4rem; vertical-align: -.08rem; }
+.matrix td {
+  background: color-mix(in srgb, var(--accent) var(--share, 0%), transparent); border-radius: 4px;
+  white-space: nowrap;
+}
+.key {
+  display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; color: var(--soft);
+  margin-bottom: .5rem;
+}
+.key i {
+  display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin-right: .4rem;
+  vertical-align: -.08rem;
+}
 /* charts */
 .chart { width: 100%; min-width: 0; margin: .2rem 0; }
 .main-svg text { fill: var(--soft) !important; }
 .main-svg .legendtext, .main-svg .hoverlayer text { fill: var(--ink) !important; }
 .main-svg .gridlayer path { stroke: var(--line) !important; }
 .main-svg .xlines-above, .main-svg .ylines-above, .main-svg .xlines-below { stroke: var(--line) !important; }
-.main-svg .hoverlayer .bg, .main-svg .hoverlayer .hovertext path { fill: var(--card) !important; stroke: var(--soft) !important; }
+.main-svg .hoverlayer .bg, .main-svg .hoverlayer .hovertext path {
+  fill: var(--card) !important; stroke: var(--soft) !important;
+}
 @media (max-width: 40rem) {
   main { padding: .7rem .6rem 3rem; }
   header, section { padding: 1rem .9rem; border-radius: 12px; }

@@ -70,15 +70,17 @@ def test_junit_survives_what_xml_has_no_word_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [('{"record": "end", "rank": 1, "dur', "is not a record"), ('{"record": "nonsense"}', "is not a record"),
-     ('{"record": "end", "rank": 1}', "duration_s"), ("[]", "is not a record")],
-    ids=["truncated", "unknown", "field", "list"],
+     ('{"record": "end", "rank": 1}', "duration_s"), ("[]", "is not a record"),
+     ('{"record": "end", "rank": 1, "duration_s": "long", "notes": []}', "duration_s is 'long'"),
+     ("\udcff", "is not a record")],
+    ids=["truncated", "unknown", "field", "list", "type", "binary"],
 )  # fmt: skip
 def test_a_broken_line_is_refused_by_file_and_line(
     line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = written(tmp_path / "run", good_run())
     number = len((run / "rank1.jsonl").read_text().splitlines()) + 1
-    with (run / "rank1.jsonl").open("a") as records:
+    with (run / "rank1.jsonl").open("a", errors="surrogateescape") as records:
         records.write(line)
     assert main([str(run)]) == 2
     told = capsys.readouterr().err
@@ -115,7 +117,7 @@ def test_two_runs_are_drawn_into_the_folder_of_the_second(tmp_path: Path, capsys
     assert main([str(old), str(new)]) == 0
     page = (new / "compare-old.html").read_text()
     assert "compare-old.html" in capsys.readouterr().out
-    assert str(old) in page and str(new) in page  # both have one run id: then the folders name them
+    assert "<b>old</b>" in page and "<b>new</b>" in page  # both have one run id: then the folders name them
     assert not (old / "run.json").exists()
 
 

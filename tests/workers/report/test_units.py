@@ -17,7 +17,8 @@ def test_bytes_have_three_digits_and_a_decimal_unit(value: float | None, written
 
 
 @pytest.mark.parametrize(
-    ("value", "written"), [(0, "0"), (81.23, "81.2"), (9.996, "10.0"), (1.6, "1.60"), (0.99, "0.990"), (2e-5, "2.0e-05"), (1234.5, "1234")]
+    ("value", "written"),
+    [(0, "0"), (81.23, "81.2"), (9.996, "10.0"), (1.6, "1.60"), (0.99, "0.990"), (2e-5, "2.0e-05"), (1234.5, "1234")],
 )  # fmt: skip
 def test_three_digits(value: float, written: str) -> None:
     assert three_digits(value) == written

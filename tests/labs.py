@@ -1,0 +1,51 @@
+"""A whole experiment inside the pool of ranks: everything of a run but its containers and its heartbeats."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.exchange import Exchange
+from workers.journal import Journal
+from workers.lab import Lab
+from workers.measure.ledger import Ledger
+from workers.report import records
+from workers.report.judge import judge
+
+TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "2", "LAB_SEQ": "8", "LAB_STEPS": "4"}
+
+
+def run_experiment(ranks: Ranks, world_size: int, folder: Path, **environ: str) -> tuple[dict[str, Any], dict[int, list[records.Record]]]:
+    """Run RUN_MODE on `world_size` ranks of the pool; returns run.json and the records of each rank."""
+    settings = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"} | TINY | environ
+    config = Config.read(settings | {"RANK": "0"})
+    assert importlib.import_module(f"experiments.{config.run_mode}").refuse(config) == []
+    lines = ranks(world_size, one_rank, settings, str(folder), timeout_s=100)
+    by_rank = {rank: [records.from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
+    return judge(by_rank), by_rank
+
+
+def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+    """What each rank does: a Lab on the pool's group, the experiment, and its records as lines."""
+    config = Config.read(settings | {"RANK": str(group.rank())})
+    journal = Journal()
+    journal.open(Path(folder), group.rank())
+    written = json.loads(config.model_dump_json(by_alias=True))
+    journal.write(records.Start(group.rank(), "test", config.run_mode, group.size(), "host", written, {}, {}))
+    store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
+    exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
+    ledger = Ledger(group.rank(), group.size(), exchange.everyone)
+    lab = Lab(config, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
+    importlib.import_module(f"experiments.{config.run_mode}").run(lab)
+    journal.write(records.End(group.rank(), 0.0))
+    return [records.to_line(record) for record in journal.records]
+
+
+def failed(run: dict[str, Any]) -> set[str]:
+    """The names of the checks and comparisons of a run that did not hold."""
+    return {claim["name"] for claim in run["checks"] + run["comparisons"] if not claim["passed"]}

@@ -1,0 +1,39 @@
+"""The lesson without the run."""
+
+import importlib
+
+import pytest
+
+from workers.config import Config, modes
+from workers.explain import explain, main
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_every_mode_explains_itself(mode: str) -> None:
+    experiment = importlib.import_module(f"experiments.{mode}")
+    text = "\n".join(explain(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"}), experiment))
+    assert experiment.__doc__.splitlines()[0] in text
+    for prediction in experiment.predict(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"})):
+        assert prediction.formula in text
+    for bug in experiment.BUGS.values():
+        assert bug.what in text
+
+
+def test_the_numbers_follow_the_settings() -> None:
+    dp = importlib.import_module("experiments.dp")
+    two, four = ("\n".join(explain(Config.read({"WORLD_SIZE": size}), dp)) for size in ("2", "4"))
+    assert two != four
+    assert "6.64 MB" in two  # 2(N-1)/N is 1 at two ranks: the whole model
+    assert "9.96 MB" in four
+
+
+def test_a_bug_is_explained_with_the_check_that_sees_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LAB_BUG", "no_broadcast")
+    assert main() == 0
+    assert "The check that sees it: replicas." in capsys.readouterr().out
+
+
+def test_a_fault_is_refused_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LAB_BUG", "no_broadcst")
+    assert main() == 2
+    assert "did you mean 'no_broadcast'?" in capsys.readouterr().out

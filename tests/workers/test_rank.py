@@ -1,0 +1,81 @@
+"""What a rank refuses before it joins, and how a run is named and told from another."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from workers.config import Config, ConfigError
+from workers.device import pick_device
+from workers.rank import point_latest, refuse, source_version, unwritable
+
+MODE = SimpleNamespace(VARIANTS=("naive", "ring"), BUGS={"lost_shard": None}, refuse=lambda config: [])
+
+
+def config_of(**environ: str) -> Config:
+    return Config.read({"RANK": "0", "MASTER_ADDR": "127.0.0.1"} | environ)
+
+
+def refused(tmp_path: Path, **environ: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        refuse(config_of(LAB_RUNS_DIR=str(tmp_path), **environ), MODE)
+    return error.value.faults
+
+
+def test_what_the_mode_knows_is_taken(tmp_path: Path) -> None:
+    refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="ring,naive", LAB_BUG="lost_shard"), MODE)
+
+
+def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path) -> None:
+    variant, bug = refused(tmp_path, LAB_VARIANT="rign", LAB_BUG="lost_shards")
+    assert variant == "LAB_VARIANT='rign' is not a variant of dp (did you mean 'ring'?), allowed: naive, ring"
+    assert bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard"
+
+
+def test_a_run_that_exists_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert refused(tmp_path, LAB_RUN_ID="mine") == [f"LAB_RUN_ID='mine' exists already in {tmp_path}: choose another or remove it"]
+
+
+def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (fault,) = unwritable(config_of(LAB_RUNS_DIR=str(tmp_path / "file" / "runs")))
+    assert "cannot be written" in fault
+
+
+def test_a_runs_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere; container tests have a user
+    (fault,) = unwritable(config_of(LAB_RUNS_DIR=str(tmp_path)))
+    assert fault.startswith(f"LAB_RUNS_DIR='{tmp_path}' cannot be written by user")
+
+
+def test_latest_is_the_newest_run(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        point_latest(tmp_path / name)
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+
+
+def test_the_version_is_that_of_the_sources() -> None:
+    assert source_version() == source_version()
+    assert len(source_version()) == 12
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_gpu_that_is_not_there_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a GPU and rank 0 sees none"):
+        pick_device(config_of(LAB_BACKEND=backend, LAB_DEVICE="cuda"))
+
+
+def test_ranks_take_the_cards_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    shared = config_of(RANK="3", LAB_DEVICE="cuda")
+    assert pick_device(shared).index == 1  # gloo ranks share: 3 modulo 2
+    assert pick_device(config_of(RANK="3", LOCAL_RANK="0", LAB_BACKEND="nccl")).index == 0
+    assert taken == [1, 0]
+    with pytest.raises(ConfigError, match="rank 3 needs GPU 3 and sees 2"):
+        pick_device(config_of(RANK="3", LAB_BACKEND="nccl"))
