@@ -1,7 +1,7 @@
 """Our data parallelism against PyTorch's: `python -m benchmarks.dp [ROUNDS]`.
 
-A GPT of 10M parameters takes whole training steps with each variant at 2 and at 4 ranks, 2 samples of 64 bytes a rank, so
-that communication weighs as much as it can. Figures are times over DDP's: below 1 is faster. CPU seconds are those of
+A GPT of 10M parameters takes whole training steps with each variant at 2 and at 4 ranks, 2 samples of 64 bytes a rank,
+so that communication weighs as much as it can. Figures are times over DDP's: below 1 is faster. CPU seconds are those of
 all ranks together, and the steadier figure where ranks share cores.
 """
 
@@ -24,7 +24,9 @@ WARMUP_STEPS = 2  # DDP lays its buckets out anew after the first
 
 def settings(world_size: int) -> Config:
     """A GPT of 10M parameters."""
-    return Config.read({"RUN_MODE": "dp", "WORLD_SIZE": str(world_size), "LAB_WIDTH": "320", "LAB_BATCH": str(2 * world_size)})
+    return Config.read(
+        {"RUN_MODE": "dp", "WORLD_SIZE": str(world_size), "LAB_WIDTH": "320", "LAB_BATCH": str(2 * world_size)}
+    )
 
 
 def measure(group: dist.ProcessGroup, variants: tuple[str, ...], rounds: int) -> dict[str, Timing]:
@@ -56,10 +58,27 @@ def main(rounds: int = 21) -> None:
         for name, timing in timings.items():
             wall, cpu = Ratio.of(timing.wall_s, ddp.wall_s), Ratio.of(timing.cpu_s, ddp.cpu_s)
             limits = TARGETS.get((world_size, name), (None, None))
-            missed = [seen for seen, limit in zip((wall, cpu), limits, strict=True) if limit is not None and seen.median > limit]
-            target = " and ".join(f"{kind} {limit:.2f}x" for kind, limit in zip(("wall", "CPU"), limits, strict=True) if limit)
-            rows.append([name, f"{timing.median_s * 1e3:.0f}", wall, cpu, target or "-", ("NO" if missed else "yes") if target else "-"])
-        print(f"{world_size} ranks, one thread each: a step's time over DDP's (median, and the middle half of the rounds)")
+            missed = [
+                seen
+                for seen, limit in zip((wall, cpu), limits, strict=True)
+                if limit is not None and seen.median > limit
+            ]
+            target = " and ".join(
+                f"{kind} {limit:.2f}x" for kind, limit in zip(("wall", "CPU"), limits, strict=True) if limit
+            )
+            rows.append(
+                [
+                    name,
+                    f"{timing.median_s * 1e3:.0f}",
+                    wall,
+                    cpu,
+                    target or "-",
+                    ("NO" if missed else "yes") if target else "-",
+                ]
+            )
+        print(
+            f"{world_size} ranks, one thread each: a step's time over DDP's (median, and the middle half of the rounds)"
+        )
         print(table(["variant", "ms a step", "wall", "CPU", "target", "held"], rows))
 
 

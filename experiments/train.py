@@ -1,4 +1,4 @@
-"""Who gets which samples: DistributedSampler, its arithmetic by hand, and what it does where the division leaves a rest.
+"""Who gets which samples: DistributedSampler, its arithmetic by hand, and what it does where N leaves a rest.
 
 Every rank shuffles all indices alike, by (seed, epoch), and takes each N-th of them, starting at its own rank. No rank
 asks another: the shards are disjoint because all ranks drew the same order. Two things are easily missed:
@@ -27,7 +27,9 @@ LENGTH, BATCH, SEED, EPOCHS = 1000, 4, 42, 2  # the lesson's
 
 VARIANTS: tuple[str, ...] = ()
 BUGS = {
-    "no_set_epoch": Bug("the sampler is never told the epoch: every epoch deals the same shards in the same order", "reshuffled"),
+    "no_set_epoch": Bug(
+        "the sampler is never told the epoch: every epoch deals the same shards in the same order", "reshuffled"
+    ),
     "no_sampler": Bug("every rank loads the whole data set: each sample is trained on N times an epoch", "shards"),
 }
 
@@ -114,10 +116,20 @@ def check(lab: Lab, everyone: list[list[list[int]]]) -> None:
         lab.say(f"epoch {epoch}, shards of {len(shards[0])}: {names}")
         lab.check("shards", wrong, 0, detail=f"epoch {epoch}: samples left out, or dealt again without need; {names}")
         hand = [by_hand(epoch, rank, lab.world_size) for rank in range(lab.world_size)]
-        lab.check("by hand", sum(map(places_apart, shards, hand)), 0, detail=f"epoch {epoch}: places that differ from our own arithmetic")
+        lab.check(
+            "by hand",
+            sum(map(places_apart, shards, hand)),
+            0,
+            detail=f"epoch {epoch}: places that differ from our own arithmetic",
+        )
     first, second = everyone[0][:2]
     same = len(first) - places_apart(first, second)
-    lab.check("reshuffled", same / len(first), 0.1, detail=f"{same} of {len(first)} places hold the same sample in both epochs")
+    lab.check(
+        "reshuffled",
+        same / len(first),
+        0.1,
+        detail=f"{same} of {len(first)} places hold the same sample in both epochs",
+    )
 
 
 def misdealt(shards: list[list[int]]) -> tuple[int, list[int]]:

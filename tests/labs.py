@@ -20,7 +20,9 @@ from workers.report.judge import judge
 TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "2", "LAB_SEQ": "8", "LAB_STEPS": "4"}
 
 
-def run_experiment(ranks: Ranks, world_size: int, folder: Path, **environ: str) -> tuple[dict[str, Any], dict[int, list[records.Record]]]:
+def run_experiment(
+    ranks: Ranks, world_size: int, folder: Path, **environ: str
+) -> tuple[dict[str, Any], dict[int, list[records.Record]]]:
     """Run RUN_MODE on `world_size` ranks of the pool; returns run.json and the records of each rank."""
     settings = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"} | TINY | environ
     config = Config.read(settings | {"RANK": "0"})
@@ -42,7 +44,7 @@ def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) ->
     ledger = Ledger(group.rank(), group.size(), exchange.everyone)
     lab = Lab(config, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
     importlib.import_module(f"experiments.{config.run_mode}").run(lab)
-    journal.write(records.End(group.rank(), 0.0))
+    journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0))
     return [records.to_line(record) for record in journal.records]
 
 

@@ -107,7 +107,9 @@ def serve(rank: int, meeting: str, pipe: multiprocessing.connection.Connection) 
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = bound
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=MAX, timeout=bound, pg_options=options)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=MAX, timeout=bound, pg_options=options
+    )
     groups = {size: dist.new_group(list(range(size)), timeout=bound, pg_options=options) for size in range(1, MAX + 1)}
     pipe.send((True, None))
     while (job := pipe.recv()) is not None:

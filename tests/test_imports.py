@@ -61,7 +61,9 @@ def climbing(module: str, source: str) -> list[str]:
     if place is None:
         return []
     own = ".".join(module.split(".")[:2]) if place == "experiments" else place  # experiments never import each other
-    return [name for name in sorted(imported(source)) if not any(within(name, floor) for floor in [own, *FLOORS[place]])]
+    return [
+        name for name in sorted(imported(source)) if not any(within(name, floor) for floor in [own, *FLOORS[place]])
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from tests.ranks import RankFailed, Ranks
 
 
-def summed(group, value):
+def summed(group: dist.ProcessGroup, value: int) -> float:
     tensor = torch.tensor([float(value + group.rank())])
     dist.all_reduce(tensor, group=group)
     return tensor.item()
 
 
-def broken(group, how):
+def broken(group: dist.ProcessGroup, how: str) -> None:
     if group.rank() == 1:
         if how == "raises":
             raise ValueError("on purpose")
@@ -32,7 +32,9 @@ def test_every_world_size_has_its_group(ranks: Ranks, world_size: int) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("how", "words"), [("raises", "rank 1.*on purpose"), ("dies", "rank 1: its process ended"), ("hangs", "ranks .1.")])
+@pytest.mark.parametrize(
+    ("how", "words"), [("raises", "rank 1.*on purpose"), ("dies", "rank 1: its process ended"), ("hangs", "ranks .1.")]
+)
 def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, words: str) -> None:
     with pytest.raises(RankFailed, match=f"(?s){words}"):
         ranks(2, broken, how, timeout_s=3)

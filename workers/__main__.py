@@ -8,12 +8,14 @@ settings were refused; 3 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-
 """
 
 import sys
+import time
 
 from workers.config import Config, ConfigError
 
 
 def main() -> int:
     """Start the ranks, or be one; returns the exit code."""
+    started_at = time.time()
     try:
         config = Config.read()
         if config.rank is None:
@@ -22,7 +24,7 @@ def main() -> int:
             return launch(config)
         from workers.rank import be_rank  # torch comes in here: faults above are said without waiting for it
 
-        return be_rank(config)
+        return be_rank(config, started_at)
     except ConfigError as error:
         for fault in error.faults:
             print(f"refused    {fault}", flush=True)

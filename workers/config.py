@@ -105,9 +105,10 @@ class Config(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *others: Any, **more: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Take nothing but the mapping that `read` passes: no dotenv file, no secrets folder."""
+        del settings_cls, others, more
         return (init_settings,)
 
     @classmethod
@@ -162,7 +163,9 @@ def _contradictions(config: Config) -> list[str]:
         last = config.world_size - 1
         faults.append(f"RANK={config.rank} is outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}")
     if config.rank is None and config.master_addr is not None:
-        faults.append(f"MASTER_ADDR={config.master_addr!r} is set and RANK is not: set both to be a rank, neither to start all")
+        faults.append(
+            f"MASTER_ADDR={config.master_addr!r} is set and RANK is not: set both to be a rank, neither to start all"
+        )
     if config.rank is not None and config.master_addr is None:
         faults.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
@@ -200,7 +203,9 @@ def _literals(alias: str) -> tuple[Any, ...]:
 
 
 def _range(alias: str) -> str:
-    bounds = {key: getattr(rule, key) for rule in _field(alias).metadata for key in ("ge", "gt", "le") if hasattr(rule, key)}
+    bounds = {
+        key: getattr(rule, key) for rule in _field(alias).metadata for key in ("ge", "gt", "le") if hasattr(rule, key)
+    }
     if "le" in bounds:
         return f"{bounds['ge']} to {bounds['le']}"
     return f"{bounds['ge']} and more" if "ge" in bounds else f"more than {bounds['gt']}"

@@ -16,11 +16,15 @@ def pick_device(config: Config) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = "LAB_BACKEND=nccl" if config.backend == "nccl" else "LAB_DEVICE=cuda"
     if count == 0:
-        raise ConfigError([f"{wanted} needs a GPU and rank {config.rank} sees none: use LAB_BACKEND=gloo LAB_DEVICE=cpu"])
+        raise ConfigError(
+            [f"{wanted} needs a GPU and rank {config.rank} sees none: use LAB_BACKEND=gloo LAB_DEVICE=cpu"]
+        )
     card = config.local_rank if config.local_rank is not None else config.rank or 0
     if config.backend == "gloo":
         card %= count
     if card >= count:
-        raise ConfigError([f"rank {config.rank} needs GPU {card} and sees {count} (GPU 0 to {count - 1}): start fewer ranks"])
+        raise ConfigError(
+            [f"rank {config.rank} needs GPU {card} and sees {count} (GPU 0 to {count - 1}): start fewer ranks"]
+        )
     torch.cuda.set_device(card)
     return torch.device("cuda", card)

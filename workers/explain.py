@@ -1,7 +1,7 @@
 """The lesson without the run: the idea, the shapes, and the prediction for the settings given.
 
-    make explain RUN_MODE=dp WORLD_SIZE=3            the mode's docstring and its predictions, formula and number
-    make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that mistake breaks, and which check sees it
+make explain RUN_MODE=dp WORLD_SIZE=3            the mode's docstring and its predictions, formula and number
+make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that mistake breaks, and which check sees it
 """
 
 import importlib
@@ -34,14 +34,19 @@ def prediction_lines(predictions: list[Prediction]) -> list[str]:
     """A row a prediction; where ranks differ, the least and the most."""
     rows = []
     for prediction in predictions:
-        shown = [human_bytes(value) if prediction.unit == "B" else f"{value:g} {prediction.unit}" for value in sorted(prediction.value)]
+        shown = [
+            human_bytes(value) if prediction.unit == "B" else f"{value:g} {prediction.unit}"
+            for value in sorted(prediction.value)
+        ]
         value = shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
         rows.append([prediction.variant, prediction.name, prediction.formula, value, prediction.calls])
     return aligned(["variant", "predicted a rank and step", "formula", "value", "calls"], rows)
 
 
 def bug_lines(experiment: Any) -> list[str]:
-    return aligned(["bug", "what breaks", "check"], [[name, bug.what, bug.check] for name, bug in experiment.BUGS.items()])
+    return aligned(
+        ["bug", "what breaks", "check"], [[name, bug.what, bug.check] for name, bug in experiment.BUGS.items()]
+    )
 
 
 def main() -> int:

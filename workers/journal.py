@@ -11,6 +11,10 @@ from pathlib import Path
 from workers.report.records import Record, to_line
 
 
+class Unwritable(Exception):
+    """The folder of the run takes no more: the sentence to end with, exit code 1."""
+
+
 class Journal:
     """The log and the records of one rank; safe to use from the main thread and from the watch."""
 
@@ -52,5 +56,14 @@ def _create(path: Path) -> int:
 
 
 def _append(file: int, line: str) -> None:
-    """One write a line: a kill comes before it or after it."""
-    os.write(file, f"{line}\n".encode())
+    """One write a line: a kill comes before it or after it, and what a full disk takes of it is taken back."""
+    data, before = f"{line}\n".encode(), os.fstat(file).st_size
+    try:
+        whole = os.write(file, data) == len(data)
+    except OSError as error:
+        raise Unwritable(
+            f"the run cannot be written any more ({error.strerror}): free space, or set LAB_RUNS_DIR"
+        ) from error
+    if not whole:
+        os.ftruncate(file, before)
+        raise Unwritable("the run cannot be written any more (the disk is full): free space, or set LAB_RUNS_DIR")

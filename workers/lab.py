@@ -5,6 +5,7 @@ the loops of proof, timing and counting (`measure`), checks and comparisons that
 tables that reach both the log and the report. An experiment holds no clock, no print, no file and no os.environ.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from workers.config import Config
 from workers.exchange import Exchange
@@ -48,7 +49,7 @@ class Strategy(Protocol):
         """Go on from what `state_dict` returned."""
 
 
-Variant = Callable[[nn.Module, dist.ProcessGroup, Config], Strategy]
+Variant = Callable[[Model, dist.ProcessGroup, Config], Strategy]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Lab:
         self.exchange = exchange
         self.journal = journal
         self.at = at  # (step, phase): what the watch tells the other ranks
+        self.first_step_at: float | None = None
         self._ledger = ledger
 
     # --- what is trained ---
@@ -146,6 +148,10 @@ class Lab:
         time_steps(self, chosen)
         return count(self, chosen)
 
+    def stepped(self) -> None:
+        """A step of a strategy is done; the first one ends the start-up of the run."""
+        self.first_step_at = self.first_step_at or time.time()
+
     def wants(self, variant: str) -> bool:
         """Whether LAB_VARIANT names this variant, or none."""
         return not self.config.variant or variant in self.config.variant
@@ -160,7 +166,17 @@ class Lab:
                 continue
             seen, predicted = traffic[prediction.variant], prediction.value[self.rank]
             tolerance = wire_tolerance(predicted, prediction.calls, self.world_size)
-            kind = {"variant": prediction.variant, "formula": prediction.formula, "decides": prediction.decides}
-            self.compare("called bytes", predicted, seen.called_bytes, tolerance=tolerance, **kind)
+            measured = {"called bytes": seen.called_bytes}
             if seen.wire_error is None:
-                self.compare("wire bytes", predicted, seen.wire_bytes, tolerance=tolerance, **kind)
+                measured["wire bytes"] = seen.wire_bytes
+            for name, value in measured.items():
+                self.compare(
+                    name,
+                    predicted,
+                    value,
+                    "B",
+                    tolerance,
+                    prediction.variant,
+                    prediction.formula,
+                    decides=prediction.decides,
+                )

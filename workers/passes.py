@@ -48,6 +48,7 @@ class Stopwatch:
         self.wall[name].append(time.perf_counter() - started)
         self.cpu[name].append(time.process_time() - busy)
         self.shares[name].append(None if share is None else share.item())
+        lab.stepped()
 
 
 def time_steps(lab: Lab, variants: dict[str, Variant]) -> None:

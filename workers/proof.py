@@ -65,13 +65,12 @@ def against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: li
         losses = larger(losses, abs(loss - wanted.loss) if wanted else 0.0)
         gradients = larger(gradients, difference(strategy.full("gradients"), wanted and wanted.gradients))
         strategy.update()
+        lab.stepped()
         weights = larger(weights, difference(strategy.full("weights"), wanted and wanted.weights))
     return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
-def tuned_against(
-    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]
-) -> dict[str, float]:
+def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> dict[str, float]:
     """One step with the clipping and the optimizer that were asked for."""
     lab.at(batches.proof_steps, f"proof of {name}")
     strategy.backward(dealt(lab, batches, 0))

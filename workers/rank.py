@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
-from workers.cluster.watch import Verdict, Watch
+from workers.cluster.verdict import Verdict
+from workers.cluster.watch import Watch
 from workers.config import Config, ConfigError, suggest
 from workers.device import pick_device
 from workers.exchange import Exchange
@@ -32,9 +33,8 @@ REPORT_TIMEOUT_S = 60
 LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 
 
-def be_rank(config: Config) -> int:
-    """Join the others, run the experiment, and return the run's verdict as an exit code."""
-    started = time.monotonic()
+def be_rank(config: Config, started_at: float) -> int:
+    """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time."""
     torch.set_num_threads(config.threads)
     experiment = importlib.import_module(f"experiments.{config.run_mode}")
     refuse(config, experiment)
@@ -46,20 +46,24 @@ def be_rank(config: Config) -> int:
         journal.say(f"broken     {error}")
         return 3
     folder = config.runs_dir / cluster.run_id
-    watch = Watch(cluster, config, journal.say, lambda verdict, survivors: bury(verdict, survivors, journal, cluster.rank))
+    watch = Watch(
+        cluster, config, journal.say, lambda verdict, survivors: bury(verdict, survivors, journal, cluster.rank)
+    )
     watch.start()
     try:
         journal.open(folder, cluster.rank)
         journal.write(start_record(config, cluster))
         init_process_group(cluster, config)
-        exchange = Exchange(dist.PrefixStore("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s)
+        exchange = Exchange(
+            dist.PrefixStore("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s
+        )
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=config.master_port)
         world = dist.group.WORLD
         assert world is not None
         lab = Lab(config, device, world, exchange, ledger, journal, watch.at)
         greet(lab, cluster, folder)
         experiment.run(lab)
-        code = conclude(lab, folder, time.monotonic() - started)
+        code = conclude(lab, folder, started_at)
     except BaseException as error:
         return watch.fail(error)
     watch.finish()
@@ -77,7 +81,10 @@ def refuse(config: Config, experiment: Any) -> None:
     ]
     if config.bug is not None and config.bug not in experiment.BUGS:
         allowed = list(experiment.BUGS)
-        faults.append(f"LAB_BUG={config.bug!r} is not a bug of {config.run_mode}{suggest(config.bug, allowed)}, allowed: {', '.join(allowed)}")
+        faults.append(
+            f"LAB_BUG={config.bug!r} is not a bug of {config.run_mode}{suggest(config.bug, allowed)}, "
+            f"allowed: {', '.join(allowed)}"
+        )
     faults += experiment.refuse(config)
     faults += unwritable(config)
     if faults:
@@ -89,7 +96,9 @@ def unwritable(config: Config) -> list[str]:
     runs = config.runs_dir
     nearest = next(folder for folder in [runs, *runs.absolute().parents] if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        return [f"LAB_RUNS_DIR={str(runs)!r} cannot be written by user {os.getuid()}: change its owner or name another folder"]
+        return [
+            f"LAB_RUNS_DIR={str(runs)!r} cannot be written by user {os.getuid()}: change its owner or name another folder"
+        ]
     if config.run_id is not None and (runs / config.run_id).exists():
         return [f"LAB_RUN_ID={config.run_id!r} exists already in {runs}: choose another or remove it"]
     return []
@@ -105,14 +114,31 @@ def source_version() -> str:
 
 
 def start_record(config: Config, cluster: Cluster) -> records.Start:
-    versions = {"lab": source_version(), "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    versions = {
+        "lab": source_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+    }
     title = outline(config).describe()
     settings = json.loads(config.model_dump_json(by_alias=True))
     here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID"}
-    repeat = {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size), "LAB_SEED": str(config.seed)} | config.environ()
+    repeat = {
+        "RUN_MODE": config.run_mode,
+        "WORLD_SIZE": str(config.world_size),
+        "LAB_SEED": str(config.seed),
+    } | config.environ()
     repeat = {name: value for name, value in repeat.items() if name not in here}
     return records.Start(
-        cluster.rank, cluster.run_id, config.run_mode, cluster.world_size, socket.gethostname(), settings, repeat, versions, title
+        cluster.rank,
+        cluster.run_id,
+        config.run_mode,
+        cluster.world_size,
+        socket.gethostname(),
+        settings,
+        repeat,
+        versions,
+        title,
     )
 
 
@@ -120,13 +146,16 @@ def greet(lab: Lab, cluster: Cluster, folder: Path) -> None:
     start = lab.journal.records[0]
     assert isinstance(start, records.Start)
     where = f" · {folder}" if lab.rank == 0 else f" · {start.host} ({cluster.members[lab.rank].ip}) · {lab.device}"
-    lab.say(f"rank {lab.rank} of {lab.world_size} · {start.run_mode} · {lab.config.backend} · {start.title}{where}", all_ranks=True)
+    lab.say(
+        f"rank {lab.rank} of {lab.world_size} · {start.run_mode} · {lab.config.backend} · {start.title}{where}",
+        all_ranks=True,
+    )
 
 
-def conclude(lab: Lab, folder: Path, duration_s: float) -> int:
+def conclude(lab: Lab, folder: Path, started_at: float) -> int:
     """Bring the records together, judge them on rank 0, and return the same exit code on every rank."""
     lab.at(lab.config.steps, "report")
-    lab.journal.write(records.End(lab.rank, duration_s))
+    lab.journal.write(records.End(lab.rank, started_at, lab.first_step_at, time.time()))
     lines = [records.to_line(record) for record in lab.journal.records]
     everyone = lab.exchange.gather("records", lines)
     if everyone is None:

@@ -14,13 +14,12 @@ The variants differ in how many calls they make, and when:
   naive       one a parameter, after the backward pass: right, and slow
   flat        one for all gradients in one flat bucket: fewest calls, and the link idles during the backward pass
   bucketed    one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs
-  ring        the same buckets over the all_reduce of workers/parallel
+  ring        the same buckets over the ring all_reduce of workers/parallel
   ddp         PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
 With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see line.py).
 """
 
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -30,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.dp import line
+from experiments.dp.checks import check_replicas, check_samples
 from experiments.dp.faults import BUGS, buckets_of, invisible
 from experiments.dp.replica import Replica, begin_alike
 from workers.config import Config
@@ -40,7 +40,6 @@ from workers.parallel.collectives import Collective
 from workers.workload import data, model, text
 from workers.workload.model import Model, outline
 
-OUR_ALGORITHM = "direct"
 VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp", *line.VARIANTS)
 __all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run"]
 
@@ -50,15 +49,20 @@ def run(lab: Lab) -> None:
     predictions = predict(lab.config)
     size, unit = in_unit(gradient_bytes(lab.config))
     sent = size * 2 * (lab.world_size - 1) / lab.world_size
-    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, under {2 * size:.3g} {unit} for every N", "predict")
+    most = f"under {2 * size:.3g} {unit} for every N"
+    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, {most}", "predict")
     if lab.config.proof:
         check_samples(lab)
-    traffic = lab.measure(naive, flat, bucketed, ring, ddp, also=lambda name, strategy: check_replicas(lab, name, strategy))
+    traffic = lab.measure(
+        naive, flat, bucketed, ring, ddp, also=lambda name, strategy: check_replicas(lab, name, strategy)
+    )
     lab.compare_traffic(predictions, traffic)
     for prediction in predictions:
         if prediction.variant in traffic and prediction.variant in ("naive", "flat", "bucketed"):
             calls = sum(op.calls for op in traffic[prediction.variant].called)
-            lab.compare("calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula)
+            lab.compare(
+                "calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula
+            )
     if lab.config.model == "line":
         line.lesson(lab, flat)
 
@@ -104,16 +108,20 @@ def bucketed(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy
 
 
 def ring(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """The same over our own all_reduce: its first messages leave from the hook, the rest while the step waits."""
+    """The same over our own ring: its first messages leave from the hook, the rest while the step waits."""
     begin_alike(model, group, config)
-    ours = partial(Collective(group, OUR_ALGORITHM).all_reduce, async_op=True)
-    return Replica(model, config, buckets_of(config)(model.parameters(), group, config.bucket_mib * 2**20, all_reduce=ours))
+    ours = partial(Collective(group, "ring").all_reduce, async_op=True)
+    return Replica(
+        model, config, buckets_of(config)(model.parameters(), group, config.bucket_mib * 2**20, all_reduce=ours)
+    )
 
 
 def ddp(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
     """PyTorch's own. It divides by the number of ranks, so the loss that it differentiates is that many times ours."""
     begin_alike(model, group, config, broadcast=False)  # its constructor broadcasts
-    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=config.bucket_mib, init_sync=config.bug != "no_broadcast")
+    wrapped = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=config.bucket_mib, init_sync=config.bug != "no_broadcast"
+    )
     forward: nn.Module = model if config.bug == "unwrapped_forward" else wrapped
     return Replica(model, config, Wrapped(wrapped), forward=forward, scale=group.size())
 
@@ -144,7 +152,9 @@ def refuse(config: Config) -> list[str]:
         wrong = [f"LAB_VARIANT={name!r} belongs to the first lesson: set LAB_MODEL=line" for name in strangers]
     else:
         wrong = []
-    return wrong + model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
+    return (
+        wrong + model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
+    )
 
 
 def gradient_bytes(config: Config) -> int:
@@ -164,10 +174,12 @@ def predict(config: Config) -> list[Prediction]:
     sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
     buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
     total = all_reduce_bytes("gloo", ranks, sum(sizes))
-    own = tuple(sum(all_reduce_bytes(OUR_ALGORITHM, ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks))
+    own = tuple(sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks))
     formula = "2(N-1)/N x S"
 
-    def prediction(variant: str, calls: int, value: tuple[float, ...] = (total,) * ranks, *, decides: bool = True) -> Prediction:
+    def prediction(
+        variant: str, calls: int, value: tuple[float, ...] = (total,) * ranks, *, decides: bool = True
+    ) -> Prediction:
         return Prediction(variant, "wire bytes", "B", formula, value, calls, decides)
 
     return [
@@ -177,30 +189,3 @@ def predict(config: Config) -> list[Prediction]:
         prediction("ring", 2 * (ranks - 1) * len(buckets), own),
         prediction("ddp", len(buckets) + 1, decides=False),  # its first bucket is of 1 MiB
     ]
-
-
-# --- what is checked, beside the proof ---
-
-
-def check_samples(lab: Lab) -> None:
-    """Each sample of the global batch is worked on exactly once a step."""
-    batches = lab.batches(torch.float64, proof=True)
-    steps = min(3, batches.proof_steps)
-    mine = [batches.sample_ids(step, lab.rank, lab.world_size) for step in range(steps)]
-    everyone = lab.exchange.gather("samples", mine)
-    if everyone is None:
-        return
-    off = 0
-    for step in range(steps):
-        times = Counter(sample for of_rank in everyone for sample in of_rank[step])
-        off = max(off, *(abs(times[sample] - (sample in set(batches.full_ids(step)))) for sample in {*times, *batches.full_ids(step)}))
-    sizes = ", ".join(str(len(of_rank[0])) for of_rank in everyone)
-    lab.check("samples", off, 0, detail=f"shards of {sizes} samples; the difference is the worst sample's count")
-
-
-def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
-    """All ranks hold the same weights, to the bit."""
-    mine = torch.cat([weight.flatten() for _, weight in strategy.full("weights")])
-    first = mine.clone()
-    dist.broadcast(first, group=lab.group, group_src=0)
-    lab.check("replicas", 0.0 if torch.equal(mine, first) else max((mine - first).abs().max().item(), 5e-324), 0.0, variant=name)

@@ -1,7 +1,7 @@
 """The classic mistakes of data parallelism, made on purpose by LAB_BUG, each with the check that has to see it.
 
-Three act on the data (in `workers.workload.data`), the others here. A mistake that cannot show in the run that was asked
-for is refused: a check that cannot fail would only look like one that held.
+Three act on the data (in `workers.workload.data`), the others here. A mistake that cannot show in the run that was
+asked for is refused: a check that cannot fail would only look like one that held.
 """
 
 from torch import Tensor, nn
@@ -13,11 +13,19 @@ from workers.workload.data import faults as data_faults
 from workers.workload.data import global_batch, permutation, shard_sizes
 
 BUGS = {
-    "means_of_shards": Bug("each rank divides by its own count: the mean of means weighs a small shard's samples more", "gradients"),
-    "no_sampler": Bug("every rank takes its samples from the start of the batch: some count N times, others never", "samples"),
+    "means_of_shards": Bug(
+        "each rank divides by its own count: the mean of means weighs a small shard's samples more", "gradients"
+    ),
+    "no_sampler": Bug(
+        "every rank takes its samples from the start of the batch: some count N times, others never", "samples"
+    ),
     "no_set_epoch": Bug("every epoch repeats the order of the first one", "losses"),
-    "unwrapped_forward": Bug("the forward pass runs through the bare model, so that DDP never sums: replicas drift apart", "replicas"),
-    "stale_bucket": Bug("the buckets are not emptied between steps: each gradient has all former ones in it", "gradients"),
+    "unwrapped_forward": Bug(
+        "the forward pass runs through the bare model, so that DDP never sums: replicas drift apart", "replicas"
+    ),
+    "stale_bucket": Bug(
+        "the buckets are not emptied between steps: each gradient has all former ones in it", "gradients"
+    ),
     "hook_race": Bug("a bucket is launched by a hook that runs before the gradient is written to it", "gradients"),
     "no_broadcast": Bug("every rank begins from weights of its own", "replicas"),
 }
@@ -39,7 +47,7 @@ class StaleBuckets(GradientBuckets):
 class RacingBuckets(GradientBuckets):
     """Launches from a tensor hook, which autograd calls before it accumulates (W16).
 
-    It waits for the sum at once, so that the race is always lost: the last gradient of each bucket stays this rank's own.
+    It waits for the sum at once, so that the race is always lost: each bucket's last gradient stays this rank's own.
     """
 
     def _watch(self, parameter: nn.Parameter, view: Tensor, index: int) -> None:
@@ -69,11 +77,20 @@ def invisible(config: Config) -> list[str]:
     reasons = [
         (not config.proof, "LAB_PROOF=0: nothing is compared"),
         (alone, "WORLD_SIZE=1: it takes two ranks"),
-        (bool(config.variant) and not set(config.variant) & set(makers), f"these variants: it takes {' or '.join(makers)}"),
-        (bug == "means_of_shards" and equal, "as many samples on every rank: shards must differ in size, raise LAB_BATCH"),
+        (
+            bool(config.variant) and not set(config.variant) & set(makers),
+            f"these variants: it takes {' or '.join(makers)}",
+        ),
+        (
+            bug == "means_of_shards" and equal,
+            "as many samples on every rank: shards must differ in size, raise LAB_BATCH",
+        ),
         (bug == "no_broadcast" and is_line, "LAB_MODEL=line: all its ranks begin at zero"),
         (bug == "no_set_epoch" and is_line, "LAB_MODEL=line: its batch is the whole data set"),
-        (bug == "no_set_epoch" and _same_epochs(config), "these sizes: two epochs begin alike, change LAB_SEED or raise LAB_BATCH"),
+        (
+            bug == "no_set_epoch" and _same_epochs(config),
+            "these sizes: two epochs begin alike, change LAB_SEED or raise LAB_BATCH",
+        ),
     ]
     return [f"LAB_BUG={bug} cannot show with {reason}" for applies, reason in reasons if applies][:1]
 

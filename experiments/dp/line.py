@@ -2,8 +2,8 @@
 
 Its table says whether N ranks do what one process does: the losses agree at every step, or the averaging is wrong. They
 agree if ranks ship sums (`flat` and the other variants). `means` ships the mean of each shard, and drifts: a point of
-the shard of 6 counts 8/6 as much as one of the shard of 8. `coordinator` is the lesson's own protocol, a parameter server
-with ranks in place of Process and Queue: weights out; id, sums and count back; STOP; join.
+the shard of 6 counts 8/6 as much as one of the shard of 8. `coordinator` is the lesson's own protocol, a parameter
+server with ranks in place of Process and Queue: weights out; id, sums and count back; STOP; join.
 """
 
 import torch
@@ -41,7 +41,11 @@ def lesson(lab: Lab, sums: Variant) -> None:
             lab.check("losses", worst, TOLERANCE, variant="coordinator")
     if lab.rank == 0:
         head = ["step", "1 process", *(cell for name in columns for cell in (name, "difference"))]
-        lab.table("The same line in one process and on all ranks: loss", head, [_row(step, alone, columns) for step in SHOWN_STEPS])
+        lab.table(
+            "The same line in one process and on all ranks: loss",
+            head,
+            [_row(step, alone, columns) for step in SHOWN_STEPS],
+        )
 
 
 def _row(step: int, alone: list[float], columns: dict[str, list[float]]) -> list[object]:

@@ -39,7 +39,15 @@ class Replica:
     `scale` multiplies the loss that is differentiated, for a variant that averages where the others sum.
     """
 
-    def __init__(self, model: Model, config: Config, gradients: Gradients, *, forward: nn.Module | None = None, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: Config,
+        gradients: Gradients,
+        *,
+        forward: nn.Module | None = None,
+        scale: float = 1.0,
+    ) -> None:
         self.model = model
         self.config = config
         self.gradients = gradients

@@ -15,7 +15,14 @@ from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
 
 VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp")
-SMALL = {"LAB_WIDTH": "8", "LAB_DEPTH": "2", "LAB_HEADS": "2", "LAB_SEQ": "6", "LAB_BATCH": "9", "LAB_BUCKET_MIB": "0.004"}
+SMALL = {
+    "LAB_WIDTH": "8",
+    "LAB_DEPTH": "2",
+    "LAB_HEADS": "2",
+    "LAB_SEQ": "6",
+    "LAB_BATCH": "9",
+    "LAB_BUCKET_MIB": "0.004",
+}
 TOLERANCE = 1e-12
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,8 +36,10 @@ def batches_of(config: Config) -> Batches:
     return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
 
 
-def differences(group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = VARIANTS, steps: int = 3) -> dict[str, dict[str, float]]:
-    """For each variant the worst difference to one process in losses, gradients, weights, optimizer state and replicas."""
+def differences(
+    group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = VARIANTS, steps: int = 3
+) -> dict[str, dict[str, float]]:
+    """For each variant the worst difference to one process, of each kind, and between replicas."""
     batches = batches_of(config)
     plain = config.model_copy(update={"bug": None})
     dense = list(train(build_model(config, config.seed).double(), batches_of(plain), config, steps))

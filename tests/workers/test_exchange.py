@@ -41,5 +41,5 @@ def test_a_second_exchange_of_one_name_is_another() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     alone = Exchange(dist.HashStore(), rank=0, world_size=2, timeout_s=0.2)
-    with pytest.raises(TimeoutError, match="waited for rank 1 at 'step 3' for 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"waited for rank 1 at 'step 3' for 0\.2 s"):
         alone.barrier("step 3")

@@ -12,7 +12,7 @@ from workers.explain import explain, main
 def test_every_mode_explains_itself(mode: str) -> None:
     experiment = importlib.import_module(f"experiments.{mode}")
     text = "\n".join(explain(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"}), experiment))
-    assert experiment.__doc__.splitlines()[0] in text
+    assert (experiment.__doc__ or "nothing").splitlines()[0] in text
     for prediction in experiment.predict(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"})):
         assert prediction.formula in text
     for bug in experiment.BUGS.values():
@@ -27,7 +27,9 @@ def test_the_numbers_follow_the_settings() -> None:
     assert "9.96 MB" in four
 
 
-def test_a_bug_is_explained_with_the_check_that_sees_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_explained_with_the_check_that_sees_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("LAB_BUG", "no_broadcast")
     assert main() == 0
     assert "The check that sees it: replicas." in capsys.readouterr().out

@@ -34,7 +34,9 @@ def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path)
 
 def test_a_run_that_exists_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    assert refused(tmp_path, LAB_RUN_ID="mine") == [f"LAB_RUN_ID='mine' exists already in {tmp_path}: choose another or remove it"]
+    assert refused(tmp_path, LAB_RUN_ID="mine") == [
+        f"LAB_RUN_ID='mine' exists already in {tmp_path}: choose another or remove it"
+    ]
 
 
 def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_sentence(monkeypatch: pytest.
 
 
 def test_ranks_take_the_cards_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
+    taken: list[int] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", taken.append)

@@ -181,18 +181,11 @@ def _ranks(run: Run, records: Ranks) -> Markup:
             if end
             else "cut short"
         )
-        rows.append(
-            [
-                rank,
-                hosts.get(rank, ""),
-                f"{end.duration_s:.1f} s" if end else "",
-                word,
-                "; ".join(end.notes) if end else "",
-            ]
-        )
+        took = f"{end.ended_at - end.started_at:.1f} s" if end else ""
+        rows.append([rank, hosts.get(rank, ""), took, word])
     skipped = [[skip["variant"], skip["reason"]] for skip in run["skipped"]]
     left_out = [Markup("<h3>Skipped variants</h3>"), table(["variant", "reason"], skipped)] if skipped else []
-    return section("Ranks", table(["rank", "host", "duration", "ended", ""], rows, numbers=(0, 2)), *left_out)
+    return section("Ranks", table(["rank", "host", "duration", "ended"], rows, numbers=(0, 2)), *left_out)
 
 
 def _settings(records: Ranks) -> Markup:

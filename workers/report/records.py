@@ -8,9 +8,10 @@ bytes and seconds carry their unit in the field's name.
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class End:
-    """The last record of a rank that came through to the end."""
+    """The last record of a rank that came through to the end; Unix times, in seconds."""
 
     rank: int
-    duration_s: float
-    notes: list[str] = field(default_factory=list)
+    started_at: float  # the rank's program began, torch not yet imported
+    first_step_at: float | None  # the first step of a strategy was done; None in a mode that trains nothing
+    ended_at: float
 
 
 Record = (
@@ -205,11 +207,17 @@ def from_line(line: str | bytes, where: str = "record") -> Record:
     if wrong:
         raise BrokenRecord(f"{where} is a {kind.__name__} with missing or unknown fields: {', '.join(sorted(wrong))}")
     for entry in fields(kind):
-        allowed: Any = (int, float) if entry.type is float else get_origin(entry.type) or entry.type
-        if not isinstance(values[entry.name], allowed):
+        if not isinstance(values[entry.name], _types(entry.type)):
             raise BrokenRecord(f"{where} is a {kind.__name__} whose {entry.name} is {values[entry.name]!r}")
     record: Record = kind(**values)
     return record
+
+
+def _types(annotation: Any) -> tuple[type, ...]:
+    """What JSON may hold for a field: list for list[float], and a whole number for a float."""
+    if get_origin(annotation) is UnionType:
+        return tuple(kind for part in get_args(annotation) for kind in _types(part))
+    return (int, float) if annotation is float else (get_origin(annotation) or annotation,)
 
 
 def read(path: Path) -> list[Record]:

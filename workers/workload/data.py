@@ -118,7 +118,8 @@ class Batches:
 
     def _microbatch(self, ids: Tensor, share: float) -> Microbatch:
         inputs, targets = (
-            values.to(self.device, self.dtype if values.is_floating_point() else values.dtype) for values in self.samples.take(ids)
+            values.to(self.device, self.dtype if values.is_floating_point() else values.dtype)
+            for values in self.samples.take(ids)
         )
         return Microbatch(inputs, targets, share)
 
@@ -169,5 +170,7 @@ def faults(config: Config, num_shards: int) -> list[str]:
         return [f"LAB_BATCH={batch} is smaller than WORLD_SIZE={num_shards}: every rank needs a sample"]
     if config.microbatches > batch // num_shards:
         most = batch // num_shards
-        return [f"LAB_MICROBATCHES={config.microbatches} is more than the {most} samples of a rank, allowed: 1 to {most}"]
+        return [
+            f"LAB_MICROBATCHES={config.microbatches} is more than the {most} samples of a rank, allowed: 1 to {most}"
+        ]
     return []

@@ -106,7 +106,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of gpt: attention, then an MLP, each behind its norm and beside a residual (pre-LN, Xiong et al. 2020)."""
+    """A layer of gpt: attention, then an MLP, each behind a norm and beside a residual (pre-LN, Xiong et al. 2020)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -198,5 +198,7 @@ def _tie(model: Model, config: Config) -> None:
 def faults(config: Config) -> list[str]:
     """A sentence if the sizes make no model."""
     if config.model == "gpt" and config.width % config.heads:
-        return [f"LAB_WIDTH={config.width} is not a multiple of LAB_HEADS={config.heads}: heads share the width equally"]
+        return [
+            f"LAB_WIDTH={config.width} is not a multiple of LAB_HEADS={config.heads}: heads share the width equally"
+        ]
     return []

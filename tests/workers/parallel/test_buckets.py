@@ -16,7 +16,9 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100))
-def test_layout_holds_each_parameter_once_in_reverse_and_closes_full_buckets(sizes: list[int], bucket_bytes: int) -> None:
+def test_layout_holds_each_parameter_once_in_reverse_and_closes_full_buckets(
+    sizes: list[int], bucket_bytes: int
+) -> None:
     buckets = layout(sizes, bucket_bytes)
     assert [index for bucket in buckets for index in bucket] == list(reversed(range(len(sizes))))
     held = [sum(sizes[index] for index in bucket) for bucket in buckets]
@@ -74,7 +76,9 @@ def summed(group: dist.ProcessGroup, bucket_bytes: float, overlap: bool, skipped
     return {
         "gradients": gradients,
         "launched": launched,
-        "views": all(parameter.grad.data_ptr() in flat for parameter in model.parameters() if parameter.grad is not None),
+        "views": all(
+            parameter.grad.data_ptr() in flat for parameter in model.parameters() if parameter.grad is not None
+        ),
     }
 
 
@@ -89,7 +93,9 @@ def expected(world_size: int, skipped: int | None) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("bucket_bytes", "overlap"), [(1, True), (100, True), (float("inf"), True), (100, False)])
 @pytest.mark.parametrize("skipped", [None, 1])
-def test_sums_over_ranks_and_microbatches(ranks: Ranks, world_size: int, bucket_bytes: float, overlap: bool, skipped: int | None) -> None:
+def test_sums_over_ranks_and_microbatches(
+    ranks: Ranks, world_size: int, bucket_bytes: float, overlap: bool, skipped: int | None
+) -> None:
     wanted = expected(world_size, skipped)
     every_rank = ranks(world_size, summed, bucket_bytes, overlap, skipped)
     for result in every_rank:

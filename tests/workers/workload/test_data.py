@@ -47,8 +47,12 @@ def test_the_lessons_points() -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt", "mlp", "line"])
-@pytest.mark.parametrize(("batch", "num_shards", "microbatches"), [(7, 3, 1), (16, 4, 2), (9, 2, 4), (5, 5, 1), (8, 1, 3)])
-def test_what_is_dealt_is_the_batch_and_its_shares_sum_to_one(model: str, batch: int, num_shards: int, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "num_shards", "microbatches"), [(7, 3, 1), (16, 4, 2), (9, 2, 4), (5, 5, 1), (8, 1, 3)]
+)
+def test_what_is_dealt_is_the_batch_and_its_shares_sum_to_one(
+    model: str, batch: int, num_shards: int, microbatches: int
+) -> None:
     batches = batches_of(LAB_MODEL=model, LAB_BATCH=str(batch), LAB_MICROBATCHES=str(microbatches))
     for step in range(3):
         dealt = [batches.dealt(step, shard, num_shards) for shard in range(num_shards)]

@@ -26,7 +26,10 @@ def test_weights_are_a_function_of_the_seed_alone(name: str) -> None:
     for one, other in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
     if name != "line":  # begins at zero, as in its lesson
-        assert any(not torch.equal(one, other) for one, other in zip(first.parameters(), build_model(config, 4).parameters(), strict=True))
+        assert any(
+            not torch.equal(one, other)
+            for one, other in zip(first.parameters(), build_model(config, 4).parameters(), strict=True)
+        )
 
 
 def test_float64_begins_with_the_same_numbers() -> None:
@@ -111,5 +114,7 @@ def test_default_sizes_and_description() -> None:
 
 
 def test_width_that_heads_cannot_share_is_refused() -> None:
-    assert models.faults(config_of(LAB_HEADS="5")) == ["LAB_WIDTH=16 is not a multiple of LAB_HEADS=5: heads share the width equally"]
+    assert models.faults(config_of(LAB_HEADS="5")) == [
+        "LAB_WIDTH=16 is not a multiple of LAB_HEADS=5: heads share the width equally"
+    ]
     assert models.faults(config_of(LAB_HEADS="5", LAB_MODEL="mlp")) == []

@@ -38,7 +38,11 @@ def test_a_long_file_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "does not exist"), (b"", "is empty"), (b"x" * 64, "holds 64 bytes, and a sample of LAB_SEQ=64 needs 65 or more")],
+    [
+        (None, "does not exist"),
+        (b"", "is empty"),
+        (b"x" * 64, "holds 64 bytes, and a sample of LAB_SEQ=64 needs 65 or more"),
+    ],
 )
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = tmp_path / "text"

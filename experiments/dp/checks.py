@@ -1,0 +1,35 @@
+"""What data parallelism claims beside the proof: every sample once a step, and replicas that stay equal to the bit."""
+
+import math
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from workers.lab import Lab, Strategy
+
+
+def check_samples(lab: Lab) -> None:
+    """Each sample of the global batch is worked on exactly once a step."""
+    batches = lab.batches(torch.float64, proof=True)
+    steps = min(3, batches.proof_steps)
+    mine = [batches.sample_ids(step, lab.rank, lab.world_size) for step in range(steps)]
+    everyone = lab.exchange.gather("samples", mine)
+    if everyone is None:
+        return
+    off = 0
+    for step in range(steps):
+        times = Counter(sample for of_rank in everyone for sample in of_rank[step])
+        wanted = Counter(batches.full_ids(step))
+        off = max(off, *(abs(times[sample] - wanted[sample]) for sample in times | wanted))
+    sizes = ", ".join(str(len(of_rank[0])) for of_rank in everyone)
+    lab.check("samples", off, 0, detail=f"shards of {sizes} samples; the difference is the worst sample's count")
+
+
+def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
+    """All ranks hold the same weights, to the bit."""
+    mine = torch.cat([weight.flatten() for _, weight in strategy.full("weights")])
+    first = mine.clone()
+    dist.broadcast(first, group=lab.group, group_src=0)
+    differs = 0.0 if torch.equal(mine, first) else (mine - first).abs().nan_to_num(math.inf).max().item()
+    lab.check("replicas", differs, 0.0, variant=name)
