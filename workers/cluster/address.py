@@ -17,7 +17,7 @@ from workers.cluster import ClusterError
 Result = TypeVar("Result")
 # Compose registers a container's name when it starts it, all within about 2 s; a name that is still unknown after this
 # long belongs to nobody. With a longer LAB_JOIN_TIMEOUT_S (pods that wait for an image) it grows along.
-RESOLVE_S = 10.0
+RESOLVE_S = 8.0
 RETRY_S = 0.25
 SIOCGIFADDR = 0x8915
 
@@ -54,10 +54,14 @@ def resolve(name: str, timeout_s: float) -> Address:
     """The address of `name`, IPv4 first; raises ClusterError if it is unknown for `resolve_bound(timeout_s)` seconds."""
     bound_s = min(timeout_s, max(RESOLVE_S, timeout_s / 6))
     deadline = time.monotonic() + bound_s
-    refusal = f"MASTER_ADDR={name!r} does not resolve to an address ({bound_s:.0f} s tried): set it to the host of rank 0"
+    refusal = (
+        f"MASTER_ADDR={name!r} does not resolve to an address ({bound_s:.0f} s tried): set it to the host of rank 0"
+    )
     while True:
         try:
-            found = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM), deadline - time.monotonic(), refusal)
+            found = bounded(
+                lambda: socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM), deadline - time.monotonic(), refusal
+            )
         except (OSError, UnicodeError):  # UnicodeError: a label that no host name can hold
             if time.monotonic() + RETRY_S > deadline:
                 raise ClusterError(refusal) from None

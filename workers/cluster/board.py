@@ -3,13 +3,13 @@
 A pure state machine over claims, so that a doubled rank, a differing setting or a fast restart is tested without a
 socket. Ranks ask over UDP rather than in a TCPStore: a store's client cannot be bounded (its constructor waits for ever
 on a port that accepts and stays silent, its `check` on a stopped server), and a rank 0 that cannot open its store can
-still say so. A rank asks every 0.2 s; one that has not asked for `ASKING_S` is gone, and a newcomer may take its place.
+still say so. A rank asks every 0.1 s; one that has not asked for `ASKING_S` is gone, and a newcomer may take its place.
 """
 
 import os
 import secrets
 import socket
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from workers.cluster.address import is_loopback
 from workers.config import Config
 
 ASKING_S = 1.5
+# A rank that restarts fast is no double of its dead predecessor: that one has to give a sign of life so long after the
+# newcomer's first question. Signs that were on their way are older.
+CROSSING_S = 0.6
 # What ranks may see differently: where they are, their paths, their bounds and their container's limits.
 OWN = {
     "rank", "world_size", "run_mode", "local_rank", "master_addr", "master_port",
@@ -71,7 +74,12 @@ def _shared(config: Config) -> dict[str, str]:
     shared = {}
     for name, entry in type(config).model_fields.items():
         value = getattr(config, name)
-        if name not in OWN and not isinstance(value, Path) and not isinstance(entry.default, Path) and value != entry.default:
+        if (
+            name not in OWN
+            and not isinstance(value, Path)
+            and not isinstance(entry.default, Path)
+            and value != entry.default
+        ):
             shared[entry.alias or name] = _text(value)
     return shared
 
@@ -110,6 +118,7 @@ class Board:
         self._sealed_at = 0.0
         self._claims: dict[int, tuple[Claim, str, int]] = {own.rank: (own, ip, udp_port)}
         self._asked_at: dict[int, float] = {}
+        self._first_asked: dict[str, float] = {}  # by uid: when a process asked for a place that was taken
 
     def missing(self, now: float) -> list[int]:
         """The ranks that are not asking to be let in."""
@@ -122,14 +131,16 @@ class Board:
         ranks = {self._asking[uid].rank for uid in self._told} | {self.own.rank}
         return self._told == set(self._asking) and ranks >= set(range(world_size))
 
-    def answer(self, claim: Claim, ip: str, udp_port: int, now: float, alive: Collection[int] | None = None) -> dict[str, Any]:
-        """The reply to one claim: `refuse`, `wait` or `sealed`. `alive` are the ranks heard since the seal."""
+    def answer(
+        self, claim: Claim, ip: str, udp_port: int, now: float, heard_at: Mapping[int, float] | None = None
+    ) -> dict[str, Any]:
+        """The reply to one claim: `refuse`, `wait` or `sealed`. `heard_at` is when each rank was heard since the seal."""
         self._asking[claim.uid] = claim
         holder = self._claims.get(claim.rank)
         if self.refusal is None and holder is not None and holder[0].uid == claim.uid:
             self._asked_at[claim.rank] = now
         elif self.refusal is None:
-            reply = self._newcomer(claim, ip, udp_port, now, alive)
+            reply = self._newcomer(claim, ip, udp_port, now, heard_at)
             if reply:
                 return reply
         if self.refusal is not None:
@@ -139,16 +150,25 @@ class Board:
             return {"sealed": self.sealed}
         return {"wait": f"waiting for {name_ranks(self.missing(now))}"} if self.missing(now) else {"wait": ""}
 
-    def _newcomer(self, claim: Claim, ip: str, udp_port: int, now: float, alive: Collection[int] | None) -> dict[str, Any] | None:
+    def _newcomer(
+        self, claim: Claim, ip: str, udp_port: int, now: float, heard_at: Mapping[int, float] | None
+    ) -> dict[str, Any] | None:
         fault = claim.differences(self.own)
         holder = self._claims.get(claim.rank)
         if fault is None and holder is not None:
-            here = set(range(self.own.world_size)) - set(self.missing(now)) if alive is None else alive
-            if claim.rank in here:
+            first_asked = self._first_asked.setdefault(claim.uid, now)
+            last_sign = now if claim.rank == self.own.rank else (heard_at or self._asked_at)[claim.rank]
+            if last_sign > first_asked + CROSSING_S or claim.rank == self.own.rank:
                 hosts = [f"host {one.host} (pid {one.pid})" for one in (holder[0], claim)]
                 fault = f"rank {claim.rank} runs twice, on {hosts[0]} and on {hosts[1]}: give each its own RANK"
             elif self.sealed is not None:  # its predecessor has just died: this run is about to end, the next begins
-                return {"wait": f"waiting for the end of an earlier run, which had its own rank {claim.rank} on host {holder[0].host}"}
+                return {
+                    "wait": f"waiting for the end of an earlier run, which had its own rank {claim.rank} on host {holder[0].host}"
+                }
+            elif now - last_sign <= ASKING_S:
+                return {
+                    "wait": f"waiting for a sign of the rank {claim.rank} that came before, from host {holder[0].host}"
+                }
         if fault is None:
             self._claims[claim.rank], self._asked_at[claim.rank] = (claim, ip, udp_port), now
         elif self.sealed is not None and now - self._sealed_at > self.window_s:
@@ -167,5 +187,9 @@ class Board:
             reachable = ip if on_loopback or not is_loopback(ip) else claim.outward_ip or ip
             members[rank] = Member(rank, claim.host, reachable, udp_port, claim.pid)
         self._sealed_at = now
-        self.sealed = {"token": token, "run_id": self.run_id, "members": [asdict(member) for member in members.values()]}
+        self.sealed = {
+            "token": token,
+            "run_id": self.run_id,
+            "members": [asdict(member) for member in members.values()],
+        }
         return members

@@ -4,7 +4,7 @@ import errno
 import json
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -59,14 +59,14 @@ class Desk:
     def __init__(self, board: Board, udp: socket.socket) -> None:
         self.board, self.udp = board, udp
 
-    def serve(self, alive: Collection[int] | None = None) -> None:
-        """Answer all claims that have come; `alive` as in Board.answer."""
+    def serve(self, heard_at: Mapping[int, float] | None = None) -> None:
+        """Answer all claims that have come; `heard_at` as in Board.answer."""
         for message, address in receive(self.udp):
             try:
                 claim = Claim(**message["claim"])
             except (KeyError, TypeError):
                 continue
-            reply = self.board.answer(claim, *address, time.monotonic(), alive)
+            reply = self.board.answer(claim, *address, time.monotonic(), heard_at)
             send(self.udp, reply | {"to": claim.uid}, address)
 
     def linger(self, at_most_s: float) -> None:

@@ -68,7 +68,12 @@ class Hearing:
     def take(self, beat: dict[str, Any], now: float) -> None:
         """Learn from another rank's heartbeat."""
         peer = self.peers[beat["rank"]]
-        peer.heard_at, peer.turn, peer.in_phase_s, peer.acknowledged = now, beat["turn"], beat["in_phase_s"], beat["ended"]
+        peer.heard_at, peer.turn, peer.in_phase_s, peer.acknowledged = (
+            now,
+            beat["turn"],
+            beat["in_phase_s"],
+            beat["ended"],
+        )
         peer.seen = Seen(beat["step"], beat["phase"], beat["memory"])
         self.ended |= beat["ended"]
         for name, (count, mask) in beat["rows"].items():

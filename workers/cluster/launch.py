@@ -41,7 +41,10 @@ def launch(config: Config) -> int:
         for rank in range(config.world_size):
             if not stopped_at:
                 children.append(start_rank(config, rank, port))
-        printers = [threading.Thread(target=pass_on, args=(rank, child.stdout), daemon=True) for rank, child in enumerate(children)]
+        printers = [
+            threading.Thread(target=pass_on, args=(rank, child.stdout), daemon=True)
+            for rank, child in enumerate(children)
+        ]
         for printer in printers:
             printer.start()
         _wait(children, stopped_at, FAILED_GRACE_S + config.join_timeout_s)

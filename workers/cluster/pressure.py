@@ -18,7 +18,11 @@ class MemoryPressure:
             self._usage, self._stat, self._cache = cgroup / "memory.current", cgroup / "memory.stat", "inactive_file"
             limit = cgroup / "memory.max"
         else:
-            self._usage, self._stat, self._cache = v1 / "memory.usage_in_bytes", v1 / "memory.stat", "total_inactive_file"
+            self._usage, self._stat, self._cache = (
+                v1 / "memory.usage_in_bytes",
+                v1 / "memory.stat",
+                "total_inactive_file",
+            )
             limit = v1 / "memory.limit_in_bytes"
         self.limit_bytes = self._limit(limit)
 

@@ -47,13 +47,13 @@ class Cluster:
 def join(config: Config, version: str, say: Callable[[str], None]) -> Cluster:
     """Wait for all ranks and agree with them; raises ClusterError with the sentence that every rank concerned says."""
     assert config.rank is not None and config.master_addr is not None, "a rank has RANK and MASTER_ADDR"  # noqa: PT018
-    started = time.monotonic()
     address = resolve(config.master_addr, config.join_timeout_s)
-    import torch.distributed  # noqa: F401 (takes seconds: before the others count on a prompt answer)
+    import torch.distributed  # noqa: F401 (takes seconds: before the bound begins, and others count on an answer)
 
+    started = time.monotonic()
     udp = udp_socket(address.family)
     claim = Claim.of(config, version, outward_ip(address.family))
-    arrival = Arrival(config, claim, udp, say, started + config.join_timeout_s, said_at=time.monotonic())
+    arrival = Arrival(config, claim, udp, say, started + config.join_timeout_s, said_at=started)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _join_agent(arrival, address)
     if config.rank == 0 and is_local(address):
@@ -94,7 +94,9 @@ def _join_agent(arrival: Arrival, address: Address) -> Cluster:
 def _cluster(arrival: Arrival, store: "dist.Store", sealed: dict[str, Any] | None, desk: Desk | None = None) -> Cluster:
     assert sealed is not None
     members = {entry["rank"]: Member(**entry) for entry in sealed["members"]}
-    return Cluster(arrival.claim.rank, len(members), store, members, arrival.udp, sealed["run_id"], sealed["token"], desk)
+    return Cluster(
+        arrival.claim.rank, len(members), store, members, arrival.udp, sealed["run_id"], sealed["token"], desk
+    )
 
 
 def _open_store(ip: str, port: int, listening: socket.socket | None = None) -> "dist.Store":

@@ -72,7 +72,9 @@ def condemn(hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int,
     return Verdict(3, sentence, tuple(Lost(rank, seen[rank].step, reason) for rank, reason in reasons.items()))
 
 
-def _reason(rank: int, lost: frozenset[int], hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, Seen]) -> str:
+def _reason(
+    rank: int, lost: frozenset[int], hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, Seen]
+) -> str:
     if lost == set(hears):  # this side is the smaller one
         others = present - lost
         return f"nothing heard from {name_ranks(others)} for {max(seen[other].silent_s for other in others):.1f} s"

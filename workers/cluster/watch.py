@@ -7,9 +7,6 @@ survivors say the same sentence. What a silence costs, with LAB_LOST_AFTER_S=2.5
 tables to agree, up to 0.75 s for the words to go round. The thread wakes once a period, at under 0.3 % of a core.
 """
 
-import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from workers.cluster import ClusterError
+from workers.cluster.departure import Departure
 from workers.cluster.desk import receive, send
 from workers.cluster.heartbeat import Hearing, Place, to_mask
 from workers.cluster.pressure import MemoryPressure
@@ -33,7 +31,6 @@ SETTLE_S = 0.75  # a stamp, a beat and a look, a period each: then every table s
 FOLLOW_S = 0.5  # how long the others leave the word to the lowest survivor
 SLOW_S, SLOW_AGAIN_S = 3.0, 5.0
 OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
-LAST_WORDS_S = 90.0  # for the report of a broken run; a signal cuts it short
 SENT_TIMES = 3
 # Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
 BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "timed out", "peer", "in vain")
@@ -43,29 +40,41 @@ class Watch(threading.Thread):
     """The heartbeats of one rank. Made and finished on the main thread; `start` after `join`."""
 
     def __init__(
-        self, cluster: Cluster, config: Config, say: Callable[[str], None], on_verdict: Callable[[Verdict, list[int]], None]
+        self,
+        cluster: Cluster,
+        config: Config,
+        say: Callable[[str], None],
+        on_verdict: Callable[[Verdict, list[int]], None],
     ) -> None:
         super().__init__(name="watch", daemon=True)
-        self.cluster, self.config, self.say, self.on_verdict = cluster, config, say, on_verdict
+        self.cluster, self.config, self.say = cluster, config, say
         now = time.monotonic()
         self.hearing = Hearing(cluster.rank, cluster.members, config.lost_after_s, now + START_GRACE_S)
         self.place = Place(since=now)
         self.cpu_seconds = 0.0
-        self._addresses = {rank: (member.ip, member.udp_port) for rank, member in cluster.members.items() if rank != cluster.rank}
+        self._addresses = {
+            rank: (member.ip, member.udp_port) for rank, member in cluster.members.items() if rank != cluster.rank
+        }
         self._pressure = MemoryPressure()
         self._broken_at: float | None = None
+        self._end_by = self._hurry_until = 0.0
         self._said_slow_at = 0.0
-        self._leaving = threading.Lock()
         self._ending, self._ended = threading.Event(), threading.Event()
         self._signals = Signals()
         self._signals.open()
+        self._departure = Departure(self._signals, say, on_verdict)
 
     def at(self, step: int, phase: str) -> None:
         """Note where the main thread is; "compute" is where it waits for nobody."""
         self.place = Place(self.place.turn + 1, step, phase, time.monotonic())
 
     def finish(self) -> None:
-        """A normal end: say goodbye until all who still run have heard it. Rank 0, the store's host, leaves last."""
+        """A normal end: say goodbye until all who still run have heard it.
+
+        Rank 0, the store's host, leaves last, though after LAB_COLLECTIVE_TIMEOUT_S it waits for nobody any more.
+        """
+        now = time.monotonic()
+        self._end_by, self._hurry_until = now + self.config.collective_timeout_s, now + 2 * PERIOD_S
         self._ending.set()
         if self.is_alive():
             self._ended.wait()
@@ -74,8 +83,10 @@ class Watch(threading.Thread):
 
     def fail(self, error: BaseException) -> NoReturn:
         """The main thread raised: end with the verdict on the rank that caused it, or as the one that failed."""
-        if _may_be_a_loss(error):
-            time.sleep(self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S)  # the thread ends the process if it is
+        if self.hearing.peers and _may_be_a_loss(error):
+            time.sleep(
+                self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S
+            )  # the thread ends the process if it is
         place = self.place
         text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         waited_for = self.hearing.behind(place, time.monotonic()) if _may_be_a_loss(error) else []
@@ -99,7 +110,9 @@ class Watch(threading.Thread):
                 self._judge()
                 self._name_slow()
             self.cpu_seconds = time.thread_time()
-            due = now + (PERIOD_S if not self._ending.is_set() else PERIOD_S / 10)
+            # All leave at once as a rule: then quick goodbyes save a quarter of a second; who leaves late is not disturbed.
+            hurried = self._ending.is_set() and now < self._hurry_until
+            due = now + (PERIOD_S / 10 if hurried else PERIOD_S)
             self._wait(due)
 
     def _wait(self, due: float) -> None:
@@ -119,7 +132,9 @@ class Watch(threading.Thread):
 
     def _listen(self, frozen_s: float) -> None:
         """Take in all that has come; after a freeze the verdict on this rank may be waiting there."""
-        messages = [message for message, _ in receive(self.cluster.socket) if message.get("token") == self.cluster.token]
+        messages = [
+            message for message, _ in receive(self.cluster.socket) if message.get("token") == self.cluster.token
+        ]
         for message in messages:
             if message["kind"] == "beat":
                 self.hearing.take(message, time.monotonic())
@@ -131,7 +146,7 @@ class Watch(threading.Thread):
             self.hearing.forgive(time.monotonic())
         desk = self.cluster.desk
         if desk is not None:
-            desk.serve(self.hearing.heard(time.monotonic()))
+            desk.serve({rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
             if desk.board.refusal is not None and not self._ending.is_set():
                 verdict = Verdict(3, desk.board.refusal)
                 self._leave(verdict, verdict)
@@ -180,45 +195,19 @@ class Watch(threading.Thread):
             if now - peer.heard_at <= self.config.lost_after_s
             and not (peer.acknowledged >> rank & 1 and (rank != 0 or self.hearing.ended >> other & 1))
         ]  # fmt: skip
-        if not waiting:
+        if not waiting or now > self._end_by:
             for _ in range(SENT_TIMES):
                 self._send_beat()
             self._ended.set()
 
     def _leave(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
-        """Say it, tell the others, leave the records, end the process. The first verdict wins, whichever thread it is on."""
-        if not self._leaving.acquire(blocking=False):
-            if own.exit_code in EXIT_CODES.values():  # SIGTERM outranks a loss in a rank's own code
-                self._exit(own.exit_code)
-            while True:  # the other thread is ending the process, within LAST_WORDS_S
-                time.sleep(LAST_WORDS_S)
+        """Tell the others and end the process."""
         news = {"kind": "verdict", "verdict": to_others.to_json(), "stopped": stopped}
         for _ in range(SENT_TIMES):
             self._tell(news)
-        threading.Thread(target=self._cut_short, args=(own.exit_code,), daemon=True).start()
-        with contextlib.suppress(Exception):
-            self.say(own.sentence)
         lost = {entry.rank for entry in to_others.lost}
         survivors = sorted(self.hearing.heard(time.monotonic()) & self.hearing.present() - lost)
-        with contextlib.suppress(Exception):  # a full disk must not keep a rank of a broken cluster alive
-            self.on_verdict(own, survivors)
-        self._tell(news)
-        self._exit(own.exit_code)
-
-    def _cut_short(self, exit_code: int) -> None:
-        """End the process though its last words hang, at once on a signal: SIGTERM outranks a loss."""
-        if exit_code in EXIT_CODES.values():
-            time.sleep(0.6)
-        else:
-            number = self._signals.wait(LAST_WORDS_S)
-            exit_code = EXIT_CODES[number] if number is not None else exit_code
-        self._exit(exit_code)
-
-    def _exit(self, exit_code: int) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(exit_code)
+        self._departure.leave(own, survivors)
 
 
 def _may_be_a_loss(error: BaseException | None) -> bool:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from workers.cluster.launch import free_port
 
@@ -20,24 +21,39 @@ class Rank:
     """One started process, its lines as they come and the times at which they came."""
 
     def __init__(self, command: list[str], variables: dict[str, str]) -> None:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "RANK", "WORLD_SIZE", "MASTER_"))}
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(TOP)}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("LAB_", "RANK", "WORLD_SIZE", "MASTER_"))
+        }
+        quiet = {
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": str(TOP),
+        }
         self.process = subprocess.Popen(
             command, cwd=TOP, env=clean | quiet | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self.lines: list[tuple[float, str]] = []
+        self.ended_at = 0.0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.ended_at = 0.0
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
+        self.ended_at = time.monotonic()
 
     @property
     def text(self) -> str:
         return "\n".join(line for _, line in self.lines)
+
+    @property
+    def after_import_s(self) -> float:
+        """How long it ran after torch was imported."""
+        return self.ended_at - self.lines[0][0]
 
     def until(self, pattern: str, timeout_s: float = END_S) -> None:
         """Wait for a line that matches; fails with all that was printed."""
@@ -49,7 +65,6 @@ class Rank:
     def end(self, timeout_s: float = END_S) -> int:
         """The exit code, as a shell would give it."""
         code = self.process.wait(timeout_s)
-        self.ended_at = self.ended_at or time.monotonic()
         self._reader.join(5)
         return 128 - code if code < 0 else code
 
@@ -61,16 +76,20 @@ class Processes:
         self.all: list[Rank] = []
         self.port = free_port()
 
-    def rank(self, rank: int, world_size: int, *, version: str = "v1", steps: int = 400, deed: str = "", **variables: str) -> Rank:
+    def rank(
+        self, rank: int, world_size: int, *, version: str = "v1", steps: int = 400, deed: str = "", **variables: str
+    ) -> Rank:
         """Start `one_rank.py` as a rank."""
         environ = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
             "LAB_JOIN_TIMEOUT_S": "30",
         }  # fmt: skip
-        return self.run([sys.executable, "-m", "tests.workers.cluster.one_rank", version, str(steps), deed], environ | variables)
+        return self.run(
+            [sys.executable, "-m", "tests.workers.cluster.one_rank", version, str(steps), deed], environ | variables
+        )
 
-    def world(self, world_size: int, **how: str) -> list[Rank]:
-        return [self.rank(rank, world_size, **how) for rank in range(world_size)]  # type: ignore[arg-type]
+    def world(self, world_size: int, **how: Any) -> list[Rank]:
+        return [self.rank(rank, world_size, **how) for rank in range(world_size)]
 
     def run(self, command: list[str], variables: dict[str, str]) -> Rank:
         started = Rank(command, variables)

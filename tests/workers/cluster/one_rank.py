@@ -1,11 +1,15 @@
 """A rank that joins, watches and all-reduces: what the tests of the cluster start, signal and kill.
 
 Its environment is that of a rank; its arguments are a version, the number of steps, and what this rank does at step 2:
-nothing, `raise`, `sleep` (for 4.5 s, before the collective), or `leave_late`. It prints a line a step.
+nothing, `raise`, `sleep` (for 4.5 s, before the collective), `leave_late`, or `cut<r>`: its heartbeats to rank r are lost.
+It prints a line a step.
 """
 
 import sys
 import time
+
+import torch
+import torch.distributed as dist
 
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from workers.cluster.verdict import Verdict
@@ -20,6 +24,7 @@ def say(text: str) -> None:
 
 
 def main(version: str, steps: int, deed: str) -> int:
+    say("imported")  # bounds are counted from here: a busy machine takes seconds for torch
     config = Config.read()
     try:
         cluster = join(config, version, say)
@@ -43,15 +48,14 @@ def main(version: str, steps: int, deed: str) -> int:
 
 
 def train(watch: Watch, cluster: Cluster, config: Config, steps: int, deed: str) -> None:
-    import torch
-    import torch.distributed as dist
-
     init_process_group(cluster, config)
     for step in range(steps):
         watch.at(step, "compute")
         time.sleep(STEP_S)
         if step == 2 and deed == "raise":
             raise ValueError("a made-up failure")
+        if step == 2 and deed.startswith("cut"):
+            del watch._addresses[int(deed[-1])]
         if step == 2 and deed == "sleep":
             time.sleep(4.5)
         watch.at(step, "all_reduce")

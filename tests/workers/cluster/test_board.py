@@ -17,8 +17,8 @@ def board(ip: str = "10.0.0.1") -> Board:
     return Board(claim(0), ip, 4000, "dp-1", window_s=60.0)
 
 
-def ask(one: Board, asked: Claim, now: float, alive: set[int] | None = None) -> dict[str, object]:
-    return one.answer(asked, f"10.0.0.{asked.rank + 1}", 4000 + asked.rank, now, alive)
+def ask(one: Board, asked: Claim, now: float, heard_at: dict[int, float] | None = None) -> dict[str, object]:
+    return one.answer(asked, f"10.0.0.{asked.rank + 1}", 4000 + asked.rank, now, heard_at)
 
 
 def sealed_board() -> Board:
@@ -65,11 +65,13 @@ def test_a_rank_beyond_the_world_breaks_it() -> None:
 
 
 def test_a_doubled_rank_is_refused_with_both_hosts() -> None:
-    one = board()
+    one, double = board(), claim(1, uid="other", host="elsewhere", pid=7)
     ask(one, claim(1), 0.0)
-    refused = str(ask(one, claim(1, uid="other", host="elsewhere", pid=7), 0.5)["refuse"])
+    assert "wait" in ask(one, double, 0.1)  # the first may be dead since 0.0
+    ask(one, claim(1), 0.9)
+    refused = str(ask(one, double, 1.0)["refuse"])
     assert "rank 1 runs twice, on host host1 (pid 101) and on host elsewhere (pid 7)" in refused
-    assert ask(one, claim(1), 0.6) == {"refuse": refused}
+    assert ask(one, claim(1), 1.1) == {"refuse": refused}
 
 
 def test_a_second_rank_0_is_doubled_too() -> None:
@@ -85,17 +87,19 @@ def test_a_rank_that_restarts_while_others_arrive_takes_its_own_place() -> None:
 
 
 def test_the_successor_of_a_dead_rank_waits_for_the_end_of_the_old_run() -> None:
+    """However fast it is back: until its silence counts, the predecessor is still thought alive."""
     one = sealed_board()
-    reply = ask(one, claim(1, uid="again"), 3.0, alive={0, 2})
-    assert "earlier run" in str(reply["wait"])
+    for now in (3.1, 3.5, 4.0, 6.0):
+        assert "earlier run" in str(ask(one, claim(1, uid="again"), now, {1: 3.2, 2: now})["wait"])
     assert one.refusal is None
 
 
 def test_a_late_double_breaks_the_start_and_a_very_late_one_only_itself() -> None:
-    early, late = sealed_board(), sealed_board()
-    assert "twice" in str(ask(early, claim(1, uid="other"), 30.0, alive={0, 1, 2})["refuse"])
+    early, late, double = sealed_board(), sealed_board(), claim(1, uid="other")
+    for one, now in ((early, 30.0), (late, 61.0)):
+        assert "wait" in ask(one, double, now, {1: now, 2: now})
+        assert "twice" in str(ask(one, double, now + 1, {1: now + 1, 2: now + 1})["refuse"])
     assert early.refusal is not None
-    assert "twice" in str(ask(late, claim(1, uid="other"), 61.0, alive={0, 1, 2})["refuse"])
     assert late.refusal is None
 
 

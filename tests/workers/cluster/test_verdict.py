@@ -56,7 +56,7 @@ def test_a_split_names_the_smaller_side_on_both_and_halves_name_each_other(world
     everyone = set(range(world_size))
     for size in range(1, world_size):
         one, other = set(range(size)), set(range(size, world_size))
-        verdicts = [lost_ranks({rank: side for rank in side}, everyone) for side in (one, other)]
+        verdicts = [lost_ranks(dict.fromkeys(side, side), everyone) for side in (one, other)]
         if len(one) == len(other):
             assert verdicts == [other, one]
         else:

@@ -1,0 +1,103 @@
+"""The launcher: its code is the worst of its ranks', its lines say whose they are, and nothing outlives it."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.workers.cluster.cluster_of_processes import Processes, Rank
+from workers.cluster.launch import free_port, start_rank, worst
+from workers.config import Config
+
+# A stand-in for `python -m workers`: the launcher starts whatever package of this name lies in the working directory.
+RANK = """
+import os, sys, time, signal
+rank = int(os.environ["RANK"])
+print("hello", os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"], flush=True)
+deed = os.environ["DEED"]
+if deed == "codes": sys.exit([0, 3, 1][rank])
+if deed == "kill" and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+if deed == "stay": print("pid", os.getpid(), flush=True); time.sleep(60)
+"""
+LAUNCH = """
+import os, sys
+from workers.cluster.launch import launch
+from workers.config import Config
+os.chdir({folder!r})
+os.environ["PYTHONPATH"] = ""
+sys.exit(launch(Config.read()))
+"""
+
+
+def launched(processes: Processes, folder: Path, deed: str) -> Rank:
+    (folder / "workers").mkdir()
+    (folder / "workers" / "__init__.py").touch()
+    (folder / "workers" / "__main__.py").write_text(RANK)
+    program = LAUNCH.format(folder=str(folder))
+    return processes.run([sys.executable, "-c", program], {"WORLD_SIZE": "3", "DEED": deed})
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0, 0], 0),
+        ([3, 1, 2], 2),
+        ([3, 1, 137], 1),
+        ([3, -9, -15], 3),
+        ([-9, -15, 0], 137),
+        ([143, 0], 143),
+        ([130, 143], 130),
+        ([-15], 143),
+    ],
+)
+def test_the_worst_code(codes: list[int], expected: int) -> None:
+    assert worst(codes) == expected
+
+
+def test_lines_carry_their_rank_and_the_worst_code_returns(processes: Processes, tmp_path: Path) -> None:
+    launcher = launched(processes, tmp_path, "codes")
+    assert launcher.end() == 1
+    assert sorted(processes.all[0].text.splitlines()) == [f"rank {rank} | hello 3 127.0.0.1" for rank in range(3)]
+
+
+def test_a_killed_rank_counts_as_its_signal(processes: Processes, tmp_path: Path) -> None:
+    assert launched(processes, tmp_path, "kill").end() == 137
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, 137)])
+def test_no_rank_outlives_the_launcher(processes: Processes, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    launched(processes, tmp_path, "stay")
+    launcher = processes.all[0]
+    launcher.until(r"(?s)(pid \d+.*){3}")
+    pids = [int(pid) for pid in re.findall(r"pid (\d+)", launcher.text)]
+    launcher.process.send_signal(number)
+    # A rank that has no handler of its own dies of the signal, or for Ctrl-C of KeyboardInterrupt, which Python makes a signal's death too.
+    assert launcher.end(10) == code
+    deadline = time.monotonic() + 3
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def test_a_rank_is_told_who_it_is() -> None:
+    port = free_port()
+    child: subprocess.Popen[bytes] = start_rank(Config.read({"WORLD_SIZE": "2"}), 1, port)
+    try:
+        environ = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        child.kill()
+        child.wait()
+    assert {b"RANK=1", b"LOCAL_RANK=1", b"WORLD_SIZE=2", b"MASTER_ADDR=127.0.0.1", b"MASTER_PORT=%d" % port} <= set(
+        environ
+    )

@@ -1,0 +1,148 @@
+"""Real processes that try to join: what does not belong together ends on every rank with the same sentence and code 3."""
+
+import http.server
+import re
+import signal
+import socket
+import sys
+import threading
+
+import pytest
+
+from tests.workers.cluster.cluster_of_processes import Processes, Rank
+
+
+def refusals(ranks: list[Rank]) -> set[str]:
+    """The sentences of ranks that all ended with 3, none with a traceback."""
+    assert [rank.end() for rank in ranks] == [3] * len(ranks), "\n".join(rank.text for rank in ranks)
+    assert not any("Traceback" in rank.text or "frame #" in rank.text for rank in ranks)
+    return {
+        line.removeprefix("refused: ")
+        for rank in ranks
+        for _, line in rank.lines
+        if not line.startswith(("imported", "waiting", "joined", "step", "verdict"))
+    }
+
+
+def test_three_ranks_join_and_agree(processes: Processes) -> None:
+    ranks = processes.world(3, steps=2)
+    assert [rank.end() for rank in ranks] == [0, 0, 0]
+    joined = {line for rank in ranks for _, line in rank.lines if line.startswith("joined")}
+    assert len(joined) == 1
+    assert re.fullmatch(r"joined dp-\d{8}-\d{6} 0@127.0.0.1 1@127.0.0.1 2@127.0.0.1", joined.pop())
+
+
+def test_the_run_id_is_taken_from_the_environment(processes: Processes) -> None:
+    assert processes.rank(0, 1, steps=1, LAB_RUN_ID="mine").end() == 0
+    assert "joined mine" in processes.all[0].text
+
+
+def test_a_doubled_rank_is_said_on_every_rank(processes: Processes) -> None:
+    said = refusals([processes.rank(0, 3), processes.rank(1, 3), processes.rank(1, 3)])
+    assert len(said) == 1
+    assert socket.gethostname() in said.pop().partition("rank 1 runs twice")[2]
+
+
+def test_a_doubled_rank_that_comes_late_breaks_the_start(processes: Processes) -> None:
+    ranks = processes.world(2)
+    for rank in ranks:
+        rank.until("step 1")
+    late = processes.rank(1, 2)
+    assert [rank.end() for rank in [*ranks, late]] == [3, 3, 3]
+    assert all("rank 1 runs twice" in rank.text for rank in [*ranks, late])
+
+
+@pytest.mark.parametrize("joined_first", [False, True])
+def test_another_world_size_breaks_all(processes: Processes, joined_first: bool) -> None:
+    ranks = processes.world(2)
+    if joined_first:
+        ranks[1].until("step 1")
+    said = refusals([*ranks, processes.rank(2, 3)])
+    assert len(said) == 1
+    assert re.match(r"WORLD_SIZE=3 on rank 2 .* but WORLD_SIZE=2 on rank 0", said.pop())
+
+
+def test_mode_version_and_settings_must_agree(processes: Processes) -> None:
+    said = refusals([processes.rank(0, 2), processes.rank(1, 2, version="v2", RUN_MODE="comm", LAB_STEPS="9")])
+    assert len(said) == 1
+    sentence = said.pop()
+    assert "RUN_MODE=comm, the version of the code is v2, LAB_STEPS=9 on rank 1" in sentence
+    assert "RUN_MODE=dp, the version of the code is v1, LAB_STEPS=20 on rank 0" in sentence
+
+
+def test_the_missing_are_listed_while_waiting_and_at_the_end(processes: Processes) -> None:
+    said = refusals([processes.rank(rank, 4, LAB_JOIN_TIMEOUT_S="6") for rank in (0, 2)])
+    assert said == {"ranks 1 and 3 of 4 did not come in 6 s (LAB_JOIN_TIMEOUT_S)"}
+    assert all("waiting for ranks 1 and 3" in rank.text for rank in processes.all)
+
+
+def test_without_rank_0_the_others_say_so(processes: Processes) -> None:
+    said = refusals([processes.rank(1, 2, LAB_JOIN_TIMEOUT_S="5")])
+    assert "waiting for rank 0: nothing listens at 127.0.0.1" in said.pop()
+
+
+class Silent(http.server.BaseHTTPRequestHandler):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["silent", "http", "bound", "udp too"])
+def test_a_taken_port_is_said_on_all_ranks(processes: Processes, kind: str) -> None:
+    with socket.socket() as taken, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        taken.bind(("127.0.0.1", processes.port))
+        if kind != "bound":
+            taken.listen()
+        if kind == "udp too":
+            datagrams.bind(("127.0.0.1", processes.port))
+        if kind == "http":
+            server = http.server.HTTPServer(("127.0.0.1", processes.port), Silent, bind_and_activate=False)
+            server.socket.close()
+            server.socket = taken
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        said = refusals(processes.world(2))
+        if kind == "http":
+            server.shutdown()
+    assert said == {
+        f"MASTER_PORT={processes.port} on 127.0.0.1 is taken by another program, not by rank 0: choose another port"
+    }
+    assert all(rank.after_import_s < 12 for rank in processes.all)
+
+
+def test_an_address_of_nobody_fails_in_time(processes: Processes) -> None:
+    said = refusals([processes.rank(rank, 2, MASTER_ADDR="nobody.invalid") for rank in (0, 1)])
+    assert len(said) == 1
+    assert "MASTER_ADDR='nobody.invalid' does not resolve" in said.pop()
+    assert all(rank.after_import_s < 12 for rank in processes.all)
+
+
+def test_a_fast_restart_waits_for_the_end_of_the_old_run(processes: Processes) -> None:
+    old = processes.world(2)
+    for rank in old:
+        rank.until("step 1")
+    old[1].process.kill()
+    again = processes.rank(1, 2, steps=3)
+    assert old[0].end() == 3
+    assert "rank 1 lost" in old[0].text
+    first = processes.rank(0, 2, steps=3)
+    assert [first.end(), again.end()] == [0, 0], again.text
+
+
+def test_ctrl_c_while_waiting_ends_a_rank_at_once(processes: Processes) -> None:
+    rank = processes.rank(0, 2)
+    rank.until("waiting for rank 1")
+    rank.process.send_signal(signal.SIGTERM)
+    assert rank.end(5) == 143
+
+
+def test_torchrun_gives_its_store(processes: Processes) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(processes.port),
+    ]
+    agent = processes.run([*command, "-m", "tests.workers.cluster.one_rank", "v1", "3", ""], {"RUN_MODE": "dp"})
+    assert agent.end() == 0, agent.text
+    assert agent.text.count("step 2") == 2
