@@ -21,9 +21,28 @@ from workers.parallel.peers import Message, Peers, Pending, Steps, split
 ALGORITHMS: dict[str, ModuleType] = {"ring": ring, "direct": direct, "tree": tree, "server": server}
 
 
+# Speed against gloo's own, medians of interleaved rounds of ranks that share two busy cores (4 ranks, in brackets 2; noisy):
+#
+#                            64 KiB        256 KiB       1 MiB         4 MiB         16 MiB        64 MiB
+#   all_reduce      server   1.2-6.7 (9)   1.1-4.7 (4)   0.8-2.4 (3)   0.8-1.1 (.9)  0.8   (0.8)   0.8
+#                   direct   0.9-1.4       0.8-1.2       0.8-1.1       1.0   (0.6)   0.9   (0.8)   0.9   (1.0)
+#   reduce_scatter  server   1.8   (0.8)   1.3   (0.9)   1.0   (0.5)   1.1   (1.0)         (1.3)
+#                   direct   1.3   (0.9)   1.3   (0.9)   1.3   (0.4)   2.1   (1.4)   2.4   (1.9)   3.2   (4)
+#   all_gather      direct   0.9   (0.1)   0.9   (0.4)   1.0-1.5 (.5)  1.3   (0.8)   1.6   (1.5)   2.4   (3.5)
+#
+# Where ranks share cores each message costs a change of context, and the server needs 2(N-1) in all where others need
+# 2N(N-1); what it can take is bounded by its one link, (N-1)·S. gloo's all_reduce of large tensors is at the link's limit.
+NEVER = 1 << 62
+SERVER_UP_TO_BYTES = {"all_reduce": (1 << 20, 3 << 20), "reduce_scatter": (0, 1 << 20), "all_gather": (0, 0)}  # (N-1)·S
+DIRECT_FROM_BYTES = {"all_reduce": (NEVER, NEVER), "reduce_scatter": (4 << 20, 0), "all_gather": (16 << 20, 2 << 20)}
+
+
 def pick(op: str, nbytes: int, world_size: int) -> str:
-    """The faster of "direct" and "backend" (its own) for `op` on `nbytes` in all."""
-    return "direct" if world_size > 1 else "backend"
+    """The fastest of "server", "direct" and "backend" (gloo's or NCCL's own) for `op` on a tensor of `nbytes` in all."""
+    several = world_size > 2
+    if (world_size - 1) * nbytes <= SERVER_UP_TO_BYTES[op][several]:
+        return "server"
+    return "direct" if nbytes >= DIRECT_FROM_BYTES[op][several] else "backend"
 
 
 class Collective:

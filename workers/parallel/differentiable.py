@@ -23,91 +23,113 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.parallel import primitives
+
 Loss = Literal["own", "replicated"]
 Map = Callable[[Tensor], Tensor]
 
 
 class Linear(torch.autograd.Function):
-    """Forward: `forward_map(x)`. Backward: `backward_map(gradient)`, which must have the shape of x."""
+    """Forward: `forward_map(x)`, a new tensor. Backward: `backward_map(gradient)`, of the shape of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
+        """`forward_map(x)`."""
         ctx.backward_map = backward_map
-        return forward_map(x.detach().contiguous())
+        return forward_map(x.detach())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """`backward_map` of the one gradient."""
         return ctx.backward_map(gradients[0].contiguous()), None, None
 
 
-def apply(x: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
+def linear(x: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
     """`forward_map(x)`, with `backward_map` in its backward pass."""
     result: Tensor = Linear.apply(x, forward_map, backward_map)  # type: ignore[no-untyped-call]
     return result
 
 
+def on_root(x: Tensor, group: dist.ProcessGroup, root: int, shape: torch.Size) -> Tensor:
+    """x on the root, zeros of `shape` elsewhere: only the root's input had a say."""
+    return x if group.rank() == root else x.new_zeros(shape)
+
+
 def send(x: Tensor, group: dist.ProcessGroup, source: int, destination: int) -> Tensor:
-    """Forward: x of `source` to `destination`, which returns it; all others return an empty tensor. Backward: the way back."""
-    return apply(x, lambda x: moved(x, x, group, source, destination), lambda gradient: moved(gradient, x, group, destination, source, 0))
+    """Forward: x of `source`, on `destination`. Backward: send the gradient the other way."""
+
+    def backward_map(gradient: Tensor) -> Tensor:
+        sent = on_root(gradient, group, destination, x.shape)
+        return on_root(primitives.send(sent, group, destination, source), group, source, x.shape)
+
+    return linear(x, lambda x: primitives.send(x, group, source, destination), backward_map)
 
 
 def broadcast(x: Tensor, group: dist.ProcessGroup, root: int = 0, loss: Loss = "own") -> Tensor:
-    """Forward: the root's x on every rank. Backward: own, the sum of all gradients to the root; replicated, the root's own."""
-    return apply(
-        x,
-        lambda x: copied_from(x, group, root),
-        lambda gradient: only_on(root, group, summed(gradient, group) if loss == "own" else gradient),
-    )
+    """Forward: the root's x, everywhere. Backward: own, reduce to the root; replicated, the root's own gradient."""
+
+    def backward_map(gradient: Tensor) -> Tensor:
+        total = primitives.reduce(gradient, group, root) if loss == "own" else gradient
+        return on_root(total, group, root, x.shape)
+
+    return linear(x, lambda x: primitives.broadcast(x, group, root), backward_map)
 
 
-def scatter(x: Tensor, group: dist.ProcessGroup, root: int = 0) -> Tensor:
-    """Forward: x [N, ...] of the root, row r to rank r. Backward: gather, each rank's gradient to its row."""
-    return apply(x, lambda x: copied_from(x, group, root)[group.rank()].clone(), lambda gradient: only_on(root, group, stacked(gradient, group)))
+def scatter(rows: Tensor, group: dist.ProcessGroup, root: int = 0) -> Tensor:
+    """Forward: row r of the root's `rows`, on rank r. Backward: gather."""
+
+    def backward_map(gradient: Tensor) -> Tensor:
+        return on_root(primitives.gather(gradient, group, root), group, root, rows.shape)
+
+    return linear(rows, lambda rows: primitives.scatter(rows, group, root), backward_map)
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, root: int = 0) -> Tensor:
-    """Forward: everyone's x as [N, ...] on the root, empty elsewhere. Backward: scatter, row r of the root's gradient to rank r."""
+    """Forward: everyone's x as rows, on the root. Backward: scatter."""
 
     def backward_map(gradient: Tensor) -> Tensor:
-        rows = gradient if group.rank() == root else x.new_zeros((group.size(), *x.shape))
-        return copied_from(rows, group, root)[group.rank()].clone()
+        return primitives.scatter(on_root(gradient, group, root, torch.Size([group.size(), *x.shape])), group, root)
 
-    return apply(x, lambda x: emptied_but_on(root, group, stacked(x, group)), backward_map)
+    return linear(x, lambda x: primitives.gather(x, group, root), backward_map)
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup, root: int = 0) -> Tensor:
-    """Forward: the sum of everyone's x on the root, empty elsewhere. Backward: broadcast of the root's gradient."""
-    return apply(
-        x,
-        lambda x: emptied_but_on(root, group, summed(x, group)),
-        lambda gradient: copied_from(gradient if group.rank() == root else torch.zeros_like(x), group, root),
-    )
+    """Forward: the sum of everyone's x, on the root. Backward: broadcast."""
+
+    def backward_map(gradient: Tensor) -> Tensor:
+        return primitives.broadcast(on_root(gradient, group, root, x.shape), group, root)
+
+    return linear(x, lambda x: primitives.reduce(x, group, root), backward_map)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, loss: Loss = "own") -> Tensor:
-    """Forward: everyone's x as [N, ...] on every rank. Backward: own, reduce_scatter; replicated, this rank's slice."""
-    return apply(
-        x,
-        lambda x: stacked(x, group),
-        lambda gradient: (summed(gradient, group) if loss == "own" else gradient)[group.rank()].clone(),
-    )
+    """Forward: everyone's x as rows, everywhere. Backward: own, reduce_scatter; replicated, this rank's row."""
+
+    def backward_map(gradient: Tensor) -> Tensor:
+        return primitives.reduce_scatter(gradient, group) if loss == "own" else gradient[group.rank()].clone()
+
+    return linear(x, lambda x: primitives.all_gather(x, group), backward_map)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, loss: Loss = "own") -> Tensor:
-    """Forward: the sum of everyone's x on every rank. Backward: own, all_reduce; replicated, identity (Megatron's g)."""
-    return apply(x, lambda x: summed(x, group), lambda gradient: summed(gradient, group) if loss == "own" else gradient)
+    """Forward: the sum of everyone's x, everywhere. Backward: own, all_reduce; replicated, identity (Megatron's g)."""
+
+    def backward_map(gradient: Tensor) -> Tensor:
+        return primitives.all_reduce(gradient, group) if loss == "own" else gradient
+
+    return linear(x, lambda x: primitives.all_reduce(x, group), backward_map)
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: identity, on a tensor that all ranks hold. Backward: all_reduce, as every rank used it (Megatron's f)."""
-    return apply(x, Tensor.clone, lambda gradient: summed(gradient, group))
+    return linear(x, Tensor.clone, lambda gradient: primitives.all_reduce(gradient, group))
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: row r of x [N, ...] to rank r, which returns its rows by sender. Backward: the same, the way back."""
-    return apply(x, lambda x: swapped(x, group), lambda gradient: swapped(gradient, group))
+def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Forward: row r to rank r, from everyone to everyone. Backward: all_to_all, each row the way back."""
+    return linear(rows, lambda rows: primitives.all_to_all(rows, group), lambda gradient: primitives.all_to_all(gradient, group))
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: the sum of everyone's row r of x [N, ...] on rank r. Backward: all_gather."""
-    return apply(x, lambda x: summed(x, group)[group.rank()].clone(), lambda gradient: stacked(gradient, group))
+def reduce_scatter(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Forward: the sum of everyone's row r, on rank r. Backward: all_gather."""
+    return linear(rows, lambda rows: primitives.reduce_scatter(rows, group), lambda gradient: primitives.all_gather(gradient, group))

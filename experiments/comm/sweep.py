@@ -1,0 +1,193 @@
+"""What a collective costs from 1 KiB to 64 MiB: latency, bandwidth, bytes on the wire, beside gloo's own.
+
+Definitions as in nccl-tests: algbw = S / time, busbw = algbw x 2(N-1)/N for an all_reduce and (N-1)/N for its halves, so
+that the busbw of every algorithm and N can be held against the speed of the link. The time of a call is the slowest rank's,
+the median of a few interleaved rounds. T = rounds·α + bytes/B, fitted to each algorithm's times, splits them into a
+latency α of a round and a bandwidth B of the busiest link.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from workers.lab import Lab
+from workers.measure import formulas
+from workers.parallel.collectives import Collective, pick
+from workers.parallel.peers import split
+
+KIB, MIB = 1 << 10, 1 << 20
+VARIANTS = ("gloo", "ring", "direct", "tree", "server")
+SIZES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+COMPARED = (256 * KIB, 4 * MIB, 64 * MIB)
+TIMED_HALVES = ("gloo", "ring", "direct")  # of reduce_scatter and all_gather; of the others the bytes are counted alone
+BYTES: dict[str, Callable[[str, int, int, int], float]] = {
+    "all_reduce": formulas.all_reduce_bytes,
+    "reduce_scatter": formulas.reduce_scatter_bytes,
+    "all_gather": formulas.all_gather_bytes,
+}
+REPEATED_BYTES = 16 * MIB  # small calls are repeated up to this many bytes, and 16 times, in each round
+
+
+@dataclass
+class Cost:
+    """One operation by one variant at one size: the slowest rank's seconds a call, and the bytes that this rank sent."""
+
+    rounds_s: list[float] = field(default_factory=list)
+    wire_bytes: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The median round."""
+        return statistics.median(self.rounds_s)
+
+
+Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
+
+
+def run(lab: Lab) -> None:
+    """Sweep, hold the bytes against the formula, and show where the time goes."""
+    variants = [name for name in VARIANTS if lab.wants(name)]
+    collectives = {name: Collective(lab.group, "backend" if name == "gloo" else name) for name in variants}
+    costs: Costs = {}
+    for index, nbytes in enumerate(SIZES):
+        for op in BYTES:
+            lab.at(index, f"{op} of {size(nbytes)}")
+            costs |= {(op, nbytes, name): cost for name, cost in price(lab, op, nbytes, collectives).items()}
+    compare(lab, costs)
+    for op in BYTES:
+        timed = [name for name in variants if op == "all_reduce" or name in TIMED_HALVES]
+        if timed:
+            tables(lab, op, costs, timed)
+    if lab.world_size > 1:
+        fits(lab, costs, variants)
+        wall(lab, costs, variants)
+
+
+def price(lab: Lab, op: str, nbytes: int, collectives: dict[str, Collective]) -> dict[str, Cost]:
+    """The bytes of one call, which also warms up, and the time of a few rounds in which the variants take turns."""
+    whole = torch.zeros(even(nbytes, lab.world_size) // 4, device=lab.device)
+    chunk = torch.zeros_like(split(whole, lab.world_size)[lab.rank])
+    timed = [name for name in collectives if op == "all_reduce" or name in TIMED_HALVES]
+    costs = {name: Cost() for name in collectives if name in timed or nbytes in COMPARED}
+    for name, cost in costs.items():
+        with lab.count() as traffic:
+            call(collectives[name], op, whole, chunk)
+        cost.wire_bytes = traffic.wire_bytes if traffic.wire_error is None else None
+    for _ in range(3 if nbytes < 16 * MIB else 2):
+        for name in timed:
+            lab.exchange.barrier(name)
+            costs[name].rounds_s.append(seconds_a_call(lab, partial(call, collectives[name], op, whole, chunk), nbytes))
+    everyone = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
+    slowest = [max(seconds) for seconds in zip(*everyone, strict=True)]
+    for cost in costs.values():
+        cost.rounds_s, slowest = slowest[: len(cost.rounds_s)], slowest[len(cost.rounds_s) :]
+    return costs
+
+
+def seconds_a_call(lab: Lab, run_once: Callable[[], None], nbytes: int) -> float:
+    """Seconds of one of several calls in a row: one alone would time the barrier's end more than itself."""
+    repeats = max(1, min(16, REPEATED_BYTES // nbytes))
+    started = time.perf_counter()
+    for _ in range(repeats):
+        run_once()
+    if lab.device.type == "cuda":
+        torch.cuda.synchronize(lab.device)
+    return (time.perf_counter() - started) / repeats
+
+
+def call(collective: Collective, op: str, whole: Tensor, chunk: Tensor) -> None:
+    """`op` on `whole`, of which `chunk` is this rank's part."""
+    if op == "all_reduce":
+        collective.all_reduce(whole)
+    elif op == "reduce_scatter":
+        collective.reduce_scatter(chunk, whole)
+    else:
+        collective.all_gather(whole, chunk)
+
+
+def compare(lab: Lab, costs: Costs) -> None:
+    """Wire bytes of the larger sizes against the formula; gloo's are only shown."""
+    for (op, nbytes, name), cost in costs.items():
+        if nbytes in COMPARED and cost.wire_bytes is not None:
+            predicted = BYTES[op](name, lab.world_size, even(nbytes, lab.world_size), lab.rank)
+            tolerance = formulas.wire_tolerance(predicted, 1, lab.world_size)
+            lab.compare(
+                f"wire bytes {op} {size(nbytes)}", predicted, cost.wire_bytes, tolerance=tolerance, variant=name,
+                formula=f"{op}_bytes({name})", decides=name != "gloo",
+            )  # fmt: skip
+
+
+def tables(lab: Lab, op: str, costs: Costs, variants: list[str]) -> None:
+    """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's."""
+    factor = formulas.busbw_factor(op, lab.world_size)
+    rows: list[list[object]] = []
+    for nbytes in SIZES:
+        picked = pick(op, nbytes, lab.world_size).replace("backend", "gloo")
+        for name in variants:
+            cost, whole = costs[op, nbytes, name], even(nbytes, lab.world_size)
+            speed = [f"{whole / cost.seconds / 1e9 * times:.3f}" for times in (1, factor)]
+            bytes_ = [f"{BYTES[op](name, lab.world_size, whole, 0):.0f}", "-" if cost.wire_bytes is None else f"{cost.wire_bytes:.0f}"]
+            rows.append([size(nbytes), name, f"{cost.seconds * 1e6:.0f}", *speed, *bytes_, "picked" if name == picked else ""])
+    lab.table(op, ["size", "variant", "us", "algbw GB/s", "busbw GB/s", "predicted B", "wire B", "by size"], rows)
+    megabytes = [nbytes / 1e6 for nbytes in SIZES]
+    times = {name: [costs[op, nbytes, name].seconds for nbytes in SIZES] for name in variants}
+    milliseconds = {name: [megabytes, [seconds * 1e3 for seconds in column]] for name, column in times.items()}
+    busbw = {
+        name: [megabytes, [factor * nbytes / seconds / 1e9 for nbytes, seconds in zip(SIZES, column, strict=True)]]
+        for name, column in times.items()
+    }
+    lab.chart(f"{op}: time of a call", "MB", "ms", milliseconds, log_x=True, log_y=True)
+    lab.chart(f"{op}: busbw", "MB", "GB/s", busbw, log_x=True)
+
+
+def fits(lab: Lab, costs: Costs, variants: list[str]) -> None:
+    """Latency of a round and bandwidth of the busiest link, for each algorithm's all_reduce."""
+    rows: list[list[object]] = []
+    for name in variants:
+        times = [costs["all_reduce", nbytes, name].seconds for nbytes in SIZES]
+        latency_s, bytes_per_s, off = fit(name, lab.world_size, times)
+        rounds = formulas.all_reduce_rounds(name, lab.world_size)
+        rows.append([name, rounds, f"{latency_s * 1e6:.0f}", f"{bytes_per_s / 1e9:.2f}", f"{off:.0%}"])
+    lab.table("T = rounds·α + bytes/B, fitted to the all_reduce", ["variant", "rounds", "α, us", "B, GB/s", "typically off by"], rows)
+
+
+def fit(name: str, world_size: int, times: list[float]) -> tuple[float, float, float]:
+    """(α, B, median relative error) by least squares of the relative errors, since times span five powers of ten."""
+    rounds = formulas.all_reduce_seconds(name, world_size, 0, 1.0, 1.0)
+    serial = [formulas.all_reduce_seconds(name, world_size, nbytes, 0.0, 1.0) for nbytes in SIZES]
+    terms = torch.tensor([[rounds / t, sent / t] for sent, t in zip(serial, times, strict=True)], dtype=torch.float64)
+    ones = torch.ones(len(times), 1, dtype=torch.float64)
+    latency_s, s_per_byte = torch.linalg.lstsq(terms, ones).solution.flatten().tolist()
+    off = statistics.median(abs(row[0] * latency_s + row[1] * s_per_byte - 1) for row in terms.tolist())
+    return latency_s, 1 / s_per_byte, off
+
+
+def wall(lab: Lab, costs: Costs, variants: list[str]) -> None:
+    """The busiest rank's bytes over S, for any N by the formula, and as counted on rank 0 at this one."""
+    worlds = list(range(2, 9))
+    series = {
+        name: [[float(n) for n in worlds], [max(formulas.all_reduce_bytes(name, n, MIB, rank) for rank in range(n)) / MIB for n in worlds]]
+        for name in ("ring", "tree", "server")
+    }
+    for name in ("ring", "server"):
+        counted = costs["all_reduce", SIZES[-1], name].wire_bytes if name in variants else None
+        if counted is not None:
+            series[f"{name}, counted"] = [[float(lab.world_size)], [counted / SIZES[-1]]]
+    lab.chart("The server's wall: bytes that the busiest rank sends in an all_reduce, over S", "ranks", "bytes / S", series)
+    server, ring = (series[name][1][lab.world_size - 2] for name in ("server", "ring"))
+    lab.say(f"the server sends {server:g}·S at N={lab.world_size}, and S more with each rank; the ring {ring:.3g}·S, under 2·S for any N")
+
+
+def size(nbytes: int) -> str:
+    """1024 as "1 KiB"."""
+    return f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
+
+
+def even(nbytes: int, world_size: int) -> int:
+    """The next smaller size of which every rank has an equal chunk of whole floats, as gloo's reduce_scatter wants."""
+    return nbytes - nbytes % (4 * world_size)

@@ -1,0 +1,138 @@
+"""The comm lesson: its parts on real ranks with a lab that only keeps what it is told, and the whole mode once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments import comm
+from experiments.comm import demo, gradients, primitives, sweep
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.measure.formulas import all_reduce_seconds
+
+
+class Notes:
+    """A lab that keeps checks, tables and words; its exchange goes over the group."""
+
+    def __init__(self, group: dist.ProcessGroup, bug: str | None) -> None:
+        self.config = Config.model_validate({"run_mode": "comm", "world_size": group.size(), "bug": bug})
+        self.group, self.rank, self.world_size = group, group.rank(), group.size()
+        self.device = torch.device("cpu")
+        self.exchange = self
+        self.failed: set[str] = set()
+        self.held: set[str] = set()
+        self.tables: dict[str, list[list[Any]]] = {}
+        self.lines: list[str] = []
+
+    def check(self, name: str, max_abs_diff: float, tolerance: float, **_: Any) -> None:
+        (self.held if max_abs_diff <= tolerance else self.failed).add(name)
+
+    def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+        assert all(len(row) == len(columns) for row in rows)
+        self.tables[title] = rows
+
+    def say(self, text: str, **_: Any) -> None:
+        self.lines.append(text)
+
+    def gather(self, _: str, value: Any) -> list[Any] | None:
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone if self.rank == 0 else None
+
+    def at(self, step: int, phase: str) -> None:
+        pass
+
+
+def lesson(group: dist.ProcessGroup, bug: str | None) -> tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]:
+    lab: Any = Notes(group, bug)
+    primitives.forward(lab)
+    gradients.backward(lab)
+    demo.broadcast_slice_gather(lab)
+    demo.ring(lab)
+    return lab.held - lab.failed, lab.failed, lab.tables, lab.lines
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_check_holds(ranks: Ranks, world_size: int) -> None:
+    for held, failed, _, _ in ranks(world_size, lesson, None):
+        assert failed == set()
+        assert held == {"forward", "gradients", "no autograd", "demo", "ring"}
+
+
+@pytest.mark.parametrize("bug", sorted(comm.BUGS))
+def test_each_bug_fails_its_own_check_alone(ranks: Ranks, bug: str) -> None:
+    failed = set.union(*(failed for _, failed, _, _ in ranks(3, lesson, bug)))
+    assert failed == {comm.BUGS[bug].check}
+
+
+def test_the_lessons_printed_run(ranks: Ranks) -> None:
+    first, second = (lines for _, _, _, lines in ranks(2, lesson, None))
+    assert "Rank 0 full data: [37, 38, 39, 40]" in first
+    assert "Rank 1 received data: [39.0, 40.0]" in second
+    assert "Rank 1 local result: [78.0, 80.0], shape [2]" in second
+    assert "Rank 0 final gathered result: [37.0, 38.0, 78.0, 80.0]" in first
+    lines = ranks(3, lesson, None)[2][3]
+    assert "Rank 2 final gathered result: [37.0, 38.0, 78.0, 120.0]" in lines, "the remainder of 4 / 3 is lost"
+
+
+def test_where_the_lessons_table_is_wrong(ranks: Ranks) -> None:
+    _, _, tables, _ = ranks(2, lesson, None)[0]
+    (rows,) = (rows for title, rows in tables.items() if title.startswith("What comes back"))
+    wrong = {(row[0], row[1]) for row in rows if str(row[6]).startswith("WRONG")}
+    assert wrong == {("broadcast", "replicated"), ("all_gather", "own"), ("all_reduce", "replicated")}
+    assert all(row[3] == row[4] for row in rows)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_the_rings_rounds(world_size: int) -> None:
+    rounds = demo.ring_rounds(world_size)
+    assert [action for action, _ in rounds] == ["add"] * (world_size - 1) + ["copy"] * (world_size - 1)
+    for _, moves in rounds:
+        assert sorted(move.sender for move in moves) == sorted(move.receiver for move in moves) == list(range(world_size))
+    if world_size == 4:  # "worker 0 sends chunk 0 to worker 1, worker 1 sends chunk 1 to worker 2, and so on"
+        assert [tuple(move) for move in rounds[0][1]] == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 0, 3)]
+
+
+@pytest.mark.parametrize("name", sweep.VARIANTS)
+def test_the_fit_finds_latency_and_bandwidth_again(name: str) -> None:
+    times = [all_reduce_seconds(name, 4, nbytes, 5e-4, 2e9) for nbytes in sweep.SIZES]
+    latency_s, bytes_per_s, off = sweep.fit(name, 4, times)
+    assert latency_s == pytest.approx(5e-4)
+    assert bytes_per_s == pytest.approx(2e9)
+    assert off < 1e-6
+
+
+def test_refusals_and_predictions() -> None:
+    alone = Config.model_validate({"run_mode": "comm", "world_size": 1, "bug": "skipped_round"})
+    assert "it takes two ranks" in comm.refuse(alone)[0]
+    assert comm.refuse(alone.model_copy(update={"bug": None})) == []
+    predictions = {entry.variant: entry for entry in comm.predict(Config.model_validate({"run_mode": "comm", "world_size": 4}))}
+    assert tuple(predictions) == comm.VARIANTS
+    assert predictions["ring"].value == (1.5 * (4 << 20),) * 4
+    assert predictions["server"].value == (3.0 * (4 << 20), *[float(4 << 20)] * 3)
+
+
+def comm_run(folder: Path, **environ: str) -> tuple[int, str, dict[str, Any]]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("LAB_")}
+    variables |= {"RUN_MODE": "comm", "LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "run", **environ}
+    done = subprocess.run([sys.executable, "-m", "workers"], env=variables, capture_output=True, text=True, timeout=150, check=False)
+    return done.returncode, done.stdout + done.stderr, json.loads((folder / "run" / "run.json").read_text())
+
+
+@pytest.mark.timeout(200)
+def test_the_whole_mode(tmp_path: Path) -> None:
+    code, output, run = comm_run(tmp_path, WORLD_SIZE="2", LAB_VARIANT="gloo,direct")
+    assert code == 0, output
+    assert run["verdict"] == "pass"
+    compared = {(entry["variant"], entry["name"]) for entry in run["comparisons"]}
+    if compared:  # the kernel tells what its sockets sent
+        assert ("direct", "wire bytes all_reduce 4 MiB") in compared
+        assert {variant for variant, _ in compared} == {"gloo", "direct"}
+    assert "rank 1 | Rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output
