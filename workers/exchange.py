@@ -5,6 +5,8 @@ a bound, and who did not come is named.
 """
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,33 +16,40 @@ import torch.distributed as dist
 class Exchange:
     """Barriers and JSON values between the ranks of a run. Calls must come in the same order on every rank."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        waiting: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),  # noqa: ARG005
+    ) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self._waiting = waiting  # tells the watch what is waited for
         self._turn = 0
 
     def everyone(self, name: str, value: Any) -> list[Any]:
         """The values of all ranks, by rank, on every rank; raises TimeoutError naming the ranks that gave none."""
         turn = self._next(name)
         self._give(turn, value)
-        return [self._take(turn, name, rank) for rank in range(self.world_size)]
+        return self._take_all(turn, name)
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
         """The values of all ranks on rank 0, None elsewhere."""
         turn = self._next(name)
         self._give(turn, value)
-        if self.rank != 0:
-            return None
-        return [self._take(turn, name, rank) for rank in range(self.world_size)]
+        return self._take_all(turn, name) if self.rank == 0 else None
 
     def share(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank."""
         turn = self._next(name)
         if self.rank == 0:
             self._give(turn, value)
-        return self._take(turn, name, 0)
+        with self._waiting(name):
+            return self._take(turn, name, 0)
 
     def barrier(self, name: str) -> None:
         """Return once every rank has come here."""
@@ -52,6 +61,10 @@ class Exchange:
 
     def _give(self, turn: str, value: Any) -> None:
         self.store.set(f"{turn}/{self.rank}", json.dumps(value))
+
+    def _take_all(self, turn: str, name: str) -> list[Any]:
+        with self._waiting(name):
+            return [self._take(turn, name, rank) for rank in range(self.world_size)]
 
     def _take(self, turn: str, name: str, rank: int) -> Any:
         key = f"{turn}/{rank}"

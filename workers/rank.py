@@ -54,12 +54,17 @@ def be_rank(config: Config, started_at: float) -> int:
         journal.open(folder, cluster.rank)
         journal.write(start_record(config, cluster))
         init_process_group(cluster, config)
-        exchange = Exchange(
-            dist.PrefixStore("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s
-        )
-        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=config.master_port)
         world = dist.group.WORLD
         assert world is not None
+        watch.follow(world)
+        exchange = Exchange(
+            dist.PrefixStore("lab", cluster.store),
+            cluster.rank,
+            cluster.world_size,
+            config.collective_timeout_s,
+            watch.waiting,
+        )
+        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=config.master_port)
         lab = Lab(config, device, world, exchange, ledger, journal, watch.at)
         greet(lab, cluster, folder)
         experiment.run(lab)

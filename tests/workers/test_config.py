@@ -88,6 +88,8 @@ def test_the_modes_are_the_files_of_experiments() -> None:
 
 
 def test_faults_are_found_without_torch() -> None:
-    program = "import sys, workers.config as c\ntry: c.Config.read({'WORLD_SIZE': '9'})\nexcept c.ConfigError: print('torch' in sys.modules)"
+    program = """import sys, workers.config as c
+try: c.Config.read({'WORLD_SIZE': '9'})
+except c.ConfigError: print('torch' in sys.modules)"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

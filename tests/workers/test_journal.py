@@ -28,7 +28,9 @@ def test_a_record_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     journal.open(tmp_path, rank=0)
     for record in (Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5)):
         journal.write(record)
-    assert read(tmp_path / "rank0.jsonl") == journal.records == [Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5)]
+    assert (
+        read(tmp_path / "rank0.jsonl") == journal.records == [Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5)]
+    )
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

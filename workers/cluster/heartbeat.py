@@ -23,12 +23,16 @@ class Row:
 
 @dataclass
 class Place:
-    """Where a rank is in its run; `turn` counts its changes of place, the same on all ranks of a step."""
+    """Where a rank is in its run; `turn` counts its changes of place, the same on all ranks of a step.
+
+    `calls` are the collectives that it has begun in this place: of two ranks in one place, the one with fewer is behind.
+    """
 
     turn: int = 0
     step: int = 0
     phase: str = "start"
     since: float = 0.0
+    calls: int = 0
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Peer:
 
     heard_at: float
     turn: int = 0
+    calls: int = 0  # begun in its present place
     in_phase_s: float = 0.0
     acknowledged: int = 0  # the ranks whose goodbye it has heard, as a mask
     seen: Seen = field(default_factory=lambda: Seen(0, "start"))
@@ -61,19 +66,15 @@ class Hearing:
         rows = {str(rank): [row.count, row.mask] for rank, row in self.rows.items()}
         rows[str(self.rank)] = [self._count, to_mask(self.heard(now))]
         return {
-            "kind": "beat", "rank": self.rank, "turn": place.turn, "step": place.step, "phase": place.phase,
+            "kind": "beat", "rank": self.rank, "turn": place.turn, "calls": place.calls, "step": place.step, "phase": place.phase,
             "in_phase_s": round(now - place.since, 2), "memory": memory_share, "ended": self.ended, "rows": rows,
         }  # fmt: skip
 
     def take(self, beat: dict[str, Any], now: float) -> None:
         """Learn from another rank's heartbeat."""
         peer = self.peers[beat["rank"]]
-        peer.heard_at, peer.turn, peer.in_phase_s, peer.acknowledged = (
-            now,
-            beat["turn"],
-            beat["in_phase_s"],
-            beat["ended"],
-        )
+        peer.heard_at, peer.in_phase_s, peer.acknowledged = now, beat["in_phase_s"], beat["ended"]
+        peer.turn, peer.calls = beat["turn"], beat["calls"]
         peer.seen = Seen(beat["step"], beat["phase"], beat["memory"])
         self.ended |= beat["ended"]
         for name, (count, mask) in beat["rows"].items():
@@ -107,11 +108,11 @@ class Hearing:
         return last | {self.rank: Seen(place.step, place.phase)}
 
     def behind(self, place: Place, now: float) -> list[str]:
-        """Those whom this rank waits for: who has changed place less often, or still computes in the same place."""
+        """Those whom this rank waits for: who has changed place, or begun collectives in this place, less often."""
         slow = []
         for rank in sorted(self.present() - {self.rank}):
             peer = self.peers[rank]
-            if peer.turn < place.turn or (peer.turn == place.turn and peer.seen.phase == "compute" != place.phase):
+            if (peer.turn, peer.calls) < (place.turn, place.calls):
                 stays_s = peer.in_phase_s + now - peer.heard_at
                 slow.append(f"rank {rank} ({peer.seen.place} for {stays_s:.1f} s)")
         return slow

@@ -9,9 +9,10 @@ tables to agree, up to 0.75 s for the words to go round. The thread wakes once a
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from workers.cluster import ClusterError
 from workers.cluster.departure import Departure
@@ -23,6 +24,9 @@ from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.verdict import Verdict, condemn
 from workers.config import Config, ConfigError
 from workers.report.records import Lost
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 PERIOD_S = 0.25
 FROZEN_S = 1.0  # the longest gap between two beats under four times as many busy threads as cores was 0.33 s
@@ -51,6 +55,7 @@ class Watch(threading.Thread):
         now = time.monotonic()
         self.hearing = Hearing(cluster.rank, cluster.members, config.lost_after_s, now + START_GRACE_S)
         self.place = Place(since=now)
+        self._calls_begun: Callable[[], int] = lambda: 0
         self.cpu_seconds = 0.0
         self._addresses = {
             rank: (member.ip, member.udp_port) for rank, member in cluster.members.items() if rank != cluster.rank
@@ -64,9 +69,26 @@ class Watch(threading.Thread):
         self._signals.open()
         self._departure = Departure(self._signals, say, on_verdict)
 
+    def follow(self, group: "dist.ProcessGroup") -> None:
+        """From now on count the collectives that this rank begins in `group`: gloo and NCCL number them."""
+        self._calls_begun = group._get_sequence_number_for_group  # type: ignore[attr-defined]
+
     def at(self, step: int, phase: str) -> None:
-        """Note where the main thread is; "compute" is where it waits for nobody."""
-        self.place = Place(self.place.turn + 1, step, phase, time.monotonic())
+        """Note where the main thread is. Ranks must change place together: who has done so less often is behind."""
+        self.place = Place(self.place.turn + 1, step, phase, time.monotonic(), self._calls_begun())
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around a wait for the other ranks, outside of any collective."""
+        before = self.place
+        self.at(before.step, f"waiting at {what}")
+        yield
+        self.at(before.step, before.phase)
+
+    def _here(self) -> Place:
+        """Where the main thread is, with the collectives that it began there."""
+        place = self.place
+        return replace(place, calls=self._calls_begun() - place.calls)
 
     def finish(self) -> None:
         """A normal end: say goodbye until all who still run have heard it.
@@ -87,7 +109,7 @@ class Watch(threading.Thread):
             time.sleep(
                 self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S
             )  # the thread ends the process if it is
-        place = self.place
+        place = self._here()
         text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         waited_for = self.hearing.behind(place, time.monotonic()) if _may_be_a_loss(error) else []
         if waited_for:
@@ -124,7 +146,7 @@ class Watch(threading.Thread):
             self._leave(Verdict(EXIT_CODES[number], sentence), Verdict(3, sentence, (lost,)), stopped=True)
 
     def _send_beat(self) -> None:
-        self._tell(self.hearing.beat(self.place, self._pressure.share(), time.monotonic()))
+        self._tell(self.hearing.beat(self._here(), self._pressure.share(), time.monotonic()))
 
     def _tell(self, message: dict[str, Any]) -> None:
         for address in self._addresses.values():
@@ -174,11 +196,9 @@ class Watch(threading.Thread):
             self._leave(verdict, verdict)
 
     def _name_slow(self) -> None:
-        now, place = time.monotonic(), self.place
+        now, place = time.monotonic(), self._here()
         waits_s = now - place.since
-        if place.phase == "compute" or waits_s < SLOW_S or now - max(self._said_slow_at, place.since) < SLOW_S:
-            return
-        if now - self._said_slow_at < SLOW_AGAIN_S:
+        if waits_s < SLOW_S or now - self._said_slow_at < SLOW_AGAIN_S:
             return
         behind = self.hearing.behind(place, now)
         if behind:

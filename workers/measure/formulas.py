@@ -50,10 +50,14 @@ def all_reduce_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0
         return float(nbytes)
     if algorithm == "tree":
         widths = chunk_bytes(core, nbytes, itemsize)
-        return float(nbytes - widths[rank] + _doubling_bytes(widths, rank) + (nbytes if rank + core < world_size else 0))
+        return float(
+            nbytes - widths[rank] + _doubling_bytes(widths, rank) + (nbytes if rank + core < world_size else 0)
+        )
     # In the ring rank r ends the first half with the sum of chunk r + 1: it stands where r + 1 stands in a reduce_scatter.
     owner = (rank + (algorithm == "ring")) % world_size
-    return sum(half(algorithm, world_size, nbytes, owner, itemsize) for half in (reduce_scatter_bytes, all_gather_bytes))
+    return sum(
+        half(algorithm, world_size, nbytes, owner, itemsize) for half in (reduce_scatter_bytes, all_gather_bytes)
+    )
 
 
 def reduce_scatter_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0, itemsize: int = 4) -> float:

@@ -37,7 +37,10 @@ class Traffic:
     def per(self, steps: int) -> "Traffic":
         """The same, divided by the number of `steps` that were counted together."""
         return Traffic(
-            [CalledOp(op.op, op.axis, op.calls / steps, op.raw_bytes / steps, op.called_bytes / steps) for op in self.called],
+            [
+                CalledOp(op.op, op.axis, op.calls / steps, op.raw_bytes / steps, op.called_bytes / steps)
+                for op in self.called
+            ],
             {peer: WireBytes(wire.sent / steps, wire.retransmitted / steps) for peer, wire in self.wire.items()},
             self.wire_error,
         )
@@ -61,7 +64,9 @@ class Ledger:
     Connections that have `store_port` at either end are the store's and are left out.
     """
 
-    def __init__(self, rank: int, world_size: int, exchange: Callable[[str, Any], list[Any]], store_port: int | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, exchange: Callable[[str, Any], list[Any]], store_port: int | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.store_port = store_port
@@ -89,10 +94,14 @@ class Ledger:
             found = sockets.connections()
         except NoDiagnostics as error:
             return str(error)
-        ends_of = ((inode, connection, (connection.local[1], connection.remote[1])) for inode, connection in found.items())
+        ends_of = (
+            (inode, connection, (connection.local[1], connection.remote[1])) for inode, connection in found.items()
+        )
         return {inode: connection for inode, connection, ports in ends_of if self.store_port not in ports}
 
-    def _name_peers(self, traffic: Traffic, before: dict[int, Connection] | str, after: dict[int, Connection] | str) -> None:
+    def _name_peers(
+        self, traffic: Traffic, before: dict[int, Connection] | str, after: dict[int, Connection] | str
+    ) -> None:
         """Fill in `wire` and `wire_error`: only what all ranks can measure is measured, or the matrix would lack rows."""
         self._count += 1
         mine = after if isinstance(after, str) else [connection.local for connection in after.values()]

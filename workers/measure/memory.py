@@ -88,7 +88,9 @@ class PeakMemory:
         self._storages.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._device.type == "cpu":
             self._storages.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             del torch.UntypedStorage.resize_  # the wrapper: the method itself is the base class's
@@ -96,7 +98,9 @@ class PeakMemory:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that were alive at once since the block began."""
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else self._storages.peak_bytes
+        return (
+            torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else self._storages.peak_bytes
+        )
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

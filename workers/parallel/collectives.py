@@ -120,7 +120,9 @@ class Collective:
 
 def _by_hand(name: str, op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
     module = ALGORITHMS[name]
-    steps: Steps = module.reduce_scatter(peers, whole, result) if op == "reduce_scatter" else getattr(module, op)(peers, whole)
+    steps: Steps = (
+        module.reduce_scatter(peers, whole, result) if op == "reduce_scatter" else getattr(module, op)(peers, whole)
+    )
     return steps
 
 
@@ -145,5 +147,7 @@ def _copied(whole: Tensor, result: Tensor) -> Steps:
 
 def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}, is not contiguous: pass tensor.contiguous()")
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}, is not contiguous: pass tensor.contiguous()"
+        )
     return tensor.view(-1)

@@ -127,9 +127,15 @@ def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: row r to rank r, from everyone to everyone. Backward: all_to_all, each row the way back."""
-    return linear(rows, lambda rows: primitives.all_to_all(rows, group), lambda gradient: primitives.all_to_all(gradient, group))
+    return linear(
+        rows, lambda rows: primitives.all_to_all(rows, group), lambda gradient: primitives.all_to_all(gradient, group)
+    )
 
 
 def reduce_scatter(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: the sum of everyone's row r, on rank r. Backward: all_gather."""
-    return linear(rows, lambda rows: primitives.reduce_scatter(rows, group), lambda gradient: primitives.all_gather(gradient, group))
+    return linear(
+        rows,
+        lambda rows: primitives.reduce_scatter(rows, group),
+        lambda gradient: primitives.all_gather(gradient, group),
+    )

@@ -81,7 +81,10 @@ class Peers:
         wanted = [(True, peer, tensor) for peer, tensor in receives] + [(False, peer, tensor) for peer, tensor in sends]
         works = self._post_batch(wanted) if self.batched else [self._post(tag, *entry) for entry in wanted]
         verbs = ["receive from" if receiving else "send to" for receiving, _, _ in wanted]
-        messages = [Message(work, f"{verb} {self._names[entry[1]]}") for work, verb, entry in zip(works, verbs, wanted, strict=True)]
+        messages = [
+            Message(work, f"{verb} {self._names[entry[1]]}")
+            for work, verb, entry in zip(works, verbs, wanted, strict=True)
+        ]
         num_receives = sum(receiving for receiving, _, _ in wanted)
         return messages[:num_receives], messages[num_receives:]
 

@@ -56,7 +56,9 @@ def _reduce(peers: Peers, tensor: Tensor) -> Steps:
     # One worker's tensor is received while the one before is added: two buffers, however many workers there are.
     with peers.scratch(tensor.numel(), tensor) as even, peers.scratch(tensor.numel(), tensor) as odd:
         buffers = [even, odd]
-        arriving = [peers.post(tag, receives=[(worker, buffers[worker % 2])])[0] for worker in range(1, min(2, last) + 1)]
+        arriving = [
+            peers.post(tag, receives=[(worker, buffers[worker % 2])])[0] for worker in range(1, min(2, last) + 1)
+        ]
         for worker in range(1, last + 1):
             yield from arriving[worker - 1]
             tensor.add_(buffers[worker % 2])

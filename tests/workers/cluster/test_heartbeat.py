@@ -77,12 +77,15 @@ def test_a_rank_that_was_frozen_forgives() -> None:
     assert verdicts(hearings, 9.0)[0] == []
 
 
-def test_behind_is_who_changed_place_less_often_or_still_computes() -> None:
+def test_behind_is_who_changed_place_or_began_collectives_less_often() -> None:
     hearings = [Hearing(rank, range(3), LOST_AFTER_S, 0.0) for rank in range(3)]
     hearings[0].take(hearings[1].beat(Place(9, 4, "compute", 0.0), None, 3.0), 3.0)
     hearings[0].take(hearings[2].beat(Place(10, 4, "all_reduce", 3.0), None, 3.0), 3.0)
     assert hearings[0].behind(Place(10, 4, "all_reduce", 0.0), 3.5) == ["rank 1 (at step 4 in compute for 3.5 s)"]
     assert hearings[0].behind(Place(9, 4, "compute", 0.0), 3.5) == []
+    assert hearings[0].behind(Place(9, 4, "compute", 0.0, calls=1), 3.5) != []
+    hearings[0].take(hearings[1].beat(Place(9, 4, "compute", 0.0, calls=1), None, 3.6), 3.6)
+    assert hearings[0].behind(Place(9, 4, "compute", 0.0, calls=1), 3.6) == []
 
 
 def test_masks() -> None:

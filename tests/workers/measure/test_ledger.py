@@ -32,7 +32,9 @@ def counted(group: dist.ProcessGroup, algorithm: str, repeats: int = 1) -> Traff
     """Traffic of `repeats` all_reduces of 1 MiB."""
     whole = torch.ones(MIB // 4)
     run: Callable[[], object] = (
-        partial(dist.all_reduce, whole, group=group) if algorithm == "gloo" else partial(Collective(group, algorithm).all_reduce, whole)
+        partial(dist.all_reduce, whole, group=group)
+        if algorithm == "gloo"
+        else partial(Collective(group, algorithm).all_reduce, whole)
     )
     with ledger_of(group).count() as traffic:
         for _ in range(repeats):
@@ -71,7 +73,9 @@ def test_the_matrix_of_direct_is_full_and_of_server_a_cross(ranks: Ranks) -> Non
 
 def test_one_step_of_many(ranks: Ranks) -> None:
     one = ranks(2, counted, "gloo", 4)[0].per(4)
-    assert [(seen.op, seen.calls, seen.raw_bytes, seen.called_bytes) for seen in one.called] == [("all_reduce", 1, MIB, MIB)]
+    assert [(seen.op, seen.calls, seen.raw_bytes, seen.called_bytes) for seen in one.called] == [
+        ("all_reduce", 1, MIB, MIB)
+    ]
     assert one.wire_bytes == one.wire[1].sent == pytest.approx(MIB, rel=0.01)
     assert one.calls == 1
 

@@ -16,7 +16,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
     """Both ends of a connection; in the last case an IPv4 client of an IPv6 listener, as gloo and the store make them."""
     family = socket.AF_INET if request.param == "127.0.0.1" else socket.AF_INET6
     mapped = request.param.startswith("::ffff")
-    with socket.create_server(("::", 0) if mapped else (request.param, 0), family=family, dualstack_ipv6=mapped) as listener:
+    with socket.create_server(
+        ("::", 0) if mapped else (request.param, 0), family=family, dualstack_ipv6=mapped
+    ) as listener:
         client = socket.create_connection((request.param.removeprefix("::ffff:"), listener.getsockname()[1]))
         server, _ = listener.accept()
         with client, server:

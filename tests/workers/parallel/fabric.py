@@ -66,7 +66,9 @@ class Fabric:
     def match(self, route: tuple[int, int, int]) -> None:
         while self.receives[route] and self.sends[route]:
             receiver, sender = self.receives[route].pop(0), self.sends[route].pop(0)
-            assert receiver.tensor.shape == sender.tensor.shape, f"{sender.tensor.shape} sent to {receiver.tensor.shape}"
+            assert receiver.tensor.shape == sender.tensor.shape, (
+                f"{sender.tensor.shape} sent to {receiver.tensor.shape}"
+            )
             receiver.other, sender.other = sender, receiver
             if not self.late:
                 sender.move()

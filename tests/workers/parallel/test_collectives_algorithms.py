@@ -54,7 +54,9 @@ def test_results_and_bytes(algorithm: str, op: str, world_size: int, length: int
         assert all(torch.equal(tensor, total) for tensor in tensors)
     elif op == "reduce_scatter":
         assert all(torch.equal(output, split(total, world_size)[rank]) for rank, output in enumerate(outputs))
-        assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, everyone, strict=True)), "the input changed"
+        assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, everyone, strict=True)), (
+            "the input changed"
+        )
     else:
         whole = torch.cat([split(tensor, world_size)[rank] for rank, tensor in enumerate(everyone)])
         assert all(torch.equal(tensor, whole) for tensor in tensors)

@@ -38,7 +38,10 @@ def sum_of(xs: list[Tensor]) -> Tensor:
 
 def inputs(world_size: int, rows: bool) -> list[Tensor]:
     shape = (world_size, 2, 3) if rows else (2, 3)
-    return [torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(world_size)]
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        for rank in range(world_size)
+    ]
 
 
 def loss(output: Tensor, seed: int) -> Tensor:
