@@ -16,7 +16,14 @@ from workers.parallel.collectives import Collective, pick
 from workers.parallel.peers import split
 
 KIB, MIB = 1 << 10, 1 << 20
-PLANS = {64 * KIB: (21, 10), 256 * KIB: (21, 6), MIB: (15, 4), 4 * MIB: (13, 2), 16 * MIB: (9, 1), 64 * MIB: (7, 1)}  # rounds, calls
+PLANS = {
+    64 * KIB: (21, 10),
+    256 * KIB: (21, 6),
+    MIB: (15, 4),
+    4 * MIB: (13, 2),
+    16 * MIB: (9, 1),
+    64 * MIB: (7, 1),
+}  # rounds, calls
 TARGETS = {
     "all_reduce": {4 * MIB: 1.15, 16 * MIB: 1.15, 64 * MIB: 1.15},
     "reduce_scatter": {4 * MIB: 2.0, 64 * MIB: 3.0},
@@ -67,7 +74,9 @@ def main(world_size: int = 4) -> None:
         held = "yes" if ratios[0].median >= target else "NO"
         picked = pick(op, nbytes, world_size)
         size = f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
-        rows.append([op, size, picked, f"{gloo.median_s * 1e3:.2f}", f"{target:.2f}x", held, f"{cpu.median:.2f}x", *ratios])
+        rows.append(
+            [op, size, picked, f"{gloo.median_s * 1e3:.2f}", f"{target:.2f}x", held, f"{cpu.median:.2f}x", *ratios]
+        )
     columns = ["op", "size", "picked", "gloo ms", "target", "held", "auto, CPU", *ALGORITHMS]
     print(f"{world_size} ranks, one thread each: speed against gloo's own (median, and the middle half of the rounds)")
     print(table(columns, rows))

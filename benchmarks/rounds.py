@@ -51,7 +51,9 @@ class Ratio:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})"
 
 
-def interleave(candidates: dict[str, Callable[[], Any]], group: dist.ProcessGroup, rounds: int, calls: int = 1) -> dict[str, Timing]:
+def interleave(
+    candidates: dict[str, Callable[[], Any]], group: dist.ProcessGroup, rounds: int, calls: int = 1
+) -> dict[str, Timing]:
     """Run each candidate `calls` times in each of `rounds` rounds, after a round that does not count; equal on all ranks."""
     timings = {name: Timing() for name in candidates}
     for turn in range(rounds + 1):
@@ -74,7 +76,9 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
     """The rows as aligned text under the columns."""
     cells = [columns, *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    )
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -82,7 +86,10 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_rank, args=(rank, world_size, folder, results, function, args)) for rank in range(world_size)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, world_size, folder, results, function, args))
+            for rank in range(world_size)
+        ]
         try:
             for process in ranks:
                 process.start()
@@ -105,7 +112,9 @@ def _first(results: Any, ranks: list[Any]) -> Any:
     return results.get()
 
 
-def _rank(rank: int, world_size: int, folder: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world_size: int, folder: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     bound = timedelta(seconds=TIMEOUT_S)
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -113,7 +122,9 @@ def _rank(rank: int, world_size: int, folder: str, results: Any, function: Calla
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = bound
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=bound, pg_options=options)
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=bound, pg_options=options
+    )
     value = function(dist.group.WORLD, *args)
     if rank == 0:
         results.put(value)

@@ -44,7 +44,7 @@ def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) ->
     ledger = Ledger(group.rank(), group.size(), exchange.everyone)
     lab = Lab(config, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
     importlib.import_module(f"experiments.{config.run_mode}").run(lab)
-    journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0))
+    journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0, 0.0))
     return [records.to_line(record) for record in journal.records]
 
 

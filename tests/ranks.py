@@ -104,7 +104,7 @@ def serve(rank: int, meeting: str, pipe: multiprocessing.connection.Connection) 
     torch.set_num_threads(1)
     bound = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     # The loopback address by name of its own device: a machine's host name need not resolve.
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = bound
     dist.init_process_group(

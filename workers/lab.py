@@ -134,6 +134,19 @@ class Lab:
         """Calls and wire bytes of what runs inside the block; all ranks enter and leave together."""
         return self._ledger.count()
 
+    def seconds(self, call: Callable[[], object], repeats: int = 1) -> float:
+        """Seconds of one of `repeats` calls in a row on this rank; all ranks begin together.
+
+        One call alone would time the end of the barrier more than itself.
+        """
+        self.exchange.barrier("seconds")
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - started) / repeats
+
     def measure(self, *variants: Variant, also: Callable[[str, Strategy], None] | None = None) -> dict[str, Traffic]:
         """Prove, time and count every variant; `also(name, strategy)` adds checks at the end of each proof.
 

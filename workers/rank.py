@@ -68,7 +68,9 @@ def be_rank(config: Config, started_at: float) -> int:
         lab = Lab(config, device, world, exchange, ledger, journal, watch.at)
         greet(lab, cluster, folder)
         experiment.run(lab)
-        code = conclude(lab, folder, started_at)
+        lab.at(config.steps, "report")
+        journal.write(records.End(lab.rank, started_at, lab.first_step_at, time.time(), watch.cpu_seconds))
+        code = conclude(lab, folder)
     except BaseException as error:
         return watch.fail(error)
     watch.finish()
@@ -157,10 +159,8 @@ def greet(lab: Lab, cluster: Cluster, folder: Path) -> None:
     )
 
 
-def conclude(lab: Lab, folder: Path, started_at: float) -> int:
+def conclude(lab: Lab, folder: Path) -> int:
     """Bring the records together, judge them on rank 0, and return the same exit code on every rank."""
-    lab.at(lab.config.steps, "report")
-    lab.journal.write(records.End(lab.rank, started_at, lab.first_step_at, time.time()))
     lines = [records.to_line(record) for record in lab.journal.records]
     everyone = lab.exchange.gather("records", lines)
     if everyone is None:

@@ -22,7 +22,9 @@ from workers.measure.formulas import Prediction, all_reduce_bytes
 
 VARIANTS = sweep.VARIANTS
 BUGS = {
-    "skipped_round": Bug("the ring leaves out its last round: one rank's chunk keeps an unfinished sum on its neighbour", "ring"),
+    "skipped_round": Bug(
+        "the ring leaves out its last round: one rank's chunk keeps an unfinished sum on its neighbour", "ring"
+    ),
     "wrong_backward": Bug(
         "each primitive keeps the backward that the lesson's table gives it, whatever the loss: all_gather's slice forgets the "
         "other ranks' losses, all_reduce's all_reduce counts a replicated loss N times",
@@ -55,7 +57,10 @@ def predict(config: Config) -> list[Prediction]:
 def run(lab: Lab) -> None:
     """The lesson, from one message to the price of the largest."""
     for prediction in predict(lab.config):
-        lab.say(f"{prediction.variant}: {prediction.formula} = {max(prediction.value) / 1e6:.3g} MB for an all_reduce of 4 MiB", "predict")
+        lab.say(
+            f"{prediction.variant}: {prediction.formula} = {max(prediction.value) / 1e6:.3g} MB for an all_reduce of 4 MiB",
+            "predict",
+        )
     primitives.forward(lab)
     gradients.backward(lab)
     demo.broadcast_slice_gather(lab)

@@ -46,8 +46,14 @@ class Move(NamedTuple):
 def ring_rounds(world_size: int) -> list[tuple[str, list[Move]]]:
     """Each round of a ring all_reduce: what its receivers do, and who sends which chunk to whom."""
     ranks = range(world_size)
-    add = [[Move(rank, (rank + 1) % world_size, (rank - turn) % world_size) for rank in ranks] for turn in range(world_size - 1)]
-    copy = [[Move(rank, (rank + 1) % world_size, (rank + 1 - turn) % world_size) for rank in ranks] for turn in range(world_size - 1)]
+    add = [
+        [Move(rank, (rank + 1) % world_size, (rank - turn) % world_size) for rank in ranks]
+        for turn in range(world_size - 1)
+    ]
+    copy = [
+        [Move(rank, (rank + 1) % world_size, (rank + 1 - turn) % world_size) for rank in ranks]
+        for turn in range(world_size - 1)
+    ]
     return [("add", moves) for moves in add] + [("copy", moves) for moves in copy]
 
 
@@ -64,7 +70,9 @@ def ring(lab: Lab) -> None:
         play(lab, action, moves, chunks)
         told = ", ".join(f"{move.sender} -> {move.receiver}: chunk {move.chunk}" for move in moves)
         rows.append([number, action, told, digits(chunks)])
-    lab.table("A ring all_reduce, round by round", ["round", "receivers", "who sends which chunk", "rank 0 then holds"], rows)
+    lab.table(
+        "A ring all_reduce, round by round", ["round", "receivers", "who sends which chunk", "rank 0 then holds"], rows
+    )
     wanted = sum(10**rank for rank in range(lab.world_size))
     lab.check("ring", float((tensor - wanted).abs().max()), 0.0, detail=f"{digits(chunks)} where {wanted} is right")
 

@@ -26,7 +26,9 @@ def backward(lab: Lab) -> None:
             true = one_process(lab, primitive, loss)
             lessons = gradient(lab, primitive, loss_of_lesson(primitive, loss), loss)
             right = gradient(lab, primitive, loss, loss)
-            measured, by = (lessons, loss_of_lesson(primitive, loss)) if lab.config.bug == "wrong_backward" else (right, loss)
+            measured, by = (
+                (lessons, loss_of_lesson(primitive, loss)) if lab.config.bug == "wrong_backward" else (right, loss)
+            )
             detail = f"{primitive.name}, {loss} loss, backward by {primitive.backward[by]}"
             lab.check("gradients", off(measured, true), TOLERANCE, detail=detail)
             rows.append(row(primitive, loss, right, true, lessons))
@@ -81,4 +83,6 @@ def nothing_recorded(lab: Lab) -> None:
     dist.all_gather(gathered, x, group=lab.group)
     recorded = sum(part.requires_grad for part in gathered)
     lab.check("no autograd", recorded, 0, detail="outputs of torch.distributed.all_gather that autograd knows of")
-    lab.say("torch.distributed.all_gather leaves autograd nothing to send back: workers/parallel/differentiable.py does")
+    lab.say(
+        "torch.distributed.all_gather leaves autograd nothing to send back: workers/parallel/differentiable.py does"
+    )

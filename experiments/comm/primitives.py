@@ -26,7 +26,9 @@ class Primitive:
     call: Callable[[Tensor, dist.ProcessGroup, ours.Loss], Tensor]
     dense: Callable[[list[Tensor]], list[Tensor]]
     backward: dict[str, str]  # by whose the loss is
-    lesson: Literal["own", "replicated", "both", ""]  # whose loss the lesson's table has in mind; "" where it has no such line
+    lesson: Literal[
+        "own", "replicated", "both", ""
+    ]  # whose loss the lesson's table has in mind; "" where it has no such line
 
     @property
     def replicates(self) -> bool:
@@ -96,7 +98,8 @@ def inputs(lab: Lab, primitive: Primitive) -> list[Tensor]:
     shape = (lab.world_size, 2) if primitive.rows else (2,)
     numel = 2 * lab.world_size if primitive.rows else 2
     return [
-        (torch.arange(numel, dtype=torch.float64, device=lab.device) + 10 * (rank + 1)).reshape(shape) for rank in range(lab.world_size)
+        (torch.arange(numel, dtype=torch.float64, device=lab.device) + 10 * (rank + 1)).reshape(shape)
+        for rank in range(lab.world_size)
     ]
 
 
@@ -110,7 +113,10 @@ def forward(lab: Lab) -> None:
         wanted = primitive.dense(before)
         lab.check("forward", off(after, wanted[lab.rank]), 0.0, detail=primitive.name)
         shown = lab.exchange.gather(primitive.name, text(after))
-        rows += [[primitive.name if rank == 0 else "", rank, text(before[rank]), held] for rank, held in enumerate(shown or [])]
+        rows += [
+            [primitive.name if rank == 0 else "", rank, text(before[rank]), held]
+            for rank, held in enumerate(shown or [])
+        ]
     lab.table("What each rank holds", ["primitive", "rank", "before", "after"], rows)
 
 

@@ -7,7 +7,6 @@ latency α of a round and a bandwidth B of the busiest link.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,24 +79,13 @@ def price(lab: Lab, op: str, nbytes: int, collectives: dict[str, Collective]) ->
         cost.wire_bytes = traffic.wire_bytes if traffic.wire_error is None else None
     for _ in range(3 if nbytes < 16 * MIB else 2):
         for name in timed:
-            lab.exchange.barrier(name)
-            costs[name].rounds_s.append(seconds_a_call(lab, partial(call, collectives[name], op, whole, chunk), nbytes))
+            run_once = partial(call, collectives[name], op, whole, chunk)
+            costs[name].rounds_s.append(lab.seconds(run_once, max(1, min(16, REPEATED_BYTES // nbytes))))
     everyone = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
     slowest = [max(seconds) for seconds in zip(*everyone, strict=True)]
     for cost in costs.values():
         cost.rounds_s, slowest = slowest[: len(cost.rounds_s)], slowest[len(cost.rounds_s) :]
     return costs
-
-
-def seconds_a_call(lab: Lab, run_once: Callable[[], None], nbytes: int) -> float:
-    """Seconds of one of several calls in a row: one alone would time the barrier's end more than itself."""
-    repeats = max(1, min(16, REPEATED_BYTES // nbytes))
-    started = time.perf_counter()
-    for _ in range(repeats):
-        run_once()
-    if lab.device.type == "cuda":
-        torch.cuda.synchronize(lab.device)
-    return (time.perf_counter() - started) / repeats
 
 
 def call(collective: Collective, op: str, whole: Tensor, chunk: Tensor) -> None:
@@ -131,8 +119,13 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str]) -> None:
         for name in variants:
             cost, whole = costs[op, nbytes, name], even(nbytes, lab.world_size)
             speed = [f"{whole / cost.seconds / 1e9 * times:.3f}" for times in (1, factor)]
-            bytes_ = [f"{BYTES[op](name, lab.world_size, whole, 0):.0f}", "-" if cost.wire_bytes is None else f"{cost.wire_bytes:.0f}"]
-            rows.append([size(nbytes), name, f"{cost.seconds * 1e6:.0f}", *speed, *bytes_, "picked" if name == picked else ""])
+            bytes_ = [
+                f"{BYTES[op](name, lab.world_size, whole, 0):.0f}",
+                "-" if cost.wire_bytes is None else f"{cost.wire_bytes:.0f}",
+            ]
+            rows.append(
+                [size(nbytes), name, f"{cost.seconds * 1e6:.0f}", *speed, *bytes_, "picked" if name == picked else ""]
+            )
     lab.table(op, ["size", "variant", "us", "algbw GB/s", "busbw GB/s", "predicted B", "wire B", "by size"], rows)
     megabytes = [nbytes / 1e6 for nbytes in SIZES]
     times = {name: [costs[op, nbytes, name].seconds for nbytes in SIZES] for name in variants}
@@ -153,7 +146,11 @@ def fits(lab: Lab, costs: Costs, variants: list[str]) -> None:
         latency_s, bytes_per_s, off = fit(name, lab.world_size, times)
         rounds = formulas.all_reduce_rounds(name, lab.world_size)
         rows.append([name, rounds, f"{latency_s * 1e6:.0f}", f"{bytes_per_s / 1e9:.2f}", f"{off:.0%}"])
-    lab.table("T = rounds·α + bytes/B, fitted to the all_reduce", ["variant", "rounds", "α, us", "B, GB/s", "typically off by"], rows)
+    lab.table(
+        "T = rounds·α + bytes/B, fitted to the all_reduce",
+        ["variant", "rounds", "α, us", "B, GB/s", "typically off by"],
+        rows,
+    )
 
 
 def fit(name: str, world_size: int, times: list[float]) -> tuple[float, float, float]:
@@ -171,16 +168,23 @@ def wall(lab: Lab, costs: Costs, variants: list[str]) -> None:
     """The busiest rank's bytes over S, for any N by the formula, and as counted on rank 0 at this one."""
     worlds = list(range(2, 9))
     series = {
-        name: [[float(n) for n in worlds], [max(formulas.all_reduce_bytes(name, n, MIB, rank) for rank in range(n)) / MIB for n in worlds]]
+        name: [
+            [float(n) for n in worlds],
+            [max(formulas.all_reduce_bytes(name, n, MIB, rank) for rank in range(n)) / MIB for n in worlds],
+        ]
         for name in ("ring", "tree", "server")
     }
     for name in ("ring", "server"):
         counted = costs["all_reduce", SIZES[-1], name].wire_bytes if name in variants else None
         if counted is not None:
             series[f"{name}, counted"] = [[float(lab.world_size)], [counted / SIZES[-1]]]
-    lab.chart("The server's wall: bytes that the busiest rank sends in an all_reduce, over S", "ranks", "bytes / S", series)
+    lab.chart(
+        "The server's wall: bytes that the busiest rank sends in an all_reduce, over S", "ranks", "bytes / S", series
+    )
     server, ring = (series[name][1][lab.world_size - 2] for name in ("server", "ring"))
-    lab.say(f"the server sends {server:g}·S at N={lab.world_size}, and S more with each rank; the ring {ring:.3g}·S, under 2·S for any N")
+    lab.say(
+        f"the server sends {server:g}·S at N={lab.world_size}, and S more with each rank; the ring {ring:.3g}·S, under 2·S for any N"
+    )
 
 
 def size(nbytes: int) -> str:

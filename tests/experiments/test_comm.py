@@ -50,7 +50,9 @@ class Notes:
         pass
 
 
-def lesson(group: dist.ProcessGroup, bug: str | None) -> tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]:
+def lesson(
+    group: dist.ProcessGroup, bug: str | None
+) -> tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]:
     lab: Any = Notes(group, bug)
     primitives.forward(lab)
     gradients.backward(lab)
@@ -95,7 +97,9 @@ def test_the_rings_rounds(world_size: int) -> None:
     rounds = demo.ring_rounds(world_size)
     assert [action for action, _ in rounds] == ["add"] * (world_size - 1) + ["copy"] * (world_size - 1)
     for _, moves in rounds:
-        assert sorted(move.sender for move in moves) == sorted(move.receiver for move in moves) == list(range(world_size))
+        assert (
+            sorted(move.sender for move in moves) == sorted(move.receiver for move in moves) == list(range(world_size))
+        )
     if world_size == 4:  # "worker 0 sends chunk 0 to worker 1, worker 1 sends chunk 1 to worker 2, and so on"
         assert [tuple(move) for move in rounds[0][1]] == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 0, 3)]
 
@@ -113,7 +117,9 @@ def test_refusals_and_predictions() -> None:
     alone = Config.model_validate({"run_mode": "comm", "world_size": 1, "bug": "skipped_round"})
     assert "it takes two ranks" in comm.refuse(alone)[0]
     assert comm.refuse(alone.model_copy(update={"bug": None})) == []
-    predictions = {entry.variant: entry for entry in comm.predict(Config.model_validate({"run_mode": "comm", "world_size": 4}))}
+    predictions = {
+        entry.variant: entry for entry in comm.predict(Config.model_validate({"run_mode": "comm", "world_size": 4}))
+    }
     assert tuple(predictions) == comm.VARIANTS
     assert predictions["ring"].value == (1.5 * (4 << 20),) * 4
     assert predictions["server"].value == (3.0 * (4 << 20), *[float(4 << 20)] * 3)
@@ -122,7 +128,9 @@ def test_refusals_and_predictions() -> None:
 def comm_run(folder: Path, **environ: str) -> tuple[int, str, dict[str, Any]]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("LAB_")}
     variables |= {"RUN_MODE": "comm", "LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "run", **environ}
-    done = subprocess.run([sys.executable, "-m", "workers"], env=variables, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "workers"], env=variables, capture_output=True, text=True, timeout=150, check=False
+    )
     return done.returncode, done.stdout + done.stderr, json.loads((folder / "run" / "run.json").read_text())
 
 

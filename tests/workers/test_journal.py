@@ -26,23 +26,25 @@ def test_what_was_said_before_the_run_stands_in_its_log(tmp_path: Path) -> None:
 def test_a_record_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     journal = Journal()
     journal.open(tmp_path, rank=0)
-    for record in (Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5)):
+    for record in (Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5, 0.0)):
         journal.write(record)
     assert (
-        read(tmp_path / "rank0.jsonl") == journal.records == [Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5)]
+        read(tmp_path / "rank0.jsonl")
+        == journal.records
+        == [Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5, 0.0)]
     )
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal()
     journal.open(tmp_path, rank=0)
-    journal.write(End(0, 1.0, None, 2.0))
+    journal.write(End(0, 1.0, None, 2.0, 0.0))
     write = os.write
     monkeypatch.setattr("os.write", lambda file, data: write(file, data[:5]))  # what a nearly full disk does
     with pytest.raises(Unwritable, match="the disk is full"):
-        journal.write(End(0, 1.0, None, 3.0))
+        journal.write(End(0, 1.0, None, 3.0, 0.0))
     monkeypatch.undo()
-    assert read(tmp_path / "rank0.jsonl") == [End(0, 1.0, None, 2.0)]
+    assert read(tmp_path / "rank0.jsonl") == [End(0, 1.0, None, 2.0, 0.0)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

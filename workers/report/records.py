@@ -163,6 +163,7 @@ class End:
     started_at: float  # the rank's program began, torch not yet imported
     first_step_at: float | None  # the first step of a strategy was done; None in a mode that trains nothing
     ended_at: float
+    watch_cpu_s: float  # what the heartbeats took of a core in all
 
 
 Record = (

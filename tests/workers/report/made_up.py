@@ -48,7 +48,11 @@ def start(rank: int = 0, world_size: int = 4, run_id: str = "dp-20261120-171500"
 def good_run(world_size: int = 4, steps: int = 20, variants: dict[str, float] = VARIANTS) -> Ranks:
     """A data-parallel run in which everything held."""
     return {
-        rank: [start(rank, world_size), *_of_rank(rank, world_size, steps, variants), End(rank, 100.0, 104.0, 112.5)]
+        rank: [
+            start(rank, world_size),
+            *_of_rank(rank, world_size, steps, variants),
+            End(rank, 100.0, 104.0, 112.5, 0.01),
+        ]
         for rank in range(world_size)
     }
 

@@ -70,8 +70,8 @@ def test_junit_survives_what_xml_has_no_word_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [('{"record": "end", "rank": 1, "dur', "is not a record"), ('{"record": "nonsense"}', "is not a record"),
-     ('{"record": "end", "rank": 1}', "ended_at"), ("[]", "is not a record"),
-     ('{"record": "end", "rank": 1, "started_at": "long", "first_step_at": null, "ended_at": 1}', "started_at is 'long'"),
+     ('{"record": "end", "rank": 1}', "watch_cpu_s"), ("[]", "is not a record"),
+     ('{"record": "end", "rank": 1, "started_at": "long", "first_step_at": null, "ended_at": 1, "watch_cpu_s": 0}', "started_at is 'long'"),
      ("\udcff", "is not a record")],
     ids=["truncated", "unknown", "field", "list", "type", "binary"],
 )  # fmt: skip

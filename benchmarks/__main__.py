@@ -1,0 +1,8 @@
+"""`make bench`: every ratio against PyTorch's own beside its target, and what the lab itself costs."""
+
+from benchmarks import cluster, collectives, dp
+
+if __name__ == "__main__":
+    for benchmark in (collectives, dp, cluster):
+        print(f"\n{(benchmark.__doc__ or '').splitlines()[0]}\n", flush=True)
+        benchmark.main()
