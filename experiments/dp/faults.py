@@ -4,6 +4,9 @@ Three act on the data (in `workers.workload.data`), the others here. A mistake t
 asked for is refused: a check that cannot fail would only look like one that held.
 """
 
+import weakref
+from functools import partial
+
 from torch import Tensor, nn
 
 from workers.config import Config
@@ -51,8 +54,9 @@ class RacingBuckets(GradientBuckets):
     """
 
     def _watch(self, parameter: nn.Parameter, view: Tensor, index: int) -> None:
-        parameter.register_hook(lambda _: self._complete(index))
-        parameter.register_post_accumulate_grad_hook(lambda _: place(parameter, view))
+        buckets = weakref.proxy(self)
+        parameter.register_hook(lambda _: buckets._complete(index))
+        parameter.register_post_accumulate_grad_hook(partial(place, view=view))
 
     def _launch_next(self) -> None:
         super()._launch_next()

@@ -1,5 +1,8 @@
 """Every data-parallel variant against one process in float64, its calls, and each classic mistake seen."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -214,3 +217,20 @@ def drift(group: dist.ProcessGroup, config: Config) -> float:
 
 def test_means_of_uneven_shards_drift(ranks: Ranks) -> None:
     assert ranks(4, drift, Config.read({"LAB_MODEL": "line"}))[0] > 1e-4
+
+
+def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
+    """Parameters that are still there after a variant has trained and is gone."""
+    model = build_model(config, config.seed).double()
+    strategy = getattr(dp, name)(model, group, config)
+    strategy.backward(batches_of(config).dealt(0, group.rank(), group.size()))
+    strategy.update()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, strategy
+    gc.collect()
+    return sum(parameter() is not None for parameter in parameters)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, name: str) -> None:
+    assert ranks(2, left_alive, config_of(2), name) == [0, 0]
