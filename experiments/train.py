@@ -91,7 +91,7 @@ def show(lab: Lab, epoch: int, batch: Tensor) -> None:
     result = data * (lab.rank + 1)
     gathered = [torch.zeros_like(result) for _ in range(lab.world_size)]
     dist.all_gather(gathered, result, group=lab.group)
-    lab.say(f"Rank {lab.rank}, Epoch {epoch}, Batch 0", all_ranks=True)
+    lab.say(f"rank {lab.rank}, epoch {epoch}, batch 0", all_ranks=True)
     for name, tensor in {"Local data": data, "Local result": result, "Gathered result": torch.cat(gathered)}.items():
         lab.say(f"{name}: {tensor.tolist()}, shape {list(tensor.shape)}", all_ranks=True)
 

@@ -1,5 +1,6 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, and the rule that a CI leaves none out."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,3 +14,30 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+def left_out(terminal: pytest.TerminalReporter) -> list[str]:
+    """In a CI, the tests that were skipped for anything but a missing GPU, with the reason."""
+    if not os.environ.get("CI"):
+        return []
+    reports = terminal.stats.get("skipped", [])
+    reasons = {
+        report.nodeid: str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
+        for report in reports
+    }
+    return [f"{test}: {reason}" for test, reason in reasons.items() if "GPU" not in reason]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A green run in a CI has tried all that can be tried there."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and left_out(terminal):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    missing = left_out(terminalreporter)
+    if missing:
+        terminalreporter.section("left out, which a CI does not allow", red=True)
+        terminalreporter.write_line("\n".join(missing))

@@ -14,7 +14,10 @@ from tests.compose.containers import TOP, Containers, call
 @pytest.fixture(scope="session")
 def image() -> Iterator[str]:
     """The name of a Compose project whose image is built from this tree; it goes with the session."""
-    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True, check=False, timeout=30).returncode:
+    if (
+        shutil.which("docker") is None
+        or subprocess.run(["docker", "info"], capture_output=True, check=False, timeout=30).returncode
+    ):
         if os.environ.get("CI"):
             pytest.fail("no Docker engine answers, and CI requires the container tests")
         pytest.skip("no Docker engine answers")
@@ -53,7 +56,19 @@ def clone(image: str, tmp_path: Path) -> Iterator[Path]:
 
 def own(image: str, folder: Path, owner: str) -> None:
     """chown by a container, which any user who may use Docker can do."""
-    call("docker", "run", "--rm", "-v", f"{folder}:/folder", "--entrypoint", "chown", f"ranklab:{image}", "-R", owner, "/folder")
+    call(
+        "docker",
+        "run",
+        "--rm",
+        "-v",
+        f"{folder}:/folder",
+        "--entrypoint",
+        "chown",
+        f"ranklab:{image}",
+        "-R",
+        owner,
+        "/folder",
+    )
 
 
 def give_back(image: str, folder: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,11 @@ def clean_environ(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def call(
-    *command: str, environ: Mapping[str, str] | None = None, timeout_s: float = 60, check: bool = True, folder: Path = TOP
+    *command: str,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = 60,
+    check: bool = True,
+    folder: Path = TOP,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with its output taken, both streams as one; an unwanted code fails with what it printed."""
     done = subprocess.run(
@@ -41,10 +45,14 @@ class Containers:
         self.project, self.runs, self.overlay = project, runs, overlay
         self.world_size = 0
 
-    def compose(self, *arguments: str, variables: Mapping[str, str] | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def compose(
+        self, *arguments: str, variables: Mapping[str, str] | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         files = ["-f", "docker-compose.yaml", *(["-f", str(self.overlay)] if self.overlay else [])]
         environ = {"LAB_RUNS_DIR": str(self.runs), "WORLD_SIZE": "8"} | dict(variables or {})
-        return call("docker", "compose", "-p", self.project, *files, *arguments, environ=environ, timeout_s=90, check=check)
+        return call(
+            "docker", "compose", "-p", self.project, *files, *arguments, environ=environ, timeout_s=90, check=check
+        )
 
     def up(self, world_size: int, **variables: str) -> None:
         """Start the ranks; returns when they run."""
@@ -83,7 +91,9 @@ class Containers:
         return "\n".join(f"--- rank {rank}\n{self.log(rank)}" for rank in range(self.world_size))
 
     def state(self, rank: int) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads(call("docker", "inspect", "--format", "{{json .State}}", self.name(rank)).stdout)
+        state: dict[str, Any] = json.loads(
+            call("docker", "inspect", "--format", "{{json .State}}", self.name(rank)).stdout
+        )
         return state
 
     def until(self, rank: int, pattern: str, timeout_s: float = 60) -> tuple[str, float]:
@@ -109,4 +119,4 @@ class Containers:
 
 def parse_time(stamp: str) -> float:
     """Docker's timestamps have nanoseconds, Python's at most microseconds."""
-    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*Z", r"\1", stamp.replace("Z", "Z"))).replace(tzinfo=UTC).timestamp()
+    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*Z$", r"\1+00:00", stamp)).timestamp()

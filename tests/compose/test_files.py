@@ -24,7 +24,14 @@ needs_compose = pytest.mark.skipif(shutil.which("docker") is None, reason="docke
 
 def resolved(*files: str, **variables: str) -> dict[str, Any]:
     """What `docker compose config` makes of the files under nothing but these variables."""
-    command = ["docker", "compose", *[part for file in files or FILES[:1] for part in ("-f", file)], "config", "--format", "json"]
+    command = [
+        "docker",
+        "compose",
+        *[part for file in files or FILES[:1] for part in ("-f", file)],
+        "config",
+        "--format",
+        "json",
+    ]
     environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | variables
     done = subprocess.run(command, cwd=TOP, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -116,7 +123,11 @@ def test_one_service_builds_the_image_that_all_use() -> None:
 @needs_compose
 @pytest.mark.parametrize(
     ("variables", "index"),
-    [({}, "https://download.pytorch.org/whl/cpu"), ({"TORCH_INDEX_URL": ""}, ""), ({"TORCH_INDEX_URL": "https://a/b"}, "https://a/b")],
+    [
+        ({}, "https://download.pytorch.org/whl/cpu"),
+        ({"TORCH_INDEX_URL": ""}, ""),
+        ({"TORCH_INDEX_URL": "https://a/b"}, "https://a/b"),
+    ],
     ids=["unset", "empty", "set"],
 )
 def test_an_empty_index_of_torch_counts(variables: dict[str, str], index: str) -> None:

@@ -76,12 +76,12 @@ def test_each_bug_fails_its_own_check_alone(ranks: Ranks, bug: str) -> None:
 
 def test_the_lessons_printed_run(ranks: Ranks) -> None:
     first, second = (lines for _, _, _, lines in ranks(2, lesson, None))
-    assert "Rank 0 full data: [37, 38, 39, 40]" in first
-    assert "Rank 1 received data: [39.0, 40.0]" in second
-    assert "Rank 1 local result: [78.0, 80.0], shape [2]" in second
-    assert "Rank 0 final gathered result: [37.0, 38.0, 78.0, 80.0]" in first
+    assert "rank 0 full data: [37, 38, 39, 40]" in first
+    assert "rank 1 received data: [39.0, 40.0]" in second
+    assert "rank 1 local result: [78.0, 80.0], shape [2]" in second
+    assert "rank 0 final gathered result: [37.0, 38.0, 78.0, 80.0]" in first
     lines = ranks(3, lesson, None)[2][3]
-    assert "Rank 2 final gathered result: [37.0, 38.0, 78.0, 120.0]" in lines, "the remainder of 4 / 3 is lost"
+    assert "rank 2 final gathered result: [37.0, 38.0, 78.0, 120.0]" in lines, "the remainder of 4 / 3 is lost"
 
 
 def test_where_the_lessons_table_is_wrong(ranks: Ranks) -> None:
@@ -143,4 +143,4 @@ def test_the_whole_mode(tmp_path: Path) -> None:
     if compared:  # the kernel tells what its sockets sent
         assert ("direct", "wire bytes all_reduce 4 MiB") in compared
         assert {variant for variant, _ in compared} == {"gloo", "direct"}
-    assert "rank 1 | Rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output
+    assert "rank 1 | rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output

@@ -64,6 +64,7 @@ class Watch(threading.Thread):
         self._broken_at: float | None = None
         self._end_by = self._hurry_until = 0.0
         self._said_slow_at = 0.0
+        self._moved, self._moved_at = (0, 0), now
         self._ending, self._ended = threading.Event(), threading.Event()
         self._signals = Signals()
         self._signals.open()
@@ -196,8 +197,11 @@ class Watch(threading.Thread):
             self._leave(verdict, verdict)
 
     def _name_slow(self) -> None:
+        """Say for whom this rank waits, once it has begun nothing for a while: only then are the others' last words newer."""
         now, place = time.monotonic(), self._here()
-        waits_s = now - place.since
+        if (place.turn, place.calls) != self._moved:
+            self._moved, self._moved_at = (place.turn, place.calls), now
+        waits_s = now - self._moved_at
         if waits_s < SLOW_S or now - self._said_slow_at < SLOW_AGAIN_S:
             return
         behind = self.hearing.behind(place, now)

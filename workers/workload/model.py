@@ -66,8 +66,10 @@ class Embedding(nn.Module):
 
     def __init__(self, seq: int, width: int) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Embedding(seq, width)
+        # Without the draw of numbers that nn.Embedding makes: on the meta device its first one imports sympy and 800
+        # modules more, a second of each rank's start.
+        self.token = nn.Embedding.from_pretrained(torch.empty(VOCABULARY, width), freeze=False)
+        self.position = nn.Embedding.from_pretrained(torch.empty(seq, width), freeze=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden: Tensor = self.token(tokens) + self.position.weight[: tokens.shape[1]]
@@ -167,9 +169,7 @@ class SquaredError(nn.Module):
 
 def build_model(config: Config, seed: int) -> Model:
     """The model of LAB_MODEL in float32 on the CPU, its weights a function of `seed` alone."""
-    model = outline(config)
-    model.to_empty(device="cpu")
-    _tie(model, config)  # again: to_empty gives each module a tensor of its own
+    model = _layers(config)
     model.initialise(seed)
     return model
 
@@ -177,22 +177,18 @@ def build_model(config: Config, seed: int) -> Model:
 def outline(config: Config) -> Model:
     """The model without its numbers, on the meta device: enough to count parameters, and made in milliseconds."""
     with torch.device("meta"):
-        if config.model == "line":
-            model = Model("line", [nn.Linear(1, 1)], SquaredError())
-        elif config.model == "mlp":
-            model = Model("mlp", [Residual(config.width) for _ in range(config.depth)], SquaredError())
-        else:
-            blocks = [Block(config.width, config.heads) for _ in range(config.depth)]
-            layers = [Embedding(config.seq, config.width), *blocks, Head(config.width)]
-            model = Model("gpt", layers, CrossEntropy())
-    _tie(model, config)
-    return model
+        return _layers(config)
 
 
-def _tie(model: Model, config: Config) -> None:
-    first, last = model.layers[0], model.layers[-1]
-    if config.tie and isinstance(first, Embedding) and isinstance(last, Head):
+def _layers(config: Config) -> Model:
+    if config.model == "line":
+        return Model("line", [nn.Linear(1, 1)], SquaredError())
+    if config.model == "mlp":
+        return Model("mlp", [Residual(config.width) for _ in range(config.depth)], SquaredError())
+    first, last = Embedding(config.seq, config.width), Head(config.width)
+    if config.tie:
         last.project.weight = first.token.weight
+    return Model("gpt", [first, *(Block(config.width, config.heads) for _ in range(config.depth)), last], CrossEntropy())
 
 
 def faults(config: Config) -> list[str]:

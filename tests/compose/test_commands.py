@@ -1,0 +1,136 @@
+"""`./run` and `make run` in a clone of somebody else: the ranks' real codes, all that they said, nothing left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.compose.containers import TINY, call, clean_environ
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
+
+SMALL = TINY | {"LAB_VARIANT": "flat", "WORLD_SIZE": "2"}
+LONG = SMALL | {"LAB_STEPS": "2500", "LAB_PROOF": "0"}
+
+
+def run(clone: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return call(*(command or ("./run",)), environ=variables, folder=clone, timeout_s=200, check=False)
+
+
+def left_over(clone: Path) -> list[str]:
+    """Containers of the clone's project, running or not."""
+    return call("docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={clone.name}").stdout.split()
+
+
+@contextmanager
+def running(clone: Path, log: Path, variables: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """`./run` in the background once its ranks train. Signals are as in a terminal: pytest may have inherited others."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["./run"], cwd=clone, env=clean_environ(variables), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not re.search(r"measured +\d+ of", log.read_text(errors="replace")):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_leaves_files_of_the_clones_owner_and_no_containers(clone: Path) -> None:
+    done = run(clone, **SMALL)
+    assert done.returncode == 0, done.stdout
+    assert "PASS" in done.stdout
+    assert len(list(clone.glob("runs/*/run.json"))) >= 1
+    strangers = {str(path) for path in clone.rglob("*") if (path.lstat().st_uid, path.lstat().st_gid) != (1234, 1234)}
+    assert strangers == set()
+    assert left_over(clone) == []
+
+
+def test_make_run_prints_the_code_that_make_cannot_return(clone: Path) -> None:
+    done = run(
+        clone, "make", "run", *[f"{name}={value}" for name, value in (SMALL | {"LAB_BUG": "means_of_shards"}).items()]
+    )
+    assert done.returncode == 2
+    assert "exit code 1" in done.stdout
+    done = run(clone, "make", "run", "RUN_MODE=tpp")
+    assert done.returncode == 2
+    assert "exit code 2" in done.stdout
+    assert done.stdout.count("RUN_MODE='tpp' is not a mode") == 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"WORLD_SIZE": "9"}, "WORLD_SIZE='9' is out of range"),
+        ({"LAB_STEP": "5"}, "LAB_STEP is not a variable of the lab (did you mean 'LAB_STEPS'?)"),
+        ({"LAB_MEMORY": "lots"}, "lots"),
+        ({"LAB_TEXT": "/etc/passwd"}, "containers see the folder texts/ alone"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_run_returns_2_for_what_is_refused(clone: Path, variables: dict[str, str], sentence: str) -> None:
+    done = run(clone, **variables)
+    assert done.returncode == 2, done.stdout
+    assert sentence in done.stdout
+    assert left_over(clone) == []
+
+
+def test_run_returns_3_and_prints_the_late_words_of_survivors(clone: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with running(clone, log, LONG | {"WORLD_SIZE": "3"}) as process:
+        call("docker", "kill", f"{clone.name}-worker1-1")
+        assert process.wait(timeout=90) == 3, log.read_text()
+    lines = [line for line in log.read_text().splitlines() if "rank 1 lost" in line]
+    assert {match.group() for line in lines if (match := re.search(r"worker\d", line))} >= {"worker0", "worker2"}
+    assert left_over(clone) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
+def test_a_stopped_run_takes_the_cluster_down(clone: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    log = tmp_path / "log"
+    with running(clone, log, LONG) as process:
+        process.send_signal(number)
+        assert process.wait(timeout=30) == code, log.read_text()
+    assert "was stopped by SIGTERM" in log.read_text()
+    assert left_over(clone) == []
+
+
+def test_a_larger_world_of_before_is_taken_down_first(clone: Path) -> None:
+    call(
+        "docker",
+        "compose",
+        "up",
+        "-d",
+        "--build",
+        environ=LONG | {"WORLD_SIZE": "4", "LAB_STEPS": "100000"},
+        folder=clone,
+        timeout_s=200,
+    )
+    assert len(left_over(clone)) == 4
+    done = run(clone, **SMALL)
+    assert done.returncode == 0, done.stdout
+    assert left_over(clone) == []
+
+
+def test_a_severity_is_the_launchers() -> None:
+    """./run and the launcher of local ranks agree on which code is the worst."""
+    from workers.cluster.launch import worst
+
+    source = Path("run").read_text()
+    functions = source[source.index("severity()") : source.index("# Ends the ranks")]
+    for codes in ([0, 3], [3, 1, 137], [2, 1], [143, 0], [137, 143], [3, 137, 143], [0, 0]):
+        done = call("sh", "-c", functions + '\nworst "$@"', "sh", *map(str, codes))
+        assert int(done.stdout) == worst(codes), codes
+    assert os.access("run", os.X_OK)

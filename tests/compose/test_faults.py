@@ -1,0 +1,123 @@
+"""What goes wrong with a real container, rank 0's included, and what every survivor says of it."""
+
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.compose.containers import TINY, Containers, call, parse_time
+
+pytestmark = pytest.mark.compose
+
+WORLD_SIZE = 3
+NAMED_WITHIN_S = 5.0
+STOPPED_WITHIN_S = 1.0
+COMPOSE_S = 1.0  # what Compose itself needs to start
+# Trains for 10 s and more: long enough to be hit in the middle, short enough to end by itself if nothing hits it.
+LONG = TINY | {"LAB_STEPS": "2500", "LAB_VARIANT": "flat", "LAB_PROOF": "0"}
+TRAINS = r"measured +\d+ of"
+
+# Fills the container's memory at about 100 MB a second, so that heartbeats still tell of it. What lies in the tmpfs counts
+# like a process' memory, and the kernel kills the largest process: the rank.
+FILL_MEMORY = "i=0; while dd if=/dev/zero of=/tmp/fill$i bs=1M count=10 2>/dev/null; do i=$((i+1)); sleep 0.1; done"
+
+
+def kill(cluster: Containers, rank: int) -> None:
+    cluster.docker("kill", rank)
+
+
+def pause(cluster: Containers, rank: int) -> None:
+    cluster.docker("pause", rank)
+
+
+def disconnect(cluster: Containers, rank: int) -> None:
+    cluster.docker(f"network disconnect {cluster.project}_default", rank)
+
+
+def stop(cluster: Containers, rank: int) -> None:
+    cluster.docker("stop", rank)
+
+
+def fill_memory(cluster: Containers, rank: int) -> None:
+    call("docker", "exec", cluster.name(rank), "sh", "-c", FILL_MEMORY, check=False)
+
+
+SILENT = r"rank {} lost at step \d+ in .*no heartbeat for"
+# What is done to the victim; what survivors say of it; and the victim's own code, None while it hangs.
+FAULTS: dict[str, tuple[Callable[[Containers, int], None], str, int | None]] = {
+    "kill": (kill, SILENT, 137),
+    "pause": (pause, SILENT, None),
+    "disconnect": (disconnect, SILENT, 3),
+    "stop": (stop, r"rank {} was stopped by SIGTERM at step \d+", 143),
+    "memory": (fill_memory, SILENT + ".*killed for want of memory", 137),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "victim"),
+    [
+        ("kill", 0),
+        ("kill", 2),
+        ("pause", 0),
+        ("pause", 2),
+        ("disconnect", 0),
+        ("disconnect", 2),
+        ("stop", 0),
+        ("memory", 2),
+    ],
+)
+def test_every_survivor_names_the_rank(cluster: Containers, fault: str, victim: int) -> None:
+    act, said, code = FAULTS[fault]
+    cluster.up(WORLD_SIZE, **LONG, **({"LAB_MEMORY": "700m"} if fault == "memory" else {}))
+    cluster.until(0, TRAINS, timeout_s=100)
+    acted_at = time.time()
+    act(cluster, victim)
+    if code == 137:  # memory takes seconds to fill: what counts is when the rank died
+        assert cluster.wait(victim) == {victim: code}
+        acted_at = parse_time(cluster.state(victim)["FinishedAt"])
+    survivors = [rank for rank in range(WORLD_SIZE) if rank != victim]
+    sentences = [cluster.until(rank, said.format(victim), timeout_s=20) for rank in survivors]
+    assert len({text for text, _ in sentences}) == 1, "survivors disagree"
+    assert max(at for _, at in sentences) - acted_at < NAMED_WITHIN_S
+    assert set(cluster.wait(*survivors).values()) == {3}
+    run = cluster.verdict()
+    assert run["verdict"] == "lost"
+    assert [lost["rank"] for lost in run["lost"]] == [victim]
+    if code is None:
+        cluster.docker("unpause", victim)
+        assert cluster.wait(victim) == {victim: 3}
+        assert f"rank {victim} was given up by the others" in cluster.log(victim)
+    elif code != 137:
+        assert cluster.wait(victim) == {victim: code}
+
+
+def test_docker_stop_ends_every_rank_in_under_a_second(cluster: Containers) -> None:
+    cluster.up(WORLD_SIZE, **LONG)
+    cluster.until(0, TRAINS, timeout_s=100)
+    asked_at = time.time()
+    cluster.compose("stop")
+    assert set(cluster.wait().values()) == {143}, cluster.logs()
+    assert (
+        max(parse_time(cluster.state(rank)["FinishedAt"]) for rank in range(WORLD_SIZE)) - asked_at
+        < STOPPED_WITHIN_S + COMPOSE_S
+    )
+    for rank in range(WORLD_SIZE):
+        assert f"rank {rank} was stopped by SIGTERM" in cluster.log(rank)
+
+
+def test_a_stop_while_ranks_still_wait_for_each_other(cluster: Containers) -> None:
+    cluster.up(2, **LONG)
+    cluster.docker("stop", 1)
+    cluster.docker("stop", 0)
+    assert cluster.wait() == {0: 143, 1: 143}, cluster.logs()
+
+
+def test_ranks_that_never_come_are_named(cluster: Containers) -> None:
+    cluster.world_size = 2
+    cluster.compose(
+        "up", "-d", "--no-build", "worker0", "worker1", variables={"WORLD_SIZE": "4", "LAB_JOIN_TIMEOUT_S": "8", **LONG}
+    )
+    assert cluster.wait() == {0: 3, 1: 3}
+    for rank in range(2):
+        assert re.search(r"ranks 2 and 3|ranks 2, 3", cluster.log(rank)), cluster.logs()

@@ -1,0 +1,74 @@
+"""What the README shows is what the commands print: every block is run again.
+
+A block follows a comment `<!-- output of: COMMAND -->`. Numbers that differ from run to run (times, dates, small
+differences) are compared by their place alone; words, and with them every verdict, must be the same.
+
+    python -m tests.test_readme        writes the blocks anew
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.config import modes
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
+NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
+
+
+def output_of(command: str) -> str:
+    """What a README command prints, of several ranks only the lines of rank 0."""
+    words = shlex.split(command)
+    settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    program = [sys.executable if word == "python" else word for word in words if not re.match(r"[A-Z_]+=", word)]
+    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
+    done = subprocess.run(
+        program, cwd=README.parent, env=clean | settings, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return "".join(
+        line + "\n" for line in done.stdout.splitlines() if not re.match(r"rank [1-9] \||.*\d+ of \d+$", line)
+    )
+
+
+def shape(text: str) -> list[str]:
+    """The text without its numbers and without the widths of its columns."""
+    return [re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in text.splitlines()]
+
+
+def fenced(output: str) -> str:
+    return output if output.startswith("|") else f"```text\n{output}```\n"
+
+
+@pytest.mark.parametrize("block", BLOCK.finditer(README.read_text()), ids=lambda block: block["command"])
+def test_a_block_is_what_its_command_prints(block: re.Match[str]) -> None:
+    assert shape(block["output"]) == shape(fenced(output_of(block["command"])))
+
+
+def test_a_changed_word_in_a_block_is_seen() -> None:
+    assert shape("PASS  32 checks held") == shape("PASS 7 checks held")
+    assert shape("PASS 32 checks held") != shape("FAIL 32 checks held")
+
+
+def test_every_mode_stands_in_the_readme() -> None:
+    for mode in modes():
+        assert f"| `{mode}` |" in README.read_text()
+
+
+def write() -> None:
+    """Run every block's command and put what it prints into the README."""
+    text = BLOCK.sub(
+        lambda block: f"<!-- output of: {block['command']} -->\n{fenced(output_of(block['command']))}<!-- end -->\n",
+        README.read_text(),
+    )
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    write()
