@@ -79,8 +79,12 @@ class Ranks:
         self.collect(MAX, START_TIMEOUT_S)
 
     def stop(self) -> None:
-        """End all ranks at once; the next call starts new ones."""
+        """End all ranks; the next call starts new ones."""
         for process in self.processes:
+            process.terminate()  # those that are not stuck in C++ still write their coverage
+        deadline = time.monotonic() + 3
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join(10)
         for pipe in self.pipes:

@@ -18,7 +18,12 @@ def test_every_world_proves_its_gradients(world_size: int, tmp_path: Path) -> No
     clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
     settings = TINY | {"WORLD_SIZE": str(world_size), "LAB_RUNS_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "workers"], env=clean | settings, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-m", "workers"],
+        env=clean | settings,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads((tmp_path / "latest" / "run.json").read_text())

@@ -188,7 +188,9 @@ def _layers(config: Config) -> Model:
     first, last = Embedding(config.seq, config.width), Head(config.width)
     if config.tie:
         last.project.weight = first.token.weight
-    return Model("gpt", [first, *(Block(config.width, config.heads) for _ in range(config.depth)), last], CrossEntropy())
+    return Model(
+        "gpt", [first, *(Block(config.width, config.heads) for _ in range(config.depth)), last], CrossEntropy()
+    )
 
 
 def faults(config: Config) -> list[str]:

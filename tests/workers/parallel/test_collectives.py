@@ -193,9 +193,9 @@ def test_a_message_that_fails_names_its_peer() -> None:
         ("all_reduce", 4, {64 << 10: "server", 1 << 20: "server", 4 << 20: "backend", 64 << 20: "backend"}),
         ("all_reduce", 8, {256 << 10: "server", 1 << 20: "backend"}),
         ("all_reduce", 2, {1 << 20: "server", 2 << 20: "backend"}),
-        ("reduce_scatter", 4, {64 << 10: "server", 1 << 20: "direct", 64 << 20: "direct"}),
+        ("reduce_scatter", 4, {64 << 10: "server", 1 << 20: "server", 4 << 20: "direct", 64 << 20: "direct"}),
         ("reduce_scatter", 2, {64 << 10: "backend", 4 << 20: "direct"}),
-        ("all_gather", 3, {64 << 10: "backend", 4 << 20: "direct"}),
+        ("all_gather", 3, {64 << 10: "server", 4 << 20: "direct"}),
         ("all_gather", 2, {4 << 20: "backend", 16 << 20: "direct"}),
     ],
 )
