@@ -27,7 +27,7 @@ TARGET = 0.01
 
 def measure(group: dist.ProcessGroup) -> dict[tuple[str, str, str], float | None]:
     """How far this op, algorithm and size is off at most, over the formula; None where the kernel does not tell."""
-    ledger = Ledger(group.rank(), group.size(), lambda name, value: everyone(group, value))
+    ledger = Ledger(group.rank(), group.size(), lambda _, value: everyone(group, value))
     off: dict[tuple[str, str, str], float | None] = {}
     for name in ALGORITHMS:
         collective = Collective(group, name)

@@ -1,8 +1,12 @@
-"""The worlds that neither the pool of ranks nor the container tests reach: 5, 6 and 7 local ranks, uneven everything."""
+"""The worlds that neither the pool of ranks nor the container tests reach.
+
+5, 6 and 7 local ranks, uneven everything; and two nodes of torchrun, which are two agents on this machine.
+"""
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +16,44 @@ import pytest
 TINY = {"LAB_MODEL": "mlp", "LAB_WIDTH": "24", "LAB_DEPTH": "2", "LAB_STEPS": "3", "LAB_BATCH": "17"}
 
 
+def start(command: list[str], runs: Path, **settings: str) -> "subprocess.Popen[str]":
+    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
+    environ = clean | TINY | {"LAB_RUNS_DIR": str(runs)} | settings
+    return subprocess.Popen(
+        [sys.executable, "-m", *command], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(processes: list["subprocess.Popen[str]"]) -> list[str]:
+    """What each process printed, once all have come to a good end."""
+    try:
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    return outputs
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("world_size", [5, 6, 7])
 def test_every_world_proves_its_gradients(world_size: int, tmp_path: Path) -> None:
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    settings = TINY | {"WORLD_SIZE": str(world_size), "LAB_RUNS_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "workers"],
-        env=clean | settings,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ended([start(["workers"], tmp_path, WORLD_SIZE=str(world_size))])
     run = json.loads((tmp_path / "latest" / "run.json").read_text())
     assert run["world_size"] == world_size
     proven = {check["variant"] for check in run["checks"] if check["name"] == "gradients" and check["passed"]}
     assert proven == {"naive", "flat", "bucketed", "ring", "ddp"}
+
+
+@pytest.mark.timeout(180)
+def test_torchrun_works_across_nodes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "workers"]
+    nodes = [
+        start(["torch.distributed.run", f"--node-rank={node}", *meeting], tmp_path, LAB_VARIANT="flat")
+        for node in range(2)
+    ]
+    assert "PASS" in ended(nodes)[0]
+    assert json.loads((tmp_path / "latest" / "run.json").read_text())["world_size"] == 2
