@@ -53,7 +53,8 @@ return faint;
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
     if program is None or driver is None:
         reason = "Chromium or its driver is not installed (Debian: chromium, chromium-driver)"
         if os.environ.get("CI"):
