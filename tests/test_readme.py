@@ -33,7 +33,9 @@ def output_of(command: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return "".join(
-        line + "\n" for line in done.stdout.splitlines() if not re.match(r"rank [1-9] \||rank 0 \| waiting|.*\d+ of \d+$", line)
+        line + "\n"
+        for line in done.stdout.splitlines()
+        if not re.match(r"rank [1-9] \||rank 0 \| waiting|.*\d+ of \d+$", line)
     )
 
 
