@@ -44,6 +44,11 @@ class Numbers(Dataset[Tensor]):
         return torch.tensor(index)
 
 
+def title(config: Config) -> str:  # noqa: ARG001  nothing is trained here, whatever LAB_MODEL says
+    """What is run, for headings."""
+    return f"DistributedSampler, {LENGTH} samples"
+
+
 def refuse(config: Config) -> list[str]:
     """What this mode cannot run."""
     if config.bug == "no_sampler" and config.world_size == 1:

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import collectives
 from workers.config import modes
+from workers.parallel.collectives import pick
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
@@ -48,7 +50,7 @@ def fenced(output: str) -> str:
     return output if output.startswith("|") else f"```text\n{output}```\n"
 
 
-@pytest.mark.parametrize("block", BLOCK.finditer(README.read_text()), ids=lambda block: block["command"])
+@pytest.mark.parametrize("block", list(BLOCK.finditer(README.read_text())), ids=lambda block: block["command"])
 def test_a_block_is_what_its_command_prints(block: re.Match[str]) -> None:
     assert shape(block["output"]) == shape(fenced(output_of(block["command"])))
 
@@ -61,6 +63,24 @@ def test_a_changed_word_in_a_block_is_seen() -> None:
 def test_every_mode_stands_in_the_readme() -> None:
     for mode in modes():
         assert f"| `{mode}` |" in README.read_text()
+
+
+BENCHED = re.compile(
+    r"^(?P<op>all_\w+|reduce_scatter) +(?P<size>\d+) (?P<unit>[KM])iB +(?P<picked>\w+) +[\d.]+ +(?P<target>[\d.]+)x +"
+    r"(?P<held>yes|NO) +[\d.]+x +(?P<auto>[\d.]+)x",
+    re.MULTILINE,
+)
+
+
+def test_the_table_of_speeds_is_of_this_code() -> None:
+    rows = list(BENCHED.finditer(README.read_text()))
+    assert len(rows) == len(collectives.TARGETS) * len(collectives.PLANS)
+    for row in rows:
+        nbytes = int(row["size"]) * {"K": collectives.KIB, "M": collectives.MIB}[row["unit"]]
+        target = collectives.TARGETS[row["op"]].get(nbytes, collectives.FLOOR)
+        assert float(row["target"]) == target
+        assert row["picked"] == pick(row["op"], nbytes, 4)
+        assert (row["held"] == "yes") == (float(row["auto"]) >= target)
 
 
 def write() -> None:

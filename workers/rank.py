@@ -28,7 +28,6 @@ from workers.measure.ledger import Ledger
 from workers.report import records
 from workers.report.judge import exit_code, judge, write_run
 from workers.report.log import verdict_lines
-from workers.workload.model import outline
 
 REPORT_TIMEOUT_S = 60
 LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
@@ -53,7 +52,7 @@ def be_rank(config: Config, started_at: float) -> int:
     watch.start()
     try:
         journal.open(folder, cluster.rank)
-        journal.write(start_record(config, cluster))
+        journal.write(start_record(config, cluster, experiment.title(config)))
         init_process_group(cluster, config)
         world = dist.group.WORLD
         assert world is not None
@@ -122,14 +121,13 @@ def source_version() -> str:
     return digest.hexdigest()[:12]
 
 
-def start_record(config: Config, cluster: Cluster) -> records.Start:
+def start_record(config: Config, cluster: Cluster, title: str) -> records.Start:
     versions = {
         "lab": source_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),
     }
-    title = outline(config).describe()
     settings = json.loads(config.model_dump_json(by_alias=True))
     here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID"}
     repeat = {

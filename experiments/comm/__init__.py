@@ -34,6 +34,11 @@ BUGS = {
 PREDICTED_BYTES = 4 << 20
 
 
+def title(config: Config) -> str:  # noqa: ARG001  nothing is trained here, whatever LAB_MODEL says
+    """What is run, for headings."""
+    return f"{len(primitives.PRIMITIVES)} primitives, {len(VARIANTS)} ways to all_reduce"
+
+
 def refuse(config: Config) -> list[str]:
     """What this mode cannot run."""
     if config.bug in BUGS and config.world_size == 1:

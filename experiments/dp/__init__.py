@@ -145,6 +145,11 @@ class Wrapped:
 # --- what is claimed ---
 
 
+def title(config: Config) -> str:
+    """What is trained, for headings."""
+    return outline(config).describe()
+
+
 def refuse(config: Config) -> list[str]:
     """What this mode cannot run."""
     if config.model != "line":

@@ -26,7 +26,7 @@ class Start:
     config: dict[str, Any]  # every setting, by variable name
     repeat: dict[str, str]  # only those that were set: what repeats the run
     versions: dict[str, str]  # python, torch, lab (hash of the sources), ...
-    title: str = ""  # what is trained, for a heading: "gpt, 1.6M parameters"
+    title: str = ""  # what is run, for a heading: "gpt, 1.6M parameters"
 
 
 @dataclass(frozen=True)
