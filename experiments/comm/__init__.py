@@ -48,10 +48,9 @@ def refuse(config: Config) -> list[str]:
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes of one all_reduce of 4 MiB, by each algorithm."""
-    formulas = {"server": "(N-1)·S on rank 0, S elsewhere", "tree": "2(P-1)/P·S, and 2·S for each rank beyond P = 2^k"}
     return [
         Prediction(
-            name, "wire bytes all_reduce 4 MiB", "B", formulas.get(name, "2(N-1)/N·S"),
+            name, "wire bytes all_reduce 4 MiB", "B", sweep.formula("all_reduce", name),
             tuple(all_reduce_bytes(name, config.world_size, PREDICTED_BYTES, rank) for rank in range(config.world_size)),
             1, decides=name != "gloo",
         )
