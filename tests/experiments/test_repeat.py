@@ -1,0 +1,23 @@
+"""A run is repeatable to the bit: the same settings give the same losses and the same proof, another seed others."""
+
+from pathlib import Path
+
+from tests.labs import run_experiment
+from tests.ranks import Ranks
+from workers.report.records import Losses, select
+
+
+def losses(ranks: Ranks, folder: Path, **environ: str) -> dict[str, list[float]]:
+    _, records = run_experiment(ranks, 3, folder, RUN_MODE="dp", LAB_BATCH="7", **environ)
+    return {loss.variant: loss.values for _, loss in select(records, Losses)}
+
+
+def test_the_same_settings_give_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = (losses(ranks, tmp_path / name) for name in ("first", "second"))
+    assert set(first) == {"one process", "naive", "flat", "bucketed", "ring", "ddp"}
+    assert first == second
+
+
+def test_another_seed_gives_others(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = (losses(ranks, tmp_path / seed, LAB_SEED=seed, LAB_VARIANT="flat") for seed in ("1", "2"))
+    assert first["flat"] != second["flat"]

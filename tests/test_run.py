@@ -1,0 +1,66 @@
+"""`./run` on a machine where no Docker engine answers: the same ranks, as local processes, with their real code."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parent.parent
+SMALL = {
+    "LAB_MODEL": "mlp",
+    "LAB_WIDTH": "16",
+    "LAB_DEPTH": "2",
+    "LAB_STEPS": "3",
+    "LAB_VARIANT": "flat",
+    "WORLD_SIZE": "2",
+}
+NO_ENGINE = {"DOCKER_HOST": "tcp://127.0.0.1:1"}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the sources with a finished .venv in it: this test's own Python, under the stamp that ./install leaves."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".*cache", "__pycache__", ".hypothesis", ".coverage*")
+    copy = Path(shutil.copytree(TOP, tmp_path / "ranklab", ignore=ignored))
+    python = copy / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    stamp = subprocess.run(
+        "cat install pyproject.toml constraints.txt | cksum", shell=True, cwd=copy, stdout=subprocess.PIPE, check=True
+    )
+    (copy / ".venv" / "installed-run").write_bytes(stamp.stdout)
+    return copy
+
+
+def run(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
+    environ = clean | NO_ENGINE | SMALL | variables
+    return subprocess.run(
+        ["./run", *arguments], cwd=checkout, env=environ, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "words"),
+    [
+        ({}, 0, "rank 0 | PASS"),
+        ({"LAB_BUG": "means_of_shards"}, 1, "rank 0 | FAIL"),
+        ({"LAB_STEP": "5"}, 2, "did you mean 'LAB_STEPS'?"),
+    ],
+    ids=["passes", "fails", "refused"],
+)
+def test_the_ranks_are_local_processes(checkout: Path, variables: dict[str, str], code: int, words: str) -> None:
+    done = run(checkout, **variables)
+    assert words in done.stdout, done.stdout + done.stderr
+    assert done.returncode == code
+
+
+def test_other_modules_run_there_too(checkout: Path) -> None:
+    assert run(checkout).returncode == 0
+    assert "PASS" in run(checkout, "report", "runs/latest").stdout
+    assert "The gradient of a mean" in run(checkout, "explain").stdout
