@@ -7,7 +7,7 @@ import pytest
 
 from workers.config import Config, ConfigError
 from workers.device import pick_device
-from workers.rank import point_latest, refuse, source_version, unwritable
+from workers.rank import refuse, source_version, unwritable
 
 MODE = SimpleNamespace(VARIANTS=("naive", "ring"), BUGS={"lost_shard": None}, refuse=lambda config: [])
 
@@ -49,13 +49,6 @@ def test_a_runs_folder_without_permission_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere; container tests have a user
     (fault,) = unwritable(config_of(LAB_RUNS_DIR=str(tmp_path)))
     assert fault.startswith(f"LAB_RUNS_DIR='{tmp_path}' cannot be written by user")
-
-
-def test_latest_is_the_newest_run(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        point_latest(tmp_path / name)
-        assert (tmp_path / "latest").resolve() == tmp_path / name
 
 
 def test_the_version_is_that_of_the_sources() -> None:

@@ -1,0 +1,87 @@
+"""How a run ends: its records brought together, judged and drawn, or its last words when the cluster broke underneath.
+
+Rank 0 judges a run that came through, and every rank returns its verdict. Of a broken cluster the lowest rank that survives
+writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but a store may be gone.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from workers.cluster.verdict import Verdict
+from workers.journal import Journal
+from workers.lab import Lab
+from workers.report import records
+from workers.report.judge import exit_code, judge, write_run
+from workers.report.log import verdict_lines
+
+REPORT_TIMEOUT_S = 60
+LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
+
+
+def conclude(lab: Lab, folder: Path) -> int:
+    """Bring the records together, judge them on rank 0, and return the same exit code on every rank."""
+    lines = [records.to_line(record) for record in lab.journal.records]
+    everyone = lab.exchange.gather("records", lines)
+    if everyone is None:
+        return int(lab.exchange.share("verdict"))
+    by_rank = {}
+    for rank, of_rank in enumerate(everyone):
+        path = folder / f"rank{rank}.jsonl"
+        if not path.exists():  # nodes need not share a disk
+            records.write_atomically(path, (line + "\n" for line in of_rank))
+        by_rank[rank] = [records.from_line(line) for line in of_rank]
+    run = judge(by_rank)
+    write_run(folder, run)
+    point_latest(folder)
+    written = write_report(folder)
+    for line in verdict_lines(run, by_rank, written):
+        lab.say(line)
+    # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has it.
+    return int(lab.exchange.share("verdict", exit_code(run) if written else exit_code(run) or 1))
+
+
+def point_latest(folder: Path) -> None:
+    """Make runs/latest the newest run; two runs that end at once leave one of the two, never none."""
+    draft = folder.parent / f".latest.{os.getpid()}"
+    draft.symlink_to(folder.name)
+    draft.replace(folder.parent / "latest")
+
+
+def write_report(folder: Path) -> Path | None:
+    """Draw report.html in a child process, so that no rank imports Plotly; None if that failed."""
+    command = [sys.executable, "-m", "workers.report", "--page-only", str(folder)]
+    try:
+        subprocess.run(command, check=True, timeout=REPORT_TIMEOUT_S, stdout=subprocess.DEVNULL)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return folder / "report.html"
+
+
+def bury(verdict: Verdict, survivors: list[int], journal: Journal, rank: int) -> None:
+    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives."""
+    for lost in verdict.lost:
+        journal.write(lost)
+    journal.write(records.Failed(verdict.exit_code, verdict.sentence))
+    folder = journal.folder
+    if folder is None or rank != min(survivors, default=rank):
+        return
+    write_run(folder, judge(last_words(folder, survivors) | {rank: journal.records}))
+    point_latest(folder)
+    write_report(folder)
+
+
+def last_words(folder: Path, survivors: list[int]) -> records.Ranks:
+    """The records of all ranks that share this disk, once every survivor has written why it ends."""
+    deadline = time.monotonic() + LAST_WORDS_S
+    while True:
+        try:
+            found = records.read_run(folder)
+        except records.BrokenRecord:  # a disk that is full: this rank's own records have to do
+            return {}
+        ended = {rank for rank, _ in records.select(found, records.Failed)}
+        if set(survivors) <= ended or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
