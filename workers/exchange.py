@@ -41,7 +41,12 @@ class Exchange:
         """The values of all ranks on rank 0, None elsewhere."""
         turn = self._next(name)
         self._give(turn, value)
-        return self._take_all(turn, name) if self.rank == 0 else None
+        if self.rank == 0:
+            return self._take_all(turn, name)
+        with self._waiting(
+            name
+        ):  # for nobody: but ranks must change place together, or the watch calls one of them slow
+            return None
 
     def share(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank."""

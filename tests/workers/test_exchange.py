@@ -1,7 +1,8 @@
 """Small values between ranks: everyone hears everyone, and who stays away is named."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -37,6 +38,26 @@ def test_a_second_exchange_of_one_name_is_another() -> None:
         return [exchange.everyone("x", exchange.rank), exchange.everyone("x", exchange.rank + 10)]
 
     assert on_each_rank(2, twice) == [[[0, 1], [10, 11]]] * 2
+
+
+def test_every_rank_changes_place_as_often_as_every_other() -> None:
+    store, places = dist.HashStore(), [[], []]  # type: ignore[var-annotated]
+
+    def on_rank(rank: int) -> None:
+        @contextmanager
+        def waiting(what: str) -> Iterator[None]:
+            places[rank].append(what)
+            yield
+
+        exchange = Exchange(store, rank, 2, 10, waiting)
+        exchange.everyone("everyone", rank)
+        exchange.gather("gather", rank)
+        exchange.share("share", rank)
+        exchange.barrier("barrier")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(on_rank, range(2)))
+    assert places[0] == places[1] == ["everyone", "gather", "share", "barrier"]
 
 
 def test_who_does_not_come_is_named() -> None:
