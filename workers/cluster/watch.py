@@ -82,7 +82,7 @@ class Watch(threading.Thread):
     def waiting(self, what: str) -> Iterator[None]:
         """Around a wait for the other ranks, outside of any collective."""
         before = self.place
-        self.at(before.step, f"waiting at {what}")
+        self.at(before.step, f"the wait at {what}")
         yield
         self.at(before.step, before.phase)
 
