@@ -1,7 +1,7 @@
 """The passes after the proof: what a variant takes, sends and holds.
 
   timed    LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
-  counted  a few steps with one variant alive at a time, under the ledger and the memory meter, whose cost the timed
+  counted  one step, after two that warm up, with one variant alive at a time, under the ledger and the memory meter, whose cost the timed
            pass does not see.
 
 Each pass builds its strategies anew, so that none inherits another's state.
