@@ -6,7 +6,8 @@
     pending.wait()                                             # the other rounds
 
 The sum is repeatable to the bit (its order is fixed) and the same to the bit on every rank (one rank sums a chunk, the
-others get copies). Chunk r of a tensor is the r-th of torch's `tensor_split`, so any length will do, even 0.
+others get copies). Chunk r of a tensor is the r-th of torch's `tensor_split` along dim 0, so any length will do, even 0, and a
+tensor of rows is cut between rows.
 """
 
 from types import ModuleType
@@ -74,13 +75,13 @@ class Collective:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Pending:
         """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself."""
-        whole, chunk = _flat(tensor), _flat(output)
+        whole, chunk = _rows(tensor), _flat(output)
         self._check_chunk("output", chunk, whole)
         return self._start("reduce_scatter", whole, chunk, async_op)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Pending:
         """Fill `output` with all ranks' `tensor`, this rank's being chunk `rank` of it (and may be that chunk itself)."""
-        whole, chunk = _flat(output), _flat(tensor)
+        whole, chunk = _rows(output), _flat(tensor)
         mine = self._check_chunk("tensor", chunk, whole)
         if mine.data_ptr() != chunk.data_ptr():
             mine.copy_(chunk)
@@ -90,7 +91,7 @@ class Collective:
         """The algorithm that `op` on the tensor `whole` takes; `pick` knows gloo alone, and leaves NCCL to itself."""
         auto = "backend" if self.peers.batched else pick(op, whole.nbytes, self.peers.world_size)
         name = auto if self.algorithm == "auto" else self.algorithm
-        uneven = whole.numel() % self.peers.world_size and op != "all_reduce"
+        uneven = whole.shape[0] % self.peers.world_size and op != "all_reduce"
         return "direct" if name == "backend" and uneven else name  # the backend's take even chunks alone
 
     def _check_chunk(self, name: str, chunk: Tensor, whole: Tensor) -> Tensor:
@@ -138,18 +139,23 @@ def _backend(op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
     if op == "all_reduce":
         work = peers.group.allreduce([whole])
     elif op == "reduce_scatter":
-        work = peers.group._reduce_scatter_base(result, whole, dist.ReduceScatterOptions())
+        work = peers.group._reduce_scatter_base(result, whole.view(-1), dist.ReduceScatterOptions())
     else:
-        work = peers.group._allgather_base(whole, split(whole, peers.world_size)[peers.rank])
+        work = peers.group._allgather_base(whole.view(-1), split(whole, peers.world_size)[peers.rank])
     yield Message(work, f"{op} of {dist.get_backend(peers.group)}")
 
 
 def _copied(whole: Tensor, result: Tensor) -> Steps:
     """A world of one."""
     if whole.data_ptr() != result.data_ptr():
-        result.copy_(whole)
+        result.copy_(whole.view_as(result))
     return
     yield
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """A contiguous tensor of at least one dim; a wrong one raises ValueError."""
+    return _flat(tensor).view(tensor.shape or (1,))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
-    """Leave the sum of all ranks' chunk `rank` of the flat `tensor` in `output`, which may be that chunk itself.
+    """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself.
 
     The order of summation is fixed, whoever comes first: this rank's own part, then the others in the order of the ring.
     """
@@ -43,7 +43,7 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
-    """Fill the flat `tensor`, of which every rank holds its own chunk."""
+    """Fill `tensor`, of which every rank holds its own chunk."""
     chunks = split(tensor, peers.world_size)
     received, sent = peers.post(peers.new_tag(), _others(peers, chunks), _to_others(peers, chunks[peers.rank]))
     yield from received

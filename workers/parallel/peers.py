@@ -122,5 +122,5 @@ class Peers:
 
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
-    """Views of the flat `tensor`, as even as whole elements allow: the first ones an element longer, some may be empty."""
-    return list(tensor.tensor_split(parts))
+    """Flat views of the contiguous `tensor`, cut along dim 0 as even as it goes: the first a row longer, some may be empty."""
+    return [chunk.view(-1) for chunk in tensor.tensor_split(parts)]

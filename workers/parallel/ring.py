@@ -22,18 +22,18 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
-    """Leave the sum of all ranks' chunk `rank` of the flat `tensor` in `output`, which may be that chunk itself."""
+    """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself."""
     return _reduce_scatter(peers, split(tensor, peers.world_size), output)
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
-    """Fill the flat `tensor`, of which every rank holds its own chunk."""
+    """Fill `tensor`, of which every rank holds its own chunk."""
     return _all_gather(peers, split(tensor, peers.world_size))
 
 
 def _reduce_scatter(peers: Peers, chunks: list[Tensor], output: Tensor) -> Steps:
     """In round k rank r passes on the partial sum of chunk r-1-k and adds its own part to the one of chunk r-2-k."""
-    tag, numel = peers.new_tag(), chunks[0].numel() + 1  # no chunk is more than an element longer than another
+    tag, numel = peers.new_tag(), max(chunk.numel() for chunk in chunks)
     with peers.scratch(numel, output) as even, peers.scratch(numel, output) as odd:
         outgoing = chunks[peers.after(-1)]
         for turn in range(peers.world_size - 1):

@@ -20,14 +20,15 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
-    """Leave the sum of all ranks' chunk `rank` of the flat `tensor` in `output`, which may be that chunk itself."""
+    """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself."""
     if peers.rank != SERVER:
         yield from _reduce(peers, tensor)
         received, _ = peers.post(peers.new_tag(), receives=[(SERVER, output)])
         yield from received
         return
-    with peers.scratch(tensor.numel(), tensor) as total:
-        yield from _reduce(peers, total.copy_(tensor))
+    with peers.scratch(tensor.numel(), tensor) as scratch:
+        total = scratch.view_as(tensor).copy_(tensor)
+        yield from _reduce(peers, total)
         chunks = split(total, peers.world_size)
         _, sent = peers.post(peers.new_tag(), sends=[(worker, chunks[worker]) for worker in range(1, peers.world_size)])
         output.copy_(chunks[SERVER])
@@ -35,7 +36,7 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
-    """Fill the flat `tensor`, of which every rank holds its own chunk."""
+    """Fill `tensor`, of which every rank holds its own chunk."""
     tag, chunks = peers.new_tag(), split(tensor, peers.world_size)
     if peers.rank == SERVER:
         received, _ = peers.post(tag, receives=[(worker, chunks[worker]) for worker in range(1, peers.world_size)])
@@ -48,7 +49,7 @@ def all_gather(peers: Peers, tensor: Tensor) -> Steps:
 
 def _reduce(peers: Peers, tensor: Tensor) -> Steps:
     """Add every worker's `tensor` to the server's, in the order of ranks."""
-    tag, last = peers.new_tag(), peers.world_size - 1
+    tag, last, tensor = peers.new_tag(), peers.world_size - 1, tensor.view(-1)
     if peers.rank != SERVER:
         _, sent = peers.post(tag, sends=[(SERVER, tensor)])
         yield from sent

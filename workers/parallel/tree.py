@@ -83,7 +83,7 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
-    """Leave the sum of all ranks' chunk `rank` of the flat `tensor` in `output`, which may be that chunk itself."""
+    """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself."""
     chunks = split(tensor, peers.world_size)
     with peers.scratch(tensor.numel(), tensor) as paired:
         core, places = _paired(peers, paired, chunks)
@@ -97,7 +97,7 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
-    """Fill the flat `tensor`, of which every rank holds its own chunk."""
+    """Fill `tensor`, of which every rank holds its own chunk."""
     chunks = split(tensor, peers.world_size)
     with peers.scratch(tensor.numel(), tensor) as paired:
         core, places = _paired(peers, paired, chunks)

@@ -201,3 +201,25 @@ def test_a_message_that_fails_names_its_peer() -> None:
 )
 def test_pick(op: str, world_size: int, picks: dict[int, str]) -> None:
     assert {nbytes: pick(op, nbytes, world_size) for nbytes in picks} == picks
+
+
+def rows_of(rank: int, num_rows: int) -> torch.Tensor:
+    return torch.arange(num_rows * 6, dtype=torch.float64).view(num_rows, 2, 3) * (rank + 1)
+
+
+def scatter_and_gather_rows(group: dist.ProcessGroup, name: str, num_rows: int) -> list[bool]:
+    """A tensor of rows is cut between rows: chunk r is the r-th of torch's tensor_split, however uneven."""
+    collective, rank, world_size = Collective(group, name), group.rank(), group.size()
+    total = sum(rows_of(other, num_rows) for other in range(world_size))
+    assert isinstance(total, torch.Tensor)
+    wanted = total.tensor_split(world_size)[rank]
+    chunk, whole = torch.empty_like(wanted), torch.empty_like(total)
+    collective.reduce_scatter(chunk, rows_of(rank, num_rows))
+    collective.all_gather(whole, chunk)
+    return [torch.equal(chunk, wanted), torch.equal(whole, total)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_rows", [2, 5, 6])
+def test_rows_stay_whole(ranks: Ranks, name: str, num_rows: int) -> None:
+    assert ranks(3, scatter_and_gather_rows, name, num_rows) == [[True, True]] * 3
