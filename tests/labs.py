@@ -17,7 +17,7 @@ from workers.measure.ledger import Ledger
 from workers.report import records
 from workers.report.judge import judge
 
-TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "2", "LAB_SEQ": "8", "LAB_STEPS": "4"}
+TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "3", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}
 
 
 def run_experiment(

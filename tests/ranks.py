@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-MAX = 4
+MAX = 8
 START_TIMEOUT_S = 90.0
 COLLECTIVE_TIMEOUT_S = 40.0
 

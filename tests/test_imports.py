@@ -22,12 +22,16 @@ FLOORS = {
     "workers.device": ["workers.config"],
     "workers.lab": [
         "workers.config", "workers.exchange", "workers.journal", "workers.measure", "workers.workload",
-        "workers.report.records", "workers.report.text", "workers.passes", "workers.proof",
+        "workers.report.records", "workers.report.text", "workers.passes", "workers.proof", "workers.tracing",
     ],
     "workers.proof": ["workers.config", "workers.lab", "workers.workload"],
     "workers.passes": [
         "workers.config", "workers.lab", "workers.measure", "workers.workload", "workers.report.records",
-        "workers.report.progress", "workers.proof",
+        "workers.report.progress", "workers.proof", "workers.chronicle", "workers.parallel.phases",
+    ],
+    "workers.chronicle": ["workers.lab", "workers.measure", "workers.parallel.phases", "workers.report.records"],
+    "workers.tracing": [
+        "workers.lab", "workers.measure", "workers.passes", "workers.proof", "workers.parallel.phases", "workers.report.records",
     ],
     "experiments": ["workers.config", "workers.lab", "workers.parallel", "workers.measure.formulas", "workers.workload"],
 }  # fmt: skip

@@ -77,7 +77,7 @@ class Config(BaseSettings):
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", alias="LAB_DTYPE", description="type of weights and gradients in the timed pass")
     steps: int = Field(20, alias="LAB_STEPS", ge=1, description="steps of the timed pass")
     batch: int = Field(16, alias="LAB_BATCH", ge=1, description="samples in the global batch")
-    microbatches: int = Field(1, alias="LAB_MICROBATCHES", ge=1, description="parts into which a rank splits its samples; their gradients are accumulated")
+    microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1, in pp 4")
     optimizer: Literal["sgd", "adamw"] = Field("sgd", alias="LAB_OPTIMIZER", description="optimizer of the timed pass")
     lr: float | None = Field(None, alias="LAB_LR", gt=0, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")
     clip: float | None = Field(None, alias="LAB_CLIP", gt=0, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
@@ -90,6 +90,10 @@ class Config(BaseSettings):
     device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
     threads: int = Field(1, alias="LAB_THREADS", ge=1, description="compute threads of a rank")
     bucket_mib: float = Field(25, alias="LAB_BUCKET_MIB", gt=0, allow_inf_nan=False, description="size of a gradient bucket in MiB")
+
+    chunks: int = Field(2, alias="LAB_CHUNKS", ge=1, description="stages that a rank holds in pp's interleaved schedule")
+    sleep_ms: float = Field(0, alias="LAB_SLEEP_MS", ge=0, allow_inf_nan=False, description="pp: milliseconds of pretended compute of a microbatch forward through one rank, twice that backward")
+    trace: bool = Field(False, alias="LAB_TRACE", description="1: a profiled step of each variant more, and trace.json")
 
     # Where its files go.
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
@@ -134,6 +138,11 @@ class Config(BaseSettings):
     def learning_rate(self) -> float:
         """LAB_LR, or the default of the optimizer."""
         return self.lr or {"sgd": 0.1, "adamw": 0.001}[self.optimizer]
+
+    @property
+    def num_microbatches(self) -> int:
+        """LAB_MICROBATCHES, or the default of the mode: a pipeline of one microbatch would have nothing to overlap."""
+        return self.microbatches or (4 if self.run_mode == "pp" else 1)
 
     def environ(self) -> dict[str, str]:
         """The variables that were set, as text: what repeats this run."""

@@ -6,7 +6,7 @@ tables that reach both the log and the report. An experiment holds no clock, no 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,6 +53,21 @@ Variant = Callable[[Model, dist.ProcessGroup, Config], Strategy]
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What one step of a variant sent from this rank, and the most bytes that it held for the backward pass."""
+
+    traffic: Traffic
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured(Counted):
+    """`Counted`, and of the timed steps the bubble: on rank 0, where the variant marks its passes."""
+
+    bubble: float | None
+
+
+@dataclass(frozen=True)
 class Bug:
     """A classic mistake that LAB_BUG makes on purpose: what breaks, and the check that sees it."""
 
@@ -71,6 +86,7 @@ class Lab:
         self.device = device
         self.group = group  # all ranks
         self.rank, self.world_size = exchange.rank, exchange.world_size
+        self.shards = self.world_size  # into how many parts the batch is dealt
         self.exchange = exchange
         self.journal = journal
         self.at = at  # (step, phase): what the watch tells the other ranks
@@ -147,19 +163,37 @@ class Lab:
             torch.cuda.synchronize(self.device)
         return (time.perf_counter() - started) / repeats
 
-    def measure(self, *variants: Variant, also: Callable[[str, Strategy], None] | None = None) -> dict[str, Traffic]:
+    def measure(
+        self,
+        *variants: Variant,
+        also: Callable[[str, Strategy], None] | None = None,
+        shards: int | None = None,
+        cannot: Mapping[str, str] | None = None,
+    ) -> dict[str, Measured]:
         """Prove, time and count every variant; `also(name, strategy)` adds checks at the end of each proof.
 
-        Returns what one step of each variant sent.
+        The batch is dealt in `shards` equal runs of ranks: one a rank by default, 1 where all ranks work on the same
+        samples. Variants in `cannot` are skipped, for the reason given there. Returns what was measured on this rank.
         """
         from workers.passes import count, time_steps  # the passes are written in terms of Lab
         from workers.proof import prove
 
+        self.shards = shards or self.world_size
         chosen = {variant.__name__: variant for variant in variants if self.wants(variant.__name__)}
+        for name in [name for name in chosen if name in (cannot or {})]:
+            self.skip(name, (cannot or {})[name])
+            del chosen[name]
         if self.config.proof:
             prove(self, chosen, also)
-        time_steps(self, chosen)
-        return count(self, chosen)
+        bubbles = time_steps(self, chosen)
+        counted = count(self, chosen)
+        if self.config.trace:
+            from workers.tracing import trace
+
+            trace(self, chosen)
+        return {
+            name: Measured(each.traffic, each.activation_bytes, bubbles.get(name)) for name, each in counted.items()
+        }
 
     def stepped(self) -> None:
         """A step of a strategy is done; the first one ends the start-up of the run."""
@@ -169,27 +203,21 @@ class Lab:
         """Whether LAB_VARIANT names this variant, or none."""
         return not self.config.variant or variant in self.config.variant
 
-    def compare_traffic(self, predictions: list[Prediction], traffic: dict[str, Traffic]) -> None:
+    def compare_traffic(self, predictions: list[Prediction], measured: Mapping[str, Counted]) -> None:
         """Hold the bytes of each variant against its prediction, as called and on the wire.
 
         The tolerance on the wire is 1 % plus 1 KiB for each call and other rank, since gloo adds about 577 B to each.
         """
         for prediction in predictions:
-            if prediction.variant not in traffic:
+            if prediction.variant not in measured or prediction.name != "wire bytes":
                 continue
-            seen, predicted = traffic[prediction.variant], prediction.value[self.rank]
+            traffic, predicted = measured[prediction.variant].traffic, prediction.value[self.rank]
             tolerance = wire_tolerance(predicted, prediction.calls, self.world_size)
-            measured = {"called bytes": seen.called_bytes}
-            if seen.wire_error is None:
-                measured["wire bytes"] = seen.wire_bytes
-            for name, value in measured.items():
+            seen = {"called bytes": traffic.called_bytes}
+            if traffic.wire_error is None:
+                seen["wire bytes"] = traffic.wire_bytes
+            for name, value in seen.items():
                 self.compare(
-                    name,
-                    predicted,
-                    value,
-                    "B",
-                    tolerance,
-                    prediction.variant,
-                    prediction.formula,
+                    name, predicted, value, "B", tolerance, prediction.variant, prediction.formula,
                     decides=prediction.decides,
-                )
+                )  # fmt: skip

@@ -1,8 +1,8 @@
 """The passes after the proof: what a variant takes, sends and holds.
 
   timed    LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
-  counted  one step, after two that warm up, with one variant alive at a time, under the ledger and the memory meter, whose cost the timed
-           pass does not see.
+  counted  one step, after two that warm up, with one variant alive at a time, under the ledger and the meters of memory,
+           whose cost the timed pass does not see.
 
 Each pass builds its strategies anew, so that none inherits another's state.
 """
@@ -14,9 +14,13 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.lab import Lab, Strategy, Variant
+from workers.chronicle import Chronicle
+from workers.lab import Counted, Lab, Strategy, Variant
+from workers.measure.activations import SavedActivations
 from workers.measure.ledger import Traffic
 from workers.measure.memory import PeakMemory
+from workers.measure.timeline import align
+from workers.parallel.phases import phase, recorded
 from workers.proof import dealt
 from workers.report import records
 from workers.report.progress import Progress
@@ -28,36 +32,46 @@ COUNTED_STEPS = 1  # every step makes the same calls
 
 
 class Stopwatch:
-    """Wall and CPU seconds, and loss shares, of each variant's steps on this rank."""
+    """Wall and CPU seconds, loss shares and marks of each variant's steps on this rank."""
 
     def __init__(self, names: list[str]) -> None:
         self.wall: dict[str, list[float]] = {name: [] for name in names}
         self.cpu: dict[str, list[float]] = {name: [] for name in names}
         self.shares: dict[str, list[float | None]] = {name: [] for name in names}
+        self.chronicle = Chronicle(names)
 
     def step(self, name: str, strategy: Strategy, lab: Lab, batches: Batches, step: int) -> None:
         """One step, from its first forward to its update; all ranks begin together."""
-        microbatches = dealt(lab, batches, step)
-        lab.exchange.barrier(f"step {step} of {name}")
-        lab.at(step, name)
-        started, busy = time.perf_counter(), time.process_time()
-        share = strategy.backward(microbatches)
-        strategy.update()
-        if lab.device.type == "cuda":
-            torch.cuda.synchronize(lab.device)
+        with recorded() as spans:
+            with phase("data"):
+                microbatches = dealt(lab, batches, step)
+            lab.exchange.barrier(f"step {step} of {name}")
+            lab.at(step, name)
+            started, busy = time.perf_counter(), time.process_time()
+            share = strategy.backward(microbatches)
+            with phase("optimizer"):
+                strategy.update()
+            if lab.device.type == "cuda":
+                torch.cuda.synchronize(lab.device)
+        self.chronicle.add(name, step, spans)
         self.wall[name].append(time.perf_counter() - started)
         self.cpu[name].append(time.process_time() - busy)
         self.shares[name].append(None if share is None else share.item())
         lab.stepped()
 
 
-def time_steps(lab: Lab, variants: dict[str, Variant]) -> None:
-    """Train all variants side by side for LAB_STEPS steps; the first two are not timed where there are more."""
+def time_steps(lab: Lab, variants: dict[str, Variant]) -> dict[str, float | None]:
+    """Train all variants side by side for LAB_STEPS steps; the first two are not timed where there are more.
+
+    Returns the bubble of each variant, on rank 0.
+    """
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
     dense = one_process_losses(lab, batches, dtype)
     strategies = {name: build(lab.model(dtype), lab.group, lab.config) for name, build in variants.items()}
     watch = Stopwatch(list(variants))
+    clock = align(lab.group)
+    lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
     with Progress(lab.config.steps, "measured", lab.journal.say, shown=lab.rank == 0) as progress:
         for step in range(lab.config.steps):
             for name in rotated(list(variants), step):
@@ -67,6 +81,7 @@ def time_steps(lab: Lab, variants: dict[str, Variant]) -> None:
     for name in variants:
         lab.journal.write(records.Steps(name, watch.wall[name][warmup:], watch.cpu[name][warmup:]))
     write_losses(lab, dense, watch.shares)
+    return watch.chronicle.write(lab, clock)
 
 
 def one_process_losses(lab: Lab, batches: Batches, dtype: torch.dtype) -> list[float]:
@@ -98,23 +113,24 @@ def write_losses(lab: Lab, dense: list[float], shares: dict[str, list[float | No
         lab.journal.write(records.Losses(name, values))
 
 
-def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Traffic]:
+def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
     """What a step of each variant sends, and the most that it holds, with one variant alive at a time."""
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
-    traffic = {}
+    counted = {}
     for name, build in variants.items():
         lab.at(0, f"count of {name}")
         with PeakMemory(lab.device) as memory:
             strategy = build(lab.model(dtype), lab.group, lab.config)
             train(lab, strategy, batches, range(WARMUP_STEPS))
-            with lab.count() as counted:
+            with lab.count() as traffic, SavedActivations() as activations:
                 train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + COUNTED_STEPS))
             del strategy
-        traffic[name] = counted.per(COUNTED_STEPS)
-        write_traffic(lab, name, traffic[name])
+        counted[name] = Counted(traffic.per(COUNTED_STEPS), activations.peak_bytes)
+        write_traffic(lab, name, counted[name].traffic)
         lab.journal.write(records.Memory(name, memory.peak_bytes))
-    return traffic
+        lab.journal.write(records.Activations(name, activations.peak_bytes))
+    return counted
 
 
 def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:

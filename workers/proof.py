@@ -27,6 +27,7 @@ def prove(lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None) -> Non
     """Check each variant against one process; `also(name, strategy)` adds the mode's own checks at its end."""
     config = lab.config
     lr = config.learning_rate if config.model == "line" else LEARNING_RATE  # the line lesson's own: all of it is proven
+    config = config.model_copy(update={"sleep_ms": 0.0})  # pretended compute would prove nothing
     plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": lr})
     batches = lab.batches(torch.float64, proof=True)
     dense = one_process(lab, plain, batches, batches.proof_steps)
@@ -84,7 +85,7 @@ def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, den
 
 def dealt(lab: Lab, batches: Batches, step: int) -> list[Microbatch]:
     """This rank's microbatches of the batch of `step`."""
-    return batches.dealt(step, lab.rank, lab.world_size)
+    return batches.dealt(step, lab.rank * lab.shards // lab.world_size, lab.shards)
 
 
 def summed_loss(lab: Lab, share: Tensor | None) -> float:

@@ -37,6 +37,7 @@ from workers.lab import Lab, Strategy
 from workers.measure.formulas import Prediction, all_reduce_bytes
 from workers.parallel.buckets import layout
 from workers.parallel.collectives import Collective
+from workers.parallel.phases import phase
 from workers.workload import data, model, text
 from workers.workload.model import Model, outline
 
@@ -53,13 +54,13 @@ def run(lab: Lab) -> None:
     lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, {most}", "predict")
     if lab.config.proof:
         check_samples(lab)
-    traffic = lab.measure(
+    measured = lab.measure(
         naive, flat, bucketed, ring, ddp, also=lambda name, strategy: check_replicas(lab, name, strategy)
     )
-    lab.compare_traffic(predictions, traffic)
+    lab.compare_traffic(predictions, measured)
     for prediction in predictions:
-        if prediction.variant in traffic and prediction.variant in ("naive", "flat", "bucketed"):
-            calls = sum(op.calls for op in traffic[prediction.variant].called)
+        if prediction.variant in measured and prediction.variant in ("naive", "flat", "bucketed"):
+            calls = measured[prediction.variant].traffic.calls
             lab.compare(
                 "calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula
             )
@@ -92,7 +93,8 @@ class OneByOne:
         for parameter in self.model.parameters():
             if parameter.grad is None:  # every rank must make the same calls, or each waits for another's (W6)
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self.group)
+            with phase("all_reduce"):
+                dist.all_reduce(parameter.grad, group=self.group)
 
 
 def flat(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:

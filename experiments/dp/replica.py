@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from workers.config import Config
 from workers.parallel.buckets import broadcast_parameters
+from workers.parallel.phases import phase
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import make_optimizer, named_state
@@ -61,8 +62,10 @@ class Replica:
         self.gradients.zero()
         for inputs, targets, share in microbatches:
             with self.gradients.accumulate(last=len(shares) == len(microbatches) - 1):
-                loss = self.forward(inputs, targets) * share
-                (loss * self.scale).backward()
+                with phase("forward", str(len(shares))):
+                    loss = self.forward(inputs, targets) * share
+                with phase("backward", str(len(shares))):
+                    (loss * self.scale).backward()
             shares.append(loss.detach())
         self.gradients.finish()
         return torch.stack(shares).sum()

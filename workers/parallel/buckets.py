@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from workers.parallel.phases import phase
+
 # Begins to sum a flat tensor over the group, in place; returns a handle to `wait` for, or None if it is done.
 AllReduce = Callable[[Tensor], Any]
 
@@ -108,9 +110,10 @@ class GradientBuckets:
                 if parameter.grad is None:  # the loss did not reach it here, but may have on another rank
                     parameter.grad = view.zero_()
             self._launch_next()
-        for handle in self._handles:
-            if handle is not None:
-                handle.wait()
+        with phase("wait"):
+            for handle in self._handles:
+                if handle is not None:
+                    handle.wait()
         self._begin()
 
     def _begin(self) -> None:
@@ -151,7 +154,8 @@ class GradientBuckets:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self._handles.append(self.all_reduce(self.buckets[self._next]))
+        with phase("all_reduce"):
+            self._handles.append(self.all_reduce(self.buckets[self._next]))
         self._next += 1
 
 

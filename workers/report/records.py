@@ -110,6 +110,48 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """The most bytes that this rank held for the backward pass of one variant."""
+
+    variant: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What this rank's perf_counter must be given to read as rank 0's, and how far off that may be."""
+
+    offset_s: float
+    uncertainty_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One timed step of a variant on this rank, on rank 0's clock; 0 is the earliest start of all ranks in that step."""
+
+    variant: str
+    step: int
+    spans: list[list[Any]]  # [kind, label, start_s, end_s], in the order of their ends; they may nest
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a step went on this rank: median seconds by class, each moment in the innermost class alone."""
+
+    variant: str
+    seconds: dict[str, float]  # data, forward, backward, communication, optimizer, waiting
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Of the profiled step: time in communication, and how much of it this rank's backward pass computed meanwhile."""
+
+    variant: str
+    communication_s: float
+    hidden_s: float
+
+
+@dataclass(frozen=True)
 class Skipped:
     """A variant that cannot take these sizes, and why."""
 
@@ -176,6 +218,11 @@ Record = (
     | Called
     | Wire
     | Memory
+    | Activations
+    | Clock
+    | Timeline
+    | Profile
+    | Overlap
     | Skipped
     | Table
     | Chart

@@ -72,7 +72,7 @@ class Batches:
     """Every step's batch. `proof`: float64-sized data that sees mistakes, two global batches, uneven shards.
 
     Two batches, so that the third step begins the second epoch, where a forgotten set_epoch shows. Uneven shards
-    wherever the batch allows it, since equal ones hide the mean of means.
+    and microbatches wherever the batch allows it, since equal ones hide the mean of means.
     """
 
     def __init__(self, config: Config, *, proof: bool, device: torch.device, dtype: torch.dtype) -> None:
@@ -92,8 +92,9 @@ class Batches:
         share = 1 / (self.batch * self.samples.terms)
         if self.config.bug == "means_of_shards":
             share = 1 / (len(ids) * self.samples.terms * num_shards)
-        parts = torch.tensor_split(ids, min(self.config.microbatches, len(ids)))
-        return [self._microbatch(part, share) for part in parts]
+        parts = min(self.config.num_microbatches, len(ids))
+        sizes = shard_sizes(len(ids), parts, uneven=self.uneven)
+        return [self._microbatch(part, share) for part in ids.split(sizes)]
 
     def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
         """The numbers of the samples that `shard` gets at `step`."""
@@ -168,9 +169,9 @@ def faults(config: Config, num_shards: int) -> list[str]:
     batch = global_batch(config)
     if batch < num_shards:
         return [f"LAB_BATCH={batch} is smaller than WORLD_SIZE={num_shards}: every rank needs a sample"]
-    if config.microbatches > batch // num_shards:
+    if config.num_microbatches > batch // num_shards:
         most = batch // num_shards
         return [
-            f"LAB_MICROBATCHES={config.microbatches} is more than the {most} samples of a rank, allowed: 1 to {most}"
+            f"LAB_MICROBATCHES={config.num_microbatches} is more than the {most} samples of a rank, allowed: 1 to {most}"
         ]
     return []

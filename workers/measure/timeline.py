@@ -1,0 +1,135 @@
+"""The timeline: clocks of several ranks read as one, and what the spans of a step add up to.
+
+A span is a stretch of one rank's time, (kind, label, start_s, end_s). Spans of one rank nest or follow each other: an
+all_reduce may lie inside a forward, and then that time is communication and no longer forward.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+ROUNDS = 16  # the best of them counts; more find a shorter one seldom
+
+# Every kind of span, and the class that it counts for. Inside a call one communicates; for a message one waits.
+CLASSES = {
+    "data": "data", "forward": "forward", "backward": "backward", "send": "communication",
+    "all_reduce": "communication", "all_gather": "communication", "reduce_scatter": "communication",
+    "optimizer": "optimizer", "receive": "waiting", "wait": "waiting",
+}  # fmt: skip
+
+Span = tuple[str, str, float, float]  # kind, label (the microbatch as text, or ""), start and end in seconds
+
+
+class Clock(NamedTuple):
+    """A clock of rank 0 for this rank: its own time plus `offset_s` is rank 0's, `uncertainty_s` off at most."""
+
+    offset_s: float
+    uncertainty_s: float
+
+
+def align(group: dist.ProcessGroup, read: Callable[[], float] = time.perf_counter) -> Clock:
+    """This rank's clock against rank 0's: a collective of ROUNDS small messages to and fro for each other rank.
+
+    Rank 0 takes the time when it asks and when the answer is there; the answer says when the question came and when the answer
+    left. Of all rounds the one with the least time on the way counts, since half of that is all the offset can be
+    wrong by (Cristian 1989; RFC 5905, section 8). Clocks drift apart, a few microseconds each second: align anew
+    where it matters. Bounded by the group's own timeout.
+    """
+    clock = Clock(0.0, 0.0)
+    for rank in range(1, group.size()):
+        if group.rank() == 0:
+            _ask(group, rank, read)
+        elif group.rank() == rank:
+            clock = _answer(group, read)
+    return clock
+
+
+def _ask(group: dist.ProcessGroup, rank: int, read: Callable[[], float]) -> None:
+    """Rank 0's side: ask, take the times, and at last tell `rank` how its clock stands."""
+    answer = _times(group)
+    best = Clock(0.0, float("inf"))
+    for _ in range(ROUNDS):
+        asked = read()
+        dist.send(_times(group), group=group, group_dst=rank)
+        dist.recv(answer, group=group, group_src=rank)
+        came, left = answer.tolist()  # on CUDA this waits for the answer
+        answered = read()
+        half = ((answered - asked) - (left - came)) / 2  # of the time on the way
+        if half < best.uncertainty_s:
+            best = Clock(((asked - came) + (answered - left)) / 2, half)
+    dist.send(answer.copy_(torch.tensor(best, dtype=torch.float64)), group=group, group_dst=rank)
+
+
+def _answer(group: dist.ProcessGroup, read: Callable[[], float]) -> Clock:
+    """The other rank's side."""
+    message = _times(group)
+    for _ in range(ROUNDS):
+        dist.recv(message, group=group, group_src=0)
+        message.tolist()  # on CUDA the question is here only now
+        message[0] = read()
+        message[1] = read()
+        dist.send(message, group=group, group_dst=0)
+    dist.recv(message, group=group, group_src=0)
+    return Clock(*message.tolist())
+
+
+def _times(group: dist.ProcessGroup) -> torch.Tensor:
+    """Room for two times, where the group can send from."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return torch.zeros(2, dtype=torch.float64, device=device)
+
+
+def profile(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds of one rank by class, all six of CLASSES; each moment counts for the innermost span alone."""
+    seconds = dict.fromkeys(CLASSES.values(), 0.0)
+    around: list[Span] = []  # the spans that are open, the innermost last
+    for span in sorted(spans, key=lambda span: (span[2], -span[3])):
+        kind, _, start, end = span
+        while around and around[-1][3] <= start:
+            around.pop()
+        if around:
+            seconds[CLASSES[around[-1][0]]] -= min(end, around[-1][3]) - start
+        seconds[CLASSES[kind]] += end - start
+        around.append(span)
+    return seconds
+
+
+def bubble(spans_by_rank: Sequence[Iterable[Span]]) -> float | None:
+    """The share of the ranks' time in which they compute nothing, from the first forward to the last backward.
+
+    1 - sum(forward + backward) / (ranks x time); None where nobody computes. All on one clock.
+    """
+    busy = [union(span for span in spans if span[0] in ("forward", "backward")) for spans in spans_by_rank]
+    starts, ends = [of[0][0] for of in busy if of], [of[-1][1] for of in busy if of]
+    if not starts or max(ends) <= min(starts):
+        return None
+    return 1 - sum(map(length, busy)) / (len(busy) * (max(ends) - min(starts)))
+
+
+def hidden_seconds(communication: Iterable[Span], compute: Iterable[Span]) -> float:
+    """Seconds in which both go on at once: how much of the communication the computation hides."""
+    one, other = union(communication), union(compute)
+    return length(one) + length(other) - length(_merged([*one, *other]))
+
+
+def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The moments that any of the spans covers, as (start, end) in order, apart from each other."""
+    return _merged((start, end) for _, _, start, end in spans)
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds of intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def _merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
