@@ -5,9 +5,9 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
 # HOME and USER: the rank's uid is the host's, which has no entry in this image's passwd. TORCH_CPP_LOG_LEVEL: torch's C++ parts
-# print a backtrace with each warning, as when a peer closes its end.
+# print a backtrace with each warning, as when a peer closes its end. KINETO_LOG_LEVEL: its profiler greets at level 5.
 ENV HOME=/tmp USER=lab PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
-    PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore TORCH_CPP_LOG_LEVEL=ERROR
+    PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=6
 WORKDIR /lab
 
 # The official image carries no bytecode of the standard library, and a rank's root file system is read-only:

@@ -33,10 +33,10 @@ class Clock(NamedTuple):
 def align(group: dist.ProcessGroup, read: Callable[[], float] = time.perf_counter) -> Clock:
     """This rank's clock against rank 0's: a collective of ROUNDS small messages to and fro for each other rank.
 
-    Rank 0 takes the time when it asks and when the answer is there; the answer says when the question came and when the answer
-    left. Of all rounds the one with the least time on the way counts, since half of that is all the offset can be
-    wrong by (Cristian 1989; RFC 5905, section 8). Clocks drift apart, a few microseconds each second: align anew
-    where it matters. Bounded by the group's own timeout.
+    Rank 0 takes the time when it asks and when the answer is there; the answer says when the question came and when the
+    answer left. Of all rounds the one with the least time on the way counts, since half of that is all that the offset
+    can be wrong by (Cristian 1989; RFC 5905, section 8). Clocks drift apart, a few microseconds each second: align
+    anew where it matters. Bounded by the group's own timeout.
     """
     clock = Clock(0.0, 0.0)
     for rank in range(1, group.size()):

@@ -55,8 +55,18 @@ def test_a_step_of_nothing_has_every_class() -> None:
 
 def test_the_bubble_of_two_stages_and_two_microbatches() -> None:
     """Forward 1 s, backward 2 s: 6 s of work a rank in 9 s, (p-1)/(m+p-1) = 1/3."""
-    first: list[Span] = [("forward", "0", 0, 1), ("forward", "1", 1, 2), ("backward", "0", 4, 6), ("backward", "1", 7, 9)]
-    last: list[Span] = [("forward", "0", 1, 2), ("backward", "0", 2, 4), ("forward", "1", 4, 5), ("backward", "1", 5, 7)]
+    first: list[Span] = [
+        ("forward", "0", 0, 1),
+        ("forward", "1", 1, 2),
+        ("backward", "0", 4, 6),
+        ("backward", "1", 7, 9),
+    ]
+    last: list[Span] = [
+        ("forward", "0", 1, 2),
+        ("backward", "0", 2, 4),
+        ("forward", "1", 4, 5),
+        ("backward", "1", 5, 7),
+    ]
     waits: list[Span] = [("receive", "0", 2, 4), ("optimizer", "", 9, 20)]  # neither computes nor stretches the time
     assert bubble([first, last]) == pytest.approx(1 / 3)
     assert bubble([[*first, *waits], last]) == pytest.approx(1 / 3)
