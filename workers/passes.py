@@ -68,6 +68,7 @@ def time_steps(lab: Lab, variants: dict[str, Variant]) -> dict[str, float | None
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
     dense = one_process_losses(lab, batches, dtype)
+    lab.at(0, "the making of all variants")
     strategies = {name: build(lab.model(dtype), lab.group, lab.config) for name, build in variants.items()}
     watch = Stopwatch(list(variants))
     clock = align(lab.group)

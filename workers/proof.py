@@ -34,6 +34,7 @@ def prove(lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None) -> Non
     tuned = config.optimizer == "adamw" or config.clip is not None
     dense_tuned = one_process(lab, config, batches, 1) if tuned else []
     for name, build in variants.items():
+        lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
         strategy = build(lab.model(torch.float64), lab.group, plain)
         differences = against(lab, strategy, name, batches, dense)
         if tuned:

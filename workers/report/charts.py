@@ -18,7 +18,7 @@ from workers.report.markup import Markup, text
 PALETTE = ("#3b82f6", "#e0691b", "#12966a", "#a667e6", "#d9488b", "#8a8216", "#0e93a8", "#c0504d")
 GREY = "#7d8897"
 PREDICTED, CALLED, WIRE = GREY, PALETTE[0], PALETTE[1]
-MOST_POINTS = 4000  # of all curves of a page together, about 70 kB
+MOST_POINTS = 3000  # of all curves of a page together, about 50 kB
 
 Curve = tuple[Sequence[float], Sequence[float]]
 

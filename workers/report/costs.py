@@ -129,9 +129,18 @@ def memory(run: Run, colour: dict[str, str]) -> Markup:
         c["variant"]: c["predicted"] for c in run["comparisons"] if c["name"] == "peak bytes" and c["variant"] in held
     }
     figure = charts.drawn(charts.rank_dots(held, predicted, colour, "B"), "peak memory by variant", 70 + 44 * len(held))
-    rows = [[name, *("" if peak is None else human_bytes(peak) for peak in peaks)] for name, peaks in held.items()]
-    ranks = [f"rank {rank}" for rank in range(run["world_size"])]
     note = "The most bytes of tensors alive at once, with one variant at a time: a dot a rank" + (
         ", a diamond where the formula puts it." if predicted else "."
     )
-    return section("Memory", figure, table(["variant", *ranks], rows, numbers=range(1, len(ranks) + 1)), note=note)
+    activations = {
+        v["name"]: v["activation_bytes"] for v in run["variants"] if slowest(v.get("activation_bytes", [])) is not None
+    }
+    of_these = [Markup("<h3>Activations held for the backward pass, at most</h3>"), _by_rank(activations)]
+    return section("Memory", figure, _by_rank(held), *(of_these if activations else []), note=note)
+
+
+def _by_rank(held: dict[str, list[float | None]]) -> Markup:
+    """A row of bytes a variant, a column a rank."""
+    rows = [[name, *("" if peak is None else human_bytes(peak) for peak in peaks)] for name, peaks in held.items()]
+    ranks = [f"rank {rank}" for rank in range(len(rows[0]) - 1)] if rows else []
+    return table(["variant", *ranks], rows, numbers=range(1, len(ranks) + 1))

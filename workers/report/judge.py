@@ -13,6 +13,7 @@ from typing import Any
 
 from workers.report.claims import Run, merge_checks, merge_comparisons
 from workers.report.records import (
+    Activations,
     BrokenRecord,
     Called,
     End,
@@ -153,6 +154,7 @@ def _variant(name: str, records: Ranks, world_size: int) -> Run:
         "wire_bytes": a_rank(Wire, lambda wire: [wire.sent_bytes], sum),
         "called_bytes": a_rank(Called, lambda called: [called.called_bytes], sum),
         "peak_bytes": a_rank(Memory, lambda memory: [memory.peak_bytes], max),
+        "activation_bytes": a_rank(Activations, lambda held: [held.peak_bytes], max),
     }
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.records import Ranks
-from workers.report.units import difference, human_bytes, milliseconds, quantity
+from workers.report.spans import CLASSES, profiles, slowest_rank
+from workers.report.staircase import staircases
+from workers.report.units import difference, human_bytes, milliseconds, quantity, share
 
 PROOF = ("gradients", "weights", "losses")
 TRAFFIC = ("wire bytes", "called bytes")
@@ -25,6 +27,8 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None) -> list[str]:
         *(_line("FAILED", failure_sentence(claim)) for claim in failures(run)),
         *_more_checks(run),
         *_compared(run),
+        *_profile(run, records),
+        *(_line("" if number else "timeline", line) for number, line in enumerate(staircases(run, records))),
         *(_line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]),
         *(_line("error", sentence) for sentence in error_sentences(run)),
         *(_line("lost", lost_sentence(lost)) for lost in run["lost"]),
@@ -168,6 +172,18 @@ def _compared(run: Run) -> list[str]:
         if claim["passed"] and not (claim["name"] in TRAFFIC and claim["variant"] in timed)
     ]
     return _block("compared", None, rows)
+
+
+def _profile(run: Run, records: Ranks) -> list[str]:
+    """A row a variant: where the time of its slowest rank went."""
+    rows = []
+    for variant, of_ranks in profiles(records, run["world_size"]).items():
+        rank, _ = slowest_rank(of_ranks)
+        seconds = of_ranks[rank] or {}
+        cells = [share(seconds.get(kind, 0.0), sum(seconds.values())) for kind in CLASSES]
+        rows.append([variant, f"rank {rank}", *cells])
+    columns = ["ms a step (per cent) on", "the slowest", *CLASSES]
+    return _block("profile", columns, rows, numbers=range(2, len(columns)))
 
 
 def _held(claims: Iterable[Run]) -> str:

@@ -1,14 +1,14 @@
 """The report of one run, from its records: what was claimed, whether it held, what it cost, and how to repeat it.
 
-The order is the order of questions: did it hold, by how much, what did the losses do, who sent what, how long, how much
-memory, and with which settings. Charts never stand alone: the same numbers are in a table or in the records.
+The order is the order of questions: did it hold, by how much, what did the losses do, who sent what, how long, who did
+what when, how much memory, and with which settings. Charts never stand alone: the same numbers are in a table or in the records.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workers.report import charts, costs, held
+from workers.report import charts, costs, held, timeline
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.log import (
@@ -26,6 +26,7 @@ from workers.report.records import Chart, End, Losses, Ranks, Said, Start, Table
 from workers.report.units import difference, human_bytes, milliseconds
 
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
+MOST_BYTES = 4_990_000  # of a page; what the rest leaves of it goes to the timelines
 
 
 def write_page(folder: Path, run: Run, records: Ranks) -> Path:
@@ -38,7 +39,8 @@ def write_page(folder: Path, run: Run, records: Ranks) -> Path:
 def page(run: Run, records: Ranks) -> str:
     """The whole page as HTML."""
     colour = charts.colours(variant["name"] for variant in run["variants"])
-    body = [
+    title = f"{run['verdict']} · {run['run_id']}"
+    before = [
         _head(run, records),
         _ended(run),
         _said(records),
@@ -47,12 +49,16 @@ def page(run: Run, records: Ranks) -> str:
         costs.traffic(run, records),
         held.comparisons(run),
         costs.time(run, records, colour),
+    ]
+    after = [
+        timeline.training_profile(run, records),
         costs.memory(run, colour),
         *_lesson(records, colour),
         _ranks(run, records),
         _settings(records),
     ]
-    return document(f"{run['verdict']} · {run['run_id']}", body)
+    room_bytes = MOST_BYTES - len(document(title, [*before, *after]).encode())
+    return document(title, [*before, timeline.gantts(run, records, room_bytes), *after])
 
 
 def _head(run: Run, records: Ranks) -> Markup:

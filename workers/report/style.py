@@ -99,10 +99,14 @@ figcaption { font-weight: 600; font-size: .92rem; }
   display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin-right: .4rem;
   vertical-align: -.08rem;
 }
+.key i.idle { border: 1px solid var(--line); }
+.gantt { margin-top: .8rem; }
+.gantt figcaption span { color: var(--soft); font-weight: 400; margin-left: .6rem; }
 /* charts */
 .chart { width: 100%; min-width: 0; margin: .2rem 0; }
 .main-svg text { fill: var(--soft) !important; }
 .main-svg .legendtext, .main-svg .hoverlayer text { fill: var(--ink) !important; }
+.main-svg .bartext { fill: #fff !important; }
 .main-svg .gridlayer path { stroke: var(--line) !important; }
 .main-svg .xlines-above, .main-svg .ylines-above, .main-svg .xlines-below { stroke: var(--line) !important; }
 .main-svg .hoverlayer .bg, .main-svg .hoverlayer .hovertext path {

@@ -20,6 +20,11 @@ def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else three_digits(seconds * 1000)
 
 
+def share(seconds: float, total_s: float) -> str:
+    """Milliseconds and per cent of a total, such as "12.3 (41)"; "-" where there is nothing."""
+    return f"{milliseconds(seconds)} ({100 * seconds / total_s:.0f})" if seconds > 0 else "-"
+
+
 def three_digits(value: float) -> str:
     """81.234 as "81.2", 1.6 as "1.60", 1234.5 as "1234"; what is smaller than a thousandth in powers of ten."""
     size = abs(value)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from workers.report.records import (
     Called,
@@ -13,6 +14,8 @@ from workers.report.records import (
     End,
     Losses,
     Memory,
+    Overlap,
+    Profile,
     Ranks,
     Record,
     Said,
@@ -20,6 +23,7 @@ from workers.report.records import (
     Start,
     Steps,
     Table,
+    Timeline,
     Wire,
     to_line,
 )
@@ -55,6 +59,62 @@ def good_run(world_size: int = 4, steps: int = 20, variants: dict[str, float] = 
         ]
         for rank in range(world_size)
     }
+
+
+FORWARD_S, SEND_S, OPTIMIZER_S = 10e-3, 0.4e-3, 2e-3  # of a pipeline's step; a backward takes twice a forward
+
+
+def pipeline_run(world_size: int = 4, microbatches: int = 8, variants: tuple[str, ...] = ("gpipe", "1f1b")) -> Ranks:
+    """A pipeline whose timelines come from a simulation, so that its bubble is the formula's but for the sends."""
+    records = good_run(world_size, variants=dict.fromkeys(variants, 0.4))
+    for variant in variants:
+        timelines = simulated(variant, world_size, microbatches)
+        for rank, spans in enumerate(timelines):
+            seconds = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer", "waiting"), 0.0)
+            seconds |= {kind: sum(s[3] - s[2] for s in spans if s[0] == kind) for kind in ("forward", "backward")}
+            seconds |= {"communication": 0.004 + 0.001 * rank, "optimizer": OPTIMIZER_S, "waiting": 0.05}
+            overlap = Overlap(variant, 0.004, 0.001 * rank)
+            records[rank][-1:-1] = [Timeline(variant, 12, spans), Profile(variant, seconds), overlap]
+        ideal = (world_size - 1) / (microbatches + world_size - 1)
+        bubble = Comparison(variant, "bubble", "", ideal, ideal + 0.035, 0.0, "(p-1)/(m+p-1)", decides=False)
+        records[0].insert(-1, bubble)
+    return records
+
+
+def simulated(variant: str, world_size: int, microbatches: int) -> list[list[list[Any]]]:
+    """The spans of each stage under gpipe or 1f1b: an action begins when its rank is free and its message is there."""
+    ends: dict[tuple[str, int, int], float] = {}  # of kind, microbatch and stage
+    spans: list[list[list[Any]]] = [[] for _ in range(world_size)]
+    free = [0.0] * world_size
+    left = [order(variant, world_size, microbatches, stage) for stage in range(world_size)]
+    while any(left):
+        for stage in range(world_size):
+            kind, number = left[stage][0] if left[stage] else ("", 0)
+            sender = stage - 1 if kind == "forward" else stage + 1
+            message = ends.get((kind, number, sender)) if 0 <= sender < world_size else 0.0
+            if not kind or message is None:
+                continue
+            del left[stage][0]
+            start = max(free[stage], message)
+            end = start + FORWARD_S * (1 if kind == "forward" else 2)
+            if start > free[stage]:
+                spans[stage].append(["receive", str(number), free[stage], start])
+            spans[stage] += [[kind, str(number), start, end], ["send", str(number), end, end + SEND_S]]
+            ends[kind, number, stage] = free[stage] = end + SEND_S
+    for stage, last in enumerate(free):
+        spans[stage].append(["optimizer", "", last, last + OPTIMIZER_S])
+    return spans
+
+
+def order(variant: str, world_size: int, microbatches: int, stage: int) -> list[tuple[str, int]]:
+    """What a stage does: with gpipe all forwards first, with 1f1b only as many as there are stages from here."""
+    ahead = microbatches if variant == "gpipe" else min(microbatches, world_size - stage)
+    actions = [("forward", number) for number in range(ahead)]
+    for number in range(microbatches):
+        actions.append(("backward", number))
+        if ahead + number < microbatches:
+            actions.append(("forward", ahead + number))
+    return actions
 
 
 def bent(records: Ranks, change: Callable[[Record], Record | None], rank: int | None = None) -> Ranks:

@@ -12,9 +12,12 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.workers.report.made_up import good_run, with_check, with_measured, written
+from tests.workers.report.made_up import good_run, pipeline_run, with_check, with_measured, written
 from workers.report.__main__ import main
 
 OUTPUTS = Path(__file__).parents[2] / "outputs"
@@ -36,6 +39,8 @@ const luminance = c => { const [r, g, b] = c.map(linear);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
 const ground = element => { const layers = [];
   for (let e = element; e; e = e.parentElement) layers.push(rgba(getComputedStyle(e).backgroundColor));
+  const bar = element.closest('.point')?.querySelector('path');  // the bar that a number stands in
+  if (bar) layers.unshift(rgba(getComputedStyle(bar).fill));
   return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]); };
 const faint = [];
 for (const element of document.querySelectorAll('main *')) {
@@ -74,7 +79,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run in which all held, one in which nothing did, and the two together."""
+    """A run in which all held, one in which nothing did, the two together, and a pipeline with its timelines."""
     folder = tmp_path_factory.mktemp("runs")
     five = {"naive": 81e-3, "flat": 55e-3, "bucketed": 50e-3, "ring": 49e-3, "ddp": 50e-3}
     passed = written(folder / "passed", good_run())
@@ -82,13 +87,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder / "failed",
         with_measured(with_check(good_run(8, 40, five), "gradients", 3e-2), "flat", "wire bytes", 12e6, 2),
     )
+    pipeline = written(folder / "pipeline", pipeline_run())
     assert (main([str(passed)]), main([str(failed)]), main([str(passed), str(failed)])) == (0, 1, 0)
-    return {"pass": passed / "report.html", "fail": failed / "report.html", "compare": failed / "compare-passed.html"}
+    assert main([str(pipeline)]) == 0
+    reports = {"pass": passed, "fail": failed, "pipeline": pipeline}
+    return {name: run / "report.html" for name, run in reports.items()} | {"compare": failed / "compare-passed.html"}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["pass", "fail", "compare"])
+@pytest.mark.parametrize("name", ["pass", "fail", "pipeline", "compare"])
 def test_a_page_can_be_read(
     browser: webdriver.Chrome, pages: dict[str, Path], name: str, width: str, scheme: str
 ) -> None:
@@ -106,6 +114,34 @@ def test_a_page_can_be_read(
     keep(browser, f"report-{name}-{width}-{scheme}.png", WIDTHS[width])
 
 
+def test_a_bar_of_the_timeline_tells_what_it_was(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+    resize(browser, 1200, 900)
+    browser.get(pages["pipeline"].as_uri())
+    chart = browser.find_element(By.CSS_SELECTOR, "[aria-label='what each rank did in a step of 1f1b']")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    forward, backward = chart.find_elements(By.CSS_SELECTOR, ".trace.bars")[:2]
+    bars = forward.find_elements(By.CSS_SELECTOR, ".point path")
+    assert len(bars) == len(backward.find_elements(By.CSS_SELECTOR, ".point path")) == 4 * 8
+    OUTPUTS.mkdir(exist_ok=True)
+    numbers = [number.text for number in forward.find_elements(By.CSS_SELECTOR, ".bartext") if number.is_displayed()]
+    assert numbers == [str(microbatch) for _ in range(4) for microbatch in range(8)]
+    assert hovered(browser, chart, bars[8 + 2]) == "forward 2 · 10.000 ms"  # of rank 1
+    browser.save_screenshot(str(OUTPUTS / "timeline-hovered.png"))
+
+
+def test_the_timeline_zooms_and_comes_back(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+    resize(browser, 1200, 900)
+    browser.get(pages["pipeline"].as_uri())
+    chart = browser.find_element(By.CSS_SELECTOR, "[aria-label='what each rank did in a step of gpipe']")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    whole = shown_ms(browser, chart)
+    ground = chart.find_element(By.CSS_SELECTOR, ".nsewdrag")
+    ActionChains(browser).move_to_element(ground).click_and_hold().move_by_offset(200, 0).release().perform()
+    WebDriverWait(browser, 10).until(lambda _: shown_ms(browser, chart) < 0.3 * whole)
+    ActionChains(browser).double_click(ground).perform()
+    WebDriverWait(browser, 10).until(lambda _: shown_ms(browser, chart) == whole)
+
+
 def test_what_cannot_be_read_is_seen(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
     """The controls of the test above: faint text, a page wider than the phone, an empty chart, an error of a script."""
     resize(browser, 390, 900)
@@ -119,6 +155,21 @@ def test_what_cannot_be_read_is_seen(browser: webdriver.Chrome, pages: dict[str,
     assert browser.execute_script("return document.documentElement.scrollWidth") > 390
     assert number_drawn(browser) == charts - 1
     assert len(complaints(browser)) == 1
+
+
+def hovered(browser: webdriver.Chrome, chart: WebElement, bar: WebElement) -> str:
+    """What the label says while the pointer is on `bar`."""
+    ActionChains(browser).move_to_element(bar).perform()
+    label = WebDriverWait(browser, 10).until(lambda _: chart.find_element(By.CSS_SELECTOR, ".hoverlayer .hovertext"))
+    return str(label.text)
+
+
+def shown_ms(browser: webdriver.Chrome, chart: WebElement) -> float:
+    """The length of the time axis that a chart shows."""
+    range_of = (
+        "const [from, to] = arguments[0].querySelector('.plotly-graph-div')._fullLayout.xaxis.range; return to - from"
+    )
+    return float(browser.execute_script(range_of, chart))
 
 
 def complaints(browser: webdriver.Chrome) -> list[str]:

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from tests.workers.report.made_up import good_run, plus, with_check, with_measured, without
+from tests.workers.report.made_up import good_run, pipeline_run, plus, with_check, with_measured, without
 from workers.report.judge import judge
 from workers.report.log import verdict_lines
 from workers.report.records import Check, Comparison, End, Failed, Lost, Ranks, Wire
+from workers.report.staircase import LEGEND
 
 REPORT = Path("runs/dp-20261120-171500/report.html")
 
@@ -48,6 +49,20 @@ def test_failed_checks_come_before_those_that_held() -> None:
 def test_a_comparison_of_the_modes_own_has_its_line() -> None:
     said = lines(plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False)))
     assert "compared   1f1b bubble   predicted 0.273   measured 0.308   shown" in said
+
+
+def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
+    said = lines(pipeline_run(2, 2, ("1f1b",)))
+    profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
+    assert said[profile : profile + 7] == [
+        "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication   optimizer     waiting",
+        "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00 (2)   50.0 (43)",
+        "timeline   1f1b: bubble 0.37 measured, 0.33 by (p-1)/(m+p-1)",
+        "           rank 0 |00000001111111..............aaaaaaaaaaaaaa.......bbbbbbbbbbbbbb+|",
+        "           rank 1 |.......0000000aaaaaaaaaaaaaa1111111bbbbbbbbbbbbbb+..............|",
+        f"           {LEGEND}",
+        "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
+    ]
 
 
 def test_bytes_that_nobody_counted_are_left_blank() -> None:

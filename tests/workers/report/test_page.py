@@ -18,6 +18,8 @@ from workers.report.records import (
     Failed,
     Losses,
     Lost,
+    Overlap,
+    Profile,
     Ranks,
     Record,
     Said,
@@ -25,6 +27,7 @@ from workers.report.records import (
     Start,
     Steps,
     Table,
+    Timeline,
     Wire,
 )
 
@@ -90,6 +93,9 @@ def test_everything_that_was_written_is_escaped() -> None:
         Table(evil, [evil], [[evil]]),
         Chart(evil, evil, evil, {evil: [[1.0, 2.0], [1.0, 2.0]]}),
         Losses(evil, [1.0]),
+        Timeline(evil, 3, [["forward", evil, 0.0, 1.0]]),
+        Profile(evil, {"forward": 1.0}),
+        Overlap(evil, 2.0, 1.0),
         Lost(3, 1, evil),
         Failed(1, evil),
     ]
@@ -110,8 +116,14 @@ def test_a_long_run_of_many_ranks_stays_under_five_megabytes(tmp_path: Path) -> 
         Table(f"table {n}", ["a", "b", "c"], [[k, "some words in a cell", 1 / (k + 1)] for k in range(500)])
         for n in range(6)
     ]
-    path = write_page(tmp_path, judge(records), plus(records, *many))
+    marks = [["all_reduce", "", 1e-4 * k, 1e-4 * k + 5e-5] for k in range(500)]
+    records = {
+        rank: [*of_rank, *(Timeline(name, 7, marks) for name in names)]
+        for rank, of_rank in plus(records, *many).items()
+    }
+    path = write_page(tmp_path, judge(records), records)
     assert path.stat().st_size <= MOST_BYTES
+    assert path.read_text().count('<figure class="gantt">') == len(names)
     assert "more are in the records" in path.read_text()
 
 
