@@ -121,8 +121,8 @@ def test_functional_collectives_of_dtensor_are_seen(ranks: Ranks) -> None:
 
 
 def axes(group: dist.ProcessGroup) -> tuple[list[str], str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    named = dist.new_group([0, 1, 2, 3], group_desc="mine")
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
+    named = dist.new_group(list(range(8)), group_desc="mine")
     with Calls() as calls:
         for each in (mesh.get_group("dp"), mesh.get_group("pp"), dist.group.WORLD, named, group):
             dist.all_reduce(torch.ones(1), group=each)
@@ -130,7 +130,7 @@ def axes(group: dist.ProcessGroup) -> tuple[list[str], str]:
 
 
 def test_calls_are_told_apart_by_axis(ranks: Ranks) -> None:
-    for seen, own_name in ranks(4, axes):
+    for seen, own_name in ranks(8, axes):
         assert seen == ["dp", "pp", "world", "mine", own_name]
 
 

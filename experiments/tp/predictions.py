@@ -1,0 +1,137 @@
+"""What each variant sends in a step and in how many calls, and what `sequence` need not hold: formulas to numbers."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from experiments.tp.naive import split_linears
+from workers.config import Config
+from workers.measure.formulas import (
+    Prediction,
+    all_reduce_bytes,
+    column_split_bytes,
+    parallel_loss_bytes,
+    sequence_parallel_bytes,
+    sequence_parallel_sends,
+    sequence_saves_bytes,
+    tensor_parallel_bytes,
+)
+from workers.workload.data import global_batch, shard_sizes
+from workers.workload.model import outline
+
+SAVED = "activation bytes"
+
+
+class Cost(NamedTuple):
+    """What a rank sends in a step."""
+
+    nbytes: float
+    calls: int
+
+
+class Sizes:
+    """The numbers that the formulas take."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.ranks, self.is_gpt = config, config.world_size, config.model == "gpt"
+        self.itemsize: int = getattr(torch, config.dtype).itemsize
+        self.microbatches = shard_sizes(global_batch(config), config.num_microbatches)  # samples of each
+        self.num_slices = 2 * config.depth + 1 if self.is_gpt else config.depth  # each behind a norm, and before a sum
+        self.tokens = sum(self.microbatches) * (config.seq if self.is_gpt else 1)
+
+    def rows(self) -> list[tuple[int, int]]:
+        """What `sequence` cuts, for each microbatch: (rows, numbers in a row)."""
+        seq, width = self.config.seq, self.config.width
+        return [(seq, samples * width) if self.is_gpt else (samples, width) for samples in self.microbatches]
+
+    def whole_numel(self) -> int:
+        """Numbers that every rank holds: of a layer's slice its norm and bias, of gpt's ends the positions and a norm."""
+        ends = self.config.seq + 2 if self.is_gpt else 0
+        return (3 * (self.num_slices - self.is_gpt) + ends) * self.config.width
+
+    def slices(self, num_slices: int) -> Cost:
+        """All_reduces at both ends of so many slices, forward and backward."""
+        nbytes = self.tokens * self.config.width * self.itemsize
+        calls = 2 * num_slices * len(self.microbatches)
+        return Cost(tensor_parallel_bytes(self.ranks, num_slices, nbytes), calls)
+
+    def loss(self, calls: int = 2) -> Cost:
+        """The loss over gpt's split scores, which are summed in float32 at least."""
+        nbytes = parallel_loss_bytes(self.ranks, self.tokens, max(self.itemsize, 4))
+        return Cost(nbytes, calls * len(self.microbatches)) if self.is_gpt else Cost(0, 0)
+
+    def clip(self) -> Cost:
+        """With LAB_CLIP the sum of squares, one number in float64."""
+        return Cost(all_reduce_bytes("gloo", self.ranks, 8), 1) if self.config.clip else Cost(0, 0)
+
+
+def total(*costs: Cost) -> Cost:
+    """All of them together."""
+    return Cost(sum(cost.nbytes for cost in costs), sum(cost.calls for cost in costs))
+
+
+def naive(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends the same
+    """An all_gather and an all_reduce for every linear layer."""
+    linears = split_linears(outline(sizes.config)).values()
+    nbytes = sum(
+        column_split_bytes(sizes.ranks, sizes.tokens, linear.in_features, linear.out_features, sizes.itemsize)
+        for linear in linears
+    )
+    return total(Cost(nbytes, 2 * len(linears) * len(sizes.microbatches)), sizes.clip())
+
+
+def megatron(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
+    """Two slices a layer of gpt, one of mlp; gpt's ends are another."""
+    return total(sizes.slices(sizes.num_slices), sizes.loss(), sizes.clip())
+
+
+def sequence(sizes: Sizes, rank: int) -> Cost:
+    """The same as chunks of rows, each sent by itself; at last the gradients of what every rank holds whole."""
+    nbytes, sends = all_reduce_bytes("gloo", sizes.ranks, sizes.whole_numel() * sizes.itemsize), 1
+    for num_rows, numel in sizes.rows():
+        nbytes += sequence_parallel_bytes(sizes.ranks, sizes.num_slices, num_rows, numel * sizes.itemsize, rank)
+        sends += sequence_parallel_sends(sizes.ranks, sizes.num_slices, num_rows, rank)
+    return total(Cost(nbytes, sends), sizes.loss(), sizes.clip())
+
+
+def dtensor(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
+    """q, k and v each sum the gradient of their input, as if they were three slices; the loss makes three calls."""
+    num_all_reduces = 6 * sizes.config.depth + 2 if sizes.is_gpt else 2 * sizes.config.depth
+    return total(sizes.slices(num_all_reduces // 2), sizes.loss(3), sizes.clip())
+
+
+def predict(config: Config) -> list[Prediction]:
+    """Bytes and calls of one step of each variant and what `sequence` saves, a value a rank."""
+    sizes, predictions = Sizes(config), []
+    layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
+    claims: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
+        ("naive", naive, "(t-1)/t x b·s x (out + 2·in) a linear layer", "2 a linear layer"),
+        ("megatron", megatron, layers, "2 a slice, 2 of the loss"),
+        ("sequence", sequence, f"{layers} + norms", "a send for each chunk of another rank"),
+        ("dtensor", dtensor, "12(t-1)/t x b·s·h x (L+1/3) + loss" if sizes.is_gpt else layers, ""),
+    ]
+    for variant, cost_of, formula, formula_of_calls in claims:
+        nbytes, calls = zip(*(cost_of(sizes, rank) for rank in range(sizes.ranks)), strict=True)
+        predictions.append(
+            Prediction(variant, "wire bytes", "B", formula, nbytes, max(calls), decides=variant != "dtensor")
+        )
+        if formula_of_calls:
+            predictions.append(Prediction(variant, "calls", "calls", formula_of_calls, calls, max(calls)))
+    return [*predictions, saved(sizes)]
+
+
+def saved(sizes: Sizes) -> Prediction:
+    """Bytes that `sequence` holds less than `megatron` for the backward pass, at their most: in the largest microbatch."""
+    num_rows, numel = max(sizes.rows())
+    values = tuple(
+        float(
+            sequence_saves_bytes(
+                sizes.ranks, sizes.num_slices, num_rows, numel, sizes.config.width, sizes.itemsize, rank
+            )
+        )
+        for rank in range(sizes.ranks)
+    )
+    formula = "(1-1/t)(b·s·h + 2·b·s) a norm less than megatron"
+    # mlp holds 16-bit outputs in float32 for its loss.
+    return Prediction("sequence", SAVED, "B", formula, values, 0, decides=sizes.config.dtype != "bfloat16")

@@ -1,0 +1,112 @@
+"""What every tensor-parallel variant shares: a part of the model on each rank, all samples on every rank, an optimizer each.
+
+Variants differ in how the model was split. What a rank holds a part of has its whole gradient there. What every rank holds
+whole has it on every rank too, since the gradient that reaches it is the same everywhere; unless it worked on a part of the
+rows alone, then the ranks' gradients are summed, once a step (Korthikanti et al. 2022, section 4.2.2, leaves that unsaid).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.config import Config
+from workers.parallel.clip import clip_gradients
+from workers.parallel.cut import Cut, cuts_of, join
+from workers.parallel.peers import Peers
+from workers.parallel.phases import phase
+from workers.parallel.sequence import sum_together
+from workers.workload.data import Microbatch
+from workers.workload.model import Model
+from workers.workload.optimizer import make_optimizer, named_state
+
+
+class Shard:
+    """A Strategy over `model`, this rank's part of it.
+
+    Args:
+        cuts: which parameters are held in part, by name; by default what the model's layers say.
+        by_rows: what is whole works on this rank's rows only, so its gradients are summed.
+        own_loss: so does the loss, and each rank returns its share; otherwise all have the same one, and rank 0 returns it.
+    """
+
+    def __init__(
+        self, model: Model, group: dist.ProcessGroup, config: Config, cuts: dict[str, Cut] | None = None, *,
+        by_rows: bool = False, own_loss: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.group, self.config = model, group, config
+        self.by_rows = by_rows
+        self.has_share = own_loss or group.rank() == 0
+        self.cuts = cuts_of(model) if cuts is None else cuts
+        self.peers = Peers(group)
+        self.optimizer = make_optimizer(model.parameters(), config)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """Forward and backward of all microbatches; whatever is sent, but the last sum, is sent inside of them."""
+        self.model.zero_grad()
+        shares: list[Tensor] = []
+        for inputs, targets, share in microbatches:
+            with phase("forward", str(len(shares))):
+                loss = self.model(inputs, targets) * share
+            with phase("backward", str(len(shares))):
+                loss.backward()
+            shares.append(local(loss.detach()))
+        if self.by_rows:
+            self.sum_gradients()
+        return torch.stack(shares).sum() if self.has_share else None
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of what every rank holds whole, in one call."""
+        whole = [parameter for _, parameter in self.whole()]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in whole]  # the same call on all ranks
+        with phase("all_reduce"):
+            sums = sum_together(gradients, self.group)
+        for parameter, total in zip(whole, sums, strict=True):
+            parameter.grad = total
+
+    def update(self) -> None:
+        """Clip by the norm of all gradients, those that every rank holds counted on rank 0, and take a step."""
+        if self.config.clip is not None:
+            named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+            once = [local(gradient) for name, gradient in named if name in self.cuts or self.group.rank() == 0]
+            clip_gradients(once, [local(gradient) for _, gradient in named], self.config.clip, self.group)
+        self.optimizer.step()
+
+    def whole(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that every rank holds whole, and must hold the same."""
+        return [(name, p) for name, p in self.model.named_parameters() if name not in self.cuts]
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Dense tensors on rank 0, the ranks' parts joined one after the other; nothing elsewhere."""
+        for label, tensor in self.held(kind):
+            cut = self.cuts.get(label.partition(".")[2] if kind == "optimizer" else label)
+            piece: Tensor | None = local(tensor)
+            if cut is not None and tensor.dim() > cut.dim:  # AdamW's number of steps is one number for all parts
+                piece = join(local(tensor), cut, self.peers)
+            if piece is not None and self.group.rank() == 0:
+                yield label, piece
+
+    def held(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """This rank's tensors, in the same order on every rank."""
+        if kind == "optimizer":
+            yield from named_state(self.model, self.optimizer)
+            return
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter.detach() if kind == "weights" else parameter.grad
+            if tensor is not None:
+                yield name, tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds; any other tensor is itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

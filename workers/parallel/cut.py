@@ -1,0 +1,59 @@
+"""A cut: which part of a dense tensor each rank holds, and how the parts become the dense tensor again.
+
+Parts are runs along one dimension, as even as whole units allow (torch's tensor_split: the first ranks one more). The unit is
+a row or a column, or an attention head of several, which no rank may hold half of: 7 heads on 4 ranks are 2, 2, 2 and 1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from workers.parallel.peers import Peers
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rank r holds `sizes[r]` of the dense tensor along `dim`, after those of the ranks before it."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def piece(self, dense: Tensor, rank: int) -> Tensor:
+        """The part of `dense` that `rank` holds: a copy, so that the dense tensor can go."""
+        view = dense.detach().narrow(self.dim, self.first(rank), self.sizes[rank])
+        return view.clone(memory_format=torch.contiguous_format)
+
+    def first(self, rank: int) -> int:
+        """Where the part of `rank` begins."""
+        return sum(self.sizes[:rank])
+
+
+def shares(num_units: int, num_ranks: int, unit: int = 1) -> tuple[int, ...]:
+    """Sizes of each rank's share of `num_units` units, each `unit` long."""
+    each, more = divmod(num_units, num_ranks)
+    return tuple((each + (rank < more)) * unit for rank in range(num_ranks))
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """The cut of each parameter that is not held whole, by its name: what each module says in its `cuts`."""
+    return {
+        f"{name}.{parameter}" if name else parameter: cut
+        for name, module in model.named_modules()
+        for parameter, cut in getattr(module, "cuts", {}).items()
+    }
+
+
+def join(piece: Tensor, cut: Cut, peers: Peers) -> Tensor | None:
+    """The dense tensor of all ranks' pieces, on rank 0 of the group; None elsewhere. A collective."""
+    tag = peers.new_tag()
+    if peers.rank:
+        _, sent = peers.post(tag, sends=[(0, piece.contiguous())])
+        sent[0].wait()
+        return None
+    shape = list(piece.shape)
+    pieces = [piece, *(piece.new_empty([*shape[: cut.dim], size, *shape[cut.dim + 1 :]]) for size in cut.sizes[1:])]
+    received, _ = peers.post(tag, receives=list(enumerate(pieces))[1:])
+    for message in received:
+        message.wait()
+    return torch.cat(pieces, cut.dim)

@@ -1,0 +1,96 @@
+"""Sequence parallelism: between the slices of tensor parallelism each rank keeps a part of the rows, not all of them.
+
+What stands between two slices, norms and residual sums, works on each row by itself; with f and g every rank does all of it
+and holds all of it. An all_reduce is a reduce_scatter and then an all_gather: stop between the two, let each rank work on its
+rows there, and go on where the next slice begins. The bytes are the same, the activations between the slices a t-th
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
+
+What every rank holds whole, but used on its rows alone, has a part of its gradient on each: a norm's gain, a row-parallel bias.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.parallel.collectives import Collective
+from workers.parallel.phases import phase
+
+
+class Sequence:
+    """Rank r holds chunk r of the rows (dim 0: positions, or samples): Korthikanti's g and g-bar.
+
+    Any number of rows will do, and a chunk may be empty (the `tensor_split` of Collective). How many there are is noted
+    where they are cut, by `own` and `leave`, so one of them has to stand before the first `enter` of a forward pass.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Where gloo's reduce_scatter is an all_reduce and a slice, this one sends (N-1)/N of the bytes, and no more.
+        self.collective = Collective(group, "direct")
+        self.num_rows = 0
+
+    def own(self, rows: Tensor) -> Tensor:
+        """This rank's chunk of rows that all ranks hold. Backward: zeros for the others, whose gradients are elsewhere."""
+        self.num_rows = len(rows)
+        return rows.tensor_split(self.collective.peers.world_size)[self.collective.peers.rank]
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The gather: own rows to all rows."""
+        return Gather.apply(x, self.collective, self.num_rows)  # type: ignore[no-any-return, no-untyped-call]
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """The scatter: partial sums of all rows to sums of own rows."""
+        self.num_rows = len(partial)
+        return Scatter.apply(partial, self.collective)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Gather(torch.autograd.Function):
+    """Korthikanti's g. Forward: all_gather of the rows. Backward: reduce_scatter of the ranks' parts of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk: Tensor, collective: Collective, num_rows: int) -> Tensor:
+        ctx.collective = collective
+        return all_gather(chunk, collective, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(gradients[0], ctx.collective), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """Korthikanti's g-bar. Forward: reduce_scatter of the rows. Backward: all_gather of the chunks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, collective: Collective) -> Tensor:
+        ctx.collective, ctx.num_rows = collective, len(partial)
+        return reduce_scatter(partial, collective)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradients[0], ctx.collective, ctx.num_rows), None
+
+
+def all_gather(chunk: Tensor, collective: Collective, num_rows: int) -> Tensor:
+    """All ranks' chunks, one after the other."""
+    rows = chunk.new_empty(num_rows, *chunk.shape[1:])
+    with phase("all_gather"):
+        collective.all_gather(rows, chunk.contiguous())
+    return rows
+
+
+def reduce_scatter(rows: Tensor, collective: Collective) -> Tensor:
+    """This rank's chunk of the sum of all ranks' rows."""
+    peers = collective.peers
+    chunk = torch.empty_like(rows.tensor_split(peers.world_size)[peers.rank], memory_format=torch.contiguous_format)
+    with phase("reduce_scatter"):
+        collective.reduce_scatter(chunk, rows.contiguous())
+    return chunk
+
+
+def sum_together(gradients: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """All `gradients` summed over the ranks in one all_reduce; the sums are views of one flat tensor."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    return [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
