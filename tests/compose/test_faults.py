@@ -92,6 +92,20 @@ def test_every_survivor_names_the_rank(cluster: Containers, fault: str, victim: 
         assert cluster.wait(victim) == {victim: code}
 
 
+PIPELINE = LONG | {"RUN_MODE": "pp", "LAB_VARIANT": "1f1b", "LAB_DEPTH": "4", "LAB_SLEEP_MS": "5"}
+
+
+def test_a_rank_killed_between_send_and_receive_is_named(cluster: Containers) -> None:
+    cluster.up(WORLD_SIZE, **PIPELINE)
+    cluster.until(0, TRAINS, timeout_s=100)
+    acted_at = time.time()
+    kill(cluster, 1)
+    sentences = [cluster.until(rank, SILENT.format(1), timeout_s=20) for rank in (0, 2)]
+    assert len({text for text, _ in sentences}) == 1, "survivors disagree"
+    assert max(at for _, at in sentences) - acted_at < NAMED_WITHIN_S
+    assert set(cluster.wait(0, 2).values()) == {3}
+
+
 def test_docker_stop_ends_every_rank_in_under_a_second(cluster: Containers) -> None:
     cluster.up(WORLD_SIZE, **LONG)
     cluster.until(0, TRAINS, timeout_s=100)

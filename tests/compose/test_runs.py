@@ -1,5 +1,6 @@
 """Whole runs in containers: every world size, every mode, and whose the files are."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,20 @@ def test_the_other_modes_hold_with_three_ranks(cluster: Containers, mode: str) -
     cluster.up(3, RUN_MODE=mode)
     assert set(cluster.wait(timeout_s=180).values()) == {0}, cluster.logs()
     assert cluster.verdict()["verdict"] == "pass"
+
+
+SMALL_GPT = {"LAB_MODEL": "gpt", "LAB_WIDTH": "32", "LAB_HEADS": "4", "LAB_DEPTH": "4", "LAB_STEPS": "5"}
+
+
+@pytest.mark.parametrize("mode", ["tp", "pp"])
+def test_a_model_cut_over_three_ranks_is_proven_and_traced(cluster: Containers, mode: str) -> None:
+    codes = cluster.run(3, RUN_MODE=mode, LAB_TRACE="1", **SMALL_GPT)
+    assert set(codes.values()) == {0}, cluster.logs()
+    run = cluster.verdict()
+    assert run["proven"]
+    assert len({check["variant"] for check in run["checks"] if check["name"] == "gradients"}) >= 3
+    (trace,) = [path for path in cluster.runs.glob("*/trace.json") if path.parent.name != "latest"]
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2}
 
 
 def test_gpt_reads_a_text_of_ones_own(cluster: Containers) -> None:

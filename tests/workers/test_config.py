@@ -47,7 +47,7 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"WORLD_SIZE": "9"}, "WORLD_SIZE='9' is out of range: allowed is 1 to 8"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is out of range: allowed is 1 to 8"),
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' is not a whole number"),
-        ({"RUN_MODE": "dpp"}, "RUN_MODE='dpp' is not a mode (did you mean 'dp'?)"),
+        ({"RUN_MODE": "trian"}, "RUN_MODE='trian' is not a mode (did you mean 'train'?)"),
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "x"}, "RANK=4 is outside of WORLD_SIZE=4, allowed: 0 to 3"),
         ({"MASTER_ADDR": "worker0"}, "MASTER_ADDR='worker0' is set and RANK is not"),
         ({"RANK": "0"}, "RANK=0 is set and MASTER_ADDR is not"),

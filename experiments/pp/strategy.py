@@ -1,0 +1,105 @@
+"""What every pipelined variant shares: its part of the model, gradients in place, an optimizer, and the way to rank 0.
+
+A variant differs in one thing only: the order of its work (`Engine`). Everything else is the same for all: this rank's
+stages, tied gradients summed over the ranks that hold them, one global norm to clip by.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from experiments.pp.engines import Engine
+from experiments.pp.pretend import pretend_compute
+from workers.config import Config
+from workers.parallel.boundaries import sendable
+from workers.parallel.clip import clip_gradients
+from workers.parallel.peers import Peers
+from workers.parallel.stages import Parts, cut, divide, sum_shared
+from workers.workload.data import Microbatch
+from workers.workload.model import Model
+from workers.workload.optimizer import make_optimizer
+
+
+class Pipelined:
+    """A Strategy: `parts` are this rank's stages, `engine` what sends microbatches through them."""
+
+    def __init__(self, parts: Parts, engine: Engine, group: dist.ProcessGroup, config: Config) -> None:
+        self.parts, self.engine, self.group, self.config = parts, engine, group, config
+        self.peers = Peers(group)
+        self.optimizer = make_optimizer(parts.parameters.values(), config)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """Every rank gets the whole batch: the first stage reads its inputs, the last one its targets."""
+        for parameter in self.parts.parameters.values():
+            parameter.grad = None
+        loss = self.engine.step(microbatches)
+        sum_shared(self.parts, self.peers)
+        return loss
+
+    def update(self) -> None:
+        """Clip by the norm of all ranks' gradients, in which a tied one counts on the first of its ranks, and step."""
+        if self.config.clip is not None:
+            gradients = {name: p.grad for name, p in self.parts.parameters.items() if p.grad is not None}
+            once = [gradient for name, gradient in gradients.items() if self._owner(name) == self.peers.rank]
+            clip_gradients(once, gradients.values(), self.config.clip, self.group)
+        self.optimizer.step()
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Every rank sends what it holds to rank 0, which yields the model's tensors in the dense order; no other yields."""
+        for name in self.parts.holders:
+            for prefix, like in self._templates(kind).items():
+                tensor = self._to_first(kind, name, prefix, like)
+                if tensor is not None:
+                    yield f"{prefix}.{name}" if prefix else name, tensor
+
+    def _to_first(self, kind: str, name: str, prefix: str, like: Tensor) -> Tensor | None:
+        """One tensor of the parameter `name`, on rank 0."""
+        owner, tag = self._owner(name), self.peers.new_tag()
+        if self.peers.rank not in (0, owner):
+            return None
+        if owner == self.peers.rank:
+            tensor = self._own(kind, self.parts.parameters[name])[prefix]
+            if owner == 0:
+                return tensor
+            self.peers.post(tag, sends=[(0, sendable(tensor, self.peers))])[1][0].wait()
+            return None
+        shape = self.parts.shapes[name] if like.dim() else like.shape  # AdamW counts its steps in a scalar
+        buffer = like.new_empty(shape, device=None if self.peers.batched else "cpu")
+        self.peers.post(tag, receives=[(owner, buffer)])[0][0].wait()
+        return buffer.to(like.device)
+
+    def _templates(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of one `kind` that this rank's first parameter has: every parameter has the same."""
+        return self._own(kind, next(iter(self.parts.parameters.values())))
+
+    def _own(self, kind: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        if kind == "optimizer":
+            return {key: value for key, value in self.optimizer.state[parameter].items() if isinstance(value, Tensor)}
+        tensor = parameter.detach() if kind == "weights" else parameter.grad
+        return {} if tensor is None else {"": tensor}
+
+    def _owner(self, name: str) -> int:
+        return self.parts.holders[name][0]
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = {name: parameter.detach() for name, parameter in self.parts.parameters.items()}
+        return {"model": weights, "optimizer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, parameter in self.parts.parameters.items():
+            parameter.copy_(state["model"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def parts_of(model: Model, group: dist.ProcessGroup, config: Config, chunks: int = 1) -> Parts:
+    """This rank's stages: gpt's embedding goes with the first block and its head with the last."""
+    ends = 1 if config.model == "gpt" else 0
+    runs = divide(len(model.layers), chunks * group.size(), first=ends, last=ends)
+    parts = cut(model, list(model.layers), runs, group.rank(), group.size())
+    if config.sleep_ms:
+        pretend_compute(parts.stages.values(), config, chunks)
+    return parts

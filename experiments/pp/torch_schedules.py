@@ -1,0 +1,62 @@
+"""PyTorch's own pipeline, torch.distributed.pipelining, as an engine of the same strategy.
+
+It cuts a batch into equal microbatches by itself, so it is handed the whole one; what it computes with them is ours: the same
+stages, and the same loss with the same share. Its import takes most of a second: only the variants that need it make it.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from experiments.pp.engines import joined
+from workers.config import Config
+from workers.parallel.phases import phase
+from workers.parallel.stages import Parts
+from workers.workload.data import Microbatch
+
+SCHEDULES = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}
+
+
+class MarkedStage(PipelineStage):
+    """Marks when it computes, so that its bubble can be measured as ours is."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one microbatch, received before."""
+        with phase("forward", str(fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Backward of one microbatch, received before."""
+        with phase("backward", str(bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class ByTorch:
+    """Runs the schedule `name` on this rank's one stage."""
+
+    def __init__(self, name: str, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, config: Config) -> None:
+        self.first, self.last = group.rank() == 0, group.rank() == group.size() - 1
+        self.loss, self.share = loss, 1.0
+        self.scale = config.num_microbatches if config.bug == "undivided_loss" else 1
+        ((self.number, self.module),) = parts.stages.items()
+        self.group = group
+        device = next(self.module.parameters()).device
+        stage = MarkedStage(self.module, self.number, group.size(), device, group=group)
+        self.schedule: Any = SCHEDULES[name](stage, config.num_microbatches, loss_fn=self._loss, scale_grads=False)
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        inputs, targets, share = joined(microbatches)
+        self.share = share * self.scale
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *([inputs] if self.first else []),
+            **({"target": targets, "losses": losses} if self.last else {}),
+            return_outputs=False,
+        )
+        return sum((loss.detach() for loss in losses[1:]), losses[0].detach()) if losses else None
+
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        weighed: Tensor = self.loss(output, targets) * self.share
+        return weighed

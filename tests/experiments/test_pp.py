@@ -1,0 +1,348 @@
+"""Every pipelined variant against one process in float64, what it sends and holds, each classic mistake, and refusals."""
+
+import copy
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments import pp
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.measure.calls import Calls
+from workers.measure.formulas import bubble
+from workers.workload.baseline import Snapshot, train
+from workers.workload.data import Batches, shard_sizes
+from workers.workload.model import build_model
+
+BUILDERS = {
+    build.__name__: build
+    for build in (pp.naive, pp.gpipe, pp.one_forward_one_backward, pp.interleaved, pp.torch_gpipe, pp.torch_1f1b)
+}
+OURS = ("naive", "gpipe", "1f1b", "interleaved")
+SMALL = {"RUN_MODE": "pp", "LAB_WIDTH": "6", "LAB_DEPTH": "8", "LAB_HEADS": "2", "LAB_SEQ": "5"}
+TOLERANCE = 1e-12
+KINDS = ("losses", "gradients", "weights", "optimizer")
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def config_of(world_size: int, **settings: str) -> Config:
+    return Config.read(SMALL | {"WORLD_SIZE": str(world_size)} | settings)
+
+
+def batches_of(config: Config) -> Batches:
+    return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+
+
+def fitting(config: Config, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name not in pp.cannot(config)]
+
+
+def strategy_of(name: str, group: dist.ProcessGroup, config: Config) -> Any:
+    return BUILDERS[name](build_model(config, config.seed).double(), group, config)
+
+
+def differences(
+    group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = OURS, steps: int = 3
+) -> dict[str, dict[str, float]]:
+    """For each variant the worst difference to one process, of each kind, on rank 0."""
+    batches, dense = batches_of(config), list[Snapshot]()
+    if group.rank() == 0:
+        plain = config.model_copy(update={"bug": None})
+        dense = list(train(build_model(config, config.seed).double(), batches_of(plain), plain, steps))
+    found = {}
+    for name in fitting(config, names):
+        strategy, worst = strategy_of(name, group, config), dict.fromkeys(KINDS, 0.0)
+        for step in range(steps):
+            share = strategy.backward(batches.dealt(step, 0, 1))
+            assert (share is None) == (group.rank() < group.size() - 1)
+            loss = torch.zeros((), dtype=torch.float64) if share is None else share
+            dist.all_reduce(loss, group=group)
+            strategy.update()
+            for kind in KINDS[1:] if step == steps - 1 else ("gradients",):
+                tensors = dict(strategy.full(kind))
+                assert group.rank() == 0 or not tensors
+                if group.rank() == 0:
+                    worst[kind] = max(worst[kind], farthest(tensors, getattr(dense[step], kind)))
+            if group.rank() == 0:
+                worst["losses"] = max(worst["losses"], abs(loss.item() - dense[step].loss))
+        found[name] = worst
+    return found
+
+
+def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert list(found) == list(wanted)
+    assert all(found[name].shape == wanted[name].shape for name in wanted)
+    return max(((found[name] - wanted[name]).abs().max().item() for name in wanted), default=0.0)
+
+
+# --- the proof ---
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, model: str) -> None:
+    config = config_of(world_size, LAB_MODEL=model)
+    found, *_ = ranks(world_size, differences, config)
+    assert list(found) == (list(OURS) if world_size <= 4 else ["naive", "gpipe", "1f1b"])
+    for name, worst in found.items():
+        assert max(worst.values()) <= TOLERANCE, (name, worst)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (4, {"LAB_DEPTH": "7"}),
+        (3, {"LAB_BATCH": "13"}),
+        (3, {"LAB_BATCH": "13", "LAB_MICROBATCHES": "5", "LAB_DEPTH": "9", "LAB_CHUNKS": "3"}),
+        (2, {"LAB_TIE": "1"}),
+        (1, {"LAB_TIE": "1"}),
+        (4, {"LAB_TIE": "1", "LAB_CLIP": "0.05", "LAB_OPTIMIZER": "adamw"}),
+        (3, {"LAB_CLIP": "0.05", "LAB_MODEL": "mlp"}),
+        (1, {"LAB_MODEL": "line", "LAB_CHUNKS": "1"}),
+    ],
+)
+def test_odd_sizes_tied_weights_and_clipping(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
+    found, *_ = ranks(world_size, differences, config_of(world_size, **settings))
+    assert set(found) >= {"naive", "gpipe", "1f1b"}
+    for name, worst in found.items():
+        assert max(worst.values()) <= TOLERANCE, (name, worst)
+
+
+@pytest.mark.parametrize("settings", [{"LAB_TIE": "1", "LAB_CLIP": "0.05"}, {"LAB_MODEL": "mlp"}])
+def test_torch_does_the_same(ranks: Ranks, settings: dict[str, str]) -> None:
+    found, *_ = ranks(3, differences, config_of(3, **settings), ("torch_gpipe", "torch_1f1b"))
+    assert len(found) == 2
+    for name, worst in found.items():
+        assert max(worst.values()) <= TOLERANCE, (name, worst)
+
+
+def tied(group: dist.ProcessGroup, config: Config) -> list[Tensor | None]:
+    weights = []
+    for name in fitting(config, OURS):
+        strategy = strategy_of(name, group, config)
+        for step in range(3):
+            strategy.backward(batches_of(config).dealt(step, 0, 1))
+            strategy.update()
+        weight = strategy.parts.parameters.get("layers.0.token.weight")
+        weights.append(None if weight is None else weight.detach())
+    return weights
+
+
+def test_tied_weights_stay_equal_to_the_bit(ranks: Ranks) -> None:
+    first, middle, last = ranks(3, tied, config_of(3, LAB_TIE="1", LAB_CLIP="0.05", LAB_OPTIMIZER="adamw"))
+    assert middle == [None] * 4
+    assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
+
+
+def resumed(group: dist.ProcessGroup, config: Config) -> bool:
+    batches = batches_of(config)
+    strategies = [strategy_of("interleaved", group, config) for _ in range(2)]
+    strategies[0].backward(batches.dealt(0, 0, 1))
+    strategies[0].update()
+    strategies[1].load_state_dict(copy.deepcopy(strategies[0].state_dict()))  # as from a file
+    for strategy in strategies:
+        strategy.backward(batches.dealt(1, 0, 1))
+        strategy.update()
+    one, other = (strategy.parts.parameters for strategy in strategies)
+    return all(torch.equal(one[name], other[name]) and one[name] is not other[name] for name in one)
+
+
+def test_a_state_that_was_saved_goes_on_alike(ranks: Ranks) -> None:
+    assert ranks(2, resumed, config_of(2, LAB_OPTIMIZER="adamw", LAB_TIE="1")) == [True, True]
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize("bug", list(pp.BUGS))
+def test_each_mistake_is_seen_where_it_is_made_and_only_there(ranks: Ranks, bug: str) -> None:
+    config = config_of(3, LAB_BUG=bug)
+    found, *_ = ranks(3, differences, config, tuple(BUILDERS))
+    assert set(found) == set(BUILDERS)
+    makers = pp.faults.SEEN_IN[bug]
+    for name, worst in found.items():
+        assert (worst[pp.BUGS[bug].check] > 1e-6) == (name in makers), (name, worst)
+        assert (max(worst.values()) <= TOLERANCE) == (name not in makers), (name, worst)
+
+
+def test_an_undivided_loss_makes_gradients_m_times_too_large(ranks: Ranks) -> None:
+    settings = {"LAB_BATCH": "13", "LAB_MICROBATCHES": "13"}  # one sample each: all means weigh the same
+    right, wrong = (
+        ranks(1, first_gradient, config_of(1, **settings, **bug))[0] for bug in ({}, {"LAB_BUG": "undivided_loss"})
+    )
+    assert torch.allclose(wrong, 13 * right, rtol=1e-10)
+
+
+def first_gradient(group: dist.ProcessGroup, config: Config) -> Tensor:
+    strategy = strategy_of("1f1b", group, config)
+    strategy.backward(batches_of(config).dealt(0, 0, 1))
+    gradient: Tensor = dict(strategy.full("gradients"))["layers.3.mlp.up.weight"]
+    return gradient
+
+
+# --- what is sent, held and slept ---
+
+
+def counted(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) -> dict[str, tuple[float, float, int]]:
+    """Bytes and calls of the second step, and what was in flight."""
+    found = {}
+    for name in fitting(config, names):
+        strategy = strategy_of(name, group, config)
+        for step in range(2):
+            with Calls() as seen:
+                strategy.backward(batches_of(config).dealt(step, 0, 1))
+                strategy.update()
+        in_flight = getattr(getattr(strategy.engine, "pipeline", None), "most_in_flight", 0)
+        found[name] = sum(op.called_bytes for op in seen.ops()), sum(op.calls for op in seen.ops()), in_flight
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {"LAB_TIE": "1"}),
+        (2, {}),
+        (3, {"LAB_TIE": "1", "LAB_CLIP": "0.1", "LAB_BATCH": "13"}),
+        (4, {"LAB_MODEL": "mlp", "LAB_MICROBATCHES": "7"}),
+    ],
+)
+def test_bytes_and_calls_are_as_predicted(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
+    config = config_of(world_size, LAB_DTYPE="float64", **settings)
+    predicted = {(claim.variant, claim.name): claim.value for claim in pp.predict(config)}
+    for rank, found in enumerate(ranks(world_size, counted, config, OURS)):
+        for name, (nbytes, calls, _) in found.items():
+            assert nbytes == pytest.approx(predicted[name, "wire bytes"][rank], rel=1e-12), (rank, name)
+            assert calls == predicted[name, "calls"][rank], (rank, name)
+
+
+def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
+    config = config_of(3, LAB_DTYPE="float64")
+    predicted = {claim.variant: claim for claim in pp.predict(config) if claim.name == "wire bytes"}
+    for rank, found in enumerate(ranks(3, counted, config, ("torch_gpipe", "torch_1f1b"))):
+        assert len(found) == 2
+        for name, (nbytes, _, _) in found.items():
+            assert nbytes == predicted[name].value[rank]
+            assert not predicted[name].decides
+
+
+def test_1f1b_holds_as_many_microbatches_as_the_pipe_is_long(ranks: Ranks) -> None:
+    found = ranks(4, counted, config_of(4, LAB_MICROBATCHES="9"), OURS)
+    assert [of_rank["1f1b"][2] for of_rank in found] == [4, 3, 2, 1]
+    assert [of_rank["gpipe"][2] for of_rank in found] == [9] * 4
+    assert [of_rank["naive"][2] for of_rank in found] == [1] * 4
+
+
+def slept(group: dist.ProcessGroup, config: Config) -> dict[str, list[float]]:
+    """Seconds that this rank pretends to compute in the second step of each variant, one entry a sleep."""
+    found = {}
+    batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+    sleeps = list[float]()
+    with mock.patch("time.sleep", sleeps.append):
+        for name in BUILDERS:
+            strategy = strategy_of(name, group, config)
+            strategy.backward(batches.dealt(0, 0, 1))
+            sleeps.clear()
+            strategy.backward(batches.dealt(1, 0, 1))
+            found[name] = list(sleeps)
+    return found
+
+
+def test_every_variant_pretends_the_same_compute(ranks: Ranks) -> None:
+    config = config_of(2, LAB_SLEEP_MS="10")
+    for found in ranks(2, slept, config):
+        for name, sleeps in found.items():
+            assert sum(sleeps) == pytest.approx(4 * 0.030, abs=1e-9), name
+        sizes = shard_sizes(16, 4, uneven=True)
+        assert sorted(found["gpipe"][:4]) == pytest.approx(sorted(0.010 * size / 4 for size in sizes))
+        assert found["naive"] == pytest.approx([0.040, 0.080])
+        assert len(found["interleaved"]) == 2 * len(found["gpipe"]) == 16
+
+
+def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> tuple[int, int, int]:
+    """Parameters of the dense model, those that a rank keeps, and those that are there when the variant is gone."""
+    model = build_model(config, config.seed).double()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    strategy: Any = BUILDERS[name](model, group, config)
+    del model
+    strategy.backward(batches_of(config).dealt(0, 0, 1))
+    strategy.update()
+    gc.collect()
+    kept = sum(parameter() is not None for parameter in parameters)
+    assert kept == len(strategy.parts.parameters)
+    del strategy
+    gc.collect()
+    return len(parameters), kept, sum(parameter() is not None for parameter in parameters)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "torch_1f1b"])
+def test_a_rank_keeps_its_stages_alone_and_nothing_when_they_go(ranks: Ranks, name: str) -> None:
+    (dense, first, gone), (_, second, also_gone) = ranks(2, left_alive, config_of(2), name)
+    assert first + second == dense
+    assert gone == also_gone == 0
+
+
+# --- what is claimed ---
+
+
+def test_predictions_are_those_of_the_papers() -> None:
+    predicted = {(claim.variant, claim.name): claim for claim in pp.predict(config_of(4, LAB_MICROBATCHES="8"))}
+    passed = 16 * 5 * 6 * 4  # B x S x D x 4 bytes
+    assert predicted["1f1b", "wire bytes"].value == (passed, 2 * passed, 2 * passed, passed)
+    assert predicted["interleaved", "wire bytes"].value == (3 * passed, 4 * passed, 4 * passed, 3 * passed)
+    assert predicted["naive", "calls"].value == (1, 2, 2, 1)
+    assert predicted["1f1b", "calls"].value == (8, 16, 16, 8)
+    assert predicted["gpipe", "bubble"].value == (bubble(4, 8),) * 4
+    assert predicted["naive", "bubble"].value == (3 / 4,) * 4
+    assert predicted["interleaved", "bubble"].value == (3 / 19,) * 4
+    assert ("torch_1f1b", "calls") not in predicted
+    assert not any(claim.decides for claim in predicted.values() if claim.name == "bubble")
+
+
+def test_a_variant_that_cannot_run_is_not_predicted() -> None:
+    config = config_of(8, LAB_BATCH="13")
+    assert set(pp.cannot(config)) == {"interleaved", "torch_gpipe", "torch_1f1b"}
+    assert {claim.variant for claim in pp.predict(config)} == {"naive", "gpipe", "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"LAB_DEPTH": "3"}, "LAB_DEPTH=3 layers are fewer than WORLD_SIZE=4: every stage needs one"),
+        ({"LAB_MODEL": "line"}, "LAB_MODEL=line is one layer, less than WORLD_SIZE=4"),
+        ({"LAB_BATCH": "3"}, "LAB_MICROBATCHES=4 is more than the 3 samples"),
+        ({"LAB_HEADS": "4"}, "LAB_WIDTH=6 is not a multiple of LAB_HEADS=4"),
+        ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
+        ({"LAB_VARIANT": "interleaved", "LAB_CHUNKS": "3"}, "makes 12 stages, more than the 8 layers"),
+        ({"LAB_VARIANT": "torch_gpipe", "LAB_BATCH": "13"}, "LAB_BATCH=13 is no multiple of LAB_MICROBATCHES=4"),
+        ({"LAB_VARIANT": "torch_1f1b", "LAB_MICROBATCHES": "2"}, "LAB_MICROBATCHES=2 is fewer than its 4 stages"),
+        ({"LAB_VARIANT": "torch_1f1b", "LAB_DEVICE": "cuda"}, "which gloo does not send"),
+        ({"LAB_VARIANT": "interleaved", "LAB_BACKEND": "nccl", "LAB_DEVICE": "cuda"}, "NCCL runs messages in the order"),
+        ({"LAB_BUG": "undivided_loss", "LAB_PROOF": "0"}, "nothing is compared"),
+        ({"LAB_BUG": "undivided_loss", "LAB_MICROBATCHES": "1"}, "it takes two microbatches"),
+        ({"LAB_BUG": "undivided_loss", "LAB_VARIANT": "naive"}, "it takes gpipe or 1f1b or interleaved"),
+        ({"LAB_BUG": "swapped_microbatches", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "swapped_microbatches", "LAB_MICROBATCHES": "3", "LAB_BATCH": "15"}, "no two microbatches in a row"),
+        ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "torch_gpipe"}, "it takes gpipe or 1f1b"),
+        ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "naive,1f1b", "WORLD_SIZE": "2"}, "holds one microbatch at a time"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
+    faults = pp.refuse(config_of(4, **settings))
+    assert len(faults) == 1
+    assert words in faults[0]
+
+
+def test_defaults_are_refused_nowhere() -> None:
+    for world_size in range(1, 9):
+        for model in ("gpt", "mlp"):
+            config = Config.read({"RUN_MODE": "pp", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
+            assert pp.refuse(config) == []
+            assert pp.cannot(config).keys() <= {"interleaved", "torch_1f1b"}
+    assert pp.refuse(Config.read({"RUN_MODE": "pp", "WORLD_SIZE": "1", "LAB_MODEL": "line"})) == []
