@@ -1,0 +1,183 @@
+"""Our pipeline against PyTorch's: `python -m benchmarks.pp [ROUNDS]`.
+
+4 ranks take whole steps of 8 microbatches that pretend 30 ms of compute each, 10 forward and 20 backward, so that two cores are
+enough to show four stages at work. A stage is one linear layer, since what real layers take is everybody's: `alone` are the
+stages without a message. What sleeps wakes up on a cold core, which is most of the CPU time then; "awake" are the same steps
+without pretended compute. Figures are times over torch_1f1b's: below 1 is better. The bubble is what the ranks idle between
+the first forward and the last backward; activations are what autograd holds on rank 0 for a GPT of 8 layers, at most.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from experiments import pp
+from workers.config import Config
+from workers.lab import Strategy
+from workers.measure.activations import SavedActivations
+from workers.measure.formulas import bubble
+from workers.parallel.boundaries import Boundaries
+from workers.parallel.phases import Span, recorded
+from workers.parallel.schedules import Action, one_forward_one_backward
+from workers.workload.data import Batches
+from workers.workload.model import Model, SquaredError, build_model
+
+RANKS, MICROBATCHES = 4, 8
+WALL_TARGET, CPU_TARGET, BUBBLE_TARGET, ACTIVATIONS_TARGET = 0.98, 0.75, 0.03, 0.55
+
+
+class Seen(NamedTuple):
+    """What one variant took, idled and held."""
+
+    timing: Timing
+    awake: Timing  # without pretended compute
+    bubbles: list[float]
+    activation_bytes: int  # on rank 0
+
+
+class Alone(Boundaries):
+    """No messages: a stage takes zeros of the right shape, and its results go nowhere."""
+
+    def take(self, action: Action) -> Tensor:
+        return self._buffer(action).zero_()
+
+    def give(self, action: Action, tensor: Tensor) -> None:
+        """Lose it."""
+
+    def _post_ahead(self) -> None:
+        """Nothing comes."""
+
+
+def alone(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+    """The stages of 1f1b without its messages."""
+    schedule = one_forward_one_backward(RANKS, MICROBATCHES)
+    return pp.by_hand(model, group, config, schedule, boundaries=Alone)
+
+
+BUILDERS = {
+    "gpipe": pp.gpipe,
+    "1f1b": pp.one_forward_one_backward,
+    "torch_gpipe": pp.torch_gpipe,
+    "torch_1f1b": pp.torch_1f1b,
+    "alone": alone,
+}
+
+
+def settings(**sizes: str) -> Config:
+    """A layer a rank, and 8 microbatches."""
+    shape = {"RUN_MODE": "pp", "WORLD_SIZE": str(RANKS), "LAB_DEPTH": "4", "LAB_MICROBATCHES": str(MICROBATCHES)}
+    return Config.read(shape | {"LAB_BATCH": str(MICROBATCHES)} | sizes)
+
+
+def measure(group: dist.ProcessGroup, rounds: int) -> dict[str, Seen]:
+    """Whole steps of each variant, interleaved, with their phases; then what each holds of real layers."""
+    awake, sleeping = (
+        settings(LAB_MODEL="mlp", LAB_WIDTH="64", LAB_BATCH="64", LAB_SLEEP_MS=sleep_ms) for sleep_ms in ("0", "10")
+    )
+    real = settings(LAB_WIDTH="64", LAB_SEQ="32", LAB_DEPTH="8")
+    marks: dict[str, list[list[Span]]] = {name: [] for name in BUILDERS}
+    steps = {name: step_of(name, group, sleeping, thin_model(sleeping), marks[name]) for name in BUILDERS}
+    timings = interleave(steps, group, rounds)
+    waking = {name: step_of(name, group, awake, thin_model(awake), []) for name in BUILDERS}
+    timings_awake = interleave(waking, group, 4 * rounds)
+    bubbles = {name: [idle(group, spans) for spans in marks[name][1:]] for name in BUILDERS}
+    held_bytes = {name: held(step_of(name, group, real, build_model(real, 1), [])) for name in BUILDERS}
+    return {name: Seen(timings[name], timings_awake[name], bubbles[name], held_bytes[name]) for name in BUILDERS}
+
+
+def thin_model(config: Config) -> Model:
+    """One linear layer a rank."""
+    model = Model("mlp", [nn.Linear(config.width, config.width) for _ in range(config.depth)], SquaredError())
+    model.initialise(config.seed)
+    return model
+
+
+def step_of(
+    name: str, group: dist.ProcessGroup, config: Config, model: Model, marks: list[list[Span]]
+) -> Callable[[], None]:
+    """A step of one variant that notes its phases in `marks`."""
+    microbatches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32).dealt(0, 0, 1)
+    strategy = BUILDERS[name](model, group, config)
+
+    def step() -> None:
+        with recorded() as spans:
+            strategy.backward(microbatches)
+            strategy.update()
+        marks.append(spans)
+
+    return step
+
+
+def idle(group: dist.ProcessGroup, spans: list[Span]) -> float:
+    """The part of all ranks' time in one step that none computes; ranks of one machine share a clock."""
+    computing = [span for span in spans if span.kind in ("forward", "backward")]
+    ends = torch.tensor([-computing[0].start_s, computing[-1].end_s], dtype=torch.float64)
+    busy = torch.tensor([sum(span.end_s - span.start_s for span in computing)], dtype=torch.float64)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(busy, group=group)
+    return 1 - busy.item() / (group.size() * ends.sum().item())
+
+
+def held(step: Callable[[], None]) -> int:
+    """Bytes that autograd holds at most during a step."""
+    with SavedActivations() as saved:
+        step()
+    return saved.peak_bytes
+
+
+def main(rounds: int = 15) -> None:
+    """Print the table, and the targets beside what they ask for."""
+    seen: dict[str, Seen] = on_ranks(RANKS, measure, rounds)
+    (torchs, torchs_awake, *_), rows = seen["torch_1f1b"], []
+    for name, (timing, awake, bubbles, activation_bytes) in seen.items():
+        wall, cpu = Ratio.of(timing.wall_s, torchs.wall_s), Ratio.of(timing.cpu_s, torchs.cpu_s)
+        awakes = Ratio.of(awake.wall_s, torchs_awake.wall_s), Ratio.of(awake.cpu_s, torchs_awake.cpu_s)
+        formula = bubble(RANKS, MICROBATCHES)
+        idled = "-" if name == "alone" else f"{statistics.median(bubbles):.3f} ({formula:.3f})"
+        row = [f"{timing.median_s * 1e3:.0f}", wall, f"{statistics.median(timing.cpu_s) * 1e3:.0f}", cpu, idled]
+        rows.append([name, *row, f"{activation_bytes / 1e6:.2f}", *awakes])
+    print(f"{RANKS} ranks, {MICROBATCHES} microbatches of 30 ms: a step's time over torch_1f1b's (median, middle half)")
+    columns = [
+        "variant",
+        "ms a step",
+        "wall",
+        "CPU ms",
+        "CPU",
+        "bubble (formula)",
+        "activations MB",
+        "awake: wall",
+        "CPU",
+    ]
+    print(table(columns, rows))
+    print(table(["1f1b", "", "target", "held"], targets(seen)))
+
+
+def targets(seen: dict[str, Seen]) -> list[list[str]]:
+    """What 1f1b is to reach: figure, target, and whether it holds."""
+    ours, torchs = (seen[name].timing for name in ("1f1b", "torch_1f1b"))
+    figures = {
+        "wall over torch_1f1b's": (Ratio.of(ours.wall_s, torchs.wall_s).median, WALL_TARGET),
+        "CPU over torch_1f1b's": (Ratio.of(ours.cpu_s, torchs.cpu_s).median, CPU_TARGET),
+        "bubble over the formula": (
+            statistics.median(seen["1f1b"].bubbles) - bubble(RANKS, MICROBATCHES),
+            BUBBLE_TARGET,
+        ),
+        "activations over gpipe's": (
+            seen["1f1b"].activation_bytes / seen["gpipe"].activation_bytes,
+            ACTIVATIONS_TARGET,
+        ),
+    }
+    return [
+        [what, f"{figure:.3f}", f"{limit:.2f}", "yes" if figure <= limit else "NO"]
+        for what, (figure, limit) in figures.items()
+    ]
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""What it costs to see: marks and profiler, `python -m benchmarks.timeline [ROUNDS]`.
+
+Steps of `flat` data parallelism and of a pipeline at 2 ranks, three ways in one interleaved run: bare, with the marks of a timed
+step recorded, and under torch.profiler as with LAB_TRACE=1. With LAB_TRACE=0 the profiler is never touched: a timed
+step is the second way, and the marks inside of the mechanisms are in all three.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+
+from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from workers.config import Config
+from workers.parallel.phases import recorded
+from workers.workload.data import Batches
+from workers.workload.model import build_model
+
+STEPS = {"dp": ("flat", 2), "pp": ("gpipe", 1)}  # mode: its variant, and into how many shards the batch is dealt
+
+
+def measure(group: dist.ProcessGroup, mode: str, rounds: int) -> dict[str, Timing]:
+    """A step bare, recorded and profiled."""
+    variant, shards = STEPS[mode]
+    config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(group.size())})
+    batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
+    microbatches = batches.dealt(0, group.rank() * shards // group.size(), shards)
+    build = getattr(importlib.import_module(f"experiments.{mode}"), variant)
+    strategy = build(build_model(config, config.seed), group, config)
+
+    def bare() -> None:
+        strategy.backward(microbatches)
+        strategy.update()
+
+    def marked() -> None:
+        with recorded():
+            bare()
+
+    def profiled() -> None:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]), recorded():
+            bare()
+
+    ways: dict[str, Callable[[], None]] = {"bare": bare, "marks recorded": marked, "under the profiler": profiled}
+    return interleave(ways, group, rounds)
+
+
+def main(rounds: int = 21) -> None:
+    """Print the three ways of each mode, over the bare one."""
+    rows = []
+    for mode, (variant, _) in STEPS.items():
+        timings = on_ranks(2, measure, mode, rounds)
+        bare = timings["bare"]
+        for way, timing in timings.items():
+            wall, cpu = Ratio.of(timing.wall_s, bare.wall_s), Ratio.of(timing.cpu_s, bare.cpu_s)
+            rows.append([f"{mode} {variant}", way, f"{timing.median_s * 1e3:.1f}", wall, cpu])
+    print("2 ranks: a step's time over the bare step's (median, and the middle half of the rounds)")
+    print(table(["step", "", "ms a step", "wall", "CPU"], rows))
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))
