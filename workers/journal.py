@@ -4,6 +4,7 @@ A run that is refused before its ranks have joined leaves nothing, so lines that
 `open` names the folder. Every line is one write to the file: what a killed rank had said can be read, and no line is half.
 """
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -59,11 +60,10 @@ def _append(file: int, line: str) -> None:
     """One write a line: a kill comes before it or after it, and what a full disk takes of it is taken back."""
     data, before = f"{line}\n".encode(), os.fstat(file).st_size
     try:
-        whole = os.write(file, data) == len(data)
+        if os.write(file, data) < len(data):
+            os.ftruncate(file, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # what the next write would have met
     except OSError as error:
         raise Unwritable(
             f"the run cannot be written any more ({error.strerror}): free space, or set LAB_RUNS_DIR"
         ) from error
-    if not whole:
-        os.ftruncate(file, before)
-        raise Unwritable("the run cannot be written any more (the disk is full): free space, or set LAB_RUNS_DIR")
