@@ -6,6 +6,7 @@ step is the second way, and the marks inside of the mechanisms are in all three.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -49,6 +50,7 @@ def measure(group: dist.ProcessGroup, mode: str, rounds: int) -> dict[str, Timin
 
 def main(rounds: int = 21) -> None:
     """Print the three ways of each mode, over the bare one."""
+    os.environ["KINETO_LOG_LEVEL"] = "6"  # of the ranks: below, each profile greets with two lines
     rows = []
     for mode, (variant, _) in STEPS.items():
         timings = on_ranks(2, measure, mode, rounds)

@@ -13,7 +13,7 @@ from workers.measure.formulas import (
     column_split_bytes,
     parallel_loss_bytes,
     sequence_parallel_bytes,
-    sequence_parallel_sends,
+    sequence_parallel_calls,
     sequence_saves_bytes,
     tensor_parallel_bytes,
 )
@@ -88,11 +88,11 @@ def megatron(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
 
 def sequence(sizes: Sizes, rank: int) -> Cost:
     """The same as chunks of rows, each sent by itself; at last the gradients of what every rank holds whole."""
-    nbytes, sends = all_reduce_bytes("gloo", sizes.ranks, sizes.whole_numel() * sizes.itemsize), 1
+    nbytes, calls = all_reduce_bytes("gloo", sizes.ranks, sizes.whole_numel() * sizes.itemsize), 1
     for num_rows, numel in sizes.rows():
         nbytes += sequence_parallel_bytes(sizes.ranks, sizes.num_slices, num_rows, numel * sizes.itemsize, rank)
-        sends += sequence_parallel_sends(sizes.ranks, sizes.num_slices, num_rows, rank)
-    return total(Cost(nbytes, sends), sizes.loss(), sizes.clip())
+        calls += sequence_parallel_calls(sizes.ranks, sizes.num_slices, num_rows, rank, sizes.config.backend)
+    return total(Cost(nbytes, calls), sizes.loss(), sizes.clip())
 
 
 def dtensor(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
@@ -108,7 +108,7 @@ def predict(config: Config) -> list[Prediction]:
     claims: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
         ("naive", naive, "(t-1)/t x b·s x (out + 2·in) a linear layer", "2 a linear layer"),
         ("megatron", megatron, layers, "2 a slice, 2 of the loss"),
-        ("sequence", sequence, f"{layers} + norms", "a send for each chunk of another rank"),
+        ("sequence", sequence, f"{layers} + norms", "sends of rows, all_gathers of equal ones"),
         ("dtensor", dtensor, "12(t-1)/t x b·s·h x (L+1/3) + loss" if sizes.is_gpt else layers, ""),
     ]
     for variant, cost_of, formula, formula_of_calls in claims:

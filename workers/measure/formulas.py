@@ -214,12 +214,16 @@ def sequence_parallel_bytes(world_size: int, num_slices: int, num_rows: int, row
     return 2 * num_slices * pair
 
 
-def sequence_parallel_sends(world_size: int, num_slices: int, num_rows: int, rank: int) -> int:
-    """Its messages: to every other rank, where there is a row to send."""
+def sequence_parallel_calls(world_size: int, num_slices: int, num_rows: int, rank: int, backend: str) -> int:
+    """Its calls: equal chunks are gathered by the backend, in one; others, and what gloo scatters, by a send for each.
+
+    A rank sends to every other rank, where there is a row to send.
+    """
     rows = chunk_bytes(world_size, num_rows, 1)
+    even = num_rows % world_size == 0 and world_size > 1  # a world of one calls nothing
     scattered = sum(1 for other in range(world_size) if rows[other] and other != rank)
     gathered = world_size - 1 if rows[rank] else 0
-    return 2 * num_slices * (scattered + gathered)
+    return 2 * num_slices * ((1 if even and backend == "nccl" else scattered) + (1 if even else gathered))
 
 
 def column_split_bytes(world_size: int, num_rows: int, inputs: int, outputs: int, itemsize: int) -> float:

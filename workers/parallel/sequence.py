@@ -26,49 +26,52 @@ class Sequence:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # Where gloo's reduce_scatter is an all_reduce and a slice, this one sends (N-1)/N of the bytes, and no more.
-        self.collective = Collective(group, "direct")
+        # gloo's reduce_scatter is an all_reduce and a slice; ours sends (N-1)/N of the bytes, and no more. Its all_gather is as
+        # good as ours, and at 2 ranks better: 0.89x a step of DTensor's in place of 0.92x. It takes equal chunks; others are sent
+        # by ours.
+        self.scattering = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
+        self.gathering = Collective(group, "backend")
         self.num_rows = 0
 
     def own(self, rows: Tensor) -> Tensor:
         """This rank's chunk of rows that all ranks hold. Backward: zeros for the others, whose gradients are elsewhere."""
         self.num_rows = len(rows)
-        return rows.tensor_split(self.collective.peers.world_size)[self.collective.peers.rank]
+        return rows.tensor_split(self.gathering.peers.world_size)[self.gathering.peers.rank]
 
     def enter(self, x: Tensor) -> Tensor:
         """The gather: own rows to all rows."""
-        return Gather.apply(x, self.collective, self.num_rows)  # type: ignore[no-any-return, no-untyped-call]
+        return Gather.apply(x, self, self.num_rows)  # type: ignore[no-any-return, no-untyped-call]
 
     def leave(self, partial: Tensor) -> Tensor:
         """The scatter: partial sums of all rows to sums of own rows."""
         self.num_rows = len(partial)
-        return Scatter.apply(partial, self.collective)  # type: ignore[no-any-return, no-untyped-call]
+        return Scatter.apply(partial, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Gather(torch.autograd.Function):
     """Korthikanti's g. Forward: all_gather of the rows. Backward: reduce_scatter of the ranks' parts of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, chunk: Tensor, collective: Collective, num_rows: int) -> Tensor:
-        ctx.collective = collective
-        return all_gather(chunk, collective, num_rows)
+    def forward(ctx: Any, chunk: Tensor, seams: Sequence, num_rows: int) -> Tensor:
+        ctx.seams = seams
+        return all_gather(chunk, seams.gathering, num_rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(gradients[0], ctx.collective), None, None
+        return reduce_scatter(gradients[0], ctx.seams.scattering), None, None
 
 
 class Scatter(torch.autograd.Function):
     """Korthikanti's g-bar. Forward: reduce_scatter of the rows. Backward: all_gather of the chunks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, collective: Collective) -> Tensor:
-        ctx.collective, ctx.num_rows = collective, len(partial)
-        return reduce_scatter(partial, collective)
+    def forward(ctx: Any, partial: Tensor, seams: Sequence) -> Tensor:
+        ctx.seams, ctx.num_rows = seams, len(partial)
+        return reduce_scatter(partial, seams.scattering)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradients[0], ctx.collective, ctx.num_rows), None
+        return all_gather(gradients[0], ctx.seams.gathering, ctx.num_rows), None
 
 
 def all_gather(chunk: Tensor, collective: Collective, num_rows: int) -> Tensor:

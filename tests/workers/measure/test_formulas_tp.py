@@ -8,7 +8,7 @@ from workers.measure.formulas import (
     column_split_bytes,
     parallel_loss_bytes,
     sequence_parallel_bytes,
-    sequence_parallel_sends,
+    sequence_parallel_calls,
     sequence_saves_bytes,
     tensor_parallel_bytes,
 )
@@ -32,12 +32,16 @@ def test_chunks_of_rows_are_the_same_bytes_all_together(world_size: int, slices:
 
 
 @pytest.mark.parametrize(
-    ("rows", "sends"),
-    [(8, [6, 6, 6, 6]), (5, [6, 6, 6, 6]), (2, [4, 4, 2, 2]), (0, [0, 0, 0, 0])],
+    ("rows", "backend", "calls"),
+    [
+        (5, "gloo", [6, 6, 6, 6]),  # 3 sends to scatter, 3 to gather
+        (2, "gloo", [4, 4, 2, 2]),  # 2 ranks get no chunk and have none to give
+        (8, "gloo", [4, 4, 4, 4]),  # equal chunks are gathered in one call
+        (8, "nccl", [2, 2, 2, 2]),  # and NCCL scatters them in one, too
+    ],
 )
-def test_empty_chunks_are_not_sent(rows: int, sends: list[int]) -> None:
-    """Of a reduce_scatter and an all_gather on 4 ranks: 3 and 3; with 2 rows, 2 ranks get no chunk and have none to give."""
-    assert [sequence_parallel_sends(4, 1, rows, rank) // 2 for rank in range(4)] == sends
+def test_calls_of_a_scatter_and_a_gather_on_four_ranks(rows: int, backend: str, calls: list[int]) -> None:
+    assert [sequence_parallel_calls(4, 1, rows, rank, backend) // 2 for rank in range(4)] == calls
 
 
 def test_an_uneven_gather_is_padded() -> None:
