@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import collectives
+from benchmarks import collectives, pp
 from workers.config import modes
 from workers.parallel.collectives import pick
 
@@ -83,6 +83,16 @@ def test_the_table_of_speeds_is_of_this_code() -> None:
         assert float(row["target"]) == target
         assert row["picked"] == pick(row["op"], nbytes, 4)
         assert (row["held"] == "yes") == (float(row["auto"]) >= target)
+
+
+CLAIMED = re.compile(r"^(?P<what>[\w' ]+?) +(?P<seen>[\d.]+) +(?P<limit>[\d.]+) +(?P<held>yes|NO)$", re.MULTILINE)
+
+
+def test_the_targets_of_a_pipeline_are_judged_as_they_stand() -> None:
+    rows = {row["what"]: row for row in CLAIMED.finditer(README.read_text())}
+    limits = [float(row["limit"]) for row in rows.values()]
+    assert limits == [pp.WALL_TARGET, pp.CPU_TARGET, pp.BUBBLE_TARGET, pp.ACTIVATIONS_TARGET]
+    assert all((row["held"] == "yes") == (float(row["seen"]) <= float(row["limit"])) for row in rows.values())
 
 
 def write() -> None:
