@@ -144,6 +144,10 @@ class Config(BaseSettings):
         """LAB_MICROBATCHES, or the default of the mode: a pipeline of one microbatch would have nothing to overlap."""
         return self.microbatches or (4 if self.run_mode == "pp" else 1)
 
+    def awake(self) -> Self:
+        """The same without pretended compute, for passes that measure no time."""
+        return self.model_copy(update={"sleep_ms": 0.0})
+
     def environ(self) -> dict[str, str]:
         """The variables that were set, as text: what repeats this run."""
         written = {}

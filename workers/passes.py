@@ -122,7 +122,7 @@ def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
     for name, build in variants.items():
         lab.at(0, f"count of {name}")
         with PeakMemory(lab.device) as memory:
-            strategy = build(lab.model(dtype), lab.group, lab.config)
+            strategy = build(lab.model(dtype), lab.group, lab.config.awake())
             train(lab, strategy, batches, range(WARMUP_STEPS))
             with lab.count() as traffic, SavedActivations() as activations:
                 train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + COUNTED_STEPS))

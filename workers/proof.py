@@ -25,9 +25,8 @@ AlsoCheck = Callable[[str, Strategy], None]
 
 def prove(lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None) -> None:
     """Check each variant against one process; `also(name, strategy)` adds the mode's own checks at its end."""
-    config = lab.config
+    config = lab.config.awake()
     lr = config.learning_rate if config.model == "line" else LEARNING_RATE  # the line lesson's own: all of it is proven
-    config = config.model_copy(update={"sleep_ms": 0.0})  # pretended compute would prove nothing
     plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": lr})
     batches = lab.batches(torch.float64, proof=True)
     dense = one_process(lab, plain, batches, batches.proof_steps)
