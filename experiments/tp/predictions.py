@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from experiments.tp.claims import cannot
 from experiments.tp.naive import split_linears
 from workers.config import Config
 from workers.measure.formulas import (
@@ -102,7 +103,7 @@ def dtensor(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes and calls of one step of each variant and what `sequence` saves, a value a rank."""
+    """Bytes and calls of one step of each variant that can run and what `sequence` saves, a value a rank."""
     sizes, predictions = Sizes(config), []
     layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
     claims: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
@@ -118,7 +119,7 @@ def predict(config: Config) -> list[Prediction]:
         )
         if formula_of_calls:
             predictions.append(Prediction(variant, "calls", "calls", formula_of_calls, calls, max(calls)))
-    return [*predictions, saved(sizes)]
+    return [prediction for prediction in (*predictions, saved(sizes)) if prediction.variant not in cannot(config)]
 
 
 def saved(sizes: Sizes) -> Prediction:

@@ -11,7 +11,7 @@ from pathlib import Path
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.records import Ranks
-from workers.report.spans import CLASSES, profiles, slowest_rank
+from workers.report.spans import CLASSES, hidden, profiles, slowest_rank
 from workers.report.staircase import staircases
 from workers.report.units import difference, human_bytes, milliseconds, quantity, share
 
@@ -28,6 +28,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None) -> list[str]:
         *_more_checks(run),
         *_compared(run),
         *_profile(run, records),
+        *_hidden(run, records),
         *(_line("" if number else "timeline", line) for number, line in enumerate(staircases(run, records))),
         *(_line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]),
         *(_line("error", sentence) for sentence in error_sentences(run)),
@@ -184,6 +185,13 @@ def _profile(run: Run, records: Ranks) -> list[str]:
         rows.append([variant, f"rank {rank}", *cells])
     columns = ["ms a step (per cent) on", "the slowest", *CLASSES]
     return _block("profile", columns, rows, numbers=range(2, len(columns)))
+
+
+def _hidden(run: Run, records: Ranks) -> list[str]:
+    """A row a variant: the share of each rank's communication that its backward pass hid, seen by the profiler."""
+    rows = [[variant, *cells] for variant, cells in hidden(records, run["world_size"]).items()]
+    columns = ["communication behind the backward pass", *(f"rank {rank}" for rank in range(run["world_size"]))]
+    return _block("hidden", columns, rows)
 
 
 def _held(claims: Iterable[Run]) -> str:

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 from workers.report import charts
 from workers.report.claims import Run
 from workers.report.markup import Markup, section, table, text
-from workers.report.records import Overlap, Ranks, select
-from workers.report.spans import CLASSES, Span, bubble_sentence, profiles, slowest_rank, step_seconds, timelines
+from workers.report.records import Ranks
+from workers.report.spans import CLASSES, Span, bubble_sentence, hidden, profiles, slowest_rank, step_seconds, timelines
 from workers.report.units import milliseconds, share
 
 # Outer kinds first: later ones are drawn over them, and lower. Colours hold 4.5:1 to white text, 3:1 to both grounds.
@@ -49,7 +49,7 @@ def gantts(run: Run, records: Ranks, room_bytes: int) -> Markup:
         "One timed step of each variant, the one of median length, on rank 0's clock and on a scale of its own. Numbers "
         "are microbatches. Drag to zoom, double-click to see all."
     )
-    return section("Timeline", key, *parts, hidden(run, records), note=note if parts else "")
+    return section("Timeline", key, *parts, communication_hidden(run, records), note=note if parts else "")
 
 
 def _key(kinds: Iterator[str]) -> Markup:
@@ -127,13 +127,9 @@ def coarse(spans: Sequence[Span], least_s: float) -> list[Span]:
     return [span for row in of_kind.values() for span in row if span.end_s - span.start_s >= least_s]
 
 
-def hidden(run: Run, records: Ranks) -> Markup:
+def communication_hidden(run: Run, records: Ranks) -> Markup:
     """By variant and rank, how much of the communication in the profiled step ran during the backward pass."""
-    cells: dict[str, list[str]] = {}
-    for rank, seen in select(records, Overlap):
-        share = f"{100 * seen.hidden_s / seen.communication_s:.0f} %" if seen.communication_s else ""
-        told = f"{share} of {milliseconds(seen.communication_s)} ms" if share else "nothing sent"
-        cells.setdefault(seen.variant, [""] * run["world_size"])[rank] = told
+    cells = hidden(records, run["world_size"])
     if not cells:
         return Markup()
     ranks = [f"rank {rank}" for rank in range(run["world_size"])]

@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.workers.report.made_up import good_run, pipeline_run, plus, with_check, with_measured, without
 from workers.report.judge import judge
 from workers.report.log import verdict_lines
-from workers.report.records import Check, Comparison, End, Failed, Lost, Ranks, Wire
+from workers.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
 from workers.report.staircase import LEGEND
 
 REPORT = Path("runs/dp-20261120-171500/report.html")
@@ -13,6 +13,15 @@ REPORT = Path("runs/dp-20261120-171500/report.html")
 
 def lines(records: Ranks, report: Path | None = REPORT) -> list[str]:
     return verdict_lines(judge(records), records, report)
+
+
+def test_what_the_backward_pass_hid_is_told_of_every_rank() -> None:
+    traced = plus(plus(good_run(2), Overlap("ring", 0.008, 0.002)), Overlap("ring", 0.0, 0.0), rank=1)
+    block = [line for line in lines(traced) if line.startswith("hidden") or "of 8.00 ms" in line]
+    assert [line.split() for line in block] == [
+        ["hidden", "communication", "behind", "the", "backward", "pass", "rank", "0", "rank", "1"],
+        ["ring", "25", "%", "of", "8.00", "ms", "nothing", "sent"],
+    ]
 
 
 def test_the_log_of_a_good_run() -> None:
@@ -52,7 +61,7 @@ def test_a_comparison_of_the_modes_own_has_its_line() -> None:
 
 
 def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
-    said = lines(pipeline_run(2, 2, ("1f1b",)))
+    said = lines(without(Overlap, pipeline_run(2, 2, ("1f1b",))))
     profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
     assert said[profile : profile + 7] == [
         "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication   optimizer     waiting",

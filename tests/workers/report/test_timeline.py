@@ -9,7 +9,7 @@ from tests.workers.report.test_page import drawn, luminance
 from workers.report.judge import judge
 from workers.report.records import Overlap, Profile, Record, Timeline
 from workers.report.spans import Span, bubble_sentence, own_work, slowest_rank, timelines
-from workers.report.timeline import KINDS, coarse, fitted, gantt, hidden, training_profile
+from workers.report.timeline import KINDS, coarse, communication_hidden, fitted, gantt, training_profile
 
 SECONDS = {
     "data": 0.001,
@@ -99,9 +99,9 @@ def test_spans_come_outer_first_and_a_rank_may_have_none() -> None:
 
 def test_what_was_hidden_in_per_cent() -> None:
     records = plus(good_run(2), Overlap("ring", 0.008, 0.002), Overlap("flat", 0.0, 0.0))
-    shown = hidden(judge(records), records)
+    shown = communication_hidden(judge(records), records)
     assert "25 % of 8.00 ms" in shown and "nothing sent" in shown
-    assert hidden(judge(good_run(2)), good_run(2)) == ""
+    assert communication_hidden(judge(good_run(2)), good_run(2)) == ""
 
 
 def test_the_slowest_rank_has_the_most_work_of_its_own() -> None:
