@@ -11,6 +11,7 @@ from workers.report import charts
 from workers.report.judge import judge
 from workers.report.page import page, write_page
 from workers.report.records import (
+    Activations,
     Chart,
     Check,
     Comparison,
@@ -55,6 +56,13 @@ def test_the_page_answers_every_question() -> None:
     assert "8 heads cannot be dealt to 3 ranks" in shown
     assert shown.count("Plotly.newPlot") == 1 + 3 + 1 + 1 + 1  # losses, bytes a variant, time, memory, the lesson's
     assert "What went wrong" not in shown
+
+
+def test_activations_stand_beside_the_peak_of_all_memory() -> None:
+    shown = drawn(plus(good_run(), Activations("naive", 2_500_000), rank=1))
+    assert "Activations held for the backward pass" in shown
+    assert "2.50 MB" in shown
+    assert "Activations held" not in drawn(good_run())
 
 
 def test_the_page_is_one_file() -> None:
