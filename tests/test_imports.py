@@ -32,6 +32,7 @@ FLOORS = {
     "workers.chronicle": ["workers.lab", "workers.measure", "workers.parallel.phases", "workers.report.records"],
     "workers.tracing": [
         "workers.lab", "workers.measure", "workers.passes", "workers.proof", "workers.parallel.phases", "workers.report.records",
+        "workers.workload",
     ],
     "experiments": ["workers.config", "workers.lab", "workers.parallel", "workers.measure.formulas", "workers.workload"],
 }  # fmt: skip

@@ -14,7 +14,7 @@ from workers.measure.timeline import Clock, bubble, profile
 from workers.parallel.phases import Span
 from workers.report import records
 
-KEPT_STEPS = 20  # of a long run the last ones: 8 ranks' marks of 20 steps are 1 MB on their way to rank 0
+KEPT_STEPS = 20  # of a long run the last ones: what goes to rank 0 does not grow with LAB_STEPS
 
 Bounds = list[Any]  # of a step on one rank: [start_s, end_s, [[kind, start_s, end_s] of each forward and backward]]
 

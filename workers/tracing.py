@@ -22,6 +22,7 @@ from workers.parallel.phases import phase, recorded
 from workers.passes import WARMUP_STEPS, train
 from workers.proof import dealt
 from workers.report import records
+from workers.workload.data import Batches
 
 MOST_EVENTS = 5000  # of one rank and variant, the longest: 8 ranks and 6 variants make a file of 25 MB
 WAITING = ("receive", "wait")
@@ -48,7 +49,7 @@ def trace(lab: Lab, variants: dict[str, Variant]) -> None:
         lab.at(0, f"trace of {name}")
         strategy = build(lab.model(dtype), lab.group, lab.config)
         train(lab, strategy, batches, range(WARMUP_STEPS))
-        profiled = profile_step(lab, strategy, dtype)
+        profiled = profile_step(lab, strategy, batches)
         del strategy
         lab.journal.write(overlap(name, profiled))
         found = events(profiled, clock)
@@ -62,12 +63,12 @@ def trace(lab: Lab, variants: dict[str, Variant]) -> None:
         lab.say(f"trace      the {dropped} shortest of this rank's events are left out", all_ranks=True)
 
 
-def profile_step(lab: Lab, strategy: Strategy, dtype: torch.dtype) -> Profiled:
+def profile_step(lab: Lab, strategy: Strategy, batches: Batches) -> Profiled:
     """One step of a warm strategy under torch.profiler; all ranks begin together."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = [ProfilerActivity.CUDA] if lab.device.type == "cuda" else []
-    microbatches = dealt(lab, lab.batches(dtype), WARMUP_STEPS)
+    microbatches = dealt(lab, batches, WARMUP_STEPS)
     with profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True) as profiler, recorded() as phases:
         ahead_ns = unix_ahead_ns()
         lab.exchange.barrier("profiled step")

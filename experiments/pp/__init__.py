@@ -58,8 +58,7 @@ def run(lab: Lab) -> None:
         name, predicted, formula = prediction.variant, prediction.value[lab.rank], prediction.formula
         seen = measured[name]
         if prediction.name == "calls":
-            calls = sum(op.calls for op in seen.traffic.called)
-            lab.compare("calls", predicted, calls, "calls", variant=name, formula=formula)
+            lab.compare("calls", predicted, seen.traffic.calls, "calls", variant=name, formula=formula)
         if prediction.name == "bubble" and seen.bubble is not None:
             lab.compare("bubble", predicted, seen.bubble, "", 0.03, name, formula, decides=False)
 

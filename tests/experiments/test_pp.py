@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments import pp
+from experiments.pp.engines import ByHand
+from experiments.pp.strategy import Pipelined
 from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.calls import Calls
@@ -346,3 +349,17 @@ def test_defaults_are_refused_nowhere() -> None:
             assert pp.refuse(config) == []
             assert pp.cannot(config).keys() <= {"interleaved", "torch_1f1b"}
     assert pp.refuse(Config.read({"RUN_MODE": "pp", "WORLD_SIZE": "1", "LAB_MODEL": "line"})) == []
+
+
+@pytest.mark.parametrize(("held", "over"), [(2, 0), (3, 1)])
+def test_a_rank_that_holds_more_than_its_schedule_allows_is_seen(held: int, over: int) -> None:
+    """Rank 1 of 3 in 1f1b may hold min(m, p-r) = 2 microbatches."""
+    engine = object.__new__(ByHand)
+    engine.pipeline = SimpleNamespace(most_in_flight=held)  # type: ignore[assignment]
+    strategy = object.__new__(Pipelined)
+    strategy.engine = engine
+    claims: list[tuple[object, ...]] = []
+    lab: Any = SimpleNamespace(config=config_of(3), world_size=3, rank=1, check=lambda *claim: claims.append(claim))
+    pp.check_in_flight(lab, "1f1b", strategy)
+    ((name, difference, tolerance, *_),) = claims
+    assert (name, difference, tolerance) == ("in flight", over, 0)

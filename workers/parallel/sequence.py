@@ -27,8 +27,8 @@ class Sequence:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # gloo's reduce_scatter is an all_reduce and a slice; ours sends (N-1)/N of the bytes, and no more. Its all_gather is as
-        # good as ours, and at 2 ranks better: 0.89x a step of DTensor's in place of 0.92x. It takes equal chunks; others are sent
-        # by ours.
+        # good as ours, and at 2 ranks better: a step was 0.88x DTensor's in place of 0.94x (`python -m benchmarks.tp`). It takes
+        # equal chunks; others are sent by ours.
         self.scattering = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
         self.gathering = Collective(group, "backend")
         self.num_rows = 0
