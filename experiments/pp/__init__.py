@@ -26,14 +26,14 @@ import torch.distributed as dist
 from experiments.pp.claims import cannot, cut_bytes, predict, refuse, title
 from experiments.pp.engines import ByHand
 from experiments.pp.faults import BUGS, boundaries_of
-from experiments.pp.strategy import Pipelined, parts_of
+from experiments.pp.strategy import Pipelined, parts_of, runs_of
 from workers.config import Config
 from workers.lab import Lab, Strategy
 from workers.measure.formulas import bubble, in_flight
 from workers.parallel import schedules
 from workers.parallel.boundaries import Boundaries
 from workers.parallel.pipeline import Pipeline
-from workers.workload.model import Model
+from workers.workload.model import Model, outline
 
 VARIANTS = ("naive", "gpipe", "1f1b", "interleaved", "torch_gpipe", "torch_1f1b")
 __all__ = ["BUGS", "VARIANTS", "cannot", "predict", "refuse", "run", "title"]
@@ -48,6 +48,7 @@ def run(lab: Lab) -> None:
         f"{cut_bytes(config) / 1e6:.3g} MB each way",
         "predict",
     )
+    lab.say(holds(config, lab.rank), all_ranks=True)
     measured = lab.measure(
         naive, gpipe, one_forward_one_backward, interleaved, torch_gpipe, torch_1f1b,
         also=lambda name, strategy: check_in_flight(lab, name, strategy), shards=1, cannot=cannot(config),
@@ -61,6 +62,13 @@ def run(lab: Lab) -> None:
             lab.compare("calls", predicted, seen.traffic.calls, "calls", variant=name, formula=formula)
         if prediction.name == "bubble" and seen.bubble is not None:
             lab.compare("bubble", predicted, seen.bubble, "", 0.03, name, formula, decides=False)
+
+
+def holds(config: Config, rank: int) -> str:
+    """The layers of a rank's stage, for its own log."""
+    num_layers = len(outline(config).layers)
+    run = runs_of(config.model, num_layers, config.world_size)[rank]
+    return f"holds      with one stage a rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
 
 
 def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:

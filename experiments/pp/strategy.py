@@ -95,10 +95,15 @@ class Pipelined:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+def runs_of(name: str, num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage: gpt's embedding goes with the first block and its head with the last."""
+    ends = 1 if name == "gpt" else 0
+    return divide(num_layers, num_stages, first=ends, last=ends)
+
+
 def parts_of(model: Model, group: dist.ProcessGroup, config: Config, chunks: int = 1) -> Parts:
-    """This rank's stages: gpt's embedding goes with the first block and its head with the last."""
-    ends = 1 if config.model == "gpt" else 0
-    runs = divide(len(model.layers), chunks * group.size(), first=ends, last=ends)
+    """This rank's stages."""
+    runs = runs_of(model.name, len(model.layers), chunks * group.size())
     parts = cut(model, list(model.layers), runs, group.rank(), group.size())
     if config.sleep_ms:
         pretend_compute(parts.stages.values(), config, chunks)

@@ -38,8 +38,9 @@ from experiments.tp.torchs import dtensor
 from workers.config import Config
 from workers.lab import Lab, Measured, Strategy
 from workers.measure.formulas import Prediction
+from workers.parallel.cut import shares
 from workers.parallel.sequence import Sequence
-from workers.workload.model import Model
+from workers.workload.model import VOCABULARY, Model
 
 VARIANTS = ("naive", "megatron", "sequence", "dtensor")
 __all__ = ["BUGS", "VARIANTS", "cannot", "predict", "refuse", "run", "title"]
@@ -49,6 +50,7 @@ def run(lab: Lab) -> None:
     """Predict, prove, measure."""
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
+    lab.say(holds(lab.config, lab.rank), all_ranks=True)
     measured = lab.measure(
         naive, megatron, sequence, dtensor,
         also=lambda name, strategy: check_replicas(lab, name, strategy), shards=1, cannot=cannot(lab.config),
@@ -67,6 +69,15 @@ def summary(config: Config) -> str:
         f"{slices.calls} all_reduces a step, each 2(t-1)/t x {whole / 1e6:.3g} MB: {slices.nbytes / 1e6:.3g} MB a rank, "
         f"and what the loss needs"
     )
+
+
+def holds(config: Config, rank: int) -> str:
+    """A rank's share of what megatron cuts, for its own log."""
+    names = {"heads": config.heads, "hidden units": 4 * config.width, "vocabulary rows": VOCABULARY}
+    if config.model == "mlp":
+        names = {"hidden units": 4 * config.width}
+    parts = [f"{shares(count, config.world_size)[rank]} of {count} {name}" for name, count in names.items()]
+    return f"holds      {', '.join(parts)}"
 
 
 def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> None:

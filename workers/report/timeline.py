@@ -70,7 +70,8 @@ def gantt(of_ranks: OfRanks) -> go.Figure:
         bars = [(rank, span) for rank, spans in enumerate(of_ranks) for span in spans if span.kind == kind]
         if not bars:
             continue
-        numbered = {"text": [span.label for _, span in bars]} if any(span.label for _, span in bars) else {}
+        labels = [span.label for _, span in bars]
+        numbered = {"text": labels} if len(set(labels)) > 1 else {}  # one microbatch needs no number
         lengths = [_ms(span.end_s - span.start_s) for _, span in bars]
         traces.append(
             go.Bar(

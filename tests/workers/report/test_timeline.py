@@ -25,13 +25,14 @@ def test_every_span_is_a_bar_of_its_length() -> None:
     figure = gantt(
         [
             [Span("forward", "3", 0.001, 0.0035)],
-            [Span("receive", "3", 0.0, 0.0035), Span("forward", "3", 0.0035, 0.006)],
+            [Span("receive", "4", 0.0, 0.0035), Span("forward", "4", 0.0035, 0.006)],
         ]
     )
     bars = {bar.name: bar for bar in figure.data}
     assert list(bars) == ["forward", "receive"]
     assert (bars["forward"].y, bars["forward"].base, bars["forward"].x) == ((0, 1), (1.0, 3.5), (2.5, 2.5))
-    assert bars["forward"].text == ("3", "3")
+    assert bars["forward"].text == ("3", "4")
+    assert bars["receive"].text is None  # the only one of its kind needs no number
     assert figure.layout.xaxis.range == (0, 6.0)
     assert figure.layout.xaxis.fixedrange is False and figure.layout.yaxis.fixedrange is True
 
