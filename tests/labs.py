@@ -14,6 +14,7 @@ from workers.exchange import Exchange
 from workers.journal import Journal
 from workers.lab import Lab
 from workers.measure.ledger import Ledger
+from workers.parallel.piece import Piece
 from workers.report import records
 from workers.report.judge import judge
 
@@ -51,3 +52,15 @@ def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) ->
 def failed(run: dict[str, Any]) -> set[str]:
     """The names of the checks and comparisons of a run that did not hold."""
     return {claim["name"] for claim in run["checks"] + run["comparisons"] if not claim["passed"]}
+
+
+def copy_state(source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Fill one strategy's live state from another's on the same rank, as a checkpoint does."""
+    assert set(source) == set(target)
+    for label, held in source.items():
+        if isinstance(held, Piece):
+            for (offset, box), (other_offset, other) in zip(held.boxes, target[label].boxes, strict=True):
+                assert offset == other_offset
+                other.copy_(box)
+        else:
+            target[label].copy_(held)

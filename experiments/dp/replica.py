@@ -18,7 +18,7 @@ from workers.parallel.buckets import broadcast_parameters
 from workers.parallel.phases import phase
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import make_optimizer, named_state
+from workers.workload.optimizer import live_state, make_optimizer, named_state
 
 
 class Gradients(Protocol):
@@ -87,11 +87,10 @@ class Replica:
                     yield name, tensor
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return dict(live_state(self.model.named_parameters(), self.optimizer))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Nothing is left to do: the state was filled in place."""
 
 
 def begin_alike(model: Model, group: dist.ProcessGroup, config: Config, *, broadcast: bool = True) -> None:

@@ -7,7 +7,6 @@ stages, tied gradients summed over the ranks that hold them, one global norm to 
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from workers.parallel.peers import Peers
 from workers.parallel.stages import Parts, cut, divide, sum_shared
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import make_optimizer
+from workers.workload.optimizer import live_state, make_optimizer
 
 
 class Pipelined:
@@ -85,14 +84,11 @@ class Pipelined:
         return self.parts.holders[name][0]
 
     def state_dict(self) -> dict[str, Any]:
-        weights = {name: parameter.detach() for name, parameter in self.parts.parameters.items()}
-        return {"model": weights, "optimizer": self.optimizer.state_dict()}
+        """The layers of this rank, under their dense names."""
+        return dict(live_state(self.parts.parameters.items(), self.optimizer))
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, parameter in self.parts.parameters.items():
-            parameter.copy_(state["model"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Nothing is left to do: the state was filled in place."""
 
 
 def runs_of(name: str, num_layers: int, num_stages: int) -> list[range]:

@@ -20,7 +20,7 @@ from workers.parallel.phases import phase
 from workers.parallel.sequence import sum_together
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import make_optimizer, named_state
+from workers.workload.optimizer import live_state, make_optimizer, named_state
 
 
 class Shard:
@@ -99,11 +99,21 @@ class Shard:
                 yield name, tensor
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """Of a cut tensor this rank's piece, and a DTensor as it is."""
+        state: dict[str, Any] = dict(live_state(self.model.named_parameters(), self.optimizer))
+        for label, tensor in state.items():
+            cut = self.cuts.get(dense_name(label))
+            if cut is not None and tensor.dim() > cut.dim and not hasattr(tensor, "placements"):
+                state[label] = cut.place(tensor, self.group.rank())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Nothing is left to do: the state was filled in place."""
+
+
+def dense_name(label: str) -> str:
+    """The parameter of 'weights.<parameter>' or 'optimizer.<key>.<parameter>'."""
+    return label.split(".", 2 if label.startswith("optimizer.") else 1)[-1]
 
 
 def local(tensor: Tensor) -> Tensor:

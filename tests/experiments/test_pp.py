@@ -1,6 +1,5 @@
 """Every pipelined variant against one process in float64, what it sends and holds, each classic mistake, and refusals."""
 
-import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from torch import Tensor
 from experiments import pp
 from experiments.pp.engines import ByHand
 from experiments.pp.strategy import Pipelined
+from tests.labs import copy_state
 from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.calls import Calls
@@ -149,7 +149,8 @@ def resumed(group: dist.ProcessGroup, config: Config) -> bool:
     strategies = [strategy_of("interleaved", group, config) for _ in range(2)]
     strategies[0].backward(batches.dealt(0, 0, 1))
     strategies[0].update()
-    strategies[1].load_state_dict(copy.deepcopy(strategies[0].state_dict()))  # as from a file
+    copy_state(strategies[0].state_dict(), state := strategies[1].state_dict())
+    strategies[1].load_state_dict(state)
     for strategy in strategies:
         strategy.backward(batches.dealt(1, 0, 1))
         strategy.update()

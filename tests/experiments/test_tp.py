@@ -1,6 +1,5 @@
 """Every tensor-parallel variant against one process in float64, what it sends and holds, and each classic mistake seen."""
 
-import copy
 import gc
 import weakref
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from experiments import tp
 from experiments.tp.shard import Shard, local
+from tests.labs import copy_state
 from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.activations import SavedActivations
@@ -268,7 +268,8 @@ def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
     batches = batches_of(config)
     first.backward(batches.dealt(0, 0, 1))
     first.update()
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    copy_state(first.state_dict(), state := second.state_dict())
+    second.load_state_dict(state)
     for strategy in (first, second):
         strategy.backward(batches.dealt(1, 0, 1))
         strategy.update()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.parallel.peers import Peers
+from workers.parallel.piece import Piece
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class Cut:
         """The part of `dense` that `rank` holds: a copy, so that the dense tensor can go."""
         view = dense.detach().narrow(self.dim, self.first(rank), self.sizes[rank])
         return view.clone(memory_format=torch.contiguous_format)
+
+    def place(self, part: Tensor, rank: int) -> Piece:
+        """Where the part of `rank` stands in the dense tensor."""
+        shape, offset = list(part.shape), [0] * part.dim()
+        shape[self.dim], offset[self.dim] = sum(self.sizes), self.first(rank)
+        return Piece(torch.Size(shape), [(tuple(offset), part)] if part.numel() else [])
 
     def first(self, rank: int) -> int:
         """Where the part of `rank` begins."""

@@ -38,14 +38,6 @@ class PlainSGD:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The learning rate: it remembers nothing else."""
-        return {"lr": self.lr}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the learning rate of `state`."""
-        self.lr = state["lr"]
-
 
 Optimizer = PlainSGD | torch.optim.Optimizer
 
@@ -57,9 +49,32 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> Optimi
     return PlainSGD(parameters, config.learning_rate)
 
 
+def prime(optimizer: Optimizer) -> None:
+    """Give AdamW the state that it makes itself in its first step: zeros, which a checkpoint is loaded into."""
+    if isinstance(optimizer, PlainSGD):
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+
+
 def named_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """The optimizer's tensors under dense names: 'exp_avg.<parameter>', 'exp_avg_sq.<parameter>', ..."""
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
                 yield f"{key}.{name}", value
+
+
+def live_state(named: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
+    """What a checkpoint holds of these parameters: 'weights.<parameter>' and 'optimizer.<key>.<parameter>', as they are trained on."""
+    prime(optimizer)
+    state: dict[str, Tensor] = {}
+    for name, parameter in named:
+        state[f"weights.{name}"] = parameter.detach()
+        state |= {f"optimizer.{key}.{name}": value for key, value in optimizer.state[parameter].items()}
+    return state

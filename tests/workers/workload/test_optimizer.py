@@ -37,13 +37,6 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
 
-def test_the_learning_rate_goes_on() -> None:
-    saved = PlainSGD(linear().parameters(), lr=0.7).state_dict()
-    loaded = PlainSGD(linear().parameters(), lr=0.1)
-    loaded.load_state_dict(saved)
-    assert loaded.lr == 0.7
-
-
 def test_state_has_dense_names() -> None:
     model = linear()
     adamw = make_optimizer(model.parameters(), Config.read({"LAB_OPTIMIZER": "adamw"}))
