@@ -1,0 +1,199 @@
+"""ZeRO: data parallelism in which no rank keeps what another keeps too (Rajbhandari et al. 2020, sections 5 and 7).
+
+A step of Adam in float32 needs 16 bytes a parameter: 4 the weight, 4 the gradient, 8 the optimizer's two moments; and in plain
+data parallelism every rank holds them all. Each stage gives up one more copy, layer by layer, in flat units (flat.py):
+
+    stage 1   optimizer state only for the rank's own part: the gradients are reduce-scattered, each rank steps its part of the
+              weights, and they are gathered. 2(N-1)/N·S bytes a step, as an all_reduce: it is the same two halves
+    stage 2   and of the gradients only the part: each unit's are summed and dropped as the backward pass hands them over
+    stage 3   and of the weights: a unit is gathered just before it computes, forward and backward, and freed after.
+              3(N-1)/N·S, or 2(N-1)/N·S if it stays gathered in between
+
+How weights come and go is in gathered.py, how gradients are summed in summed.py; here is when.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.parallel.collectives import Collective
+from workers.parallel.flat import FlatUnit, grouped
+from workers.parallel.gathered import Gathered
+from workers.parallel.summed import Summed
+
+
+class Zero:
+    """The parameters of `layers`, sharded over `group` in `stage` 1, 2 or 3.
+
+        zero.begin()
+        for microbatch in microbatches:            # as many on every rank
+            with zero.microbatch(last=microbatch is microbatches[-1]):
+                loss(microbatch).backward()
+        zero.finish()                              # every unit has its gradient
+        zero.deliver(); optimizer_of_masters.step(); zero.publish()
+
+    A unit is a layer; two layers that share a parameter are one, which then stays gathered from its first use to its last.
+    Every parameter of `model` belongs to a layer, and the layers run in their order. Gradients are summed, never divided.
+
+    Args:
+        reshard: free a unit after its forward pass; False gathers once a step and holds everything in between. Stage 3 alone.
+        home: where shards live; by default on the parameters' own device.
+    """
+
+    unit_class, gathered_class, summed_class = FlatUnit, Gathered, Summed
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, stage: int, *,
+        reshard: bool = True, home: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        self.stage, self.reshard = stage, reshard
+        # Even chunks, the least bytes: gloo's reduce_scatter sends twice as much, so both halves are ours there.
+        self.collective = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
+        groups, unit_of = grouped(model, layers)
+        self.units = [
+            self.unit_class(named, group.size(), group.rank(), keeps_whole=stage < 3, home=home) for named in groups
+        ]
+        self.gathered = self.gathered_class(self.units, self.collective)
+        self.summed = self.summed_class(self.collective)
+        self._shared = {index for index in unit_of if unit_of.count(index) > 1}
+        self._flat: list[Tensor | None] = [torch.zeros_like(unit.whole) if stage == 1 else None for unit in self.units]
+        self._missing: list[set[str]] = []  # of each unit: parameters without a gradient in this microbatch
+        self._in_backward = self._last = False
+        self._watch_gradients()
+        if stage == 3:
+            for layer, index in zip(layers, unit_of, strict=True):
+                self._watch_layer(layer, index)
+
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """What the optimizer of this rank steps."""
+        return [unit.master for unit in self.units]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the summed gradients."""
+        return [unit.gradient for unit in self.units if unit.gradient is not None]
+
+    # --- one step ---
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        for unit in self.units:
+            unit.gradient = unit.master.grad = None
+            for parameter in unit.named.values():
+                parameter.grad = None
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of a microbatch. Stage 1 sums after the last one alone: it has room for the gradients."""
+        self._last = last
+        self._missing = [set(unit.named) for unit in self.units]
+        try:
+            yield
+        finally:
+            self._in_backward = False
+        for index, missing in reversed(list(enumerate(self._missing))):
+            if missing:  # the loss did not reach them here, but may have on another rank
+                self._complete(index)
+
+    def finish(self) -> None:
+        """Wait for the last sums."""
+        self.summed.finish()
+
+    def deliver(self) -> None:
+        """Hand this rank's gradients to its optimizer."""
+        for unit in self.units:
+            unit.deliver()
+
+    def publish(self) -> None:
+        """After the optimizer's step, or a load: every rank gets the others' new weights, in stage 3 when it needs them."""
+        for unit in self.units:
+            unit.refresh()
+        if self.stage < 3:
+            self.gathered.again()
+
+    @torch.no_grad()
+    def dense(self, unit: FlatUnit, shard: Tensor) -> list[Tensor]:
+        """A collective: all ranks' `shard`s of `unit` as its parameters are shaped, on every rank."""
+        chunk = unit.padded(shard)
+        whole = chunk.new_empty(unit.num_ranks * unit.chunk)
+        self.collective.all_gather(whole, chunk)
+        return unit.views(whole)
+
+    # --- what happens in the passes ---
+
+    def _watch_layer(self, layer: nn.Module, index: int) -> None:
+        """Hear of a layer before and after it runs.
+
+        By a weak reference: torch keeps hooks where Python's garbage collector does not look, and a cycle would never be freed.
+        """
+        zero = weakref.proxy(self)
+        layer.register_forward_pre_hook(lambda *_: zero._before_forward(index))
+        layer.register_forward_hook(lambda _layer, _inputs, output: zero._after_forward(index, output))
+
+    def _before_forward(self, index: int) -> None:
+        self.gathered.need(index)
+        if not self._in_backward:  # where a layer is computed again, the one before it comes next
+            self.gathered.begin(index + 1)
+
+    def _after_forward(self, index: int, output: Tensor) -> None:
+        if self._in_backward:
+            return
+        if output.requires_grad:  # the output's gradient comes just before the layer's own
+            zero = weakref.proxy(self)
+            output.register_hook(lambda _gradient: zero._before_backward(index))
+        if self.reshard and index not in self._shared:
+            self.gathered.free(index)
+
+    def _before_backward(self, index: int) -> None:
+        self._in_backward = True
+        self.gathered.need(index)
+        self.gathered.begin(index - 1)
+
+    def _watch_gradients(self) -> None:
+        """Hear of every gradient once it is accumulated."""
+        for index, unit in enumerate(self.units):
+            for place, (name, parameter) in enumerate(unit.named.items()):
+                parameter.register_post_accumulate_grad_hook(partial(_take, weakref.proxy(self), index, place, name))
+
+    def _take_gradient(self, index: int, place: int, name: str, parameter: Tensor) -> None:
+        """Move a fresh gradient to its place in the unit's flat one; the last of a unit begins the sum."""
+        view = self.units[index].views(self._flat_gradient(index))[place]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view if self.stage == 1 else None
+        self._missing[index].discard(name)
+        if not self._missing[index]:
+            self._complete(index)
+
+    def _flat_gradient(self, index: int) -> Tensor:
+        """Where the unit's gradients are collected [N·c]; from stage 2 on only until they are summed."""
+        flat, unit = self._flat[index], self.units[index]
+        if flat is None:
+            flat = self._flat[index] = unit.whole.new_empty(unit.num_ranks * unit.chunk)
+            flat[unit.numel :] = 0
+        return flat
+
+    @torch.no_grad()
+    def _complete(self, index: int) -> None:
+        """All gradients that this microbatch gives the unit are there: sum them, and in stage 3 let the weights go."""
+        unit, flat = self.units[index], self._flat_gradient(index)
+        for (name, parameter), view in zip(unit.named.items(), unit.views(flat), strict=True):
+            if name in self._missing[index] and parameter.grad is None:
+                view.zero_()
+        self._missing[index] = set()
+        if self.stage > 1 or self._last:
+            self.summed.begin(unit, flat, in_place=self.stage == 1)
+        if self.stage > 1:
+            self._flat[index] = None
+        if self.stage == 3:
+            self.gathered.free(index)
+
+
+def _take(zero: Zero, index: int, place: int, name: str, parameter: Tensor) -> None:
+    zero._take_gradient(index, place, name, parameter)
