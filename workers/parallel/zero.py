@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,13 @@ from workers.parallel.collectives import Collective
 from workers.parallel.flat import FlatUnit, grouped
 from workers.parallel.gathered import Gathered
 from workers.parallel.summed import Summed
+
+
+class FlatGradient(NamedTuple):
+    """A unit's gradients in one vector."""
+
+    whole: Tensor  # [N·c]
+    places: list[Tensor]  # of each parameter, views of it
 
 
 class Zero:
@@ -61,7 +69,7 @@ class Zero:
         self.gathered = self.gathered_class(self.units, self.collective)
         self.summed = self.summed_class(self.collective)
         self._shared = {index for index in unit_of if unit_of.count(index) > 1}
-        self._flat: list[Tensor | None] = [torch.zeros_like(unit.whole) if stage == 1 else None for unit in self.units]
+        self._gradients: dict[int, FlatGradient] = {}  # by unit, as they are collected
         self._missing: list[set[str]] = []  # of each unit: parameters without a gradient in this microbatch
         self._in_backward = self._last = False
         self._watch_gradients()
@@ -163,7 +171,7 @@ class Zero:
 
     def _take_gradient(self, index: int, place: int, name: str, parameter: Tensor) -> None:
         """Move a fresh gradient to its place in the unit's flat one; the last of a unit begins the sum."""
-        view = self.units[index].views(self._flat_gradient(index))[place]
+        view = self._flat_gradient(index).places[place]
         if parameter.grad is not None and parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view if self.stage == 1 else None
@@ -171,26 +179,27 @@ class Zero:
         if not self._missing[index]:
             self._complete(index)
 
-    def _flat_gradient(self, index: int) -> Tensor:
-        """Where the unit's gradients are collected [N·c]; from stage 2 on only until they are summed."""
-        flat, unit = self._flat[index], self.units[index]
-        if flat is None:
-            flat = self._flat[index] = unit.whole.new_empty(unit.num_ranks * unit.chunk)
-            flat[unit.numel :] = 0
-        return flat
+    def _flat_gradient(self, index: int) -> FlatGradient:
+        """Where the unit's gradients are collected; from stage 2 on only until they are summed."""
+        if index not in self._gradients:
+            unit = self.units[index]
+            whole = unit.whole.new_empty(unit.num_ranks * unit.chunk)
+            whole[unit.numel :] = 0
+            self._gradients[index] = FlatGradient(whole, unit.views(whole))
+        return self._gradients[index]
 
     @torch.no_grad()
     def _complete(self, index: int) -> None:
         """All gradients that this microbatch gives the unit are there: sum them, and in stage 3 let the weights go."""
         unit, flat = self.units[index], self._flat_gradient(index)
-        for (name, parameter), view in zip(unit.named.items(), unit.views(flat), strict=True):
+        for (name, parameter), place in zip(unit.named.items(), flat.places, strict=True):
             if name in self._missing[index] and parameter.grad is None:
-                view.zero_()
+                place.zero_()
         self._missing[index] = set()
         if self.stage > 1 or self._last:
-            self.summed.begin(unit, flat, in_place=self.stage == 1)
+            self.summed.begin(unit, flat.whole, in_place=self.stage == 1)
         if self.stage > 1:
-            self._flat[index] = None
+            del self._gradients[index]
         if self.stage == 3:
             self.gathered.free(index)
 
