@@ -120,6 +120,10 @@ class Peers:
         finally:
             self._free.append(buffer)
 
+    def release(self) -> None:
+        """Let go of the scratch memory that no call uses now."""
+        self._free = []
+
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
     """Flat views of the contiguous `tensor`, cut along dim 0 as even as it goes: the first a row longer, some may be empty."""

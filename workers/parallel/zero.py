@@ -183,6 +183,7 @@ class Zero:
         """Where the unit's gradients are collected; from stage 2 on only until they are summed."""
         if index not in self._gradients:
             unit = self.units[index]
+            self.summed.make_room()
             whole = unit.whole.new_empty(unit.num_ranks * unit.chunk)
             whole[unit.numel :] = 0
             self._gradients[index] = FlatGradient(whole, unit.views(whole))
@@ -197,7 +198,7 @@ class Zero:
                 place.zero_()
         self._missing[index] = set()
         if self.stage > 1 or self._last:
-            self.summed.begin(unit, flat.whole, in_place=self.stage == 1)
+            self.summed.begin(unit, flat.whole, keeps_flat=self.stage == 1)
         if self.stage > 1:
             del self._gradients[index]
         if self.stage == 3:

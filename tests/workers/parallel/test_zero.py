@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.ranks import Ranks
 from workers.measure.calls import Calls
-from workers.parallel import summed
+from workers.parallel.summed import Summed
 from workers.parallel.zero import Zero
 
 pytestmark = pytest.mark.timeout(120)
@@ -161,25 +161,32 @@ def test_one_layer_and_the_next_are_whole_and_no_other(ranks: Ranks) -> None:
         assert seen[5] == [False] * 4
 
 
-def staged(group: dist.ProcessGroup, bound: int) -> int:
-    """The most sums that were ever under way."""
-    most = 0
+def staged(group: dist.ProcessGroup, batched: bool) -> tuple[int, int]:
+    """The most sums that were under way, and the most vectors of gradients that stood at once."""
+    sums = vectors = 0
     model, zero = built(group, 2, True)
     begin = zero.summed.begin
 
     def watched(*arguments: Any, **options: Any) -> None:
-        nonlocal most
+        nonlocal sums, vectors
+        vectors = max(vectors, len(zero.summed.under_way) + len(zero._gradients))
         begin(*arguments, **options)
-        most = max(most, len(zero.summed.under_way))
+        sums = max(sums, len(zero.summed.under_way))
 
-    with mock.patch.object(summed, "MAX_IN_FLIGHT", bound), mock.patch.object(zero.summed, "begin", watched):
+    # As with NCCL, whose sums go on beside the next unit's gradients: only the promise, gloo carries the messages.
+    with mock.patch.object(zero.summed, "begin", watched), mock.patch.object(Summed, "make_room", hurry(batched)):
         steps(group, model, zero, 1)
-    return most
+    return sums, vectors
 
 
-@pytest.mark.parametrize("bound", [1, 3])
-def test_sums_under_way_are_bounded(ranks: Ranks, bound: int) -> None:
-    assert ranks(2, staged, bound) == [bound] * 2
+def hurry(batched: bool) -> Any:
+    make_room = Summed.make_room
+    return (lambda self: None) if batched else make_room
+
+
+@pytest.mark.parametrize(("batched", "vectors"), [(False, 1), (True, 2)])
+def test_what_is_summed_at_once_is_bounded(ranks: Ranks, batched: bool, vectors: int) -> None:
+    assert ranks(2, staged, batched) == [(1, vectors)] * 2
 
 
 def in_16_bits(group: dist.ProcessGroup) -> list[Any]:
