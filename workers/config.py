@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 MAX_WORLD_SIZE = 8
+RECOMPUTING_MODES = ("dp", "fsdp")  # tp would send what a layer sends once more, pp runs its layers by itself
 
 
 class ConfigError(Exception):
@@ -93,7 +94,16 @@ class Config(BaseSettings):
 
     chunks: int = Field(2, alias="LAB_CHUNKS", ge=1, description="stages that a rank holds in pp's interleaved schedule")
     sleep_ms: float = Field(0, alias="LAB_SLEEP_MS", ge=0, allow_inf_nan=False, description="pp: milliseconds of pretended compute of a microbatch forward through one rank, twice that backward")
+    reshard: bool = Field(True, alias="LAB_RESHARD", description="fsdp: 0: zero3 keeps gathered weights from the forward to the backward pass")
+    recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass (dp, fsdp)")
+    offload: bool = Field(False, alias="LAB_OFFLOAD", description="1: fsdp keeps shards and optimizer in the host's memory (LAB_DEVICE=cuda)")
     trace: bool = Field(False, alias="LAB_TRACE", description="1: a profiled step of each variant more, and trace.json")
+
+    # What survives it.
+    checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, description="steps from one checkpoint to the next; unset: none")
+    checkpoint_keep: int = Field(2, alias="LAB_CHECKPOINT_KEEP", ge=1, description="checkpoints that are kept, the newest ones")
+    checkpoint_async: bool = Field(False, alias="LAB_CHECKPOINT_ASYNC", description="1: write checkpoints while training goes on")
+    resume: str | None = Field(None, alias="LAB_RESUME", description="go on from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
 
     # Where its files go.
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
@@ -183,6 +193,11 @@ def _contradictions(config: Config) -> list[str]:
         faults.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
         faults.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
+    if config.recompute and config.run_mode not in RECOMPUTING_MODES:
+        faults.append(
+            f"LAB_RECOMPUTE=1 is not possible in {config.run_mode}, allowed: {', '.join(RECOMPUTING_MODES)}, "
+            "whose ranks run whole layers"
+        )
     return faults
 
 

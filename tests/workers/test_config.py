@@ -60,6 +60,8 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_RUN_ID": ".."}, "LAB_RUN_ID='..' is not a run id"),
         ({"LAB_MEMORY": "much"}, "LAB_MEMORY='much' is not a size such as 900m or 2g"),
         ({"LAB_BACKEND": "nccl", "LAB_DEVICE": "cpu"}, "LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone"),
+        ({"RUN_MODE": "tp", "LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in tp, allowed: dp, fsdp"),
+        ({"RUN_MODE": "pp", "LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in pp"),
     ],
 )
 def test_each_fault_is_one_sentence(environ: dict[str, str], words: str) -> None:

@@ -13,23 +13,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.config import Config
+from workers.workload.recompute import recomputed
 
 VOCABULARY = 256  # a token is a byte
 
 
 class Model(nn.Module):
-    """Layers in a row and a loss; `forward(inputs, targets)` is the sum of the loss's terms, a scalar."""
+    """Layers in a row and a loss; `forward(inputs, targets)` is the sum of the loss's terms, a scalar.
 
-    def __init__(self, name: str, layers: list[nn.Module], loss: nn.Module) -> None:
+    With `recompute` a layer keeps nothing but its input for the backward pass.
+    """
+
+    def __init__(self, name: str, layers: list[nn.Module], loss: nn.Module, *, recompute: bool = False) -> None:
         super().__init__()
         self.name = name
+        self.recompute = recompute
         self.layers = nn.ModuleList(layers)
         self.loss = loss
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         hidden = inputs
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)
         total: Tensor = self.loss(hidden, targets)
         return total
 
@@ -182,15 +187,15 @@ def outline(config: Config) -> Model:
 
 def _layers(config: Config) -> Model:
     if config.model == "line":
-        return Model("line", [nn.Linear(1, 1)], SquaredError())
+        return Model("line", [nn.Linear(1, 1)], SquaredError(), recompute=config.recompute)
     if config.model == "mlp":
-        return Model("mlp", [Residual(config.width) for _ in range(config.depth)], SquaredError())
+        layers: list[nn.Module] = [Residual(config.width) for _ in range(config.depth)]
+        return Model("mlp", layers, SquaredError(), recompute=config.recompute)
     first, last = Embedding(config.seq, config.width), Head(config.width)
     if config.tie:
         last.project.weight = first.token.weight
-    return Model(
-        "gpt", [first, *(Block(config.width, config.heads) for _ in range(config.depth)), last], CrossEntropy()
-    )
+    blocks = [Block(config.width, config.heads) for _ in range(config.depth)]
+    return Model("gpt", [first, *blocks, last], CrossEntropy(), recompute=config.recompute)
 
 
 def faults(config: Config) -> list[str]:
