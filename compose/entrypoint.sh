@@ -1,6 +1,7 @@
 #!/bin/sh
 # Starts a rank as the owner of runs/, so that no file of a run belongs to root on the host, whatever the user's id.
 # The container begins as root for this alone; a rank computes as root only where runs/ is root's.
+# It stays behind the rank to say what the rank cannot: that the kernel killed it for want of memory.
 set -eu
 
 owner=$(stat -c %u runs)
@@ -13,4 +14,21 @@ if ! [ -w runs ] || ! [ -x runs ]; then
     echo "rank ${RANK:-0}: runs/ cannot be written by its owner, uid $owner: make it writable (chmod u+rwx runs) or mount it so" >&2
     exit 2
 fi
-exec "$@"
+
+# The kernel's count of processes that it killed here, by cgroup v1 and v2.
+killed_for_memory() {
+    cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events 2>/dev/null | grep -q '^oom_kill [1-9]'
+}
+
+: >/tmp/ranklab-last-words
+"$@" &
+rank=$!
+trap 'kill -TERM "$rank"' TERM
+trap 'kill -INT "$rank"' INT
+code=0
+# A signal ends `wait` before what it waits for.
+while kill -0 "$rank" 2>/dev/null; do wait "$rank" && code=0 || code=$?; done
+if [ "$code" = 137 ] && killed_for_memory; then
+    python -m workers.cluster.last_words
+fi
+exit "$code"

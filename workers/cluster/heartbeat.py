@@ -55,6 +55,7 @@ class Hearing:
         self.peers = {other: Peer(heard_at=now) for other in ranks if other != rank}
         self.rows = {other: Row(fresh_at=now) for other in self.peers}
         self.ended = 0  # mask of those that came to a normal end
+        self.killed: set[int] = set()  # by the kernel, as their last words tell
         self._count = 0
         everyone = to_mask([rank, *self.peers])
         for row in self.rows.values():
@@ -89,7 +90,8 @@ class Hearing:
 
     def heard(self, now: float) -> set[int]:
         """The ranks that this one hears itself, itself among them."""
-        return {self.rank} | {rank for rank, peer in self.peers.items() if now - peer.heard_at <= self.lost_after_s}
+        alive = {rank for rank, peer in self.peers.items() if now - peer.heard_at <= self.lost_after_s}
+        return {self.rank} | alive - self.killed
 
     def present(self) -> set[int]:
         """The ranks that have not come to their end."""
@@ -100,11 +102,14 @@ class Hearing:
         present = self.present()
         fresh = {rank: to_ranks(row.mask) for rank, row in self.rows.items() if now - row.fresh_at <= self.lost_after_s}
         fresh[self.rank] = self.heard(now)
-        return {rank: mask & present for rank, mask in fresh.items() if rank in present}
+        return {rank: mask & present for rank, mask in fresh.items() if rank in present - self.killed}
 
     def seen(self, place: Place, now: float) -> dict[int, Seen]:
         """The last words of every rank, with the seconds since."""
-        last = {rank: replace(peer.seen, silent_s=now - peer.heard_at) for rank, peer in self.peers.items()}
+        last = {
+            rank: replace(peer.seen, silent_s=now - peer.heard_at, killed=rank in self.killed)
+            for rank, peer in self.peers.items()
+        }
         return last | {self.rank: Seen(place.step, place.phase)}
 
     def behind(self, place: Place, now: float) -> list[str]:

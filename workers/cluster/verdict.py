@@ -40,6 +40,7 @@ class Seen:
     phase: str
     memory_share: float | None = None
     silent_s: float = 0.0
+    killed: bool = False  # by the kernel, for want of memory
 
     @property
     def place(self) -> str:
@@ -62,8 +63,12 @@ def lost_ranks(hears: Mapping[int, Set[int]], present: Set[int]) -> frozenset[in
 
 
 def condemn(hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, Seen]) -> Verdict | None:
-    """The verdict on `lost_ranks`, or None; `seen` has the last words of every rank."""
-    lost = lost_ranks(hears, present)
+    """The verdict on `lost_ranks`, or None; `seen` has the last words of every rank.
+
+    A death that the kernel has told of is no matter of votes: one survivor of many is not the one that is cut off.
+    """
+    killed = frozenset(rank for rank in present if seen[rank].killed)
+    lost = killed or lost_ranks(hears, present)
     if not lost:
         return None
     reasons = {rank: _reason(rank, lost, hears, present, seen) for rank in sorted(lost)}
@@ -75,6 +80,8 @@ def condemn(hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int,
 def _reason(
     rank: int, lost: frozenset[int], hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, Seen]
 ) -> str:
+    if seen[rank].killed:
+        return "killed by the kernel for want of memory: its container's limit is LAB_MEMORY"
     if lost == set(hears):  # this side is the smaller one
         others = present - lost
         return f"nothing heard from {name_ranks(others)} for {max(seen[other].silent_s for other in others):.1f} s"

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from workers.cluster import ClusterError
+from workers.cgroup import ContainerMemory
+from workers.cluster import ClusterError, last_words
 from workers.cluster.departure import Departure
 from workers.cluster.desk import receive, send
 from workers.cluster.heartbeat import Hearing, Place, to_mask
-from workers.cluster.pressure import MemoryPressure
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.verdict import Verdict, condemn
@@ -60,7 +60,8 @@ class Watch(threading.Thread):
         self._addresses = {
             rank: (member.ip, member.udp_port) for rank, member in cluster.members.items() if rank != cluster.rank
         }
-        self._pressure = MemoryPressure()
+        last_words.leave(cluster.rank, cluster.token, cluster.socket.family, list(self._addresses.values()))
+        self._pressure = ContainerMemory()
         self._broken_at: float | None = None
         self._end_by = self._hurry_until = 0.0
         self._said_slow_at = 0.0
@@ -161,6 +162,8 @@ class Watch(threading.Thread):
         for message in messages:
             if message["kind"] == "beat":
                 self.hearing.take(message, time.monotonic())
+            elif message["kind"] == "killed":
+                self.hearing.killed.add(message["rank"])
         if not self._ending.is_set():
             for message in messages:
                 if message["kind"] == "verdict":

@@ -1,6 +1,7 @@
 """Who is lost, from who hears whom alone: no sockets, no clocks."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -94,3 +95,15 @@ def test_a_verdict_survives_the_wire() -> None:
 
 def test_ranks_are_named_in_words() -> None:
     assert [name_ranks(ranks) for ranks in ([2], [3, 1], {0, 1, 2})] == ["rank 2", "ranks 1 and 3", "ranks 0, 1 and 2"]
+
+
+def test_ranks_that_the_kernel_killed_are_named_even_by_one_survivor_of_many() -> None:
+    last = seen(4)
+    last |= {rank: replace(last[rank], killed=True) for rank in (1, 3)}
+    verdict = condemn({0: {0}, 2: {2}}, {0, 1, 2, 3}, last)
+    assert verdict is not None
+    assert [lost.rank for lost in verdict.lost] == [1, 3]
+    assert verdict.sentence.count("killed by the kernel for want of memory") == 2
+    alone = condemn({0: {0}}, {0, 1, 2, 3}, last | {2: replace(last[2], killed=True)})
+    assert alone is not None
+    assert [lost.rank for lost in alone.lost] == [1, 2, 3]

@@ -1,0 +1,44 @@
+"""The last words of a rank that the kernel killed for want of memory: said for it, at once, by what outlives it.
+
+The kernel kills the largest process of a container whose memory is full, and gives it no time to speak; its last heartbeat may be
+older than the growth that killed it. So the watch leaves the others' addresses in a file, and the shell that started the rank
+(compose/entrypoint.sh) reads the kernel's count of such kills when the rank is gone, and runs this module.
+"""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from workers.cluster.desk import send, udp_socket
+
+# The entry point makes it, empty, where it stays behind; a rank without one leaves nothing.
+PLACE = Path("/tmp/ranklab-last-words")
+SENT_TIMES = 3
+
+
+def leave(rank: int, token: str, family: int, addresses: list[tuple[str, int]], place: Path = PLACE) -> None:
+    """Write down whom to tell, if somebody will be there to read it."""
+    if place.exists():
+        written = place.with_suffix(".new")
+        written.write_text(json.dumps({"rank": rank, "token": token, "family": family, "addresses": addresses}))
+        os.replace(written, place)
+
+
+def say(place: Path = PLACE) -> str:
+    """Tell the other ranks, if this one had come to know them; returns the sentence for its own log."""
+    try:
+        will: dict[str, Any] = json.loads(place.read_text())
+    except (OSError, ValueError):  # it had not met the others yet
+        return "this rank was killed by the kernel for want of memory before it met the others"
+    udp: socket.socket = udp_socket(will["family"])
+    for _ in range(SENT_TIMES):
+        for ip, port in will["addresses"]:
+            send(udp, {"kind": "killed", "rank": will["rank"], "token": will["token"]}, (ip, port))
+    udp.close()
+    return f"rank {will['rank']} was killed by the kernel for want of memory: its container's limit is LAB_MEMORY"
+
+
+if __name__ == "__main__":
+    print(say(), flush=True)
