@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, side_groups
 from workers.config import Config
 from workers.exchange import Exchange
 from workers.journal import Journal
@@ -35,6 +35,14 @@ def run_experiment(
 
 def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
     """What each rank does: a Lab on the pool's group, the experiment, and its records as lines."""
+    lab = lab_of(group, settings, folder)
+    importlib.import_module(f"experiments.{lab.config.run_mode}").run(lab)
+    lab.journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0, 0.0))
+    return [records.to_line(record) for record in lab.journal.records]
+
+
+def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> Lab:
+    """This rank's Lab on the pool's group, with a journal in `folder`."""
     config = Config.read(settings | {"RANK": str(group.rank())})
     journal = Journal()
     journal.open(Path(folder), group.rank())
@@ -44,9 +52,8 @@ def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) ->
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     ledger = Ledger(group.rank(), group.size(), exchange.everyone)
     lab = Lab(config, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
-    importlib.import_module(f"experiments.{config.run_mode}").run(lab)
-    journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0, 0.0))
-    return [records.to_line(record) for record in journal.records]
+    lab.side_group = side_groups[group.size()]
+    return lab
 
 
 def failed(run: dict[str, Any]) -> set[str]:

@@ -13,22 +13,25 @@ TOP = Path(__file__).parent.parent
 FLOORS = {
     "workers.config": [],
     "workers.report": ["workers.config"],
-    "workers.measure": ["workers.config"],
+    "workers.measure": ["workers.config", "workers.cgroup"],
     "workers.workload": ["workers.config"],
     "workers.parallel": [],
-    "workers.cluster": ["workers.config", "workers.report.records"],
+    "workers.cgroup": [],
+    "workers.cluster": ["workers.config", "workers.cgroup", "workers.report.records"],
     "workers.journal": ["workers.report.records"],
     "workers.exchange": [],
     "workers.device": ["workers.config"],
     "workers.lab": [
         "workers.config", "workers.exchange", "workers.journal", "workers.measure", "workers.workload",
-        "workers.report.records", "workers.report.text", "workers.passes", "workers.proof", "workers.tracing",
+        "workers.report.records", "workers.report.text", "workers.passes", "workers.proof", "workers.tracing", "workers.checkpoint",
     ],
-    "workers.proof": ["workers.config", "workers.lab", "workers.workload"],
+    "workers.checkpoint": ["workers.config", "workers.lab", "workers.workload", "workers.report", "workers.parallel.piece"],
+    "workers.proof": ["workers.config", "workers.lab", "workers.workload", "workers.checkpoint"],
     "workers.passes": [
         "workers.config", "workers.lab", "workers.measure", "workers.workload", "workers.report.records",
-        "workers.report.progress", "workers.proof", "workers.chronicle", "workers.parallel.phases",
+        "workers.report.progress", "workers.proof", "workers.chronicle", "workers.parallel.phases", "workers.checkpoint",
     ],
+    "workers.fit": ["workers.config", "workers.measure", "workers.report", "workers.workload"],
     "workers.chronicle": ["workers.lab", "workers.measure", "workers.parallel.phases", "workers.report.records"],
     "workers.tracing": [
         "workers.lab", "workers.measure", "workers.passes", "workers.proof", "workers.parallel.phases", "workers.report.records",
@@ -117,7 +120,8 @@ def test_the_report_imports_neither_torch_nor_plotly(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_rank_imports_no_plotly() -> None:
-    program = "import sys, workers.rank; print('plotly' in sys.modules)"
+@pytest.mark.parametrize("module", ["plotly", "torch.distributed.checkpoint"])
+def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
+    program = f"import sys, workers.rank, workers.passes, experiments.dp; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"

@@ -39,7 +39,7 @@ def prediction_lines(predictions: list[Prediction]) -> list[str]:
             for value in sorted(prediction.value)
         ]
         value = shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
-        rows.append([prediction.variant, prediction.name, prediction.formula, value, prediction.calls])
+        rows.append([prediction.variant, prediction.name, prediction.formula, value, prediction.calls or ""])
     return aligned(["variant", "predicted a rank and step", "formula", "value", "calls"], rows)
 
 

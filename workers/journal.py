@@ -2,11 +2,13 @@
 
 A run that is refused before its ranks have joined leaves nothing, so lines that are said earlier wait in memory until
 `open` names the folder. Every line is one write to the file: what a killed rank had said can be read, and no line is half.
+A run that goes on in its own folder keeps one log, and the records of each attempt apart: only the last ones are judged.
 """
 
 import errno
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from workers.report.records import Record, to_line
@@ -27,9 +29,12 @@ class Journal:
         self._lock = threading.RLock()
 
     def open(self, folder: Path, rank: int) -> None:
-        """Begin `rank<r>.log` and `rank<r>.jsonl` in `folder`; raises OSError where it cannot be written."""
+        """Begin `rank<r>.jsonl` in `folder`, and begin or go on with `rank<r>.log`; raises OSError where it cannot be written."""
         with self._lock:
             folder.mkdir(parents=True, exist_ok=True)
+            before = put_aside(folder, [rank])
+            if before:
+                self._said.insert(0, f"again      attempt {before + 1} of this run")
             self._log, self._lines = (_create(folder / f"rank{rank}.{kind}") for kind in ("log", "jsonl"))
             for text in self._said:
                 _append(self._log, text)
@@ -52,8 +57,20 @@ class Journal:
                 _append(self._lines, to_line(record))
 
 
+def put_aside(folder: Path, ranks: Iterable[int]) -> int:
+    """Rename the records of an earlier attempt of these ranks, so that nobody takes them for this one's; how many there were."""
+    attempts = 0
+    for rank in ranks:
+        path = folder / f"rank{rank}.jsonl"
+        attempts = len(list(folder.glob(f"rank{rank}.attempt*.jsonl")))
+        if path.exists():
+            attempts += 1
+            path.rename(folder / f"rank{rank}.attempt{attempts}.jsonl")
+    return attempts
+
+
 def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
 def _append(file: int, line: str) -> None:

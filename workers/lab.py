@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ from workers.report import records
 from workers.report.text import aligned
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model, build_model
+
+if TYPE_CHECKING:
+    from workers.checkpoint.resuming import Checkpoints
+    from workers.checkpoint.saver import Saver
 
 
 class Strategy(Protocol):
@@ -43,10 +47,13 @@ class Strategy(Protocol):
         """A collective: dense "gradients", "weights" or "optimizer" state under dense names on rank 0, one at a time."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """What a checkpoint needs: 'weights.<name>' and 'optimizer.<key>.<name>', each a view of what is trained on.
+
+        Dense names; a Tensor where this rank holds it whole, a Piece or a DTensor where it holds a part, none where nothing.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Go on from `state`, which `state_dict` gave and a checkpoint has filled in place."""
 
 
 Variant = Callable[[Model, dist.ProcessGroup, Config], Strategy]
@@ -54,10 +61,12 @@ Variant = Callable[[Model, dist.ProcessGroup, Config], Strategy]
 
 @dataclass(frozen=True)
 class Counted:
-    """What one step of a variant sent from this rank, and the most bytes that it held for the backward pass."""
+    """What one step of a variant sent from this rank, and what it held: bytes for the backward pass, and all by class."""
 
     traffic: Traffic
     activation_bytes: int
+    rest: dict[str, int]  # bytes by class (measure/purposes.py) between two steps
+    peak: dict[str, int]  # and when the step held most
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,16 @@ class Bug:
 
     what: str
     check: str
+
+
+def nothing_to_save(config: Config) -> list[str]:
+    """For the `refuse` of a mode that trains nothing: a sentence if checkpoints were asked for all the same."""
+    asked = {"LAB_CHECKPOINT_EVERY": config.checkpoint_every, "LAB_RESUME": config.resume}
+    return [
+        f"{name}={value}: {config.run_mode} trains nothing that could be saved, it goes with dp, fsdp, pp or tp"
+        for name, value in asked.items()
+        if value is not None
+    ]
 
 
 class Lab:
@@ -91,6 +110,9 @@ class Lab:
         self.journal = journal
         self.at = at  # (step, phase): what the watch tells the other ranks
         self.first_step_at: float | None = None
+        self.side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
+        self.checkpoints: Checkpoints | None = None  # where the run saves or resumes
+        self.saver: Saver | None = None  # while the timed pass saves
         self._ledger = ledger
 
     # --- what is trained ---
@@ -180,8 +202,9 @@ class Lab:
 
         self.shards = shards or self.world_size
         chosen = {variant.__name__: variant for variant in variants if self.wants(variant.__name__)}
-        for name in [name for name in chosen if name in (cannot or {})]:
-            self.skip(name, (cannot or {})[name])
+        reasons = self.open_checkpoints(list(chosen)) | dict(cannot or {})
+        for name in [name for name in chosen if name in reasons]:
+            self.skip(name, reasons[name])
             del chosen[name]
         if self.config.proof:
             prove(self, chosen, also)
@@ -191,9 +214,18 @@ class Lab:
             from workers.tracing import trace
 
             trace(self, chosen)
-        return {
-            name: Measured(each.traffic, each.activation_bytes, bubbles.get(name)) for name, each in counted.items()
-        }
+        return {name: Measured(**vars(each), bubble=bubbles.get(name)) for name, each in counted.items()}
+
+    def open_checkpoints(self, variants: list[str]) -> dict[str, str]:
+        """Find what LAB_RESUME goes on from; returns which of `variants` it does not hold, and a sentence for each."""
+        if self.config.checkpoint_every is None and self.config.resume is None:
+            return {}
+        from workers.checkpoint.resuming import prepare  # torch's checkpoints: 0.7 s that other runs need not wait
+
+        self.checkpoints = prepare(self)
+        resumed = self.checkpoints.resumed
+        missing = [name for name in variants if resumed is not None and name not in resumed.manifest.steps]
+        return {name: f"the checkpoint that is resumed does not hold {name}" for name in missing}
 
     def stepped(self) -> None:
         """A step of a strategy is done; the first one ends the start-up of the run."""
@@ -219,5 +251,20 @@ class Lab:
             for name, value in seen.items():
                 self.compare(
                     name, predicted, value, "B", tolerance, prediction.variant, prediction.formula,
+                    decides=prediction.decides,
+                )  # fmt: skip
+
+    def compare_rest(self, predictions: list[Prediction], measured: Mapping[str, Counted]) -> None:
+        """Hold the bytes of each variant between two steps against its prediction, within 1 %.
+
+        Weights, gradients, optimizer state, and what else should be gone by then; buffers of messages that are kept for the
+        next step are no part of the formulas, and only shown.
+        """
+        for prediction in predictions:
+            if prediction.variant in measured and prediction.name == "rest bytes":
+                rest, predicted = measured[prediction.variant].rest, prediction.value[self.rank]
+                held = sum(rest.values()) - rest["communication"]
+                self.compare(
+                    prediction.name, predicted, held, "B", 0.01 * predicted, prediction.variant, prediction.formula,
                     decides=prediction.decides,
                 )  # fmt: skip

@@ -7,18 +7,22 @@
 Each pass builds its strategies anew, so that none inherits another's state.
 """
 
+import gc
+import hashlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
+from workers.checkpoint.course import Course
 from workers.chronicle import Chronicle
 from workers.lab import Counted, Lab, Strategy, Variant
 from workers.measure.activations import SavedActivations
 from workers.measure.ledger import Traffic
-from workers.measure.memory import PeakMemory
+from workers.measure.memory import MemoryLedger
 from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded
 from workers.proof import dealt
@@ -40,16 +44,16 @@ class Stopwatch:
         self.shares: dict[str, list[float | None]] = {name: [] for name in names}
         self.chronicle = Chronicle(names)
 
-    def step(self, name: str, strategy: Strategy, lab: Lab, batches: Batches, step: int) -> None:
+    def step(self, name: str, strategy: Strategy, lab: Lab, course: Course, step: int) -> None:
         """One step, from its first forward to its update; all ranks begin together."""
         with recorded() as spans:
             with phase("data"):
-                microbatches = dealt(lab, batches, step)
+                microbatches = dealt(lab, course.batches, course.data_step(step))
             lab.exchange.barrier(f"step {step} of {name}")
             lab.at(step, name)
             started, busy = time.perf_counter(), time.process_time()
             share = strategy.backward(microbatches)
-            with phase("optimizer"):
+            with phase("optimizer"), course.updating(name):
                 strategy.update()
             if lab.device.type == "cuda":
                 torch.cuda.synchronize(lab.device)
@@ -61,7 +65,7 @@ class Stopwatch:
 
 
 def time_steps(lab: Lab, variants: dict[str, Variant]) -> dict[str, float | None]:
-    """Train all variants side by side for LAB_STEPS steps; the first two are not timed where there are more.
+    """Train all variants side by side up to step LAB_STEPS; the first two steps are not timed where there are more.
 
     Returns the bubble of each variant, on rank 0.
     """
@@ -71,25 +75,73 @@ def time_steps(lab: Lab, variants: dict[str, Variant]) -> dict[str, float | None
     lab.at(0, "the making of all variants")
     strategies = {name: build(lab.model(dtype), lab.group, lab.config) for name, build in variants.items()}
     watch = Stopwatch(list(variants))
-    clock = align(lab.group)
-    lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
-    with Progress(lab.config.steps, "measured", lab.journal.say, shown=lab.rank == 0) as progress:
-        for step in range(lab.config.steps):
-            for name in rotated(list(variants), step):
-                watch.step(name, strategies[name], lab, batches, step)
-            progress.advance()
-    warmup = WARMUP_STEPS if lab.config.steps > WARMUP_STEPS else 0
+    course = begun(lab, batches, strategies)
+    steps = range(course.first, lab.config.steps)
+    with saving(lab, strategies, course, watch.shares) as passed:
+        clock = align(lab.group)
+        lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
+        with Progress(lab.config.steps, "measured", lab.journal.say, shown=lab.rank == 0) as progress:
+            progress.advance(course.first)
+            for step in steps:
+                for name in rotated(list(variants), step):
+                    if course.done[name] == step:  # a rank that saved by itself may have been between two variants
+                        watch.step(name, strategies[name], lab, course, step)
+                passed(step)
+                progress.advance()
+    warmup = WARMUP_STEPS if len(steps) > WARMUP_STEPS else 0
     for name in variants:
         lab.journal.write(records.Steps(name, watch.wall[name][warmup:], watch.cpu[name][warmup:]))
-    write_losses(lab, dense, watch.shares)
-    return watch.chronicle.write(lab, clock)
+    write_losses(lab, dense, course, watch.shares)
+    if lab.checkpoints is not None:
+        write_digests(lab, strategies)
+    return watch.chronicle.write(lab, clock) if steps else {}
+
+
+def begun(lab: Lab, batches: Batches, strategies: dict[str, Strategy]) -> Course:
+    """The course from step 0, or from where LAB_RESUME leaves it, with the strategies as they were there."""
+    found = lab.checkpoints.resumed if lab.checkpoints is not None else None
+    course = Course(batches, strategies, found.manifest if found else None)
+    if found is not None:
+        from workers.checkpoint.resuming import resume
+
+        resume(lab, strategies, course, found)
+        if course.first >= lab.config.steps:
+            lab.say(f"LAB_STEPS={lab.config.steps} steps are done already: nothing more is trained", "resume")
+    return course
+
+
+@contextmanager
+def saving(
+    lab: Lab, strategies: dict[str, Strategy], course: Course, shares: dict[str, list[float | None]]
+) -> Iterator[Callable[[int], None]]:
+    """Around the steps: what to call after each. It saves every LAB_CHECKPOINT_EVERY of them, and counts the samples seen."""
+    if lab.checkpoints is None:
+        yield lambda step: None  # noqa: ARG005
+        return
+    from workers.checkpoint.saver import Saver
+
+    if lab.config.checkpoint_every is not None and lab.checkpoints.group is not None:
+        lab.saver = Saver(lab, lab.checkpoints.group, strategies, course, shares)
+
+    def passed(step: int) -> None:
+        course.passed(step)
+        if lab.saver is not None:
+            lab.saver.after(step)
+
+    yield passed
+    if lab.saver is not None:
+        lab.saver.finish()
+        lab.saver = None
+    if course.first > 0 and lab.rank == 0:
+        detail = "samples that were not seen exactly once an epoch, before and after the resume"
+        lab.check("resumed samples", course.wrongly_seen(), 0, detail=detail)
 
 
 def one_process_losses(lab: Lab, batches: Batches, dtype: torch.dtype) -> list[float]:
-    """The loss curve of the dense run, on rank 0 alone."""
+    """The loss curve of the dense run, on rank 0 alone; empty without the proof, since a model may not fit into one process."""
     lab.at(0, "one process")
     steps: Iterator[baseline.Snapshot] = iter(())
-    if lab.rank == 0:
+    if lab.rank == 0 and lab.config.proof:
         steps = baseline.train(lab.model(dtype), batches, lab.config, lab.config.steps)
     losses = [snapshot.loss for snapshot in steps]
     lab.exchange.barrier("one process")
@@ -102,16 +154,31 @@ def rotated(names: list[str], step: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def write_losses(lab: Lab, dense: list[float], shares: dict[str, list[float | None]]) -> None:
-    """The loss curves: one process, and each variant as the sum over its ranks."""
+def write_losses(lab: Lab, dense: list[float], course: Course, shares: dict[str, list[float | None]]) -> None:
+    """The loss curves: one process, and each variant as the sum over its ranks, behind what a checkpoint held of it."""
     everyone = lab.exchange.gather("losses", shares)
     if everyone is None:
         return
-    lab.journal.write(records.Losses("one process", dense))
+    if dense:
+        lab.journal.write(records.Losses("one process", dense))
     for name in shares:
         columns = itertools.zip_longest(*(of_rank[name] for of_rank in everyone))
+        before = [math.nan if value is None else value for value in course.losses[name]]
         values = [math.fsum(value for value in column if value is not None) for column in columns]
-        lab.journal.write(records.Losses(name, values))
+        lab.journal.write(records.Losses(name, before + values))
+
+
+def write_digests(lab: Lab, strategies: dict[str, Strategy]) -> None:
+    """A checksum of all final weights of each variant: to the bit the same, or not."""
+    for name, strategy in strategies.items():
+        lab.at(lab.config.steps, f"the weights of {name}")
+        digest = hashlib.sha256()
+        for label, weight in strategy.full("weights"):
+            digest.update(label.encode())
+            digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if lab.rank == 0:
+            lab.journal.write(records.Digest(name, digest.hexdigest()))
+            lab.say(f"weights    {name}: sha256 {digest.hexdigest()}")
 
 
 def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
@@ -121,17 +188,27 @@ def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
     counted = {}
     for name, build in variants.items():
         lab.at(0, f"count of {name}")
-        with PeakMemory(lab.device) as memory:
+        gc.collect()  # torch's optimizers refer to themselves: what the pass before trained would stand beside this
+        with MemoryLedger(lab.device) as memory:
             strategy = build(lab.model(dtype), lab.group, lab.config.awake())
             train(lab, strategy, batches, range(WARMUP_STEPS))
-            with lab.count() as traffic, SavedActivations() as activations:
+            with lab.count() as traffic, SavedActivations(memory.saves) as activations, memory.step():
                 train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + COUNTED_STEPS))
             del strategy
-        counted[name] = Counted(traffic.per(COUNTED_STEPS), activations.peak_bytes)
+        counted[name] = Counted(traffic.per(COUNTED_STEPS), activations.peak_bytes, memory.rest, memory.peak)
         write_traffic(lab, name, counted[name].traffic)
-        lab.journal.write(records.Memory(name, memory.peak_bytes))
         lab.journal.write(records.Activations(name, activations.peak_bytes))
+        write_memory(lab, name, memory)
     return counted
+
+
+def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
+    """What tensors held, and beside it what the process and the container count, which see more than tensors."""
+    lab.journal.write(records.Memory(name, memory.peak_bytes))
+    lab.journal.write(records.Classes(name, memory.rest, memory.peak))
+    lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
+    for comparison, (counted, seen) in memory.seen_outside().items():
+        lab.compare(comparison, counted, seen, variant=name, formula="bytes of tensors", decides=False)
 
 
 def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:

@@ -44,6 +44,11 @@ def prove(lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None) -> Non
                 lab.check(check, value, TOLERANCE, variant=name)
         if also is not None:
             also(name, strategy)
+        if config.checkpoint_every is not None:
+            from workers.checkpoint.drill import drill
+
+            del strategy
+            drill(lab, name, build, [plain, config] if tuned else [plain], dealt, difference)
 
 
 def one_process(lab: Lab, config: Config, batches: Batches, steps: int) -> list[Snapshot]:

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch.distributed as dist
 
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from workers.cluster.watch import Watch
-from workers.config import Config, ConfigError, suggest
+from workers.config import MAX_WORLD_SIZE, Config, ConfigError, suggest
 from workers.device import pick_device
 from workers.ending import bury, conclude
 from workers.exchange import Exchange
-from workers.journal import Journal
+from workers.journal import Journal, put_aside
 from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.report import records
@@ -43,8 +44,11 @@ def be_rank(config: Config, started_at: float) -> int:
         cluster, config, journal.say, lambda verdict, survivors: bury(verdict, survivors, journal, cluster.rank)
     )
     watch.start()
+    lab: Lab | None = None
     try:
         journal.open(folder, cluster.rank)
+        if cluster.rank == 0:
+            put_aside(folder, range(cluster.world_size, MAX_WORLD_SIZE))  # of an attempt with more ranks
         journal.write(start_record(config, cluster, experiment.title(config)))
         init_process_group(cluster, config)
         world = dist.group.WORLD
@@ -59,6 +63,8 @@ def be_rank(config: Config, started_at: float) -> int:
         )
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=config.master_port)
         lab = Lab(config, device, world, exchange, ledger, journal, watch.at)
+        if config.checkpoint_every is not None:  # a save meets none of the training's calls
+            lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
         greet(lab, cluster, folder)
         gc.freeze()  # what is imported stays: a collection need not walk its 180,000 objects again and again
         experiment.run(lab)
@@ -66,6 +72,10 @@ def be_rank(config: Config, started_at: float) -> int:
         journal.write(records.End(lab.rank, started_at, lab.first_step_at, time.time(), watch.cpu_seconds))
         code = conclude(lab, folder)
     except BaseException as error:
+        if lab is not None and lab.saver is not None and not isinstance(error, ConfigError | ClusterError):
+            from workers.checkpoint.rescue import rescue
+
+            rescue(lab.saver)
         return watch.fail(error)
     watch.finish()
     dist.destroy_process_group()
@@ -88,6 +98,10 @@ def refuse(config: Config, experiment: Any) -> None:
         )
     faults += experiment.refuse(config)
     faults += unwritable(config)
+    if config.resume is not None or config.checkpoint_every is not None:
+        from workers.checkpoint import finding  # a run without checkpoints need not wait for it
+
+        faults += finding.faults(config)
     if faults:
         raise ConfigError(faults)
 
@@ -100,7 +114,8 @@ def unwritable(config: Config) -> list[str]:
         return [
             f"LAB_RUNS_DIR={str(runs)!r} cannot be written by user {os.getuid()}: change its owner or name another folder"
         ]
-    if config.run_id is not None and (runs / config.run_id).exists():
+    goes_on = config.resume == "auto" and config.run_id is not None and (runs / config.run_id).is_dir()
+    if config.run_id is not None and (runs / config.run_id).exists() and not goes_on:
         return [f"LAB_RUN_ID={config.run_id!r} exists already in {runs}: choose another or remove it"]
     return []
 
@@ -128,6 +143,8 @@ def start_record(config: Config, cluster: Cluster, title: str) -> records.Start:
         "WORLD_SIZE": str(config.world_size),
         "LAB_SEED": str(config.seed),
     } | config.environ()
+    if config.resume == "auto":  # it means this very run, and a repeated one is another
+        here.add("LAB_RESUME")
     repeat = {name: value for name, value in repeat.items() if name not in here}
     return records.Start(
         cluster.rank,

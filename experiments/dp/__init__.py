@@ -7,6 +7,7 @@ the same arithmetic rearranged. What it costs is the sum: each rank sends the gr
   predicted   2(N-1)/N x S bytes a rank and step, under 2S for every N (all_reduce: a reduce_scatter and an all_gather
               of (N-1)/N x S each; Patarasuk and Yuan 2009, theorem 1), and a latency for each call: one a parameter, or
               one a bucket
+              at rest 16 bytes a parameter on every rank with adamw in float32 (weight, gradient, two moments), 8 with sgd
   shapes      inputs [B/N, S] a rank, B = LAB_BATCH samples of S = LAB_SEQ bytes; weights and gradients whole on each
 
 The variants differ in how many calls they make, and when:
@@ -30,19 +31,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.dp import line
 from experiments.dp.checks import check_replicas, check_samples
-from experiments.dp.faults import BUGS, buckets_of, invisible
+from experiments.dp.claims import gradient_bytes, in_unit, predict, refuse, title
+from experiments.dp.faults import BUGS, buckets_of
 from experiments.dp.replica import Replica, begin_alike
 from workers.config import Config
 from workers.lab import Lab, Strategy
-from workers.measure.formulas import Prediction, all_reduce_bytes
-from workers.parallel.buckets import layout
 from workers.parallel.collectives import Collective
 from workers.parallel.phases import phase
-from workers.workload import data, model, text
-from workers.workload.model import Model, outline
+from workers.workload.model import Model
 
 VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp", *line.VARIANTS)
-__all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run"]
+__all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]
 
 
 def run(lab: Lab) -> None:
@@ -58,8 +57,9 @@ def run(lab: Lab) -> None:
         naive, flat, bucketed, ring, ddp, also=lambda name, strategy: check_replicas(lab, name, strategy)
     )
     lab.compare_traffic(predictions, measured)
+    lab.compare_rest(predictions, measured)
     for prediction in predictions:
-        if prediction.variant in measured and prediction.variant in ("naive", "flat", "bucketed"):
+        if prediction.calls and prediction.variant in measured and prediction.variant in ("naive", "flat", "bucketed"):
             calls = measured[prediction.variant].traffic.calls
             lab.compare(
                 "calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula
@@ -142,57 +142,3 @@ class Wrapped:
 
     def finish(self) -> None:
         """Nothing is left: DDP waits at the end of `backward`."""
-
-
-# --- what is claimed ---
-
-
-def title(config: Config) -> str:
-    """What is trained, for headings."""
-    return outline(config).describe()
-
-
-def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
-    if config.model != "line":
-        strangers = [name for name in config.variant if name in line.VARIANTS]
-        wrong = [f"LAB_VARIANT={name!r} belongs to the first lesson: set LAB_MODEL=line" for name in strangers]
-    else:
-        wrong = []
-    return (
-        wrong + model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
-    )
-
-
-def gradient_bytes(config: Config) -> int:
-    """S: the bytes of all gradients."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    return outline(config).num_parameters() * itemsize
-
-
-def in_unit(nbytes: int) -> tuple[float, str]:
-    """Bytes as a number and a unit that a sentence can go on with."""
-    return (nbytes / 1e6, "MB") if nbytes >= 1e5 else (nbytes, "B")
-
-
-def predict(config: Config) -> list[Prediction]:
-    """Bytes and calls of one step of each variant, a value a rank."""
-    ranks, itemsize = config.world_size, getattr(torch, config.dtype).itemsize
-    sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
-    buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
-    total = all_reduce_bytes("gloo", ranks, sum(sizes))
-    own = tuple(sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks))
-    formula = "2(N-1)/N x S"
-
-    def prediction(
-        variant: str, calls: int, value: tuple[float, ...] = (total,) * ranks, *, decides: bool = True
-    ) -> Prediction:
-        return Prediction(variant, "wire bytes", "B", formula, value, calls, decides)
-
-    return [
-        prediction("naive", len(sizes)),
-        prediction("flat", 1),
-        prediction("bucketed", len(buckets)),
-        prediction("ring", 2 * (ranks - 1) * len(buckets), own),
-        prediction("ddp", len(buckets) + 1, decides=False),  # its first bucket is of 1 MiB
-    ]

@@ -2,17 +2,25 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from experiments import dp
-from experiments.dp import line
+from experiments.dp import claims, line
+from tests.labs import TINY, failed, one_rank, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config
+from workers.lab import Strategy
 from workers.measure.calls import Calls
+from workers.measure.memory import MemoryLedger
 from workers.parallel.peers import Peers
+from workers.report.judge import judge
+from workers.report.records import from_line
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
@@ -136,7 +144,7 @@ def calls(group: dist.ProcessGroup, config: Config) -> dict[str, int]:
 @pytest.mark.parametrize("microbatches", ["1", "2"])
 def test_number_of_collectives_is_as_predicted_however_many_microbatches(ranks: Ranks, microbatches: str) -> None:
     config = config_of(2, LAB_MICROBATCHES=microbatches, LAB_DTYPE="float64")
-    predicted = {prediction.variant: prediction.calls for prediction in dp.predict(config)}
+    predicted = {p.variant: p.calls for p in dp.predict(config) if p.name == "wire bytes"}
     assert predicted["naive"] == len(list(outline(config).parameters()))
     assert predicted["flat"] == 1 < predicted["bucketed"] < predicted["naive"]
     for counted in ranks(2, calls, config):
@@ -147,11 +155,89 @@ def test_number_of_collectives_is_as_predicted_however_many_microbatches(ranks: 
 def test_predicted_bytes_stay_under_twice_the_gradients() -> None:
     for world_size in range(1, 9):
         config = config_of(world_size)
-        size = dp.gradient_bytes(config)
-        for prediction in dp.predict(config):
+        size = claims.gradient_bytes(config)
+        for prediction in (prediction for prediction in dp.predict(config) if prediction.name == "wire bytes"):
             assert len(prediction.value) == world_size
             assert sum(prediction.value) == pytest.approx(2 * (world_size - 1) * size, rel=1e-12)
             assert max(prediction.value) <= 2 * size
+
+
+# --- what stands in memory ---
+
+
+def at_rest(group: dist.ProcessGroup, config: Config) -> dict[str, dict[str, int]]:
+    """Bytes by class of each variant after three steps."""
+    dtype, found = getattr(torch, config.dtype), {}
+    batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=dtype)
+    for name in VARIANTS:
+        with MemoryLedger() as memory:
+            strategy = getattr(dp, name)(build_model(config, 1).to(dtype), group, config)
+            for step in range(3):
+                with memory.step() if step == 2 else nullcontext():
+                    strategy.backward(batches.dealt(step, group.rank(), group.size()))
+                    strategy.update()
+            del strategy
+        found[name] = memory.rest
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (3, {"LAB_OPTIMIZER": "adamw"}),
+        (2, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_MICROBATCHES": "2"}),
+        (2, {"LAB_CLIP": "0.1", "LAB_TIE": "1"}),
+    ],
+)
+def test_every_variant_holds_to_the_byte_what_the_formula_says(
+    ranks: Ranks, world_size: int, settings: dict[str, str]
+) -> None:
+    config = config_of(world_size, **settings)
+    predicted = {p.variant: p.value for p in dp.predict(config) if p.name == "rest bytes"}
+    gradients = claims.gradient_bytes(config)
+    for rank, of_rank in enumerate(ranks(world_size, at_rest, config)):
+        for name, held in of_rank.items():
+            assert (held["parameters"], held["gradients"]) == (gradients, gradients), name
+            assert held["activations"] == 0, name
+            assert sum(held.values()) - held["communication"] == predicted[name][rank], name
+        kept = {name: held["communication"] for name, held in of_rank.items() if held["communication"]}
+        assert set(kept) == {"ring", "ddp"}  # the ring's scratch memory, and DDP's buckets beside the gradients
+        assert kept["ddp"] == gradients
+
+
+def leaking(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+    """A whole run of `flat`, which keeps the gradients of the step before."""
+    flat = dp.flat
+
+    def keeping(*arguments: Any) -> Strategy:
+        strategy = flat(*arguments)
+        update = strategy.update
+
+        def update_and_keep() -> None:
+            update()
+            strategy.kept = [gradient.clone() for _, gradient in strategy.full("gradients")]  # type: ignore[attr-defined]
+
+        strategy.update = update_and_keep  # type: ignore[method-assign]
+        return strategy
+
+    keeping.__name__ = "flat"
+    dp.flat = keeping  # type: ignore[assignment]
+    try:
+        return one_rank(group, settings, folder)
+    finally:
+        dp.flat = flat
+
+
+def test_bytes_that_stay_and_should_not_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"RUN_MODE": "dp", "LAB_VARIANT": "flat", "LAB_PROOF": "0", "LAB_OPTIMIZER": "adamw"}
+    run, _ = run_experiment(ranks, 2, tmp_path / "good", **settings)
+    assert (run["verdict"], failed(run)) == ("pass", set())
+    assert "rest bytes" in {entry["name"] for entry in run["comparisons"] if entry["decides"]}
+    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | TINY | settings
+    lines = ranks(2, leaking, settings, str(tmp_path / "leaking"))
+    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert (run["verdict"], failed(run)) == ("fail", {"rest bytes"})
+    assert run["variants"][0]["rest_by_class"][0]["activations"] > 0
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 Every tensor that an operation saves passes through a hook, which counts its storage until the last reference of the graph
 to it is gone: an activation that several operations save counts once, a view as the storage that it keeps alive, and weights
 not at all, since they stay anyway. It is what a pipeline's schedule bounds and what sequence parallelism divides
-(Korthikanti et al. 2022, section 4, counts the same).
+(Korthikanti et al. 2022, section 4, counts the same). What torch.utils.checkpoint keeps and computes again would not be seen, for
+it catches these tensors by hooks of its own; what workload/recompute.py keeps is saved by an operation, and so it is.
 """
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -28,9 +30,13 @@ class Held:
 
 
 class SavedActivations:
-    """`with SavedActivations() as saved: ...` then `saved.peak_bytes`; forward passes outside of the block do not count."""
+    """`with SavedActivations() as saved: ...` then `saved.peak_bytes`; forward passes outside of the block do not count.
 
-    def __init__(self) -> None:
+    `also` hears of every tensor that is saved and is no weight.
+    """
+
+    def __init__(self, also: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._also = also
         self.live_bytes = self.peak_bytes = 0
         self._weights: set[int] = set()  # addresses of storages, as all keys here
         self._holders: Counter[int] = Counter()
@@ -60,6 +66,7 @@ class SavedActivations:
         key = storage._cdata
         if key in self._weights:
             return tensor
+        self._also(tensor)
         if not self._holders[key]:
             self._nbytes[key] = storage.nbytes()
             self.live_bytes += storage.nbytes()

@@ -1,126 +1,146 @@
-"""Memory: the bytes of tensor storages alive, and their peak.
+"""The memory ledger: what a variant holds on this rank, by class, at rest and over a step.
 
-On the CPU no allocator keeps count, so a dispatch mode does: it meets every storage that an operation takes or returns, once
-for all its views, and a weak reference tells when it dies. Storages grow and shrink too (fully_shard frees its parameters with
-`resize_(0)`), so UntypedStorage.resize_ is wrapped meanwhile. What a kernel allocates and frees inside one operation stays
-unseen. On CUDA the allocator's own peak is taken.
+    with MemoryLedger(device) as memory:
+        strategy = ...                        # made, and warm
+        with memory.step():
+            strategy.backward(batch)
+            strategy.update()
+    memory.rest, memory.peak, memory.line()
+
+At rest is after the update, before the next step: gradients are still held, the batch and what autograd saved are gone. Bytes
+that were alive before the block, a data set's, belong to no class. Classes are told apart afterwards (purposes.py): a storage
+that turns out to be a gradient was one from its first byte.
+
+The process sees the same memory from outside: `seen_outside` puts both side by side.
 """
 
 import gc
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+
+from workers.measure.outside import outside
+from workers.measure.purposes import BEFORE, CLASSES, SAVED, Owners, class_of, label_before
+from workers.measure.storages import Storages
+
+POINTS = 200  # of the line over a step
+ByClass = dict[str, int]  # bytes, by CLASSES
 
 
-class Storages(TorchDispatchMode):
-    """The storages alive on the CPU: `live_bytes` now, `peak_bytes` at most."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = 0
-        self._live_bytes = 0
-        self._dead: deque[int] = deque()  # only noted: gloo's thread may be the one that lets go of a storage
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by address of the storage
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage from now on, at its present size."""
-        for plain in _plain(tensor):
-            storage = plain.untyped_storage()
-            if storage.device.type == "cpu":
-                self.measure(storage)
-
-    def measure(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage at its present size."""
-        self._bury()
-        key, nbytes = storage._cdata, storage.nbytes()
-        reference, counted = self._alive.get(key) or (weakref.ref(storage, lambda _: self._dead.append(key)), 0)
-        self._alive[key] = reference, nbytes
-        self._live_bytes += nbytes - counted
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-
-    @property
-    def live_bytes(self) -> int:
-        self._bury()
-        return self._live_bytes
-
-    def _bury(self) -> None:
-        while self._dead:
-            self._live_bytes -= self._alive.pop(self._dead.popleft())[1]
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor first turns into operations on its local tensor
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors((args, kwargs, result)):
-            self.add(tensor)
-        return result
-
-
-class PeakMemory:
-    """`with PeakMemory() as memory: ...` then `memory.peak_bytes`. Tensors alive before count from the start."""
+class MemoryLedger:
+    """`rest`, `peak` and `line()` of the one `step()` inside the block; `peak_bytes` of the whole block."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
-        self._storages = Storages()
+        self._storages = Storages(torch.device(device).type)
+        self._outside = outside(torch.device(device))
+        self._began = self._ended = self._rested = 0.0
 
     def __enter__(self) -> Self:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return self
-        gc.collect()  # or garbage would count
-        for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]:
-            self._storages.add(tensor)
-        resize = torch.UntypedStorage.resize_
-
-        def measured(storage: Any, size: int) -> Any:
-            resized = resize(storage, size)
-            self._storages.measure(storage)
-            return resized
-
-        torch.UntypedStorage.resize_ = measured  # type: ignore[assignment, method-assign]
-        self._storages.__enter__()  # type: ignore[no-untyped-call]
+        label_before(self._storages)
+        self._outside.begin()
+        self._storages.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._device.type == "cpu":
-            self._storages.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-            del torch.UntypedStorage.resize_  # the wrapper: the method itself is the base class's
+        self._storages.__exit__(kind, error, trace)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step; afterwards the rank is at rest."""
+        owners = Owners(self._storages)
+        owners.label()
+        self._outside.begin_step()
+        with owners.watched():
+            self._began = time.perf_counter()
+            yield
+            self._ended = time.perf_counter()
+        self._outside.end_step()
+        owners.label()
+        del owners
+        gc.collect()  # what a cycle keeps goes at the collector's whim
+        self._rested = time.perf_counter()
+        self._outside.at_rest()
+
+    def saves(self, tensor: Tensor) -> None:
+        """Autograd keeps this tensor for the backward pass."""
+        self._storages.add(tensor, SAVED)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive at once since the block began."""
-        return (
-            torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else self._storages.peak_bytes
-        )
+        """The most bytes alive at once since the block began, those from before among them; on CUDA the allocator's own."""
+        return self._storages.peak_bytes if self._outside.most_bytes is None else self._outside.most_bytes
+
+    @property
+    def rest(self) -> ByClass:
+        """Bytes by class after the step."""
+        return self._held(self._rested)
+
+    @property
+    def peak(self) -> ByClass:
+        """Bytes by class when the step held most."""
+        return max((held for _, held in self._history()), key=total)
+
+    def line(self, points: int = POINTS) -> dict[str, list[int]]:
+        """Bytes by class in each of `points` equal parts of the step, each when it held most: the peak is among them."""
+        history = self._history()
+        highest = [history[0][1]] * points
+        part, last = 0, history[0][1]
+        for moment, held in history:
+            now = min(int((moment - self._began) / self.step_s * points), points - 1)
+            for between in range(part + 1, now + 1):
+                highest[between] = last  # it begins with what the part before ended with
+            part, last = now, held
+            highest[part] = max(highest[part], held, key=total)
+        return {name: [held[name] for held in highest] for name in CLASSES}
+
+    @property
+    def step_s(self) -> float:
+        """How long the step took under the ledger, which slows it down."""
+        return self._ended - self._began
+
+    def seen_outside(self) -> dict[str, tuple[int, int]]:
+        """(counted, seen) bytes by name of a comparison, such as "process bytes"; only what can be seen here."""
+        rest, peak = total(self.rest), total(self.peak)
+        return {f"{source} bytes": (rest, seen) for source, seen in self._outside.rest.items()} | {
+            f"{source} peak bytes": (peak, seen) for source, seen in self._outside.peak.items()
+        }
+
+    def _held(self, at: float) -> ByClass:
+        """Bytes by class at a moment."""
+        held = dict.fromkeys(CLASSES, 0)
+        for moment, name, change in self._changes:
+            held[name] += change if moment <= at else 0
+        return held
+
+    def _history(self) -> list[tuple[float, ByClass]]:
+        """(time_s, bytes by class) at the begin, after every change, and at the end of the step."""
+        held = self._held(self._began)
+        history = [(self._began, held)]
+        for moment, name, change in self._changes:
+            if self._began < moment <= self._ended:
+                held = held | {name: held[name] + change}
+                history.append((moment, held))
+        return [*history, (self._ended, held)]
+
+    @cached_property
+    def _changes(self) -> list[tuple[float, str, int]]:
+        """(time_s, class, bytes more) of everything that was not there before, in order of time."""
+        changes = []
+        for life in self._storages.lives:
+            if BEFORE not in life.labels:
+                name, sizes = class_of(life), [0, *(nbytes for _, nbytes in life.sizes)]
+                changes += [(now[0], name, now[1] - before) for before, now in zip(sizes, life.sizes, strict=False)]
+        return sorted(changes)
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
-
-
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory: a DTensor's local one, a parameter's gradient beside it."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-            if isinstance(part, torch.Tensor):  # since torch 2.13 the mesh is a part, too
-                yield from _plain(part)
-    elif tensor.layout == torch.strided:
-        yield tensor
-        if tensor.is_leaf and tensor.grad is not None:
-            yield from _plain(tensor.grad)
+def total(held: ByClass) -> int:
+    """Bytes of all classes."""
+    return sum(held.values())

@@ -93,34 +93,38 @@ def spreads(samples: dict[str, list[float]], colour: dict[str, str], x_label: st
     return figure
 
 
-def rank_dots(
-    values: dict[str, list[float | None]], predicted: dict[str, float], colour: dict[str, str], unit: str
-) -> go.Figure:  # fmt: skip
-    """A row a name: a bar to the largest rank, a dot for each rank, and an open diamond for what was predicted."""
-    names = [plain(name) for name in values]
-    largest = rounded(max((value for value in row if value is not None), default=None) for row in values.values())
-    fills = {"color": [colour.get(name, GREY) for name in values], "opacity": 0.4}
-    traces: list[Any] = [
-        go.Bar(x=largest, y=names, orientation="h", marker=fills, name="largest rank", hoverinfo="skip")
-    ]
-    for name, row in values.items():
-        marker = {"color": colour.get(name, GREY), "size": 9}
-        ranks = [f"rank {rank}" for rank in range(len(row))]
-        traces.append(
-            go.Scatter(
-                x=rounded(row), y=[plain(name)] * len(row), mode="markers", marker=marker, name=plain(name), text=ranks
-            )
+def layers(rows: dict[str, dict[str, int]], colour: dict[str, str]) -> go.Figure:
+    """A bar of bytes a row, stacked by class."""
+    traces = [
+        go.Bar(
+            x=rounded(row.get(kind, 0) for row in rows.values()), y=[plain(name) for name in rows], orientation="h",
+            name=kind, marker={"color": hue},
         )
-    if predicted:
-        diamond = {"symbol": "diamond-open", "size": 14, "color": GREY, "line": {"width": 2}}
-        at = rounded(predicted.values())
-        traces.append(
-            go.Scatter(x=at, y=[plain(name) for name in predicted], mode="markers", marker=diamond, name="predicted")
-        )
+        for kind, hue in colour.items()
+        if any(row.get(kind) for row in rows.values())
+    ]  # fmt: skip
     figure = framed(traces, "", "")
-    figure.update_layout(showlegend=False, bargap=0.45)
-    figure.update_xaxes(tickformat="~s", ticksuffix=unit, rangemode="tozero", hoverformat=".4s")
+    figure.update_layout(barmode="stack", bargap=0.3, showlegend=False)
+    figure.update_xaxes(tickformat="~s", ticksuffix="B", rangemode="tozero", hoverformat=".4s")
     figure.update_yaxes(autorange="reversed", type="category")
+    return figure
+
+
+def stacked(
+    held: dict[str, list[float]], duration_ms: float, colour: dict[str, str], unit: str, top: float
+) -> go.Figure:
+    """Amounts over time by class, one upon the other; each value stands for an equal part of the time."""
+    traces = [
+        go.Scatter(
+            x0=0, dx=float(f"{duration_ms / len(values):.4g}"), y=[float(f"{value:.4g}") for value in values], name=kind,
+            mode="lines", line={"width": 0, "shape": "hv"}, fillcolor=colour[kind], stackgroup="held",
+        )
+        for kind, values in held.items()
+    ]  # fmt: skip
+    figure = framed(traces, "ms", unit)
+    figure.update_layout(hovermode="x", showlegend=False)
+    figure.update_xaxes(hoverformat=".3~f", ticksuffix="")
+    figure.update_yaxes(range=[0, 1.05 * top or 1])
     return figure
 
 

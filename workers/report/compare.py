@@ -40,6 +40,9 @@ def comparison(old: Judged, new: Judged) -> str:
         _bars("Time", "Milliseconds a step: the slowest rank's median.", variants, both, "step_seconds", 1000),
         _bars("Bytes on the wire", "MB a step, from the rank that sends most.", variants, both, "wire_bytes", 1e-6),
         _bars("Memory", "MB at the peak, on the rank that holds most.", variants, both, "peak_bytes", 1e-6),
+        _bars(
+            "Memory at rest", "MB between two steps, on the rank that holds most.", variants, both, "rest_bytes", 1e-6
+        ),
         _checks(both),
         section(
             "Repeat them",

@@ -1,11 +1,11 @@
-"""What a run cost, as sections of its page: bytes by rank and from rank to rank, time, peak memory."""
+"""What a run cost, as sections of its page: bytes by rank and from rank to rank, time."""
 
 from workers.report import charts
 from workers.report.claims import Run
 from workers.report.judge import pytorch_own, slowest
 from workers.report.markup import Markup, grid, section, table, text
 from workers.report.records import Comparison, Ranks, Steps, Wire, select
-from workers.report.units import human_bytes, milliseconds
+from workers.report.units import byte_unit, milliseconds
 
 
 def traffic(run: Run, records: Ranks) -> Markup:
@@ -62,9 +62,7 @@ def _matrices(records: Ranks) -> dict[str, dict[tuple[int, int], float]]:
 
 def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -> str:
     """Rows send, columns receive, all in one unit; the stronger the ground, the more bytes."""
-    scale, unit = next(
-        (size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if most >= size or size == 1
-    )
+    scale, unit = byte_unit(most)
 
     def cell(sender: int, receiver: int) -> str:
         sent = cells.get((sender, receiver))
@@ -118,29 +116,3 @@ def time(run: Run, records: Ranks, colour: dict[str, str]) -> Markup:
         "A step takes as long as its slowest rank. Boxes: quartiles; whiskers: 5th and 95th percentile; table: medians."
     )
     return section("Time", figure, table(columns, rows, numbers=range(1, len(columns))), note=note)
-
-
-def memory(run: Run, colour: dict[str, str]) -> Markup:
-    """The most bytes that each variant held on each rank."""
-    held = {variant["name"]: variant["peak_bytes"] for variant in run["variants"] if slowest(variant["peak_bytes"])}
-    if not held:
-        return Markup()
-    predicted = {
-        c["variant"]: c["predicted"] for c in run["comparisons"] if c["name"] == "peak bytes" and c["variant"] in held
-    }
-    figure = charts.drawn(charts.rank_dots(held, predicted, colour, "B"), "peak memory by variant", 70 + 44 * len(held))
-    note = "The most bytes of tensors alive at once, with one variant at a time: a dot a rank" + (
-        ", a diamond where the formula puts it." if predicted else "."
-    )
-    activations = {
-        v["name"]: v["activation_bytes"] for v in run["variants"] if slowest(v.get("activation_bytes", [])) is not None
-    }
-    of_these = [Markup("<h3>Activations held for the backward pass, at most</h3>"), _by_rank(activations)]
-    return section("Memory", figure, _by_rank(held), *(of_these if activations else []), note=note)
-
-
-def _by_rank(held: dict[str, list[float | None]]) -> Markup:
-    """A row of bytes a variant, a column a rank."""
-    rows = [[name, *("" if peak is None else human_bytes(peak) for peak in peaks)] for name, peaks in held.items()]
-    ranks = [f"rank {rank}" for rank in range(len(rows[0]) - 1)] if rows else []
-    return table(["variant", *ranks], rows, numbers=range(1, len(ranks) + 1))

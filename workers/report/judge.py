@@ -16,11 +16,15 @@ from workers.report.records import (
     Activations,
     BrokenRecord,
     Called,
+    Classes,
+    Digest,
     End,
     Failed,
     Lost,
     Memory,
     Ranks,
+    Resumed,
+    Saved,
     Skipped,
     Start,
     Steps,
@@ -56,6 +60,13 @@ def judge(records: Ranks) -> Run:
         "config": start.config,
         "versions": start.versions,
         "variants": [_variant(name, records, start.world_size) for name in _variant_names(records)],
+        "resumed": next(
+            ({"epoch": r.epoch, "step": r.step, "path": r.path} for _, r in select(records, Resumed)), None
+        ),
+        "checkpoints": [
+            {"step": s.step, "seconds": s.seconds, "held_seconds": s.held_s, "bytes": s.num_bytes, "error": s.error}
+            for _, s in select(records, Saved)
+        ],
         "skipped": _unique({"variant": skip.variant, "reason": skip.reason} for _, skip in select(records, Skipped)),
         "checks": checks,
         "comparisons": comparisons,
@@ -147,6 +158,8 @@ def _variant(name: str, records: Ranks, world_size: int) -> Run:
                 found.setdefault(rank, []).extend(numbers(record))
         return [merge(found[rank]) if found.get(rank) else None for rank in range(world_size)]
 
+    found_classes = {rank: entry for rank, entry in select(records, Classes) if entry.variant == name}
+    classes = [found_classes.get(rank) for rank in range(world_size)]
     return {
         "name": name,
         "step_seconds": a_rank(Steps, lambda steps: steps.step_seconds, median),
@@ -154,7 +167,11 @@ def _variant(name: str, records: Ranks, world_size: int) -> Run:
         "wire_bytes": a_rank(Wire, lambda wire: [wire.sent_bytes], sum),
         "called_bytes": a_rank(Called, lambda called: [called.called_bytes], sum),
         "peak_bytes": a_rank(Memory, lambda memory: [memory.peak_bytes], max),
+        "rest_bytes": [entry and sum(entry.rest_bytes.values()) for entry in classes],
+        "rest_by_class": [entry and entry.rest_bytes for entry in classes],
+        "peak_by_class": [entry and entry.peak_bytes for entry in classes],
         "activation_bytes": a_rank(Activations, lambda held: [held.peak_bytes], max),
+        "weights_sha256": next((entry.sha256 for _, entry in select(records, Digest) if entry.variant == name), None),
     }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 from workers.report.claims import Run
+from workers.report.holdings import COMPARISONS, REST, holdings
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.records import Ranks
 from workers.report.spans import CLASSES, hidden, profiles, slowest_rank
@@ -24,6 +25,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None) -> list[str]:
     blocks = [
         *_proof(run),
         *_measured(run, records),
+        *_memory(run, records),
         *(_line("FAILED", failure_sentence(claim)) for claim in failures(run)),
         *_more_checks(run),
         *_compared(run),
@@ -149,6 +151,14 @@ def _measured(run: Run, records: Ranks) -> list[str]:
     return _block("measured", columns, rows, numbers=range(1, len(columns) - 1))
 
 
+def _memory(run: Run, records: Ranks) -> list[str]:
+    """A row a variant: what its fullest rank held, by class and as the process and the container count it."""
+    columns, rows = holdings(run, records)
+    claims = {c["variant"]: c for c in run["comparisons"] if c["name"] == REST}
+    rows = [[*row, _held([claims[row[0]]] if row[0] in claims else [])] for row in rows]
+    return _block("memory", [*columns, ""], rows, numbers=range(1, len(columns)))
+
+
 def _more_checks(run: Run) -> list[str]:
     """The checks that held and that the table of the proof does not show, a line each."""
     rows = [
@@ -170,7 +180,7 @@ def _compared(run: Run) -> list[str]:
             _held([claim]),
         ]
         for claim in run["comparisons"]
-        if claim["passed"] and not (claim["name"] in TRAFFIC and claim["variant"] in timed)
+        if claim["passed"] and not (claim["name"] in (*TRAFFIC, *COMPARISONS) and claim["variant"] in timed)
     ]
     return _block("compared", None, rows)
 

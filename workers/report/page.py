@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workers.report import charts, costs, held, timeline
+from workers.report import charts, costs, held, memory, timeline
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.log import (
@@ -52,7 +52,7 @@ def page(run: Run, records: Ranks) -> str:
     ]
     after = [
         timeline.training_profile(run, records),
-        costs.memory(run, colour),
+        memory.memory(run, records),
         *_lesson(records, colour),
         _ranks(run, records),
         _settings(records),

@@ -103,10 +103,28 @@ class Wire:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes held by one variant on this rank at the peak of its memory pass."""
+    """Bytes held by one variant on this rank at the peak of its memory pass, its making and what was there before included."""
 
     variant: str
     peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Bytes that one variant held on this rank by class: between two steps, and when the counted step held most."""
+
+    variant: str
+    rest_bytes: dict[str, int]  # parameters, gradients, optimizer, activations, communication
+    peak_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """Bytes by class over the counted step: of each of many equal parts of it those at the part's own peak."""
+
+    variant: str
+    step_s: float  # longer than a timed step: it is counted meanwhile
+    held_bytes: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -149,6 +167,34 @@ class Overlap:
     variant: str
     communication_s: float
     hidden_s: float
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on that was stopped before; on rank 0."""
+
+    epoch: int
+    step: int
+    path: str  # of the checkpoint
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, or why there is none; on rank 0."""
+
+    step: int  # how many steps are done
+    seconds: float  # until it was complete
+    held_s: float  # of these the training stood still
+    num_bytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The sha256 of all final weights of a variant, by which two runs are compared to the bit; on rank 0."""
+
+    variant: str
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -218,11 +264,16 @@ Record = (
     | Called
     | Wire
     | Memory
+    | Classes
+    | MemoryLine
     | Activations
     | Clock
     | Timeline
     | Profile
     | Overlap
+    | Resumed
+    | Saved
+    | Digest
     | Skipped
     | Table
     | Chart
@@ -255,10 +306,15 @@ def from_line(line: str | bytes, where: str = "record") -> Record:
     if wrong:
         raise BrokenRecord(f"{where} is a {kind.__name__} with missing or unknown fields: {', '.join(sorted(wrong))}")
     for entry in fields(kind):
-        if not isinstance(values[entry.name], _types(entry.type)):
+        if not has_type(values[entry.name], entry.type):
             raise BrokenRecord(f"{where} is a {kind.__name__} whose {entry.name} is {values[entry.name]!r}")
     record: Record = kind(**values)
     return record
+
+
+def has_type(value: Any, annotation: Any) -> bool:
+    """Whether `value`, as JSON gives it, is what a field of this annotation may hold."""
+    return isinstance(value, _types(annotation))
 
 
 def _types(annotation: Any) -> tuple[type, ...]:

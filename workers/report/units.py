@@ -15,6 +15,15 @@ def human_bytes(value: float | None) -> str:
     return f"{value:.0f} B" if power == 0 else f"{three_digits(value)} {BYTE_UNITS[power]}"
 
 
+def byte_unit(most: float) -> tuple[float, str]:
+    """The bytes of one unit, and its name, for a table or a chart whose largest number is `most` bytes."""
+    return next(
+        (1000.0**power, unit)
+        for power, unit in reversed(list(enumerate(BYTE_UNITS)))
+        if most >= 1000**power or not power
+    )
+
+
 def milliseconds(seconds: float | None) -> str:
     """0.0812 s as "81.2", without the unit, for columns that name it."""
     return "-" if seconds is None else three_digits(seconds * 1000)

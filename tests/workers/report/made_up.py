@@ -10,10 +10,12 @@ from workers.report.records import (
     Called,
     Chart,
     Check,
+    Classes,
     Comparison,
     End,
     Losses,
     Memory,
+    MemoryLine,
     Overlap,
     Profile,
     Ranks,
@@ -175,13 +177,36 @@ def _of_rank(rank: int, world_size: int, steps: int, variants: dict[str, float])
             Steps(variant, wobble, [0.8 * value for value in wobble]),
             Called(variant, "all_reduce", "dp", 1.0, 6.4 * MEGA, 9.6 * MEGA),
             *(Wire(variant, peer, share * 1.01 if variant == "naive" else ring[peer], 0.0) for peer in peers),
-            Memory(variant, int((20 + 3 * number + 0.2 * rank) * MEGA)),
+            *held(variant, 20 + 3 * number + 0.2 * rank),
             *(
                 Comparison(variant, name, "B", 9.6 * MEGA, measured, 0.15 * MEGA, "2(N-1)/N·S", variant != "ddp")
                 for name, measured in (("called bytes", 9.6 * MEGA), ("wire bytes", 9.61 * MEGA))
             ),
         ]
     return made + _of_rank_0(steps, variants) if rank == 0 else made
+
+
+def held(variant: str, peak_mb: float) -> list[Record]:
+    """A variant's memory: 6.4 MB of weights and of gradients stay, activations come and go on top."""
+    kinds = ("parameters", "gradients", "optimizer", "activations", "communication")
+    rest = dict(zip(kinds, (6_400_000, 6_400_000, 0, 0, 0), strict=True))
+    peak = rest | {"activations": round((peak_mb - 12.8) * MEGA)}
+    shape = [math.sin(math.pi * part / 40) for part in range(41)]
+    line = {kind: [round(rest[kind] + (peak[kind] - rest[kind]) * high) for high in shape] for kind in kinds}
+    measured = {"rest bytes": 12.8, "process bytes": 13.1, "process peak bytes": peak_mb + 1}
+    predicted = {"rest bytes": 12.8, "process bytes": 12.8, "process peak bytes": peak_mb}
+    return [
+        Memory(variant, int(peak_mb * MEGA)),
+        Classes(variant, rest, peak),
+        MemoryLine(variant, 0.3, line),
+        *(
+            Comparison(
+                variant, name, "B", predicted[name] * MEGA, measured[name] * MEGA, 0.128 * MEGA, "8 x P",
+                decides=name == "rest bytes" and variant != "ddp",
+            )
+            for name in measured
+        ),
+    ]  # fmt: skip
 
 
 def _of_rank_0(steps: int, variants: dict[str, float]) -> list[Record]:

@@ -12,12 +12,16 @@ from workers.report.judge import exit_code, first, judge, pytorch_own, write_run
 from workers.report.records import (
     BrokenRecord,
     Check,
+    Classes,
     Comparison,
+    Digest,
     End,
     Failed,
     Lost,
     Ranks,
     Record,
+    Resumed,
+    Saved,
     Start,
     Steps,
     Wire,
@@ -148,6 +152,15 @@ def test_variants_have_an_entry_a_rank() -> None:
     assert naive["peak_bytes"] == [20_000_000, 20_200_000, 20_400_000, 20_600_000]
 
 
+def test_memory_is_listed_by_class_and_rank() -> None:
+    naive = judge(without(Classes, good_run(), rank=2))["variants"][0]
+    assert naive["rest_bytes"] == [12_800_000, 12_800_000, None, 12_800_000]
+    assert naive["rest_by_class"][0] == {
+        "parameters": 6_400_000, "gradients": 6_400_000, "optimizer": 0, "activations": 0, "communication": 0,
+    }  # fmt: skip
+    assert [held and held["activations"] for held in naive["peak_by_class"]] == [7_200_000, 7_400_000, None, 7_800_000]
+
+
 def test_a_step_is_the_median_of_the_timed_ones() -> None:
     records = plus(without(Steps, good_run(1)), Steps("naive", [1.0, 9.0, 2.0], [0.5, 0.5, 0.1]))
     naive = judge(records)["variants"][0]
@@ -190,3 +203,22 @@ def test_one_rank_alone_is_judged_too() -> None:
 
 def test_a_comparison_with_an_unknown_tolerance_fails() -> None:
     assert verdict(plus(good_run(), Comparison("naive", "bubble", "", 0.3, 0.3, math.nan))) == ("fail", 1)
+
+
+def test_saves_a_resume_and_final_weights_are_rank_zeros_words() -> None:
+    records = good_run()
+    records[0] += [
+        Resumed(1, 10, "runs/a/checkpoints/step-00000010"),
+        Saved(15, 0.5, 0.25, 999),
+        Saved(20, 0.0, 0.0, 0, "full"),
+    ]
+    records[0].append(Digest("naive", "ab" * 32))
+    run = judge(records)
+    assert run["resumed"] == {"epoch": 1, "step": 10, "path": "runs/a/checkpoints/step-00000010"}
+    assert run["checkpoints"] == [
+        {"step": 15, "seconds": 0.5, "held_seconds": 0.25, "bytes": 999, "error": ""},
+        {"step": 20, "seconds": 0.0, "held_seconds": 0.0, "bytes": 0, "error": "full"},
+    ]
+    digests = {variant["name"]: variant["weights_sha256"] for variant in run["variants"]}
+    assert digests == {"naive": "ab" * 32, "bucketed": None, "ddp": None}
+    assert (run["verdict"], judge(good_run())["resumed"], judge(good_run())["checkpoints"]) == ("pass", None, [])

@@ -34,9 +34,13 @@ def test_the_log_of_a_good_run() -> None:
         "           naive                      81.7    1.62     9.60 MB   9.60 MB   9.70 MB   held",
         "           bucketed                   50.5    1.00     9.60 MB   9.60 MB   9.61 MB   held",
         "           ddp                        50.5    1.00     9.60 MB   9.60 MB   9.61 MB   shown",
+        "memory     MB at rest / at the peak   parameters   gradients   activations         total   rest by formula       process",
+        "           naive                            6.40        6.40      0 / 7.80   12.8 / 20.6              12.8   13.1 / 21.6   held",
+        "           bucketed                         6.40        6.40      0 / 10.8   12.8 / 23.6              12.8   13.1 / 24.6   held",
+        "           ddp                              6.40        6.40      0 / 13.8   12.8 / 26.6              12.8   13.1 / 27.6   shown",
         "checks     shards disjoint   0   tolerance 0   held",
         "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
-        f"PASS       14 checks held · report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up",
+        f"PASS       16 checks held · report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up",
     ]
 
 
@@ -45,7 +49,14 @@ def test_what_failed_is_named_with_both_numbers() -> None:
     assert "FAILED     bucketed gradients: differs by 3.1e-02 where 1e-12 is allowed" in said
     assert "FAILED     naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB" in said
     assert sum(line.endswith("FAILED") for line in said) == 4  # three rows of the proof, one of the measured
-    assert said[-1].startswith("FAIL       4 of 14 checks failed: naive gradients, ")
+    assert said[-1].startswith("FAIL       4 of 16 checks failed: naive gradients, ")
+
+
+def test_bytes_that_stay_and_should_not_are_seen_in_the_table_and_by_name() -> None:
+    said = lines(with_measured(good_run(), "bucketed", "rest bytes", 19.2e6, 3))
+    assert "FAILED     bucketed rest bytes: predicted 12.8 MB ± 128 kB, rank 3 measured 19.2 MB" in said
+    table = next(number for number, line in enumerate(said) if line.startswith("memory"))
+    assert [line.split()[-1] for line in said[table + 1 : table + 4]] == ["held", "FAILED", "shown"]
 
 
 def test_failed_checks_come_before_those_that_held() -> None:

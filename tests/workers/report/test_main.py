@@ -34,7 +34,7 @@ def test_a_good_run_is_rebuilt_from_its_records_alone(tmp_path: Path, capsys: py
     assert (
         capsys.readouterr()
         .out.splitlines()[-1]
-        .startswith(f"PASS       14 checks held · report {run / 'report.html'} · repeat ")
+        .startswith(f"PASS       16 checks held · report {run / 'report.html'} · repeat ")
     )
 
 
@@ -52,12 +52,12 @@ def test_junit_has_a_case_for_each_check_and_comparison(tmp_path: Path) -> None:
     main([str(written(tmp_path / "run", with_check(good_run(), "weights", 1.0))), "--junit", str(junit)])
     suite = ET.parse(junit).getroot()[0]
     cases = {(case.get("classname"), case.get("name")): case for case in suite}
-    assert suite.get("tests") == str(len(suite)) == "17"  # ten checks, six comparisons, one skipped variant
+    assert suite.get("tests") == str(len(suite)) == "26"  # ten checks, fifteen comparisons, one skipped variant
     failure = cases["ranklab.dp.naive", "weights"].find("failure")
     assert failure is not None and failure.get("message") == "naive weights: differs by 1.0e+00 where 1e-12 is allowed"
     assert cases["ranklab.dp.naive", "gradients"].find("failure") is None
     assert cases["ranklab.dp.ddp", "wire bytes"].find("skipped") is not None
-    assert (suite.get("failures"), suite.get("skipped")) == ("3", "3")
+    assert (suite.get("failures"), suite.get("skipped")) == ("3", "10")
 
 
 def test_junit_survives_what_xml_has_no_word_for(tmp_path: Path) -> None:

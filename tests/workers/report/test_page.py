@@ -14,11 +14,13 @@ from workers.report.records import (
     Activations,
     Chart,
     Check,
+    Classes,
     Comparison,
     End,
     Failed,
     Losses,
     Lost,
+    MemoryLine,
     Overlap,
     Profile,
     Ranks,
@@ -54,7 +56,8 @@ def test_the_page_answers_every_question() -> None:
     assert "RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up" in shown
     assert "2.13.0+cpu" in shown and "LAB_STEPS" in shown
     assert "8 heads cannot be dealt to 3 ranks" in shown
-    assert shown.count("Plotly.newPlot") == 1 + 3 + 1 + 1 + 1  # losses, bytes a variant, time, memory, the lesson's
+    # losses, bytes a variant, time, memory and its line a variant, the lesson's
+    assert shown.count("Plotly.newPlot") == 1 + 3 + 1 + (1 + 3) + 1
     assert "What went wrong" not in shown
 
 
@@ -63,6 +66,24 @@ def test_activations_stand_beside_the_peak_of_all_memory() -> None:
     assert "Activations held for the backward pass" in shown
     assert "2.50 MB" in shown
     assert "Activations held" not in drawn(good_run())
+
+
+def test_memory_is_drawn_by_class_from_the_fullest_rank() -> None:
+    shown = drawn(good_run())
+    bars = shown[shown.index("memory by class") :]
+    assert bars.index('"name":"parameters"') < bars.index('"name":"gradients"') < bars.index('"name":"activations"')
+    assert "[0.0,7800000.0,0.0,10800000.0,0.0,13800000.0]" in bars  # rest and peak of each variant, on rank 3
+    assert '"name":"optimizer"' not in bars  # plain SGD has none
+    line = bars[bars.index("memory over a step of naive") :]
+    assert '"dx":7.317' in line  # 300 ms in 41 parts
+    assert ",7.8," in line  # MB: the peak of the fullest rank, in the middle of the step
+    assert '"range":[0,27.93' in line  # one scale for all variants: 5 % above the fullest
+
+
+def test_a_run_from_before_the_ledger_still_shows_its_peak() -> None:
+    shown = drawn(without(Classes, without(MemoryLine, good_run())))
+    assert "<h2>Memory</h2>" in shown and "20.6 MB" in shown
+    assert "memory by class" not in shown and "memory over a step" not in shown
 
 
 def test_the_page_is_one_file() -> None:

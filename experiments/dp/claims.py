@@ -1,0 +1,77 @@
+"""What data parallelism claims before it runs: bytes sent and held, calls, and the sizes that it cannot take."""
+
+import torch
+
+from experiments.dp import line
+from experiments.dp.faults import invisible
+from workers.config import Config
+from workers.measure.formulas import Prediction, all_reduce_bytes, rest_bytes
+from workers.parallel.buckets import layout
+from workers.workload import data, model, text
+from workers.workload.model import outline
+
+
+def title(config: Config) -> str:
+    """What is trained, for headings."""
+    return outline(config).describe()
+
+
+def refuse(config: Config) -> list[str]:
+    """What this mode cannot run."""
+    if config.model != "line":
+        strangers = [name for name in config.variant if name in line.VARIANTS]
+        wrong = [f"LAB_VARIANT={name!r} belongs to the first lesson: set LAB_MODEL=line" for name in strangers]
+    else:
+        wrong = []
+    return (
+        wrong + model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
+    )
+
+
+def gradient_bytes(config: Config) -> int:
+    """S: the bytes of all gradients."""
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    return outline(config).num_parameters() * itemsize
+
+
+def in_unit(nbytes: int) -> tuple[float, str]:
+    """Bytes as a number and a unit that a sentence can go on with."""
+    return (nbytes / 1e6, "MB") if nbytes >= 1e5 else (nbytes, "B")
+
+
+def predict(config: Config) -> list[Prediction]:
+    """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
+    ranks, itemsize = config.world_size, getattr(torch, config.dtype).itemsize
+    sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
+    buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
+    total = all_reduce_bytes("gloo", ranks, sum(sizes))
+    own = tuple(sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks))
+    formula = "2(N-1)/N x S"
+
+    def prediction(
+        variant: str, calls: int, value: tuple[float, ...] = (total,) * ranks, *, decides: bool = True
+    ) -> Prediction:
+        return Prediction(variant, "wire bytes", "B", formula, value, calls, decides)
+
+    return [
+        prediction("naive", len(sizes)),
+        prediction("flat", 1),
+        prediction("bucketed", len(buckets)),
+        prediction("ring", 2 * (ranks - 1) * len(buckets), own),
+        prediction("ddp", len(buckets) + 1, decides=False),  # its first bucket is of 1 MiB
+        *at_rest(config),
+    ]
+
+
+def at_rest(config: Config) -> list[Prediction]:
+    """Weights, gradients and optimizer state: all of them on every rank."""
+    sizes = [parameter.numel() for parameter in outline(config).parameters()]
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    adam = config.optimizer == "adamw"
+    held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
+    formula = f"{(4 if adam else 2) * itemsize} x P"
+    value = (float(sum(held.values())),) * config.world_size
+    return [
+        Prediction(name, "rest bytes", "B", formula, value, 0, decides=name != "ddp")
+        for name in ("naive", "flat", "bucketed", "ring", "ddp")
+    ]

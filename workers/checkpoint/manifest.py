@@ -1,0 +1,116 @@
+"""What a checkpoint says of itself: `manifest.json`, written last, so that a folder with one is whole.
+
+It holds all that a resumed run needs beside the tensors, and what has to be the same for its result to be: the settings that
+define weights and data, the steps done, the position in the data, the losses so far, the generators' states, and the size and
+checksum of every file. JSON, so that a person can read it, and every rank can compare settings without opening a tensor.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from workers.config import Config
+from workers.report.records import has_type
+from workers.workload import text
+from workers.workload.data import global_batch
+
+SCHEMA = 1
+FILE = "manifest.json"
+DEFINING = (
+    "run_mode", "model", "width", "depth", "heads", "seq", "tie", "dtype", "optimizer", "clip", "seed",
+)  # fmt: skip
+
+
+class Unreadable(Exception):
+    """A folder that is no good checkpoint; the sentence goes on after the folder's name."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint, without its tensors."""
+
+    schema: int
+    run_id: str
+    world_size: int
+    settings: dict[str, Any]  # by variable name: what a resumed run must have too
+    data: str  # sha256 of the text, empty where the settings define the samples
+    versions: dict[str, str]
+    step: int  # how many steps all variants have done
+    steps: dict[str, int]  # and each of them: a rank that failed may have been between two
+    epoch: int  # where the data go on
+    batch: int  # within the epoch
+    seen: list[int]  # samples of this epoch that were trained on
+    losses: dict[str, list[float | None]]  # of each step from 0 on; None where no rank knew all shares
+    generators: dict[str, list[str]]  # by rank: states of torch's generators, CPU first, in hex
+    files: dict[str, list[Any]]  # by path within the checkpoint: [bytes, sha256]
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return folder_name(self.step)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files, the manifest apart."""
+        return sum(size for size, _ in self.files.values())
+
+
+def folder_name(step: int) -> str:
+    """`step-00000020`: 20 steps are done, and step 20 is the next one."""
+    return f"step-{step:08d}"
+
+
+def defining(config: Config) -> dict[str, Any]:
+    """The settings that make a run's weights what they are, by variable name; defaults resolved."""
+    named = {str(Config.model_fields[name].alias): getattr(config, name) for name in DEFINING}
+    return named | {"LAB_LR": config.learning_rate, "LAB_BATCH": global_batch(config)}
+
+
+def data_digest(config: Config) -> str:
+    """The sha256 of the text that gpt reads; empty for samples that are drawn from LAB_SEED."""
+    return hashlib.sha256(text.read(config)).hexdigest() if config.model == "gpt" else ""
+
+
+def differences(manifest: Manifest, config: Config) -> str:
+    """What the run of `config` has otherwise than the checkpoint, both values each; empty if nothing."""
+    now = defining(config)
+    pairs = [(f"{name}=", manifest.settings.get(name), now[name]) for name in now]
+    pairs.append(("a text of sha256 ", manifest.data[:12], data_digest(config)[:12]))
+    differing = [(label, _shown(then), _shown(here)) for label, then, here in pairs if then != here]
+    if not differing:
+        return ""
+    then, here = (", ".join(pair[0] + pair[side] for pair in differing) for side in (1, 2))
+    return f"was saved with {then}, and this run has {here}"
+
+
+def _shown(value: Any) -> str:
+    if value in (None, ""):
+        return "unset"
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def write(folder: Path, manifest: Manifest) -> Path:
+    """Write the manifest into the folder of its checkpoint; the file's path."""
+    path = folder / FILE
+    path.write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
+    return path
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; raises Unreadable."""
+    try:
+        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Unreadable(f"has no {FILE}: it is not a checkpoint of the lab, or only a part of one") from None
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"has a {FILE} that cannot be read ({error})") from None
+    if not isinstance(values, dict) or "schema" not in values:
+        raise Unreadable(f"has a {FILE} that is not of the lab")
+    if values["schema"] != SCHEMA:
+        raise Unreadable(f"is of schema {values['schema']}, and this code reads {SCHEMA}")
+    wrong = [entry.name for entry in fields(Manifest) if not has_type(values.get(entry.name), entry.type)]
+    if wrong or len(values) != len(fields(Manifest)):
+        raise Unreadable(f"has a {FILE} with missing or unknown fields{': ' if wrong else ''}{', '.join(wrong)}")
+    return Manifest(**values)

@@ -1,0 +1,115 @@
+"""Going on: rank 0 chooses a checkpoint, every rank loads its part of it, and the run says from where.
+
+Every wait for the others goes over the store, and each rank reads the files by itself: it takes what it needs from whatever ranks
+wrote them, so another WORLD_SIZE is no special case.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from workers.checkpoint import dcp, finding, manifest
+from workers.checkpoint.course import Course
+from workers.checkpoint.finding import Found
+from workers.checkpoint.manifest import Unreadable
+from workers.config import ConfigError
+from workers.lab import Lab, Strategy
+from workers.report import records
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What a run has of checkpoints: the one to go on from, and the process group over which it saves, if it does."""
+
+    resumed: Found | None
+    group: dist.ProcessGroup | None
+
+
+def prepare(lab: Lab) -> Checkpoints:
+    """Choose, and tidy up."""
+    found = agree(lab) if lab.config.resume is not None else None
+    if lab.rank == 0:
+        tidy(lab, found)
+    return Checkpoints(found, lab.side_group)
+
+
+def agree(lab: Lab) -> Found | None:
+    """Rank 0's choice, on every rank; raises ConfigError on all where no checkpoint is good."""
+    lab.at(0, "the choice of a checkpoint")
+    choice: dict[str, str] = {}
+    if lab.rank == 0:
+        try:
+            found = finding.choose(lab.config, lambda text: lab.say(text, "checkpoint"))
+            choice = {"folder": str(found.folder)} if found else {}
+        except ConfigError as error:
+            choice = {"fault": error.faults[0]}
+    choice = lab.exchange.share("checkpoint", choice)
+    if "fault" in choice:
+        raise ConfigError([choice["fault"]])
+    if not choice:
+        return None
+    folder = Path(choice["folder"])
+    try:
+        return Found(folder, manifest.read(folder))
+    except Unreadable as error:
+        raise ConfigError([f"{folder} {error} on rank {lab.rank}: all ranks need the same folder of runs"]) from None
+
+
+def tidy(lab: Lab, found: Found | None) -> None:
+    """In the run's own folder: half-written checkpoints go, and what was passed over is put aside, for the steps come again."""
+    assert lab.journal.folder is not None
+    own = lab.journal.folder / finding.FOLDER
+    for path in own.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    if found is None or found.folder.parent.resolve() != own.resolve():
+        return
+    for path in finding.candidates(own):
+        if finding.step_of(path) > found.manifest.step:
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def resume(lab: Lab, strategies: Mapping[str, Strategy], course: Course, found: Found) -> None:
+    """Fill all variants, and the generators of a rank that was there before; say where the run goes on."""
+    saved = found.manifest
+    for name, strategy in strategies.items():
+        lab.at(course.first, f"the loading of {name}")
+        load(strategy, name, found.folder, lab.group)
+    for index, state in enumerate(saved.generators.get(str(lab.rank), [])):
+        set_generator(index, state, lab.device)
+    epoch, _ = course.position(course.first)
+    lab.say(f"resumed from epoch {epoch}, step {course.first} ({found.folder})", "resume")
+    then, now = saved.versions.get("lab"), own_version(lab)
+    if then != now:
+        also = "weights may end otherwise than in a run that was never stopped"
+        lab.say(f"the code has changed since, from version {then} to {now}: {also}", "resume")
+    if lab.rank == 0:
+        lab.journal.write(records.Resumed(epoch, course.first, str(found.folder)))
+
+
+def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGroup) -> None:
+    """Fill one strategy from the checkpoint in `folder`; raises dcp.Damaged."""
+    state = strategy.state_dict()
+    dcp.load({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
+    strategy.load_state_dict(state)
+
+
+def set_generator(index: int, state: str, device: torch.device) -> None:
+    """Go on with the random numbers of generator `index`, the CPU's first."""
+    tensor = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+    if index == 0:
+        torch.set_rng_state(tensor)
+    elif device.type == "cuda":
+        torch.cuda.set_rng_state(tensor, device)
+
+
+def own_version(lab: Lab) -> str | None:
+    """The hash of the sources that run now."""
+    start = lab.journal.records[0]
+    assert isinstance(start, records.Start)
+    return start.versions.get("lab")

@@ -1,0 +1,186 @@
+"""When to save: every LAB_CHECKPOINT_EVERY steps, before the training goes on or beside it, and the last ones are kept.
+
+A save beside the training (LAB_CHECKPOINT_ASYNC=1) holds it up for a copy of what this rank is going to write; one thread writes the
+copy, over a process group of its own. There is one at a time: the next save waits for the one before. A save that fails does not
+end the run, which goes on with the last good one.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from workers.checkpoint import dcp, finding, manifest, writing
+from workers.checkpoint.course import Course
+from workers.checkpoint.manifest import Manifest
+from workers.lab import Lab, Strategy
+from workers.report import records
+from workers.report.units import human_bytes
+
+GRACE_S = 10.0  # a save ends by its group's timeout; a disk that hangs gets so much more
+SAY_EVERY_S = 1.0
+
+Shares = Mapping[str, list[float | None]]  # this rank's shares of the losses, by variant
+
+
+@dataclass
+class Outcome:
+    """How a save ended: `error` is empty if it was published, `faults` is what is wrong with what was."""
+
+    step: int
+    began_at: float
+    held_s: float = 0.0
+    seconds: float = 0.0
+    num_bytes: int = 0
+    error: str = ""
+    faults: list[str] = field(default_factory=list)
+    unforeseen: Exception | None = None
+
+
+class Saver:
+    """Saves the variants of one timed pass. All ranks call every method, at the same steps."""
+
+    def __init__(
+        self, lab: Lab, group: dist.ProcessGroup, strategies: Mapping[str, Strategy], course: Course, shares: Shares
+    ) -> None:
+        """`shares` and `course` go on while this saves; `group` is one of gloo's that nothing else uses."""
+        assert lab.journal.folder is not None
+        self.lab, self.group, self.strategies, self.course, self.shares = lab, group, strategies, course, shares
+        self.folder = lab.journal.folder / finding.FOLDER
+        self.published: Manifest | None = None
+        self._plan: writing.Plan | None = None
+        self._pending: tuple[threading.Thread, Outcome] | None = None
+        self._said_at = 0.0
+
+    def after(self, step: int) -> None:
+        """All variants have done `step`: save, if it is time."""
+        config = self.lab.config
+        assert config.checkpoint_every is not None
+        if (step + 1) % config.checkpoint_every:
+            return
+        self.finish()
+        self.lab.at(step, "checkpoint")
+        outcome = Outcome(step + 1, time.perf_counter())
+        state, draft = self._own_part(), manifest_of(self.lab, self.course, step + 1)
+        shares = {name: list(values) for name, values in self.shares.items()}
+        if config.checkpoint_async:
+            state = {name: dcp.cloned(held) for name, held in state.items()}
+        thread = threading.Thread(
+            target=self._save, args=(draft, state, shares, outcome), name="checkpoint", daemon=True
+        )
+        self._pending = thread, outcome
+        if config.checkpoint_async:
+            thread.start()
+        else:
+            self._save(draft, state, shares, outcome)
+        outcome.held_s = time.perf_counter() - outcome.began_at
+        if not config.checkpoint_async:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if there is one, and say how it ended; raises TimeoutError if it does not."""
+        if self._pending is None:
+            return
+        thread, outcome = self._pending
+        self._pending = None
+        if thread.ident is not None:
+            waited_from, bound_s = time.perf_counter(), self.lab.config.collective_timeout_s + GRACE_S
+            thread.join(bound_s)
+            if thread.is_alive():
+                raise TimeoutError(
+                    f"the checkpoint of step {outcome.step} was not written {bound_s:g} s after the next one was due"
+                )
+            outcome.held_s += time.perf_counter() - waited_from
+        if outcome.unforeseen is not None:
+            raise outcome.unforeseen
+        if self.lab.rank == 0:
+            self._report(outcome)
+
+    def _own_part(self) -> dcp.State:
+        """What this rank writes of all variants: views of what is trained on."""
+        state = state_of(self.strategies)
+        if self._plan is None:
+            self._plan = writing.plan(state, self.group)
+        return {name: held for name, held in state.items() if name in self._plan.mine}
+
+    def _save(self, draft: Manifest, state: dcp.State, shares: Shares, outcome: Outcome) -> None:
+        """Write, verify and tidy up; on a thread of its own beside the training, so nothing is said here."""
+        config = self.lab.config
+        assert self._plan is not None
+        try:
+            published = writing.write(
+                self.folder, draft, state, self.group, shares, needed_bytes=self._plan.total_bytes, bug=config.bug
+            )
+            outcome.num_bytes = published.num_bytes
+            if self.lab.rank == 0:
+                outcome.faults = finding.damage(self.folder / published.name, published)
+                if not outcome.faults:
+                    keep_last(self.folder, config.checkpoint_keep)
+            self.published = published
+        except writing.Unsaved as error:
+            outcome.error = str(error)
+        except Exception as error:
+            outcome.unforeseen = error
+        outcome.seconds = time.perf_counter() - outcome.began_at
+
+    def _report(self, outcome: Outcome) -> None:
+        lab, step = self.lab, outcome.step
+        lab.journal.write(records.Saved(step, outcome.seconds, outcome.held_s, outcome.num_bytes, outcome.error))
+        if outcome.error:
+            good = finding.candidates(self.folder)
+            last = f"the last good one is step {finding.step_of(good[0])}" if good else "there is none yet"
+            lab.say(f"step {step} could not be written ({outcome.error}): the run goes on, {last}", "checkpoint")
+            return
+        detail = (
+            f"step {step}: {outcome.faults[0] if outcome.faults else 'every file is there, and its checksum right'}"
+        )
+        lab.check("checkpoint", len(outcome.faults), 0, detail=detail)
+        now = time.monotonic()
+        if now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            size, stood_s = human_bytes(outcome.num_bytes), outcome.held_s
+            lab.say(
+                f"checkpoint step {step}, {size} in {outcome.seconds:.2f} s, for which the training stood still {stood_s:.2f} s"
+            )
+
+
+def state_of(strategies: Mapping[str, Strategy]) -> dcp.State:
+    """The states of all variants as one, under '<variant>/<name>'."""
+    return {
+        f"{variant}/{name}": held
+        for variant, strategy in strategies.items()
+        for name, held in strategy.state_dict().items()
+    }
+
+
+def manifest_of(lab: Lab, course: Course, step: int) -> Manifest:
+    """What this rank knows of the checkpoint after `step` steps."""
+    start = lab.journal.records[0]
+    assert isinstance(start, records.Start)
+    epoch, batch = course.position(step)
+    return Manifest(
+        schema=manifest.SCHEMA,
+        run_id=start.run_id,
+        world_size=lab.world_size,
+        settings=manifest.defining(lab.config),
+        data=course.data,
+        versions=start.versions,
+        step=step,
+        steps=dict(course.done),
+        epoch=epoch,
+        batch=batch,
+        seen=list(course.seen),
+        losses={name: list(values) for name, values in course.losses.items()},
+        generators={str(lab.rank): writing.generator_states(lab.device)},
+        files={},
+    )
+
+
+def keep_last(folder: Path, count: int) -> None:
+    """Remove all checkpoints but the `count` newest."""
+    for path in finding.candidates(folder)[count:]:
+        shutil.rmtree(path, ignore_errors=True)
