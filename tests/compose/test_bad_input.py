@@ -144,7 +144,7 @@ def test_a_doubled_rank_is_named_with_both_hosts(cluster: Containers) -> None:
 
 
 def test_a_master_that_nobody_is(cluster: Containers) -> None:
-    done = cluster.alone("worker1", MASTER_ADDR="nobody", LAB_JOIN_TIMEOUT_S="5")
+    done = cluster.alone("worker1", MASTER_ADDR="nobody", LAB_JOIN_TIMEOUT_S="2")
     assert done.returncode == 3, done.stdout
     assert "nobody" in done.stdout
     assert "Traceback" not in done.stdout

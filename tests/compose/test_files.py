@@ -157,7 +157,27 @@ def unknown_to_v1(text: str) -> set[str]:
     return keys | set(re.findall(r"\$\{\w+(:?.)", text)) - {":-", "-"}
 
 
-@pytest.mark.parametrize("file", FILES)
+@needs_compose
+def test_the_restart_overlay_starts_every_rank_again_where_it_was() -> None:
+    services = resolved(FILES[0], "compose/restart.yaml", WORLD_SIZE="8")["services"]
+    assert len(services) == MAX_WORLD_SIZE
+    for service in services.values():
+        assert service["restart"].startswith("on-failure:")
+        environment = service["environment"]
+        assert (environment["LAB_RESUME"], environment["LAB_RUN_ID"], environment["LAB_CHECKPOINT_EVERY"]) == (
+            "auto",
+            "restart",
+            "5",
+        )
+        assert service["init"] is True  # without it the process killed is PID 1, which is beyond SIGKILL from inside
+    named = resolved(FILES[0], "compose/restart.yaml", LAB_RUN_ID="mine", LAB_CHECKPOINT_EVERY="9")["services"][
+        "worker1"
+    ]
+    assert (named["environment"]["LAB_RUN_ID"], named["environment"]["LAB_CHECKPOINT_EVERY"]) == ("mine", "9")
+    assert "restart" not in resolved()["services"]["worker0"]
+
+
+@pytest.mark.parametrize("file", [*FILES, "compose/restart.yaml"])
 def test_nothing_that_compose_v1_does_not_know(file: str) -> None:
     assert unknown_to_v1((TOP / file).read_text()) == set()
 

@@ -11,9 +11,9 @@ from tests.compose.containers import TINY, Containers
 pytestmark = pytest.mark.compose
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_dp_holds_at_every_world_size(cluster: Containers, world_size: int) -> None:
-    codes = cluster.run(world_size, RUN_MODE="dp", **TINY)
+@pytest.mark.parametrize(("world_size", "variants"), [(1, ""), (2, ""), (3, ""), (8, "bucketed,ddp")])
+def test_dp_holds_at_every_world_size(cluster: Containers, world_size: int, variants: str) -> None:
+    codes = cluster.run(world_size, RUN_MODE="dp", LAB_VARIANT=variants, **TINY)
     assert set(codes.values()) == {0}, cluster.logs()
     run = cluster.verdict()
     assert (run["verdict"], run["world_size"]) == ("pass", world_size)
@@ -21,11 +21,10 @@ def test_dp_holds_at_every_world_size(cluster: Containers, world_size: int) -> N
     assert "PASS" in cluster.log(0)
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("mode", ["comm", "train"])
-def test_the_other_modes_hold_with_three_ranks(cluster: Containers, mode: str) -> None:
-    cluster.up(3, RUN_MODE=mode)
-    assert set(cluster.wait(timeout_s=180).values()) == {0}, cluster.logs()
+@pytest.mark.parametrize(("mode", "variants"), [("comm", "gloo,ring"), ("train", "")])
+def test_the_other_modes_hold_with_three_ranks(cluster: Containers, mode: str, variants: str) -> None:
+    codes = cluster.run(3, RUN_MODE=mode, LAB_VARIANT=variants)
+    assert set(codes.values()) == {0}, cluster.logs()
     assert cluster.verdict()["verdict"] == "pass"
 
 
