@@ -1,0 +1,84 @@
+"""What the hand-written variants share: a Strategy over the sharded parameters of `workers.parallel.zero`.
+
+Every rank works on its own part of the batch, as in dp. What differs is what it keeps between the steps: the optimizer here
+steps flat shards, one a layer, and knows no other parameters.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.fsdp.faults import clip, zero_of
+from workers.config import Config
+from workers.parallel.flat import FlatUnit
+from workers.parallel.phases import phase
+from workers.workload.data import Microbatch
+from workers.workload.model import Model
+from workers.workload.optimizer import make_optimizer, prime
+
+
+class Sharded:
+    """A Strategy: `model` computes with weights of which this rank owns a part."""
+
+    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, stage: int) -> None:
+        home = torch.device("cpu") if config.offload else None
+        self.model, self.group, self.config = model, group, config
+        self.zero = zero_of(config)(model, list(model.layers), group, stage, reshard=config.reshard, home=home)
+        self.optimizer = make_optimizer(self.zero.masters, config)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """Forward and backward of this rank's microbatches, as many on every rank: their collectives have to meet."""
+        idle = [microbatches[-1]._replace(share=0.0)] * (self.config.num_microbatches - len(microbatches))
+        shares: list[Tensor] = []
+        self.zero.begin()
+        for inputs, targets, share in microbatches + idle:
+            with self.zero.microbatch(last=len(shares) == self.config.num_microbatches - 1):
+                with phase("forward", str(len(shares))):
+                    loss = self.model(inputs, targets) * share
+                with phase("backward", str(len(shares))):
+                    loss.backward()
+            shares.append(loss.detach())
+        self.zero.finish()
+        return torch.stack(shares).sum()
+
+    def update(self) -> None:
+        """Clip by the norm of all shards together, step this rank's, and give the others what is new."""
+        clip(self.zero.gradients, self.config, self.group)
+        self.zero.deliver()
+        self.optimizer.step()
+        self.zero.publish()
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Dense tensors on rank 0, gathered a unit at a time; nothing elsewhere."""
+        for unit in self.zero.units:
+            for key, shard in self.shards(kind, unit).items():
+                tensors = self.zero.dense(unit, shard) if shard.dim() else [shard] * len(unit.named)
+                for name, tensor in zip(unit.named, tensors, strict=True):
+                    if self.group.rank() == 0:
+                        yield f"{key}.{name}" if key else name, tensor
+
+    def shards(self, kind: str, unit: FlatUnit) -> dict[str, Tensor]:
+        """This rank's part of a unit's gradient, weights or optimizer state; AdamW's number of steps is a scalar."""
+        if kind == "optimizer":
+            state = self.optimizer.state[unit.master]
+            return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        tensor = unit.master.detach() if kind == "weights" else unit.shard.grad
+        return {} if tensor is None else {"": tensor}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's pieces of the dense tensors."""
+        prime(self.optimizer)
+        state: dict[str, Any] = {}
+        for unit in self.zero.units:
+            for label, shard in ({"": unit.master.detach()} | self.shards("optimizer", unit)).items():
+                prefix = f"optimizer.{label}" if label else "weights"
+                held = unit.pieces(shard) if shard.dim() else ((name, shard) for name in unit.named)
+                state |= {f"{prefix}.{name}": piece for name, piece in held}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002  it was filled in place
+        """The shards are loaded: every rank gets the others'."""
+        self.zero.publish()

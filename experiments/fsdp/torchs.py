@@ -1,0 +1,91 @@
+"""PyTorch's own: `fully_shard`, one wrap unit a block and one for what is left, the embedding and the output layer.
+
+It is ZeRO-3: every parameter a DTensor, sharded along its first dim. The last unit stays gathered from the forward to the
+backward pass, as PyTorch does it by default. gloo's reduce_scatter is an all_reduce and a slice, so on gloo it sends
+4(N-1)/N·S where zero3 sends 3(N-1)/N·S.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.config import Config
+from workers.lab import Strategy
+from workers.parallel.phases import phase
+from workers.workload.data import Microbatch
+from workers.workload.model import Model
+from workers.workload.optimizer import live_state, make_optimizer, named_state
+
+
+def fsdp2(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+    """PyTorch's fully_shard."""
+    # Not at the top: it takes a rank half a second, and no other variant needs it.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cuda" if config.device == "cuda" else "cpu")
+    policies: dict[str, Any] = {
+        "mesh": mesh, "reshard_after_forward": config.reshard,
+        "offload_policy": CPUOffloadPolicy() if config.offload else OffloadPolicy(),
+    }  # fmt: skip
+    if config.dtype == "bfloat16" and next(model.parameters()).dtype == torch.bfloat16:  # and not in the proof
+        model.float()  # float32 masters, as ours
+        policies["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    blocks = model.layers[1:-1] if model.name == "gpt" else model.layers
+    for block in blocks:
+        fully_shard(block, **policies)
+    fully_shard(model, **policies)
+    return FullySharded(model, group, config)
+
+
+class FullySharded:
+    """A Strategy around a model that fully_shard has taken over."""
+
+    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config) -> None:
+        self.model, self.group, self.config = model, group, config
+        self.optimizer = make_optimizer(model.parameters(), config)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """It averages over the ranks, so the loss that it differentiates is that many times ours."""
+        idle = [microbatches[-1]._replace(share=0.0)] * (self.config.num_microbatches - len(microbatches))
+        shares: list[Tensor] = []
+        self.model.zero_grad()
+        for inputs, targets, share in microbatches + idle:
+            with phase("forward", str(len(shares))):
+                loss = self.model(inputs, targets) * share
+            with phase("backward", str(len(shares))):
+                (loss * self.group.size()).backward()
+            shares.append(loss.detach())
+        return torch.stack(shares).sum()
+
+    def update(self) -> None:
+        """torch's clip_grad_norm_ knows DTensors: its norm is that of all shards."""
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Dense tensors on rank 0, gathered one at a time; nothing elsewhere."""
+        for label, tensor in self.held(kind):
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if self.group.rank() == 0:
+                yield label, whole
+
+    def held(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """This rank's tensors, in the same order on every rank."""
+        if kind == "optimizer":
+            yield from named_state(self.model, self.optimizer)
+            return
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter.detach() if kind == "weights" else parameter.grad
+            if tensor is not None:
+                yield name, tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(live_state(self.model.named_parameters(), self.optimizer))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: the state was filled in place."""

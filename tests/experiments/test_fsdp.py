@@ -1,0 +1,141 @@
+"""Sharded training, the whole experiment: proven, as many bytes as predicted on the wire and at rest, at odd sizes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments import fsdp
+from experiments.fsdp.claims import at_rest, published, units
+from tests.labs import TINY, copy_state, failed, run_experiment
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.workload.data import Batches
+from workers.workload.model import build_model, outline
+
+OURS = ("zero1", "zero2", "zero3")
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def config_of(world_size: int, **settings: str) -> Config:
+    return Config.read(TINY | {"RUN_MODE": "fsdp", "WORLD_SIZE": str(world_size), "LAB_BATCH": "17"} | settings)
+
+
+# What could go wrong together: clipping, AdamW, microbatches of which a rank has fewer, tied ends, weights that stay.
+MIXES: list[tuple[int, dict[str, str]]] = [
+    (3, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05", "LAB_MICROBATCHES": "3", "LAB_BATCH": "9", "LAB_TIE": "1"}),
+    (2, {"LAB_MODEL": "mlp", "LAB_RESHARD": "0", "LAB_MICROBATCHES": "2"}),
+    (1, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}),
+    (4, {"LAB_MODEL": "line", "LAB_OPTIMIZER": "adamw"}),  # two parameters: two ranks own none
+    (5, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "zero1,zero2,zero3"}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["all", "kept", "alone", "line", "bfloat16"])
+def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+    run, _ = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "fsdp"} | settings))
+    assert failed(run) == set()
+    names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
+    proof = {"losses", "gradients", "weights"} | (
+        {"optimizer state", "clipped gradients"} if "LAB_CLIP" in settings else set()
+    )
+    for name in OURS:
+        assert {(name, claim) for claim in proof | {"wire bytes", "calls", "rest bytes"}} <= names
+
+
+def test_recomputation_lowers_the_peak_of_activations(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"LAB_RECOMPUTE": "1", "LAB_VARIANT": "zero3,zero3_kept,fsdp2", "LAB_BATCH": "32", "LAB_DEPTH": "6"}
+    run, _ = run_experiment(ranks, 2, tmp_path, **({"RUN_MODE": "fsdp"} | settings))
+    assert failed(run) == set()
+    held = {variant["name"]: variant["activation_bytes"][0] for variant in run["variants"]}
+    assert held["zero3"] < 0.5 * held["zero3_kept"]
+
+
+# --- predictions ---
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_at_rest_by_the_papers_formulas(world_size: int) -> None:
+    config = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_WIDTH="64", LAB_HEADS="4")
+    total, n = outline(config).num_parameters(), world_size
+    wanted = {"zero1": 8 + 8 / n, "zero2": 4 + 12 / n, "zero3": 16 / n, "fsdp2": 16 / n}
+    for name, bytes_a_parameter in wanted.items():
+        for value in at_rest(config, name).value:
+            assert value == pytest.approx(bytes_a_parameter * total, rel=0.01)
+    half = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_WIDTH="64", LAB_HEADS="4", LAB_DTYPE="bfloat16")
+    wanted = {"zero1": 4 + 12 / n, "zero2": 2 + 14 / n, "zero3": 16 / n}
+    for name, bytes_a_parameter in wanted.items():
+        assert at_rest(half, name).value[0] == pytest.approx(bytes_a_parameter * total, rel=0.01)
+
+
+def test_the_published_table() -> None:
+    _, _, rows = published()
+    assert [row[1] for row in rows] == ["120", "31.4", "16.6", "1.88"]
+    assert rows[0][2] == "112, 112, 112"  # the lesson's rule of thumb says 56
+
+
+def test_what_is_sent_by_the_papers_formulas() -> None:
+    sent = {
+        prediction.variant: prediction.value[0]
+        for prediction in fsdp.predict(config_of(4, LAB_WIDTH="64", LAB_HEADS="4"))
+        if prediction.name == "wire bytes"
+    }
+    size = 4 * outline(config_of(4, LAB_WIDTH="64", LAB_HEADS="4")).num_parameters()
+    assert sent["zero1"] == sent["zero2"] == pytest.approx(2 * 3 / 4 * size, rel=0.001)
+    assert sent["zero3"] == pytest.approx(3 * 3 / 4 * size, rel=0.001)
+
+
+def test_a_tied_end_is_one_unit() -> None:
+    apart, tied = units(config_of(2)), units(config_of(2, LAB_TIE="1"))
+    assert len(tied) == len(apart) - 1
+    assert sum(tied) == outline(config_of(2, LAB_TIE="1")).num_parameters()
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"LAB_OFFLOAD": "1"}, "LAB_DEVICE=cuda"),
+        ({"LAB_VARIANT": "zero3_kept"}, "LAB_RECOMPUTE=1"),
+        ({"LAB_BUG": "local_clip"}, "LAB_CLIP unset"),
+        ({"LAB_BUG": "per_rank_norm", "LAB_CLIP": "1", "WORLD_SIZE": "1"}, "WORLD_SIZE=1"),
+        ({"LAB_BUG": "save_without_barrier"}, "LAB_CHECKPOINT_EVERY unset"),
+        ({"LAB_BUG": "resume_repeats_epoch", "LAB_CHECKPOINT_EVERY": "9"}, "above LAB_STEPS"),
+        ({"LAB_BUG": "lost_shard_tail", "WORLD_SIZE": "2"}, "divides evenly"),
+        ({"LAB_BUG": "stale_gather", "LAB_VARIANT": "zero1"}, "it takes zero3"),
+        ({"LAB_BUG": "stale_gather", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
+    ],
+)
+def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
+    (sentence,) = fsdp.refuse(config_of(3, **settings))
+    assert words in sentence
+
+
+# --- a strategy by itself ---
+
+
+def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
+    """Whether a fresh strategy goes on, to the bit, from what another one saved."""
+    build: Any = getattr(fsdp, name)
+    batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+    first, second = (build(build_model(config, seed).double(), group, config) for seed in (1, 2))
+    parts = [batches.dealt(step, group.rank(), group.size()) for step in range(2)]
+    first.backward(parts[0])
+    first.update()
+    copy_state(first.state_dict(), state := second.state_dict())
+    second.load_state_dict(state)
+    for strategy in (first, second):
+        strategy.backward(parts[1])
+        strategy.update()
+    one, other = (dict(strategy.full("weights")) for strategy in (first, second))
+    return set(one) == set(other) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", [*OURS, "fsdp2"])
+def test_a_rank_goes_on_from_what_it_saved(ranks: Ranks, name: str) -> None:
+    assert ranks(3, resumed, config_of(3, LAB_OPTIMIZER="adamw", LAB_TIE="1"), name) == [True] * 3
