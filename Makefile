@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run explain test lint bench build down
+.PHONY: help run fit explain test lint bench build down
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -8,6 +8,9 @@ help: ## this list
 
 run: ## start WORLD_SIZE ranks of RUN_MODE, in containers if a Docker engine answers
 	@./run || { code=$$?; echo "exit code $$code" >&2; exit $$code; }
+
+fit: ## a model that dp cannot hold and fsdp can, within the same limit of memory
+	@./compose/fit.sh
 
 explain: ## the lesson of RUN_MODE without the run; with LAB_BUG what breaks, and which check sees it
 	@./run explain

@@ -1,0 +1,35 @@
+"""`make fit` at a small size: dp is killed by the kernel, everyone who is left says so, and fsdp trains in the same memory."""
+
+import re
+
+import pytest
+
+from tests.compose.containers import Containers, call
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
+
+SMALL = {"WORLD_SIZE": "3", "LAB_WIDTH": "384", "LAB_DEPTH": "6", "LAB_STEPS": "2"}
+
+
+def test_it_does_not_fit_and_then_it_does(cluster: Containers) -> None:
+    environ = SMALL | {"COMPOSE_PROJECT_NAME": cluster.project, "LAB_RUNS_DIR": str(cluster.runs)}
+    done = call("./compose/fit.sh", environ=environ, timeout_s=220, check=False)
+    said = done.stdout
+    assert done.returncode == 0, said
+    assert "rank 1 was killed by the kernel for want of memory" in said
+    named = r"rank 1 lost at step 0 in bucketed: killed by the kernel for want of memory"
+    assert set(re.findall(rf"worker(\d)-1 +\| {named}", said)) == {"0", "2"}
+    codes = re.findall(r"worker(\d)-1 exited with code (\d+)", said.partition("--- dp with one container")[2])
+    assert sorted(codes[:3]) == [("0", "3"), ("1", "137"), ("2", "3")]
+    assert re.search(r"killed +by the kernel for want of memory: rank 1; allow more than LAB_MEMORY=\d+m", said)
+    assert [code for _, code in codes[3:]] == ["0"] * 3
+    free, dp, fsdp = (sorted(cluster.runs.glob(f"fit-*-{name}"))[0].name for name in ("free", "dp", "fsdp"))
+    for runs, fault in (
+        ((free, free, fsdp), "dp was not killed for want of memory"),
+        ((free, dp, dp), "fsdp did not pass"),
+    ):
+        refused = call(
+            "./run", "fit", "judge", *(f"runs/{run}" for run in runs), environ=environ, check=False, timeout_s=60
+        )
+        assert refused.returncode == 1, refused.stdout
+        assert f"FAIL       {fault}" in refused.stdout
