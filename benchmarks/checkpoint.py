@@ -1,0 +1,49 @@
+"""How long a checkpoint holds the training up, written before it goes on or beside it: `python -m benchmarks.checkpoint [ROUNDS]`.
+
+Whole runs of a GPT of 10M parameters with AdamW, sharded by zero3, at 2 and at 4 ranks; a run that saves synchronously and one that
+saves asynchronously take turns. The first save of a run, which imports what it needs, does not count.
+"""
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.fsdp import settings
+from benchmarks.rounds import table
+from benchmarks.runs import run_lab
+from workers.report.records import Saved, read_run, select
+
+TARGET = 0.10  # of what a synchronous save holds the step up
+EVERY, STEPS = 8, 32  # a save is over before the next one is due
+
+
+def held_s(world_size: int, asynchronous: bool) -> list[float]:
+    """Seconds for which each save but the first held up rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_lab(
+            Path(folder), **settings(world_size), LAB_VARIANT="zero3", LAB_PROOF=0, LAB_STEPS=STEPS, LAB_CHECKPOINT_EVERY=EVERY,
+            LAB_CHECKPOINT_ASYNC=int(asynchronous),
+        )  # fmt: skip
+        saves = [saved for _, saved in select(read_run(Path(folder) / "latest"), Saved)]
+    assert all(not saved.error for saved in saves), saves
+    return [saved.held_s for saved in saves[1:]]
+
+
+def main(rounds: int = 3) -> None:
+    """A row a number of ranks."""
+    rows = []
+    for world_size in (2, 4):
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(rounds):
+            for asynchronous, found in seconds.items():
+                found += held_s(world_size, asynchronous)
+        before, beside = (statistics.median(found) for found in seconds.values())
+        share = beside / before
+        held = "yes" if share < TARGET else "NO"
+        rows.append([world_size, f"{before * 1e3:.0f}", f"{beside * 1e3:.1f}", f"{share:.1%}", f"{TARGET:.0%}", held])
+    print(table(["ranks", "ms held up, synchronous", "asynchronous", "share", "under", "held"], rows))
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))
