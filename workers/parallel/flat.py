@@ -7,8 +7,8 @@ the layer, and a rank's share of it may begin in the middle of one matrix and en
     whole   [N·c]  all parameters of the unit, views of it, c = ceil(P/N); the last N·c - P numbers are padding, so that all
                    messages are of one size
     local   [c]    this rank's chunk of it
-    master  [<=c]  what the optimizer steps: the chunk without padding, uneven over the ranks, the last may own nothing;
-                   in float32 where the weights are lower
+    shard   [<=c]  the chunk without padding: uneven over the ranks, the last may own nothing; its `grad` is the summed gradient
+    master  [<=c]  what the optimizer steps: the shard, or a copy of it in float32 where the weights are lower
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,6 @@ class FlatUnit:
         self.chunk = -(-self.numel // num_ranks)
         self.start = min(rank * self.chunk, self.numel)
         self.length = self.owned()
-        self.gradient: Tensor | None = None  # this rank's part of the summed gradient, as long as `master`
         self.whole = first.detach().new_zeros(num_ranks * self.chunk)
         for parameter, view in zip(named.values(), self.views(self.whole), strict=True):
             view.copy_(parameter.detach())
@@ -49,8 +48,10 @@ class FlatUnit:
         own = self.whole[rank * self.chunk :][: self.chunk]
         home = home or own.device
         self.local = own if keeps_whole else own.to(home, copy=True)
-        held = torch.promote_types(own.dtype, torch.float32)
-        self.master = nn.Parameter(self.local[: self.length].to(home, held))  # the same memory, if nothing differs
+        self.shard = self.master = nn.Parameter(self.local[: self.length])
+        exact = torch.promote_types(own.dtype, torch.float32)
+        if (self.shard.device, self.shard.dtype) != (home, exact):
+            self.master = nn.Parameter(self.shard.detach().to(home, exact))
         if not keeps_whole:
             self.free()
 
@@ -77,18 +78,28 @@ class FlatUnit:
 
     # --- from gradient to weights ---
 
-    @torch.no_grad()
+    def add_gradient(self, part: Tensor, *, keeps: bool) -> None:
+        """Add a microbatch's `part` of the summed gradient; `keeps`: it stays as it is, and may be taken itself."""
+        if self.shard.grad is None:
+            self.shard.grad = part if keeps else part.to(self.shard.device, copy=True)
+        else:
+            self.shard.grad.add_(part)
+
+    def forget_gradients(self) -> None:
+        """Begin a step."""
+        for parameter in (self.shard, self.master, *self.named.values()):
+            parameter.grad = None
+
     def deliver(self) -> None:
         """Show the optimizer this rank's gradient, in the type and at the place of the master weights."""
-        if self.gradient is not None:
-            self.master.grad = self.gradient.to(self.master.device, self.master.dtype)
+        if self.master is not self.shard and self.shard.grad is not None:
+            self.master.grad = self.shard.grad.to(self.master.device, self.master.dtype)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the stepped master weights as weights; a gradient that was only converted for the optimizer is dropped."""
-        if self.master.data_ptr() != self.local.data_ptr():
-            self.local[: self.length].copy_(self.master)
-        if self.master.grad is not None and self.gradient is not None and self.master.grad.dtype != self.gradient.dtype:
+        """Take the stepped master weights as weights; the gradient that was converted for the optimizer is dropped."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
             self.master.grad = None
 
     # --- for those who ask ---

@@ -52,9 +52,5 @@ class Summed:
             unit, flat, keeps_flat, pending = self.under_way.popleft()
             with phase("wait"):
                 pending.wait()
-            arrived = flat[unit.rank * unit.chunk :][: unit.length]
-            if unit.gradient is None:
-                unit.gradient = arrived if keeps_flat else arrived.clone()
-            else:
-                unit.gradient.add_(arrived)
+            unit.add_gradient(flat[unit.rank * unit.chunk :][: unit.length], keeps=keeps_flat)
             self.collective.peers.release()  # (N-1)/N of a unit, which would stand beside the weights of the next one

@@ -85,16 +85,14 @@ class Zero:
     @property
     def gradients(self) -> list[Tensor]:
         """This rank's part of the summed gradients."""
-        return [unit.gradient for unit in self.units if unit.gradient is not None]
+        return [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
 
     # --- one step ---
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
         for unit in self.units:
-            unit.gradient = unit.master.grad = None
-            for parameter in unit.named.values():
-                parameter.grad = None
+            unit.forget_gradients()
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

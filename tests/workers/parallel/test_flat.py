@@ -58,7 +58,7 @@ def test_a_kept_unit_has_no_memory_twice() -> None:
 def test_masters_of_16_bit_weights_are_32() -> None:
     unit = unit_of([5], 2, 0, keeps_whole=False, dtype=torch.bfloat16)
     assert (unit.local.dtype, unit.master.dtype) == (torch.bfloat16, torch.float32)
-    unit.gradient = torch.full((3,), 0.5, dtype=torch.bfloat16)
+    unit.add_gradient(torch.full((3,), 0.5, dtype=torch.bfloat16), keeps=False)
     unit.deliver()
     assert unit.master.grad is not None and unit.master.grad.dtype == torch.float32
     with torch.no_grad():

@@ -69,7 +69,7 @@ def steps(group: dist.ProcessGroup, model: Layers, zero: Zero, num_steps: int = 
 def dense(zero: Zero, kind: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for unit in zero.units:
-        shard = unit.master.detach() if kind == "weights" else unit.gradient
+        shard = unit.master.detach() if kind == "weights" else unit.shard.grad
         assert shard is not None
         found |= dict(zip(unit.named, zero.dense(unit, shard), strict=True))
     return found
