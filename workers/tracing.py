@@ -39,6 +39,9 @@ class Profiled(NamedTuple):
 
 def trace(lab: Lab, variants: dict[str, Variant]) -> None:
     """Profile one step of every variant, write `trace.json` on rank 0, and record how much communication was hidden."""
+    if not any(isinstance(record, records.Steps) and record.step_seconds for record in lab.journal.records):
+        lab.say("no step was left to train, so none is profiled", "trace")
+        return
     clock = align(lab.group)
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)

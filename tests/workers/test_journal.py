@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.journal import Journal, Unwritable
-from workers.report.records import End, Said, read
+from workers.journal import Journal, Unwritable, put_aside
+from workers.report.records import End, Said, read, read_run
 
 
 def test_a_refused_run_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,3 +54,30 @@ def test_a_disk_that_refuses_is_the_same_sentence(tmp_path: Path) -> None:
     journal.open(tmp_path, rank=0)
     with pytest.raises(Unwritable, match="No space left on device"):
         journal.say("one line too many")
+
+
+def test_a_run_that_goes_on_keeps_its_log_and_puts_the_records_of_before_aside(tmp_path: Path) -> None:
+    for attempt in (1, 2, 3):
+        journal = Journal()
+        journal.open(tmp_path, rank=0)
+        journal.say(f"words of attempt {attempt}")
+        journal.write(Said("attempt", str(attempt)))
+    said = (tmp_path / "rank0.log").read_text().splitlines()
+    assert said[::2] == [f"words of attempt {attempt}" for attempt in (1, 2, 3)]
+    assert said[1::2] == [f"again      attempt {attempt} of this run" for attempt in (2, 3)]
+    assert read_run(tmp_path) == {0: [Said("attempt", "3")]}
+    assert [read(tmp_path / f"rank0.attempt{attempt}.jsonl") for attempt in (1, 2)] == [
+        [Said("attempt", "1")],
+        [Said("attempt", "2")],
+    ]
+
+
+def test_records_of_ranks_that_are_no_more_are_put_aside(tmp_path: Path) -> None:
+    for rank in (0, 1, 2):
+        Journal().open(tmp_path, rank)
+    put_aside(tmp_path, range(2, 8))
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
+        "rank0.jsonl",
+        "rank1.jsonl",
+        "rank2.attempt1.jsonl",
+    ]

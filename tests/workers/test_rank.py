@@ -1,5 +1,6 @@
 """What a rank refuses before it joins, and how a run is named and told from another."""
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 
 from workers.config import Config, ConfigError
 from workers.device import pick_device
-from workers.rank import refuse, source_version, unwritable
+from workers.rank import refuse, source_version, start_record, unwritable
 
 MODE = SimpleNamespace(VARIANTS=("naive", "ring"), BUGS={"lost_shard": None}, refuse=lambda config: [])
 
@@ -37,6 +38,33 @@ def test_a_run_that_exists_is_refused_by_name(tmp_path: Path) -> None:
     assert refused(tmp_path, LAB_RUN_ID="mine") == [
         f"LAB_RUN_ID='mine' exists already in {tmp_path}: choose another or remove it"
     ]
+
+
+def test_a_run_that_exists_goes_on_with_auto(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_RUN_ID="mine", LAB_RESUME="auto"), MODE)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_all_else(tmp_path: Path) -> None:
+    variant, absent = refused(tmp_path, LAB_VARIANT="rign", LAB_RESUME="absent")
+    assert "'rign' is not a variant" in variant
+    assert absent.startswith("LAB_RESUME='absent': absent does not exist")
+
+
+@pytest.mark.parametrize("mode", ["comm", "train"])
+@pytest.mark.parametrize("environ", [{"LAB_CHECKPOINT_EVERY": "5"}, {"LAB_RESUME": "a"}])
+def test_a_mode_that_trains_nothing_saves_nothing(mode: str, environ: dict[str, str]) -> None:
+    (fault,) = importlib.import_module(f"experiments.{mode}").refuse(config_of(RUN_MODE=mode, **environ))
+    ((name, value),) = environ.items()
+    assert fault == f"{name}={value}: {mode} trains nothing that could be saved, it goes with dp, fsdp, pp or tp"
+
+
+def test_a_run_that_goes_on_is_repeated_from_the_start(tmp_path: Path) -> None:
+    cluster = SimpleNamespace(rank=0, run_id="mine", world_size=1)
+    for resume, repeated in (("auto", False), (str(tmp_path), True)):
+        config = config_of(LAB_RESUME=resume, LAB_RUN_ID="mine", LAB_STEPS="9")
+        start = start_record(config, cluster, "")  # type: ignore[arg-type]
+        assert start.repeat["LAB_STEPS"] == "9" and ("LAB_RESUME" in start.repeat) == repeated
 
 
 def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
