@@ -122,6 +122,7 @@ def invisible(config: Config) -> list[str]:
         (ranks == 1 and bug != "resume_repeats_epoch", "WORLD_SIZE=1: it takes two ranks"),
         (bool(config.variant) and not set(config.variant) & set(makers), f"these variants: it takes {' or '.join(makers)}"),
         (clips and config.clip is None, "LAB_CLIP unset: nothing is clipped"),
+        (bug == "resume_repeats_epoch" and config.model == "line", "LAB_MODEL=line: its epoch is one batch"),
         (saves and config.checkpoint_every is None, "LAB_CHECKPOINT_EVERY unset: nothing is saved"),
         (saves and (config.checkpoint_every or 0) > config.steps, "LAB_CHECKPOINT_EVERY above LAB_STEPS: nothing is saved"),
         (bug == "lost_shard_tail" and not any(uneven(config)), f"these sizes: every layer divides evenly by WORLD_SIZE={ranks}"),

@@ -106,6 +106,7 @@ def test_a_tied_end_is_one_unit() -> None:
         ({"LAB_BUG": "per_rank_norm", "LAB_CLIP": "1", "WORLD_SIZE": "1"}, "WORLD_SIZE=1"),
         ({"LAB_BUG": "save_without_barrier"}, "LAB_CHECKPOINT_EVERY unset"),
         ({"LAB_BUG": "resume_repeats_epoch", "LAB_CHECKPOINT_EVERY": "9"}, "above LAB_STEPS"),
+        ({"LAB_BUG": "resume_repeats_epoch", "LAB_CHECKPOINT_EVERY": "2", "LAB_MODEL": "line"}, "one batch"),
         ({"LAB_BUG": "lost_shard_tail", "WORLD_SIZE": "2"}, "divides evenly"),
         ({"LAB_BUG": "stale_gather", "LAB_VARIANT": "zero1"}, "it takes zero3"),
         ({"LAB_BUG": "stale_gather", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
