@@ -23,18 +23,20 @@ FLOORS = {
     "workers.device": ["workers.config"],
     "workers.lab": [
         "workers.config", "workers.exchange", "workers.journal", "workers.measure", "workers.workload",
-        "workers.report.records", "workers.report.text", "workers.passes", "workers.proof", "workers.tracing", "workers.checkpoint",
+        "workers.report.records", "workers.report.text", "workers.proof", "workers.timed", "workers.counted", "workers.tracing",
+        "workers.checkpoint",
     ],
     "workers.checkpoint": ["workers.config", "workers.lab", "workers.workload", "workers.report", "workers.parallel.piece"],
     "workers.proof": ["workers.config", "workers.lab", "workers.workload", "workers.checkpoint"],
-    "workers.passes": [
-        "workers.config", "workers.lab", "workers.measure", "workers.workload", "workers.report.records",
+    "workers.timed": [
+        "workers.lab", "workers.counted", "workers.measure", "workers.workload", "workers.report.records",
         "workers.report.progress", "workers.proof", "workers.chronicle", "workers.parallel.phases", "workers.checkpoint",
     ],
+    "workers.counted": ["workers.lab", "workers.measure", "workers.workload", "workers.report.records", "workers.proof"],
     "workers.fit": ["workers.config", "workers.measure", "workers.report", "workers.workload"],
     "workers.chronicle": ["workers.lab", "workers.measure", "workers.parallel.phases", "workers.report.records"],
     "workers.tracing": [
-        "workers.lab", "workers.measure", "workers.passes", "workers.proof", "workers.parallel.phases", "workers.report.records",
+        "workers.lab", "workers.measure", "workers.counted", "workers.proof", "workers.parallel.phases", "workers.report.records",
         "workers.workload",
     ],
     "experiments": ["workers.config", "workers.lab", "workers.parallel", "workers.measure.formulas", "workers.workload"],
@@ -122,6 +124,6 @@ def test_the_report_imports_neither_torch_nor_plotly(module: str) -> None:
 
 @pytest.mark.parametrize("module", ["plotly", "torch.distributed.checkpoint"])
 def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
-    program = f"import sys, workers.rank, workers.passes, experiments.dp; print({module!r} in sys.modules)"
+    program = f"import sys, workers.rank, workers.timed, experiments.dp; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"

@@ -197,8 +197,9 @@ class Lab:
         The batch is dealt in `shards` equal runs of ranks: one a rank by default, 1 where all ranks work on the same
         samples. Variants in `cannot` are skipped, for the reason given there. Returns what was measured on this rank.
         """
-        from workers.passes import count, time_steps  # the passes are written in terms of Lab
+        from workers.counted import count  # the passes are written in terms of Lab
         from workers.proof import prove
+        from workers.timed import time_steps
 
         self.shards = shards or self.world_size
         chosen = {variant.__name__: variant for variant in variants if self.wants(variant.__name__)}

@@ -1,13 +1,9 @@
-"""The passes after the proof: what a variant takes, sends and holds.
+"""The timed pass: LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
 
-  timed    LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
-  counted  one step, after two that warm up, with one variant alive at a time, under the ledger and the meters of memory,
-           whose cost the timed pass does not see.
-
-Each pass builds its strategies anew, so that none inherits another's state.
+It is the training that a checkpoint saves and a resumed run goes on with. Strategies are built anew, so that none inherits what
+the proof left.
 """
 
-import gc
 import hashlib
 import itertools
 import math
@@ -19,10 +15,8 @@ import torch
 
 from workers.checkpoint.course import Course
 from workers.chronicle import Chronicle
-from workers.lab import Counted, Lab, Strategy, Variant
-from workers.measure.activations import SavedActivations
-from workers.measure.ledger import Traffic
-from workers.measure.memory import MemoryLedger
+from workers.counted import WARMUP_STEPS
+from workers.lab import Lab, Strategy, Variant
 from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded
 from workers.proof import dealt
@@ -30,9 +24,6 @@ from workers.report import records
 from workers.report.progress import Progress
 from workers.workload import baseline
 from workers.workload.data import Batches
-
-WARMUP_STEPS = 2  # DDP rebuilds its buckets after the first step
-COUNTED_STEPS = 1  # every step makes the same calls
 
 
 class Stopwatch:
@@ -179,48 +170,3 @@ def write_digests(lab: Lab, strategies: dict[str, Strategy]) -> None:
         if lab.rank == 0:
             lab.journal.write(records.Digest(name, digest.hexdigest()))
             lab.say(f"weights    {name}: sha256 {digest.hexdigest()}")
-
-
-def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
-    """What a step of each variant sends, and the most that it holds, with one variant alive at a time."""
-    dtype = getattr(torch, lab.config.dtype)
-    batches = lab.batches(dtype)
-    counted = {}
-    for name, build in variants.items():
-        lab.at(0, f"count of {name}")
-        gc.collect()  # torch's optimizers refer to themselves: what the pass before trained would stand beside this
-        with MemoryLedger(lab.device) as memory:
-            strategy = build(lab.model(dtype), lab.group, lab.config.awake())
-            train(lab, strategy, batches, range(WARMUP_STEPS))
-            with lab.count() as traffic, SavedActivations(memory.saves) as activations, memory.step():
-                train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + COUNTED_STEPS))
-            del strategy
-        counted[name] = Counted(traffic.per(COUNTED_STEPS), activations.peak_bytes, memory.rest, memory.peak)
-        write_traffic(lab, name, counted[name].traffic)
-        lab.journal.write(records.Activations(name, activations.peak_bytes))
-        write_memory(lab, name, memory)
-    return counted
-
-
-def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
-    """What tensors held, and beside it what the process and the container count, which see more than tensors."""
-    lab.journal.write(records.Memory(name, memory.peak_bytes))
-    lab.journal.write(records.Classes(name, memory.rest, memory.peak))
-    lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
-    for comparison, (counted, seen) in memory.seen_outside().items():
-        lab.compare(comparison, counted, seen, variant=name, formula="bytes of tensors", decides=False)
-
-
-def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:
-    for step in steps:
-        strategy.backward(dealt(lab, batches, step))
-        strategy.update()
-
-
-def write_traffic(lab: Lab, name: str, traffic: Traffic) -> None:
-    for call in traffic.called:
-        lab.journal.write(records.Called(name, call.op, call.axis, call.calls, call.raw_bytes, call.called_bytes))
-    for peer, wire in traffic.wire.items():
-        lab.journal.write(records.Wire(name, peer, wire.sent, wire.retransmitted))
-    if traffic.wire_error is not None:
-        lab.say(traffic.wire_error, heading="no wire")
