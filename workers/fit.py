@@ -28,8 +28,8 @@ from workers.workload.model import outline
 MIB = 2**20
 FLOAT32_BYTES = 4
 # Layers whose weights or gradients are whole at once in zero3's backward pass: the one that computes and the one that is gathered
-# ahead, the gradients that are collected and those that are summed, and what the other ranks send for that sum.
-WHOLE_LAYERS = 5
+# ahead, the gradients that are summed, and what the other ranks send for that sum.
+WHOLE_LAYERS = 4
 POLL_S = 0.02
 # The same numbers are summed in another order, and AdamW divides by a gradient's own size: where that is rounding noise a weight
 # may step the other way.
