@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import collectives, pp
-from workers.config import modes
+from workers import fit
+from workers.config import Config, modes
 from workers.parallel.collectives import pick
+from workers.workload.model import outline
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
@@ -94,6 +96,44 @@ def test_the_targets_of_a_pipeline_are_judged_as_they_stand() -> None:
     limits = [float(row["limit"]) for row in rows.values()]
     assert limits == [pp.WALL_TARGET, pp.CPU_TARGET, pp.BUBBLE_TARGET, pp.ACTIVATIONS_TARGET]
     assert all((row["held"] == "yes") == (float(row["seen"]) <= float(row["limit"])) for row in rows.values())
+
+
+SHARDED = re.compile(
+    r"^(?:\d +)?(?P<what>zero3|(?:peak|wire) of .*?)  +.*?(?P<seen>[\d.]+)x[^x]*?(?: [\d.]+x \S+)? +(?P<limit>[\d.]+)x +(?P<held>yes|NO)$",
+    re.MULTILINE,
+)
+
+
+def test_the_targets_of_sharding_are_judged_as_they_stand() -> None:
+    rows = list(SHARDED.finditer(README.read_text()))
+    assert [row["what"] for row in rows].count("zero3") == 2
+    assert len(rows) == 8
+    # The wire's ratio is a formula's own, which gloo's headers may exceed by 1 %.
+    slack = {"zero3": 0.0, "peak": 0.0, "wire": 0.01}
+    for row in rows:
+        most = float(row["limit"]) + slack[row["what"].split()[0]]
+        assert (row["held"] == "yes") == (float(row["seen"]) <= most)
+
+
+def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
+    sizes = {
+        "LAB_WIDTH": "512",
+        "LAB_DEPTH": "12",
+        "LAB_SEQ": "16",
+        "LAB_BATCH": "4",
+        "WORLD_SIZE": "4",
+    }  # compose/fit.sh
+    config = Config.read(sizes)
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers]
+    held, block = fit.activations(config), README.read_text().partition("<!-- of: make fit -->")[2]
+    dp, zero3 = fit.dp_need(sum(layers), held), fit.zero3_need(layers, 4, held)
+    (base,) = re.findall(r"^no model +(\d+) MB", block, re.MULTILINE)
+    for name, need in (("dp", dp), ("zero3", zero3)):
+        assert re.search(
+            rf"^{name} +{base} MB \+ {fit.mb(need.nbytes)} = .*: {re.escape(need.formula)}$", block, re.MULTILINE
+        )
+    limit = float(base) + (dp.nbytes + zero3.nbytes) / 2e6
+    assert re.search(rf"^limit +{limit:.0f} MB", block, re.MULTILINE)
 
 
 def write() -> None:
