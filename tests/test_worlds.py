@@ -1,4 +1,4 @@
-"""Worlds as a user without Docker starts them: 5, 6, 7 and 8 local ranks, uneven everything; and two nodes of torchrun.
+"""Worlds as a user without Docker starts them: 5, 6 and 7 local ranks, uneven everything; and two nodes of torchrun.
 
 The two nodes are two agents on this machine.
 """
@@ -42,7 +42,6 @@ def ended(processes: list["subprocess.Popen[str]"]) -> list[str]:
         ("dp", 7, {"bucketed", "ring", "ddp"}),
         ("tp", 5, {"megatron", "sequence"}),
         ("pp", 6, {"gpipe", "1f1b"}),
-        ("fsdp", 8, {"zero1", "zero2", "zero3"}),
     ],
 )
 def test_local_ranks_prove_their_gradients(mode: str, world_size: int, variants: set[str], tmp_path: Path) -> None:

@@ -27,14 +27,15 @@ def config_of(world_size: int, **settings: str) -> Config:
 # What could go wrong together: clipping, AdamW, microbatches of which a rank has fewer, tied ends, weights that stay.
 MIXES: list[tuple[int, dict[str, str]]] = [
     (3, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05", "LAB_MICROBATCHES": "3", "LAB_BATCH": "9", "LAB_TIE": "1"}),
-    (2, {"LAB_MODEL": "mlp", "LAB_RESHARD": "0", "LAB_MICROBATCHES": "2"}),
+    (2, {"LAB_MODEL": "mlp", "LAB_RESHARD": "0", "LAB_MICROBATCHES": "2", "LAB_VARIANT": "zero1,zero2,zero3"}),
     (1, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}),
     (4, {"LAB_MODEL": "line", "LAB_OPTIMIZER": "adamw"}),  # two parameters: two ranks own none
     (5, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "zero1,zero2,zero3"}),
+    (8, {"LAB_BATCH": "17", "LAB_WIDTH": "20", "LAB_VARIANT": "zero1,zero2,zero3"}),
 ]
 
 
-@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["all", "kept", "alone", "line", "bfloat16"])
+@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["all", "kept", "alone", "line", "bfloat16", "eight"])
 def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, _ = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "fsdp"} | settings))
     assert failed(run) == set()
