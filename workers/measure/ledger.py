@@ -1,13 +1,13 @@
 """The ledger: what a stretch of the program called, and what its sockets sent meanwhile, by operation, axis and peer.
 
 Two of the three sources of every byte count stand here side by side: called (calls.py) and wire (sockets.py); the third is
-the prediction (formulas.py). Each rank counts what it sends itself. To name the rank at the other end of a connection, all
+the prediction (formulas/). Each rank counts what it sends itself. To name the rank at the other end of a connection, all
 ranks tell each other the ends of theirs: so the names are right between containers, and between local ranks, which
 all have one address. Row r of the matrix "who sent how much to whom" is rank r's `wire`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,19 +74,21 @@ class Ledger:
         self._count = 0
 
     @contextmanager
-    def count(self) -> Iterator[Traffic]:
+    def count(self, *, calls: bool = True) -> Iterator[Traffic]:
         """Count inside the block. Every rank must enter and leave it: its end names the peers, by `exchange`.
 
-        What was called is to be waited for inside the block. An error inside the block passes through, uncounted.
+        What was called is to be waited for inside the block. An error inside the block passes through, uncounted. To see calls costs
+        each operation of this thread some time, and other threads' are not seen: without `calls` the wire alone is read.
         """
         traffic = Traffic()
         before = self._connections()
-        with Calls() as calls:
+        seen = Calls()
+        with seen if calls else nullcontext():
             yield traffic
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # NCCL sends when its stream comes to it
         after = self._connections()
-        traffic.called = calls.ops()
+        traffic.called = seen.ops()
         self._name_peers(traffic, before, after)
 
     def _connections(self) -> dict[int, Connection] | str:
@@ -104,16 +106,20 @@ class Ledger:
     ) -> None:
         """Fill in `wire` and `wire_error`: only what all ranks can measure is measured, or the matrix would lack rows."""
         self._count += 1
-        mine = after if isinstance(after, str) else [connection.local for connection in after.values()]
+        mine = after if isinstance(after, str) else [(each.local, each.remote) for each in after.values()]
         ends = self._exchange(f"ledger/{self._count}", before if isinstance(before, str) else mine)
         errors = [f"{value} on rank {rank}" for rank, value in enumerate(ends) if isinstance(value, str)]
         if errors or isinstance(before, str) or isinstance(after, str):
             traffic.wire_error = errors[0]
             return
-        owner: dict[Endpoint, int] = {(host, port): rank for rank, value in enumerate(ends) for host, port in value}
+        # Both ends together name a connection: the kernel gives two connections one local port if they lead to different places, and
+        # on a machine with some hundred of them it does. A rank that has left meanwhile (None) names none.
+        owner: dict[tuple[Endpoint, Endpoint], int] = {
+            ((near[0], near[1]), (far[0], far[1])): rank for rank, value in enumerate(ends) for near, far in value or ()
+        }
         traffic.wire = {peer: WireBytes() for peer in range(self.world_size) if peer != self.rank}
         for inode, connection in after.items():
-            peer = owner.get(connection.remote, self.rank)
+            peer = owner.get((connection.remote, connection.local), self.rank)
             if peer != self.rank:
                 traffic.wire[peer] = _add(traffic.wire[peer], connection, before.get(inode))
 

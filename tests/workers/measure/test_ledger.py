@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks
 from workers.measure import sockets
-from workers.measure.formulas import all_reduce_bytes, wire_tolerance
+from workers.measure.formulas.collectives import all_reduce_bytes, wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
 from workers.measure.sockets import Connection, NoDiagnostics
 from workers.parallel.collectives import Collective
@@ -100,6 +100,36 @@ def with_bystanders(group: dist.ProcessGroup) -> list[float]:
 
 def test_connections_of_the_store_are_left_out(ranks: Ranks) -> None:
     assert ranks(2, with_bystanders) == [[0, 10_000]] * 2
+
+
+def from_one_port(group: dist.ProcessGroup) -> dict[int, float]:
+    """Ranks 1 and 2 connect to listeners of rank 0 from one local port, and rank 0 sends to rank 1 alone."""
+    addresses: list[Any] = [None] * 3
+    mine = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)] if group.rank() == 0 else []
+    dist.all_gather_object(addresses, [each.getsockname() for each in mine], group=group)
+    ends: list[Any] = [None] * 3
+    near = socket.socket()
+    if group.rank() > 0:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if group.rank() == 1:
+            near.bind(("127.0.0.1", 0))
+    dist.all_gather_object(ends, near.getsockname() if group.rank() == 1 else None, group=group)
+    if group.rank() == 2:
+        near.bind(ends[1])
+    if group.rank() > 0:
+        near.connect(addresses[0][group.rank() - 1])
+    accepted = [each.accept()[0] for each in mine]
+    with ledger_of(group).count() as traffic:
+        if accepted:
+            accepted[0].sendall(b"x" * 10_000)
+    dist.barrier(group)
+    for each in [near, *mine, *accepted]:
+        each.close()
+    return {peer: wire.sent for peer, wire in traffic.wire.items()}
+
+
+def test_two_connections_of_one_local_port_are_told_apart(ranks: Ranks) -> None:
+    assert ranks(3, from_one_port)[0] == {1: 10_000, 2: 0}
 
 
 def idle(group: dist.ProcessGroup) -> Traffic:
