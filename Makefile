@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run fit explain test lint bench build down
+.PHONY: help run fit explain plan test lint bench build down
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -15,11 +15,14 @@ fit: ## a model that dp cannot hold and fsdp can, within the same limit of memor
 explain: ## the lesson of RUN_MODE without the run; with LAB_BUG what breaks, and which check sees it
 	@./run explain
 
+plan: ## every strategy on paper, and which to take: make plan PLAN="--params 7B --gpus 64 --gpu-memory 80GB"
+	@./run plan $(PLAN)
+
 test: ## all tests, with coverage; container tests where an engine answers
 	./install dev
 	! docker info >/dev/null 2>&1 || docker compose build
 	.venv/bin/coverage erase
-	.venv/bin/coverage run -m pytest
+	.venv/bin/coverage run -m pytest -n 2 --dist loadgroup
 	.venv/bin/coverage combine --quiet
 	.venv/bin/coverage report
 

@@ -21,7 +21,7 @@ from experiments import pp
 from workers.config import Config
 from workers.lab import Strategy
 from workers.measure.activations import SavedActivations
-from workers.measure.formulas import bubble
+from workers.measure.formulas.pipelines import bubble
 from workers.parallel.boundaries import Boundaries
 from workers.parallel.phases import Span, recorded
 from workers.parallel.schedules import Action, one_forward_one_backward

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import on_ranks, table
-from workers.measure import formulas
+from workers.measure.formulas import collectives as formulas
 from workers.measure.ledger import Ledger
 from workers.parallel.collectives import ALGORITHMS, Collective
 from workers.parallel.peers import split

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from workers.config import Config
-from workers.lab import Bug, Lab, nothing_to_save
+from workers.lab import Bug, Lab, no_checkpoints
 from workers.measure.formulas import Prediction
 
 LENGTH, BATCH, SEED, EPOCHS = 1000, 4, 42, 2  # the lesson's
@@ -53,7 +53,7 @@ def refuse(config: Config) -> list[str]:
     """What this mode cannot run."""
     if config.bug == "no_sampler" and config.world_size == 1:
         return ["LAB_BUG=no_sampler cannot show with WORLD_SIZE=1: it takes two ranks"]
-    return nothing_to_save(config)
+    return no_checkpoints(config, "trains nothing that could be saved")
 
 
 def predict(config: Config) -> list[Prediction]:

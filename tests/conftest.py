@@ -16,6 +16,17 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run beside each other (`pytest -n 2 --dist loadgroup`): one pool of ranks, one container test at a time."""
+    for item in items:
+        alone = item.nodeid.partition("::")[0]
+        if item.get_closest_marker("compose"):
+            alone = "containers"
+        elif "ranks" in getattr(item, "fixturenames", ()):
+            alone = "pool"
+        item.add_marker(pytest.mark.xdist_group(alone))
+
+
 def left_out(terminal: pytest.TerminalReporter) -> list[str]:
     """In a CI, the tests that were skipped for anything but a missing GPU, with the reason."""
     if not os.environ.get("CI"):

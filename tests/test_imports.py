@@ -33,13 +33,22 @@ FLOORS = {
         "workers.report.progress", "workers.proof", "workers.chronicle", "workers.parallel.phases", "workers.checkpoint",
     ],
     "workers.counted": ["workers.lab", "workers.measure", "workers.workload", "workers.report.records", "workers.proof"],
+    "workers.plan": [
+        "workers.config", "workers.measure.formulas", "workers.report.records", "workers.report.text", "workers.report.units",
+    ],
     "workers.fit": ["workers.config", "workers.measure", "workers.report", "workers.workload"],
     "workers.chronicle": ["workers.lab", "workers.measure", "workers.parallel.phases", "workers.report.records"],
     "workers.tracing": [
         "workers.lab", "workers.measure", "workers.counted", "workers.proof", "workers.parallel.phases", "workers.report.records",
         "workers.workload",
     ],
-    "experiments": ["workers.config", "workers.lab", "workers.parallel", "workers.measure.formulas", "workers.workload"],
+    "workers.linked": ["workers.lab", "workers.cluster.link", "workers.report.units"],
+    "workers.replica": ["workers.config", "workers.parallel", "workers.workload"],
+    "workers.checks": ["workers.lab"],
+    "experiments": [
+        "workers.config", "workers.lab", "workers.parallel", "workers.measure.formulas", "workers.workload",
+        "workers.replica", "workers.checks",
+    ],
 }  # fmt: skip
 
 FILES = sorted([*TOP.glob("workers/**/*.py"), *TOP.glob("experiments/**/*.py")])

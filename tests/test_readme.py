@@ -6,6 +6,7 @@ the bars of a timeline) is compared by its place alone; words, and with them eve
     python -m tests.test_readme        writes the blocks anew
 """
 
+import importlib
 import os
 import re
 import shlex
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import collectives, pp
+from benchmarks import collectives, compress, link, pp
+from tests.documents import spans, tables
 from workers import fit
 from workers.config import Config, modes
 from workers.parallel.collectives import pick
@@ -65,9 +67,12 @@ def test_a_changed_word_in_a_block_is_seen() -> None:
     assert shape(f"rank 0 |{'01..' * 16}|") == shape(f"rank 0 |{'0a.-' * 16}|") != shape(f"rank 0 {'01..' * 16}")
 
 
-def test_every_mode_stands_in_the_readme() -> None:
-    for mode in modes():
-        assert f"| `{mode}` |" in README.read_text()
+def test_every_mode_stands_in_the_readme_with_its_variants() -> None:
+    rows = {row[0].strip("`"): row for heading, row in tables(README.read_text()) if heading == "Modes"}
+    assert sorted(rows) == modes()
+    for mode, row in rows.items():
+        named = [name for span in spans(row[2]) if "=" not in span for name in span.split(", ")]
+        assert sorted(named) == sorted(getattr(importlib.import_module(f"experiments.{mode}"), "VARIANTS", ()))
 
 
 BENCHED = re.compile(
@@ -113,6 +118,37 @@ def test_the_targets_of_sharding_are_judged_as_they_stand() -> None:
     for row in rows:
         most = float(row["limit"]) + slack[row["what"].split()[0]]
         assert (row["held"] == "yes") == (float(row["seen"]) <= most)
+
+
+LINKED = re.compile(
+    r"^(?P<asked>\d+[mg]bit) +[\d.]+ Mbit/s \((?P<off>[-+][\d.]+)%\) +within 6% +(?P<held>yes|NO)$", re.MULTILINE
+)
+COMPRESSED = re.compile(
+    r"^(?P<name>\w+) +\d+ +(?P<ratio>[\d.]+)x +(?P<limit>[\d.]+x|-) +(?P<held>yes|NO|-) +(?P<off>[-+][\d.]+%|-) +(?:2%|-) +"
+    r"(?P<wire>yes|NO|-)$",
+    re.MULTILINE,
+)
+BUCKETS = re.compile(
+    r"^best bucket of bucketed .*: (?P<ratio>[\d.]+)x, target (?P<limit>[\d.]+)x, held (?P<held>yes|NO);", re.MULTILINE
+)
+
+
+def test_the_targets_of_slow_links_are_judged_as_they_stand() -> None:
+    text = README.read_text()
+    rates = list(LINKED.finditer(text))
+    assert tuple(row["asked"] for row in rates) == link.RATES
+    assert all((row["held"] == "yes") == (abs(float(row["off"])) <= 100 * link.RATE_TARGET) for row in rates)
+    (buckets,) = BUCKETS.finditer(text)
+    assert float(buckets["limit"]) == link.DP_TARGET
+    assert (buckets["held"] == "yes") == (float(buckets["ratio"]) <= link.DP_TARGET)
+    rows = {row["name"]: row for row in COMPRESSED.finditer(text)}
+    assert tuple(rows) == compress.VARIANTS
+    for name, row in rows.items():
+        target = compress.TARGETS.get(name)
+        assert row["limit"] == (f"{target:.2f}x" if target else "-")
+        assert row["held"] == ("-" if target is None else "yes" if float(row["ratio"]) <= target else "NO")
+        if row["off"] != "-":
+            assert (row["wire"] == "yes") == (abs(float(row["off"][:-1])) <= 100 * compress.WIRE_TARGET)
 
 
 def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:

@@ -8,6 +8,7 @@ that begins so and is not in this file is refused, with the nearest one suggeste
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,6 +18,11 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 MAX_WORLD_SIZE = 8
+OWN_SIZES = {
+    "compress": {"width": 64, "depth": 4},
+    "precision": {"width": 64, "depth": 2},
+}  # a dozen variants each, in 40 s
+UNTIMED_MODES = ("comm", "train", "largebatch")  # no step of a model is timed in them
 RECOMPUTING_MODES = ("dp", "fsdp")  # tp would send what a layer sends once more, pp runs its layers by itself
 
 
@@ -46,6 +52,29 @@ def _run_name(value: str) -> str:
     return value
 
 
+def _rate(value: str) -> str:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?[kmg]bit", value):
+        raise ValueError("is not a rate such as 500kbit, 100mbit or 2gbit")
+    if not float(value[:-4]):
+        raise ValueError("would let nothing through, allowed: more than 0")
+    return value
+
+
+def _delay(value: str) -> str:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(us|ms|s)", value):
+        raise ValueError("is not a delay such as 500us, 5ms or 1s")
+    return value
+
+
+def _slow_rank(value: str) -> str:
+    rank, colon, share = value.partition(":")
+    if not (colon and rank.isdecimal() and re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", share)):
+        raise ValueError("is not a rank and its share of speed, such as 2:0.5")
+    if not 0 < float(share) <= 1:
+        raise ValueError("has a speed out of range: allowed is more than 0, up to 1")
+    return value
+
+
 def suggest(value: str, allowed: Sequence[str]) -> str:
     """The nearest of `allowed` as a question in brackets, or nothing."""
     close = difflib.get_close_matches(value, allowed, n=1)
@@ -69,8 +98,8 @@ class Config(BaseSettings):
     # What is run.
     variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas; empty: all")
     model: Literal["line", "mlp", "gpt"] = Field("gpt", alias="LAB_MODEL", description="what is trained")
-    width: int = Field(128, alias="LAB_WIDTH", ge=1, description="width of the model")
-    depth: int = Field(8, alias="LAB_DEPTH", ge=1, description="number of layers")
+    width: int = Field(128, alias="LAB_WIDTH", ge=1, description="width of the model (unset in compress and precision: 64)")
+    depth: int = Field(8, alias="LAB_DEPTH", ge=1, description="number of layers (unset in compress: 4, in precision: 2)")
     heads: int = Field(8, alias="LAB_HEADS", ge=1, description="attention heads of gpt")
     seq: int = Field(64, alias="LAB_SEQ", ge=1, description="bytes of text in a sample of gpt")
     tie: bool = Field(False, alias="LAB_TIE", description="1: gpt's output layer shares the embedding's weights")
@@ -86,6 +115,13 @@ class Config(BaseSettings):
     proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
     bug: str | None = Field(None, alias="LAB_BUG", description="a classic mistake to make on purpose; `make explain` lists those of a mode")
 
+    # What is sent in place of gradients.
+    ratio: float = Field(0.01, alias="LAB_RATIO", gt=0, le=1, description="compress: share of the gradients that topk and randomk send")
+    low_rank: int = Field(4, alias="LAB_LOW_RANK", ge=1, description="compress: rank of powersgd's matrices")
+    error_feedback: bool = Field(True, alias="LAB_ERROR_FEEDBACK", description="compress: 0: what a compressor leaves out is lost, not added to the next step's gradients")
+    staleness: int = Field(2, alias="LAB_STALENESS", ge=0, description="server: steps that the fastest worker may be ahead of the slowest")
+    local_steps: int = Field(4, alias="LAB_LOCAL_STEPS", ge=1, description="server: steps on a worker's own weights before it sends something")
+
     # How it is run.
     backend: Literal["gloo", "nccl"] = Field("gloo", alias="LAB_BACKEND", description="library that moves the bytes")
     device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
@@ -97,6 +133,9 @@ class Config(BaseSettings):
     reshard: bool = Field(True, alias="LAB_RESHARD", description="fsdp: 0: zero3 keeps gathered weights from the forward to the backward pass")
     recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass (dp, fsdp)")
     offload: bool = Field(False, alias="LAB_OFFLOAD", description="1: fsdp keeps shards and optimizer in the host's memory (LAB_DEVICE=cuda)")
+    net_rate: Annotated[str, AfterValidator(_rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: as fast as it is")
+    net_delay: Annotated[str, AfterValidator(_delay)] | None = Field(None, alias="LAB_NET_DELAY", description="delay of each message, such as 5ms (containers with compose/net.yaml, where the kernel has netem)")
+    slow_rank: Annotated[str, AfterValidator(_slow_rank)] | None = Field(None, alias="LAB_SLOW_RANK", description="a rank that computes at a share of its speed in the timed pass, such as 2:0.5")
     trace: bool = Field(False, alias="LAB_TRACE", description="1: a profiled step of each variant more, and trace.json")
 
     # What survives it.
@@ -136,13 +175,22 @@ class Config(BaseSettings):
             if name.startswith("LAB_") and name not in aliases
         ]
         try:
-            config = cls(**_typed(given))
+            config = cls(**_typed(given))._with_own_sizes()
         except ValidationError as error:
             raise ConfigError(faults + [_sentence(fault, given) for fault in error.errors()]) from None
         faults += _contradictions(config)
         if faults:
             raise ConfigError(faults)
         return config
+
+    def _with_own_sizes(self) -> Self:
+        """The same with the sizes of its mode where none are set; they do not count as set."""
+        own = {
+            name: value for name, value in OWN_SIZES.get(self.run_mode, {}).items() if name not in self.model_fields_set
+        }
+        sized = self.model_copy(update=own)
+        sized.model_fields_set.difference_update(own)
+        return sized
 
     @property
     def learning_rate(self) -> float:
@@ -153,6 +201,12 @@ class Config(BaseSettings):
     def num_microbatches(self) -> int:
         """LAB_MICROBATCHES, or the default of the mode: a pipeline of one microbatch would have nothing to overlap."""
         return self.microbatches or (4 if self.run_mode == "pp" else 1)
+
+    @property
+    def slowed_to(self) -> float:
+        """The share of its speed at which this rank computes, by LAB_SLOW_RANK."""
+        rank, _, share = (self.slow_rank or "").partition(":")
+        return float(share) if rank and int(rank) == self.rank else 1.0
 
     def awake(self) -> Self:
         """The same without pretended compute, for passes that measure no time."""
@@ -191,6 +245,15 @@ def _contradictions(config: Config) -> list[str]:
         )
     if config.rank is not None and config.master_addr is None:
         faults.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
+    if config.slow_rank is not None and int(config.slow_rank.partition(":")[0]) >= config.world_size:
+        last = config.world_size - 1
+        faults.append(
+            f"LAB_SLOW_RANK={config.slow_rank!r} names a rank outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}"
+        )
+    if config.slow_rank is not None and config.run_mode in UNTIMED_MODES:
+        faults.append(
+            f"LAB_SLOW_RANK={config.slow_rank!r} slows the steps that are timed, and {config.run_mode} times none"
+        )
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
         faults.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
     if config.recompute and config.run_mode not in RECOMPUTING_MODES:
@@ -234,6 +297,8 @@ def _range(alias: str) -> str:
     bounds = {
         key: getattr(rule, key) for rule in _field(alias).metadata for key in ("ge", "gt", "le") if hasattr(rule, key)
     }
+    if "le" in bounds and "gt" in bounds:
+        return f"more than {bounds['gt']}, up to {bounds['le']}"
     if "le" in bounds:
         return f"{bounds['ge']} to {bounds['le']}"
     return f"{bounds['ge']} and more" if "ge" in bounds else f"more than {bounds['gt']}"

@@ -1,7 +1,7 @@
 """The counted pass: what a step of a variant sends and holds.
 
 One step, after two that warm up, with one variant alive at a time, under the ledger and the meters of memory, whose cost the timed
-pass does not see.
+pass does not see. A strategy whose steps are not alike says after how many they repeat (`repeats_after`): so many are counted.
 """
 
 import gc
@@ -17,7 +17,6 @@ from workers.report import records
 from workers.workload.data import Batches
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets after the first step
-COUNTED_STEPS = 1  # every step makes the same calls
 
 
 def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
@@ -31,10 +30,11 @@ def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
         with MemoryLedger(lab.device) as memory:
             strategy = build(lab.model(dtype), lab.group, lab.config.awake())
             train(lab, strategy, batches, range(WARMUP_STEPS))
+            steps = getattr(strategy, "repeats_after", 1)
             with lab.count() as traffic, SavedActivations(memory.saves) as activations, memory.step():
-                train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + COUNTED_STEPS))
+                train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + steps))
             del strategy
-        counted[name] = Counted(traffic.per(COUNTED_STEPS), activations.peak_bytes, memory.rest, memory.peak)
+        counted[name] = Counted(traffic.per(steps), activations.peak_bytes, memory.rest, memory.peak)
         write_traffic(lab, name, counted[name].traffic)
         lab.journal.write(records.Activations(name, activations.peak_bytes))
         write_memory(lab, name, memory)

@@ -8,9 +8,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from workers.cluster.verdict import Verdict
+from workers.cluster.watch import Watch
+from workers.exchange import Exchange
 from workers.journal import Journal
 from workers.lab import Lab
 from workers.report import records
@@ -27,9 +30,12 @@ def conclude(lab: Lab, folder: Path) -> int:
     everyone = lab.exchange.gather("records", lines)
     if everyone is None:
         return int(lab.exchange.share("verdict"))
-    by_rank = {}
+    by_rank: records.Ranks = {}
     for rank, of_rank in enumerate(everyone):
         path = folder / f"rank{rank}.jsonl"
+        if of_rank is None:  # it has left: what it wrote until then has to do
+            by_rank |= {rank: records.read(path)} if path.exists() else {}
+            continue
         if not path.exists():  # nodes need not share a disk
             records.write_atomically(path, (line + "\n" for line in of_rank))
         by_rank[rank] = [records.from_line(line) for line in of_rank]
@@ -41,6 +47,17 @@ def conclude(lab: Lab, folder: Path) -> int:
         lab.say(line)
     # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has it.
     return int(lab.exchange.share("verdict", exit_code(run) if written else exit_code(run) or 1))
+
+
+def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable[[int], None]) -> None:
+    """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then` hears of it."""
+
+    def left(lost: records.Lost) -> None:
+        journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the others went on"))
+        exchange.gone.add(lost.rank)
+        then(lost.rank)
+
+    watch.let_leave(left)
 
 
 def point_latest(folder: Path) -> None:

@@ -5,6 +5,7 @@ a bound, and who did not come is named.
 """
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -12,9 +13,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+LOOK_S = 1.0  # how often a wait looks whether the rank has left
+
 
 class Exchange:
-    """Barriers and JSON values between the ranks of a run. Calls must come in the same order on every rank."""
+    """Barriers and JSON values between the ranks of a run. Calls must come in the same order on every rank.
+
+    Nobody waits for a rank in `gone`: its value is None where it has not given one before it left.
+    """
 
     def __init__(
         self,
@@ -29,6 +35,7 @@ class Exchange:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._waiting = waiting  # tells the watch what is waited for
+        self.gone: set[int] = set()  # ranks that have left a run which goes on without them; the watch adds to it
         self._turn = 0
 
     def everyone(self, name: str, value: Any) -> list[Any]:
@@ -72,9 +79,20 @@ class Exchange:
             return [self._take(turn, name, rank) for rank in range(self.world_size)]
 
     def _take(self, turn: str, name: str, rank: int) -> Any:
-        key = f"{turn}/{rank}"
-        try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            raise TimeoutError(f"waited for rank {rank} at {name!r} for {self.timeout_s:g} s in vain") from error
-        return json.loads(self.store.get(key))
+        """Wait in slices, and look between them whether the rank has left."""
+        key, deadline = f"{turn}/{rank}", time.monotonic() + self.timeout_s
+        while True:
+            began = time.monotonic()
+            slice_s = max(0.001, min(LOOK_S, deadline - began))
+            try:
+                self.store.wait([key], timedelta(seconds=slice_s))
+                return json.loads(self.store.get(key))
+            except RuntimeError as error:
+                if rank in self.gone:
+                    return None
+                now = time.monotonic()
+                # Stores have errors of their own for a wait that is over; one that comes before is of the store itself.
+                if now >= deadline or now - began < slice_s / 2:
+                    raise TimeoutError(
+                        f"waited for rank {rank} at {name!r} for {self.timeout_s:g} s in vain"
+                    ) from error

@@ -19,7 +19,7 @@ import torch
 
 from workers.config import Config
 from workers.measure.activations import SavedActivations
-from workers.measure.formulas import rest_bytes
+from workers.measure.formulas.sharding import WHOLE_LAYERS, rest_bytes
 from workers.report.judge import judge
 from workers.report.records import BrokenRecord, Losses, read_run, select
 from workers.workload.data import Batches
@@ -27,9 +27,6 @@ from workers.workload.model import outline
 
 MIB = 2**20
 FLOAT32_BYTES = 4
-# Layers whose weights or gradients are whole at once in zero3's backward pass: the one that computes and the one that is gathered
-# ahead, the gradients that are summed, and what the other ranks send for that sum.
-WHOLE_LAYERS = 4
 POLL_S = 0.02
 # The same numbers are summed in another order, and AdamW divides by a gradient's own size: where that is rounding noise a weight
 # may step the other way.

@@ -18,11 +18,12 @@ from torch import Tensor
 from workers.config import Config
 from workers.exchange import Exchange
 from workers.journal import Journal
-from workers.measure.formulas import Prediction, wire_tolerance
+from workers.measure.formulas import Prediction
+from workers.measure.formulas.collectives import wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
 from workers.report import records
 from workers.report.text import aligned
-from workers.workload.data import Batches, Microbatch
+from workers.workload.data import Batches, Microbatch, effective_batch
 from workers.workload.model import Model, build_model
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 
 class Strategy(Protocol):
-    """One way of training a model on many ranks."""
+    """One way of training a model on many ranks.
+
+    Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat.
+    """
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         """Forward and backward of this rank's microbatches, gradients synchronised, once a step.
@@ -84,11 +88,11 @@ class Bug:
     check: str
 
 
-def nothing_to_save(config: Config) -> list[str]:
-    """For the `refuse` of a mode that trains nothing: a sentence if checkpoints were asked for all the same."""
+def no_checkpoints(config: Config, why: str) -> list[str]:
+    """For the `refuse` of a mode that saves none: a sentence for each variable that asks for checkpoints all the same."""
     asked = {"LAB_CHECKPOINT_EVERY": config.checkpoint_every, "LAB_RESUME": config.resume}
     return [
-        f"{name}={value}: {config.run_mode} trains nothing that could be saved, it goes with dp, fsdp, pp or tp"
+        f"{name}={value}: {config.run_mode} {why}; checkpoints go with dp, fsdp, pp or tp"
         for name, value in asked.items()
         if value is not None
     ]
@@ -113,6 +117,8 @@ class Lab:
         self.side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
         self.checkpoints: Checkpoints | None = None  # where the run saves or resumes
         self.saver: Saver | None = None  # while the timed pass saves
+        # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has left.
+        self.let_leave: Callable[[Callable[[int], None]], None] | None = None
         self._ledger = ledger
 
     # --- what is trained ---
@@ -168,9 +174,9 @@ class Lab:
 
     # --- what is measured ---
 
-    def count(self) -> AbstractContextManager[Traffic]:
-        """Calls and wire bytes of what runs inside the block; all ranks enter and leave together."""
-        return self._ledger.count()
+    def count(self, *, calls: bool = True) -> AbstractContextManager[Traffic]:
+        """Calls and wire bytes of what runs inside the block, or the wire alone; all ranks enter and leave together."""
+        return self._ledger.count(calls=calls)
 
     def seconds(self, call: Callable[[], object], repeats: int = 1) -> float:
         """Seconds of one of `repeats` calls in a row on this rank; all ranks begin together.
@@ -191,24 +197,27 @@ class Lab:
         also: Callable[[str, Strategy], None] | None = None,
         shards: int | None = None,
         cannot: Mapping[str, str] | None = None,
+        proofs: Mapping[str, Callable[[Variant], None]] | None = None,
     ) -> dict[str, Measured]:
         """Prove, time and count every variant; `also(name, strategy)` adds checks at the end of each proof.
 
         The batch is dealt in `shards` equal runs of ranks: one a rank by default, 1 where all ranks work on the same
-        samples. Variants in `cannot` are skipped, for the reason given there. Returns what was measured on this rank.
+        samples. Variants in `cannot` are skipped, for the reason given there. Variants in `proofs` do on purpose not compute
+        what one process does: each is proven by what stands there in its place. Returns what was measured on this rank.
         """
         from workers.counted import count  # the passes are written in terms of Lab
         from workers.proof import prove
         from workers.timed import time_steps
 
         self.shards = shards or self.world_size
+        self.say(effective_batch(self.config, self.shards), "batch")
         chosen = {variant.__name__: variant for variant in variants if self.wants(variant.__name__)}
         reasons = self.open_checkpoints(list(chosen)) | dict(cannot or {})
         for name in [name for name in chosen if name in reasons]:
             self.skip(name, reasons[name])
             del chosen[name]
         if self.config.proof:
-            prove(self, chosen, also)
+            prove(self, chosen, also, proofs or {})
         bubbles = time_steps(self, chosen)
         counted = count(self, chosen)
         if self.config.trace:
@@ -216,6 +225,10 @@ class Lab:
 
             trace(self, chosen)
         return {name: Measured(**vars(each), bubble=bubbles.get(name)) for name, each in counted.items()}
+
+    def losses(self) -> dict[str, list[float]]:
+        """The loss curves of the timed pass by variant, and of one process, on rank 0; nothing elsewhere."""
+        return {record.variant: record.values for record in self.journal.records if isinstance(record, records.Losses)}
 
     def open_checkpoints(self, variants: list[str]) -> dict[str, str]:
         """Find what LAB_RESUME goes on from; returns which of `variants` it does not hold, and a sentence for each."""

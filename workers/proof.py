@@ -6,7 +6,7 @@ step whatever the gradients are. With adamw or LAB_CLIP one more step compares t
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,8 +23,13 @@ LEARNING_RATE = 0.01  # small: a step that overshoots would make rounding errors
 AlsoCheck = Callable[[str, Strategy], None]
 
 
-def prove(lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None) -> None:
-    """Check each variant against one process; `also(name, strategy)` adds the mode's own checks at its end."""
+def prove(
+    lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None, apart: Mapping[str, Callable[[Variant], None]]
+) -> None:
+    """Check each variant against one process; `also(name, strategy)` adds the mode's own checks at its end.
+
+    Those in `apart` are not compared to one process, but proven by what stands there.
+    """
     config = lab.config.awake()
     lr = config.learning_rate if config.model == "line" else LEARNING_RATE  # the line lesson's own: all of it is proven
     plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": lr})
@@ -33,6 +38,10 @@ def prove(lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None) -> Non
     tuned = config.optimizer == "adamw" or config.clip is not None
     dense_tuned = one_process(lab, config, batches, 1) if tuned else []
     for name, build in variants.items():
+        if name in apart:
+            lab.at(0, f"proof of {name}")
+            apart[name](build)
+            continue
         lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
         strategy = build(lab.model(torch.float64), lab.group, plain)
         differences = against(lab, strategy, name, batches, dense)

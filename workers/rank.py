@@ -9,20 +9,23 @@ import platform
 import socket
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from workers.cluster import link
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from workers.cluster.watch import Watch
 from workers.config import MAX_WORLD_SIZE, Config, ConfigError, suggest
 from workers.device import pick_device
-from workers.ending import bury, conclude
+from workers.ending import bury, conclude, let_leave
 from workers.exchange import Exchange
 from workers.journal import Journal, put_aside
 from workers.lab import Lab
+from workers.linked import measure_link
 from workers.measure.ledger import Ledger
 from workers.report import records
 
@@ -65,7 +68,9 @@ def be_rank(config: Config, started_at: float) -> int:
         lab = Lab(config, device, world, exchange, ledger, journal, watch.at)
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
+        lab.let_leave = partial(let_leave, watch, exchange, journal)
         greet(lab, cluster, folder)
+        measure_link(lab)
         gc.freeze()  # what is imported stays: a collection need not walk its 180,000 objects again and again
         experiment.run(lab)
         lab.at(config.steps, "report")
@@ -98,6 +103,7 @@ def refuse(config: Config, experiment: Any) -> None:
         )
     faults += experiment.refuse(config)
     faults += unwritable(config)
+    faults += link.faults(config)
     if config.resume is not None or config.checkpoint_every is not None:
         from workers.checkpoint import finding  # a run without checkpoints need not wait for it
 

@@ -18,7 +18,7 @@ from workers.chronicle import Chronicle
 from workers.counted import WARMUP_STEPS
 from workers.lab import Lab, Strategy, Variant
 from workers.measure.timeline import align
-from workers.parallel.phases import phase, recorded
+from workers.parallel.phases import phase, recorded, slowed
 from workers.proof import dealt
 from workers.report import records
 from workers.report.progress import Progress
@@ -37,7 +37,7 @@ class Stopwatch:
 
     def step(self, name: str, strategy: Strategy, lab: Lab, course: Course, step: int) -> None:
         """One step, from its first forward to its update; all ranks begin together."""
-        with recorded() as spans:
+        with recorded() as spans, slowed(lab.config.slowed_to):
             with phase("data"):
                 microbatches = dealt(lab, course.batches, course.data_step(step))
             lab.exchange.barrier(f"step {step} of {name}")
@@ -63,6 +63,12 @@ def time_steps(lab: Lab, variants: dict[str, Variant]) -> dict[str, float | None
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
     dense = one_process_losses(lab, batches, dtype)
+    if lab.config.slow_rank is not None:
+        slow, share = lab.config.slow_rank.split(":")
+        lab.say(
+            f"rank {slow} computes at {share} of its speed: it sleeps after each pass by the compute it measured",
+            "slowed",
+        )
     lab.at(0, "the making of all variants")
     strategies = {name: build(lab.model(dtype), lab.group, lab.config) for name, build in variants.items()}
     watch = Stopwatch(list(variants))

@@ -17,8 +17,9 @@ gather, and a ring chunk by chunk), sweep.py (latency, bandwidth and bytes from 
 
 from experiments.comm import demo, gradients, primitives, sweep
 from workers.config import Config
-from workers.lab import Bug, Lab, nothing_to_save
-from workers.measure.formulas import Prediction, all_reduce_bytes
+from workers.lab import Bug, Lab, no_checkpoints
+from workers.measure.formulas import Prediction
+from workers.measure.formulas.collectives import all_reduce_bytes
 
 VARIANTS = sweep.VARIANTS
 BUGS = {
@@ -43,7 +44,7 @@ def refuse(config: Config) -> list[str]:
     """What this mode cannot run."""
     if config.bug in BUGS and config.world_size == 1:
         return [f"LAB_BUG={config.bug} cannot show with WORLD_SIZE=1: it takes two ranks"]
-    return nothing_to_save(config)
+    return no_checkpoints(config, "trains nothing that could be saved")
 
 
 def predict(config: Config) -> list[Prediction]:

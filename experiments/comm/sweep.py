@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from workers.lab import Lab
-from workers.measure import formulas
+from workers.measure.formulas import collectives as formulas
+from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
 from workers.parallel.collectives import Collective, pick
 from workers.parallel.peers import split
 
@@ -162,12 +163,9 @@ def fits(lab: Lab, costs: Costs, variants: list[str]) -> None:
         times = [costs["all_reduce", nbytes, name].seconds for nbytes in SIZES]
         latency_s, bytes_per_s, off = fit(name, lab.world_size, times)
         rounds = formulas.all_reduce_rounds(name, lab.world_size)
-        rows.append([name, rounds, f"{latency_s * 1e6:.0f}", f"{bytes_per_s / 1e9:.2f}", f"{off:.0%}"])
-    lab.table(
-        "T = rounds·α + bytes/B, fitted to the all_reduce",
-        ["variant", "rounds", "α, us", "B, GB/s", "typically off by"],
-        rows,
-    )
+        rows.append([name, rounds, shown(latency_s * 1e6), shown(bytes_per_s / 1e9), f"{off:.0%}"])
+    # `python -m workers.plan --calibrate` reads this table.
+    lab.table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], rows)
 
 
 def fit(name: str, world_size: int, times: list[float]) -> tuple[float, float, float]:
@@ -202,6 +200,11 @@ def wall(lab: Lab, costs: Costs, variants: list[str]) -> None:
     lab.say(
         f"the server sends {server:g}·S at N={lab.world_size}, and S more with each rank; the ring {ring:.3g}·S, under 2·S for any N"
     )
+
+
+def shown(value: float) -> float:
+    """Three digits, however slow the link is."""
+    return float(f"{value:.3g}")
 
 
 def size(nbytes: int) -> str:

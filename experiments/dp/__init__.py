@@ -18,6 +18,9 @@ The variants differ in how many calls they make, and when:
   ring        the same buckets over the ring all_reduce of workers/parallel
   ddp         PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
+On a slow link (LAB_NET_RATE, LAB_NET_DELAY) two lessons more follow, whatever LAB_VARIANT names: bucket sizes from 0 to 64 MiB with
+and without overlap (sweep.py), and a step that is bound by communication with its four remedies (remedies.py).
+
 With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see line.py).
 """
 
@@ -30,14 +33,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.dp import line
-from experiments.dp.checks import check_replicas, check_samples
 from experiments.dp.claims import gradient_bytes, in_unit, predict, refuse, title
 from experiments.dp.faults import BUGS, buckets_of
-from experiments.dp.replica import Replica, begin_alike
+from experiments.dp.remedies import remedies
+from experiments.dp.sweep import sweep
+from workers.checks import check_replicas, check_samples
 from workers.config import Config
 from workers.lab import Lab, Strategy
 from workers.parallel.collectives import Collective
 from workers.parallel.phases import phase
+from workers.replica import Replica, Wrapped, begin_alike
 from workers.workload.model import Model
 
 VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp", *line.VARIANTS)
@@ -45,7 +50,7 @@ __all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure; then the first lesson's table, if it is its model."""
+    """Predict, prove, measure; then the first lesson's table, if it is its model, and what a slow link teaches, if it is one."""
     predictions = predict(lab.config)
     size, unit = in_unit(gradient_bytes(lab.config))
     sent = size * 2 * (lab.world_size - 1) / lab.world_size
@@ -66,6 +71,9 @@ def run(lab: Lab) -> None:
             )
     if lab.config.model == "line":
         line.lesson(lab, flat)
+    if lab.world_size > 1 and (lab.config.net_rate is not None or lab.config.net_delay is not None):
+        sweep(lab)
+        remedies(lab)
 
 
 # --- the variants, in reading order ---
@@ -126,19 +134,3 @@ def ddp(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
     )
     forward: nn.Module = model if config.bug == "unwrapped_forward" else wrapped
     return Replica(model, config, Wrapped(wrapped), forward=forward, scale=group.size())
-
-
-class Wrapped:
-    """DistributedDataParallel sums inside of `backward`, unless it is told that more microbatches follow."""
-
-    def __init__(self, wrapped: DistributedDataParallel) -> None:
-        self.wrapped = wrapped
-
-    def zero(self) -> None:
-        self.wrapped.zero_grad()
-
-    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self.wrapped.no_sync()
-
-    def finish(self) -> None:
-        """Nothing is left: DDP waits at the end of `backward`."""

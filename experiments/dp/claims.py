@@ -5,7 +5,9 @@ import torch
 from experiments.dp import line
 from experiments.dp.faults import invisible
 from workers.config import Config
-from workers.measure.formulas import Prediction, all_reduce_bytes, rest_bytes
+from workers.measure.formulas import Prediction
+from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
 from workers.workload import data, model, text
 from workers.workload.model import outline

@@ -6,7 +6,8 @@ import torch
 
 from experiments.fsdp.faults import invisible
 from workers.config import Config
-from workers.measure.formulas import Prediction, fully_shard_bytes, rest_bytes, zero_bytes
+from workers.measure.formulas import Prediction
+from workers.measure.formulas.sharding import fully_shard_bytes, rest_bytes, zero_bytes
 from workers.workload import data, model, text
 from workers.workload.model import outline
 
@@ -63,9 +64,7 @@ def by_hand(config: Config, name: str) -> Prediction:
     ranks, parts, stage = config.world_size, config.num_microbatches, STAGES[name]
     gathers = 2 if config.reshard else 1
     itemsize: int = getattr(torch, config.dtype).itemsize
-    shared = (
-        0 if not (config.tie and config.model == "gpt") else 1
-    )  # the first unit stays from its first use to its last
+    shared = int(config.tie and config.model == "gpt")  # the first unit stays from its first use to its last
     total, calls = 0.0, 0
     for index, chunk in enumerate(chunks(config)):
         times = 1 if index < shared else gathers
@@ -78,14 +77,13 @@ def by_hand(config: Config, name: str) -> Prediction:
 
 
 def by_torch(config: Config) -> Prediction:
-    """fully_shard's: all but its last unit, what is in no block, is gathered twice."""
-    ranks, parts, sizes = config.world_size, config.num_microbatches, units(config)
+    """fully_shard's: gathers as zero3's, and sums as the backend has them."""
+    ranks, parts, gathers = config.world_size, config.num_microbatches, 2 if config.reshard else 1
     itemsize: int = getattr(torch, config.dtype).itemsize
-    ends = 0 if config.model != "gpt" else sizes[0] + (0 if config.tie else sizes[-1])
-    kept = ends if config.reshard else sum(sizes)
-    total = fully_shard_bytes(ranks, sum(sizes) * itemsize, kept * itemsize, parts, config.backend)
-    moves = f"{parts * ((4 if config.backend == 'gloo' else 3) - (not config.reshard))}"
-    calls = parts * 3 * (len(outline(config).layers) - (config.model == "gpt"))
+    total = fully_shard_bytes(ranks, sum(units(config)) * itemsize, parts, gathers, config.backend)
+    moves = parts * (gathers + (2 if config.backend == "gloo" else 1))
+    wrapped = len(outline(config).layers) - (config.model == "gpt")  # both ends are one unit
+    calls = parts * (gathers + 1) * wrapped
     return Prediction("fsdp2", "wire bytes", "B", f"{moves}(N-1)/N x S", (total,) * ranks, calls, decides=False)
 
 

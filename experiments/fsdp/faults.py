@@ -118,7 +118,7 @@ def invisible(config: Config) -> list[str]:
     makers = SEEN_IN.get(bug, config.variant)
     clips, saves = bug in ("per_rank_norm", "local_clip"), bug in ("save_without_barrier", "resume_repeats_epoch")
     reasons = [
-        (not config.proof and bug != "forgot_reshard", "LAB_PROOF=0: nothing is compared"),
+        (not config.proof and bug not in ("forgot_reshard", "save_without_barrier"), "LAB_PROOF=0: nothing is compared"),
         (ranks == 1 and bug != "resume_repeats_epoch", "WORLD_SIZE=1: it takes two ranks"),
         (bool(config.variant) and not set(config.variant) & set(makers), f"these variants: it takes {' or '.join(makers)}"),
         (clips and config.clip is None, "LAB_CLIP unset: nothing is clipped"),

@@ -30,11 +30,10 @@ class Sharded:
         self.optimizer = make_optimizer(self.zero.masters, config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """Forward and backward of this rank's microbatches, as many on every rank: their collectives have to meet."""
-        idle = [microbatches[-1]._replace(share=0.0)] * (self.config.num_microbatches - len(microbatches))
+        """Forward and backward of this rank's microbatches."""
         shares: list[Tensor] = []
         self.zero.begin()
-        for inputs, targets, share in microbatches + idle:
+        for inputs, targets, share in as_many_as_all(microbatches, self.config):
             with self.zero.microbatch(last=len(shares) == self.config.num_microbatches - 1):
                 with phase("forward", str(len(shares))):
                     loss = self.model(inputs, targets) * share
@@ -82,3 +81,9 @@ class Sharded:
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002  it was filled in place
         """The shards are loaded: every rank gets the others'."""
         self.zero.publish()
+
+
+def as_many_as_all(microbatches: list[Microbatch], config: Config) -> list[Microbatch]:
+    """A rank with fewer samples than microbatches works on its last ones again for nothing: the ranks' collectives have to meet."""
+    idle = config.num_microbatches - len(microbatches)
+    return microbatches + [microbatches[-1]._replace(share=0.0)] * idle

@@ -1,7 +1,7 @@
 """PyTorch's own: `fully_shard`, one wrap unit a block and one for what is left, the embedding and the output layer.
 
-It is ZeRO-3: every parameter a DTensor, sharded along its first dim. The last unit stays gathered from the forward to the
-backward pass, as PyTorch does it by default. gloo's reduce_scatter is an all_reduce and a slice, so on gloo it sends
+It is ZeRO-3: every parameter a DTensor, sharded along its first dim. As in zero3 all units are freed after their forward pass
+(left to itself PyTorch keeps the outermost one). gloo's reduce_scatter is an all_reduce and a slice, so on gloo it sends
 4(N-1)/N·S where zero3 sends 3(N-1)/N·S.
 """
 
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from experiments.fsdp.sharded import as_many_as_all
 from workers.config import Config
 from workers.lab import Strategy
 from workers.parallel.phases import phase
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import live_state, make_optimizer, named_state
+from workers.workload.optimizer import live_state, make_optimizer, named_tensors
 
 
 def fsdp2(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
@@ -50,10 +51,9 @@ class FullySharded:
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         """It averages over the ranks, so the loss that it differentiates is that many times ours."""
-        idle = [microbatches[-1]._replace(share=0.0)] * (self.config.num_microbatches - len(microbatches))
         shares: list[Tensor] = []
         self.model.zero_grad()
-        for inputs, targets, share in microbatches + idle:
+        for inputs, targets, share in as_many_as_all(microbatches, self.config):
             with phase("forward", str(len(shares))):
                 loss = self.model(inputs, targets) * share
             with phase("backward", str(len(shares))):
@@ -69,20 +69,10 @@ class FullySharded:
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Dense tensors on rank 0, gathered one at a time; nothing elsewhere."""
-        for label, tensor in self.held(kind):
+        for label, tensor in named_tensors(self.model, self.optimizer, kind):
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             if self.group.rank() == 0:
                 yield label, whole
-
-    def held(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """This rank's tensors, in the same order on every rank."""
-        if kind == "optimizer":
-            yield from named_state(self.model, self.optimizer)
-            return
-        for name, parameter in self.model.named_parameters():
-            tensor = parameter.detach() if kind == "weights" else parameter.grad
-            if tensor is not None:
-                yield name, tensor
 
     def state_dict(self) -> dict[str, Any]:
         return dict(live_state(self.model.named_parameters(), self.optimizer))

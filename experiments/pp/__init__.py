@@ -29,7 +29,7 @@ from experiments.pp.faults import BUGS, boundaries_of
 from experiments.pp.strategy import Pipelined, parts_of, runs_of
 from workers.config import Config
 from workers.lab import Lab, Strategy
-from workers.measure.formulas import bubble, in_flight
+from workers.measure.formulas.pipelines import bubble, in_flight
 from workers.parallel import schedules
 from workers.parallel.boundaries import Boundaries
 from workers.parallel.pipeline import Pipeline

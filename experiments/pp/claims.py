@@ -4,7 +4,9 @@ import torch
 
 from experiments.pp.faults import invisible
 from workers.config import Config
-from workers.measure.formulas import Prediction, all_reduce_bytes, bubble, pipeline_ends
+from workers.measure.formulas import Prediction
+from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.pipelines import bubble, pipeline_ends
 from workers.workload import data, model, text
 from workers.workload.model import outline
 

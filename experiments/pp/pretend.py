@@ -2,8 +2,8 @@
 
 Four ranks that compute on two cores take turns, whatever the schedule says. Four that sleep do not. LAB_SLEEP_MS is the time
 of one microbatch's samples forward through one rank, twice that backward (the gradients of weights and of inputs are a
-product each); of v chunks each takes its share, and a microbatch with more samples takes longer. The real layers are
-still there, and what they take comes on top.
+product each); of v chunks each takes its share, and a microbatch with more samples takes longer. The rank of LAB_SLOW_RANK
+sleeps longer by as much as it is slower. The real layers are still there, and what they take comes on top.
 """
 
 import time
@@ -37,7 +37,7 @@ class Sleep(torch.autograd.Function):
 def pretend_compute(stages: Iterable[nn.Module], config: Config, chunks: int) -> None:
     """Let each of a rank's stages sleep behind its layers."""
     samples = global_batch(config) / config.num_microbatches
-    per_sample_s = config.sleep_ms / 1e3 / chunks / samples
+    per_sample_s = config.sleep_ms / config.slowed_to / 1e3 / chunks / samples
 
     def sleep(stage: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:  # noqa: ARG001  what a hook is given
         slept: Tensor = Sleep.apply(output, per_sample_s * len(output))  # type: ignore[no-untyped-call]

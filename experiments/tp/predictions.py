@@ -8,9 +8,9 @@ import torch
 from experiments.tp.claims import cannot
 from experiments.tp.naive import split_linears
 from workers.config import Config
-from workers.measure.formulas import (
-    Prediction,
-    all_reduce_bytes,
+from workers.measure.formulas import Prediction
+from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.tensor import (
     column_split_bytes,
     parallel_loss_bytes,
     sequence_parallel_bytes,

@@ -20,7 +20,7 @@ from workers.parallel.phases import phase
 from workers.parallel.sequence import sum_together
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import live_state, make_optimizer, named_state
+from workers.workload.optimizer import live_state, make_optimizer, named_tensors
 
 
 class Shard:
@@ -90,13 +90,7 @@ class Shard:
 
     def held(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """This rank's tensors, in the same order on every rank."""
-        if kind == "optimizer":
-            yield from named_state(self.model, self.optimizer)
-            return
-        for name, parameter in self.model.named_parameters():
-            tensor = parameter.detach() if kind == "weights" else parameter.grad
-            if tensor is not None:
-                yield name, tensor
+        return named_tensors(self.model, self.optimizer, kind)
 
     def state_dict(self) -> dict[str, Any]:
         """Of a cut tensor this rank's piece, and a DTensor as it is."""

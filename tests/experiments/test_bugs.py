@@ -10,7 +10,17 @@ from tests.ranks import Ranks
 from workers.config import modes
 
 # Enough variants for every mistake of the mode, and no more: a naive one makes dozens of calls a step.
-NARROW = {"comm": "ring", "dp": "flat,bucketed,ddp", "tp": "naive,megatron", "pp": "gpipe,1f1b", "fsdp": "zero2,zero3"}
+NARROW = {
+    "comm": "ring",
+    "dp": "flat,bucketed,ddp",
+    "tp": "naive,megatron",
+    "pp": "gpipe,1f1b",
+    "fsdp": "zero2,zero3",
+    "compress": "int8,randomk,powersgd",
+    "server": "ssp",
+    "largebatch": "linear",
+    "precision": "fp16_master",
+}
 # What a mistake needs to be made at all.
 NEEDS = {
     "local_clip": {"LAB_CLIP": "0.05"},
@@ -18,6 +28,8 @@ NEEDS = {
     "lost_shard_tail": {"LAB_WIDTH": "20"},
     "save_without_barrier": {"LAB_CHECKPOINT_EVERY": "2"},
     "resume_repeats_epoch": {"LAB_CHECKPOINT_EVERY": "2"},
+    "lr_unscaled": {"LAB_MODEL": "mlp"},
+    "unscaled_clip": {"LAB_CLIP": "0.05"},
 }
 BUGS = [(mode, bug) for mode in modes() for bug in importlib.import_module(f"experiments.{mode}").BUGS]
 

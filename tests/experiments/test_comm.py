@@ -15,7 +15,8 @@ from experiments import comm
 from experiments.comm import demo, gradients, primitives, sweep
 from tests.ranks import Ranks
 from workers.config import Config
-from workers.measure.formulas import all_reduce_seconds
+from workers.measure.formulas.collectives import all_reduce_seconds
+from workers.plan.calibrate import calibrate
 
 
 class Notes:
@@ -144,3 +145,6 @@ def test_the_whole_mode(tmp_path: Path) -> None:
         assert ("direct", "wire bytes all_reduce 4 MiB") in compared
         assert {variant for variant, _ in compared} == {"gloo", "direct"}
     assert "rank 1 | rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output
+    link = calibrate(tmp_path / "run").link  # what `python -m workers.plan` takes from it
+    assert link is not None
+    assert 0 <= link.latency_s < 0.1 and 1e7 < link.bytes_per_s < 1e12

@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from experiments import dp
 from experiments.dp import claims, line
-from tests.labs import TINY, failed, one_rank, run_experiment
+from experiments.dp.remedies import accumulated, in_bfloat16, larger
+from experiments.dp.stopwatch import send_nothing
+from experiments.dp.sweep import verdict
+from tests.labs import TINY, failed, lab_of, one_rank, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config
 from workers.lab import Strategy
@@ -20,7 +23,7 @@ from workers.measure.calls import Calls
 from workers.measure.memory import MemoryLedger
 from workers.parallel.peers import Peers
 from workers.report.judge import judge
-from workers.report.records import from_line
+from workers.report.records import Profile, Said, Table, from_line
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
@@ -320,3 +323,88 @@ def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, name: str) -> None:
     assert ranks(2, left_alive, config_of(2), name) == [0, 0]
+
+
+# --- on a slow link ---
+
+
+def test_a_slow_link_brings_the_sweep_of_buckets_and_the_remedies(ranks: Ranks, tmp_path: Path) -> None:
+    """In the pool nothing is slow, so times are judged by what holds at any speed."""
+    settings = {"RUN_MODE": "dp", "LAB_VARIANT": "flat", "LAB_PROOF": "0", "LAB_NET_RATE": "1gbit"}
+    run, by_rank = run_experiment(ranks, 3, tmp_path, **settings)
+    assert (run["verdict"], failed(run)) == ("pass", set())
+    buckets, remedies = (record for record in by_rank[0] if isinstance(record, Table))
+    parameters = len(list(outline(Config.read(TINY)).parameters()))
+    assert [row[:2] for row in buckets.rows] == [
+        ["0", parameters],
+        ["0.25 to 64", 1],
+    ]  # 0.1 MB is one bucket in all others
+    for row in buckets.rows:
+        hidden = 100 * (row[3] - row[2]) / row[4]
+        assert row[6] == pytest.approx(hidden, abs=100 * 0.3 / row[4])  # of times that were rounded to 0.1 ms
+    assert [row[1] for row in remedies.rows] == [16, 64, 64, 16, 16]
+    for _, samples, step_ms, sending, used, speedup, rate in remedies.rows:
+        assert sending + used in (99, 100, 101)
+        assert speedup == pytest.approx(3 * used / 100, abs=0.03)
+        assert rate == pytest.approx(samples / step_ms * 1e3, rel=0.02)
+    assert remedies.rows[-1][3:6] == [0, 100, 3.0]
+    assert {record.heading for record in by_rank[0] if isinstance(record, Said)} >= {"buckets", "remedies"}
+
+
+def halves(group: dist.ProcessGroup) -> tuple[float, float]:
+    """The largest relative error of a sum in bfloat16, and of one left out."""
+    bucket = torch.linspace(1, 2, 1000) * (group.rank() + 1)
+    wanted = torch.linspace(1, 2, 1000) * sum(range(1, group.size() + 1))
+    summed, kept = bucket.clone(), bucket.clone()
+    in_bfloat16(group)(summed).wait()
+    send_nothing(kept)
+    return tuple(float(((found - wanted) / wanted).abs().max()) for found in (summed, kept))  # type: ignore[return-value]
+
+
+def test_a_sum_in_16_bits_is_right_to_8_bits_and_none_is_wrong(ranks: Ranks) -> None:
+    for rounded, left_out in ranks(3, halves):
+        assert 0 < rounded < 3 * 2**-8
+        assert left_out > 0.4
+
+
+def more(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[float]:
+    """What a larger batch and accumulation have in common: samples, and the weight of all of them together."""
+    lab = lab_of(group, settings, folder)
+    batches = lab.batches(torch.float64)
+    loads = larger(lab, batches), accumulated(lab, batches)
+    model = lab.model(torch.float64)
+    losses = [sum(float(model(inputs, targets).detach()) * share for inputs, targets, share in load) for load in loads]
+    return [abs(losses[0] - losses[1]), *(sum(len(each.inputs) for each in load) for load in loads)]
+
+
+def test_accumulation_computes_what_a_larger_batch_does(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_MICROBATCHES": "2"} | SMALL
+    for difference, *samples in ranks(2, more, settings, str(tmp_path)):
+        assert difference <= TOLERANCE
+        assert samples in ([20, 20], [16, 16])  # 9 samples a step: 5 and 4
+
+
+def test_the_sweep_says_what_its_table_shows() -> None:
+    rows: list[list[float]] = [
+        [0, 100, 90.0, 95.0, 60.0, 40.0, 8.0],
+        [1, 7, 60.0, 80.0, 50.0, 40.0, 40.0],
+        [16, 1, 75.0, 76.0, 50.0, 40.0, 2.0],
+    ]
+    said = verdict(rows)
+    assert "best with 7 of 1 MiB: 60 ms a step, 40 % of sending hidden" in said
+    assert "a bucket a parameter (100 calls) costs 50 % more" in said
+    assert "one bucket for all costs 25 % more" in said
+    assert "costs" not in verdict(rows[1:2])
+
+
+def test_a_slow_rank_takes_longer_in_the_timed_pass_and_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    """At a fiftieth of its speed: no noise of a shared machine is as large."""
+    settings = {"RUN_MODE": "dp", "LAB_VARIANT": "flat", "LAB_PROOF": "0", "LAB_SLOW_RANK": "1:0.02"}
+    run, by_rank = run_experiment(ranks, 2, tmp_path, **settings)
+    assert run["verdict"] == "pass"
+    (said,) = [each.text for each in by_rank[0] if isinstance(each, Said) and each.heading == "slowed"]
+    assert said.startswith("rank 1 computes at 0.02 of its speed")
+    quick, slow = (
+        next(each.seconds for each in by_rank[rank] if isinstance(each, Profile)) for rank in (0, 1)
+    )  # by kind of phase
+    assert all(slow[kind] > 5 * quick[kind] for kind in ("forward", "backward"))

@@ -89,6 +89,16 @@ def test_what_is_sent_by_the_papers_formulas() -> None:
     assert sent["zero3"] == pytest.approx(3 * 3 / 4 * size, rel=0.001)
 
 
+@pytest.mark.parametrize(("reshard", "moves"), [("1", 4), ("0", 3)])
+def test_fully_shard_sends_what_is_predicted_of_it(ranks: Ranks, tmp_path: Path, reshard: str, moves: int) -> None:
+    settings = {"RUN_MODE": "fsdp", "LAB_VARIANT": "fsdp2", "LAB_PROOF": "0", "LAB_WIDTH": "64", "LAB_RESHARD": reshard}
+    run, _ = run_experiment(ranks, 2, tmp_path, **settings)
+    (wire,) = [entry for entry in run["comparisons"] if entry["name"] == "wire bytes"]
+    size = 4 * outline(config_of(2, LAB_WIDTH="64")).num_parameters()
+    assert wire["predicted"] == pytest.approx(moves / 2 * size)
+    assert abs(wire["measured"] - wire["predicted"]) <= wire["tolerance"]  # only shown in a run, since it is PyTorch's
+
+
 def test_a_tied_end_is_one_unit() -> None:
     apart, tied = units(config_of(2)), units(config_of(2, LAB_TIE="1"))
     assert len(tied) == len(apart) - 1

@@ -1,6 +1,7 @@
 """Every pipelined variant against one process in float64, what it sends and holds, each classic mistake, and refusals."""
 
 import gc
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from experiments import pp
 from experiments.pp.engines import ByHand
+from experiments.pp.pretend import pretend_compute
 from experiments.pp.strategy import Pipelined
 from tests.labs import copy_state
 from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.calls import Calls
-from workers.measure.formulas import bubble
+from workers.measure.formulas.pipelines import bubble
 from workers.workload.baseline import Snapshot, train
 from workers.workload.data import Batches, shard_sizes
 from workers.workload.model import build_model
@@ -364,3 +366,15 @@ def test_a_rank_that_holds_more_than_its_schedule_allows_is_seen(held: int, over
     pp.check_in_flight(lab, "1f1b", strategy)
     ((name, difference, tolerance, *_),) = claims
     assert (name, difference, tolerance) == ("in flight", over, 0)
+
+
+def test_a_slow_rank_pretends_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for rank in ("0", "1"):
+        settings = {"RUN_MODE": "pp", "RANK": rank, "MASTER_ADDR": "worker0", "WORLD_SIZE": "2", "LAB_BATCH": "4"}
+        config = Config.read(settings | {"LAB_SLEEP_MS": "10", "LAB_MICROBATCHES": "2", "LAB_SLOW_RANK": "1:0.5"})
+        stage = torch.nn.Linear(3, 3)
+        pretend_compute([stage], config, 1)
+        stage(torch.ones(2, 3)).sum().backward()
+    assert slept == pytest.approx([0.01, 0.02, 0.02, 0.04])

@@ -60,6 +60,21 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_RUN_ID": ".."}, "LAB_RUN_ID='..' is not a run id"),
         ({"LAB_MEMORY": "much"}, "LAB_MEMORY='much' is not a size such as 900m or 2g"),
         ({"LAB_BACKEND": "nccl", "LAB_DEVICE": "cpu"}, "LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone"),
+        ({"LAB_NET_RATE": "fast"}, "LAB_NET_RATE='fast' is not a rate such as 500kbit, 100mbit or 2gbit"),
+        ({"LAB_NET_RATE": "0mbit"}, "LAB_NET_RATE='0mbit' would let nothing through"),
+        ({"LAB_NET_DELAY": "5"}, "LAB_NET_DELAY='5' is not a delay such as 500us, 5ms or 1s"),
+        ({"LAB_SLOW_RANK": "2"}, "LAB_SLOW_RANK='2' is not a rank and its share of speed, such as 2:0.5"),
+        ({"LAB_SLOW_RANK": "2:0"}, "LAB_SLOW_RANK='2:0' has a speed out of range: allowed is more than 0, up to 1"),
+        ({"LAB_SLOW_RANK": "4:0.5"}, "LAB_SLOW_RANK='4:0.5' names a rank outside of WORLD_SIZE=4, allowed: 0 to 3"),
+        (
+            {"RUN_MODE": "comm", "LAB_SLOW_RANK": "1:0.5"},
+            "LAB_SLOW_RANK='1:0.5' slows the steps that are timed, and comm",
+        ),
+        ({"LAB_RATIO": "0"}, "LAB_RATIO='0' is out of range: allowed is more than 0, up to 1"),
+        ({"LAB_RATIO": "1.5"}, "LAB_RATIO='1.5' is out of range: allowed is more than 0, up to 1"),
+        ({"LAB_STALENESS": "-1"}, "LAB_STALENESS='-1' is out of range: allowed is 0 and more"),
+        ({"LAB_LOCAL_STEPS": "0"}, "LAB_LOCAL_STEPS='0' is out of range: allowed is 1 and more"),
+        ({"LAB_LOW_RANK": "0"}, "LAB_LOW_RANK='0' is out of range: allowed is 1 and more"),
         ({"RUN_MODE": "tp", "LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in tp, allowed: dp, fsdp"),
         ({"RUN_MODE": "pp", "LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in pp"),
     ],
@@ -68,6 +83,18 @@ def test_each_fault_is_one_sentence(environ: dict[str, str], words: str) -> None
     found = faults(**environ)
     assert len(found) == 1
     assert found[0].startswith(words)
+
+
+def test_some_modes_have_sizes_of_their_own_unless_they_are_set() -> None:
+    config = Config.read({"RUN_MODE": "compress", "LAB_DEPTH": "3"})
+    assert (config.width, config.depth) == (64, 3)
+    assert config.environ() == {"RUN_MODE": "compress", "LAB_DEPTH": "3"}
+    assert Config.read({"RUN_MODE": "dp"}).width == 128
+
+
+def test_only_the_rank_that_is_named_is_slow() -> None:
+    slow = [Config.read(RANK_OF_FOUR | {"RANK": rank, "LAB_SLOW_RANK": "1:0.25"}).slowed_to for rank in "0123"]
+    assert slow == [1.0, 0.25, 1.0, 1.0]
 
 
 def test_all_faults_are_told_at_once() -> None:

@@ -1,13 +1,17 @@
 """Small values between ranks: everyone hears everyone, and who stays away is named."""
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from workers import exchange as exchange_module
 from workers.exchange import Exchange
 
 
@@ -64,3 +68,49 @@ def test_who_does_not_come_is_named() -> None:
     alone = Exchange(dist.HashStore(), rank=0, world_size=2, timeout_s=0.2)
     with pytest.raises(TimeoutError, match=r"waited for rank 1 at 'step 3' for 0\.2 s"):
         alone.barrier("step 3")
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_wait_goes_on_past_the_looks_between(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "LOOK_S", 0.1)
+    stores: dict[str, Callable[[], dist.Store]] = {
+        "hash": lambda: dist.HashStore(),
+        "file": lambda: dist.FileStore(
+            str(tmp_path / "store"), 2
+        ),  # whole seconds, and no error of its own for their end
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }
+    store = stores[kind]()
+    one = Exchange(store, 0, 2, timeout_s=10)
+    giver = Timer(1.5, store.set, ["exchange/1/late/1", "7"])
+    giver.start()
+    assert one.everyone("late", 5) == [5, 7]
+    giver.join()
+
+
+def test_a_store_that_is_gone_is_not_waited_for() -> None:
+    class Gone:
+        def set(self, *_: object) -> None: ...
+
+        def wait(self, *_: object) -> None:
+            raise RuntimeError("Connection was likely closed")
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="waited for rank 0"):
+        Exchange(Gone(), 0, 2, timeout_s=30).barrier("end")  # type: ignore[arg-type]
+    assert time.monotonic() - began < 5
+
+
+def test_nobody_waits_for_a_rank_that_has_left_and_what_it_gave_before_counts() -> None:
+    store = dist.HashStore()
+    others = [Exchange(store, rank, 3, timeout_s=10) for rank in (0, 1)]
+    gone = Exchange(store, 2, 3, timeout_s=10)
+    gone._give(gone._next("first"), "given")
+    for exchange in others:
+        exchange.gone.add(2)
+    with ThreadPoolExecutor(2) as pool:
+        assert (
+            list(pool.map(lambda exchange: exchange.everyone("first", exchange.rank), others)) == [[0, 1, "given"]] * 2
+        )
+        assert list(pool.map(lambda exchange: exchange.everyone("then", exchange.rank), others)) == [[0, 1, None]] * 2
+        assert list(pool.map(lambda exchange: exchange.gather("last", exchange.rank), others)) == [[0, 1, None], None]

@@ -7,6 +7,7 @@ import pytest
 from tests.workers.report.made_up import bent, good_run, plus, written
 from workers import fit
 from workers.config import Config
+from workers.measure.formulas.sharding import WHOLE_LAYERS
 from workers.report.records import Losses, Lost, Ranks, Record
 
 SMALL = {"LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "3", "LAB_SEQ": "5", "LAB_BATCH": "4", "WORLD_SIZE": "2"}
@@ -15,10 +16,10 @@ SMALL = {"LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "3", "LAB_SEQ": "5", 
 def test_needs_are_the_papers_and_what_stands_beside() -> None:
     assert fit.dp_need(1000, 7).nbytes == 16_000 + 7
     layers = [100, 300, 300, 100]
-    step = 16 * 800 / 4 + fit.WHOLE_LAYERS * 4 * 300 + 7
+    step = 16 * 800 / 4 + WHOLE_LAYERS * 4 * 300 + 7
     assert fit.zero3_need(layers, 4, 7).nbytes == step
     start = 4 * 800 + 4 * 800 / 4 + 4 * 10
-    assert fit.zero3_need([10] * 80, 4, 0).nbytes == start > 16 * 800 / 4 + fit.WHOLE_LAYERS * 4 * 10
+    assert fit.zero3_need([10] * 80, 4, 0).nbytes == start > 16 * 800 / 4 + WHOLE_LAYERS * 4 * 10
 
 
 def test_activations_are_those_of_one_rank_and_hold_no_weights() -> None:

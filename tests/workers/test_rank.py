@@ -56,7 +56,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_all_else(tmp_path: Path)
 def test_a_mode_that_trains_nothing_saves_nothing(mode: str, environ: dict[str, str]) -> None:
     (fault,) = importlib.import_module(f"experiments.{mode}").refuse(config_of(RUN_MODE=mode, **environ))
     ((name, value),) = environ.items()
-    assert fault == f"{name}={value}: {mode} trains nothing that could be saved, it goes with dp, fsdp, pp or tp"
+    assert fault == f"{name}={value}: {mode} trains nothing that could be saved; checkpoints go with dp, fsdp, pp or tp"
 
 
 def test_a_run_that_goes_on_is_repeated_from_the_start(tmp_path: Path) -> None:

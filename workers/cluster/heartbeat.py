@@ -72,8 +72,10 @@ class Hearing:
         }  # fmt: skip
 
     def take(self, beat: dict[str, Any], now: float) -> None:
-        """Learn from another rank's heartbeat."""
-        peer = self.peers[beat["rank"]]
+        """Learn from another rank's heartbeat; one that comes from a rank that was forgotten is too late."""
+        peer = self.peers.get(beat["rank"])
+        if peer is None:
+            return
         peer.heard_at, peer.in_phase_s, peer.acknowledged = now, beat["in_phase_s"], beat["ended"]
         peer.turn, peer.calls = beat["turn"], beat["calls"]
         peer.seen = Seen(beat["step"], beat["phase"], beat["memory"])
@@ -82,6 +84,12 @@ class Hearing:
             row = self.rows.get(int(name))
             if row is not None and count > row.count:
                 row.count, row.mask, row.fresh_at = count, mask, now
+
+    def forget(self, rank: int) -> Peer:
+        """Go on as if `rank` had never been here; returns what was known of it."""
+        del self.rows[rank]
+        self.killed.discard(rank)
+        return self.peers.pop(rank)
 
     def forgive(self, now: float) -> None:
         """This rank was frozen itself: nobody's silence counts until now."""

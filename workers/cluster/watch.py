@@ -5,6 +5,9 @@ special case. The main thread may be stuck in C++ for as long as gloo likes, so 
 `os._exit`. Of those who agree on a verdict the lowest rank speaks first, and the others repeat its words: all
 survivors say the same sentence. What a silence costs, with LAB_LOST_AFTER_S=2.5: 2.5 s until it counts, 0.75 s for all
 tables to agree, up to 0.75 s for the words to go round. The thread wakes once a period, at under 0.3 % of a core.
+
+Where ranks need not wait for each other the loss of one need not be the end of all: after `let_leave` the others part from it
+and go on. Rank 0 stays needed, and so does a majority: who hears too few ranks takes itself for the one that is cut off.
 """
 
 import threading
@@ -66,6 +69,8 @@ class Watch(threading.Thread):
         self._end_by = self._hurry_until = 0.0
         self._said_slow_at = 0.0
         self._moved, self._moved_at = (0, 0), now
+        self._on_left: Callable[[Lost], None] | None = None  # once ranks may leave
+        self._left_heard_at: dict[int, float] = {}  # of those that have: when they were heard last
         self._ending, self._ended = threading.Event(), threading.Event()
         self._signals = Signals()
         self._signals.open()
@@ -76,8 +81,19 @@ class Watch(threading.Thread):
         self._calls_begun = group._get_sequence_number_for_group  # type: ignore[attr-defined]
 
     def at(self, step: int, phase: str) -> None:
-        """Note where the main thread is. Ranks must change place together: who has done so less often is behind."""
-        self.place = Place(self.place.turn + 1, step, phase, time.monotonic(), self._calls_begun())
+        """Note where the main thread is. Ranks must change place together: who has done so less often is behind.
+
+        Once ranks may leave, each goes at its own pace, and nobody is behind.
+        """
+        turn = self.place.turn + (self._on_left is None)
+        self.place = Place(turn, step, phase, time.monotonic(), self._calls_begun())
+
+    def let_leave(self, on_left: Callable[[Lost], None]) -> None:
+        """From now on the loss of any rank but 0 does not end the others: each calls `on_left`, on the watch's thread, and goes on.
+
+        All ranks call this at the same point of the run; a later call puts another `on_left` in the place of the first.
+        """
+        self._on_left = on_left
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -172,15 +188,18 @@ class Watch(threading.Thread):
             self.hearing.forgive(time.monotonic())
         desk = self.cluster.desk
         if desk is not None:
-            desk.serve({rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
+            desk.serve(self._left_heard_at | {rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
             if desk.board.refusal is not None and not self._ending.is_set():
                 verdict = Verdict(3, desk.board.refusal)
                 self._leave(verdict, verdict)
 
-    def _adopt(self, verdict: Verdict, stopped: bool) -> NoReturn:
-        """End as another rank says; a stop of all ranks reaches this one too, and then counts as its own."""
+    def _adopt(self, verdict: Verdict, stopped: bool) -> None:
+        """End, or part, as another rank says; a stop of all ranks reaches this one too, and then counts as its own."""
         if stopped:
             self._wait(time.monotonic() + OWN_SIGTERM_S)
+        if self._may_part(verdict):
+            self._part(verdict)
+            return
         own = verdict
         if self.cluster.rank in {lost.rank for lost in verdict.lost}:
             own = replace(verdict, sentence=f"rank {self.cluster.rank} was given up by the others: {verdict.sentence}")
@@ -196,8 +215,30 @@ class Watch(threading.Thread):
         self._broken_at = self._broken_at or now
         lost = {entry.rank for entry in verdict.lost}
         speaker = min(set(hears) - lost or set(hears))
-        if now - self._broken_at >= SETTLE_S + (0.0 if speaker == self.cluster.rank else FOLLOW_S):
+        if now - self._broken_at < SETTLE_S + (0.0 if speaker == self.cluster.rank else FOLLOW_S):
+            return
+        if self._may_part(verdict):
+            self._part(verdict)
+        else:
             self._leave(verdict, verdict)
+
+    def _may_part(self, verdict: Verdict) -> bool:
+        """Whether this rank can go on without those that the verdict names."""
+        lost = {entry.rank for entry in verdict.lost}
+        return self._on_left is not None and verdict.exit_code == 3 and bool(lost) and not lost & {0, self.cluster.rank}
+
+    def _part(self, verdict: Verdict) -> None:
+        """Go on without the ranks of the verdict; they learn it should they wake up, and the others say the same words."""
+        news = [entry for entry in verdict.lost if entry.rank in self.hearing.peers]
+        if not news or self._on_left is None:
+            return  # an echo of what this rank knows
+        self._send_verdict(verdict, stopped=False)
+        self._broken_at = None
+        self.say(f"{verdict.sentence}; the others go on")
+        for entry in news:
+            self._left_heard_at[entry.rank] = self.hearing.forget(entry.rank).heard_at
+            del self._addresses[entry.rank]
+            self._on_left(entry)
 
     def _name_slow(self) -> None:
         """Say for whom this rank waits, once it has begun nothing for a while: only then are the others' last words newer."""
@@ -227,11 +268,14 @@ class Watch(threading.Thread):
                 self._send_beat()
             self._ended.set()
 
-    def _leave(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
-        """Tell the others and end the process."""
-        news = {"kind": "verdict", "verdict": to_others.to_json(), "stopped": stopped}
+    def _send_verdict(self, verdict: Verdict, stopped: bool) -> None:
+        news = {"kind": "verdict", "verdict": verdict.to_json(), "stopped": stopped}
         for _ in range(SENT_TIMES):
             self._tell(news)
+
+    def _leave(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
+        """Tell the others and end the process."""
+        self._send_verdict(to_others, stopped)
         lost = {entry.rank for entry in to_others.lost}
         survivors = sorted(self.hearing.heard(time.monotonic()) & self.hearing.present() - lost)
         self._departure.leave(own, survivors)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.measure.formulas import algorithmic_factor
+from workers.measure.formulas.collectives import algorithmic_factor
 
 # Schema name -> the operation, and which argument is (or lists) the whole tensor; RESULT: it is what the call returns.
 RESULT = -1

@@ -26,6 +26,8 @@ from workers.parallel.phases import phase
 
 # Begins to sum a flat tensor over the group, in place; returns a handle to `wait` for, or None if it is done.
 AllReduce = Callable[[Tensor], Any]
+# The same for one bucket alone, made for the shapes of the gradients that lie in it: it may keep something between steps.
+AllReduceOf = Callable[[list[torch.Size]], AllReduce]
 
 
 def layout(sizes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
@@ -71,21 +73,25 @@ class GradientBuckets:
         parameters: in order of registration, of one dtype and device; a tied one counts once.
         group: the ranks that hold replicas.
         bucket_bytes: size at which a bucket is closed.
-        all_reduce: what sums a bucket; by default the group's own, asynchronous.
+        all_reduce: what sums every bucket; by default the group's own, asynchronous.
+        all_reduce_of: what makes each bucket an all_reduce of its own instead, such as one that compresses.
         overlap: launch from hooks during the last backward pass, or all together after it.
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: float, *,
-        all_reduce: AllReduce | None = None, overlap: bool = True,
+        all_reduce: AllReduce | None = None, all_reduce_of: AllReduceOf | None = None, overlap: bool = True,
     ) -> None:  # fmt: skip
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self.all_reduce = all_reduce or partial(dist.all_reduce, group=group, async_op=True)
+        shared = all_reduce or partial(dist.all_reduce, group=group, async_op=True)
         self.overlap = overlap
         self.buckets: list[Tensor] = []
+        self.all_reduces: list[AllReduce] = []  # of each bucket
         self._members: list[list[tuple[nn.Parameter, Tensor]]] = []  # of each bucket: parameters and their views
         for indices in layout([p.numel() * p.element_size() for p in trained], bucket_bytes):
-            self._add_bucket([trained[index] for index in indices])
+            members = [trained[index] for index in indices]
+            self.all_reduces.append(all_reduce_of([member.shape for member in members]) if all_reduce_of else shared)
+            self._add_bucket(members)
         self._armed = False
         self._begin()
 
@@ -155,7 +161,7 @@ class GradientBuckets:
 
     def _launch_next(self) -> None:
         with phase("all_reduce"):
-            self._handles.append(self.all_reduce(self.buckets[self._next]))
+            self._handles.append(self.all_reduces[self._next](self.buckets[self._next]))
         self._next += 1
 
 

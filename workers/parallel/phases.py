@@ -2,6 +2,7 @@
 
     with phase("forward", "3"): ...         # in a mechanism: microbatch 3
     with recorded() as spans: step()        # around a step: what ran in it, and when
+    with slowed(0.5): step()                # around a step: as on a processor of half the speed
 
 A mark costs under a microsecond, whether somebody records or not, so it may stay in for the timed steps (`python -m
 benchmarks.timeline` shows no difference to a bare step). Times are the processor's: on CUDA a phase ends when its kernels
@@ -15,6 +16,8 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import NamedTuple
 
+COMPUTE = ("forward", "backward")  # what a slower processor would take longer for
+
 
 class Span(NamedTuple):
     """A stretch of one rank's time, in seconds of `time.perf_counter`. Spans nest: an all_reduce inside a forward pass."""
@@ -27,22 +30,28 @@ class Span(NamedTuple):
 
 # Ambient, as torch's own profiler is: a mechanism should not have to hand a recorder down to where the time goes.
 _recorder: ContextVar[list[Span] | None] = ContextVar("recorder", default=None)
+_lag: ContextVar[float] = ContextVar("lag", default=0.0)  # seconds to sleep for a second of compute
 
 
 class phase:  # noqa: N801  it is used like a function
     """`with phase(kind, label):` marks what runs inside, for the recorder of this thread if there is one."""
 
-    __slots__ = ("kind", "label", "start_s")
+    __slots__ = ("busy_s", "kind", "label", "start_s")
 
     def __init__(self, kind: str, label: str = "") -> None:
         self.kind, self.label = kind, label
 
     def __enter__(self) -> None:
         self.start_s = time.perf_counter()
+        if _lag.get() and self.kind in COMPUTE:
+            self.busy_s = time.thread_time()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        lag = _lag.get()
+        if lag and self.kind in COMPUTE and error is None:
+            time.sleep(lag * (time.thread_time() - self.busy_s))
         spans = _recorder.get()
         if spans is not None:
             spans.append(Span(self.kind, self.label, self.start_s, time.perf_counter()))
@@ -57,3 +66,17 @@ def recorded() -> Iterator[list[Span]]:
         yield spans
     finally:
         _recorder.reset(token)
+
+
+@contextmanager
+def slowed(share: float) -> Iterator[None]:
+    """Compute of this thread takes 1/share times as long: a forward or backward phase of c CPU seconds sleeps c(1/share - 1).
+
+    The thread's CPU time counts and not the clock's, so that what a phase waited for, a message or a core, is not drawn out.
+    With a share of 1 nothing sleeps. A phase is to begin and end inside the block, or outside.
+    """
+    token = _lag.set(1 / share - 1)
+    try:
+        yield
+    finally:
+        _lag.reset(token)

@@ -49,7 +49,7 @@ def comparison(old: Judged, new: Judged) -> str:
             *(Markup(f'<pre class="command">{text(repeat_command(records))}</pre>') for _, _, records in both),
         ),
     ]
-    return document(f"{old[0]} and {new[0]}", body)
+    return document(f"{old[0]} and {new[0]}", [charts.look(), *body])
 
 
 def _head(old: Judged, new: Judged) -> Markup:

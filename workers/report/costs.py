@@ -70,7 +70,8 @@ def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -
             return "<td></td>"
         value = sent / scale
         digits = 0 if value >= 100 or scale == 1 else 1 if value >= 10 else 2
-        return f'<td style="--share:{35 * sent / (most or 1):.0f}%">{f"{value:.{digits}f}" if sent else "·"}</td>'
+        shown, share = f"{value:.{digits}f}" if sent else "·", f"{35 * sent / (most or 1):.0f}"
+        return f'<td style="--share:{share}%">{shown}</td>' if share != "0" else f"<td>{shown}</td>"
 
     ranks = range(world_size)
     head = "".join(f"<th>{receiver}</th>" for receiver in ranks)

@@ -6,7 +6,7 @@ a rank has no last word. The same records give the same verdict, on the cluster 
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from workers.report.records import (
     Digest,
     End,
     Failed,
+    Left,
     Lost,
     Memory,
     Ranks,
@@ -46,8 +47,11 @@ def judge(records: Ranks) -> Run:
     """
     start = first(records)
     checks, comparisons = merge_checks(records), merge_comparisons(records)
-    errors = [{"rank": rank, "exit_code": end.exit_code, "error": end.error} for rank, end in select(records, Failed)]
-    lost = _lost(records, start.world_size, errors)
+    left = {entry.rank: _named(entry) for _, entry in select(records, Left)}
+    # How one ended that had left before does not decide: the others had gone on.
+    ends = [(rank, end) for rank, end in select(records, Failed) if rank not in left]
+    errors = [{"rank": rank, "exit_code": end.exit_code, "error": end.error} for rank, end in ends]
+    lost = _lost(records, start.world_size, errors, left)
     verdict = _verdict(errors, lost, all(claim["passed"] for claim in checks + comparisons))
     proof_on = str(start.config.get("LAB_PROOF", 1)).lower() not in ("0", "false")
     return {
@@ -70,7 +74,7 @@ def judge(records: Ranks) -> Run:
         "skipped": _unique({"variant": skip.variant, "reason": skip.reason} for _, skip in select(records, Skipped)),
         "checks": checks,
         "comparisons": comparisons,
-        "lost": lost,
+        "lost": sorted([*lost, *left.values()], key=lambda entry: entry["rank"]),
         "errors": errors,
     }
 
@@ -129,16 +133,20 @@ def _verdict(errors: list[Run], lost: list[Run], held: bool) -> str:
     return "pass" if held else "fail"
 
 
-def _lost(records: Ranks, world_size: int, errors: list[Run]) -> list[Run]:
+def _lost(records: Ranks, world_size: int, errors: list[Run], left: Container[int]) -> list[Run]:
     """The ranks that the survivors named; if nothing explains the end, those that have no last word themselves."""
     named = {
-        lost.rank: {"rank": lost.rank, "step": lost.step, "reason": lost.reason} for _, lost in select(records, Lost)
+        lost.rank: _named(lost) for rank, lost in select(records, Lost) if rank not in left and lost.rank not in left
     }
     if not named and not errors:
         ended = {rank for rank, _ in select(records, End)}
-        silent = sorted(set(range(world_size)) - ended)
+        silent = [rank for rank in range(world_size) if rank not in ended and rank not in left]
         return [{"rank": rank, "step": None, "reason": "its records break off without an end"} for rank in silent]
     return [named[rank] for rank in sorted(named)]
+
+
+def _named(entry: Lost | Left) -> Run:
+    return {"rank": entry.rank, "step": entry.step, "reason": entry.reason}
 
 
 def _variant_names(records: Ranks) -> list[str]:

@@ -51,6 +51,7 @@ def headline(run: Run) -> str:
     if run["errors"]:
         return str(run["errors"][0]["error"])
     held = f"{len(deciding)} checks held" if len(deciding) != 1 else "1 check held"
+    held += "".join(f" · without rank {lost['rank']}" for lost in run["lost"])  # it left, and the others went on
     return held if run["proven"] else f"not proven · {held}"
 
 
@@ -92,8 +93,11 @@ def error_sentences(run: Run) -> list[str]:
 
 def repeat_command(records: Ranks) -> str:
     """The command that runs the same again."""
-    settings = [f"{name}={shlex.quote(value)}" for name, value in first(records).repeat.items()]
-    return " ".join([*settings, "docker compose up"])
+    repeat = first(records).repeat
+    shaped = repeat.keys() & {"LAB_NET_RATE", "LAB_NET_DELAY"}
+    overlay = ["-f", "docker-compose.yaml", "-f", "compose/net.yaml"] if shaped else []
+    settings = [f"{name}={shlex.quote(value)}" for name, value in repeat.items()]
+    return " ".join([*settings, "docker", "compose", *overlay, "up"])
 
 
 def proof_note(run: Run) -> str:

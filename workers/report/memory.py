@@ -1,5 +1,7 @@
 """What a run held in memory, as a section of its page: by class at rest, at the peak and over a step, and rank by rank."""
 
+import math
+
 from workers.report import charts
 from workers.report.claims import Run
 from workers.report.holdings import fullest
@@ -13,6 +15,11 @@ COLOURS = dict(zip(CLASSES, (charts.PALETTE[index] for index in (0, 2, 3, 1, 5))
 NOTE = (
     "Bytes of tensors, with one variant alive at a time, on the rank that holds most. At rest: after the update, before the next step. "
     "Activations: all that is in no other class, temporaries too; communication: what collectives, sends and receives were given."
+)
+
+
+MOST_PARTS = (
+    600  # of all lines over a step together: 14 variants of 200 parts each took half of what Plotly leaves of the page
 )
 
 
@@ -49,13 +56,22 @@ def _over_the_step(records: Ranks) -> list[Markup]:
     top = max(map(_most, lines.values()), default=0) / scale
     figures = []
     for name, line in lines.items():
-        held = {kind: [nbytes / scale for nbytes in values] for kind, values in line.held_bytes.items() if any(values)}
+        coarse = coarser(line.held_bytes, MOST_PARTS // len(lines))
+        held = {kind: [nbytes / scale for nbytes in values] for kind, values in coarse.items() if any(values)}
         figure = charts.stacked(held, 1000 * line.step_s, COLOURS, f"{unit}", top)
         figures.append(
             f"<figcaption>{text(name)}</figcaption>{charts.drawn(figure, f'memory over a step of {name}', 220)}"
         )
     heading = Markup("<h3>Over the counted step, which takes longer than a timed one</h3>")
     return [heading, grid(figures, 19)] if figures else []
+
+
+def coarser(held_bytes: dict[str, list[int]], parts: int) -> dict[str, list[int]]:
+    """The line in at most so many parts: of those that become one the part that held most, so that the peak stays."""
+    columns = list(zip(*held_bytes.values(), strict=True))
+    step = max(1, math.ceil(len(columns) / parts))
+    kept = [max(columns[start : start + step], key=sum) for start in range(0, len(columns), step)]
+    return {kind: [column[index] for column in kept] for index, kind in enumerate(held_bytes)}
 
 
 def _most(line: MemoryLine) -> int:

@@ -41,6 +41,7 @@ def page(run: Run, records: Ranks) -> str:
     colour = charts.colours(variant["name"] for variant in run["variants"])
     title = f"{run['verdict']} · {run['run_id']}"
     before = [
+        charts.look(),
         _head(run, records),
         _ended(run),
         _said(records),

@@ -236,6 +236,15 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Left:
+    """A rank that is gone, and that the others went on without; the words of one of them."""
+
+    rank: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Failed:
     """An error that ended this rank's run: its exit code and its sentence."""
 
@@ -278,6 +287,7 @@ Record = (
     | Table
     | Chart
     | Lost
+    | Left
     | Failed
     | End
 )

@@ -27,6 +27,7 @@ NUMBERED = ("forward", "backward")  # bars that bear their microbatch
 EDGE = {"width": 0.6, "color": "rgba(255,255,255,.6)"}  # between one microbatch and the next
 BYTES_A_BAR = 34
 BYTES_A_GANTT = 2500
+MOST_PROFILES = 64  # rows, of variants and ranks: 14 of 8 took 26 kB of the page
 LEAST_SHARE = 1 / 4000  # of a step: a quarter of a pixel on a desk
 
 OfRanks = list[list[Span]]
@@ -146,10 +147,12 @@ def communication_hidden(run: Run, records: Ranks) -> Markup:
 def training_profile(run: Run, records: Ranks) -> Markup:
     """Where the time of a step went, a row a variant and rank, and the slowest rank of each variant."""
     rows = []
-    for variant, of_ranks in profiles(records, run["world_size"]).items():
+    found = profiles(records, run["world_size"])
+    all_ranks = len(found) * run["world_size"] <= MOST_PROFILES
+    for variant, of_ranks in found.items():
         slowest, ratio = slowest_rank(of_ranks)
         for rank, seconds in enumerate(of_ranks):
-            if seconds is None:
+            if seconds is None or (rank != slowest and not all_ranks):
                 continue
             total = sum(seconds.values())
             cells = [share(seconds.get(kind, 0.0), total) for kind in CLASSES]
@@ -159,7 +162,7 @@ def training_profile(run: Run, records: Ranks) -> Markup:
         "Median milliseconds of a step on each rank, in brackets per cent of their sum; what lies inside another counts "
         "for the inner one. Slowest is the rank with the most work of its own (data, forward, backward, optimizer), so many "
         "times that of the fastest: the others wait for it, partly inside their communication."
-    )
+    ) + ("" if all_ranks else " Of so many variants the slowest rank alone is shown; the others are in the records.")
     columns = ["variant", "rank", "ms", *CLASSES, ""]
     return section("Training profile", table(columns, rows, numbers=range(1, len(columns) - 1)), note=note)
 

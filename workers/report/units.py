@@ -24,6 +24,12 @@ def byte_unit(most: float) -> tuple[float, str]:
     )
 
 
+def human_bits(value: float) -> str:
+    """Bits a second: 98200000 as "98.2 Mbit/s"."""
+    power = next((power for power in (3, 2, 1) if abs(value) >= 999.5 * 1000 ** (power - 1)), 0)
+    return f"{three_digits(value / 1000**power)} {('', 'k', 'M', 'G')[power]}bit/s"
+
+
 def milliseconds(seconds: float | None) -> str:
     """0.0812 s as "81.2", without the unit, for columns that name it."""
     return "-" if seconds is None else three_digits(seconds * 1000)
@@ -50,9 +56,11 @@ def difference(value: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A compared number with its unit: bytes and seconds scaled, all else as it is."""
+    """A compared number with its unit: bytes, bits and seconds scaled, all else as it is."""
     if unit == "B":
         return human_bytes(value)
+    if unit == "bit/s":
+        return human_bits(value)
     if unit == "s":
         return f"{milliseconds(value)} ms"
     return f"{value:.4g} {unit}".rstrip()

@@ -164,6 +164,17 @@ def shard_sizes(batch: int, num_shards: int, *, uneven: bool = False) -> list[in
     return sizes
 
 
+def effective_batch(config: Config, num_replicas: int) -> str:
+    """Samples of a step as microbatch x accumulation x replicas, or as a sum where they do not divide evenly."""
+    batch, accumulated = global_batch(config), config.num_microbatches
+    sizes = shard_sizes(batch, num_replicas, uneven=config.model == "line")
+    if len(set(sizes)) == 1 and sizes[0] % accumulated == 0:
+        micro = sizes[0] // accumulated
+        return f"{batch} samples a step = {micro} x {accumulated} x {num_replicas} (microbatch, accumulated, replicas)"
+    held = " + ".join(str(size) for size in sizes)
+    return f"{batch} samples a step = {held}, a replica each, {accumulated} microbatch(es) accumulated"
+
+
 def faults(config: Config, num_shards: int) -> list[str]:
     """Sentences if the batch cannot be dealt to `num_shards` in LAB_MICROBATCHES parts each."""
     batch = global_batch(config)

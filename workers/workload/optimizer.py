@@ -23,15 +23,18 @@ class PlainSGD:
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         self.parameters = list(parameters)
-        self.lr = lr
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": self.parameters, "lr": lr}
+        ]  # where torch's keep their rate
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
 
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
+        lr: float = self.param_groups[0]["lr"]
         for parameter in self.parameters:
             if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-self.lr)
+                parameter.add_(parameter.grad, alpha=-lr)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -68,6 +71,17 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, T
         for key, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
                 yield f"{key}.{name}", value
+
+
+def named_tensors(model: nn.Module, optimizer: Optimizer, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """This rank's "gradients", "weights" or "optimizer" state under dense names, in the same order on every rank."""
+    if kind == "optimizer":
+        yield from named_state(model, optimizer)
+        return
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach() if kind == "weights" else parameter.grad
+        if tensor is not None:
+            yield name, tensor
 
 
 def live_state(named: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.workers.parallel.fabric import Deadlock, Fabric
-from workers.measure import formulas
+from workers.measure.formulas import collectives as formulas
 from workers.parallel.collectives import ALGORITHMS
 from workers.parallel.peers import Peers, Steps, split
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.measure import formulas
+from workers.measure.formulas import pipelines as formulas
 from workers.parallel.schedules import (
     Action,
     Schedule,

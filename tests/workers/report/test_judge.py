@@ -17,6 +17,7 @@ from workers.report.records import (
     Digest,
     End,
     Failed,
+    Left,
     Lost,
     Ranks,
     Record,
@@ -41,6 +42,19 @@ def test_the_good_run_passes_and_is_proven() -> None:
     assert set(fields.split()) <= set(run)
     assert run["schema"] == 1
     assert run["skipped"] == [{"variant": "sharded", "reason": "8 heads cannot be dealt to 3 ranks"}]
+
+
+@pytest.mark.parametrize("own_words", [[], [Failed(143, "stopped"), Lost(3, 7, "stopped")], [Failed(1, "ValueError")]])
+def test_a_rank_that_left_a_run_that_went_on_is_named_and_decides_nothing(own_words: list[Record]) -> None:
+    records = plus(without(End, good_run(), 3), *own_words, rank=3)
+    records = plus(records, Left(3, 7, "no heartbeat for 2.5 s; the others went on"))
+    run = judge(records)
+    assert (run["verdict"], exit_code(run), run["errors"]) == ("pass", 0, [])
+    assert run["lost"] == [{"rank": 3, "step": 7, "reason": "no heartbeat for 2.5 s; the others went on"}]
+    del records[3]  # nodes need not share a disk
+    assert verdict(records) == ("pass", 0)
+    assert verdict(with_check(records, "gradients", 1.0)) == ("fail", 1)
+    assert verdict(without(End, records, 2)) == ("lost", 3), "another is silent, and nobody let it go"
 
 
 @pytest.mark.parametrize("difference", [1.1e-12, 3.1e-2, math.nan, math.inf, -1.0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.report.made_up import bent, good_run, plus, with_check, without
-from workers.report import charts
+from workers.report import charts, memory
 from workers.report.judge import judge
 from workers.report.page import page, write_page
 from workers.report.records import (
@@ -154,6 +154,26 @@ def test_a_long_run_of_many_ranks_stays_under_five_megabytes(tmp_path: Path) -> 
     assert path.stat().st_size <= MOST_BYTES
     assert path.read_text().count('<figure class="gantt">') == len(names)
     assert "more are in the records" in path.read_text()
+
+
+def test_how_charts_look_stands_once_in_the_page() -> None:
+    page_text = drawn(good_run())
+    assert page_text.count(f"const {charts.LOOK} = ") == 1
+    assert page_text.count(f'"template":{charts.LOOK}') == page_text.count('class="chart"') > 0
+    assert charts.EMPTY not in page_text
+
+
+def test_a_second_curve_of_a_colour_is_dashed() -> None:
+    names = [f"variant {index}" for index in range(len(charts.PALETTE) + 1)]
+    figure = charts.lines({name: ([0, 1], [1, 2]) for name in names}, "x", "y", charts.colours(names), points=9)
+    assert [curve.line.dash for curve in figure.data] == ["solid"] * len(charts.PALETTE) + ["dash"]
+
+
+def test_a_coarser_line_keeps_its_peak() -> None:
+    held = {"parameters": [4] * 10, "activations": [0, 1, 2, 9, 4, 3, 2, 1, 0, 0]}
+    coarse = memory.coarser(held, 4)
+    assert coarse == {"parameters": [4] * 4, "activations": [2, 9, 2, 0]}
+    assert memory.coarser(held, 10) == held
 
 
 @pytest.mark.parametrize("left", [Start, End, Check, Wire, Losses])

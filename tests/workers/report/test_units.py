@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from workers.report.units import difference, human_bytes, milliseconds, quantity, three_digits
+from workers.report.units import difference, human_bits, human_bytes, milliseconds, quantity, three_digits
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,13 @@ def test_only_an_exact_zero_is_written_as_zero() -> None:
 
 
 def test_quantities_keep_their_unit() -> None:
-    assert [quantity(0.0812, "s"), quantity(9.6e6, "B"), quantity(0.2727, ""), quantity(3, "calls")] == [
-        "81.2 ms", "9.60 MB", "0.2727", "3 calls",
+    assert [quantity(0.0812, "s"), quantity(9.6e6, "B"), quantity(0.2727, ""), quantity(3, "calls"), quantity(98.2e6, "bit/s")] == [
+        "81.2 ms", "9.60 MB", "0.2727", "3 calls", "98.2 Mbit/s",
     ]  # fmt: skip
     assert milliseconds(None) == "-"
+
+
+def test_rates_of_a_link_are_in_bits() -> None:
+    assert [human_bits(value) for value in (0, 5e5, 999_600, 1e9, 2.5e10)] == [
+        "0 bit/s", "500 kbit/s", "1.00 Mbit/s", "1.00 Gbit/s", "25.0 Gbit/s",
+    ]  # fmt: skip

@@ -106,6 +106,23 @@ def test_no_set_epoch_repeats_the_first_epoch() -> None:
     assert batches_of().sample_ids(2, 0, 2) != batches_of().sample_ids(0, 0, 2)
 
 
+@pytest.mark.parametrize(
+    ("environ", "replicas", "words"),
+    [
+        (
+            {"LAB_BATCH": "16", "LAB_MICROBATCHES": "2"},
+            4,
+            "16 samples a step = 2 x 2 x 4 (microbatch, accumulated, replicas)",
+        ),
+        ({"LAB_BATCH": "17"}, 3, "17 samples a step = 6 + 6 + 5, a replica each, 1 microbatch(es) accumulated"),
+        ({"LAB_MODEL": "line"}, 4, "32 samples a step = 8 + 6 + 9 + 9, a replica each, 1 microbatch(es) accumulated"),
+        ({"RUN_MODE": "pp"}, 1, "16 samples a step = 4 x 4 x 1 (microbatch, accumulated, replicas)"),
+    ],
+)
+def test_the_effective_batch_is_stated(environ: dict[str, str], replicas: int, words: str) -> None:
+    assert data.effective_batch(Config.read(environ), replicas) == words
+
+
 def test_faults_of_sizes() -> None:
     config = Config.read({"LAB_BATCH": "6", "LAB_MICROBATCHES": "2"})
     assert data.faults(config, 3) == []

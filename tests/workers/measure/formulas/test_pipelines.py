@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.measure.formulas import bubble, in_flight, pipeline_ends
+from workers.measure.formulas.pipelines import bubble, in_flight, pipeline_ends
 from workers.parallel.schedules import gives, interleaved, simulate
 
 pytestmark = pytest.mark.timeout(60)

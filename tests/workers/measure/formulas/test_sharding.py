@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.measure.formulas import MIXED_PRECISION, mixed_precision_bytes, rest_bytes
+from workers.measure.formulas.sharding import MIXED_PRECISION, mixed_precision_bytes, rest_bytes
 from workers.measure.purposes import CLASSES
 
 

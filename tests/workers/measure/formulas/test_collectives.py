@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.ranks import Ranks
 from workers.measure.calls import Calls
-from workers.measure.formulas import (
+from workers.measure.formulas.collectives import (
     ALGORITHMS,
     algorithmic_factor,
     all_gather_bytes,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.measure.formulas import (
+from workers.measure.formulas.tensor import (
     column_split_bytes,
     parallel_loss_bytes,
     sequence_parallel_bytes,

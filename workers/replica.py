@@ -6,19 +6,20 @@ same sum of gradients and the same optimizer keep the replicas equal, to the bit
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from workers.config import Config
 from workers.parallel.buckets import broadcast_parameters
 from workers.parallel.phases import phase
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import live_state, make_optimizer, named_state
+from workers.workload.optimizer import live_state, make_optimizer, named_tensors
 
 
 class Gradients(Protocol):
@@ -78,19 +79,29 @@ class Replica:
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """A replica holds everything: nothing is sent."""
-        if kind == "optimizer":
-            yield from named_state(self.model, self.optimizer)
-        else:
-            for name, parameter in self.model.named_parameters():
-                tensor = parameter.detach() if kind == "weights" else parameter.grad
-                if tensor is not None:
-                    yield name, tensor
+        return named_tensors(self.model, self.optimizer, kind)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(live_state(self.model.named_parameters(), self.optimizer))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing is left to do: the state was filled in place."""
+
+
+class Wrapped:
+    """PyTorch's DistributedDataParallel as `Gradients`: it sums inside of `backward`, unless it is told that more microbatches follow."""
+
+    def __init__(self, parallel: DistributedDataParallel) -> None:
+        self.parallel = parallel
+
+    def zero(self) -> None:
+        self.parallel.zero_grad()
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.parallel.no_sync()
+
+    def finish(self) -> None:
+        """Nothing is left: DDP waits at the end of `backward`."""
 
 
 def begin_alike(model: Model, group: dist.ProcessGroup, config: Config, *, broadcast: bool = True) -> None:

@@ -1,0 +1,51 @@
+"""compose/net.yaml with real containers: a link as slow as asked, the capability gone, and no slow link without the overlay."""
+
+import pytest
+
+from tests.compose.containers import TINY, TOP, Containers, call
+
+pytestmark = pytest.mark.compose
+
+SLOW = {"LAB_NET_RATE": "100mbit", "LAB_NET_DELAY": "5ms"}
+NET_ADMIN = 1 << 12
+# Of every program in the container: its name and what it may do; the engine's own commands are root's.
+STATUS = "for p in /proc/[0-9]*/status; do sed -n 's/^Name:[[:space:]]*//p; s/^CapPrm:[[:space:]]*//p' $p | paste -sd' ' -; done"
+
+
+def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Containers) -> None:
+    cluster.overlay = TOP / "compose" / "net.yaml"
+    cluster.up(2, RUN_MODE="dp", LAB_VARIANT="flat", **TINY, **SLOW)
+    cluster.until(0, "rank 0 of 2")
+    programs = [
+        line.split() for line in call("docker", "exec", cluster.name(0), "sh", "-c", STATUS).stdout.splitlines()
+    ]
+    held = [int(capabilities, 16) & NET_ADMIN for name, capabilities in programs if name in ("python", "entrypoint.sh")]
+    assert len(held) == 2
+    assert held == [0, 0]
+    assert any(int(capabilities, 16) & NET_ADMIN for _, capabilities in programs)  # init is root and keeps what it got
+    assert set(cluster.wait().values()) == {0}, cluster.logs()
+    run, log = cluster.verdict(), cluster.log(0)
+    assert run["verdict"] == "pass"
+    assert "LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms asked for; measured" in log
+    assert "docker compose -f docker-compose.yaml -f compose/net.yaml up" in log  # the command that repeats it
+    compared = {entry["name"]: entry for entry in run["comparisons"]}
+    assert compared["link rate"]["predicted"] == 1e8
+    assert compared["link rate"]["measured"] == pytest.approx(
+        1e8, rel=0.2
+    )  # 6 % on an idle machine: benchmarks/link.py
+    assert compared["link round trip"]["predicted"] == 0.01
+    if "this kernel has no netem, so LAB_NET_DELAY=5ms delays nothing here" in log:
+        assert compared["link round trip"]["measured"] < 0.01
+    else:
+        assert 0.01 <= compared["link round trip"]["measured"] < 0.03
+    for lesson in ("buckets    best with", "remedies   2 ranks are"):
+        assert lesson in log
+
+
+def test_a_slow_link_without_the_overlay_is_refused_with_the_command(cluster: Containers) -> None:
+    done = cluster.alone("worker0", WORLD_SIZE="2", **SLOW)
+    assert done.returncode == 2, done.stdout
+    assert "LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms and this rank's link was not shaped" in done.stdout
+    assert "docker compose -f docker-compose.yaml -f compose/net.yaml up" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert list(cluster.runs.iterdir()) == []

@@ -1,0 +1,20 @@
+"""Every prediction, once: bytes on the wire and in memory, rounds, bubbles and seconds, as the papers give them.
+
+Pure functions of sizes, a file for each part of the lab. N is `world_size`, S is `nbytes`. The modes are checked against them, and
+`python -m workers.plan` adds them up for models that fit into no laptop.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one variant should measure in a step: a value a rank, in `unit`, by `formula`, in `calls` calls a rank."""
+
+    variant: str
+    name: str  # as the comparison: "wire bytes", "called bytes", ...
+    unit: str
+    formula: str
+    value: tuple[float, ...]
+    calls: int
+    decides: bool = True  # False for PyTorch's own variants, which are only shown

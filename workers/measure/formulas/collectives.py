@@ -1,0 +1,149 @@
+"""Collectives: bytes, rounds and seconds.
+
+S is always the whole tensor, as it stands before a reduce_scatter
+and after an all_gather. Bytes are those that one `rank` sends; what is received is somebody else's sending, and nothing is
+sent by a world of one. Sources, by the names used below:
+
+  Thakur    Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH (IJHPCA 2005)
+  Patarasuk Patarasuk, Yuan: Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations (JPDC 2009)
+  tests     NVIDIA nccl-tests, doc/PERFORMANCE.md
+  gloo      the sources of gloo and torch's ProcessGroupGloo, and what the sockets counted
+"""
+
+ALGORITHMS = ("gloo", "ring", "direct", "tree", "server")
+
+
+def chunk_bytes(world_size: int, nbytes: int, itemsize: int = 4) -> list[int]:
+    """Bytes of each rank's chunk, in rank order: whole elements, the first ranks one more (as torch.tensor_split)."""
+    each, more = divmod(nbytes // itemsize, world_size)
+    return [(each + (rank < more)) * itemsize for rank in range(world_size)]
+
+
+def all_reduce_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0, itemsize: int = 4) -> float:
+    """Bytes that `rank` sends in an all_reduce of S bytes; 2(N-1)/N·S is the least (Patarasuk, section 3).
+
+    ring, direct and gloo send it, up to the rest of an uneven division. tree: so does each of its P = 2^floor(log2 N) core
+    ranks, on chunks of P, and rank P + i sends its S to rank i before and gets S back after. server: rank 0 sends the sum to
+    everyone, (N-1)·S, and receives as much.
+    """
+    core = 1 << (world_size.bit_length() - 1)
+    if algorithm == "gloo":  # a ring, in even segments (gloo/allreduce.cc)
+        return algorithmic_factor("all_reduce", world_size) * nbytes
+    if algorithm == "server":
+        return float(nbytes if rank else (world_size - 1) * nbytes)
+    if algorithm == "tree" and rank >= core:
+        return float(nbytes)
+    if algorithm == "tree":
+        widths = chunk_bytes(core, nbytes, itemsize)
+        return float(
+            nbytes - widths[rank] + _doubling_bytes(widths, rank) + (nbytes if rank + core < world_size else 0)
+        )
+    # In the ring rank r ends the first half with the sum of chunk r + 1: it stands where r + 1 stands in a reduce_scatter.
+    owner = (rank + (algorithm == "ring")) % world_size
+    return sum(
+        half(algorithm, world_size, nbytes, owner, itemsize) for half in (reduce_scatter_bytes, all_gather_bytes)
+    )
+
+
+def reduce_scatter_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0, itemsize: int = 4) -> float:
+    """Bytes that `rank` sends in a reduce_scatter of S bytes that leaves it chunk `rank`; (N-1)/N·S is the least.
+
+    ring: every chunk but its own, one a round; direct: the same, all at once. tree: rank i stands for P + i too, whose S it
+    gets first and whose chunk it sends last; halving sends all but these two chunks (Thakur, section 4.4). server: the whole to
+    rank 0, which sends each its chunk. gloo's is an all_reduce and a slice (ProcessGroupGloo): 1.5·S at N=4, not 0.75·S.
+    """
+    chunks = chunk_bytes(world_size, nbytes, itemsize)
+    core = 1 << (world_size.bit_length() - 1)
+    if algorithm == "gloo":
+        return all_reduce_bytes("gloo", world_size, nbytes, rank, itemsize)
+    if rank >= {"server": 1, "tree": core}.get(algorithm, world_size):
+        return float(nbytes)
+    return float(nbytes - chunks[rank])
+
+
+def all_gather_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0, itemsize: int = 4) -> float:
+    """Bytes that `rank` sends in an all_gather of chunks that are S bytes together; (N-1)/N·S is the least.
+
+    ring: passes on every chunk but the one that its successor owns; direct: its own chunk to all others. tree: rank P + i
+    sends its chunk to rank i, which doubles with both and sends the S back (Thakur, section 4.2). server: each its chunk to rank
+    0, which sends the whole to everyone. gloo's is a ring (gloo/allgather.cc).
+    """
+    chunks = chunk_bytes(world_size, nbytes, itemsize)
+    core = 1 << (world_size.bit_length() - 1)
+    if algorithm == "gloo":
+        return algorithmic_factor("all_gather", world_size) * nbytes
+    if algorithm == "direct":
+        return float((world_size - 1) * chunks[rank])
+    if algorithm == "ring":
+        return float(nbytes - chunks[(rank + 1) % world_size])
+    if algorithm == "server":
+        return float(chunks[rank] if rank else (world_size - 1) * nbytes)
+    if rank >= core:
+        return float(chunks[rank])
+    pairs = [sum(chunks[index::core]) for index in range(core)]
+    return float(_doubling_bytes(pairs, rank) + (nbytes if rank + core < world_size else 0))
+
+
+def _doubling_bytes(widths: list[int], rank: int) -> int:
+    """What `rank` sends while blocks double: its own width, then the aligned 2, 4, ... widths around it, up to half of all."""
+    blocks = [1 << level for level in range(len(widths).bit_length() - 1)]
+    return sum(sum(widths[rank // block * block :][:block]) for block in blocks)
+
+
+def rooted_bytes(op: str, world_size: int, nbytes: int, rank: int, root: int = 0) -> float:
+    """Bytes that `rank` sends in a broadcast, reduce, scatter or gather of a whole of S bytes, as gloo routes them.
+
+    broadcast: a binomial tree (gloo/broadcast.cc): the v-th after the root sends S to v + 2^k, for all 2^k > v. reduce: a
+    ring reduce_scatter, then every chunk to the root (gloo/reduce.cc): up to a third of S more than this was seen at
+    12 MiB, where segments of 1 MiB at most do not divide the ring. scatter, gather: direct.
+    """
+    part = nbytes / world_size
+    if op == "broadcast":
+        place = (rank - root) % world_size
+        steps = (1 << level for level in range(place.bit_length(), world_size.bit_length()))
+        return float(nbytes * sum(place + step < world_size for step in steps))
+    if op == "scatter":
+        return nbytes - part if rank == root else 0.0
+    to_root = 0.0 if rank == root else part
+    return to_root + (nbytes - part if op == "reduce" and world_size > 1 else 0.0)
+
+
+def algorithmic_factor(op: str, world_size: int) -> float:
+    """Bytes sent a rank, over the bytes of the whole tensor, by the best algorithm: makes called bytes of bytes in a call.
+
+    Where ranks differ it is their mean: a broadcast or reduce of S sends (N-1)·S in all however it is routed, so
+    (N-1)/N·S a rank. An all_to_all keeps its own part, as a scatter's root does. Point-to-point: what is sent is sent.
+    """
+    return 1.0 if op == "send" else (2.0 if op == "all_reduce" else 1.0) * (world_size - 1) / world_size
+
+
+def busbw_factor(op: str, world_size: int) -> float:
+    """busbw = algbw x this factor, algbw = S / time (tests, section "Bus bandwidth")."""
+    return 1.0 if op in ("broadcast", "reduce") else algorithmic_factor(op, world_size)
+
+
+def all_reduce_rounds(algorithm: str, world_size: int) -> int:
+    """Messages that follow each other in an all_reduce, each costing a latency: 2(N-1) in a ring, 2·log2 P in a tree."""
+    if world_size == 1:
+        return 0
+    levels = world_size.bit_length() - 1
+    folds = 2 if world_size != 1 << levels else 0
+    return {"direct": 2, "server": 2, "tree": 2 * levels + folds}.get(algorithm, 2 * (world_size - 1))
+
+
+def all_reduce_seconds(algorithm: str, world_size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
+    """T = rounds·α + bytes/B, the model of Hockney and of Thakur, section 3; B is a full-duplex link's, one way.
+
+    Bytes are what follows each other on the busiest link. The server's wall: it receives (N-1)·S, then sends as much.
+    """
+    serial = max(all_reduce_bytes(algorithm, world_size, nbytes, rank) for rank in range(world_size))
+    if algorithm == "server":
+        serial *= 2
+    if algorithm == "tree" and world_size.bit_count() > 1:
+        serial += nbytes  # the fold is received before the halving begins
+    return all_reduce_rounds(algorithm, world_size) * latency_s + serial / bytes_per_s
+
+
+def wire_tolerance(predicted: float, calls: float, group_size: int) -> float:
+    """How far wire bytes may be off: 1 %, and 1 KiB for each call and other rank (gloo's headers are about 577 B of it)."""
+    return 0.01 * predicted + 1024 * calls * (group_size - 1)
