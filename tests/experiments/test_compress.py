@@ -1,0 +1,123 @@
+"""Compression, the whole experiment: proven by its formulas, as many bytes as predicted, at odd sizes and settings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import compress
+from experiments.compress.claims import bucket_shapes, sent_bytes, smallest_side
+from experiments.compress.methods import METHODS, PLAIN
+from tests.labs import TINY, failed, run_experiment
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.report import records
+
+OURS = ("dense", *METHODS)
+PROOF = {"formula", "limit", "replicas"}
+
+
+def config_of(world_size: int, **settings: str) -> Config:
+    return Config.read(TINY | {"RUN_MODE": "compress", "WORLD_SIZE": str(world_size)} | settings)
+
+
+MIXES: list[tuple[int, dict[str, str]]] = [
+    (1, {"LAB_OPTIMIZER": "adamw"}),
+    (3, {"LAB_MICROBATCHES": "2", "LAB_CLIP": "0.1", "LAB_TIE": "1", "LAB_BUCKET_MIB": "0.02", "LAB_RATIO": "0.3"}),
+    (4, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "16"}),
+    (2, {"LAB_MODEL": "line", "LAB_RATIO": "1e-9"}),
+    (2, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw"}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["alone", "buckets", "forgetting", "line", "bfloat16"])
+def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+    run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "compress"} | settings))
+    assert failed(run) == set()
+    config = config_of(world_size, **settings)
+    skipped = {entry["variant"] for entry in run["skipped"]}
+    names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
+    for name in set(OURS) - skipped:
+        wanted = {"wire bytes", "rest bytes"} | (PROOF if name != "dense" else {"gradients", "weights", "losses"})
+        wanted |= {"sent + residual"} if config.error_feedback and name != "dense" else set()
+        wanted |= {"rank"} if name == "powersgd" else set()
+        assert {(name, claim) for claim in wanted} <= names
+    assert skipped == impossible(settings)
+    charts = [record for record in by_rank[0] if isinstance(record, records.Chart)]
+    assert [chart.title for chart in charts] == ["Loss by bytes sent", "Bytes sent over dense"]
+    assert set(charts[0].series) == {variant["name"] for variant in run["variants"]}
+
+
+def impossible(settings: dict[str, str]) -> set[str]:
+    if settings.get("LAB_ERROR_FEEDBACK") == "0":
+        return {f"{name}_plain" for name in PLAIN}
+    if settings.get("LAB_MODEL") == "line":
+        return {"powersgd", "powersgd_plain", "ddp_powersgd"}
+    return {"bf16", "fp16", "ddp_fp16"} if settings.get("LAB_DTYPE") == "bfloat16" else set()
+
+
+def test_feedback_ends_lower_than_none_and_the_residual_is_in_memory(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"LAB_VARIANT": "dense,sign,sign_plain,topk,topk_plain", "LAB_STEPS": "40", "LAB_PROOF": "0"}
+    run, by_rank = run_experiment(ranks, 2, tmp_path, RUN_MODE="compress", **settings)
+    assert run["verdict"] == "pass"
+    last = {record.variant: record.values[-1] for record in by_rank[0] if isinstance(record, records.Losses)}
+    assert last["dense"] < last["topk"] < last["topk_plain"]
+    assert last["dense"] < last["sign"] < last["sign_plain"]
+    rest = {entry["variant"]: entry["predicted"] for entry in run["comparisons"] if entry["name"] == "rest bytes"}
+    assert rest["topk"] == 1.5 * rest["dense"] == 1.5 * rest["topk_plain"]
+
+
+def test_predictions_add_up_over_buckets() -> None:
+    one, many = (config_of(4, LAB_BUCKET_MIB=mib) for mib in ("25", "0.005"))
+    assert len(bucket_shapes(one, 4)) == 1 < len(bucket_shapes(many, 4))
+    for method in ("dense", "bf16", "powersgd"):
+        assert sent_bytes(one, method, 4) == pytest.approx(sent_bytes(many, method, 4), rel=1e-12)
+    calls = {p.variant: p.calls for p in compress.predict(many) if p.name == "wire bytes"}
+    assert calls["int8"] == 2 * calls["dense"] == 2 * len(bucket_shapes(many, 4))
+    assert calls["dense"] < calls["powersgd"] <= 2 * calls["dense"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"LAB_LOW_RANK": "9"}, "LAB_LOW_RANK=9 is above the smallest side of a weight matrix of this model, allowed: 1 to 8"),
+        ({"LAB_MODEL": "line", "LAB_VARIANT": "powersgd"}, "LAB_LOW_RANK=4 is above the smallest side"),
+        ({"LAB_DTYPE": "bfloat16", "LAB_VARIANT": "bf16"}, "gradients are of 16 bits already"),
+        ({"LAB_ERROR_FEEDBACK": "0", "LAB_VARIANT": "topk_plain"}, "topk is without it already"),
+        ({"LAB_CHECKPOINT_EVERY": "2"}, "without which a resumed run would lose what was not sent"),
+        ({"LAB_RESUME": "auto"}, "without which a resumed run would lose what was not sent"),
+        ({"LAB_BUG": "no_error_feedback", "LAB_ERROR_FEEDBACK": "0"}, "there is none to forget"),
+        ({"LAB_BUG": "no_error_feedback", "LAB_VARIANT": "dense,topk_plain"}, "these variants"),
+        ({"LAB_BUG": "unshared_seed", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "unshared_seed", "LAB_RATIO": "1"}, "all places are drawn"),
+        ({"LAB_BUG": "int8_overflow", "LAB_VARIANT": "topk"}, "it takes int8"),
+        ({"LAB_BUG": "per_rank_powersgd", "LAB_PROOF": "0"}, "nothing is compared"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
+    faults = compress.refuse(config_of(4, **settings))
+    assert len(faults) == 1
+    assert words in faults[0]
+
+
+def test_defaults_are_refused_nowhere() -> None:
+    for world_size in range(1, 9):
+        for model in ("gpt", "mlp", "line"):
+            assert (
+                compress.refuse(
+                    Config.read({"RUN_MODE": "compress", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
+                )
+                == []
+            )
+    assert smallest_side(Config.read({"LAB_MODEL": "line"})) == 1
+
+
+@pytest.mark.parametrize("bug", ["unshared_seed", "int8_overflow", "per_rank_powersgd", "no_error_feedback"])
+def test_a_mistake_is_seen_only_where_it_is_made(ranks: Ranks, tmp_path: Path, bug: str) -> None:
+    settings = {"LAB_BUG": bug, "LAB_VARIANT": "int8,randomk,powersgd", "LAB_STEPS": "1"}
+    run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="compress", **settings)
+    wrong = {claim["variant"] for claim in run["checks"] if not claim["passed"]}
+    makers = {"unshared_seed": {"randomk"}, "int8_overflow": {"int8"}, "per_rank_powersgd": {"powersgd"}}
+    assert wrong == makers.get(bug, {"int8", "randomk", "powersgd"})
+    if bug == "no_error_feedback":
+        assert failed(run) - {"rest bytes"} == {"sent + residual"}
