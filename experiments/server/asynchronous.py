@@ -1,0 +1,158 @@
+"""Workers that do not wait: `ssp` and `downpour`, with rank 0 as the server, and a link of its own to each worker.
+
+Twice each. First in an order of events that LAB_SEED draws: workers compute where they are, the server takes their messages in that order,
+and one process that replays it must come to the same weights (replay.py). Then for real, in whatever order they come: that does not
+repeat, so it is held to what must be so in any order (promises.py): nobody starts a step more than LAB_STALENESS ahead of the slowest
+(`ssp`), every update counts exactly once, in the end all hold the same weights. All workers together take N x LAB_STEPS steps, who is
+faster more of them; each weighs its gradient by its share of the batch, so that as many samples move the weights as far as in `dp`.
+
+From here on a worker may die: the server goes on with the others, and only what it had under way is lost.
+"""
+
+import hashlib
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from experiments.server.claims import ASYNCHRONOUS, cannot, weight_bytes
+from experiments.server.faults import rules_of
+from experiments.server.pace import Rate, apart, compute_s, show_rates
+from experiments.server.promises import Report, hold
+from experiments.server.replay import prove
+from experiments.server.worker import Scheme, Worker, schemes
+from workers.lab import Lab
+from workers.measure.formulas.collectives import wire_tolerance
+from workers.parallel.parameter_server import PUSH, Audit, Event, ParameterServer, audit
+from workers.parallel.phases import recorded, slowed
+from workers.parallel.serving import Client, Link, Local, Remote, Server, Threads
+
+VARIANTS = ASYNCHRONOUS
+
+
+class Finished(NamedTuple):
+    """A real run, as rank 0 knows it."""
+
+    scheme: Scheme
+    history: list[Event]
+    seen: Audit
+    reports: dict[int, Report]  # of the workers that are still here
+
+
+def run(lab: Lab, rates: list[Rate]) -> None:
+    """Prove what is asked for, then let go of each other; `rates` are those of the variants that keep step."""
+    unable = cannot(lab.config)
+    for name in (name for name in VARIANTS if lab.wants(name) and name in unable):
+        lab.skip(name, unable[name])
+    chosen = [scheme for scheme in schemes(lab.config) if lab.wants(scheme.name) and scheme.name not in unable]
+    links = open_links(lab) if chosen else {}
+    for scheme in chosen if lab.config.proof else []:
+        prove(lab, links, scheme)
+    finished = [run_freely(lab, links, scheme) for scheme in chosen]
+    if lab.rank == 0:
+        for each in finished:
+            hold(lab, each.scheme, each.seen, each.reports)
+            if len(each.reports) == lab.world_size and all(report.steps for report in each.reports.values()):
+                rates.append(apart(lab, each.scheme, each.reports))
+        show_rates(lab, rates)
+        show_run(lab, finished)
+
+
+def open_links(lab: Lab) -> dict[int, Link]:
+    """At the server a link to each worker, by rank; at a worker its own."""
+    workers = range(1, lab.world_size) if lab.rank == 0 else [lab.rank]
+    timeout_s = lab.config.collective_timeout_s
+    return {
+        worker: Link(
+            dist.PrefixStore(f"link {worker}", lab.exchange.store), at_server=lab.rank == 0, timeout_s=timeout_s
+        )
+        for worker in workers
+    }
+
+
+def run_freely(lab: Lab, links: dict[int, Link], scheme: Scheme) -> Finished:
+    """One scheme in the order in which messages come; what each rank saw is brought together on rank 0."""
+    config, name, dtype = lab.config, scheme.name, getattr(torch, lab.config.dtype)
+    lab.at(0, name)
+    workers = [rank for rank in range(lab.world_size) if rank not in lab.exchange.gone]
+    worker = Worker(
+        lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, noted=lambda step: lab.at(step, name)
+    )  # fmt: skip
+    rules, client, threads = open_server(lab, links, scheme, workers, worker)
+    lab.say(f"{lab.world_size * config.steps} steps by {len(workers)} worker(s), in whatever order they come", name)
+    with lab.count(calls=False) as traffic, recorded() as spans, slowed(config.slowed_to):
+        seconds = lab.seconds(lambda: worker.train(client, scheme.most))
+        if threads is not None:
+            threads.join()
+    lab.stepped()
+    report = Report(worker.sent, worker.steps, compute_s(spans), seconds, digest(worker))
+    everyone = lab.exchange.everyone(f"reports of {name}", asdict(report))
+    reports = {rank: Report(**of_rank) for rank, of_rank in enumerate(everyone) if of_rank is not None}
+    if len(reports) == lab.world_size and traffic.wire_error is None:
+        fetches = {rank: len(each.sent) + 1 for rank, each in reports.items()}
+        sent = len(worker.sent) if lab.rank else sum(number for rank, number in fetches.items() if rank)
+        predicted = sent * weight_bytes(config)
+        tolerance = wire_tolerance(predicted, 4 * sent + 4, 2) if lab.world_size > 1 else 0.0
+        formula = "fetches of others x S" if lab.rank == 0 else "pushes x S"
+        lab.compare("wire bytes of the run", predicted, traffic.wire_bytes, "B", tolerance, name, formula)
+    return Finished(scheme, rules.history, audit(rules.history, workers), reports)
+
+
+def open_server(
+    lab: Lab, links: dict[int, Link], scheme: Scheme, workers: list[int], worker: Worker
+) -> tuple[ParameterServer, Client, Threads | None]:
+    """The rules, and this rank's client; on rank 0 the server too, which hears of every worker that leaves."""
+    config, weights = lab.config, worker.vectors.weights
+    rules = rules_of(config)(
+        weights.cpu().clone(),
+        workers,
+        lr=config.learning_rate,
+        budget=lab.world_size * config.steps,
+        staleness=scheme.staleness,
+    )
+    server = Server(rules, config.collective_timeout_s)
+    if lab.let_leave is not None:
+        lab.let_leave(server.leave)
+    if lab.rank > 0:
+        return rules, Remote(links[lab.rank], weights), None
+    for rank in lab.exchange.gone & set(workers):  # it left while the server was made
+        server.leave(rank)
+    return rules, Local(server, 0), Threads(server, {rank: links[rank] for rank in workers if rank})
+
+
+def digest(worker: Worker) -> str:
+    """The sha256 of a worker's weights."""
+    return hashlib.sha256(worker.vectors.weights.cpu().view(torch.uint8).numpy().data).hexdigest()
+
+
+def show_run(lab: Lab, finished: list[Finished]) -> None:
+    """What the server saw, by worker, and the loss over the samples that had moved the weights."""
+    rows, curves = [], {}
+    for each in finished:
+        steps = ", ".join(str(number) for number in each.seen.steps.values())
+        stale = each.seen.staleness
+        rows.append(
+            [
+                each.scheme.name,
+                steps,
+                len(stale),
+                f"{each.seen.mean_staleness:.2f}",
+                max(stale, default=0),
+                each.seen.lead,
+            ]
+        )
+        curves[each.scheme.name] = smoothed(each.history, lab.world_size)
+    columns = ["", "steps by worker", "updates", "mean staleness", "largest", "largest lead in steps"]
+    if rows:
+        lab.table("What the server saw: staleness is the updates of others between a fetch and its push", columns, rows)
+        lab.chart(
+            "Loss of the asynchronous runs, at the weights that each worker had", "updates applied", "loss", curves
+        )
+
+
+def smoothed(history: list[Event], num_workers: int) -> list[list[float]]:
+    """The losses of the pushes in the order in which they were applied, each the mean of as many as there are workers."""
+    losses = [event.loss for event in history if event.kind == PUSH]
+    windows = [losses[max(0, end - num_workers) : end] for end in range(1, len(losses) + 1)]
+    return [[float(index + 1) for index in range(len(losses))], [sum(window) / len(window) for window in windows]]

@@ -1,0 +1,91 @@
+"""What the server and its like claim before they run: bytes sent a step, and the settings that they cannot take."""
+
+import torch
+
+from experiments.server.faults import invisible
+from workers.config import Config
+from workers.lab import Lab, no_checkpoints
+from workers.measure.formulas import Prediction
+from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.server import averaging_bytes, server_bytes
+from workers.parallel.buckets import layout
+from workers.workload import data, model, text
+from workers.workload.model import outline
+
+ASYNCHRONOUS = ("ssp", "downpour")
+SHOWN_RANKS = (2, 4, 8, 16, 32, 64)
+
+
+def title(config: Config) -> str:
+    """What is trained, for headings."""
+    return outline(config).describe()
+
+
+def refuse(config: Config) -> list[str]:
+    """What this mode cannot run."""
+    unable = cannot(config)
+    wrong = [f"LAB_VARIANT={name!r} is not possible here: {unable[name]}" for name in config.variant if name in unable]
+    wrong += no_checkpoints(
+        config, "makes none, since out of step there is no step at which all workers hold the same state"
+    )
+    return (
+        wrong + model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
+    )
+
+
+def cannot(config: Config) -> dict[str, str]:
+    """The variants that cannot take these settings, and why."""
+    adam = "LAB_OPTIMIZER=adamw would divide each worker's push by its own size, as if it were the gradient of all"
+    clip = "LAB_CLIP bounds the norm of the gradient of all workers, which nobody ever holds"
+    reasons = {adam: config.optimizer == "adamw", clip: config.clip is not None}
+    found = [reason for reason, applies in reasons.items() if applies]
+    return dict.fromkeys(ASYNCHRONOUS, "; ".join(found)) if found else {}
+
+
+def weight_bytes(config: Config) -> int:
+    """S: the bytes of all weights, as of all gradients."""
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    return outline(config).num_parameters() * itemsize
+
+
+def predict(config: Config) -> list[Prediction]:
+    """Bytes that each rank sends in a step, and in how many calls; of the asynchronous ones where all take as many steps."""
+    ranks, nbytes, h = config.world_size, weight_bytes(config), config.local_steps
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
+    buckets = len(layout(sizes, config.bucket_mib * 2**20))
+    dense = (all_reduce_bytes("gloo", ranks, nbytes),) * ranks
+    served, seldom = (tuple(server_bytes(ranks, nbytes, rank, steps) for rank in range(ranks)) for steps in (1, h))
+    averaged = (averaging_bytes(ranks, nbytes, h),) * ranks
+    rows = [
+        ("dp", "2(N-1)/N x S", dense, buckets),
+        ("sync", "S, rank 0 (N-1) x S", served, 2),
+        ("local_sgd", "2(N-1)/N x S / H", averaged, 1),
+        ("diloco", "2(N-1)/N x S / H", averaged, 1),
+        ("ssp", "S, rank 0 (N-1) x S", served, 2),
+        ("downpour", "S / H, rank 0 (N-1) x S / H", seldom, 2),
+    ]
+    return [Prediction(name, "wire bytes", "B", formula, value, calls) for name, formula, value, calls in rows]
+
+
+def show_bytes(lab: Lab) -> None:
+    """The busiest rank's bytes as N grows: the server's wall, and the ring that stays under 2S."""
+    nbytes, h = weight_bytes(lab.config), lab.config.local_steps
+    size, ranks = nbytes / 1e6, lab.world_size
+    ring = 2 * (ranks - 1) / ranks * size
+    lab.say(
+        f"S = {size:.3g} MB: a worker sends S a step and rank 0 (N-1) x S = {(ranks - 1) * size:.3g} MB, as much comes in "
+        f"there; a ring sends 2(N-1)/N x S = {ring:.3g} MB a rank; every {h} steps, 1/{h} of it",
+        "predict",
+    )
+    rows: list[list[float]] = []
+    for ranks in SHOWN_RANKS:
+        server = 2 * server_bytes(ranks, nbytes, 0) / 1e6
+        ring, seldom = (2 * averaging_bytes(ranks, nbytes, steps) / 1e6 for steps in (1, h))
+        rows.append([ranks, server, ring, seldom, server / ring])
+    columns = ["ranks", "server (MB)", "ring (MB)", f"ring every {h} steps (MB)", "server / ring"]
+    lab.table("In and out of the busiest rank, a step, by formula", columns, rows)
+    x = [float(row[0]) for row in rows]
+    names = ("server, in and out", "ring", f"ring every {h} steps")
+    series = {name: [x, [row[index] for row in rows]] for index, name in enumerate(names, 1)}
+    lab.chart("In and out of the busiest rank, a step", "ranks", "MB", series, log_x=True, log_y=True)

@@ -1,0 +1,118 @@
+"""How fast: samples a second of variants whose workers wait for each other, and of those that do not, with a straggler or without.
+
+The compute of each worker is measured, and from it follows what both kinds should reach: T = max T_i in step, the sum of 1/T_i apart.
+"""
+
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from experiments.server.promises import Report
+from experiments.server.worker import Scheme
+from workers.lab import Lab, Variant
+from workers.measure.formulas.server import apart_rate, bounded_rate, in_step_rate
+from workers.parallel.phases import COMPUTE, Span, recorded, slowed
+from workers.workload.data import global_batch
+
+MOST_STEPS = 5
+SLOWER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Samples a second of one variant; predicted from the compute of its workers, as if messages took no time."""
+
+    variant: str
+    compute_s: list[float]  # of a step, by rank
+    predicted: float
+    measured: float
+
+
+def in_step(lab: Lab, variants: list[Variant]) -> list[Rate]:
+    """A few steps more of each variant, timed as a whole; on every rank."""
+    return [rate_in_step(lab, build) for build in variants]
+
+
+def rate_in_step(lab: Lab, build: Variant) -> Rate:
+    """Train `build` for some steps, this rank at its own speed."""
+    dtype, name, steps = getattr(torch, lab.config.dtype), build.__name__, min(lab.config.steps, MOST_STEPS)
+    lab.at(0, f"the pace of {name}")
+    batches = lab.batches(dtype)
+    strategy = build(lab.model(dtype), lab.group, lab.config)
+    shards = iter([batches.dealt(step, lab.rank, lab.world_size) for step in range(steps)])
+
+    def step() -> None:
+        strategy.backward(next(shards))
+        strategy.update()
+
+    with recorded() as spans, slowed(lab.config.slowed_to):
+        seconds = lab.seconds(step, repeats=steps)
+    everyone = lab.exchange.everyone(f"pace of {name}", [compute_s(spans) / steps, seconds])
+    computed, walls = ([of_rank[index] for of_rank in everyone] for index in (0, 1))
+    samples = samples_of(lab)
+    return Rate(name, computed, in_step_rate(samples, computed), sum(samples) / max(walls))
+
+
+def compute_s(spans: list[Span]) -> float:
+    """Seconds of forward and backward passes."""
+    return sum(span.end_s - span.start_s for span in spans if span.kind in COMPUTE)
+
+
+def samples_of(lab: Lab) -> list[int]:
+    """The samples of a step, by rank."""
+    batches = lab.batches(torch.float32)
+    sizes = [len(batches.sample_ids(0, rank, lab.world_size)) for rank in range(lab.world_size)]
+    assert sum(sizes) == global_batch(lab.config)
+    return sizes
+
+
+def apart(lab: Lab, scheme: Scheme, reports: dict[int, Report]) -> Rate:
+    """The rate of a scheme that does not wait, or not before its bound."""
+    step_s = [report.compute_s / max(1, report.steps) for report in reports.values()]
+    budget, samples = lab.world_size * lab.config.steps, samples_of(lab)
+    reached = (
+        bounded_rate(samples, step_s, budget, scheme.staleness)
+        if scheme.staleness is not None
+        else apart_rate(samples, step_s)
+    )
+    done = sum(number * report.steps for number, report in zip(samples, reports.values(), strict=True))
+    return Rate(scheme.name, step_s, reached, done / max(report.seconds for report in reports.values()))
+
+
+def show_rates(lab: Lab, rates: list[Rate]) -> None:
+    """Predicted beside measured, and what a straggler would cost each kind."""
+    if not rates:
+        return
+    rows: list[list[object]] = []
+    for rate in rates:
+        rows.append(
+            [rate.variant, *(f"{seconds * 1000:.1f}" for seconds in rate.compute_s), rate.predicted, rate.measured]
+        )
+        lab.compare(
+            "samples a second", rate.predicted, rate.measured, "samples/s", variant=rate.variant,
+            formula="from the compute alone", decides=False,
+        )  # fmt: skip
+    columns = ["", *(f"rank {rank} (ms a step)" for rank in range(lab.world_size)), "predicted samples/s", "measured"]
+    lab.table("Samples a second, from the compute of each worker and as measured", columns, rows)
+    lab.chart("Samples a second with one straggler", "times slower", "samples a second", stragglers(lab, rates))
+
+
+def stragglers(lab: Lab, rates: list[Rate]) -> dict[str, list[list[float]]]:
+    """Predicted curves over how much slower the last rank is, where all compute alike, and this run's measured points on them."""
+    step_s, samples = median(seconds for rate in rates for seconds in rate.compute_s), samples_of(lab)
+    budget, staleness = lab.world_size * lab.config.steps, lab.config.staleness
+    series: dict[str, list[list[float]]] = {}
+    for slower in SLOWER:
+        by_rank = [step_s] * (lab.world_size - 1) + [step_s * slower]
+        predicted = {
+            "in step": in_step_rate(samples, by_rank),
+            f"apart, at most {staleness} ahead": bounded_rate(samples, by_rank, budget, staleness),
+            "apart": apart_rate(samples, by_rank),
+        }
+        for name, value in predicted.items():
+            x, y = series.setdefault(name, [[], []])
+            x.append(slower)
+            y.append(value)
+    mine = float(lab.config.slow_rank.partition(":")[2]) if lab.config.slow_rank else 1.0
+    return series | {f"{rate.variant}, measured": [[1 / mine], [rate.measured]] for rate in rates}

@@ -1,0 +1,74 @@
+"""A worker of an asynchronous run: ask to start, take some steps from the weights that come, push what they add up to."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from experiments.server.synchronous import Alone
+from workers.config import Config
+from workers.parallel.parameter_server import checksum
+from workers.parallel.serving import Client
+from workers.parallel.vectors import Vectors
+from workers.replica import Replica
+from workers.workload.data import Batches
+from workers.workload.model import Model
+
+
+class Scheme(NamedTuple):
+    """One way of being asynchronous."""
+
+    name: str
+    most: int  # steps between a fetch and its push
+    staleness: int | None  # the bound, None where there is none
+
+
+def schemes(config: Config) -> list[Scheme]:
+    """`ssp` fetches and pushes every step, bounded; `downpour` every LAB_LOCAL_STEPS, and nobody waits."""
+    return [Scheme("ssp", 1, config.staleness), Scheme("downpour", config.local_steps, None)]
+
+
+class Worker:
+    """One worker's model and data, and what it did; `noted(step)`, if given, is called before each step."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: Config,
+        batches: Batches,
+        rank: int,
+        lr: float,
+        noted: Callable[[int], None] | None = None,
+    ) -> None:
+        self.vectors = Vectors(model.parameters())
+        self.replica = Replica(model, config, Alone(self.vectors))
+        self.batches, self.rank, self.num_workers, self.lr, self.noted = batches, rank, config.world_size, lr, noted
+        self.steps = 0
+        self.sent: list[float] = []  # checksums of the updates pushed
+
+    def train(self, client: Client, most: int) -> None:
+        """Work until the server has no more steps to grant; the weights are the final ones then."""
+        update = torch.zeros_like(self.vectors.weights)
+        while granted := client.start(most, self.vectors.weights):
+            loss = self.accumulate(update, granted)
+            self.sent.append(checksum(update))
+            client.push(len(self.sent), update, loss)
+        client.finish(self.vectors.weights)
+
+    def accumulate(self, update: torch.Tensor, steps: int) -> float:
+        """Fill `update` with the sum of the gradients of `steps` steps, and return the mean loss.
+
+        Each gradient is taken at weights that those before it have moved.
+        """
+        update.zero_()
+        losses = []
+        for _ in range(steps):
+            if self.noted is not None:
+                self.noted(self.steps)
+            microbatches = self.batches.dealt(self.steps, self.rank, self.num_workers)
+            share = sum(part.share * part.targets.numel() for part in microbatches)
+            losses.append(self.replica.backward(microbatches).item() / share)
+            update += self.vectors.gradients
+            self.vectors.weights.add_(self.vectors.gradients, alpha=-self.lr)
+            self.steps += 1
+        return sum(losses) / len(losses)

@@ -1,0 +1,168 @@
+"""The parameter server and its like, as whole runs: what is proven, what is promised, what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments import server
+from experiments.server import promises, staleness
+from experiments.server.promises import Report, miscounted
+from experiments.server.rounds import in_one_process
+from tests.labs import TINY, failed, run_experiment
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.measure.formulas.server import largest_stable_rate
+from workers.parallel.parameter_server import ParameterServer, audit, checksum
+from workers.parallel.serving import Link, Local, Remote, Server, Threads
+from workers.report.records import Chart, Table, select
+from workers.workload.baseline import train
+from workers.workload.data import Batches
+from workers.workload.model import build_model
+
+TINY_MLP = {"LAB_MODEL": "mlp", "LAB_WIDTH": "8", "LAB_DEPTH": "2"}
+
+
+def config_of(**settings: str) -> Config:
+    return Config.read(TINY | {"RUN_MODE": "server"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {}),
+        (4, {"LAB_MODEL": "line", "LAB_STEPS": "12", "LAB_LOCAL_STEPS": "3", "LAB_STALENESS": "0"}),
+        (8, TINY_MLP | {"LAB_SLOW_RANK": "1:0.5"}),
+        (3, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.1", "LAB_MICROBATCHES": "2"}),
+    ],
+)
+def test_every_world_comes_to_a_verdict(
+    ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]
+) -> None:
+    run, by_rank = run_experiment(ranks, world_size, tmp_path, RUN_MODE="server", **settings)
+    assert failed(run) == set() and run["verdict"] == "pass"
+    proven = {(check["variant"], check["name"]) for check in run["checks"] if check["tolerance"] <= 1e-12}
+    assert {(name, "weights") for name in ("dp", "sync")} < proven
+    assert {(name, "weights at H = 1") for name in ("local_sgd", "diloco")} < proven
+    if "LAB_CLIP" in settings:
+        assert {skip["variant"] for skip in run["skipped"]} == {"ssp", "downpour"}
+        assert {("sync", "optimizer state"), ("diloco", "weights at H = 4 as trained")} < proven
+        return
+    for name in ("ssp", "downpour"):
+        assert {(name, what) for what in ("weights", "order of events", "updates", "final weights")} < proven
+    steps = int(settings.get("LAB_STEPS", 4)) * world_size
+    seen = next(table for _, table in select(by_rank, Table) if table.title.startswith("What the server saw"))
+    assert [sum(map(int, row[1].split(", "))) for row in seen.rows] == [steps, steps]
+    assert {"Samples a second with one straggler"} < {chart.title for _, chart in select(by_rank, Chart)}
+    wire = [entry for entry in run["comparisons"] if entry["name"] == "wire bytes of the run"]
+    assert {entry["variant"] for entry in wire if entry["decides"]} == {"ssp", "downpour"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"LAB_CHECKPOINT_EVERY": "5"}, "server makes none"),
+        ({"LAB_RESUME": "auto", "LAB_RUN_ID": "x"}, "server makes none"),
+        (
+            {"LAB_VARIANT": "ssp", "LAB_OPTIMIZER": "adamw"},
+            "LAB_VARIANT='ssp' is not possible here: LAB_OPTIMIZER=adamw",
+        ),
+        ({"LAB_VARIANT": "downpour", "LAB_CLIP": "1"}, "LAB_CLIP bounds the norm"),
+        ({"LAB_BATCH": "3"}, "every rank needs a sample"),
+        ({"LAB_BUG": "stale_unbounded", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "stale_unbounded", "LAB_VARIANT": "sync,downpour"}, "it takes ssp"),
+        ({"LAB_BUG": "stale_unbounded", "LAB_STALENESS": "3"}, "takes LAB_STALENESS + 2 = 5"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
+    (fault,) = server.refuse(config_of(**settings))
+    assert words in fault
+
+
+def test_defaults_are_refused_nowhere() -> None:
+    for world_size in range(1, 9):
+        assert server.refuse(Config.read({"RUN_MODE": "server", "WORLD_SIZE": str(world_size)})) == []
+
+
+def test_one_worker_with_one_local_step_is_one_process() -> None:
+    """The reference of the rounds' proof against the baseline: so H = 1 is held against dp itself."""
+    config = config_of(**TINY_MLP, LAB_LOCAL_STEPS="1")
+    batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+    losses, weights = in_one_process(build_model(config, 1).double(), batches, config, (1.0, 0.0), workers=1, steps=3)
+    dense = list(train(build_model(config, 1).double(), batches, config, 3))
+    assert losses == pytest.approx([snapshot.loss for snapshot in dense], abs=1e-14)
+    wanted = torch.cat([weight.flatten() for weight in dense[-1].weights.values()])
+    torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-14)
+
+
+def test_an_update_that_does_not_count_once_is_seen() -> None:
+    rules = ParameterServer(torch.zeros(2), range(2), lr=1.0, budget=3)
+    updates = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    for number, update in enumerate(updates, 1):
+        rules.start(0)
+        rules.push(0, number, update)
+    seen, sent = audit(rules.history, range(2)), [checksum(update) for update in updates]
+
+    def report(sent: list[float], steps: int = 2) -> dict[int, Report]:
+        return {0: Report(sent, steps, 1.0, 1.0, "")}
+
+    assert miscounted(seen, report(sent)) == 0
+    assert miscounted(seen, report([*sent, 1.0])) == 1, "one did not arrive"
+    assert miscounted(seen, report(sent[:1])) == 1, "one was applied twice"
+    assert miscounted(seen, report(sent[::-1])) == 2, "in another order"
+    assert miscounted(seen, report(sent, steps=3)) == 1
+    assert promises.Report([], 0, 0.0, 0.0, "a").weights != report(sent)[0].weights
+
+
+def served(group: dist.ProcessGroup, name: str, deed: str) -> list[float] | str:
+    """Ten steps of one update each through a real server; rank 2 ends early, or pushes a number twice."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    workers = range(1, group.size()) if group.rank() == 0 else [group.rank()]
+    links = {
+        rank: Link(dist.PrefixStore(f"{rank}", store), at_server=group.rank() == 0, timeout_s=5) for rank in workers
+    }
+    rules = ParameterServer(torch.zeros(4), range(group.size()), lr=1.0, budget=10, staleness=1)
+    server_ = Server(rules, timeout_s=5)
+    client = Local(server_, 0) if group.rank() == 0 else Remote(links[group.rank()], torch.zeros(4))
+    threads = Threads(server_, links if group.rank() == 0 else {})
+    weights, number = torch.zeros(4), 0
+    try:
+        while client.start(1, weights):
+            if group.rank() == 2 and deed == "end":
+                return "ended"  # its link is closed with it
+            number += 1
+            client.push(number if group.rank() != 2 or deed != "repeat" else 7, torch.ones(4), 0.0)
+        client.finish(weights)
+        threads.join()
+    except ValueError as error:
+        return str(error)
+    except RuntimeError:
+        return "no answer"
+    return weights.tolist()
+
+
+def test_the_server_goes_on_without_a_worker_whose_link_is_closed(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3, served, f"{tmp_path} whole", "") == [[-10.0] * 4] * 3
+    others, same, ended = ranks(3, served, f"{tmp_path} end", "end")
+    assert ended == "ended" and others == same == [-9.0] * 4, "what it had under way is lost, and no more"
+
+
+def test_an_update_that_comes_twice_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(3, served, f"{tmp_path} repeat", "repeat")
+    assert found[0] == "rank 2 pushes update 7 after 0" and found[2] == "no answer"
+
+
+def test_late_gradients_are_as_stable_as_the_formula_says_and_the_check_can_fail() -> None:
+    line = staleness.points(seed=1)
+    assert staleness.losses(line, 0.1, 0, 200)[-1] < 1e-12
+    for late in (0, 3, 16):
+        bound = largest_stable_rate(late, staleness.curvature(line))
+        assert staleness.largest_rate(line, late) == pytest.approx(bound, rel=0.02)
+        assert staleness.largest_rate(line, late) != pytest.approx(largest_stable_rate(late + 1, 2.0), rel=0.02)
+    fresh, weights, lr = 0.0, [-2.0, -1.0], 0.05
+    for _ in range(5):  # no delay, by hand
+        w, b = weights
+        weights = [w - lr * 2 * (line[0] * w + line[1] * b), b - lr * 2 * (line[1] * w + b)]
+        fresh = line[0] * weights[0] ** 2 + 2 * line[1] * weights[0] * weights[1] + weights[1] ** 2
+    assert staleness.losses(line, lr, 0, 5)[-1] == pytest.approx(fresh, rel=1e-12)

@@ -1,0 +1,52 @@
+"""Local steps and an outer step: workers train apart, and now and then their weights become one.
+
+Each worker takes H steps of its own from common weights w. Then the mean of what they moved, weighted by the samples that each
+has seen, is taken as a gradient:
+
+    d = sum_k f_k (w - w_k)     f_k: the share of worker k in the samples, sum_k f_k = 1
+    v = m·v + d                 momentum
+    w = w - lr·(d + m·v)        Nesterov's form, as torch.optim.SGD has it
+
+With lr = 1 and m = 0 the weights are simply averaged: local SGD (Stich 2019, "Local SGD Converges Fast and Communicates Little").
+With momentum it is DiLoCo's outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1). At H = 1, plain SGD and no momentum d is lr
+times the gradient of the mean over the whole batch: data parallelism. What it sends is one all_reduce every H steps.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class OuterStep:
+    """Every `local_steps` calls of `step`, one outer step of all ranks of `group`.
+
+    Args:
+        weights: [P] flat, what this worker trains; common to all ranks now and after each outer step.
+        group: the workers.
+        local_steps: H.
+        lr, momentum: the outer ones.
+    """
+
+    def __init__(
+        self, weights: Tensor, group: dist.ProcessGroup, local_steps: int, *, lr: float = 1.0, momentum: float = 0.0
+    ) -> None:
+        self.weights, self.group = weights, group
+        self.local_steps, self.lr, self.momentum = local_steps, lr, momentum
+        self.common = weights.clone()
+        self.velocity = torch.zeros_like(weights) if momentum else None
+        self.done = 0  # local steps since the last outer one
+        self._share = 0.0
+
+    def step(self, share: float) -> None:
+        """After a local step on the `share` of the global batch that is this worker's: shares of all ranks add up to one."""
+        self._share += share
+        self.done += 1
+        if self.done < self.local_steps:
+            return
+        moved = torch.sub(self.common, self.weights).mul_(self._share / self.done)
+        dist.all_reduce(moved, group=self.group)
+        if self.velocity is not None:
+            moved.add_(self.velocity.mul_(self.momentum).add_(moved), alpha=self.momentum)
+        self.common.add_(moved, alpha=-self.lr)
+        self.weights.copy_(self.common)
+        self.done, self._share = 0, 0.0

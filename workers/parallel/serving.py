@@ -1,0 +1,188 @@
+"""A parameter server at work: its rules behind a lock, and a link to each worker with a thread of its own.
+
+The rules stand in parameter_server.py and know neither threads nor messages. Rank 0 is the server and a worker too: it calls. Each
+other worker has a link, a gloo connection of two ends that nobody shares, so that the death of one worker breaks one link.
+
+    header   [4] float64   asked: what, number of the push, most steps, loss; answered: the steps granted
+    vector   [P]           an update, or weights
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.parallel.parameter_server import ParameterServer
+
+ASK_START, ASK_PUSH, ASK_FINISH = 0, 1, 2
+JOIN_S = 0.2  # how often it is looked whether a worker has left
+
+
+class Server:
+    """The rules behind a lock, for any thread to ask. Every wait is bounded, and names for whom the server waited."""
+
+    def __init__(self, rules: ParameterServer, timeout_s: float) -> None:
+        self.rules, self.timeout_s = rules, timeout_s
+        self._changed = threading.Condition()
+
+    def start(self, worker: int, most: int, weights: Tensor) -> int:
+        """Wait until `worker` may start; fills `weights` and returns the steps granted, 0 at the end of the run."""
+        with self._changed:
+            self._wait(worker, lambda: self.rules.may_start(worker), "start a step")
+            granted = self.rules.start(worker, most)
+            weights.copy_(self.rules.weights)
+            self._changed.notify_all()
+            return granted
+
+    def push(self, worker: int, number: int, update: Tensor, loss: float) -> None:
+        """Apply an update."""
+        with self._changed:
+            self._wait(worker, lambda: self.rules.may_push(worker), "push")
+            self.rules.push(worker, number, update, loss)
+            self._changed.notify_all()
+
+    def finish(self, worker: int, weights: Tensor) -> None:
+        """Wait until no update is under way any more; fills `weights` with the final ones."""
+        with self._changed:
+            self._wait(worker, self.rules.may_finish, "fetch the final weights")
+            weights.copy_(self.rules.weights)
+
+    def leave(self, worker: int) -> None:
+        """From now on nobody waits for `worker`."""
+        with self._changed:
+            self.rules.leave(worker)
+            self._changed.notify_all()
+
+    def _wait(self, worker: int, ready: Callable[[], bool], what: str) -> None:
+        def gone() -> bool:
+            return worker not in self.rules.clocks
+
+        if not self._changed.wait_for(lambda: gone() or ready(), self.timeout_s):
+            ranks = ", ".join(f"rank {rank}" for rank in self.rules.behind())
+            raise TimeoutError(f"rank {worker} waited {self.timeout_s:g} s to {what}, for {ranks}, in vain")
+        if gone():
+            raise ConnectionError(f"rank {worker} was given up: what it asks comes too late")
+
+
+class Client(Protocol):
+    """The server as one worker sees it, from wherever it is; calls as in `Server`."""
+
+    def start(self, most: int, weights: Tensor) -> int: ...
+
+    def push(self, number: int, update: Tensor, loss: float) -> None: ...
+
+    def finish(self, weights: Tensor) -> None: ...
+
+
+class Local:
+    """The client on the server's own rank."""
+
+    def __init__(self, server: Server, worker: int) -> None:
+        self.server, self.worker = server, worker
+
+    def start(self, most: int, weights: Tensor) -> int:
+        return self.server.start(self.worker, most, weights)
+
+    def push(self, number: int, update: Tensor, loss: float) -> None:
+        self.server.push(self.worker, number, update.cpu(), loss)
+
+    def finish(self, weights: Tensor) -> None:
+        self.server.finish(self.worker, weights)
+
+
+class Link:
+    """One end of a connection of two; each message takes `timeout_s` at most, or raises RuntimeError."""
+
+    def __init__(self, store: dist.Store, *, at_server: bool, timeout_s: float) -> None:
+        self._other = int(at_server)
+        self._gloo = dist.ProcessGroupGloo(store, 1 - self._other, 2, timedelta(seconds=timeout_s))
+
+    def send(self, tensor: Tensor) -> None:
+        self._gloo.send([tensor], self._other, 0).wait()  # type: ignore[attr-defined]
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        self._gloo.recv([tensor], self._other, 0).wait()  # type: ignore[attr-defined]
+        return tensor
+
+
+class Remote:
+    """The client on another rank. `like` is a flat vector of the size and dtype of the weights."""
+
+    def __init__(self, link: Link, like: Tensor) -> None:
+        self.link = link
+        self._vector = torch.empty_like(like, device="cpu")
+
+    def start(self, most: int, weights: Tensor) -> int:
+        self.link.send(header(ASK_START, most=most))
+        granted = int(self.link.receive(header())[0])
+        if granted:
+            weights.copy_(self.link.receive(self._vector))
+        return granted
+
+    def push(self, number: int, update: Tensor, loss: float) -> None:
+        self.link.send(header(ASK_PUSH, number, loss=loss))
+        self.link.send(self._vector.copy_(update))
+
+    def finish(self, weights: Tensor) -> None:
+        self.link.send(header(ASK_FINISH))
+        weights.copy_(self.link.receive(self._vector))
+
+
+def header(what: int = 0, number: int = 0, most: int = 0, loss: float = 0.0) -> Tensor:
+    """The first part of a message."""
+    return torch.tensor([what, number, most, loss], dtype=torch.float64)
+
+
+def serve(server: Server, link: Link, worker: int) -> None:
+    """Answer one remote worker until it has its final weights."""
+    vector = torch.empty_like(server.rules.weights)
+    while True:
+        what, number, most, loss = link.receive(header()).tolist()
+        if what == ASK_START:
+            granted = server.start(worker, int(most), vector)
+            link.send(header(granted))
+            if granted:
+                link.send(vector)
+        elif what == ASK_PUSH:
+            server.push(worker, int(number), link.receive(vector), loss)
+        else:
+            server.finish(worker, vector)
+            link.send(vector)
+            return
+
+
+class Threads:
+    """A thread for each link. Where a link breaks its worker leaves; what else goes wrong is kept for `check`."""
+
+    def __init__(self, server: Server, links: dict[int, Link]) -> None:
+        self.server = server
+        self._errors: list[Exception] = []
+        self._threads = {
+            worker: threading.Thread(
+                target=self._run, args=(link, worker), name=f"server of rank {worker}", daemon=True
+            )
+            for worker, link in links.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def _run(self, link: Link, worker: int) -> None:
+        try:
+            serve(self.server, link, worker)
+        except (RuntimeError, ConnectionError):  # the other end is gone, or silent for too long
+            self.server.leave(worker)
+        except Exception as error:
+            self._errors.append(error)
+            self.server.leave(worker)
+
+    def join(self) -> None:
+        """Return once every worker that is still here has its final weights; raises what went wrong in a thread."""
+        for worker, thread in self._threads.items():
+            while thread.is_alive() and worker in self.server.rules.clocks:  # each of its waits is bounded
+                thread.join(JOIN_S)
+        if self._errors:
+            raise self._errors[0]
