@@ -1,0 +1,99 @@
+"""What is said of the sweep: the settings of every k before it, the losses and the break-down after it."""
+
+import math
+from statistics import fmean
+
+import torch
+
+from experiments.largebatch.claims import MULTIPLES, SEEDS
+from experiments.largebatch.recipes import LAMB_RATE, LARS_RATE, Recipe, base_rate
+from experiments.largebatch.sweep import Found
+from workers.config import Config
+from workers.lab import Lab
+from workers.workload.data import effective_batch
+from workers.workload.model import outline
+
+SPREADS = 3
+
+
+def show_settings(lab: Lab, config: Config, ks: list[int], recipes: dict[str, Recipe]) -> None:
+    """What is about to run: the model, every k with its effective batch, and the rates."""
+    sizes = f"width {config.width}, depth {config.depth}" + (f", {config.seq} bytes" if config.model == "gpt" else "")
+    total = config.steps * config.batch
+    lab.say(
+        f"{outline(config).describe()} ({sizes}): {total} samples for every k, {SEEDS} seeds, {config.dtype}", "model"
+    )
+    left_out = [str(k) for k in MULTIPLES if k not in ks]
+    if left_out:
+        lab.say(
+            f"k = {', '.join(left_out)}: LAB_STEPS={config.steps} is no multiple, so the samples would differ",
+            "left out",
+        )
+    names = ", ".join(recipes)
+    lab.say(f"base rates: SGD {base_rate(config):g}, LARS {LARS_RATE:g}, LAMB {LAMB_RATE:g}; recipes {names}", "rates")
+    for k in ks:
+        batch = effective_batch(config.model_copy(update={"batch": k * config.batch}), lab.world_size)
+        lab.say(f"k = {k}: {batch}, {config.steps // k} steps", "batch")
+
+
+def show_found(lab: Lab, config: Config, found: Found) -> None:
+    """The table, the chart, and the k at which each recipe breaks down."""
+    ks, spread = list(found.seconds), widest_spread(found.losses)
+    rows = [
+        [name, *(cell(losses[k], found.untrained) for k in ks), broken(losses, spread)]
+        for name, losses in found.losses.items()
+    ]
+    samples = config.steps * config.batch
+    lab.table(
+        f"{config.model}: loss on held-out samples after {samples} samples, mean of {SEEDS} seeds (least to most)",
+        ["recipe", *(f"k = {k}" for k in ks), "breaks down at"],
+        rows,
+    )
+    lab.say(
+        f"{config.model}: {found.untrained:.4g} before the first step. A recipe breaks down at the smallest k whose mean loss is more than "
+        f"{SPREADS} x {100 * spread:.2g} % above that at k = 1, where seeds lie {100 * spread:.2g} % apart at the widest",
+        "found",
+    )
+    lab.table(f"{config.model}: time", ["k", "steps", "ms a step of all runs", "s in all", "MB sent a rank by each run"], [
+        [k, config.steps // k, 1e3 * found.seconds[k] * k / config.steps, found.seconds[k], sent_bytes(lab, config, k) / 1e6] for k in ks
+    ])  # fmt: skip
+    series = {
+        name: [list(map(float, pair)) for pair in zip(*drawn(losses, found.untrained), strict=True)]
+        for name, losses in found.losses.items()
+        if drawn(losses, found.untrained)
+    }
+    lab.chart(
+        f"{config.model}: held-out loss by batch (not drawn above {found.untrained:.3g}, that of the untrained model)",
+        "k", "loss", series, log_x=True,
+    )  # fmt: skip
+
+
+def cell(losses: list[float], untrained: float) -> str:
+    """Mean, least and most; where the mean is no better than that of a model that never trained, it says so."""
+    mean = fmean(losses)
+    if not math.isfinite(mean) or mean > untrained:
+        return "diverged"
+    return f"{mean:.3g} ({min(losses):.3g} to {max(losses):.3g})"
+
+
+def widest_spread(losses: dict[str, dict[int, list[float]]]) -> float:
+    """How far apart the seeds are at k = 1, (most - least) / mean: of all recipes, since three seeds of one may be close by chance."""
+    return max((max(by_k[1]) - min(by_k[1])) / fmean(by_k[1]) for by_k in losses.values())
+
+
+def broken(losses: dict[int, list[float]], spread: float) -> str:
+    """The break-down of one recipe; a loss that is no number is worse than any."""
+    bound = fmean(losses[1]) * (1 + SPREADS * spread)
+    worse = [k for k, values in sorted(losses.items()) if k > 1 and not fmean(values) <= bound]
+    return f"k = {worse[0]}" if worse else f"none up to {max(losses)}"
+
+
+def drawn(losses: dict[int, list[float]], untrained: float) -> list[tuple[int, float]]:
+    """Points of the chart: those that are not off it."""
+    return [(k, fmean(values)) for k, values in losses.items() if fmean(values) <= untrained]
+
+
+def sent_bytes(lab: Lab, config: Config, k: int) -> float:
+    """What a rank sends for one run over all its steps: 2(N-1)/N x S each."""
+    nbytes: int = outline(config).num_parameters() * getattr(torch, config.dtype).itemsize
+    return 2 * (lab.world_size - 1) / lab.world_size * nbytes * (config.steps // k)

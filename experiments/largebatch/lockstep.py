@@ -1,0 +1,71 @@
+"""Many small trainings side by side on the same ranks, with one all_reduce a step for all of them.
+
+Each training is data parallel in itself: every rank has a replica, and takes its part of the batch. A collective costs its
+latency whatever it carries, which for a model of some thousand parameters is most of a step. So the gradients of all trainings
+lie in one flat bucket, and are summed together: the same sums, a call in place of many.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.largebatch.recipes import Recipe
+from experiments.largebatch.samples import Stream
+from workers.config import Config
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.rates import set_rates
+from workers.workload.data import Microbatch
+from workers.workload.model import Model
+
+
+class Trainee:
+    """One training: a model, the samples of its seed, and a recipe for batches of k times the base over `steps` steps."""
+
+    def __init__(self, model: Model, stream: Stream, recipe: Recipe, k: int, steps: int, config: Config) -> None:
+        self.model, self.stream, self.k, self.steps = model, stream, k, steps
+        self.recipe = recipe.mistaken() if config.bug == "lr_unscaled" else recipe
+        self.optimizer = recipe.optimizer(model, config)
+
+    def backward(self, microbatches: list[Microbatch]) -> None:
+        """Add the gradients of this rank's samples up."""
+        for inputs, targets, share in microbatches:
+            (self.model(inputs, targets) * share).backward()
+
+    def update(self, step: int) -> None:
+        """One step at the recipe's rate."""
+        set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, self.steps))
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean loss over samples that no step has seen, in float32."""
+        inputs, targets, share = self.stream.held_out
+        model = self.model.float()  # in place: nothing is trained any more
+        loss: float = (model(inputs, targets) * share).item()
+        return loss
+
+
+class Lockstep:
+    """Trainees that step together over the ranks of `group`; all of them take batches of k times the base."""
+
+    def __init__(self, trainees: list[Trainee], group: dist.ProcessGroup, *, uneven: bool = False) -> None:
+        self.trainees, self.group, self.uneven = trainees, group, uneven
+        parameters = [parameter for trainee in trainees for parameter in trainee.model.parameters()]
+        self.buckets = GradientBuckets(parameters, group, float("inf"), overlap=False)
+
+    def backward(self, step: int) -> None:
+        """Gradients of all trainees, summed over the ranks."""
+        self.buckets.zero()
+        rank, ranks = self.group.rank(), self.group.size()
+        for trainee in self.trainees:
+            trainee.backward(trainee.stream.dealt(trainee.k, step, rank, ranks, uneven=self.uneven))
+        self.buckets.finish()
+
+    def update(self, step: int) -> None:
+        """One step of every trainee."""
+        for trainee in self.trainees:
+            trainee.update(step)
+
+    def weights(self) -> Tensor:
+        """All weights of all trainees, as one vector."""
+        return torch.cat([p.detach().flatten() for trainee in self.trainees for p in trainee.model.parameters()])

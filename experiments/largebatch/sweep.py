@@ -1,0 +1,100 @@
+"""The sweep: every recipe, with every seed, on batches of every multiple of the base, over the same samples."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from experiments.largebatch.claims import SEEDS, distinct, multiples, recipes, standing_for
+from experiments.largebatch.lockstep import Lockstep, Trainee
+from experiments.largebatch.samples import Stream
+from workers.config import Config
+from workers.lab import Counted, Lab
+from workers.workload.model import build_model
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a sweep came to."""
+
+    losses: dict[str, dict[int, list[float]]]  # held-out, by recipe and k, a value a seed
+    untrained: float  # the mean held-out loss before the first step
+    seconds: dict[int, float]  # of all steps at k, this rank's
+    counted: Counted  # of one step at the largest k
+
+
+def sweep(lab: Lab, config: Config) -> Found:
+    """Train all; k after k, and all that share a k in lockstep."""
+    seeds, dtype = range(config.seed, config.seed + SEEDS), getattr(torch, config.dtype)
+    streams = {seed: Stream(config, seed, config.steps, lab.device, dtype) for seed in seeds}
+    losses: dict[str, dict[int, list[float]]] = {name: {} for name in recipes(config)}
+    seconds = {}
+    for k in multiples(config):
+        check_samples(lab, streams[config.seed], k)
+        runs = trainees(lab, config, streams, k)
+        lockstep = Lockstep(list(runs.values()), lab.group)
+        seconds[k] = lab.seconds(partial(train, lab, lockstep, config.steps // k))
+        check_replicas(lab, lockstep, config.model)
+        for name, ran in standing_for(config, k).items():
+            losses[name][k] = [runs[ran, seed].held_out_loss() for seed in seeds]
+    return Found(losses, untrained(lab, config, streams), seconds, counted(lab, config, streams))
+
+
+def trainees(lab: Lab, config: Config, streams: dict[int, Stream], k: int) -> dict[tuple[str, int], Trainee]:
+    """A training for each recipe that differs at k, and each seed."""
+    dtype, steps = getattr(torch, config.dtype), config.steps // k
+    return {
+        (name, seed): Trainee(build_model(config, seed).to(lab.device, dtype), stream, recipe, k, steps, config)
+        for name, recipe in distinct(config, k).items()
+        for seed, stream in streams.items()
+    }
+
+
+def train(lab: Lab, lockstep: Lockstep, steps: int) -> None:
+    """Forward, backward and update of all, step by step."""
+    for step in range(steps):
+        lab.at(step, f"batches of {lockstep.trainees[0].k} times the base")
+        lockstep.backward(step)
+        lockstep.update(step)
+        lab.stepped()
+
+
+def counted(lab: Lab, config: Config, streams: dict[int, Stream]) -> Counted:
+    """What one step at the largest k sends."""
+    lockstep = Lockstep(list(trainees(lab, config, streams, multiples(config)[-1]).values()), lab.group)
+    with lab.count() as traffic:
+        train(lab, lockstep, 1)
+    return Counted(traffic, 0, {}, {})
+
+
+def untrained(lab: Lab, config: Config, streams: dict[int, Stream]) -> float:
+    """What no step at all would give, in the mean over the seeds."""
+    total = 0.0
+    for seed, stream in streams.items():
+        inputs, targets, share = stream.held_out
+        with torch.no_grad():
+            total += (build_model(config, seed).to(lab.device)(inputs, targets) * share).item()
+    return total / len(streams)
+
+
+def check_samples(lab: Lab, stream: Stream, k: int) -> None:
+    """All ranks together take k times the base batch in the first step, each sample once."""
+    mine = list(stream.places(k, 0, lab.rank, lab.world_size))
+    everyone = lab.exchange.gather("samples", mine)
+    if everyone is not None:
+        times = Counter(sample for of_rank in everyone for sample in of_rank)
+        wrong = sum(abs(times[sample] - 1) for sample in {*times, *range(k * stream.config.batch)})
+        lab.check("effective batch", wrong, 0, detail="samples of a step that do not count exactly once")
+
+
+def check_replicas(lab: Lab, lockstep: Lockstep, model: str) -> None:
+    """All ranks hold the same weights, to the bit; a training that left the range of numbers is not a number on all."""
+    mine = lockstep.weights()
+    first = mine.clone()
+    dist.broadcast(first, group=lab.group, group_src=0)
+    same = torch.equal(mine.isnan(), first.isnan())
+    differs = (mine.nan_to_num() - first.nan_to_num()).abs().max().item() if same else math.inf
+    lab.check("replicas", differs, 0.0, variant=model)
