@@ -1,0 +1,96 @@
+"""What 16 bits lost on the way: gradients that became zero, that left the range, and updates that left no trace.
+
+Each variant is trained anew and looked at around each update, which the timed steps do not pay for. What underflows is seen
+against the float32 gradient of the same samples at the same weights, element by element.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from experiments.precision.halved import Halved
+from workers.lab import Lab, Variant
+from workers.parallel.buckets import GradientBuckets
+from workers.replica import Replica
+from workers.workload.data import Microbatch
+
+
+@dataclass
+class Seen:
+    """One variant's training: a value a step, of all P elements."""
+
+    shares: list[float] = field(default_factory=list)  # of the loss, this rank's
+    losses: list[float] = field(default_factory=list)  # of the batch, on rank 0
+    scales: list[float] = field(default_factory=list)
+    overflowed: list[int] = field(default_factory=list)  # elements of the gradient that are inf or NaN
+    underflowed: list[float] = field(
+        default_factory=list
+    )  # share that is zero, and is not in float32: first and last step
+    vanished: list[float] = field(
+        default_factory=list
+    )  # share of nonzero gradients whose update left the weight as it was
+    skipped: int = 0
+
+
+def observe(lab: Lab, build: Variant) -> Seen:
+    """Train LAB_STEPS steps, and look."""
+    batches, seen = lab.batches(torch.float32), Seen()
+    strategy = build(lab.model(torch.float32), lab.group, lab.config)
+    assert isinstance(strategy, Replica)
+    exact = exact_replica(lab)
+    for step in range(lab.config.steps):
+        lab.at(step, f"{build.__name__} observed")
+        parts = batches.dealt(step, lab.rank, lab.world_size)
+        seen.scales.append(strategy.scale)
+        seen.shares.append(strategy.backward(parts).item())
+        gradient = gradient_of(strategy)
+        seen.overflowed.append(int((~gradient.isfinite()).sum()))
+        if step in (0, lab.config.steps - 1):
+            lost = (gradient == 0) & (gradient_at(strategy, exact, parts) != 0)
+            seen.underflowed.append(math.nan if seen.overflowed[-1] else lost.double().mean().item())
+        before = weights_of(strategy)
+        strategy.update()
+        if strategy.scale < seen.scales[-1]:
+            seen.skipped += 1
+        elif not seen.overflowed[-1]:
+            moved = gradient != 0
+            unmoved = (weights_of(strategy) == before) & moved
+            seen.vanished.append((unmoved.sum() / moved.sum().clamp(min=1)).item())
+    everyone = lab.exchange.gather("losses", seen.shares)
+    if everyone is not None:
+        seen.losses = [math.fsum(column) for column in zip(*everyone, strict=True)]
+    return seen
+
+
+def exact_replica(lab: Lab) -> Replica:
+    """A replica in float32, for its gradients alone."""
+    model = lab.model(torch.float32)
+    return Replica(model, lab.config, GradientBuckets(model.parameters(), lab.group, float("inf"), overlap=False))
+
+
+@torch.no_grad()
+def copy_weights(source: Replica, target: Replica) -> None:
+    for theirs, ours in zip(source.model.parameters(), target.model.parameters(), strict=True):
+        ours.copy_(theirs)
+
+
+def gradient_at(strategy: Replica, exact: Replica, parts: list[Microbatch]) -> Tensor:
+    """The float32 gradient over all ranks, at the weights that `strategy` computes with."""
+    copy_weights(strategy, exact)
+    exact.backward(parts)
+    return gradient_of(exact)
+
+
+def gradient_of(replica: Replica) -> Tensor:
+    """The summed gradient as it stands, with its scale, as one vector."""
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in replica.model.parameters() if parameter.grad is not None]
+    )
+
+
+def weights_of(replica: Replica) -> Tensor:
+    """A copy of the weights that the next update starts from, as one vector."""
+    weights = replica.remembered if isinstance(replica, Halved) else list(replica.model.parameters())
+    return torch.cat([weight.detach().flatten() for weight in weights])

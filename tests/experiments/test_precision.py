@@ -1,0 +1,163 @@
+"""16 bits: the whole experiment, checks that can fail, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments import precision
+from experiments.precision.claims import SCALED, VARIANTS, at_rest
+from experiments.precision.formats import described, kept
+from experiments.precision.halved import Halved
+from experiments.precision.proof import MOST_HALVINGS, backward, epsilons, summed
+from tests.labs import TINY, failed, run_experiment
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.report import records
+from workers.workload.data import Batches
+from workers.workload.model import build_model, outline
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def config_of(world_size: int = 3, **settings: str) -> Config:
+    return Config.read(TINY | {"RUN_MODE": "precision", "WORLD_SIZE": str(world_size)} | settings)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {"LAB_MODEL": "mlp", "LAB_CLIP": "0.05", "LAB_STEPS": "3"}),
+        (3, {"LAB_OPTIMIZER": "adamw", "LAB_BATCH": "13", "LAB_MICROBATCHES": "2", "LAB_VARIANT": "fp16,fp16_scaled,fp16_master,bf16"}),
+    ],
+    ids=["alone", "adamw"],
+)  # fmt: skip
+def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+    run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "precision"} | settings))
+    assert failed(run) == set()
+    names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
+    chosen = settings.get("LAB_VARIANT", ",".join(VARIANTS)).split(",")
+    for name in chosen:
+        assert {(name, "wire bytes"), (name, "rest bytes"), (name, "gradients"), (name, "replicas")} <= names
+        assert name == "fp32" or (name, "update") in names
+        assert ((name, "unscaled") in names) == (name in SCALED)
+        assert ((name, "float64 gradients") in names) == (name not in ("fp32", "fp16"))
+        assert ((name, "clipped gradients") in names) == ("LAB_CLIP" in settings)
+    table = next(r for r in by_rank[0] if isinstance(r, records.Table) and "steps lost" in r.title)
+    assert {row[0] for row in table.rows} == set(chosen)
+    if world_size == 1:
+        vanish = {row[0]: float(row[table.columns.index("updates that vanish")].split()[0]) for row in table.rows}
+        assert vanish["bf16"] > vanish["fp16"] > 5 > vanish["fp16_master"] >= vanish["fp32"] - 1
+
+
+def test_bytes_at_rest() -> None:
+    sizes = [parameter.numel() for parameter in outline(config_of()).parameters()]
+    total, counters = sum(sizes), 4 * len(sizes)
+    wanted = {
+        "fp32": 8,
+        "bf16": 4,
+        "fp16": 4,
+        "fp16_scaled": 4,
+        "bf16_master": 8,
+        "fp16_master": 8,
+        "bf16_stochastic": 4,
+    }
+    assert {name: at_rest(config_of(), name, sizes).value[0] / total for name in VARIANTS} == wanted
+    adam = config_of(LAB_OPTIMIZER="adamw")
+    wanted = {
+        "fp32": 16,
+        "bf16": 8,
+        "fp16": 8,
+        "fp16_scaled": 12,
+        "bf16_master": 16,
+        "fp16_master": 16,
+        "bf16_stochastic": 12,
+    }
+    assert {name: (at_rest(adam, name, sizes).value[0] - counters) / total for name in VARIANTS} == wanted
+
+
+def test_formats_and_a_gradient_of_1e_8() -> None:
+    assert described(torch.float16) == [5, 10, "65504", "2^-14", "2^-24", "1 + 2^-10"]
+    assert described(torch.bfloat16)[:2] == [8, 7]
+    values = kept()
+    assert values["fp16"] == 0
+    assert values["bf16"] == pytest.approx(1e-8, rel=2**-8)
+    assert values["fp16, scaled by 65536"] == pytest.approx(1e-8, rel=2**-11)
+
+
+# --- a strategy by itself ---
+
+
+def made(group: dist.ProcessGroup, name: str, **settings: str) -> tuple[Halved, list[Any]]:
+    config = config_of(group.size(), **settings)
+    batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float32)
+    strategy: Halved = getattr(precision, name)(build_model(config, config.seed), group, config)
+    return strategy, batches.dealt(0, group.rank(), group.size())
+
+
+def overflowed(group: dist.ProcessGroup) -> list[Any]:
+    """One rank alone overflows: all skip, all back off, and nobody's weights move."""
+    strategy, parts = made(group, "fp16_master")
+    assert strategy.loss_scale is not None
+    before = [parameter.detach().clone() for parameter in strategy.model.parameters()]
+    if group.rank() == 1:
+        parts = [part._replace(share=part.share * 2**40) for part in parts]
+    strategy.backward(parts)
+    strategy.update()
+    unmoved = all(torch.equal(a, b) for a, b in zip(before, strategy.model.parameters(), strict=True))
+    return [unmoved, strategy.scale, strategy.loss_scale.good_steps]
+
+
+def test_all_ranks_skip_where_one_overflows(ranks: Ranks) -> None:
+    assert ranks(3, overflowed) == [[True, 32768.0, 0]] * 3
+
+
+def left_out(group: dist.ProcessGroup) -> list[float]:
+    """How far the gradient is off, in epsilons, as it is and where a rank forgets one of its samples."""
+    found = []
+    for forgets in (False, True):
+        strategy, parts = made(group, "bf16_master")
+        if forgets and group.rank() == 1:
+            parts = [part._replace(inputs=part.inputs[1:], targets=part.targets[1:]) for part in parts]
+        backward(strategy, parts)
+        found.append(summed(strategy))
+    exact, _ = made(group, "fp32")
+    exact.backward(made(group, "fp32")[1])
+    wanted = torch.cat([p.grad.double().flatten() for p in exact.model.parameters() if p.grad is not None])
+    return [epsilons(each, wanted, torch.bfloat16) for each in found]
+
+
+def test_the_tolerance_of_16_bits_sees_a_sample_that_is_left_out(ranks: Ranks) -> None:
+    for as_it_is, forgotten in ranks(3, left_out):
+        assert as_it_is < precision.proof.EXACT / 4
+        assert forgotten > precision.proof.EXACT
+
+
+def scaled_down(group: dist.ProcessGroup) -> tuple[float, bool]:
+    """The scale at which a loss that is far too large comes through."""
+    strategy, parts = made(group, "fp16_scaled")
+    backward(strategy, [part._replace(share=part.share * 2**20) for part in parts])
+    return strategy.scale, bool(summed(strategy).isfinite().all())
+
+
+def test_the_proof_waits_until_the_scale_fits(ranks: Ranks) -> None:
+    ((scale, finite),) = ranks(1, scaled_down)
+    assert finite
+    assert 65536 / 2**MOST_HALVINGS < scale < 65536
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"LAB_DTYPE": "bfloat16"}, "allowed: float32"),
+        ({"LAB_RESUME": "auto"}, "LAB_RESUME=auto"),
+        ({"LAB_BUG": "unscaled_clip"}, "LAB_CLIP unset"),
+        ({"LAB_BUG": "unscaled_clip", "LAB_CLIP": "1", "LAB_VARIANT": "bf16_master"}, "fp16_scaled or fp16_master"),
+        ({"LAB_BUG": "unscaled_clip", "LAB_CLIP": "1", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
+    ],
+)
+def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
+    (sentence,) = precision.refuse(config_of(3, **settings))
+    assert words in sentence
