@@ -1,0 +1,269 @@
+"""The calculator: published cases, the modes' own predictions, what it takes and why, and what it refuses."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import dp, fsdp, tp
+from tests.documents import faults
+from workers.config import Config, ConfigError
+from workers.measure.formulas.pipelines import bubble
+from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
+from workers.measure.formulas.sharding import mixed_precision_bytes
+from workers.measure.formulas.tensor import tensor_parallel_bytes
+from workers.plan import costs
+from workers.plan.__main__ import main
+from workers.plan.advice import framework, plan, remedies
+from workers.plan.arguments import read
+from workers.plan.job import Job, Shape, guessed
+from workers.plan.layouts import Layout
+from workers.report.records import End, Profile, Record, Start, Table, to_line
+from workers.workload.model import outline
+
+
+def job(line: str) -> Job:
+    return read(line.split())[0]
+
+
+SEVEN = "--params 7B --gpus 64 --gpu-memory 80GB"
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zeros_figure_1(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters on 64 ranks: what stands between two steps."""
+    held = costs.held(job("--params 7.5B --gpus 64 --gpu-memory 80GB"), Layout(1, 1, 64, stage))
+    rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
+    assert round(rest / 1e9, 1) == gigabytes
+
+
+def test_seven_billion_need_112_gb_which_no_rank_of_dp_has() -> None:
+    chosen = plan(job(SEVEN))
+    held = chosen.costs["dp"].memory
+    assert held["parameters"] + held["gradients"] + held["optimizer"] == mixed_precision_bytes(7e9) == 112e9
+    assert not chosen.costs["dp"].fits
+    assert chosen.pick is not None and chosen.pick.layout.stage == 1
+    assert "ZeRO-1" in framework(chosen.pick.layout)[0]
+
+
+@pytest.mark.parametrize(
+    ("params", "layers", "width", "heads"), [("175B", 96, 12288, 96), ("6.7B", 32, 4096, 32), ("13B", 40, 5120, 40)]
+)
+def test_a_guessed_shape_is_that_of_gpt3(params: str, layers: int, width: int, heads: int) -> None:
+    """Brown et al. 2020, table 2.1 (its 13B is 5140 wide, which its 40 heads do not divide)."""
+    assert job(f"--params {params} --gpus 8 --gpu-memory 80GB").shape == Shape(layers, width, heads)
+
+
+@pytest.mark.parametrize("written", ["10K", "1M", "125M", "350M", "1.3B", "70B", "1T"])
+def test_any_guessed_shape_has_about_as_many_parameters(written: str) -> None:
+    asked = job(f"--params {written} --gpus 8 --gpu-memory 80GB")
+    assert asked.shape.width % asked.shape.heads == 0
+    assert 0.5 < asked.shape.num_parameters / asked.num_parameters < 2
+
+
+def test_what_is_given_of_a_shape_stays() -> None:
+    assert guessed(7e9, layers=10).layers == 10
+    assert guessed(7e9, width=4096) == Shape(35, 4096, 32)
+    assert guessed(7e9, heads=7).width % 7 == 0
+    assert guessed(1e6, 2, 100, 10) == Shape(2, 100, 10)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(1, 1, 8, stage) for stage in range(4)] + [Layout(8, 1, 1, 0), Layout(1, 8, 1, 0), Layout(2, 2, 2, 1)],
+)
+def test_each_layout_has_a_framework_and_modes_that_show_it(layout: Layout) -> None:
+    tool, commands = framework(layout)
+    assert tool
+    assert commands and [fault for command in commands for fault in faults(command)] == []
+
+
+def test_gpt3_fits_into_128_gpus_by_three_axes_alone() -> None:
+    """8 x 16 is Megatron's way; no single axis holds it, and 64 of them do not either."""
+    chosen = plan(job("--params 175B --gpus 128 --gpu-memory 80GB"))
+    assert [each.layout.tensor > 1 and each.layout.pipeline > 1 for each in chosen.fitting] == [True]
+    asked = job("--params 175B --gpus 128 --gpu-memory 80GB")
+    megatron = costs.cost(asked, Layout(8, 16, 1, 0))
+    assert megatron.fits
+    assert sum(megatron.memory[name] for name in ("parameters", "gradients", "optimizer")) == pytest.approx(
+        2.8e12 / 128
+    )
+    assert megatron.bubble == bubble(16, 4 * 128)
+    assert plan(job("--params 175B --gpus 16 --gpu-memory 80GB")).pick is None
+
+
+SIZES = {"LAB_WIDTH": "32", "LAB_HEADS": "4", "LAB_DEPTH": "2", "LAB_SEQ": "8", "LAB_BATCH": "16", "WORLD_SIZE": "4"}
+
+
+def tiny(**changed: Any) -> tuple[Config, Job]:
+    """The lab's own gpt, and the same on paper."""
+    config = Config.read(SIZES | {"RUN_MODE": "dp", "LAB_MICROBATCHES": "2"})
+    asked = job(
+        f"--params {outline(config).num_parameters()} --gpus 4 --gpu-memory 1GB --layers 2 --width 32 --heads 4 --seq 8 --batch 2 "
+        "--microbatches 2 --precision fp32 --optimizer sgd"
+    )
+    return config, replace(asked, **changed)
+
+
+def claim(mode: Any, config: Config, variant: str, name: str) -> float:
+    predicted: float = max(
+        next(each.value for each in mode.predict(config) if (each.variant, each.name) == (variant, name))
+    )
+    return predicted
+
+
+@pytest.mark.parametrize(
+    ("mode", "variant", "stage"), [(dp, "flat", 0), (fsdp, "zero1", 1), (fsdp, "zero2", 2), (fsdp, "zero3", 3)]
+)
+def test_a_tiny_gpt_costs_what_its_mode_predicts(mode: Any, variant: str, stage: int) -> None:
+    """Every layer's parameters divide by four here, so that no padding stands between."""
+    config, asked = tiny()
+    layout = Layout(1, 1, 4, stage)
+    held = costs.held(asked, layout)
+    assert sum(held[name] for name in ("parameters", "gradients", "optimizer")) == claim(
+        mode, config, variant, "rest bytes"
+    )
+    assert costs.sent(asked, layout)["data"] == claim(mode, config, variant, "wire bytes")
+    # Another size is another number: the comparison can fail.
+    assert (
+        costs.sent(replace(asked, num_parameters=asked.num_parameters + 4), layout)["data"]
+        != costs.sent(asked, layout)["data"]
+    )
+
+
+def test_adam_counts_its_steps_beside_what_the_plan_knows() -> None:
+    config, asked = tiny(moments=2)
+    adam = config.model_copy(update={"optimizer": "adamw"})
+    tensors = len(list(outline(config).parameters()))
+    held = costs.held(asked, Layout(1, 1, 4, 0))
+    rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
+    assert claim(dp, adam, "flat", "rest bytes") == rest + 4 * tensors
+
+
+def test_tensor_parallelism_sends_what_its_mode_predicts_but_for_the_ends() -> None:
+    """The mode counts embedding, output layer and loss too: half a layer and three numbers a token."""
+    config, asked = tiny()
+    mode = config.model_copy(update={"run_mode": "tp"})
+    boundary = 16 * 8 * 32 * 4
+    ends = tensor_parallel_bytes(4, 1, boundary) + 1.5 * 3 * 16 * 8 * 4
+    assert costs.sent(asked, Layout(4, 1, 1, 0))["tensor"] + ends == claim(tp, mode, "megatron", "wire bytes")
+
+
+def test_a_slow_link_turns_the_choice_and_a_fast_one_hides() -> None:
+    fast, slow = (plan(job(f"{SEVEN} --link {rate}")) for rate in ("400Gbit", "10Gbit"))
+    assert slow.costs["zero3"].exposed_s > 10 * fast.costs["zero3"].exposed_s
+    assert slow.costs["zero3"].compute_s == fast.costs["zero3"].compute_s
+    assert slow.pick is not None and slow.pick.layout.pipeline > 1
+    assert plan(job(f"{SEVEN} --link 100Tbit --latency 0us")).costs["dp"].exposed_s == 0
+
+
+def test_more_gpus_train_more_and_one_gpu_stands_alone() -> None:
+    alone = plan(job("--params 100M --gpus 1 --gpu-memory 80GB"))
+    assert set(alone.left_out) >= {"tp x dp", "pp x dp"}
+    assert alone.pick is not None and alone.pick.layout.name == "dp" and alone.pick.sent_bytes == 0
+    small = plan(job("--params 100M --gpus 8 --gpu-memory 80GB"))
+    assert small.pick is not None and "DDP" in framework(small.pick.layout)[0]
+
+
+def test_nothing_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--params 70B --gpus 8 --gpu-memory 80GB --batch 4"
+    said = list(remedies(job(line)))
+    assert said[0].startswith("--gpus 16 --recompute --batch 1: then ")
+    leaner = f"{line} --recompute --batch 1"
+    assert plan(job(f"{leaner} --gpus 16")).pick is not None
+    assert plan(job(leaner)).pick is None
+    assert [words.split(" ")[0] for words in said] == ["--gpus", "offload", "GPUs"]
+    assert main(line.split()) == 0
+    printed = capsys.readouterr().out
+    assert "take       nothing:" in printed and "would fit  --gpus 16" in printed
+    # What recomputation alone mends is said first.
+    assert next(remedies(job("--params 7B --gpus 2 --gpu-memory 80GB --batch 4"))).startswith("--recompute")
+
+
+def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = "--gpus 0 --gpu-memory 80Gbit --link 100 --precison mixed --recompute some --utilisation 140% --calibrate /absent"
+    assert main(wrong.split()) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("refused    ") for line in lines)
+    for words in (
+        "--params is missing", "--gpus='0' is nothing", "--gpu-memory='80Gbit' is not a size", "--link='100' is not a rate",
+        "did you mean '--precision'?", "--recompute='some'", "--utilisation='140%'", "/absent is not the folder of a run",
+    ):  # fmt: skip
+        assert any(words in line for line in lines), words
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--width 100 --heads 3", "is not a multiple of --heads=3"),
+        ("--gpus 12", "does not fill nodes"),
+        ("--reserve 100%", "leaves no memory"),
+        ("--params seven", "is not a number"),
+        ("--gpus 1.5", "is not a whole number"),
+        ("--link 50Gb/s", "is not a rate"),
+        ("--latency 5", "is not a time"),
+        ("--seq", "expected one argument"),
+    ],
+)
+def test_what_cannot_be_is_refused(more: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        job(f"{SEVEN} {more}")
+
+
+def test_units_mean_what_they_say() -> None:
+    asked = job(
+        "--params 1.5b --gpus 8 --gpu-memory 80GiB --link 400Gbps --node-link 50GB/s --latency 2ms --utilisation 0.5"
+    )
+    assert (asked.num_parameters, asked.gpu_memory_bytes) == (1.5e9, 80 * 2**30)
+    assert asked.link.bytes_per_s == asked.node_link.bytes_per_s == 50e9
+    assert (asked.link.latency_s, asked.utilisation) == (2e-3, 0.5)
+
+
+def run_of(folder: Path, mode: str, *records: Record) -> Path:
+    """A folder of a run with one rank's records."""
+    folder.mkdir()
+    config = {"LAB_MODEL": "gpt", "LAB_SEQ": 64, "LAB_BATCH": 16, "LAB_RECOMPUTE": False}
+    start = Start(0, "made-up", mode, 2, "host", config, {}, {}, "gpt, 1.5M parameters")
+    lines = [to_line(record) for record in (start, *records, End(0, 0.0, None, 0.0, 0.0))]
+    (folder / "rank0.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
+    table = Table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], [["gloo", 2, 250.0, 0.0125, "9%"]])
+    comm = run_of(tmp_path / "comm", "comm", table)
+    seconds = {"forward": 0.02, "backward": 0.04}
+    trained = run_of(
+        tmp_path / "dp", "dp", Profile("flat", seconds), Profile("naive", {"forward": 9.0, "backward": 9.0})
+    )
+    asked, told = read([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
+    assert asked.link == asked.node_link
+    assert (asked.link.latency_s, asked.link.bytes_per_s) == (250e-6, 12.5e6)
+    assert asked.flops == pytest.approx(6 * 1.5e6 * 8 * 64 / 0.06)
+    assert asked.utilisation == 1.0
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "records", "words"),
+    [
+        ("comm", [], "has no fitted all_reduce"),
+        ("comm", [Table(FITTED, ["variant", LATENCY, RATE], [["gloo", 1.0, -2.0]])], "did not grow with size"),
+        ("comm", [Table(FITTED, ["variant", LATENCY, RATE], [["gloo", "fast", 1.0]])], "where a fitted number belongs"),
+        ("tp", [Profile("megatron", {"forward": 1.0, "backward": 2.0})], "it takes a comm run"),
+        ("dp", [], "it takes a comm run"),
+    ],
+)
+def test_a_run_that_calibrates_nothing_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
+
+
+def test_it_needs_no_torch() -> None:
+    program = f"import sys, workers.plan.__main__ as plan; plan.main({SEVEN.split()}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "take       zero1:" in done.stdout and "see it     RUN_MODE=fsdp LAB_VARIANT=zero1 make run" in done.stdout

@@ -1,0 +1,143 @@
+"""What one layout costs a rank: memory by class, bytes a step, the bubble, and an estimate of the step.
+
+Every number is a formula of workers/measure/formulas with this layout's sizes: a rank holds P/(t·p) parameters and runs
+M = m·t·p microbatches a step, so that every layout trains the same global batch. What is assumed of time:
+
+  compute    6·P FLOP a token (8·P if recomputed), spread evenly, at the given share of the peak
+  messages   rings, T = rounds·α + bytes/B, a collective a layer, a group over nodes at the pace of the link between them
+  hidden     sums of gradients under the backward pass (of the last microbatch, in ZeRO-2 and 3 of each), ZeRO-3's gathers under
+             the compute of each microbatch; not hidden: ZeRO-1's and 2's gather of new weights, tensor parallelism, and the
+             activations between stages
+"""
+
+from dataclasses import dataclass
+
+from workers.measure.formulas.activations import layer_activation_bytes, stage_activation_bytes
+from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_rounds
+from workers.measure.formulas.pipelines import bubble, in_flight, pipeline_ends
+from workers.measure.formulas.seconds import exposed_seconds, message_seconds, step_seconds, training_flops
+from workers.measure.formulas.sharding import WHOLE_LAYERS, rest_bytes, zero_bytes
+from workers.measure.formulas.tensor import tensor_parallel_bytes
+from workers.plan.job import Job, Link
+from workers.plan.layouts import Layout
+
+BACKWARD = 2 / 3  # of a step's compute; the backward pass does twice what the forward pass does
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One layout's price a rank; of ranks that differ the one that holds or sends most."""
+
+    layout: Layout
+    memory: dict[str, float]  # bytes: parameters, gradients, optimizer, gathered, activations
+    sent: dict[str, float]  # bytes a step: data, tensor, pipeline
+    bubble: float
+    compute_s: float
+    exposed_s: float
+    step_s: float
+    fits: bool
+
+    @property
+    def held_bytes(self) -> float:
+        """All classes."""
+        return sum(self.memory.values())
+
+    @property
+    def sent_bytes(self) -> float:
+        """Over all axes."""
+        return sum(self.sent.values())
+
+
+def cost(job: Job, layout: Layout) -> Cost:
+    """The price of `layout`."""
+    memory = held(job, layout)
+    idle = bubble(layout.pipeline, microbatches(job, layout))
+    compute_s = training_flops(job.num_parameters, job.global_samples * job.seq, job.recompute)
+    compute_s /= job.gpus * job.flops * job.utilisation
+    exposed = data_exposed_s(job, layout, compute_s) + inside_s(job, layout)
+    return Cost(
+        layout, memory, sent(job, layout), idle, compute_s, exposed, step_seconds(compute_s, idle, exposed),
+        fits=sum(memory.values()) <= job.usable_bytes,
+    )  # fmt: skip
+
+
+def microbatches(job: Job, layout: Layout) -> int:
+    """M: a replica of t·p ranks runs the microbatches of all of them."""
+    return job.microbatches * layout.tensor * layout.pipeline
+
+
+def own_parameters(job: Job, layout: Layout) -> float:
+    """Of one rank before ZeRO shards them."""
+    return job.num_parameters / (layout.tensor * layout.pipeline)
+
+
+def held(job: Job, layout: Layout) -> dict[str, float]:
+    """Memory by class: what stands at rest, the whole layers that ZeRO-3 has gathered, and what the forward pass keeps."""
+    own, shape, layers = own_parameters(job, layout), job.shape, job.shape.layers / layout.pipeline
+    rest = rest_bytes(
+        layout.stage, own, own / layout.replicas, itemsize=job.itemsize, moments=job.moments, masters=job.masters
+    )
+    layer, whole = (
+        layer_activation_bytes(
+            job.seq, job.samples, shape.width, shape.heads, itemsize=job.itemsize, tensor_ranks=layout.tensor,
+            sequence_parallel=job.sequence_parallel, recompute=recompute,
+        )
+        for recompute in (job.recompute, "none")
+    )  # fmt: skip
+    flying = in_flight("1f1b", layout.pipeline, microbatches(job, layout), 0) if layout.pipeline > 1 else 1
+    kept = stage_activation_bytes(layer, layers, flying, whole if job.recompute == "full" else 0.0)
+    gathered = WHOLE_LAYERS * own / layers * job.itemsize if layout.stage == 3 and layout.replicas > 1 else 0.0
+    return rest | {"gathered": gathered, "activations": kept}
+
+
+def boundary_bytes(job: Job) -> float:
+    """b·s·h: one microbatch between two layers."""
+    return job.samples * job.seq * job.shape.width * job.itemsize
+
+
+def sent(job: Job, layout: Layout) -> dict[str, float]:
+    """Bytes that a rank sends in a step over its replicas, its tensor-parallel group and its pipeline."""
+    gradients, parts = own_parameters(job, layout) * job.itemsize, microbatches(job, layout)
+    if layout.stage:
+        data = zero_bytes(layout.stage, layout.replicas, gradients, parts)
+    else:
+        data = all_reduce_bytes("gloo", layout.replicas, int(gradients))
+    slices = 2 * job.shape.layers / layout.pipeline
+    tensor = slices * parts * tensor_parallel_bytes(layout.tensor, 1, int(boundary_bytes(job)))
+    ends = pipeline_ends(layout.pipeline, 1, 1 if layout.pipeline > 2 else 0)
+    cut = boundary_bytes(job) / (layout.tensor if job.sequence_parallel else 1)
+    return {"data": data, "tensor": tensor, "pipeline": ends * parts * cut}
+
+
+def link_of(job: Job, ranks_apart: int) -> Link:
+    """The link of a group that spans so many neighbouring ranks: a ring is as fast as its slowest link."""
+    return job.node_link if ranks_apart <= job.gpus_per_node else job.link
+
+
+def data_exposed_s(job: Job, layout: Layout, compute_s: float) -> float:
+    """What no compute hides of the sums and gathers over the replicas."""
+    if layout.replicas == 1:
+        return 0.0
+    link, nbytes = link_of(job, job.gpus), sent(job, layout)["data"]
+    parts = microbatches(job, layout)
+    layers = job.shape.layers / layout.pipeline
+    half = all_reduce_rounds("ring", layout.replicas) / 2 * layers  # of a sum or of a gather, of all layers
+    if layout.stage == 0:
+        all_s = message_seconds(2 * half, nbytes, link.latency_s, link.bytes_per_s)
+        return exposed_seconds(all_s, compute_s * BACKWARD / parts)
+    moves = {1: 2, 2: parts + 1, 3: 3 * parts}[layout.stage]
+    move_s = message_seconds(half, nbytes / moves, link.latency_s, link.bytes_per_s)
+    if layout.stage == 3:
+        return exposed_seconds(moves * move_s, compute_s)
+    sums_s = exposed_seconds(move_s, compute_s * BACKWARD / parts) * (parts if layout.stage == 2 else 1)
+    return sums_s + move_s
+
+
+def inside_s(job: Job, layout: Layout) -> float:
+    """Messages that a layer or a stage waits for: tensor parallelism's sums, and activations between stages."""
+    nbytes, parts = sent(job, layout), microbatches(job, layout)
+    near, far = job.node_link, link_of(job, layout.tensor * layout.pipeline)
+    sums = 4 * job.shape.layers / layout.pipeline * parts * all_reduce_rounds("ring", layout.tensor)
+    cuts = 2 * parts if layout.pipeline > 1 else 0
+    tensor_s = message_seconds(sums, nbytes["tensor"], near.latency_s, near.bytes_per_s)
+    return tensor_s + message_seconds(cuts, nbytes["pipeline"], far.latency_s, far.bytes_per_s)
