@@ -1,0 +1,61 @@
+"""Compressed gradients on a slow link, in containers: `python -m benchmarks.compress [STEPS]`.
+
+A GPT of 10M parameters on 2 ranks whose links let 500 Mbit/s through (compose/net.yaml). Every step of a variant stands beside a step of
+`ddp`, DistributedDataParallel without compression, of the same round; a figure is the slowest rank's median step over ddp's.
+Wire bytes are those of the counted pass over the formula, on the rank farthest off, with nothing allowed for headers.
+"""
+
+import sys
+from typing import Any
+
+from benchmarks.rounds import table
+from benchmarks.runs import build_image, run_in_containers
+
+SETTINGS = {
+    "RUN_MODE": "compress", "LAB_NET_RATE": "500mbit", "LAB_WIDTH": "320", "LAB_DEPTH": "8", "LAB_BATCH": "4",
+    "LAB_BUCKET_MIB": "8",  # the first leaves early, and the next is encoded while it travels; ddp's are of this size too
+    "LAB_PROOF": "0",
+}  # fmt: skip
+TARGETS = {"bf16": 0.62, "powersgd": 0.35, "topk": 0.50}  # a step's time over ddp's, at most
+WIRE_TARGET = 0.02
+VARIANTS = ("ddp", "dense", "bf16", "fp16", "int8", "topk", "randomk", "sign", "powersgd")
+
+
+def main(steps: int = 12) -> None:
+    """Print a row a variant, targets beside the figures."""
+    if not build_image():
+        return
+    settings = SETTINGS | {"LAB_STEPS": str(steps), "LAB_VARIANT": ",".join(VARIANTS)}
+    run = run_in_containers(2, "compose/net.yaml", **settings)
+    print(f"2 ranks, {SETTINGS['LAB_NET_RATE']} asked for, GPT of 10M parameters")
+    print(
+        table(
+            ["variant", "ms a step", "over ddp", "at most", "held", "wire over formula", "at most", "held"], rows(run)
+        )
+    )
+
+
+def rows(run: dict[str, Any]) -> list[list[str]]:
+    """Of each variant in `run.json`: its step over ddp's, and its wire bytes over the formula's."""
+    seconds = {variant["name"]: max(variant["step_seconds"]) for variant in run["variants"]}
+    wire = {entry["variant"]: entry for entry in run["comparisons"] if entry["name"] == "wire bytes"}
+    found = []
+    for name, step_s in seconds.items():
+        ratio, target = step_s / seconds["ddp"], TARGETS.get(name)
+        cells = [name, f"{step_s * 1e3:.0f}", f"{ratio:.2f}x", *held(ratio, target, "{:.2f}x")]
+        if name in wire and name != "ddp":
+            off = wire[name]["measured"] / wire[name]["predicted"] - 1
+            cells += [f"{off:+.2%}", *held(abs(off), WIRE_TARGET, "{:.0%}")]
+        else:
+            cells += ["-", "-", "-"]
+        found.append(cells)
+    return found
+
+
+def held(value: float, target: float | None, form: str) -> list[str]:
+    """The target, and whether it is reached."""
+    return ["-", "-"] if target is None else [form.format(target), "yes" if value <= target else "NO"]
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
