@@ -1,0 +1,71 @@
+"""What the pages in docs/ point to, and what of it is not there: files, tests, modes, variants, bugs and settings."""
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from workers.config import Config, modes
+
+TOP = Path(__file__).parent.parent
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?(?:::\w+)?")
+SUFFIXES = (".py", ".md", ".yaml", ".sh", ".toml")
+
+
+def tables(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each row of each table with the heading above it; headers and rules left out."""
+    heading, before = "", ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        if line.startswith("|") and not before.startswith("|"):
+            header = True
+        elif line.startswith("|---"):
+            header = False
+        elif line.startswith("|") and not header:
+            yield heading, [cell.strip() for cell in line.strip("|").split("|")]
+        before = line
+
+
+def spans(text: str) -> list[str]:
+    """What stands between backticks."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def faults(span: str) -> list[str]:
+    """What a span names and the repository does not have; a span that names nothing has no faults."""
+    if "RUN_MODE=" in span:
+        return settings_faults(span)
+    if not FILE.fullmatch(span) or not (span.partition("::")[0].endswith((*SUFFIXES, "/"))):
+        return []
+    path, _, name = span.partition("::")
+    if not (TOP / path).exists():
+        return [f"{path} does not exist"]
+    defined = rf"^\s*(?:def |class )?{name}\b(?:\(|:| =)"
+    if name and not re.search(defined, (TOP / path).read_text(), re.MULTILINE):
+        return [f"{path} has no {name}"]
+    return []
+
+
+def settings_faults(span: str) -> list[str]:
+    """Of `RUN_MODE=dp LAB_VARIANT=flat,ddp make run`: a mode, a variant, a bug or a setting that does not exist."""
+    given = dict(word.split("=", 1) for word in shlex.split(span) if re.match(r"[A-Z_]+=", word))
+    if given["RUN_MODE"] not in modes():
+        return [f"there is no mode {given['RUN_MODE']}"]
+    mode = importlib.import_module(f"experiments.{given['RUN_MODE']}")
+    known = {field.alias for field in Config.model_fields.values()}
+    wrong = [f"there is no variable {name}" for name in given if name not in known]
+    named = given.get("LAB_VARIANT", "")
+    wrong += [
+        f"{given['RUN_MODE']} has no variant {name}" for name in named.split(",") if name and name not in mode.VARIANTS
+    ]
+    if given.get("LAB_BUG", next(iter(mode.BUGS))) not in mode.BUGS:
+        wrong.append(f"{given['RUN_MODE']} has no LAB_BUG={given['LAB_BUG']}")
+    return wrong
+
+
+def points_somewhere(span: str) -> bool:
+    """Whether a span is of a kind that `faults` looks at."""
+    path = span.partition("::")[0]
+    return "RUN_MODE=" in span or bool(FILE.fullmatch(span) and path.endswith((*SUFFIXES, "/")))

@@ -1,0 +1,70 @@
+"""docs/choosing.md: every row ends in a command that exists, and every number is what the formulas give."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.documents import TOP, faults, spans, tables
+from workers.config import modes
+from workers.plan.arguments import read
+
+PAGE = (TOP / "docs" / "choosing.md").read_text()
+ROWS = list(tables(PAGE))
+FORMULAS = ("activations", "collectives", "compression", "pipelines", "seconds", "sharding", "tensor")
+
+
+def command_faults(command: str) -> list[str]:
+    """What is wrong with the command at the end of a row."""
+    if command.startswith("./run plan "):
+        read(command.removeprefix("./run plan ").split())  # raises what it refuses
+        return []
+    if command.startswith("RUN_MODE="):
+        overlays = re.findall(r"-f (\S+)", command)
+        return faults(command) + [fault for overlay in overlays for fault in faults(overlay)]
+    if command.startswith("docker compose"):
+        return [fault for overlay in re.findall(r"-f (\S+)", command) for fault in faults(overlay)]
+    targets = re.findall(r"^(\w+):", Path(TOP / "Makefile").read_text(), re.MULTILINE)
+    return [] if command.removeprefix("make ") in targets else [f"{command} is no command of the lab"]
+
+
+@pytest.mark.parametrize("row", [row for _, row in ROWS], ids=[f"{heading}: {row[0][:40]}" for heading, row in ROWS])
+def test_each_row_ends_in_a_command_that_exists(row: list[str]) -> None:
+    (command,) = spans(row[-1])
+    assert command_faults(command) == []
+    assert [fault for span in spans(" ".join(row[:-1])) for fault in faults(span)] == []
+
+
+def test_every_mode_has_a_row() -> None:
+    named = set(re.findall(r"RUN_MODE=(\w+)", PAGE))
+    assert named == set(modes())
+
+
+def agrees(printed: str, formula: str) -> bool:
+    """Whether the formula gives the number, to the digits that are printed."""
+    names: dict[str, Any] = {}
+    for part in FORMULAS:
+        names |= vars(importlib.import_module(f"workers.measure.formulas.{part}"))
+    digits = len(printed.partition(".")[2])
+    return bool(round(float(eval(formula, names)), digits) == float(printed))
+
+
+NUMBERS = [row for heading, row in ROWS if heading == "Numbers"]
+
+
+@pytest.mark.parametrize("row", NUMBERS, ids=[row[0][:40] for row in NUMBERS])
+def test_each_number_is_what_its_formula_gives(row: list[str]) -> None:
+    (formula,) = spans(row[2])
+    assert agrees(row[1], formula)
+
+
+def test_what_is_wrong_is_seen() -> None:
+    assert not agrees("56", "mixed_precision_bytes(7e9) / 1e9")
+    assert not agrees("0.274", "bubble(4, 8)")
+    for command in (
+        "RUN_MODE=ddp make run", "RUN_MODE=dp LAB_VARIANT=fast make run", "RUN_MODE=dp LAB_BUG=none make run",
+        "RUN_MODE=dp LAB_SPEED=1 make run", "make coffee", "docker compose -f compose/absent.yaml up",
+    ):  # fmt: skip
+        assert command_faults(command), command

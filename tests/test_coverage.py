@@ -1,0 +1,77 @@
+"""docs/coverage.md: nothing of the lessons is forgotten, and everything that it points to is there."""
+
+import pytest
+
+from tests.documents import TOP, faults, points_somewhere, spans, tables
+from workers.config import modes
+
+ROWS = list(tables((TOP / "docs" / "coverage.md").read_text()))
+
+# The modes of the README; how many things the lessons teach under each heading, how often they are wrong, and how many results they give
+# formulas for: counted once, when the lessons were read.
+TAUGHT = {
+    "Modes": 10,
+    "Concepts, systems, history": 8,
+    "Data parallel": 19,
+    "Model, pipeline, tensor, sharded": 9,
+    "Optimisation": 4,
+    "Communication lab": 6,
+    "Operations": 5,
+    "Tables, exercises, classic bugs": 4,
+    "Where the lessons are wrong": 23,
+    "Formulas": 19,
+}
+# Nothing about data may be missing.
+COMPLETE = (
+    "Modes",
+    "Data parallel",
+    "Optimisation",
+    "Communication lab",
+    "Tables, exercises, classic bugs",
+    "Where the lessons are wrong",
+)
+
+
+def test_as_many_lines_as_the_lessons_have() -> None:
+    counted = {heading: sum(1 for other, _ in ROWS if other == heading) for heading, _ in ROWS}
+    assert counted == TAUGHT
+    numbers = [row[0] for heading, row in ROWS if heading == "Where the lessons are wrong"]
+    assert numbers == [f"W{number}" for number in range(1, 24)]
+    named = [row[0] for heading, row in ROWS if heading == "Modes"]
+    assert sorted(named) == [f"`RUN_MODE={mode}`" for mode in modes()]
+
+
+@pytest.mark.parametrize("heading", TAUGHT)
+def test_what_it_points_to_is_there(heading: str) -> None:
+    rows = [row for other, row in ROWS if other == heading]
+    assert [fault for row in rows for span in spans(" ".join(row)) for fault in faults(span)] == []
+
+
+@pytest.mark.parametrize("heading", TAUGHT)
+def test_each_line_names_something_and_what_is_missing_says_why(heading: str) -> None:
+    for row in (row for other, row in ROWS if other == heading):
+        assert any(points_somewhere(span) for span in spans(" ".join(row))), row[0]
+        missing = " ".join(row).partition("not yet")[2]
+        assert "not yet" not in " ".join(row) or (missing.startswith(": ") and len(missing) > 20), row[0]
+        assert heading not in COMPLETE or "not yet" not in " ".join(row), row[0]
+
+
+@pytest.mark.parametrize(
+    ("span", "words"),
+    [
+        ("workers/absent.py", "does not exist"),
+        ("docs/", ""),
+        ("absent.yaml", "does not exist"),
+        ("tests/test_coverage.py::test_absent", "has no test_absent"),
+        ("tests/test_coverage.py::TAUGHT", ""),
+        ("RUN_MODE=absent", "no mode"),
+        ("RUN_MODE=dp LAB_VARIANT=naive,absent", "no variant absent"),
+        ("RUN_MODE=dp LAB_BUG=absent", "no LAB_BUG=absent"),
+        ("RUN_MODE=dp LAB_ABSENT=1", "no variable LAB_ABSENT"),
+        ("2(N-1)/N·S", ""),
+    ],
+)
+def test_what_is_not_there_is_seen(span: str, words: str) -> None:
+    found = faults(span)
+    assert words in " ".join(found)
+    assert bool(words) == bool(found)
