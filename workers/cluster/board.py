@@ -131,6 +131,11 @@ class Board:
         ranks = {self._asking[uid].rank for uid in self._told} | {self.own.rank}
         return self._told == set(self._asking) and ranks >= set(range(world_size))
 
+    def unaware(self, started: set[int]) -> set[int]:
+        """The members that neither have heard the refusal here nor are `started`: still asking, or opening the store."""
+        heard = {claim.rank for claim, _, _ in self._claims.values() if claim.uid in self._told}
+        return set(self._claims) - {self.own.rank} - heard - started
+
     def answer(
         self, claim: Claim, ip: str, udp_port: int, now: float, heard_at: Mapping[int, float] | None = None
     ) -> dict[str, Any]:

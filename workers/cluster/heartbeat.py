@@ -101,6 +101,10 @@ class Hearing:
         alive = {rank for rank, peer in self.peers.items() if now - peer.heard_at <= self.lost_after_s}
         return {self.rank} | alive - self.killed
 
+    def started(self) -> set[int]:
+        """The other ranks of which at least one heartbeat is known, whoever brought it."""
+        return {rank for rank, row in self.rows.items() if row.count > 0}
+
     def present(self) -> set[int]:
         """The ranks that have not come to their end."""
         return {self.rank, *self.peers} - to_ranks(self.ended & ~(1 << self.rank))

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from workers.cgroup import ContainerMemory
 from workers.cluster import ClusterError, last_words
+from workers.cluster.board import Board
 from workers.cluster.departure import Departure
 from workers.cluster.desk import receive, send
 from workers.cluster.heartbeat import Hearing, Place, to_mask
+from workers.cluster.host import LINGER_S
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.verdict import Verdict, condemn
@@ -66,6 +68,7 @@ class Watch(threading.Thread):
         last_words.leave(cluster.rank, cluster.token, cluster.socket.family, list(self._addresses.values()))
         self._pressure = ContainerMemory()
         self._broken_at: float | None = None
+        self._refused_at: float | None = None
         self._end_by = self._hurry_until = 0.0
         self._said_slow_at = 0.0
         self._moved, self._moved_at = (0, 0), now
@@ -190,8 +193,20 @@ class Watch(threading.Thread):
         if desk is not None:
             desk.serve(self._left_heard_at | {rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
             if desk.board.refusal is not None and not self._ending.is_set():
-                verdict = Verdict(3, desk.board.refusal)
-                self._leave(verdict, verdict)
+                self._turn_away(desk.board)
+
+    def _turn_away(self, board: Board) -> None:
+        """On rank 0: end with the board's refusal, once every member knows it or listens for verdicts.
+
+        Until its first beat a member still asks the board or opens the store, which both end with this process: it would
+        wait out its own bound and name something else. One start in seven did on two busy cores.
+        """
+        now = time.monotonic()
+        self._refused_at = self._refused_at or now
+        if now - self._refused_at < LINGER_S and board.unaware(self.hearing.started()):
+            return
+        verdict = Verdict(3, str(board.refusal))
+        self._leave(verdict, verdict)
 
     def _adopt(self, verdict: Verdict, stopped: bool) -> None:
         """End, or part, as another rank says; a stop of all ranks reaches this one too, and then counts as its own."""

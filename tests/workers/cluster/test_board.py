@@ -114,6 +114,15 @@ def test_rank_0_stays_until_every_rank_has_heard() -> None:
     assert one.all_told()
 
 
+def test_after_the_seal_rank_0_stays_for_members_that_neither_know_nor_listen() -> None:
+    one = sealed_board()
+    ask(one, claim(2, world_size=4, uid="stranger"), 0.1)  # it has heard, the member of that rank has not
+    assert one.unaware(set()) == {1, 2}
+    ask(one, claim(1), 0.2)
+    assert one.unaware(set()) == {2}
+    assert one.unaware({2}) == set()
+
+
 def test_ranks_on_rank_0s_machine_are_found_by_others_too() -> None:
     one = Board(claim(0), "127.0.1.1", 4000, "dp-1", 60.0)
     one.answer(claim(1), "127.0.0.1", 4001, 0.0)

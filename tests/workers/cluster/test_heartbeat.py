@@ -32,6 +32,12 @@ def test_a_whole_cluster_names_nobody() -> None:
     assert verdicts(exchange(4, lambda *_: True, 10.0), 10.0) == [[], [], [], []]
 
 
+def test_a_rank_has_started_once_a_beat_of_it_is_known_whoever_brought_it() -> None:
+    assert exchange(3, lambda *_: False, 1.0)[0].started() == set()
+    hearings = exchange(3, lambda a, b, _: {a, b} != {0, 2}, 1.0)
+    assert hearings[0].started() == {1, 2}
+
+
 def test_one_broken_link_is_seen_by_all_alike_though_two_ranks_do_not_hear_each_other() -> None:
     hearings = exchange(4, lambda a, b, now: now < 2 or {a, b} != {1, 3}, 6.0)
     assert verdicts(hearings, 6.0) == [[3], [3], [3], [3]]
