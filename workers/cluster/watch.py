@@ -5,9 +5,6 @@ special case. The main thread may be stuck in C++ for as long as gloo likes, so 
 `os._exit`. Of those who agree on a verdict the lowest rank speaks first, and the others repeat its words: all
 survivors say the same sentence. What a silence costs, with LAB_LOST_AFTER_S=2.5: 2.5 s until it counts, 0.75 s for all
 tables to agree, up to 0.75 s for the words to go round. The thread wakes once a period, at under 0.3 % of a core.
-
-Where ranks need not wait for each other the loss of one need not be the end of all: after `let_leave` the others part from it
-and go on. Rank 0 stays needed, and so does a majority: who hears too few ranks takes itself for the one that is cut off.
 """
 
 import threading
@@ -15,17 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from workers.cgroup import ContainerMemory
 from workers.cluster import ClusterError, last_words
 from workers.cluster.board import Board
 from workers.cluster.departure import Departure
-from workers.cluster.desk import receive, send
 from workers.cluster.heartbeat import Hearing, Place, to_mask
 from workers.cluster.host import LINGER_S
+from workers.cluster.parting import Parting
+from workers.cluster.post import SENT_TIMES, Post
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.signals import EXIT_CODES, Signals
+from workers.cluster.slowness import Slowness
 from workers.cluster.verdict import Verdict, condemn
 from workers.config import Config, ConfigError
 from workers.report.records import Lost
@@ -38,9 +37,7 @@ FROZEN_S = 1.0  # the longest gap between two beats under four times as many bus
 START_GRACE_S = 1.0  # the others' watches start up to this much later
 SETTLE_S = 0.75  # a stamp, a beat and a look, a period each: then every table shows the same break
 FOLLOW_S = 0.5  # how long the others leave the word to the lowest survivor
-SLOW_S, SLOW_AGAIN_S = 3.0, 5.0
 OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
-SENT_TIMES = 3
 # Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
 BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "timed out", "peer", "in vain")
 
@@ -62,18 +59,14 @@ class Watch(threading.Thread):
         self.place = Place(since=now)
         self._calls_begun: Callable[[], int] = lambda: 0
         self.cpu_seconds = 0.0
-        self._addresses = {
-            rank: (member.ip, member.udp_port) for rank, member in cluster.members.items() if rank != cluster.rank
-        }
-        last_words.leave(cluster.rank, cluster.token, cluster.socket.family, list(self._addresses.values()))
+        self.post = Post(cluster)
+        last_words.leave(cluster.rank, cluster.token, cluster.socket.family, list(self.post.addresses.values()))
+        self._parting = Parting(self.hearing, self.post, say)
+        self._slowness = Slowness(now)
         self._pressure = ContainerMemory()
         self._broken_at: float | None = None
         self._refused_at: float | None = None
         self._end_by = self._hurry_until = 0.0
-        self._said_slow_at = 0.0
-        self._moved, self._moved_at = (0, 0), now
-        self._on_left: Callable[[Lost], None] | None = None  # once ranks may leave
-        self._left_heard_at: dict[int, float] = {}  # of those that have: when they were heard last
         self._ending, self._ended = threading.Event(), threading.Event()
         self._signals = Signals()
         self._signals.open()
@@ -88,7 +81,7 @@ class Watch(threading.Thread):
 
         Once ranks may leave, each goes at its own pace, and nobody is behind.
         """
-        turn = self.place.turn + (self._on_left is None)
+        turn = self.place.turn + (self._parting.on_left is None)
         self.place = Place(turn, step, phase, time.monotonic(), self._calls_begun())
 
     def let_leave(self, on_left: Callable[[Lost], None]) -> None:
@@ -96,7 +89,7 @@ class Watch(threading.Thread):
 
         All ranks call this at the same point of the run; a later call puts another `on_left` in the place of the first.
         """
-        self._on_left = on_left
+        self._parting.on_left = on_left
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -122,7 +115,7 @@ class Watch(threading.Thread):
         if self.is_alive():
             self._ended.wait()
         self._signals.close()
-        self.cluster.socket.close()
+        self.post.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """The main thread raised: end with the verdict on the rank that caused it, or as the one that failed."""
@@ -167,17 +160,11 @@ class Watch(threading.Thread):
             self._leave(Verdict(EXIT_CODES[number], sentence), Verdict(3, sentence, (lost,)), stopped=True)
 
     def _send_beat(self) -> None:
-        self._tell(self.hearing.beat(self._here(), self._pressure.share(), time.monotonic()))
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        for address in self._addresses.values():
-            send(self.cluster.socket, message | {"token": self.cluster.token}, address)
+        self.post.tell(self.hearing.beat(self._here(), self._pressure.share(), time.monotonic()))
 
     def _listen(self, frozen_s: float) -> None:
         """Take in all that has come; after a freeze the verdict on this rank may be waiting there."""
-        messages = [
-            message for message, _ in receive(self.cluster.socket) if message.get("token") == self.cluster.token
-        ]
+        messages = self.post.messages()
         for message in messages:
             if message["kind"] == "beat":
                 self.hearing.take(message, time.monotonic())
@@ -191,7 +178,7 @@ class Watch(threading.Thread):
             self.hearing.forgive(time.monotonic())
         desk = self.cluster.desk
         if desk is not None:
-            desk.serve(self._left_heard_at | {rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
+            desk.serve(self._parting.heard_at | {rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
             if desk.board.refusal is not None and not self._ending.is_set():
                 self._turn_away(desk.board)
 
@@ -212,7 +199,7 @@ class Watch(threading.Thread):
         """End, or part, as another rank says; a stop of all ranks reaches this one too, and then counts as its own."""
         if stopped:
             self._wait(time.monotonic() + OWN_SIGTERM_S)
-        if self._may_part(verdict):
+        if self._parting.allows(verdict):
             self._part(verdict)
             return
         own = verdict
@@ -232,41 +219,19 @@ class Watch(threading.Thread):
         speaker = min(set(hears) - lost or set(hears))
         if now - self._broken_at < SETTLE_S + (0.0 if speaker == self.cluster.rank else FOLLOW_S):
             return
-        if self._may_part(verdict):
+        if self._parting.allows(verdict):
             self._part(verdict)
         else:
             self._leave(verdict, verdict)
 
-    def _may_part(self, verdict: Verdict) -> bool:
-        """Whether this rank can go on without those that the verdict names."""
-        lost = {entry.rank for entry in verdict.lost}
-        return self._on_left is not None and verdict.exit_code == 3 and bool(lost) and not lost & {0, self.cluster.rank}
-
     def _part(self, verdict: Verdict) -> None:
-        """Go on without the ranks of the verdict; they learn it should they wake up, and the others say the same words."""
-        news = [entry for entry in verdict.lost if entry.rank in self.hearing.peers]
-        if not news or self._on_left is None:
-            return  # an echo of what this rank knows
-        self._send_verdict(verdict, stopped=False)
-        self._broken_at = None
-        self.say(f"{verdict.sentence}; the others go on")
-        for entry in news:
-            self._left_heard_at[entry.rank] = self.hearing.forget(entry.rank).heard_at
-            del self._addresses[entry.rank]
-            self._on_left(entry)
+        if self._parting.part(verdict):
+            self._broken_at = None
 
     def _name_slow(self) -> None:
-        """Say for whom this rank waits, once it has begun nothing for a while: only then are the others' last words newer."""
-        now, place = time.monotonic(), self._here()
-        if (place.turn, place.calls) != self._moved:
-            self._moved, self._moved_at = (place.turn, place.calls), now
-        waits_s = now - self._moved_at
-        if waits_s < SLOW_S or now - self._said_slow_at < SLOW_AGAIN_S:
-            return
-        behind = self.hearing.behind(place, now)
-        if behind:
-            self._said_slow_at = now
-            self.say(f"waiting for {waits_s:.1f} s at step {place.step} in {place.phase} for {', '.join(behind)}")
+        sentence = self._slowness.sentence(self.hearing, self._here(), time.monotonic())
+        if sentence:
+            self.say(sentence)
 
     def _end_when_heard(self) -> None:
         """Done once every rank that still sends has heard the goodbye, and on rank 0 has said its own."""
@@ -283,14 +248,9 @@ class Watch(threading.Thread):
                 self._send_beat()
             self._ended.set()
 
-    def _send_verdict(self, verdict: Verdict, stopped: bool) -> None:
-        news = {"kind": "verdict", "verdict": verdict.to_json(), "stopped": stopped}
-        for _ in range(SENT_TIMES):
-            self._tell(news)
-
     def _leave(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
         """Tell the others and end the process."""
-        self._send_verdict(to_others, stopped)
+        self.post.tell_verdict(to_others, stopped)
         lost = {entry.rank for entry in to_others.lost}
         survivors = sorted(self.hearing.heard(time.monotonic()) & self.hearing.present() - lost)
         self._departure.leave(own, survivors)

@@ -55,7 +55,7 @@ def train(watch: Watch, cluster: Cluster, config: Config, steps: int, deed: str)
         if step == 2 and deed == "raise":
             raise ValueError("a made-up failure")
         if step == 2 and deed.startswith("cut"):
-            del watch._addresses[int(deed[-1])]
+            del watch.post.addresses[int(deed[-1])]
         if step == 2 and deed == "sleep":
             time.sleep(4.5)
         watch.at(step, "all_reduce")

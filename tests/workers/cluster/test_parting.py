@@ -1,0 +1,56 @@
+"""From whom a rank parts, once ranks may leave, and what it forgets of them; the processes are in test_leaving.py."""
+
+from typing import cast
+
+from workers.cluster.heartbeat import Hearing
+from workers.cluster.parting import Parting
+from workers.cluster.post import Post
+from workers.cluster.verdict import Verdict
+from workers.report.records import Lost
+
+
+def verdict_on(*ranks: int, exit_code: int = 3) -> Verdict:
+    return Verdict(exit_code, f"ranks {ranks} lost", tuple(Lost(rank, 4, "no heartbeat") for rank in ranks))
+
+
+class Parted:
+    """Rank 1 of four, and what it told, said and left."""
+
+    def __init__(self) -> None:
+        self.told: list[Verdict] = []
+        self.said: list[str] = []
+        self.left: list[int] = []
+        self.hearing = Hearing(1, range(4), 2.5, 7.0)
+        self.addresses = {rank: ("10.0.0.1", rank) for rank in (0, 2, 3)}
+        self.parting = Parting(self.hearing, cast(Post, self), self.said.append)
+
+    def tell_verdict(self, verdict: Verdict, stopped: bool) -> None:
+        """As the post does."""
+        assert not stopped
+        self.told.append(verdict)
+
+
+def test_nobody_may_leave_until_it_is_allowed() -> None:
+    one = Parted()
+    assert not one.parting.allows(verdict_on(2))
+    assert not one.parting.part(verdict_on(2))
+    assert set(one.addresses) == {0, 2, 3}
+
+
+def test_a_loss_that_ends_the_run_is_that_of_rank_0_or_of_this_rank_or_a_refusal() -> None:
+    one = Parted()
+    one.parting.on_left = lambda lost: one.left.append(lost.rank)
+    assert one.parting.allows(verdict_on(2, 3))
+    for verdict in (verdict_on(0), verdict_on(2, 1), verdict_on(2, exit_code=2), verdict_on()):
+        assert not one.parting.allows(verdict)
+
+
+def test_who_left_is_told_of_once_and_forgotten() -> None:
+    one = Parted()
+    one.parting.on_left = lambda lost: one.left.append(lost.rank)
+    assert one.parting.part(verdict_on(2))
+    assert not one.parting.part(verdict_on(2)), "an echo"
+    assert (one.left, one.told, one.said) == ([2], [verdict_on(2)], ["ranks (2,) lost; the others go on"])
+    assert one.parting.heard_at == {2: 7.0}
+    assert one.hearing.present() == {0, 1, 3}
+    assert set(one.addresses) == {0, 3}
