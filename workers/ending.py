@@ -15,8 +15,9 @@ from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.exchange import Exchange
 from workers.journal import Journal
-from workers.lab import Lab
+from workers.lab import Bug, Lab
 from workers.report import records
+from workers.report.claims import Run
 from workers.report.judge import exit_code, judge, write_run
 from workers.report.log import verdict_lines
 
@@ -24,8 +25,11 @@ REPORT_TIMEOUT_S = 60
 LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 
 
-def conclude(lab: Lab, folder: Path) -> int:
-    """Bring the records together, judge them on rank 0, and return the same exit code on every rank."""
+def conclude(lab: Lab, folder: Path, bug: Bug | None = None) -> int:
+    """Bring the records together, judge them on rank 0, and return the same exit code on every rank.
+
+    A `bug` that was made has to be caught by the check that is meant for it: what did not show would pass for a check that held.
+    """
     lines = [records.to_line(record) for record in lab.journal.records]
     everyone = lab.exchange.gather("records", lines)
     if everyone is None:
@@ -40,6 +44,12 @@ def conclude(lab: Lab, folder: Path) -> int:
             records.write_atomically(path, (line + "\n" for line in of_rank))
         by_rank[rank] = [records.from_line(line) for line in of_rank]
     run = judge(by_rank)
+    if bug is not None and run["verdict"] != "lost" and not caught(run, bug):
+        lab.check(
+            "LAB_BUG", 1, 0, detail=f"{bug.check}, which sees {lab.config.bug}, held: nothing in this run shows it"
+        )
+        by_rank[lab.rank].append(lab.journal.records[-1])
+        run = judge(by_rank)
     write_run(folder, run)
     point_latest(folder)
     written = write_report(folder)
@@ -47,6 +57,11 @@ def conclude(lab: Lab, folder: Path) -> int:
         lab.say(line)
     # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has it.
     return int(lab.exchange.share("verdict", exit_code(run) if written else exit_code(run) or 1))
+
+
+def caught(run: Run, bug: Bug) -> bool:
+    """Whether the check that is meant for `bug` failed."""
+    return any(claim["name"] == bug.check and not claim["passed"] for claim in run["checks"] + run["comparisons"])
 
 
 def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable[[int], None]) -> None:

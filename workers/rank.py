@@ -75,7 +75,7 @@ def be_rank(config: Config, started_at: float) -> int:
         experiment.run(lab)
         lab.at(config.steps, "report")
         journal.write(records.End(lab.rank, started_at, lab.first_step_at, time.time(), watch.cpu_seconds))
-        code = conclude(lab, folder)
+        code = conclude(lab, folder, experiment.BUGS.get(config.bug))
     except BaseException as error:
         if lab is not None and lab.saver is not None and not isinstance(error, ConfigError | ClusterError):
             from workers.checkpoint.rescue import rescue

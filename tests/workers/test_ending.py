@@ -1,12 +1,18 @@
 """What is left of a run: the newest is `latest`, and a broken one has the words of all who survived."""
 
+import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from tests.labs import failed
 from workers.cluster.verdict import Verdict
-from workers.ending import bury, last_words, point_latest
+from workers.ending import bury, conclude, last_words, point_latest
 from workers.journal import Journal
+from workers.lab import Bug, Lab
 from workers.report.judge import judge
-from workers.report.records import Failed, Lost, Start, select
+from workers.report.records import Check, End, Failed, Lost, Start, read_run, select
 
 
 def test_latest_is_the_newest_run(tmp_path: Path) -> None:
@@ -41,3 +47,32 @@ def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> N
 def test_a_survivor_without_words_is_not_waited_for_without_end(tmp_path: Path) -> None:
     broken_rank(tmp_path / "run", 1)
     assert set(last_words(tmp_path / "run", [1])) == {1}
+
+
+def concluded(folder: Path, gradients: float) -> dict[str, Any]:
+    """The run of a rank alone that made a mistake which the check of its gradients sees, by how far they are off."""
+    journal = Journal()
+    journal.open(folder, 0)
+    journal.write(Start(0, "run", "dp", 1, "host", {}, {}, {}))
+    journal.write(Check("flat", "gradients", gradients, 1e-12))
+    journal.write(End(0, 0.0, 0.0, 1.0, 0.0))
+    exchange = SimpleNamespace(gather=lambda _key, lines: [lines], share=lambda _key, code: code)
+    lab: Any = SimpleNamespace(
+        rank=0, config=SimpleNamespace(bug="lost_shard"), exchange=exchange, journal=journal, say=lambda _line: None
+    )
+    lab.check = partial(Lab.check, lab)
+    assert conclude(lab, folder, Bug("a shard is lost", "gradients")) == 1
+    run = json.loads((folder / "run.json").read_text())
+    assert run == judge(read_run(folder)), "the records alone give the same verdict later"
+    return run  # type: ignore[no-any-return]
+
+
+def test_a_mistake_that_its_check_sees_fails_by_that_check(tmp_path: Path) -> None:
+    assert failed(concluded(tmp_path, 1e-3)) == {"gradients"}
+
+
+def test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held(tmp_path: Path) -> None:
+    run = concluded(tmp_path, 1e-16)
+    (check,) = [check for check in run["checks"] if not check["passed"]]
+    assert check["name"] == "LAB_BUG"
+    assert check["detail"] == "gradients, which sees lost_shard, held: nothing in this run shows it"
