@@ -21,7 +21,8 @@ MAX_WORLD_SIZE = 8
 OWN_SIZES = {
     "compress": {"width": 64, "depth": 4},
     "precision": {"width": 64, "depth": 2},
-}  # a dozen variants each, in 40 s
+    "largebatch": {"width": 16, "heads": 2, "seq": 16, "steps": 192},
+}  # a dozen variants in 40 s, and many short trainings in place of a long one
 UNTIMED_MODES = ("comm", "train", "largebatch")  # no step of a model is timed in them
 RECOMPUTING_MODES = ("dp", "fsdp")  # tp would send what a layer sends once more, pp runs its layers by itself
 

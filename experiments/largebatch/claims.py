@@ -14,8 +14,7 @@ VARIANTS = tuple(RECIPES)
 MODELS = ("mlp", "gpt")
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 SEEDS = 3
-OWN = {"width": 16, "heads": 2, "seq": 16, "steps": 192}  # unless set: many short trainings, not one long one
-DEPTHS = {"mlp": 2, "gpt": 1}
+DEPTHS = {"mlp": 2, "gpt": 1}  # unless set
 
 
 def models(config: Config) -> tuple[str, ...]:
@@ -24,10 +23,9 @@ def models(config: Config) -> tuple[str, ...]:
 
 
 def sized(config: Config, model: str) -> Config:
-    """The settings for one model, with the mode's own sizes where none were set."""
-    own = OWN | {"model": model, "depth": DEPTHS.get(model, 1)}
-    given = config.model_fields_set - {"model"}
-    return config.model_copy(update={name: value for name, value in own.items() if name not in given})
+    """The settings for one model, with the depth that the mode gives it where none was set."""
+    depth = config.depth if "depth" in config.model_fields_set else DEPTHS.get(model, 1)
+    return config.model_copy(update={"model": model, "depth": depth})
 
 
 def multiples(config: Config) -> list[int]:
