@@ -17,6 +17,7 @@ from workers.measure.ledger import Ledger
 from workers.parallel.piece import Piece
 from workers.report import records
 from workers.report.judge import judge
+from workers.report.lines import from_line, to_line
 
 TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "3", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}
 
@@ -29,7 +30,7 @@ def run_experiment(
     config = Config.read(settings | {"RANK": "0"})
     assert importlib.import_module(f"experiments.{config.run_mode}").refuse(config) == []
     lines = ranks(world_size, one_rank, settings, str(folder), timeout_s=100)
-    by_rank = {rank: [records.from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
+    by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
     return judge(by_rank), by_rank
 
 
@@ -38,7 +39,7 @@ def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) ->
     lab = lab_of(group, settings, folder)
     importlib.import_module(f"experiments.{lab.config.run_mode}").run(lab)
     lab.journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0, 0.0))
-    return [records.to_line(record) for record in lab.journal.records]
+    return [to_line(record) for record in lab.journal.records]
 
 
 def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> Lab:

@@ -18,7 +18,7 @@ FLOORS = {
     "workers.parallel": [],
     "workers.cgroup": [],
     "workers.cluster": ["workers.config", "workers.cgroup", "workers.report.records"],
-    "workers.journal": ["workers.report.records"],
+    "workers.journal": ["workers.report.records", "workers.report.lines"],
     "workers.exchange": [],
     "workers.device": ["workers.config"],
     "workers.lab": [
@@ -34,13 +34,14 @@ FLOORS = {
     ],
     "workers.counted": ["workers.lab", "workers.measure", "workers.workload", "workers.report.records", "workers.proof"],
     "workers.plan": [
-        "workers.config", "workers.measure.formulas", "workers.report.records", "workers.report.text", "workers.report.units",
+        "workers.config", "workers.measure.formulas", "workers.report.lines", "workers.report.records", "workers.report.text",
+        "workers.report.units",
     ],
     "workers.fit": ["workers.config", "workers.measure", "workers.report", "workers.workload"],
     "workers.chronicle": ["workers.lab", "workers.measure", "workers.parallel.phases", "workers.report.records"],
     "workers.tracing": [
         "workers.lab", "workers.measure", "workers.counted", "workers.proof", "workers.parallel.phases", "workers.report.records",
-        "workers.workload",
+        "workers.report.lines", "workers.workload",
     ],
     "workers.linked": ["workers.lab", "workers.cluster.link", "workers.report.units"],
     "workers.replica": ["workers.config", "workers.parallel", "workers.workload"],

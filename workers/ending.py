@@ -19,6 +19,7 @@ from workers.lab import Bug, Lab
 from workers.report import records
 from workers.report.claims import Run
 from workers.report.judge import exit_code, judge, write_run
+from workers.report.lines import BrokenRecord, from_line, read, read_run, to_line, write_atomically
 from workers.report.log import verdict_lines
 
 REPORT_TIMEOUT_S = 60
@@ -30,7 +31,7 @@ def conclude(lab: Lab, folder: Path, bug: Bug | None = None) -> int:
 
     A `bug` that was made has to be caught by the check that is meant for it: what did not show would pass for a check that held.
     """
-    lines = [records.to_line(record) for record in lab.journal.records]
+    lines = [to_line(record) for record in lab.journal.records]
     everyone = lab.exchange.gather("records", lines)
     if everyone is None:
         return int(lab.exchange.share("verdict"))
@@ -38,11 +39,11 @@ def conclude(lab: Lab, folder: Path, bug: Bug | None = None) -> int:
     for rank, of_rank in enumerate(everyone):
         path = folder / f"rank{rank}.jsonl"
         if of_rank is None:  # it has left: what it wrote until then has to do
-            by_rank |= {rank: records.read(path)} if path.exists() else {}
+            by_rank |= {rank: read(path)} if path.exists() else {}
             continue
         if not path.exists():  # nodes need not share a disk
-            records.write_atomically(path, (line + "\n" for line in of_rank))
-        by_rank[rank] = [records.from_line(line) for line in of_rank]
+            write_atomically(path, (line + "\n" for line in of_rank))
+        by_rank[rank] = [from_line(line) for line in of_rank]
     run = judge(by_rank)
     if bug is not None and run["verdict"] != "lost" and not caught(run, bug):
         lab.check(
@@ -110,8 +111,8 @@ def last_words(folder: Path, survivors: list[int]) -> records.Ranks:
     deadline = time.monotonic() + LAST_WORDS_S
     while True:
         try:
-            found = records.read_run(folder)
-        except records.BrokenRecord:  # a disk that is full: this rank's own records have to do
+            found = read_run(folder)
+        except BrokenRecord:  # a disk that is full: this rank's own records have to do
             return {}
         ended = {rank for rank, _ in records.select(found, records.Failed)}
         if set(survivors) <= ended or time.monotonic() > deadline:

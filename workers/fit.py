@@ -21,7 +21,8 @@ from workers.config import Config
 from workers.measure.activations import SavedActivations
 from workers.measure.formulas.sharding import WHOLE_LAYERS, rest_bytes
 from workers.report.judge import judge
-from workers.report.records import BrokenRecord, Losses, read_run, select
+from workers.report.lines import BrokenRecord, read_run
+from workers.report.records import Losses, select
 from workers.workload.data import Batches
 from workers.workload.model import outline
 

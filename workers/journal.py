@@ -11,7 +11,8 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from workers.report.records import Record, to_line
+from workers.report.lines import to_line
+from workers.report.records import Record
 
 
 class Unwritable(Exception):

@@ -22,6 +22,7 @@ from workers.measure.timeline import Clock, Span, align, hidden_seconds, length,
 from workers.parallel.phases import phase, recorded
 from workers.proof import dealt
 from workers.report import records
+from workers.report.lines import write_atomically
 from workers.workload.data import Batches
 
 MOST_EVENTS = 5000  # of one rank and variant, the longest: 8 ranks and 6 variants make a file of 25 MB
@@ -158,6 +159,6 @@ def write(lab: Lab, clock: Clock, steps: dict[str, list[list[Event]]], costs: di
         return
     path = lab.journal.folder / "trace.json"
     processes = [Process(host, Clock(*clock)) for host, clock in ranks]
-    records.write_atomically(path, chrome_trace(start.run_id, processes, steps))
+    write_atomically(path, chrome_trace(start.run_id, processes, steps))
     cost = ", ".join(f"{ratio:.2f} ({name})" for name, ratio in costs.items())
     lab.say(f"{path} · a profiled step against a timed one: {cost}", heading="trace")

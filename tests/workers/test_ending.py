@@ -12,7 +12,8 @@ from workers.ending import bury, conclude, last_words, point_latest
 from workers.journal import Journal
 from workers.lab import Bug, Lab
 from workers.report.judge import judge
-from workers.report.records import Check, End, Failed, Lost, Start, read_run, select
+from workers.report.lines import read_run
+from workers.report.records import Check, End, Failed, Lost, Start, select
 
 
 def test_latest_is_the_newest_run(tmp_path: Path) -> None:

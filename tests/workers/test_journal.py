@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from workers.journal import Journal, Unwritable, put_aside
-from workers.report.records import End, Said, read, read_run
+from workers.report.lines import read, read_run
+from workers.report.records import End, Said
 
 
 def test_a_refused_run_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

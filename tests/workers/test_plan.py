@@ -21,7 +21,8 @@ from workers.plan.advice import framework, plan, remedies
 from workers.plan.arguments import read
 from workers.plan.job import Job, Shape, guessed
 from workers.plan.layouts import Layout
-from workers.report.records import End, Profile, Record, Start, Table, to_line
+from workers.report.lines import to_line
+from workers.report.records import End, Profile, Record, Start, Table
 from workers.workload.model import outline
 
 

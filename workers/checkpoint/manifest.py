@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.config import Config
-from workers.report.records import has_type
+from workers.report.lines import has_type
 from workers.workload import text
 from workers.workload.data import global_batch
 

@@ -10,7 +10,7 @@ from workers.measure.formulas.activations import RECOMPUTE
 from workers.plan import sizes
 from workers.plan.calibrate import Measured, calibrate
 from workers.plan.job import Job, Link, guessed
-from workers.report.records import BrokenRecord
+from workers.report.lines import BrokenRecord
 
 PRECISIONS = {"mixed": (2, True), "fp32": (4, False)}  # bytes of a number, and whether there are masters in float32
 OPTIMIZERS = {"adam": 2, "sgd": 0}  # numbers that are remembered of each parameter

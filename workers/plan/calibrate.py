@@ -11,7 +11,8 @@ from typing import Any
 from workers.measure.formulas.seconds import FITTED, LATENCY, RATE, training_flops
 from workers.plan.job import Link
 from workers.plan.sizes import NotASize, count
-from workers.report.records import BrokenRecord, Profile, Ranks, Start, Table, read_run, select
+from workers.report.lines import BrokenRecord, read_run
+from workers.report.records import Profile, Ranks, Start, Table, select
 
 PREFERRED = ("gloo", "ring")  # what dp's variants call
 

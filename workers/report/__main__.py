@@ -13,8 +13,9 @@ from pathlib import Path
 from workers.report.claims import Run
 from workers.report.judge import exit_code, judge, write_run
 from workers.report.junit import write_junit
+from workers.report.lines import BrokenRecord, read_run
 from workers.report.log import verdict_lines
-from workers.report.records import BrokenRecord, Ranks, read_run
+from workers.report.records import Ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from workers.report.claims import Run, merge_checks, merge_comparisons
+from workers.report.lines import BrokenRecord, write_atomically
 from workers.report.records import (
     Activations,
-    BrokenRecord,
     Called,
     Classes,
     Digest,
@@ -31,7 +31,6 @@ from workers.report.records import (
     Steps,
     Wire,
     select,
-    write_atomically,
 )
 
 EXIT_CODES = {"pass": 0, "fail": 1, "refused": 2, "lost": 3}

@@ -11,6 +11,7 @@ from typing import Any
 from workers.report import charts, costs, held, memory, timeline
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
+from workers.report.lines import write_atomically
 from workers.report.log import (
     PROOF,
     error_sentences,
@@ -22,7 +23,7 @@ from workers.report.log import (
     repeat_command,
 )
 from workers.report.markup import Markup, chip, code, document, grid, section, table, text
-from workers.report.records import Chart, End, Losses, Ranks, Said, Start, Table, select, write_atomically
+from workers.report.records import Chart, End, Losses, Ranks, Said, Start, Table, select
 from workers.report.units import difference, human_bytes, milliseconds
 
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workers.report.lines import to_line
 from workers.report.records import (
     Called,
     Chart,
@@ -27,7 +28,6 @@ from workers.report.records import (
     Table,
     Timeline,
     Wire,
-    to_line,
 )
 
 MEGA = 10**6

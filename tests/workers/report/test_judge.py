@@ -9,8 +9,8 @@ import pytest
 
 from tests.workers.report.made_up import bent, good_run, plus, start, with_check, with_measured, without, written
 from workers.report.judge import exit_code, first, judge, pytorch_own, write_run
+from workers.report.lines import BrokenRecord, read_run
 from workers.report.records import (
-    BrokenRecord,
     Check,
     Classes,
     Comparison,
@@ -26,7 +26,6 @@ from workers.report.records import (
     Start,
     Steps,
     Wire,
-    read_run,
 )
 
 

@@ -1,0 +1,78 @@
+"""Records as lines of a file: a JSON object each, with the record's type name under "record" and its fields beside it.
+
+Files are written whole or not at all, and one that is broken is refused with its name and the line.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from workers.report.records import TYPES, Ranks, Record
+
+
+class BrokenRecord(Exception):
+    """A record file that cannot be read; the message names the file and the line."""
+
+
+def to_line(record: Record) -> str:
+    """The record as one line of JSON, without the newline."""
+    return json.dumps({"record": type(record).__name__.lower()} | asdict(record))
+
+
+def from_line(line: str | bytes, where: str = "record") -> Record:
+    """The record that `to_line` wrote; raises BrokenRecord that begins with `where`."""
+    try:
+        values = json.loads(line)
+        kind = TYPES[values.pop("record")]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise BrokenRecord(f"{where} is not a record of the lab ({error!r})") from None
+    wrong = set(values) ^ {entry.name for entry in fields(kind)}
+    if wrong:
+        raise BrokenRecord(f"{where} is a {kind.__name__} with missing or unknown fields: {', '.join(sorted(wrong))}")
+    for entry in fields(kind):
+        if not has_type(values[entry.name], entry.type):
+            raise BrokenRecord(f"{where} is a {kind.__name__} whose {entry.name} is {values[entry.name]!r}")
+    record: Record = kind(**values)
+    return record
+
+
+def has_type(value: Any, annotation: Any) -> bool:
+    """Whether `value`, as JSON gives it, is what a field of this annotation may hold."""
+    return isinstance(value, _types(annotation))
+
+
+def _types(annotation: Any) -> tuple[type, ...]:
+    """What JSON may hold for a field: list for list[float], and a whole number for a float."""
+    if get_origin(annotation) is UnionType:
+        return tuple(kind for part in get_args(annotation) for kind in _types(part))
+    return (int, float) if annotation is float else (get_origin(annotation) or annotation,)
+
+
+def read(path: Path) -> list[Record]:
+    """All records of one rank's file; raises BrokenRecord naming file and line."""
+    lines = path.read_bytes().splitlines()
+    return [from_line(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+
+
+def read_run(run: Path) -> Ranks:
+    """The records of every rank of a run, by rank; raises BrokenRecord if there are none."""
+    if not run.is_dir():
+        raise BrokenRecord(f"{run} is not the folder of a run")
+    files = {int(path.stem.removeprefix("rank")): path for path in run.glob("rank[0-9].jsonl")}
+    if not files:
+        raise BrokenRecord(f"{run} holds no rank<r>.jsonl: it is not the folder of a run")
+    return {rank: read(files[rank]) for rank in sorted(files)}
+
+
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
+    """Write a file so that a reader sees all of it or nothing, even if the writer dies."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text("".join(lines), encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
