@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from workers.config import Config, modes
+from workers.config import Config
+from workers.config.values import modes
 
 TOP = Path(__file__).parent.parent
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?(?:::\w+)?")

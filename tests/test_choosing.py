@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.documents import TOP, faults, spans, tables
-from workers.config import modes
+from workers.config.values import modes
 from workers.plan.arguments import read
 
 PAGE = (TOP / "docs" / "choosing.md").read_text()

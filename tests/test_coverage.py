@@ -3,7 +3,7 @@
 import pytest
 
 from tests.documents import TOP, faults, points_somewhere, spans, tables
-from workers.config import modes
+from workers.config.values import modes
 
 ROWS = list(tables((TOP / "docs" / "coverage.md").read_text()))
 

@@ -19,7 +19,8 @@ import pytest
 from benchmarks import collectives, compress, link, pp
 from tests.documents import spans, tables
 from workers import fit
-from workers.config import Config, modes
+from workers.config import Config
+from workers.config.values import modes
 from workers.parallel.collectives import pick
 from workers.workload.model import outline
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from workers.cluster import link
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from workers.cluster.watch import Watch
-from workers.config import MAX_WORLD_SIZE, Config, ConfigError, suggest
+from workers.config import MAX_WORLD_SIZE, Config, ConfigError
+from workers.config.values import suggest
 from workers.device import pick_device
 from workers.ending import bury, conclude, let_leave
 from workers.exchange import Exchange

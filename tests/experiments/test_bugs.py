@@ -7,7 +7,7 @@ import pytest
 
 from tests.labs import failed, run_experiment
 from tests.ranks import Ranks
-from workers.config import modes
+from workers.config.values import modes
 
 # Enough variants for every mistake of the mode, and no more: a naive one makes dozens of calls a step.
 NARROW = {

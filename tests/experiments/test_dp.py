@@ -23,7 +23,8 @@ from workers.measure.calls import Calls
 from workers.measure.memory import MemoryLedger
 from workers.parallel.peers import Peers
 from workers.report.judge import judge
-from workers.report.records import Profile, Said, Table, from_line
+from workers.report.lines import from_line
+from workers.report.records import Profile, Said, Table
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline

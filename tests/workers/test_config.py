@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from workers.config import Config, ConfigError, modes, table
+from workers.config import Config, ConfigError
+from workers.config.__main__ import table
+from workers.config.values import modes
 
 RANK_OF_FOUR = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "worker0"}
 

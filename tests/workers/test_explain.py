@@ -4,7 +4,8 @@ import importlib
 
 import pytest
 
-from workers.config import Config, modes
+from workers.config import Config
+from workers.config.values import modes
 from workers.explain import explain, main
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from workers.config import ConfigError, suggest
+from workers.config import ConfigError
+from workers.config.values import suggest
 from workers.measure.formulas.activations import RECOMPUTE
 from workers.plan import sizes
 from workers.plan.calibrate import Measured, calibrate

@@ -6,25 +6,23 @@ Variables of the cluster keep the names that torchrun and Kubernetes use; all ot
 that begins so and is not in this file is refused, with the nearest one suggested.
 """
 
-import difflib
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+from workers.config import values
+from workers.config.faults import contradictions, sentence
+
 MAX_WORLD_SIZE = 8
 OWN_SIZES = {
     "compress": {"width": 64, "depth": 4},
     "precision": {"width": 64, "depth": 2},
     "largebatch": {"width": 16, "heads": 2, "seq": 16, "steps": 192},
 }  # a dozen variants in 40 s, and many short trainings in place of a long one
-UNTIMED_MODES = ("comm", "train", "largebatch")  # no step of a model is timed in them
-RECOMPUTING_MODES = ("dp", "fsdp")  # tp would send what a layer sends once more, pp runs its layers by itself
 
 
 class ConfigError(Exception):
@@ -35,53 +33,6 @@ class ConfigError(Exception):
         self.faults = faults
 
 
-def modes() -> list[str]:
-    """The names of all modes: a file or a folder in experiments/ is a mode."""
-    names = {path.stem for path in EXPERIMENTS.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    return sorted(names - {"__init__"})
-
-
-def _known_mode(value: str) -> str:
-    if value not in modes():
-        raise ValueError(f"is not a mode{suggest(value, modes())}, allowed: {', '.join(modes())}")
-    return value
-
-
-def _run_name(value: str) -> str:
-    if value in (".", "..", "latest") or not all(letter.isalnum() or letter in "._-" for letter in value):
-        raise ValueError("is not a run id: allowed are letters, digits, '.', '_' and '-', and not 'latest'")
-    return value
-
-
-def _rate(value: str) -> str:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?[kmg]bit", value):
-        raise ValueError("is not a rate such as 500kbit, 100mbit or 2gbit")
-    if not float(value[:-4]):
-        raise ValueError("would let nothing through, allowed: more than 0")
-    return value
-
-
-def _delay(value: str) -> str:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(us|ms|s)", value):
-        raise ValueError("is not a delay such as 500us, 5ms or 1s")
-    return value
-
-
-def _slow_rank(value: str) -> str:
-    rank, colon, share = value.partition(":")
-    if not (colon and rank.isdecimal() and re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", share)):
-        raise ValueError("is not a rank and its share of speed, such as 2:0.5")
-    if not 0 < float(share) <= 1:
-        raise ValueError("has a speed out of range: allowed is more than 0, up to 1")
-    return value
-
-
-def suggest(value: str, allowed: Sequence[str]) -> str:
-    """The nearest of `allowed` as a question in brackets, or nothing."""
-    close = difflib.get_close_matches(value, allowed, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 class Config(BaseSettings):
     """The settings of one rank. Each field is read from the variable that is its alias; empty counts as unset."""
 
@@ -89,7 +40,7 @@ class Config(BaseSettings):
 
     # fmt: off
     # The cluster: who this rank is, and where the others are.
-    run_mode: Annotated[str, AfterValidator(_known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a file in experiments/")
+    run_mode: Annotated[str, AfterValidator(values.known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a file in experiments/")
     rank: int | None = Field(None, alias="RANK", ge=0, description="this rank, from 0; unset: start all ranks as local processes")
     world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks")
     master_addr: str | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
@@ -99,14 +50,14 @@ class Config(BaseSettings):
     # What is run.
     variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas; empty: all")
     model: Literal["line", "mlp", "gpt"] = Field("gpt", alias="LAB_MODEL", description="what is trained")
-    width: int = Field(128, alias="LAB_WIDTH", ge=1, description="width of the model (unset in compress and precision: 64)")
-    depth: int = Field(8, alias="LAB_DEPTH", ge=1, description="number of layers (unset in compress: 4, in precision: 2)")
-    heads: int = Field(8, alias="LAB_HEADS", ge=1, description="attention heads of gpt")
-    seq: int = Field(64, alias="LAB_SEQ", ge=1, description="bytes of text in a sample of gpt")
+    width: int = Field(128, alias="LAB_WIDTH", ge=1, description="width of the model (unset in compress and precision: 64, in largebatch: 16)")
+    depth: int = Field(8, alias="LAB_DEPTH", ge=1, description="number of layers (unset in compress: 4, in precision: 2, in largebatch: 2 of mlp and 1 of gpt)")
+    heads: int = Field(8, alias="LAB_HEADS", ge=1, description="attention heads of gpt (unset in largebatch: 2)")
+    seq: int = Field(64, alias="LAB_SEQ", ge=1, description="bytes of text in a sample of gpt (unset in largebatch: 16)")
     tie: bool = Field(False, alias="LAB_TIE", description="1: gpt's output layer shares the embedding's weights")
     text: Path | None = Field(None, alias="LAB_TEXT", description="file or folder that gpt reads; unset: Python's own standard library")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", alias="LAB_DTYPE", description="type of weights and gradients in the timed pass")
-    steps: int = Field(20, alias="LAB_STEPS", ge=1, description="steps of the timed pass")
+    steps: int = Field(20, alias="LAB_STEPS", ge=1, description="steps of the timed pass (unset in largebatch: 192)")
     batch: int = Field(16, alias="LAB_BATCH", ge=1, description="samples in the global batch")
     microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1, in pp 4")
     optimizer: Literal["sgd", "adamw"] = Field("sgd", alias="LAB_OPTIMIZER", description="optimizer of the timed pass")
@@ -134,9 +85,9 @@ class Config(BaseSettings):
     reshard: bool = Field(True, alias="LAB_RESHARD", description="fsdp: 0: zero3 keeps gathered weights from the forward to the backward pass")
     recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass (dp, fsdp)")
     offload: bool = Field(False, alias="LAB_OFFLOAD", description="1: fsdp keeps shards and optimizer in the host's memory (LAB_DEVICE=cuda)")
-    net_rate: Annotated[str, AfterValidator(_rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: as fast as it is")
-    net_delay: Annotated[str, AfterValidator(_delay)] | None = Field(None, alias="LAB_NET_DELAY", description="delay of each message, such as 5ms (containers with compose/net.yaml, where the kernel has netem)")
-    slow_rank: Annotated[str, AfterValidator(_slow_rank)] | None = Field(None, alias="LAB_SLOW_RANK", description="a rank that computes at a share of its speed in the timed pass, such as 2:0.5")
+    net_rate: Annotated[str, AfterValidator(values.rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: as fast as it is")
+    net_delay: Annotated[str, AfterValidator(values.delay)] | None = Field(None, alias="LAB_NET_DELAY", description="delay of each message, such as 5ms (containers with compose/net.yaml, where the kernel has netem)")
+    slow_rank: Annotated[str, AfterValidator(values.slow_rank)] | None = Field(None, alias="LAB_SLOW_RANK", description="a rank that computes at a share of its speed in the timed pass, such as 2:0.5")
     trace: bool = Field(False, alias="LAB_TRACE", description="1: a profiled step of each variant more, and trace.json")
 
     # What survives it.
@@ -147,7 +98,7 @@ class Config(BaseSettings):
 
     # Where its files go.
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
-    run_id: Annotated[str, AfterValidator(_run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
+    run_id: Annotated[str, AfterValidator(values.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
 
     # Bounds.
     join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", gt=0, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
@@ -171,15 +122,17 @@ class Config(BaseSettings):
         aliases = {field.alias: name for name, field in cls.model_fields.items() if field.alias}
         given = {name: environ[name].strip() for name in aliases if environ.get(name, "").strip()}
         faults = [
-            f"{name} is not a variable of the lab{suggest(name, list(aliases))}"
+            f"{name} is not a variable of the lab{values.suggest(name, list(aliases))}"
             for name in sorted(environ)
             if name.startswith("LAB_") and name not in aliases
         ]
         try:
             config = cls(**_typed(given))._with_own_sizes()
         except ValidationError as error:
-            raise ConfigError(faults + [_sentence(fault, given) for fault in error.errors()]) from None
-        faults += _contradictions(config)
+            wrong = [(fault, str(fault["loc"][0])) for fault in error.errors()]
+            faults += [sentence(fault, given.get(name, ""), cls.model_fields[aliases[name]]) for fault, name in wrong]
+            raise ConfigError(faults) from None
+        faults += contradictions(config)
         if faults:
             raise ConfigError(faults)
         return config
@@ -232,93 +185,3 @@ def _typed(given: dict[str, str]) -> dict[str, Any]:
     if "LAB_VARIANT" in given:
         typed["LAB_VARIANT"] = tuple(part.strip() for part in given["LAB_VARIANT"].split(",") if part.strip())
     return typed
-
-
-def _contradictions(config: Config) -> list[str]:
-    """Faults of several variables together; those of one mode are found by its `refuse`."""
-    faults = []
-    if config.rank is not None and config.rank >= config.world_size:
-        last = config.world_size - 1
-        faults.append(f"RANK={config.rank} is outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}")
-    if config.rank is None and config.master_addr is not None:
-        faults.append(
-            f"MASTER_ADDR={config.master_addr!r} is set and RANK is not: set both to be a rank, neither to start all"
-        )
-    if config.rank is not None and config.master_addr is None:
-        faults.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
-    if config.slow_rank is not None and int(config.slow_rank.partition(":")[0]) >= config.world_size:
-        last = config.world_size - 1
-        faults.append(
-            f"LAB_SLOW_RANK={config.slow_rank!r} names a rank outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}"
-        )
-    if config.slow_rank is not None and config.run_mode in UNTIMED_MODES:
-        faults.append(
-            f"LAB_SLOW_RANK={config.slow_rank!r} slows the steps that are timed, and {config.run_mode} times none"
-        )
-    if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
-        faults.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
-    if config.recompute and config.run_mode not in RECOMPUTING_MODES:
-        faults.append(
-            f"LAB_RECOMPUTE=1 is not possible in {config.run_mode}, allowed: {', '.join(RECOMPUTING_MODES)}, "
-            "whose ranks run whole layers"
-        )
-    return faults
-
-
-def _sentence(fault: Any, given: dict[str, str]) -> str:
-    """One of pydantic's faults as a sentence that names the variable, its value and what is allowed."""
-    name, context = str(fault["loc"][0]), fault.get("ctx", {})
-    value = f"{name}={given.get(name, '')!r}"
-    kind = fault["type"]
-    if kind == "literal_error":
-        allowed = [str(v) for v in _literals(name)]
-        return f"{value} is not one of {', '.join(allowed)}{suggest(given[name], allowed)}"
-    if kind in ("int_parsing", "int_from_float"):
-        return f"{value} is not a whole number"
-    if kind in ("float_parsing", "finite_number"):
-        return f"{value} is not a number"
-    if kind == "bool_parsing":
-        return f"{value} is neither 0 nor 1"
-    if kind == "value_error":
-        return f"{value} {context['error']}"
-    if kind == "string_pattern_mismatch":
-        return f"{value} is not a size such as 900m or 2g"
-    return f"{value} is out of range: allowed is {_range(name)}"
-
-
-def _field(alias: str) -> Any:
-    return next(field for field in Config.model_fields.values() if field.alias == alias)
-
-
-def _literals(alias: str) -> tuple[Any, ...]:
-    return tuple(_field(alias).annotation.__args__)
-
-
-def _range(alias: str) -> str:
-    bounds = {
-        key: getattr(rule, key) for rule in _field(alias).metadata for key in ("ge", "gt", "le") if hasattr(rule, key)
-    }
-    if "le" in bounds and "gt" in bounds:
-        return f"more than {bounds['gt']}, up to {bounds['le']}"
-    if "le" in bounds:
-        return f"{bounds['ge']} to {bounds['le']}"
-    return f"{bounds['ge']} and more" if "ge" in bounds else f"more than {bounds['gt']}"
-
-
-def table() -> str:
-    """All variables as the Markdown table of the README."""
-    rows = ["| variable | default | what it is |", "|---|---|---|"]
-    for field in Config.model_fields.values():
-        default = "" if field.default in (None, ()) else field.default
-        default = int(default) if isinstance(default, bool) else default
-        rows.append(f"| `{field.alias}` | {default} | {field.description}{_allowed(field)} |")
-    return "\n".join(rows)
-
-
-def _allowed(field: Any) -> str:
-    words = getattr(field.annotation, "__args__", ())
-    return f" ({', '.join(words)})" if words and all(isinstance(word, str) for word in words) else ""
-
-
-if __name__ == "__main__":
-    print(table())

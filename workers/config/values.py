@@ -1,0 +1,55 @@
+"""What the text of a variable may be where a type and a range do not say it: a sentence on all else, after its name and value."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+def modes() -> list[str]:
+    """The names of all modes: a file or a folder in experiments/ is a mode."""
+    names = {path.stem for path in EXPERIMENTS.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return sorted(names - {"__init__"})
+
+
+def known_mode(value: str) -> str:
+    if value not in modes():
+        raise ValueError(f"is not a mode{suggest(value, modes())}, allowed: {', '.join(modes())}")
+    return value
+
+
+def run_name(value: str) -> str:
+    if value in (".", "..", "latest") or not all(letter.isalnum() or letter in "._-" for letter in value):
+        raise ValueError("is not a run id: allowed are letters, digits, '.', '_' and '-', and not 'latest'")
+    return value
+
+
+def rate(value: str) -> str:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?[kmg]bit", value):
+        raise ValueError("is not a rate such as 500kbit, 100mbit or 2gbit")
+    if not float(value[:-4]):
+        raise ValueError("would let nothing through, allowed: more than 0")
+    return value
+
+
+def delay(value: str) -> str:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(us|ms|s)", value):
+        raise ValueError("is not a delay such as 500us, 5ms or 1s")
+    return value
+
+
+def slow_rank(value: str) -> str:
+    rank, colon, share = value.partition(":")
+    if not (colon and rank.isdecimal() and re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", share)):
+        raise ValueError("is not a rank and its share of speed, such as 2:0.5")
+    if not 0 < float(share) <= 1:
+        raise ValueError("has a speed out of range: allowed is more than 0, up to 1")
+    return value
+
+
+def suggest(value: str, allowed: Sequence[str]) -> str:
+    """The nearest of `allowed` as a question in brackets, or nothing."""
+    close = difflib.get_close_matches(value, allowed, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
