@@ -1,8 +1,9 @@
 """Links as slow as asked: `python -m benchmarks.link [rates|dp]`, in containers of two ranks.
 
-The rate that ranks measure of a shaped link against the one that was asked for, with both ranks sending at once; and on a link of
-500 Mbit/s, a GPT of 10M parameters, our bucketed gradients with the best bucket against PyTorch's, as it comes and with its best too. The
-40 MB alone take 0.65 s there, so the rest, what neither can hide, is all that there is to win.
+The rate that ranks measure of a shaped link against the one that was asked for, with both ranks sending at once, and that of the fast
+lane beside it: 4 times as fast, where the machine can do that at all (two cores cannot do 8 Gbit/s). And on a link of 500 Mbit/s, a GPT
+of 10M parameters, our bucketed gradients with the best bucket against PyTorch's, as it comes and with its best too. The 40 MB alone take
+0.65 s there, so the rest, what neither can hide, is all that there is to win.
 """
 
 import sys
@@ -33,7 +34,10 @@ def main(what: str = "") -> None:
         return
     if what in ("", "rates"):
         print(
-            table(["rate asked", "measured, the rank farthest off", "target", "held"], [rate(asked) for asked in RATES])
+            table(
+                ["rate asked", "measured, the rank farthest off", "target", "held", "fast lane"],
+                [rate(asked) for asked in RATES],
+            )
         )
     if what in ("", "dp"):
         rows = [step(mib) for mib in BUCKETS_MIB]
@@ -55,14 +59,20 @@ def main(what: str = "") -> None:
 def rate(asked: str) -> list[str]:
     """One line: what a link of that rate was measured to do."""
     run = run_in_containers(2, OVERLAY, LAB_NET_RATE=asked, **TINY)
-    (link,) = [entry for entry in run["comparisons"] if entry["name"] == "link rate"]
-    off = link["measured"] / link["predicted"] - 1
+    compared = {entry["name"]: (entry["measured"], entry["predicted"]) for entry in run["comparisons"]}
+    measured, predicted = compared["link rate"]
     return [
         asked,
-        f"{link['measured'] / 1e6:.1f} Mbit/s ({off:+.1%})",
+        within(measured, predicted),
         f"within {RATE_TARGET:.0%}",
-        "yes" if abs(off) <= RATE_TARGET else "NO",
+        "yes" if abs(measured / predicted - 1) <= RATE_TARGET else "NO",
+        within(*compared["fast lane rate"]) if "fast lane rate" in compared else "none",
     ]
+
+
+def within(measured: float, predicted: float) -> str:
+    """Bits a second, and how far off they are."""
+    return f"{measured / 1e6:.1f} Mbit/s ({measured / predicted - 1:+.1%})"
 
 
 def step(mib: float) -> list[float]:

@@ -4,9 +4,9 @@
 # It stays behind the rank to say what the rank cannot: that the kernel killed it for want of memory.
 set -eu
 
-# With compose/net.yaml it may shape the container's link (capability 12, NET_ADMIN): link.py does so, gives that up, and returns here.
+# With compose/net.yaml it may shape the container's link (capability 12, NET_ADMIN): shaping.py does so, gives that up, and returns here.
 if [ "$((0x$(sed -n 's/^CapEff:[[:space:]]*//p' /proc/self/status) >> 12 & 1))" = 1 ]; then
-    exec python -m workers.cluster.link "$0" "$@"
+    exec python -m workers.cluster.shaping "$0" "$@"
 fi
 
 owner=$(stat -c %u runs)

@@ -44,11 +44,12 @@ FLOORS = {
         "workers.report.lines", "workers.workload",
     ],
     "workers.linked": ["workers.lab", "workers.cluster.link", "workers.report.units"],
+    "workers.lane": ["workers.lab", "workers.linked", "workers.cluster.link", "workers.measure.sockets", "workers.report.units"],
     "workers.replica": ["workers.config", "workers.parallel", "workers.workload"],
     "workers.checks": ["workers.lab"],
     "experiments": [
         "workers.config", "workers.lab", "workers.parallel", "workers.measure.formulas", "workers.workload",
-        "workers.replica", "workers.checks",
+        "workers.replica", "workers.checks", "workers.lane",
     ],
 }  # fmt: skip
 

@@ -8,12 +8,13 @@ A step takes T, of which the passes and the update take C; the rest is communica
 C is the same step with nothing sent, on all ranks at once, so that ranks which share cores are slowed alike in both. Four remedies,
 each measured beside the illness: more samples a rank (4 times, in one pass) or more passes before the sum (accumulation, 4
 microbatches), which both compute 4 times as much for the same bytes and make the global batch 4 times as large; 16 bits a gradient
-on the wire, which halves the bytes and rounds the sum; and a faster link. Of the last the limit is shown, a link without end, by
-leaving the sum out: those replicas do not train together, their time alone is of use.
+on the wire, which halves the bytes and rounds the sum; and a link 4 times as fast, where the run's own has a rate (LAB_NET_RATE): the
+kernel keeps a faster lane beside it, and a second group of the same ranks takes that one (workers/lane.py). Below stands the limit of
+the last, a link without end, by leaving the sum out: those replicas do not train together, their time alone is of use.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from experiments.dp.stopwatch import MIB, medians_s, replica, send_nothing, step
 from workers.lab import Lab
+from workers.lane import FASTER, fast_lane, measure_lane
 from workers.parallel.buckets import AllReduce
 from workers.workload.data import Batches, Microbatch
 
@@ -31,31 +33,51 @@ COLUMNS = ["remedy", "samples a step", "ms a step", "communication %", "utilisat
 def remedies(lab: Lab) -> None:
     """Measure the illness and its remedies side by side; all ranks enter together."""
     lab.at(0, "the remedies")
+    with fast_lane(lab) as lane:
+        rows = measured(lab, lane if isinstance(lane, dist.ProcessGroup) else None)
+        lab.table("bound by communication: what helps, on this link", COLUMNS, rows)
+        helps = [f"accumulation makes that {rows[2][5]:.3g} times", f"16 bits {rows[3][5]:.3g} times"]
+        if isinstance(lane, dist.ProcessGroup):
+            helps.append(f"a link {FASTER} times as fast ({measure_lane(lab, lane)}) {rows[4][5]:.3g} times")
+        lab.say(
+            f"{lab.world_size} ranks are {rows[0][5]:.3g} times as fast as one, {rows[0][4]} % of a step is compute; "
+            + ", ".join(helps),
+            "remedies",
+        )
+        if isinstance(lane, str):
+            lab.say(f"a link {FASTER} times as fast is not measured: {lane}", "remedies")
+
+
+def measured(lab: Lab, lane: dist.ProcessGroup | None) -> list[list[Any]]:
+    """The table's lines: the step as it is, with each remedy, and with nothing sent; a faster link where there is a `lane`."""
     batches = lab.batches(getattr(torch, lab.config.dtype))
     usual = batches.dealt(0, lab.rank, lab.world_size)
     loads = {"usual": usual, "larger": larger(lab, batches), "accumulated": accumulated(lab, batches)}
-    sent, kept = (replica(lab, lab.config.bucket_mib * MIB, all_reduce) for all_reduce in (None, send_nothing))
-    halved = replica(lab, lab.config.bucket_mib * MIB, in_bfloat16(lab.group))
+    bucket_bytes = lab.config.bucket_mib * MIB
+    sent, kept = (replica(lab, bucket_bytes, all_reduce) for all_reduce in (None, send_nothing))
+    others = {"halved": in_bfloat16(lab.group)}
+    if lane is not None:
+        others["faster"] = partial(dist.all_reduce, group=lane, async_op=True)
     seconds = medians_s(
         lab,
         {name: partial(step, sent, load) for name, load in loads.items()}
         | {f"{name} alone": partial(step, kept, load) for name, load in loads.items()}
-        | {"halved": partial(step, halved, usual)},
+        | {name: partial(step, replica(lab, bucket_bytes, other), usual) for name, other in others.items()},
     )
     samples = sum(lab.exchange.everyone("samples", sum(len(each.inputs) for each in usual)))
-    rows = [
-        row(lab, "as it is", samples, seconds["usual"], seconds["usual alone"]),
-        row(lab, f"{MORE} times the samples a rank", MORE * samples, seconds["larger"], seconds["larger alone"]),
-        row(lab, f"{MORE} microbatches accumulated", MORE * samples, seconds["accumulated"], seconds["accumulated alone"]),
-        row(lab, "16-bit gradients (bfloat16)", samples, seconds["halved"], seconds["usual alone"]),
-        row(lab, "a link without end (nothing sent)", samples, seconds["usual alone"], seconds["usual alone"]),
-    ]  # fmt: skip
-    lab.table("bound by communication: what helps, on this link", COLUMNS, rows)
-    lab.say(
-        f"{lab.world_size} ranks are {rows[0][5]:.3g} times as fast as one, {rows[0][4]} % of a step is compute; "
-        f"accumulation makes that {rows[2][5]:.3g} times, 16 bits {rows[3][5]:.3g} times",
-        "remedies",
-    )
+    lines = {
+        "as it is": (1, "usual", "usual alone"),
+        f"{MORE} times the samples a rank": (MORE, "larger", "larger alone"),
+        f"{MORE} microbatches accumulated": (MORE, "accumulated", "accumulated alone"),
+        "16-bit gradients (bfloat16)": (1, "halved", "usual alone"),
+        f"a link {FASTER} times as fast": (1, "faster", "usual alone"),
+        "a link without end (nothing sent)": (1, "usual alone", "usual alone"),
+    }
+    return [
+        row(lab, name, times * samples, seconds[whole], seconds[alone])
+        for name, (times, whole, alone) in lines.items()
+        if whole in seconds
+    ]
 
 
 def row(lab: Lab, name: str, samples: int, step_s: float, alone_s: float) -> list[str | int | float]:

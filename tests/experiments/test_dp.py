@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from experiments import dp
 from experiments.dp import claims, line
-from experiments.dp.remedies import accumulated, in_bfloat16, larger
-from experiments.dp.stopwatch import send_nothing
+from experiments.dp.remedies import accumulated, in_bfloat16, larger, measured
+from experiments.dp.stopwatch import ROUNDS, send_nothing
 from experiments.dp.sweep import verdict
 from tests.labs import TINY, failed, lab_of, one_rank, run_experiment
-from tests.ranks import Ranks
+from tests.ranks import Ranks, side_groups
 from workers.config import Config
 from workers.lab import Strategy
 from workers.measure.calls import Calls
@@ -349,7 +349,30 @@ def test_a_slow_link_brings_the_sweep_of_buckets_and_the_remedies(ranks: Ranks, 
         assert speedup == pytest.approx(3 * used / 100, abs=0.03)
         assert rate == pytest.approx(samples / step_ms * 1e3, rel=0.02)
     assert remedies.rows[-1][3:6] == [0, 100, 3.0]
-    assert {record.heading for record in by_rank[0] if isinstance(record, Said)} >= {"buckets", "remedies"}
+    said = [record.text for record in by_rank[0] if isinstance(record, Said) and record.heading == "remedies"]
+    assert said[1:] == ["a link 4 times as fast is not measured: this rank's link was not shaped"]
+    assert "buckets" in {record.heading for record in by_rank[0] if isinstance(record, Said)}
+
+
+def with_a_lane(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> tuple[list[list[Any]], int]:
+    """The remedies' lines where a faster link is there, and the calls that went over it."""
+    lab = lab_of(group, settings, folder)
+    lane = side_groups[group.size()]
+    begun = lane._get_sequence_number_for_group
+    before = begun()
+    return measured(lab, lane), begun() - before
+
+
+def test_a_faster_link_is_one_remedy_more_and_trains_over_its_own_group(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_NET_RATE": "1mbit"} | TINY
+    for rows, calls in ranks(2, with_a_lane, settings, str(tmp_path)):
+        assert [name for name, *_ in rows][3:] == [
+            "16-bit gradients (bfloat16)",
+            "a link 4 times as fast",
+            "a link without end (nothing sent)",
+        ]
+        assert [samples for _, samples, *_ in rows] == [16, 64, 64, 16, 16, 16]
+        assert calls == ROUNDS  # of one bucket a step
 
 
 def halves(group: dist.ProcessGroup) -> tuple[float, float]:

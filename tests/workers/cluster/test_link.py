@@ -1,14 +1,11 @@
-"""Shaping a link: what is asked of the kernel, what is refused, and what a kernel cannot do; the kernel is a stand-in here."""
+"""What is asked of a link, what is refused, and what the rank is told of it."""
 
-import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pyroute2.netlink.exceptions import NetlinkError
 
 from workers.cluster import link
-from workers.cluster.link import LinkError, Shaped, bits_s, bucket, faults, seconds, shape, shaped
+from workers.cluster.link import LABEL, Shaped, bits_s, faults, seconds, shaped
 from workers.config import Config
 
 RANK = {"RANK": "0", "MASTER_ADDR": "worker0", "WORLD_SIZE": "2"}
@@ -18,92 +15,14 @@ def config_of(**settings: str) -> Config:
     return Config.read(RANK | settings)
 
 
-class Interface(dict[str, Any]):
-    """As pyroute2 lists one."""
-
-    def get_attr(self, name: str) -> Any:
-        return {"IFLA_MTU": self["mtu"]}[name]
-
-
-LOOPBACK, ETH0 = Interface(index=1, flags=1 | 8, mtu=65536), Interface(index=7, flags=1, mtu=1500)
-ETH1, DOWN = Interface(index=9, flags=1, mtu=9000), Interface(index=2, flags=0, mtu=1480)
-
-
-class Kernel:
-    """Stands in for pyroute2's IPRoute: notes what it is asked for, and refuses what it is told to, by errno."""
-
-    def __init__(self, *interfaces: Interface, refuses: dict[str, int] | None = None) -> None:
-        self.interfaces, self.refuses = interfaces, refuses or {}
-        self.queues: list[tuple[str, str, int, dict[str, Any]]] = []
-
-    def get_links(self) -> tuple[Interface, ...]:
-        return self.interfaces
-
-    def tc(self, command: str, kind: str, index: int, **parameters: Any) -> None:
-        if kind in self.refuses:
-            raise NetlinkError(self.refuses[kind])
-        self.queues.append((command, kind, index, parameters))
-
-
 def test_rates_and_delays_are_numbers() -> None:
     assert [bits_s(rate) for rate in ("500kbit", "100mbit", "2.5gbit")] == [5e5, 1e8, 2.5e9]
     assert [seconds(delay) for delay in ("500us", "5ms", "0.5s", "1s")] == [5e-4, 5e-3, 0.5, 1.0]
 
 
-def test_the_rate_is_that_of_what_ranks_send_and_the_bucket_grows_with_it() -> None:
-    wanted = {1e7: 3028, 1e8: 13070, 5e8: 65349, 2e9: 261395}  # two packets, then a millisecond's worth
-    for rate, burst in wanted.items():
-        parameters = bucket(rate, 1500)
-        assert parameters["rate"] * 1448 / 1514 == pytest.approx(rate / 8, rel=1e-6)
-        assert parameters["burst"] == burst
-        assert parameters["limit"] >= burst + (1 << 20)
-    assert bucket(1e7, 9000)["burst"] == 2 * 9014
-
-
-def test_every_way_out_gets_the_delay_and_behind_it_the_rate() -> None:
-    kernel = Kernel(LOOPBACK, DOWN, ETH0, ETH1)
-    assert shape(kernel, config_of(LAB_NET_RATE="100mbit", LAB_NET_DELAY="5ms")) == Shaped("100mbit", "5ms")
-    assert [(kind, index) for _, kind, index, _ in kernel.queues] == [
-        ("netem", 7),
-        ("tbf", 7),
-        ("netem", 9),
-        ("tbf", 9),
-    ]
-    (command, _, _, delay), (_, _, _, rate) = kernel.queues[:2]
-    assert (command, delay["delay"], delay["root"], delay["handle"]) == ("replace", 5000, True, "1:")
-    assert (rate["parent"], rate["rate"]) == ("1:1", bucket(1e8, 1500)["rate"])
-    assert "root" not in rate
-
-
-def test_one_alone_is_the_root() -> None:
-    rate, delay = Kernel(ETH0), Kernel(ETH0)
-    shape(rate, config_of(LAB_NET_RATE="10mbit"))
-    shape(delay, config_of(LAB_NET_DELAY="1ms"))
-    assert [(kind, more["root"]) for _, kind, _, more in rate.queues + delay.queues] == [("tbf", True), ("netem", True)]
-
-
-def test_a_kernel_without_netem_is_told_and_the_rate_is_set_all_the_same() -> None:
-    kernel = Kernel(ETH0, refuses={"netem": errno.ENOENT})
-    done = shape(kernel, config_of(LAB_NET_RATE="100mbit", LAB_NET_DELAY="5ms"))
-    assert done.lacks == "this kernel has no netem, so LAB_NET_DELAY=5ms delays nothing here"
-    assert [(kind, more["root"]) for _, kind, _, more in kernel.queues] == [("tbf", True)]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "settings", "words"),
-    [
-        (Kernel(ETH0, refuses={"tbf": errno.ENOENT}), {"LAB_NET_RATE": "1mbit"}, "LAB_NET_RATE=1mbit: this kernel has no token bucket"),
-        (Kernel(ETH0, refuses={"tbf": errno.EPERM}), {"LAB_NET_RATE": "1mbit"}, r"refused tbf \(Operation not permitted\)"),
-        (Kernel(ETH0, refuses={"netem": errno.EINVAL}), {"LAB_NET_DELAY": "1ms"}, r"refused netem \(Invalid argument\)"),
-        (Kernel(LOOPBACK, DOWN), {"LAB_NET_RATE": "1mbit"}, "no network interface that is up"),
-        (Kernel(ETH0), {"LAB_NET_RATE": "40gbit"}, "LAB_NET_RATE=40gbit is more than .* 34gbit at most"),
-        (Kernel(ETH0), {"LAB_NET_DELAY": "300s"}, "LAB_NET_DELAY=300s is out of range, allowed: 100s at most"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_shaped_is_one_sentence(kernel: Kernel, settings: dict[str, str], words: str) -> None:
-    with pytest.raises(LinkError, match=words) as raised:
-        shape(kernel, config_of(**settings))
-    assert "\n" not in str(raised.value)
+def test_a_label_is_a_class_selector_so_that_no_kernel_reads_a_priority_from_it() -> None:
+    assert 0 < LABEL < 256
+    assert LABEL & 0b11111 == 0  # bits 1 to 4 are the priority (rt_tos2priority), 0 and 1 are TCP's own
 
 
 def test_a_link_that_nobody_shaped_is_refused_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +41,7 @@ def test_what_was_done_is_read_back_and_counts_for_these_settings_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "SHAPED", tmp_path / "shaped")
-    done = shape(Kernel(ETH0, refuses={"netem": errno.ENOENT}), config_of(LAB_NET_DELAY="5ms"))
+    done = Shaped(None, "5ms", "this kernel has no netem", "no rate was asked for")
     link.write(done)
     assert shaped(config_of(LAB_NET_DELAY="5ms")) == done
     assert faults(config_of(LAB_NET_DELAY="5ms")) == []
