@@ -50,9 +50,8 @@ class Exchange:
         self._give(turn, value)
         if self.rank == 0:
             return self._take_all(turn, name)
-        with self._waiting(
-            name
-        ):  # for nobody: but ranks must change place together, or the watch calls one of them slow
+        # It waits for nobody: but ranks must change place together, or the watch calls one of them slow.
+        with self._waiting(name):
             return None
 
     def share(self, name: str, value: Any = None) -> Any:

@@ -92,9 +92,8 @@ def labelled(inodes: set[int]) -> Iterator[int]:
         with contextlib.suppress(OSError):  # closed meanwhile, as the descriptor of the listing itself
             if os.stat(f"/proc/self/fd/{name}").st_ino not in inodes:
                 continue
-            with socket.socket(
-                fileno=os.dup(int(name))
-            ) as copy:  # nobody else closes it, nor gives its number to another
+            # Nobody else closes a duplicate, nor gives its number to another.
+            with socket.socket(fileno=os.dup(int(name))) as copy:
                 inode = os.fstat(copy.fileno()).st_ino
                 if inode in inodes:
                     copy.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, link.LABEL)

@@ -17,11 +17,8 @@ from workers.replica import Replica, begin_alike
 from workers.workload.model import Model
 
 METHODS = ("bf16", "fp16", "int8", "topk", "randomk", "sign", "powersgd")
-PLAIN = (
-    "topk",
-    "sign",
-    "powersgd",
-)  # what they leave out is no noise around the gradient: without feedback they are biased
+# What these leave out is no noise around the gradient: without feedback they are biased.
+PLAIN = ("topk", "sign", "powersgd")
 
 
 def compressed(model: Model, group: dist.ProcessGroup, config: Config, method: str, *, feedback: bool) -> Strategy:

@@ -25,12 +25,10 @@ class Seen:
     losses: list[float] = field(default_factory=list)  # of the batch, on rank 0
     scales: list[float] = field(default_factory=list)
     overflowed: list[int] = field(default_factory=list)  # elements of the gradient that are inf or NaN
-    underflowed: list[float] = field(
-        default_factory=list
-    )  # share that is zero, and is not in float32: first and last step
-    vanished: list[float] = field(
-        default_factory=list
-    )  # share of nonzero gradients whose update left the weight as it was
+    # Share that is zero, and is not in float32: first and last step.
+    underflowed: list[float] = field(default_factory=list)
+    # Share of nonzero gradients whose update left the weight as it was.
+    vanished: list[float] = field(default_factory=list)
     skipped: int = 0
 
 

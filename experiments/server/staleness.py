@@ -67,9 +67,8 @@ def losses(line: Quadratic, lr: float, late: int, updates: int) -> list[float]:
     Each gradient is taken `late` updates ago; before the first update all weights are the same.
     """
     xx, x, one = line
-    past = [(-2.0, -1.0)] * (
-        late + 1
-    )  # how far w and b are from 2 and 1, now last; before the first update all weights are the same
+    # How far w and b are from 2 and 1, now last; before the first update all weights are the same.
+    past = [(-2.0, -1.0)] * (late + 1)
     found: list[float] = []
     for update in range(updates):
         w, b = past[update % (late + 1)]  # the oldest, and the next to be written over

@@ -428,7 +428,6 @@ def test_a_slow_rank_takes_longer_in_the_timed_pass_and_is_named(ranks: Ranks, t
     assert run["verdict"] == "pass"
     (said,) = [each.text for each in by_rank[0] if isinstance(each, Said) and each.heading == "slowed"]
     assert said.startswith("rank 1 computes at 0.02 of its speed")
-    quick, slow = (
-        next(each.seconds for each in by_rank[rank] if isinstance(each, Profile)) for rank in (0, 1)
-    )  # by kind of phase
+    # Seconds by kind of phase.
+    quick, slow = (next(each.seconds for each in by_rank[rank] if isinstance(each, Profile)) for rank in (0, 1))
     assert all(slow[kind] > 5 * quick[kind] for kind in ("forward", "backward"))

@@ -80,9 +80,8 @@ def test_a_lanes_sockets_are_labelled_and_no_others(ranks: Ranks, tmp_path: Path
         assert not seen["left"]
         (rate,) = seen["rates"]
         assert (rate.name, rate.unit, rate.predicted, rate.decides) == ("fast lane rate", "bit/s", 4e6, False)
-        assert (
-            0 < rate.measured != rate.predicted
-        )  # the pool's links are not shaped, and the measure does not repeat what was asked
+        # The pool's links are not shaped, and the measure does not repeat what was asked.
+        assert 0 < rate.measured != rate.predicted
         assert seen["words"].startswith("4.00 Mbit/s asked for, ")
 
 

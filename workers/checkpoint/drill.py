@@ -52,9 +52,8 @@ def stop_and_go(
 ) -> tuple[float, int]:
     """The largest difference of a weight, on rank 0, and the samples that were wrongly seen."""
     assert lab.journal.folder is not None
-    folder = (
-        lab.journal.folder / finding.FOLDER / ".step-drill"
-    )  # the next start tidies it away, should this one be killed
+    # The next start tidies it away, should this one be killed.
+    folder = lab.journal.folder / finding.FOLDER / ".step-drill"
     batches = lab.batches(torch.float64, proof=True)
     strategy = build(build_model(config, config.seed).to(lab.device, torch.float64), lab.group, config)
     course = Course(batches, [name])

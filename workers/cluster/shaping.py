@@ -26,19 +26,15 @@ from workers.cluster.link import FASTER, LABEL, Shaped, asked, bits_s, seconds, 
 from workers.config import Config, ConfigError
 
 BURST_S = 1e-3  # of the rate: what the bucket holds
-QUEUE_S, QUEUE_BYTES = (
-    0.1,
-    1 << 20,
-)  # of the rate, and at least: what may wait before it. TCP itself keeps it short; losses do not
+# Of the rate, and at least: what may wait before it. TCP itself keeps it short; losses do not.
+QUEUE_S, QUEUE_BYTES = 0.1, 1 << 20
 DELAYED_PACKETS = 100_000  # that may be on their way through the delay
 MAX_BITS_S, MAX_DELAY_S = 34e9, 100.0  # tbf counts bytes a second in 32 bits, netem 64 ns in as many
 HEADER_BYTES, TCP_BYTES = 14, 52  # of Ethernet, before a packet's MTU; of IP and TCP with timestamps, inside of it
 OPEN_BYTES_S = 125_000_000_000  # what htb's classes let through: 1 Tbit/s, 29 times as much as tbf counts
 TURN_BYTES = 1 << 16  # that a class may send before the other one: no packet is larger
-IPV4, LABELLED = (
-    0x0800,
-    f"{0x4000 | LABEL:#06x}/0xf0fc+0",
-)  # linux/if_ether.h; version and TOS, but not TCP's two bits in it
+IPV4 = 0x0800  # linux/if_ether.h
+LABELLED = f"{0x4000 | LABEL:#06x}/0xf0fc+0"  # version and TOS, but not TCP's two bits in it
 
 IFF_UP, IFF_LOOPBACK = 1, 8  # net/if.h
 CAP_NET_ADMIN = 12  # linux/capability.h

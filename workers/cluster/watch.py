@@ -120,9 +120,8 @@ class Watch(threading.Thread):
     def fail(self, error: BaseException) -> NoReturn:
         """The main thread raised: end with the verdict on the rank that caused it, or as the one that failed."""
         if self.hearing.peers and _may_be_a_loss(error):
-            time.sleep(
-                self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S
-            )  # the thread ends the process if it is
+            # If it is one, the thread ends the process meanwhile.
+            time.sleep(self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S)
         place = self._here()
         text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         waited_for = self.hearing.behind(place, time.monotonic()) if _may_be_a_loss(error) else []

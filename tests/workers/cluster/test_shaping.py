@@ -118,9 +118,8 @@ def test_without_a_second_lane_the_bucket_stands_alone(
     assert kernel.roots() == [*before, "tbf"]
     command, _, _, alone = kernel.queues[-1]
     assert command == "replace"
-    assert alone == {"root": True, "handle": "3:"} | bucket(
-        bits_s(rate), 1500
-    )  # the kernel changes no kind under one handle
+    # The kernel changes no kind under one handle.
+    assert alone == {"root": True, "handle": "3:"} | bucket(bits_s(rate), 1500)
 
 
 @pytest.mark.parametrize(

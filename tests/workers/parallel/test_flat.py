@@ -62,9 +62,8 @@ def test_masters_of_16_bit_weights_are_32() -> None:
     unit.deliver()
     assert unit.master.grad is not None and unit.master.grad.dtype == torch.float32
     with torch.no_grad():
-        unit.master.add_(
-            1e-4
-        )  # less than a step of bfloat16 at 1 and 2: the master keeps it, the weight does not show it
+        # Less than a step of bfloat16 at 1 and 2: the master keeps it, the weight does not show it.
+        unit.master.add_(1e-4)
     unit.refresh()
     assert unit.master.grad is None  # only the 16-bit gradient stays
     assert unit.local[:3].tolist() == pytest.approx([1e-4, 1, 2], rel=1e-2)

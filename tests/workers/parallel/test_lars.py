@@ -16,10 +16,8 @@ DECAY = 0.1
 
 def test_one_step_is_the_papers_formula() -> None:
     weight, bias = nn.Parameter(torch.tensor([[3.0, 4.0]])), nn.Parameter(torch.tensor([1.0]))
-    weight.grad, bias.grad = (
-        torch.tensor([[-0.6, -0.8]]),
-        torch.tensor([2.0]),
-    )  # against the weight: ‖g + βw‖ is not ‖g‖ + β‖w‖
+    # Against the weight: ‖g + βw‖ is not ‖g‖ + β‖w‖.
+    weight.grad, bias.grad = torch.tensor([[-0.6, -0.8]]), torch.tensor([2.0])
     Lars(decayed_apart([weight, bias], DECAY), lr=0.5, trust=0.01).step()
     rate = 0.01 * 5 / (1 + DECAY * 5)
     wanted = torch.tensor([[3.0, 4.0]]) - 0.5 * rate * (

@@ -19,9 +19,8 @@ def test_up_or_down_by_the_share_of_the_way(value: float, share: float) -> None:
     low = math.floor(abs(value) / unit) * unit
     assert set(values.abs().unique().tolist()) == {low, low + unit}
     assert ((values.abs() > low).double().mean().item()) == pytest.approx(share, abs=0.02)
-    assert values.mean().item() == pytest.approx(
-        value, abs=0.02 * unit
-    )  # to the nearest it would be off by a share of a unit
+    # To the nearest it would be off by a share of a unit.
+    assert values.mean().item() == pytest.approx(value, abs=0.02 * unit)
 
 
 def test_what_bf16_holds_and_what_is_no_number_stays() -> None:

@@ -34,9 +34,8 @@ def test_every_span_is_a_bar_of_its_length() -> None:
     assert bars["forward"].text == ("3", "4")
     assert bars["receive"].text is None  # the only one of its kind needs no number
     assert figure.layout.xaxis.range == (0, 6.0)
-    assert (
-        figure.layout.xaxis.fixedrange is False and figure.layout.yaxis.fixedrange is None
-    )  # the page's look fixes it
+    # The page's look fixes the other axis.
+    assert figure.layout.xaxis.fixedrange is False and figure.layout.yaxis.fixedrange is None
 
 
 def test_inner_spans_are_drawn_over_outer_ones_and_lower() -> None:
