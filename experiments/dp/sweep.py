@@ -104,7 +104,7 @@ def verdict(rows: list[list[float]]) -> str:
     ]
     return "; ".join(
         [
-            f"best with {best[1]:.0f} of {best[0]:g} MiB: {best[2]:.0f} ms a step, {best[6]:.0f} % of sending hidden",
+            f"best with {best[1]:.0f} of {best[0]:g} MiB: {best[2]:.0f} ms a step, {round(best[6])} % of sending hidden",
             *others,
         ]
     )

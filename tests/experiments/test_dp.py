@@ -419,6 +419,7 @@ def test_the_sweep_says_what_its_table_shows() -> None:
     assert "a bucket a parameter (100 calls) costs 50 % more" in said
     assert "one bucket for all costs 25 % more" in said
     assert "costs" not in verdict(rows[1:2])
+    assert ", 0 % of sending hidden" in verdict([[*rows[1][:-1], -0.3]])
 
 
 def test_a_slow_rank_takes_longer_in_the_timed_pass_and_is_named(ranks: Ranks, tmp_path: Path) -> None:
