@@ -1,4 +1,4 @@
-"""Compressed gradients on a slow link, in containers: `python -m benchmarks.compress [STEPS]`.
+"""Compressed gradients on a slow link, in containers: `python -m benchmarks.compress [STEPS [VARIANTS]]`.
 
 A GPT of 10M parameters on 2 ranks whose links let 500 Mbit/s through (compose/net.yaml). Every step of a variant stands beside a step of
 `ddp`, DistributedDataParallel without compression, of the same round; a figure is the slowest rank's median step over ddp's.
@@ -21,11 +21,11 @@ WIRE_TARGET = 0.02
 VARIANTS = ("ddp", "dense", "bf16", "fp16", "int8", "topk", "randomk", "sign", "powersgd")
 
 
-def main(steps: int = 12) -> None:
+def main(steps: str = "12", variants: str = ",".join(VARIANTS)) -> None:
     """Print a row a variant, targets beside the figures."""
     if not build_image():
         return
-    settings = SETTINGS | {"LAB_STEPS": str(steps), "LAB_VARIANT": ",".join(VARIANTS)}
+    settings = SETTINGS | {"LAB_STEPS": steps, "LAB_VARIANT": variants}
     run = run_in_containers(2, "compose/net.yaml", **settings)
     print(f"2 ranks, {SETTINGS['LAB_NET_RATE']} asked for, GPT of 10M parameters")
     print(
@@ -58,4 +58,4 @@ def held(value: float, target: float | None, form: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]))
+    main(*sys.argv[1:3])

@@ -14,16 +14,16 @@ the last, a link without end, by leaving the sum out: those replicas do not trai
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from experiments.dp.stopwatch import MIB, medians_s, replica, send_nothing, step
 from workers.lab import Lab
 from workers.lane import FASTER, fast_lane, measure_lane
 from workers.parallel.buckets import AllReduce
+from workers.parallel.casting import Cast
 from workers.workload.data import Batches, Microbatch
 
 MORE = 4  # times the samples of a step
@@ -55,7 +55,7 @@ def measured(lab: Lab, lane: dist.ProcessGroup | None) -> list[list[Any]]:
     loads = {"usual": usual, "larger": larger(lab, batches), "accumulated": accumulated(lab, batches)}
     bucket_bytes = lab.config.bucket_mib * MIB
     sent, kept = (replica(lab, bucket_bytes, all_reduce) for all_reduce in (None, send_nothing))
-    others = {"halved": in_bfloat16(lab.group)}
+    others: dict[str, AllReduce] = {"halved": Cast(lab.group, torch.bfloat16, feedback=False)}
     if lane is not None:
         others["faster"] = partial(dist.all_reduce, group=lane, async_op=True)
     seconds = medians_s(
@@ -109,28 +109,3 @@ def larger(lab: Lab, batches: Batches) -> list[Microbatch]:
         )
         for parts in zip(*steps, strict=True)
     ]
-
-
-def in_bfloat16(group: dist.ProcessGroup) -> AllReduce:
-    """An all_reduce that sends a bucket in bfloat16: 8 bits of mantissa, and float32's range, so that nothing overflows."""
-
-    def all_reduce(bucket: Tensor) -> Widening:
-        half = bucket.to(torch.bfloat16)
-        work = dist.all_reduce(half, group=group, async_op=True)
-        assert work is not None
-        return Widening(work, half, bucket)
-
-    return all_reduce
-
-
-class Widening(NamedTuple):
-    """A sum on its way in 16 bits, and where it goes."""
-
-    work: dist.Work
-    half: Tensor
-    bucket: Tensor
-
-    def wait(self) -> None:
-        """Until the sum is in the bucket."""
-        self.work.wait()
-        self.bucket.copy_(self.half)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from experiments import dp
 from experiments.dp import claims, line
-from experiments.dp.remedies import accumulated, in_bfloat16, larger, measured
+from experiments.dp.remedies import accumulated, larger, measured
 from experiments.dp.stopwatch import ROUNDS, send_nothing
 from experiments.dp.sweep import verdict
 from tests.labs import TINY, failed, lab_of, one_rank, run_experiment
@@ -375,20 +375,15 @@ def test_a_faster_link_is_one_remedy_more_and_trains_over_its_own_group(ranks: R
         assert calls == ROUNDS  # of one bucket a step
 
 
-def halves(group: dist.ProcessGroup) -> tuple[float, float]:
-    """The largest relative error of a sum in bfloat16, and of one left out."""
+def left_alone(group: dist.ProcessGroup) -> bool:
+    """Whether a bucket that is not sent keeps this rank's own numbers."""
     bucket = torch.linspace(1, 2, 1000) * (group.rank() + 1)
-    wanted = torch.linspace(1, 2, 1000) * sum(range(1, group.size() + 1))
-    summed, kept = bucket.clone(), bucket.clone()
-    in_bfloat16(group)(summed).wait()
-    send_nothing(kept)
-    return tuple(float(((found - wanted) / wanted).abs().max()) for found in (summed, kept))  # type: ignore[return-value]
+    send_nothing(bucket)
+    return torch.equal(bucket, torch.linspace(1, 2, 1000) * (group.rank() + 1))
 
 
-def test_a_sum_in_16_bits_is_right_to_8_bits_and_none_is_wrong(ranks: Ranks) -> None:
-    for rounded, left_out in ranks(3, halves):
-        assert 0 < rounded < 3 * 2**-8
-        assert left_out > 0.4
+def test_over_a_link_without_end_nothing_is_summed(ranks: Ranks) -> None:
+    assert ranks(2, left_alone) == [True, True]
 
 
 def more(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[float]:

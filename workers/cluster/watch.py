@@ -185,7 +185,7 @@ class Watch(threading.Thread):
         """On rank 0: end with the board's refusal, once every member knows it or listens for verdicts.
 
         Until its first beat a member still asks the board or opens the store, which both end with this process: it would
-        wait out its own bound and name something else. One start in seven did on two busy cores.
+        wait out its own bound and name something else: 6 of 36 starts did on two busy cores.
         """
         now = time.monotonic()
         self._refused_at = self._refused_at or now
