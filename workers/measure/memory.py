@@ -5,7 +5,7 @@
         with memory.step():
             strategy.backward(batch)
             strategy.update()
-    memory.rest, memory.peak, memory.line()
+    memory.rest, memory.peak, memory.history(), memory.line()
 
 At rest is after the update, before the next step: gradients are still held, the batch and what autograd saved are gone. Bytes
 that were alive before the block, a data set's, belong to no class. Classes are told apart afterwards (purposes.py): a storage
@@ -34,7 +34,7 @@ ByClass = dict[str, int]  # bytes, by CLASSES
 
 
 class MemoryLedger:
-    """`rest`, `peak` and `line()` of the one `step()` inside the block; `peak_bytes` of the whole block."""
+    """`rest`, `peak`, `history()` and `line()` of the one `step()` inside the block; `peak_bytes` of the whole block."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._storages = Storages(torch.device(device).type)
@@ -86,11 +86,24 @@ class MemoryLedger:
     @property
     def peak(self) -> ByClass:
         """Bytes by class when the step held most."""
-        return max((held for _, held in self._history()), key=total)
+        return max((held for _, held in self.history()), key=total)
+
+    def history(self) -> list[tuple[float, ByClass]]:
+        """(time_s, bytes by class) at the begin, after every change, and at the end of the step."""
+        held = self._held(self._began)
+        history = [(self._began, held)]
+        for moment, name, change in self._changes:
+            if self._began < moment <= self._ended:
+                held = held | {name: held[name] + change}
+                history.append((moment, held))
+        return [*history, (self._ended, held)]
 
     def line(self, points: int = POINTS) -> dict[str, list[int]]:
-        """Bytes by class in each of `points` equal parts of the step, each when it held most: the peak is among them."""
-        history = self._history()
+        """Bytes by class in each of `points` equal parts of the step, each when it held most: the peak is among them.
+
+        A part may hold many changes, so a line need not begin at rest: `history` has each change.
+        """
+        history = self.history()
         highest = [history[0][1]] * points
         part, last = 0, history[0][1]
         for moment, held in history:
@@ -119,16 +132,6 @@ class MemoryLedger:
         for moment, name, change in self._changes:
             held[name] += change if moment <= at else 0
         return held
-
-    def _history(self) -> list[tuple[float, ByClass]]:
-        """(time_s, bytes by class) at the begin, after every change, and at the end of the step."""
-        held = self._held(self._began)
-        history = [(self._began, held)]
-        for moment, name, change in self._changes:
-            if self._began < moment <= self._ended:
-                held = held | {name: held[name] + change}
-                history.append((moment, held))
-        return [*history, (self._ended, held)]
 
     @cached_property
     def _changes(self) -> list[tuple[float, str, int]]:
