@@ -106,11 +106,12 @@ class Ranks:
 def serve(rank: int, meeting: str, pipe: multiprocessing.connection.Connection) -> None:
     """One rank: join, then run what arrives until None does."""
     import gc
+    import os
 
+    os.environ["OMP_NUM_THREADS"] = "1"  # of all threads, as in a run: workers/__main__.py
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     bound = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     # The loopback address by name of its own device: a machine's host name need not resolve.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

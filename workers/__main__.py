@@ -7,6 +7,7 @@ local processes. Exit codes: 0 every check held; 1 a check failed, an error was 
 settings were refused; 3 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
 """
 
+import os
 import sys
 import time
 
@@ -22,6 +23,9 @@ def main() -> int:
             from workers.cluster.launch import launch
 
             return launch(config)
+        # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all cores:
+        # a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
         from workers.rank import be_rank  # torch comes in here: faults above are said without waiting for it
 
         return be_rank(config, started_at)

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,8 @@ from workers.report import records
 
 def be_rank(config: Config, started_at: float) -> int:
     """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time."""
-    torch.set_num_threads(config.threads)
     experiment = importlib.import_module(f"experiments.{config.run_mode}")
-    refuse(config, experiment)
+    refuse(config, experiment, link.faults(config))
     device = pick_device(config)
     journal = Journal()
     try:
@@ -88,8 +88,8 @@ def be_rank(config: Config, started_at: float) -> int:
     return code
 
 
-def refuse(config: Config, experiment: Any) -> None:
-    """Raise ConfigError with all that the mode cannot run: a variant, a bug or sizes that it does not know."""
+def refuse(config: Config, experiment: Any, of_this_rank: Sequence[str] = ()) -> None:
+    """Raise ConfigError with all that the mode cannot run: a variant, a bug or sizes that it does not know; and faults `of_this_rank`."""
     faults = [
         f"LAB_VARIANT={name!r} is not a variant of {config.run_mode}{suggest(name, experiment.VARIANTS)}, "
         f"allowed: {', '.join(experiment.VARIANTS)}"
@@ -104,7 +104,7 @@ def refuse(config: Config, experiment: Any) -> None:
         )
     faults += experiment.refuse(config)
     faults += unwritable(config)
-    faults += link.faults(config)
+    faults += of_this_rank
     if config.resume is not None or config.checkpoint_every is not None:
         from workers.checkpoint import finding  # a run without checkpoints need not wait for it
 

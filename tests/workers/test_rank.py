@@ -1,6 +1,9 @@
 """What a rank refuses before it joins, and how a run is named and told from another."""
 
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +34,32 @@ def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path)
     variant, bug = refused(tmp_path, LAB_VARIANT="rign", LAB_BUG="lost_shards")
     assert variant == "LAB_VARIANT='rign' is not a variant of dp (did you mean 'ring'?), allowed: naive, ring"
     assert bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard"
+
+
+THREADED = """
+import sys, threading
+from types import SimpleNamespace
+seen = {}
+
+def be_rank(config, started_at):
+    import torch
+    matrix = torch.randn(128, 60, generator=torch.Generator().manual_seed(1))
+    other = threading.Thread(target=lambda: seen.update(other=torch.linalg.qr(matrix).Q))
+    other.start()
+    other.join()
+    return 40 + torch.equal(torch.linalg.qr(matrix).Q, seen["other"]) + torch.get_num_threads()
+
+sys.modules["workers.rank"] = SimpleNamespace(be_rank=be_rank)
+from workers.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_thread_of_a_rank_computes_with_as_many_and_the_same_bits(threads: int) -> None:
+    """Where a hook runs, in gloo's thread or in the rank's own, must not show in the weights."""
+    environ = os.environ | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "LAB_THREADS": str(threads)}
+    assert subprocess.run([sys.executable, "-c", THREADED], env=environ).returncode == 41 + threads
 
 
 def test_a_run_that_exists_is_refused_by_name(tmp_path: Path) -> None:
