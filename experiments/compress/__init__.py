@@ -73,7 +73,8 @@ def summary(config: Config) -> str:
     dense = sent_bytes(config, "dense", config.world_size)
     if not dense:
         return "one rank has nobody to send to: what is left out and comes later shows all the same"
-    parts = [f"{name} {sent_bytes(config, name, config.world_size) / dense:.3f}" for name in METHODS]
+    possible = [name for name in METHODS if name not in cannot(config)]
+    parts = [f"{name} {sent_bytes(config, name, config.world_size) / dense:.3f}" for name in possible]
     return f"a rank sends {dense / 1e6:.3g} MB a step dense; as part of it: {', '.join(parts)}"
 
 

@@ -13,6 +13,7 @@ from workers.measure.formulas import Prediction
 from workers.measure.formulas.compression import FORMULAS, bucket_bytes, bucket_calls
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
+from workers.parallel.lowrank import pays
 from workers.workload import data, model, text
 from workers.workload.model import outline
 
@@ -52,9 +53,18 @@ def cannot(config: Config) -> dict[str, str]:
         reasons |= dict.fromkeys(("bf16", "fp16", "ddp_fp16"), reason)
     if not config.error_feedback:
         reasons |= {f"{name}_plain": f"LAB_ERROR_FEEDBACK=0: {name} is without it already" for name in PLAIN}
-    if config.low_rank > smallest_side(config):
-        reasons |= {name: too_high(config) for name, method in METHOD_OF.items() if method == "powersgd"}
+    if reason := no_factors(config):
+        reasons |= {name: reason for name, method in METHOD_OF.items() if method == "powersgd"}
     return reasons
+
+
+def no_factors(config: Config) -> str:
+    """Why PowerSGD cannot factor with these settings; empty if it can."""
+    if config.low_rank > smallest_side(config):
+        return too_high(config)
+    if not any(pays(parameter.shape, config.low_rank) for parameter in outline(config).parameters()):
+        return f"LAB_LOW_RANK={config.low_rank} factors nothing: two factors are as large as any weight matrix of this model"
+    return ""
 
 
 def smallest_side(config: Config) -> int:

@@ -75,12 +75,18 @@ def invisible(config: Config, feedback_variants: tuple[str, ...]) -> list[str]:
     if bug not in BUGS:
         return []
     makers = SEEN_IN.get(bug, feedback_variants)
-    chosen = not config.variant or bool(set(config.variant) & set(makers))
+    chosen = [name for name in makers if not config.variant or name in config.variant]
+    rows = config.batch * (config.seq if config.model == "gpt" else 1)  # no gradient of a matrix has a higher rank
     reasons = [
         (not config.proof, "LAB_PROOF=0: nothing is compared"),
         (bug != "no_error_feedback" and config.world_size == 1, "WORLD_SIZE=1: it takes two ranks"),
         (bug == "no_error_feedback" and not config.error_feedback, "LAB_ERROR_FEEDBACK=0: there is none to forget"),
         (not chosen, f"these variants: it takes {' or '.join(makers)}"),
         (bug == "unshared_seed" and config.ratio == 1, "LAB_RATIO=1: all places are drawn"),
+        (set(chosen) <= {"topk", "randomk"} and config.ratio == 1, "LAB_RATIO=1: all numbers are sent"),
+        (
+            bug == "per_rank_powersgd" and config.low_rank >= rows,
+            f"LAB_LOW_RANK={config.low_rank}: gradients of {rows} rows have no higher rank, allowed: less than {rows}",
+        ),
     ]
     return [f"LAB_BUG={bug} cannot show with {reason}" for applies, reason in reasons if applies][:1]

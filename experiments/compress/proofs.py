@@ -1,7 +1,7 @@
 """How a compressor is proven that does not compute what one process computes.
 
 Three steps in float64, watched at every bucket. Rank 0 gets all ranks' gradients and residuals, and computes in one
-process what each should have sent (reference.py). Then
+process what each should have sent (reference.py; for PowerSGD what its sum has to satisfy, subspace.py). Then
 
   formula          the sum that all ranks hold is the sum of what each should have sent, by the paper's formula
   sent + residual  what was sent and what is left over all ranks is what came in: gradients, and residuals of the step before
@@ -10,7 +10,6 @@ process what each should have sent (reference.py). Then
   replicas         all ranks hold the same weights, to the bit
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch import Size, Tensor
 
 from experiments.compress.claims import bucket_shapes
 from experiments.compress.limits import limit_difference
-from experiments.compress.reference import Reference
+from experiments.compress.reference import ROUNDING, TINY, Reference, added, largest
+from experiments.compress.subspace import Projection
 from workers.checks import check_replicas
 from workers.lab import Lab, Variant
 from workers.parallel.compression import Handle
@@ -30,8 +30,6 @@ STEPS = 3
 LEARNING_RATE = 0.01
 TOLERANCE = 1e-12  # over the largest number that is summed
 RANK_RTOL = 1e-10  # singular values below it, over the largest one, are rounding
-TINY = torch.finfo(torch.float64).tiny
-ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one addition on the wire, over the summands
 
 
 class Witness:
@@ -70,7 +68,10 @@ def by_the_formula(lab: Lab, method: str, *, feedback: bool) -> Callable[[Varian
         shapes = bucket_shapes(config, itemsize=8)
         witnesses = [Witness(watched, of) for watched, of in zip(buckets.all_reduces, shapes, strict=True)]
         buckets.all_reduces[:] = witnesses
-        references = [Reference(method, config, witness.shapes, feedback=feedback) for witness in witnesses]
+        references = [
+            Projection(config, of) if method == "powersgd" else Reference(method, config, feedback=feedback)
+            for of in shapes
+        ]
         batches = lab.batches(torch.float64, proof=True)
         worst = {"formula": 0.0} | ({"sent + residual": 0.0} if feedback else {})
         for step in range(STEPS):
@@ -93,7 +94,7 @@ def by_the_formula(lab: Lab, method: str, *, feedback: bool) -> Callable[[Varian
     return prove
 
 
-def differences(lab: Lab, witness: Witness, reference: Reference) -> dict[str, float]:
+def differences(lab: Lab, witness: Witness, reference: Reference | Projection) -> dict[str, float]:
     """Of one bucket's last step, on rank 0: how far its claims are off, over what is summed."""
     values = [torch.empty_like(witness.values) for _ in range(lab.world_size)] if lab.rank == 0 else None
     dist.gather(witness.values, values, group=lab.group, group_dst=0)
@@ -101,25 +102,12 @@ def differences(lab: Lab, witness: Witness, reference: Reference) -> dict[str, f
     dist.reduce(rest, group=lab.group, group_dst=0)
     if values is None:
         return {}
-    sent = reference.sent(values)
-    size = added([each.abs() for each in sent])
-    if reference.method not in ROUNDING:  # a rounding is relative to its own number, all else to the largest one
-        size = size.max()
-    left = added(sent) + rest - added(values)
+    formula, sent = reference.judge(values, witness.total)
+    left = sent + rest - added(values)
     return {
-        "formula": largest((witness.total - added(sent)) / size.clamp(min=TINY)),
+        "formula": formula,
         "sent + residual": largest(left) / max(largest(added([each.abs() for each in values])), TINY),
     }
-
-
-def added(tensors: list[Tensor]) -> Tensor:
-    """Their sum, in rank order."""
-    return sum(tensors[1:], tensors[0])
-
-
-def largest(tensor: Tensor) -> float:
-    """The largest magnitude; infinite where there is no number."""
-    return tensor.abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item()
 
 
 def rank_of(witness: Witness, rank: int) -> int:

@@ -1,29 +1,38 @@
 """What each rank sends of a bucket, by the papers' formulas, in one process: dense tensors, loops, nothing distributed.
 
 The compressors of workers/parallel are held against it step by step. It shares with them the seeds and the way in which random
-places are drawn, and no more.
+places are drawn, and no more. PowerSGD, whose paper leaves a choice, is held by what it has to satisfy (subspace.py).
 """
 
 import math
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 from experiments.compress.methods import rank_seed
 from workers.config import Config
-from workers.parallel.lowrank import first_factor
 from workers.parallel.sparse import drawn
+
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one addition on the wire, over the summands
+TINY = torch.finfo(torch.float64).tiny
 
 
 class Reference:
-    """One bucket of all ranks. It remembers what the method remembers: random generators, and PowerSGD's Q."""
+    """One bucket of all ranks. It remembers what the method remembers: random generators."""
 
-    def __init__(self, method: str, config: Config, shapes: list[Size], *, feedback: bool) -> None:
-        self.method, self.config, self.shapes, self.feedback = method, config, shapes, feedback
+    def __init__(self, method: str, config: Config, *, feedback: bool) -> None:
+        self.method, self.config, self.feedback = method, config, feedback
         self.drawing = torch.Generator().manual_seed(config.seed)
         ranks = range(config.world_size)
         self.rounding = [torch.Generator().manual_seed(rank_seed(config, rank)) for rank in ranks]
-        self.qs: dict[int, Tensor] = {}  # by the matrix' place in the bucket
+
+    def judge(self, values: list[Tensor], total: Tensor) -> tuple[float, Tensor]:
+        """How far the ranks' `total` [n] is from the sum of what each should have sent, over what is summed, and that sum."""
+        sent = self.sent(values)
+        size = added([each.abs() for each in sent])
+        if self.method not in ROUNDING:  # a rounding is relative to its own number, all else to the largest one
+            size = size.max()
+        return largest((total - added(sent)) / size.clamp(min=TINY)), added(sent)
 
     def sent(self, values: list[Tensor]) -> list[Tensor]:
         """What each rank's message says, dense: `values` [n] a rank are gradient and residual, float64."""
@@ -70,32 +79,19 @@ class Reference:
     def sign(self, values: list[Tensor]) -> list[Tensor]:
         return [torch.where(value >= 0, value.abs().mean(), -value.abs().mean()) for value in values]
 
-    def powersgd(self, values: list[Tensor]) -> list[Tensor]:
-        """Algorithm 1, each matrix by itself: the projection of every rank's M onto the columns of the sum of all M Q."""
-        sent = [value.clone() for value in values]
-        start = 0
-        for index, shape in enumerate(self.shapes):
-            end = start + shape.numel()
-            if self.is_factored(shape):
-                matrices = [value[start:end].view(shape[0], -1) for value in values]
-                width, rank = matrices[0].shape[1], min(self.config.low_rank, *matrices[0].shape)
-                q = self.qs.get(index, first_factor(Size((width, rank)), self.config.seed))
-                basis = torch.linalg.qr(sum(matrices[1:], matrices[0]) @ q).Q
-                self.qs[index] = sum(matrices[1:], matrices[0]).T @ basis
-                for flat, matrix in zip(sent, matrices, strict=True):
-                    flat[start:end] = (basis @ (basis.T @ matrix)).flatten()
-            start = end
-        return sent
-
-    def is_factored(self, shape: Size) -> bool:
-        if len(shape) < 2:
-            return False
-        height, width = shape[0], math.prod(shape[1:])
-        return min(self.config.low_rank, height, width) * (height + width) < height * width
-
 
 def masked(values: Tensor, places: Tensor) -> Tensor:
     """`values` at `places`, zero elsewhere."""
     sparse = torch.zeros_like(values)
     sparse[places] = values[places]
     return sparse
+
+
+def added(tensors: list[Tensor]) -> Tensor:
+    """Their sum, in rank order."""
+    return sum(tensors[1:], tensors[0])
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude; infinite where there is no number."""
+    return tensor.abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item()

@@ -1,16 +1,23 @@
 """Compression, the whole experiment: proven by its formulas, as many bytes as predicted, at odd sizes and settings."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor
 
 from experiments import compress
+from experiments.compress import faults
 from experiments.compress.claims import bucket_shapes, sent_bytes, smallest_side
 from experiments.compress.methods import METHODS, PLAIN
+from experiments.compress.subspace import Projection
 from tests.labs import TINY, failed, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config
+from workers.parallel.lowrank import LowRank
 from workers.report import records
 
 OURS = ("dense", *METHODS)
@@ -24,20 +31,27 @@ def config_of(world_size: int, **settings: str) -> Config:
 MIXES: list[tuple[int, dict[str, str]]] = [
     (1, {"LAB_OPTIMIZER": "adamw"}),
     (3, {"LAB_MICROBATCHES": "2", "LAB_CLIP": "0.1", "LAB_TIE": "1", "LAB_BUCKET_MIB": "0.02", "LAB_RATIO": "0.3"}),
-    (4, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "16"}),
+    (4, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7"}),
     (2, {"LAB_MODEL": "line", "LAB_RATIO": "1e-9"}),
     (2, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw"}),
+    # Few bytes of text in a step: matrices of less than rank 4, then of more, in factors of 4.
+    (2, {"LAB_BATCH": "2", "LAB_SEQ": "4", "LAB_VARIANT": "powersgd,powersgd_plain,ddp_powersgd"}),
+    (1, {"LAB_BATCH": "1", "LAB_SEQ": "4", "LAB_WIDTH": "64", "LAB_DEPTH": "1", "LAB_VARIANT": "powersgd"}),
 ]
 
 
-@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["alone", "buckets", "forgetting", "line", "bfloat16"])
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    MIXES,
+    ids=["alone", "buckets", "forgetting", "line", "bfloat16", "few bytes", "fewer"],
+)
 def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "compress"} | settings))
     assert failed(run) == set()
     config = config_of(world_size, **settings)
     skipped = {entry["variant"] for entry in run["skipped"]}
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
-    for name in set(OURS) - skipped:
+    for name in set(settings.get("LAB_VARIANT", ",".join(OURS)).split(",")) & set(OURS) - skipped:
         wanted = {"wire bytes", "rest bytes"} | (PROOF if name != "dense" else {"gradients", "weights", "losses"})
         wanted |= {"sent + residual"} if config.error_feedback and name != "dense" else set()
         wanted |= {"rank"} if name == "powersgd" else set()
@@ -92,12 +106,79 @@ def test_predictions_add_up_over_buckets() -> None:
         ({"LAB_BUG": "unshared_seed", "LAB_RATIO": "1"}, "all places are drawn"),
         ({"LAB_BUG": "int8_overflow", "LAB_VARIANT": "topk"}, "it takes int8"),
         ({"LAB_BUG": "per_rank_powersgd", "LAB_PROOF": "0"}, "nothing is compared"),
+        ({"LAB_BUG": "per_rank_powersgd", "LAB_MODEL": "mlp", "LAB_BATCH": "4"}, "gradients of 4 rows have no higher rank"),
+        ({"LAB_BUG": "no_error_feedback", "LAB_RATIO": "1", "LAB_VARIANT": "dense,topk"}, "all numbers are sent"),
+        ({"LAB_MODEL": "line", "LAB_LOW_RANK": "1", "LAB_VARIANT": "powersgd"}, "LAB_LOW_RANK=1 factors nothing"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
-    faults = compress.refuse(config_of(4, **settings))
-    assert len(faults) == 1
-    assert words in faults[0]
+    refused = compress.refuse(config_of(4, **settings))
+    assert len(refused) == 1
+    assert words in refused[0]
+
+
+def test_only_what_can_run_is_announced() -> None:
+    assert "fp16 0.500" in compress.summary(config_of(2))
+    assert "fp16" not in compress.summary(config_of(2, LAB_DTYPE="bfloat16"))
+
+
+# --- what PowerSGD's sum has to satisfy ---
+
+MATRIX, GAIN = Size((12, 9)), Size((5,))
+
+
+class Cold(LowRank):
+    """Draws its factors anew at each step."""
+
+    def __call__(self, bucket: Tensor) -> Any:
+        self.factors, self.seed = None, self.seed + 1
+        return super().__call__(bucket)
+
+
+class Halved(LowRank):
+    """Takes half of what each rank has in the space."""
+
+    def second_half(self, factors: Any, values: Tensor) -> None:
+        super().second_half(factors, values)
+        factors.right.mul_(0.5)
+
+
+def judged(group: dist.ProcessGroup, kind: type[LowRank], ranks_of_steps: list[int]) -> list[float]:
+    """How far each step's sum is off, for matrices of these ranks and one gain."""
+    config = config_of(group.size(), LAB_LOW_RANK="3")
+    compressor = kind(group, [MATRIX, GAIN], 3, config.seed, feedback=False)
+    projection = Projection(config, [MATRIX, GAIN])
+    found = []
+    for step, rank in enumerate(ranks_of_steps):
+        everyone = [flat(100 * step + member, rank) for member in range(group.size())]
+        bucket = everyone[group.rank()].clone()
+        compressor(bucket).wait()
+        found.append(projection.judge(everyone, bucket)[0])
+    return found
+
+
+def flat(seed: int, rank: int) -> Tensor:
+    """A gradient of a matrix of so many rows that are not zero, and a gain's."""
+    gradient = torch.randn(MATRIX.numel() + 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    gradient[: MATRIX.numel()].view(MATRIX)[rank:] = 0
+    return gradient
+
+
+def test_the_sum_is_right_whatever_the_ranks_of_the_matrices(ranks: Ranks) -> None:
+    """Of rank 2, whose Q has a column of rounding, then 12, 0, where all is zero, and 12 again."""
+    for found in ranks(3, judged, LowRank, [2, 12, 0, 12, 1, 5]):
+        assert max(found) < 1e-14
+
+
+@pytest.mark.parametrize(("kind", "first_wrong"), [(Cold, 0), (Halved, 0), (faults.PerRank, 0)])
+def test_another_sum_is_told(ranks: Ranks, kind: type[LowRank], first_wrong: int) -> None:
+    for found in ranks(3, judged, kind, [12, 12]):
+        assert min(found[first_wrong:]) > 1e-3
+
+
+def test_a_sum_that_is_no_number_is_told() -> None:
+    values = [flat(member, 12) for member in range(2)]
+    assert Projection(config_of(2), [MATRIX, GAIN]).judge(values, torch.full_like(values[0], torch.nan))[0] == math.inf
 
 
 def test_defaults_are_refused_nowhere() -> None:
