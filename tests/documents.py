@@ -66,6 +66,11 @@ def settings_faults(span: str) -> list[str]:
     return wrong
 
 
+def names_a_file(span: str) -> bool:
+    """Whether a span is a file that does something: code, or a file of the cluster, and no page."""
+    return bool(FILE.fullmatch(span)) and span.partition("::")[0].endswith((".py", ".yaml", ".sh"))
+
+
 def points_somewhere(span: str) -> bool:
     """Whether a span is of a kind that `faults` looks at."""
     path = span.partition("::")[0]

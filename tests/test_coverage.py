@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.documents import TOP, faults, points_somewhere, spans, tables
+from tests.documents import TOP, faults, names_a_file, points_somewhere, spans, tables
 from workers.config.values import modes
 
 ROWS = list(tables((TOP / "docs" / "coverage.md").read_text()))
@@ -32,6 +32,18 @@ COMPLETE = (
 )
 
 
+def test_a_page_or_a_command_is_no_file_that_does_it() -> None:
+    named = (
+        "docs/choosing.md",
+        "RUN_MODE=dp",
+        "experiments/train.py",
+        "compose/net.yaml",
+        "workers/zero.py::Zero",
+        "a.b",
+    )
+    assert [span for span in named if names_a_file(span)] == list(named[2:5])
+
+
 def test_as_many_lines_as_the_lessons_have() -> None:
     counted = {heading: sum(1 for other, _ in ROWS if other == heading) for heading, _ in ROWS}
     assert counted == TAUGHT
@@ -51,6 +63,7 @@ def test_what_it_points_to_is_there(heading: str) -> None:
 def test_each_line_names_something_and_what_is_missing_says_why(heading: str) -> None:
     for row in (row for other, row in ROWS if other == heading):
         assert any(points_somewhere(span) for span in spans(" ".join(row))), row[0]
+        assert heading not in COMPLETE or any(names_a_file(span) for span in spans(" ".join(row))), row[0]
         missing = " ".join(row).partition("not yet")[2]
         assert "not yet" not in " ".join(row) or (missing.startswith(": ") and len(missing) > 20), row[0]
         assert heading not in COMPLETE or "not yet" not in " ".join(row), row[0]
