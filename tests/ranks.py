@@ -109,7 +109,6 @@ def serve(rank: int, meeting: str, pipe: multiprocessing.connection.Connection) 
     import os
 
     os.environ["OMP_NUM_THREADS"] = "1"  # of all threads, as in a run: workers/__main__.py
-    import torch
     import torch.distributed as dist
 
     bound = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
