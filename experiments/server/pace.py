@@ -1,6 +1,7 @@
 """How fast: samples a second of variants whose workers wait for each other, and of those that do not, with a straggler or without.
 
-The compute of each worker is measured, and from it follows what both kinds should reach: T = max T_i in step, the sum of 1/T_i apart.
+The compute of each worker is measured, and from it follows what both kinds should reach: T = max T_i in step, the sum of 1/T_i apart, or
+less of it in a run that ends (grants.py).
 """
 
 from dataclasses import dataclass
@@ -8,10 +9,12 @@ from statistics import median
 
 import torch
 
+from experiments.server.grants import granted_rate
 from experiments.server.promises import Report
-from experiments.server.worker import Scheme
+from experiments.server.worker import Scheme, schemes
+from workers.config import Config
 from workers.lab import Lab, Variant
-from workers.measure.formulas.server import apart_rate, bounded_rate, in_step_rate
+from workers.measure.formulas.server import apart_rate, in_step_rate
 from workers.parallel.phases import COMPUTE, Span, recorded, slowed
 from workers.workload.data import global_batch
 
@@ -71,11 +74,7 @@ def apart(lab: Lab, scheme: Scheme, reports: dict[int, Report]) -> Rate:
     """The rate of a scheme that does not wait, or not before its bound."""
     step_s = [report.compute_s / max(1, report.steps) for report in reports.values()]
     budget, samples = lab.world_size * lab.config.steps, samples_of(lab)
-    reached = (
-        bounded_rate(samples, step_s, budget, scheme.staleness)
-        if scheme.staleness is not None
-        else apart_rate(samples, step_s)
-    )
+    reached = granted_rate(samples, step_s, budget, most=scheme.most, staleness=scheme.staleness)
     done = sum(number * report.steps for number, report in zip(samples, reports.values(), strict=True))
     return Rate(scheme.name, step_s, reached, done / max(report.seconds for report in reports.values()))
 
@@ -99,20 +98,34 @@ def show_rates(lab: Lab, rates: list[Rate]) -> None:
 
 
 def stragglers(lab: Lab, rates: list[Rate]) -> dict[str, list[list[float]]]:
-    """Predicted curves over how much slower the last rank is, where all compute alike, and this run's measured points on them."""
-    step_s, samples = median(seconds for rate in rates for seconds in rate.compute_s), samples_of(lab)
-    budget, staleness = lab.world_size * lab.config.steps, lab.config.staleness
+    """Predicted curves over how much slower one rank is, where all compute alike but for that, and this run's measured points on them."""
+    slow, share = straggler(lab.config)
+    # What the slowed rank takes longer is on the x axis: in the median it would count twice.
+    alike_s = median(
+        seconds * (share if rank == slow else 1.0) for rate in rates for rank, seconds in enumerate(rate.compute_s)
+    )
+    slower = sorted({*SLOWER, 1 / share})
     series: dict[str, list[list[float]]] = {}
-    for slower in SLOWER:
-        by_rank = [step_s] * (lab.world_size - 1) + [step_s * slower]
-        predicted = {
-            "in step": in_step_rate(samples, by_rank),
-            f"apart, at most {staleness} ahead": bounded_rate(samples, by_rank, budget, staleness),
-            "apart": apart_rate(samples, by_rank),
-        }
-        for name, value in predicted.items():
-            x, y = series.setdefault(name, [[], []])
-            x.append(slower)
-            y.append(value)
-    mine = float(lab.config.slow_rank.partition(":")[2]) if lab.config.slow_rank else 1.0
-    return series | {f"{rate.variant}, measured": [[1 / mine], [rate.measured]] for rate in rates}
+    for times in slower:
+        step_s = [alike_s * (times if rank == slow else 1.0) for rank in range(lab.world_size)]
+        for name, value in predicted_rates(lab, step_s).items():
+            series.setdefault(name, [slower, []])[1].append(value)
+    return series | {f"{rate.variant}, measured": [[1 / share], [rate.measured]] for rate in rates}
+
+
+def straggler(config: Config) -> tuple[int, float]:
+    """The rank that LAB_SLOW_RANK slows and the share that is left of its speed; the last one, at all its speed, if it names none."""
+    rank, _, share = (config.slow_rank or f"{config.world_size - 1}:1").partition(":")
+    return int(rank), float(share)
+
+
+def predicted_rates(lab: Lab, step_s: list[float]) -> dict[str, float]:
+    """Samples a second by way of waiting, of workers that take `step_s` a step; the last is where a run that never ends comes to."""
+    samples, budget = samples_of(lab), lab.world_size * lab.config.steps
+    bounded, unbounded = schemes(lab.config)
+    return {
+        "in step": in_step_rate(samples, step_s),
+        f"apart, at most {bounded.staleness} ahead": granted_rate(samples, step_s, budget, staleness=bounded.staleness),
+        f"apart, {unbounded.most} steps at a time": granted_rate(samples, step_s, budget, most=unbounded.most),
+        "apart, in the long run": apart_rate(samples, step_s),
+    }

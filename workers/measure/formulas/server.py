@@ -3,11 +3,9 @@
 S is the bytes of all weights, as of all gradients; H the local steps between two messages. Sources, by the names used below:
 
   Li        Li et al.: Scaling Distributed Machine Learning with the Parameter Server (OSDI 2014)
-  Ho        Ho et al.: More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (NIPS 2013)
   Levin     Levin, May: A note on difference-delay equations (Theoretical Population Biology 1976)
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 
@@ -34,31 +32,6 @@ def in_step_rate(samples: Sequence[int], step_s: Sequence[float]) -> float:
 def apart_rate(samples: Sequence[int], step_s: Sequence[float]) -> float:
     """Samples a second of workers that wait for nobody: the sum of their rates, n_i / T_i."""
     return sum(number / seconds for number, seconds in zip(samples, step_s, strict=True))
-
-
-def bounded_rate(samples: Sequence[int], step_s: Sequence[float], budget: int, staleness: int) -> float:
-    """Samples a second of `budget` steps under a bound on staleness (Ho, section 2), where messages take no time.
-
-    Who is `staleness` steps ahead waits for the slowest: a worker that is slow for a while holds up nobody, one that is always slow
-    holds up all in the long run.
-    """
-    clocks, done, end_s = [0] * len(step_s), 0, 0.0
-    working: list[tuple[float, int]] = []
-    idle, now_s = list(range(len(step_s))), 0.0
-    while True:
-        waiting = []
-        for worker in idle:
-            if budget > 0 and clocks[worker] - min(clocks) <= staleness:
-                budget -= 1
-                heapq.heappush(working, (now_s + step_s[worker], worker))
-            else:
-                waiting.append(worker)
-        if not working:
-            return done / end_s
-        now_s, worker = heapq.heappop(working)
-        clocks[worker] += 1
-        done, end_s = done + samples[worker], now_s
-        idle = [*waiting, worker]
 
 
 def largest_stable_rate(staleness: int, curvature: float) -> float:

@@ -8,7 +8,6 @@ from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.server import (
     apart_rate,
     averaging_bytes,
-    bounded_rate,
     in_step_rate,
     largest_stable_rate,
     server_bytes,
@@ -28,14 +27,6 @@ def test_the_slowest_decides_in_step_and_everyone_apart() -> None:
     samples, step_s = [4, 4, 4, 4], [1.0, 1.0, 1.0, 2.0]
     assert in_step_rate(samples, step_s) == 8.0
     assert apart_rate(samples, step_s) == 14.0
-
-
-def test_a_bound_lies_between_the_two_and_comes_to_them_at_its_ends() -> None:
-    samples, step_s = [4, 4, 4, 4], [1.0, 1.0, 1.0, 2.0]
-    rates = [bounded_rate(samples, step_s, 400, staleness) for staleness in (0, 4, 64, 400)]
-    assert rates == sorted(rates)
-    assert rates[0] == pytest.approx(8.0) and rates[-1] == pytest.approx(14.0, rel=0.02)
-    assert bounded_rate([3, 5], [2.0, 2.0], 10, 1) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(("late", "bound"), [(0, 2.0), (1, 1.0), (2, 0.618034)])

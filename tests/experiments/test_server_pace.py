@@ -1,0 +1,107 @@
+"""The pace of the server's variants: what its rules allow, by hand; the chart of a straggler; and one slow beyond all noise."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiments.server.grants import granted_rate
+from experiments.server.pace import Rate, apart, samples_of, stragglers
+from experiments.server.promises import Report
+from experiments.server.worker import schemes
+from tests.labs import run_experiment
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.measure.formulas.server import apart_rate, in_step_rate
+from workers.workload.data import shard_sizes
+
+
+def lab_of(world_size: int, slow_rank: str | None) -> Any:
+    """What the pace asks of a Lab: the settings, and a batch of 16 dealt to ranks."""
+    slowed = {"LAB_SLOW_RANK": slow_rank} if slow_rank else {}
+    config = Config.read({"RUN_MODE": "server", "WORLD_SIZE": str(world_size)} | slowed)
+    batches = SimpleNamespace(sample_ids=lambda step, rank, ranks: range(shard_sizes(16, ranks)[rank]))
+    return SimpleNamespace(config=config, world_size=world_size, batches=lambda dtype: batches)
+
+
+# Two workers of one sample a step, one of which takes 1 s and the other 3 s.
+@pytest.mark.parametrize(
+    ("budget", "most", "staleness", "rate"),
+    [
+        (4, 1, None, 4 / 3),  # steps end at 1, 2 and 3 s, and that of the straggler at 3 s: the sum of rates
+        (4, 2, None, 4 / 6),  # two each, and the straggler's end at 6 s
+        (5, 2, None, 5 / 6),  # one is left at 2 s
+        (4, 1, 0, 4 / 6),  # two each, in step
+        (4, 1, 1, 4 / 4),  # the fast waits from 2 s to 3 s, and takes the last
+    ],
+)
+def test_what_the_rules_allow_is_counted_by_hand(budget: int, most: int, staleness: int | None, rate: float) -> None:
+    assert granted_rate([1, 1], [1.0, 3.0], budget, most=most, staleness=staleness) == pytest.approx(rate)
+
+
+def test_a_worker_weighs_as_much_as_its_samples() -> None:
+    assert granted_rate([3, 1], [1.0, 3.0], 4) == pytest.approx(10 / 3)
+
+
+@pytest.mark.parametrize(("share", "rate"), [(1.0, 1600), (0.25, 1000), (0.1, 800)])
+def test_the_last_push_of_a_straggler_is_part_of_the_run(share: float, rate: float) -> None:
+    """Four workers, 20 steps each of 10 ms, granted 4 at a time."""
+    step_s = [0.01, 0.01, 0.01 / share, 0.01]
+    assert granted_rate([4] * 4, step_s, 80, most=4) == pytest.approx(rate)
+    assert granted_rate([4] * 4, step_s, 80_000, most=4) == pytest.approx(apart_rate([4] * 4, step_s), rel=0.01)
+
+
+def test_a_bound_lies_between_the_two_and_comes_to_them_at_its_ends() -> None:
+    samples, step_s = [4, 4, 4, 4], [1.0, 1.0, 1.0, 2.0]
+    rates = [granted_rate(samples, step_s, 400, staleness=staleness) for staleness in (0, 4, 64, 400)]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(in_step_rate(samples, step_s))
+    assert rates[-1] == granted_rate(samples, step_s, 400) == pytest.approx(apart_rate(samples, step_s), rel=0.02)
+
+
+def test_who_does_not_wait_is_predicted_by_the_steps_granted_and_the_bound() -> None:
+    """Four workers of 10 ms a step, of which one takes 40: each scheme of a run by its own rules, not by the sum of rates, 1300."""
+    lab = lab_of(4, "2:0.25")
+    reports = {rank: Report([], steps, 0.01 * steps, 0.32, "") for rank, steps in enumerate((24, 24, 8, 24))}
+    reports[2].compute_s *= 4
+    ssp, downpour = (apart(lab, scheme, reports) for scheme in schemes(lab.config))
+    assert downpour.predicted == downpour.measured == pytest.approx(1000)  # 80 steps of 4 samples in the straggler's 8
+    assert 400 < ssp.predicted < 450  # in step it would be 400: the bound of 2 steps is soon reached
+
+
+@pytest.mark.parametrize(
+    ("world_size", "slow_rank"),
+    [(1, "0:0.5"), (2, "1:0.5"), (2, "1:0.25"), (2, "0:0.25"), (3, "2:0.25"), (3, "0:0.25"), (3, "1:0.02"), (3, None)],
+)
+def test_perfect_measurements_lie_on_the_curves_of_a_straggler(world_size: int, slow_rank: str | None) -> None:
+    """At three ranks the shares of a batch of 16 differ too: 6, 5 and 5 samples."""
+    lab = lab_of(world_size, slow_rank)
+    slow, share = (int(slow_rank[0]), float(slow_rank[2:])) if slow_rank else (0, 1.0)
+    step_s = [0.01 / (share if rank == slow else 1) for rank in range(world_size)]
+    samples, budget = samples_of(lab), world_size * lab.config.steps
+    perfect = {
+        "dp": ("in step", in_step_rate(samples, step_s)),
+        "ssp": ("apart, at most 2 ahead", granted_rate(samples, step_s, budget, staleness=2)),
+        "downpour": ("apart, 4 steps at a time", granted_rate(samples, step_s, budget, most=4)),
+    }
+    drawn = stragglers(lab, [Rate(name, step_s, rate, rate) for name, (_, rate) in perfect.items()])
+    for name, (curve, _) in perfect.items():
+        (x,), (y,) = drawn[f"{name}, measured"]
+        at = dict(zip(*drawn[curve], strict=True))
+        assert x == 1 / share and y == pytest.approx(at[x])
+
+
+def test_who_does_not_wait_for_a_straggler_is_many_times_faster(ranks: Ranks, tmp_path: Path) -> None:
+    """At a fiftieth of its speed: rank 0 does all steps but one while `sync` and a bound of no step wait 12 times for rank 1.
+
+    So 12 times the samples a second, less what messages cost; a machine that is busy draws out both.
+    """
+    settings = {"LAB_VARIANT": "sync,ssp,downpour", "LAB_STEPS": "12", "LAB_STALENESS": "0", "LAB_LOCAL_STEPS": "1"}
+    settings |= {"RUN_MODE": "server", "LAB_PROOF": "0", "LAB_SLOW_RANK": "1:0.02"}
+    run, _ = run_experiment(ranks, 2, tmp_path, **settings)
+    assert run["verdict"] == "pass"
+    rates = {entry["variant"]: entry for entry in run["comparisons"] if entry["name"] == "samples a second"}
+    for name in ("sync", "ssp"):  # its compute alone takes as long: no message and no load makes a run faster
+        assert rates[name]["measured"] <= rates[name]["predicted"] * (1 + 1e-9)
+        assert rates["downpour"]["measured"] > 3 * rates[name]["measured"]
