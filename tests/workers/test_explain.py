@@ -1,9 +1,12 @@
 """The lesson without the run."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
+import workers.__main__
+from workers.cluster import link
 from workers.config import Config
 from workers.config.values import modes
 from workers.explain import explain, main
@@ -40,3 +43,19 @@ def test_a_fault_is_refused_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setenv("LAB_BUG", "no_broadcst")
     assert main() == 2
     assert "did you mean 'no_broadcast'?" in capsys.readouterr().out
+
+
+def test_a_link_to_be_shaped_is_asked_of_a_rank_and_not_of_its_lesson(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(link, "SHAPED", tmp_path / "shaped")
+    for name, value in {"WORLD_SIZE": "2", "LAB_NET_RATE": "100mbit", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main() == 0
+    assert "LAB_NET_RATE=100mbit" in capsys.readouterr().out
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "rign"}.items():
+        monkeypatch.setenv(name, value)
+    assert workers.__main__.main() == 2
+    variant, unshaped = capsys.readouterr().out.splitlines()
+    assert "LAB_VARIANT='rign' is not a variant" in variant
+    assert "LAB_NET_RATE=100mbit and this rank's link was not shaped" in unshaped
