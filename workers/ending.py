@@ -29,7 +29,8 @@ LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 def conclude(lab: Lab, folder: Path, bug: Bug | None = None) -> int:
     """Bring the records together, judge them on rank 0, and return the same exit code on every rank.
 
-    A `bug` that was made has to be caught by the check that is meant for it: what did not show would pass for a check that held.
+    A `bug` that was made has to be caught by the check that is meant for it: what did not show would pass for a check that held, and
+    where that check did not run nothing could show.
     """
     lines = [to_line(record) for record in lab.journal.records]
     everyone = lab.exchange.gather("records", lines)
@@ -45,10 +46,8 @@ def conclude(lab: Lab, folder: Path, bug: Bug | None = None) -> int:
             write_atomically(path, (line + "\n" for line in of_rank))
         by_rank[rank] = [from_line(line) for line in of_rank]
     run = judge(by_rank)
-    if bug is not None and run["verdict"] != "lost" and not caught(run, bug):
-        lab.check(
-            "LAB_BUG", 1, 0, detail=f"{bug.check}, which sees {lab.config.bug}, held: nothing in this run shows it"
-        )
+    if bug is not None and run["verdict"] != "lost" and (missed := missed_by(run, bug)):
+        lab.check("LAB_BUG", 1, 0, detail=f"{bug.check}, which sees {lab.config.bug}, {missed}")
         by_rank[lab.rank].append(lab.journal.records[-1])
         run = judge(by_rank)
     write_run(folder, run)
@@ -60,9 +59,12 @@ def conclude(lab: Lab, folder: Path, bug: Bug | None = None) -> int:
     return int(lab.exchange.share("verdict", exit_code(run) if written else exit_code(run) or 1))
 
 
-def caught(run: Run, bug: Bug) -> bool:
-    """Whether the check that is meant for `bug` failed."""
-    return any(claim["name"] == bug.check and not claim["passed"] for claim in run["checks"] + run["comparisons"])
+def missed_by(run: Run, bug: Bug) -> str:
+    """How the check that is meant for `bug` missed it; empty if it failed, as it should."""
+    held = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == bug.check]
+    if not held:
+        return "did not run: nothing in this run could show it"
+    return "held: nothing in this run shows it" if all(held) else ""
 
 
 def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable[[int], None]) -> None:

@@ -29,7 +29,11 @@ def refuse(config: Config) -> list[str]:
         config, "makes none, since out of step there is no step at which all workers hold the same state"
     )
     return (
-        wrong + model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
+        wrong
+        + model.faults(config)
+        + data.faults(config, config.world_size)
+        + text.faults(config)
+        + invisible(config, unable)
     )
 
 
@@ -65,7 +69,12 @@ def predict(config: Config) -> list[Prediction]:
         ("ssp", "S, rank 0 (N-1) x S", served, 2),
         ("downpour", "S / H, rank 0 (N-1) x S / H", seldom, 2),
     ]
-    return [Prediction(name, "wire bytes", "B", formula, value, calls) for name, formula, value, calls in rows]
+    impossible = cannot(config)
+    return [
+        Prediction(name, "wire bytes", "B", formula, value, calls)
+        for name, formula, value, calls in rows
+        if name not in impossible
+    ]
 
 
 def show_bytes(lab: Lab) -> None:

@@ -73,6 +73,11 @@ def test_every_world_comes_to_a_verdict(
         ({"LAB_BUG": "stale_unbounded", "WORLD_SIZE": "1"}, "it takes two ranks"),
         ({"LAB_BUG": "stale_unbounded", "LAB_VARIANT": "sync,downpour"}, "it takes ssp"),
         ({"LAB_BUG": "stale_unbounded", "LAB_STALENESS": "3"}, "takes LAB_STALENESS + 2 = 5"),
+        ({"LAB_BUG": "stale_unbounded", "LAB_CLIP": "1"}, "it takes ssp, and LAB_CLIP bounds the norm"),
+        (
+            {"LAB_BUG": "stale_unbounded", "LAB_OPTIMIZER": "adamw"},
+            "it takes ssp, and LAB_OPTIMIZER=adamw would divide",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
@@ -83,6 +88,12 @@ def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], wo
 def test_defaults_are_refused_nowhere() -> None:
     for world_size in range(1, 9):
         assert server.refuse(Config.read({"RUN_MODE": "server", "WORLD_SIZE": str(world_size)})) == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"LAB_CLIP": "1"}, {"LAB_OPTIMIZER": "adamw"}])
+def test_what_would_be_skipped_is_not_predicted(settings: dict[str, str]) -> None:
+    skipped = {"ssp", "downpour"} if settings else set()
+    assert {each.variant for each in server.predict(config_of(**settings))} == set(server.VARIANTS) - skipped
 
 
 def test_one_worker_with_one_local_step_is_one_process() -> None:

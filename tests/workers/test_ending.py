@@ -50,8 +50,8 @@ def test_a_survivor_without_words_is_not_waited_for_without_end(tmp_path: Path) 
     assert set(last_words(tmp_path / "run", [1])) == {1}
 
 
-def concluded(folder: Path, gradients: float) -> dict[str, Any]:
-    """The run of a rank alone that made a mistake which the check of its gradients sees, by how far they are off."""
+def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[str, Any]:
+    """The run of a rank alone, of which its gradients alone were checked, by how far they are off; `check` sees the mistake it made."""
     journal = Journal()
     journal.open(folder, 0)
     journal.write(Start(0, "run", "dp", 1, "host", {}, {}, {}))
@@ -62,7 +62,7 @@ def concluded(folder: Path, gradients: float) -> dict[str, Any]:
         rank=0, config=SimpleNamespace(bug="lost_shard"), exchange=exchange, journal=journal, say=lambda _line: None
     )
     lab.check = partial(Lab.check, lab)
-    assert conclude(lab, folder, Bug("a shard is lost", "gradients")) == 1
+    assert conclude(lab, folder, Bug("a shard is lost", check)) == 1
     run = json.loads((folder / "run.json").read_text())
     assert run == judge(read_run(folder)), "the records alone give the same verdict later"
     return run  # type: ignore[no-any-return]
@@ -77,3 +77,10 @@ def test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held(tmp_pat
     (check,) = [check for check in run["checks"] if not check["passed"]]
     assert check["name"] == "LAB_BUG"
     assert check["detail"] == "gradients, which sees lost_shard, held: nothing in this run shows it"
+
+
+def test_a_mistake_whose_check_did_not_run_is_not_said_to_have_been_looked_for(tmp_path: Path) -> None:
+    run = concluded(tmp_path, 1e-16, check="staleness")
+    (check,) = [check for check in run["checks"] if not check["passed"]]
+    assert check["name"] == "LAB_BUG"
+    assert check["detail"] == "staleness, which sees lost_shard, did not run: nothing in this run could show it"
