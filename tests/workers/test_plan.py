@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from experiments import dp, fsdp, tp
-from tests.documents import faults
 from workers.config import Config, ConfigError
 from workers.measure.formulas.pipelines import bubble
 from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
@@ -30,6 +29,7 @@ def job(line: str) -> Job:
     return read(line.split())[0]
 
 
+SHARED = ("dp", "zero1", "zero2", "zero3")
 SEVEN = "--params 7B --gpus 64 --gpu-memory 80GB"
 
 
@@ -72,20 +72,14 @@ def test_what_is_given_of_a_shape_stays() -> None:
     assert guessed(1e6, 2, 100, 10) == Shape(2, 100, 10)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(1, 1, 8, stage) for stage in range(4)] + [Layout(8, 1, 1, 0), Layout(1, 8, 1, 0), Layout(2, 2, 2, 1)],
-)
-def test_each_layout_has_a_framework_and_modes_that_show_it(layout: Layout) -> None:
-    tool, commands = framework(layout)
-    assert tool
-    assert commands and [fault for command in commands for fault in faults(command)] == []
-
-
-def test_gpt3_fits_into_128_gpus_by_three_axes_alone() -> None:
-    """8 x 16 is Megatron's way; no single axis holds it, and 64 of them do not either."""
+def test_no_single_axis_holds_gpt3_on_128_gpus() -> None:
+    """8 x 16 is Megatron's way; tensor parallelism takes ZeRO-3 beside it, pipelines do not do, and 16 GPUs hold it in no way."""
     chosen = plan(job("--params 175B --gpus 128 --gpu-memory 80GB"))
-    assert [each.layout.tensor > 1 and each.layout.pipeline > 1 for each in chosen.fitting] == [True]
+    assert [name for name, each in chosen.costs.items() if each.fits] == [
+        "tp x zero3",
+        *(f"tp x pp x {data}" for data in SHARED),
+    ]
+    assert chosen.pick is not None and chosen.pick.layout == Layout(8, 16, 1, 0)
     asked = job("--params 175B --gpus 128 --gpu-memory 80GB")
     megatron = costs.cost(asked, Layout(8, 16, 1, 0))
     assert megatron.fits
@@ -151,6 +145,36 @@ def test_tensor_parallelism_sends_what_its_mode_predicts_but_for_the_ends() -> N
     boundary = 16 * 8 * 32 * 4
     ends = tensor_parallel_bytes(4, 1, boundary) + 1.5 * 3 * 16 * 8 * 4
     assert costs.sent(asked, Layout(4, 1, 1, 0))["tensor"] + ends == claim(tp, mode, "megatron", "wire bytes")
+
+
+def test_recomputation_sums_again_over_a_tensor_parallel_group() -> None:
+    """Of a layer six all_reduces in place of four; selective recomputation does scores again, which no rank shares."""
+    plain, again = job(SEVEN), job(f"{SEVEN} --recompute")
+    layout = Layout(8, 1, 8, 0)
+    assert costs.sent(again, layout)["tensor"] == 1.5 * costs.sent(plain, layout)["tensor"]
+    assert costs.inside_s(again, layout) == pytest.approx(1.5 * costs.inside_s(plain, layout))
+    assert costs.sent(job(f"{SEVEN} --recompute selective"), layout) == costs.sent(plain, layout)
+
+
+def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """NVIDIA's data sheet of the A100: 312 TFLOP/s in bf16 and fp16, 156 in TF32."""
+    mixed, single, given = (
+        job(f"{SEVEN} {more}") for more in ("", "--precision fp32", "--precision fp32 --flops 19.5T")
+    )
+    assert (mixed.flops, single.flops, given.flops) == (312e12, 156e12, 19.5e12)
+    layout = Layout(1, 1, 64, 0)
+    assert costs.cost(single, layout).compute_s == 2 * costs.cost(mixed, layout).compute_s
+    for more, words in (
+        ("", "312 TFLOP/s (assumed: an A100's in bf16 or fp16)"),
+        ("--precision fp32", "156 TFLOP/s (assumed: an A100's in TF32, where PyTorch is allowed it)"),
+        ("--precision fp32 --flops 19.5T", "19.5 TFLOP/s (given)"),
+    ):
+        assert main(f"{SEVEN} {more}".split()) == 0
+        assert f"6·P FLOP a token at 40% of {words}; " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "with mixed 312T, an A100's in bf16 or fp16; with fp32 156T, an A100's in TF32" in told
 
 
 def test_a_slow_link_turns_the_choice_and_a_fast_one_hides() -> None:
@@ -244,7 +268,7 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
     assert asked.link == asked.node_link
     assert (asked.link.latency_s, asked.link.bytes_per_s) == (250e-6, 12.5e6)
     assert asked.flops == pytest.approx(6 * 1.5e6 * 8 * 64 / 0.06)
-    assert asked.utilisation == 1.0
+    assert (asked.utilisation, asked.flops_from) == (1.0, "measured")
     assert len(told) == 2
 
 

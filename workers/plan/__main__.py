@@ -1,7 +1,8 @@
 """Pick and predict: `python -m workers.plan --params 7B --gpus 64 --gpu-memory 80GB [--link 400Gbit]`.
 
-Prints what is assumed, a table of strategies, and the one to take with its reason. Exit codes: 0 an answer, also if the answer
-is that nothing fits (a calculator has not failed then), 2 refused, a sentence for each fault.
+Prints what is assumed, a table of strategies, and the one to take with its reason. Of 16 kinds those are shown that say
+something (Plan.shown). Exit codes: 0 an answer, also if the answer is that nothing fits (a calculator has not failed then), 2
+refused, a sentence for each fault.
 """
 
 import sys
@@ -27,8 +28,12 @@ COLUMNS = [
 def lines(job: Job, told: Sequence[str], chosen: Plan) -> list[str]:
     """The whole answer."""
     said = [f"{heading:<11}{text}" for heading, text in assumed(job, told)]
-    said += ["", *aligned(COLUMNS, [row(each) for each in chosen.costs.values()]), ""]
-    said += [f"left out   {name}: {why}" for name, why in chosen.left_out.items()]
+    said += ["", *aligned(COLUMNS, [row(each) for each in chosen.shown]), ""]
+    reasons = dict.fromkeys(chosen.left_out.values())
+    said += [
+        f"left out   {', '.join(name for name in chosen.left_out if chosen.left_out[name] == why)}: {why}"
+        for why in reasons
+    ]
     if chosen.pick is None:
         least = min(chosen.costs.values(), key=lambda each: each.held_bytes)
         nothing = f"nothing: {least.layout.name} holds least, {human_bytes(least.held_bytes)} of {human_bytes(job.usable_bytes)} usable"
@@ -60,8 +65,8 @@ def assumed(job: Job, told: Sequence[str]) -> list[tuple[str, str]]:
 
 
 MESSAGES = (
-    "T = rounds·α + bytes/B, rings, one collective a layer; sums hide under the backward pass, ZeRO-3's gathers under compute; "
-    "all else is exposed"
+    "T = rounds·α + bytes/B, rings, one collective a layer; sums hide under the backward pass, ZeRO-3's gathers but a pass's first "
+    "under compute; all else is exposed"
 )
 
 
@@ -69,8 +74,8 @@ def compute(job: Job) -> str:
     """How operations and activations are counted."""
     kept = "kept" if job.recompute == "none" else f"recomputed: {job.recompute}"
     norms = ", norms cut too in tp (sequence parallel)" if job.sequence_parallel else ""
-    flops = training_flops(1, 1, job.recompute)
-    return f"{flops:g}·P FLOP a token at {job.utilisation:.0%} of {job.flops / 1e12:.3g} TFLOP/s; activations {kept}{norms}"
+    flops, peak = training_flops(1, 1, job.recompute), f"{job.flops / 1e12:.3g} TFLOP/s ({job.flops_from})"
+    return f"{flops:g}·P FLOP a token at {job.utilisation:.0%} of {peak}; activations {kept}{norms}"
 
 
 def link(of: Link) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from workers.plan.costs import Cost, cost
 from workers.plan.job import Job
@@ -10,6 +11,7 @@ from workers.report.units import human_bytes
 
 # What is simpler may take so much longer: the estimate is no better than that, and people's time counts too.
 SLACK = 1.10
+TOLD_FROM = 0.01  # of a step: what is faster by less is not worth a word
 MOST_GPUS = 1 << 17
 
 
@@ -25,6 +27,24 @@ class Plan:
     def fitting(self) -> list[Cost]:
         """Those that a GPU's memory holds."""
         return [each for each in self.costs.values() if each.fits]
+
+    @property
+    def shown(self) -> list[Cost]:
+        """Rows of the table: all that shard alone; of each product the simplest and the fastest that fit, and the one to take.
+
+        Of a product that does not fit what holds least.
+        """
+        rows = [self.pick] if self.pick else []
+        for axes, group in groupby(self.costs.values(), key=lambda each: each.layout.axes):
+            family = list(group)
+            fitting = [each for each in family if each.fits]
+            if axes == (False, False):
+                rows += family
+            elif fitting:
+                rows += [fitting[0], min(fitting, key=lambda each: each.step_s)]
+            else:
+                rows.append(min(family, key=lambda each: each.held_bytes))
+        return [each for each in self.costs.values() if each in rows]
 
 
 def plan(job: Job) -> Plan:
@@ -46,41 +66,58 @@ def reason(chosen: Plan, job: Job) -> str:
     """Why the pick is the pick, in a sentence."""
     pick = chosen.pick
     assert pick is not None
-    others = [each for each in chosen.fitting if each.layout != pick.layout]
     fastest = min(chosen.fitting, key=lambda each: each.step_s)
-    simpler = [each for each in chosen.costs.values() if each.layout.effort < pick.layout.effort and not each.fits]
-    slower = [each for each in others if each.layout.effort < pick.layout.effort]
+    gain = 1 - fastest.step_s / pick.step_s
+    simpler = {name: each for name, each in chosen.costs.items() if each.layout.effort < pick.layout.effort}
+    too_large = [name for name, each in simpler.items() if not each.fits]
+    slower = [each for each in chosen.shown if each in simpler.values() and each.fits]
     told = [f"it holds {human_bytes(pick.held_bytes)} of {human_bytes(job.usable_bytes)} usable"]
-    if simpler:
-        told.append(f"{', '.join(each.layout.name for each in simpler)} do{'es' * (len(simpler) == 1)} not fit")
+    if too_large:
+        told.append(f"{', '.join(too_large)} do{'es' * (len(too_large) == 1)} not fit")
     if slower:
         ratios = [f"{each.layout.name} {each.step_s / pick.step_s:.2f}x" for each in slower]
         told.append(f"{', '.join(ratios)} as long")
-    if fastest is not pick:
-        told.append(
-            f"{fastest.layout.name} would be {1 - fastest.step_s / pick.step_s:.0%} faster, for more change to the model"
-        )
-    elif others and not slower:
+    if gain >= TOLD_FROM:
+        told.append(f"{fastest.layout.name} would be {gain:.0%} faster, for more change to the model")
+    elif len(chosen.fitting) > 1 and not slower:
         told.append("nothing that fits is faster and as simple")
     return "; ".join(told)
 
 
 def framework(layout: Layout) -> tuple[str, list[str]]:
     """What people take for it, and the modes of this lab that show how it works."""
-    sharded = f"RUN_MODE=fsdp LAB_VARIANT=zero{layout.stage} make run"
-    if layout.tensor > 1 and layout.pipeline > 1:
-        shown = ["RUN_MODE=tp make run", "RUN_MODE=pp make run", *[sharded] * (layout.stage > 0)]
-        return "Megatron-LM, with its distributed optimizer or DeepSpeed's ZeRO-1", shown
-    if layout.tensor > 1:
-        return "Megatron-LM, or PyTorch's parallelize_module with DTensor", ["RUN_MODE=tp make run"]
-    if layout.pipeline > 1:
-        return "torch.distributed.pipelining, DeepSpeed's PipelineModule or Megatron-LM", ["RUN_MODE=pp make run"]
-    return {
-        0: ("PyTorch DDP (Horovod's ring all_reduce does the same, and is older)", ["RUN_MODE=dp make run"]),
-        1: ("DeepSpeed ZeRO-1, or PyTorch DDP with ZeroRedundancyOptimizer", [sharded]),
-        2: ("DeepSpeed ZeRO-2, or PyTorch FSDP's SHARD_GRAD_OP", [sharded]),
-        3: ("PyTorch FSDP (fully_shard), or DeepSpeed ZeRO-3, which is the same idea", [sharded]),
-    }[layout.stage]
+    modes = ["RUN_MODE=tp"] * (layout.tensor > 1) + ["RUN_MODE=pp"] * (layout.pipeline > 1)
+    modes += [f"RUN_MODE=fsdp LAB_VARIANT=zero{layout.stage}"] * (layout.stage > 0)
+    return TOOLS[layout.axes][layout.stage], [f"{mode} make run" for mode in modes or ["RUN_MODE=dp"]]
+
+
+# By whether there are pipelines and cut layers, then by ZeRO's stage.
+TOOLS = {
+    (False, False): (
+        "PyTorch DDP (Horovod's ring all_reduce does the same, and is older)",
+        "DeepSpeed ZeRO-1, or PyTorch DDP with ZeroRedundancyOptimizer",
+        "DeepSpeed ZeRO-2, or PyTorch FSDP's SHARD_GRAD_OP",
+        "PyTorch FSDP (fully_shard), or DeepSpeed ZeRO-3, which is the same idea",
+    ),
+    (False, True): (
+        "Megatron-LM, or PyTorch's parallelize_module with DTensor",
+        "Megatron-LM with its distributed optimizer, or DeepSpeed's ZeRO-1",
+        "DeepSpeed ZeRO-2 over Megatron's tensor parallelism, as Megatron-DeepSpeed stacks them",
+        "PyTorch's parallelize_module and fully_shard over its DTensors, or DeepSpeed ZeRO-3 over Megatron's tensor parallelism",
+    ),
+    (True, False): (
+        "torch.distributed.pipelining, DeepSpeed's PipelineModule or Megatron-LM",
+        "DeepSpeed's PipelineModule with ZeRO-1, or Megatron-LM with its distributed optimizer",
+        "torch.distributed.pipelining over fully_shard(reshard_after_forward=False); DeepSpeed's pipelines refuse ZeRO-2",
+        "torch.distributed.pipelining over fully_shard; DeepSpeed's pipelines refuse ZeRO-3",
+    ),
+    (True, True): (
+        "Megatron-LM",
+        "Megatron-LM with its distributed optimizer, or DeepSpeed's ZeRO-1",
+        "torch.distributed.pipelining over parallelize_module and fully_shard(reshard_after_forward=False), as torchtitan does",
+        "torch.distributed.pipelining over parallelize_module and fully_shard, as torchtitan does",
+    ),
+}
 
 
 def remedies(job: Job) -> Iterator[str]:
@@ -95,11 +132,12 @@ def remedies(job: Job) -> Iterator[str]:
         if (pick := plan(change(job)).pick) is not None:
             yield f"{name}: then {fitted(pick)}"
     all_changes = "".join(f" {name}" for name, _ in useful)
+    if plan(leanest).pick is not None:  # nothing else is needed beside it: the other remedies are for the step as it is
+        leanest, all_changes = job, ""
     yield from more_gpus(job, leanest, all_changes)
-    weighed = plan(leanest).costs
+    weighed, beside = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
     least = min(weighed.values(), key=lambda each: each.held_bytes)
-    beside = f", with{all_changes}" if useful else ""
-    yield from offload(job, weighed["zero3"], beside)
+    yield from offload(job, weighed.get("zero3", weighed["dp"]), beside)
     yield f"GPUs of {human_bytes(least.held_bytes / (1 - job.reserve))}{beside}: {least.layout.name} holds least"
 
 
@@ -110,20 +148,25 @@ def fitted(pick: Cost) -> str:
 
 def more_gpus(job: Job, leanest: Job, all_changes: str) -> Iterator[str]:
     """The first doubling of the GPUs that fits, as it is or with all that saves memory."""
-    gpus = job.gpus * 2
+    gpus = full_nodes(job, job.gpus * 2)
     while gpus <= MOST_GPUS:
         for given, words in ((job, ""), (leanest, all_changes)):
             if (pick := plan(replace(given, gpus=gpus)).pick) is not None:
                 yield f"--gpus {gpus}{words}: then {fitted(pick)}"
                 return
-        gpus *= 2
+        gpus = full_nodes(job, gpus * 2)
+
+
+def full_nodes(job: Job, gpus: int) -> int:
+    """As many or a few more: where there are several nodes, each is full."""
+    return gpus if gpus <= job.gpus_per_node else -(-gpus // job.gpus_per_node) * job.gpus_per_node
 
 
 def offload(job: Job, sharded: Cost, beside: str) -> Iterator[str]:
     """The optimizer's state in the host's memory, where the rest fits."""
     left = sharded.held_bytes - sharded.memory["optimizer"]
     if left <= job.usable_bytes and sharded.memory["optimizer"]:
-        host = sharded.memory["optimizer"] * min(job.gpus, job.gpus_per_node)
+        host = sharded.memory["optimizer"] * job.node_gpus
         yield (
             f"offload (DeepSpeed ZeRO-Offload, FSDP's CPU offload){beside}: the optimizer's state in {human_bytes(host)} of each "
             f"node's host memory leaves {human_bytes(left)} a GPU with {sharded.layout.name}, for slower steps"

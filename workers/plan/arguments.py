@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from workers.config import ConfigError
 from workers.config.values import suggest
@@ -13,7 +13,23 @@ from workers.plan.calibrate import Measured, calibrate
 from workers.plan.job import Job, Link, guessed
 from workers.report.lines import BrokenRecord
 
-PRECISIONS = {"mixed": (2, True), "fp32": (4, False)}  # bytes of a number, and whether there are masters in float32
+
+class Precision(NamedTuple):
+    """Bytes of a weight or gradient, whether there are masters in float32, and the peak that is assumed of a GPU, in FLOP/s."""
+
+    itemsize: int
+    masters: bool
+    flops: str
+    flops_from: str
+
+
+# NVIDIA's data sheet of the A100: bf16 and fp16 312 TFLOP/s, TF32 156, and float32 without tensor cores 19.5, which is what
+# PyTorch multiplies in unless it is told that TF32 will do.
+PRECISIONS = {
+    "mixed": Precision(2, True, "312T", "an A100's in bf16 or fp16"),
+    "fp32": Precision(4, False, "156T", "an A100's in TF32, where PyTorch is allowed it"),
+}
+PEAKS = "; ".join(f"with {name} {each.flops}, {each.flops_from}" for name, each in PRECISIONS.items())
 OPTIMIZERS = {"adam": 2, "sgd": 0}  # numbers that are remembered of each parameter
 
 
@@ -24,7 +40,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError([message])
 
 
-# Name, how it is read, default, help. A default is text too, so that it can be printed as it would be typed.
+# Name, how it is read, default, help. A default is text too, so that it can be printed as it would be typed; "" is one that other
+# options decide, as its help says.
 SIZES: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
     ("params", sizes.count, None, "parameters of the model, such as 7B, 350M or 1.3B (needed)"),
     ("gpus", sizes.whole, None, "number of GPUs, or of ranks (needed)"),
@@ -34,11 +51,11 @@ SIZES: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
     ("gpus-per-node", sizes.whole, "8", "GPUs that share a node"),
     ("node-link", sizes.rate, "300GB/s", "rate of one GPU's link inside its node, one way: NVLink of an A100"),
     ("node-latency", sizes.seconds, "5us", "latency of a message inside a node"),
-    ("flops", sizes.count, "312T", "peak of one GPU in FLOP/s: an A100's in bf16"),
+    ("flops", sizes.count, "", f"peak of one GPU in FLOP/s [{PEAKS}]"),
     ("utilisation", sizes.share, "40%", "share of the peak that the compute reaches"),
-    ("layers", sizes.whole, "", "layers of the model"),
-    ("width", sizes.whole, "", "width of the model"),
-    ("heads", sizes.whole, "", "attention heads"),
+    ("layers", sizes.whole, "", "layers of the model [guessed from --params]"),
+    ("width", sizes.whole, "", "width of the model [guessed from --params]"),
+    ("heads", sizes.whole, "", "attention heads [guessed from --params]"),
     ("seq", sizes.whole, "2048", "tokens in a sample"),
     ("batch", sizes.whole, "1", "samples in one microbatch of a GPU"),
     ("microbatches", sizes.whole, "4", "microbatches of a GPU in a step of dp; the global batch is the same for all"),
@@ -55,7 +72,7 @@ def parser() -> Parser:
         "fits; 2 refused.",
     )  # fmt: skip
     for name, _, default, words in SIZES:
-        shown = "" if default is None else f" [{default or 'guessed from --params'}]"
+        shown = f" [{default}]" if default else ""
         made.add_argument(f"--{name}", metavar="SIZE", help=words.replace("%", "%%") + shown.replace("%", "%%"))
     made.add_argument(
         "--precision", metavar="|".join(PRECISIONS), help="of weights and gradients; mixed keeps masters [mixed]"
@@ -145,15 +162,17 @@ def _job(
 ) -> tuple[Job, list[str]]:
     shape = guessed(values["params"], values.get("layers"), values.get("width"), values.get("heads"))
     far, near = Link(values["latency"], values["link"]), Link(values["node-latency"], values["node-link"])
-    flops, utilisation, told = values["flops"], values["utilisation"], []
+    precision, utilisation, told = PRECISIONS[words["precision"]], values["utilisation"], []
+    flops, flops_from = sizes.count(precision.flops), f"assumed: {precision.flops_from}"
+    if "flops" in values:
+        flops, flops_from = values["flops"], "given"
     for run in measured:
         told.append(run.told)
         far, near = (run.link, run.link) if run.link else (far, near)
-        flops, utilisation = (run.flops, 1.0) if run.flops else (flops, utilisation)
-    itemsize, masters = PRECISIONS[words["precision"]]
+        flops, flops_from, utilisation = (run.flops, "measured", 1.0) if run.flops else (flops, flops_from, utilisation)
     made = Job(
         values["params"], values["gpus"], values["gpu-memory"], shape, values["seq"], values["batch"], values["microbatches"],
-        far, near, values["gpus-per-node"], flops, utilisation, itemsize, masters, OPTIMIZERS[words["optimizer"]],
-        words["recompute"], sequence_parallel, values["reserve"],
+        far, near, values["gpus-per-node"], flops, flops_from, utilisation, precision.itemsize, precision.masters,
+        OPTIMIZERS[words["optimizer"]], words["recompute"], sequence_parallel, values["reserve"],
     )  # fmt: skip
     return made, told

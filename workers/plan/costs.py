@@ -6,8 +6,9 @@ M = m·t·p microbatches a step, so that every layout trains the same global bat
   compute    6·P FLOP a token (8·P if recomputed), spread evenly, at the given share of the peak
   messages   rings, T = rounds·α + bytes/B, a collective a layer, a group over nodes at the pace of the link between them
   hidden     sums of gradients under the backward pass (of the last microbatch, in ZeRO-2 and 3 of each), ZeRO-3's gathers under
-             the compute of each microbatch; not hidden: ZeRO-1's and 2's gather of new weights, tensor parallelism, and the
-             activations between stages
+             the compute of each microbatch, but for the first layer's of each pass: in a pipeline of few layers a stage, much; not
+             hidden: ZeRO-1's and 2's gather of new weights, tensor parallelism, and the activations between stages
+  left out   the input of a slice that sequence parallelism gathers again in its backward pass, under compute (Korthikanti 4.2.2)
 """
 
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_ro
 from workers.measure.formulas.pipelines import bubble, in_flight, pipeline_ends
 from workers.measure.formulas.seconds import exposed_seconds, message_seconds, step_seconds, training_flops
 from workers.measure.formulas.sharding import WHOLE_LAYERS, rest_bytes, zero_bytes
-from workers.measure.formulas.tensor import tensor_parallel_bytes
+from workers.measure.formulas.tensor import slice_sums, tensor_parallel_bytes
 from workers.plan.job import Job, Link
 from workers.plan.layouts import Layout
 
+SLICES = 2  # of a layer: attention and the two matrices behind it
 BACKWARD = 2 / 3  # of a step's compute; the backward pass does twice what the forward pass does
 
 
@@ -102,8 +104,8 @@ def sent(job: Job, layout: Layout) -> dict[str, float]:
         data = zero_bytes(layout.stage, layout.replicas, gradients, parts)
     else:
         data = all_reduce_bytes("gloo", layout.replicas, int(gradients))
-    slices = 2 * job.shape.layers / layout.pipeline
-    tensor = slices * parts * tensor_parallel_bytes(layout.tensor, 1, int(boundary_bytes(job)))
+    slices = SLICES * job.shape.layers / layout.pipeline
+    tensor = slices * parts * tensor_parallel_bytes(layout.tensor, 1, int(boundary_bytes(job)), job.recompute)
     ends = pipeline_ends(layout.pipeline, 1, 1 if layout.pipeline > 2 else 0)
     cut = boundary_bytes(job) / (layout.tensor if job.sequence_parallel else 1)
     return {"data": data, "tensor": tensor, "pipeline": ends * parts * cut}
@@ -111,7 +113,7 @@ def sent(job: Job, layout: Layout) -> dict[str, float]:
 
 def link_of(job: Job, ranks_apart: int) -> Link:
     """The link of a group that spans so many neighbouring ranks: a ring is as fast as its slowest link."""
-    return job.node_link if ranks_apart <= job.gpus_per_node else job.link
+    return job.link if job.node_gpus % ranks_apart else job.node_link
 
 
 def data_exposed_s(job: Job, layout: Layout, compute_s: float) -> float:
@@ -128,7 +130,9 @@ def data_exposed_s(job: Job, layout: Layout, compute_s: float) -> float:
     moves = {1: 2, 2: parts + 1, 3: 3 * parts}[layout.stage]
     move_s = message_seconds(half, nbytes / moves, link.latency_s, link.bytes_per_s)
     if layout.stage == 3:
-        return exposed_seconds(moves * move_s, compute_s)
+        # Forward and backward: nothing computes yet beside the gather of the layer that a pass begins with.
+        first_s = 2 * parts * move_s / layers
+        return first_s + exposed_seconds(moves * move_s - first_s, compute_s)
     sums_s = exposed_seconds(move_s, compute_s * BACKWARD / parts) * (parts if layout.stage == 2 else 1)
     return sums_s + move_s
 
@@ -137,7 +141,8 @@ def inside_s(job: Job, layout: Layout) -> float:
     """Messages that a layer or a stage waits for: tensor parallelism's sums, and activations between stages."""
     nbytes, parts = sent(job, layout), microbatches(job, layout)
     near, far = job.node_link, link_of(job, layout.tensor * layout.pipeline)
-    sums = 4 * job.shape.layers / layout.pipeline * parts * all_reduce_rounds("ring", layout.tensor)
+    slices = SLICES * job.shape.layers / layout.pipeline
+    rounds = slices * parts * slice_sums(job.recompute) * all_reduce_rounds("ring", layout.tensor)
     cuts = 2 * parts if layout.pipeline > 1 else 0
-    tensor_s = message_seconds(sums, nbytes["tensor"], near.latency_s, near.bytes_per_s)
+    tensor_s = message_seconds(rounds, nbytes["tensor"], near.latency_s, near.bytes_per_s)
     return tensor_s + message_seconds(cuts, nbytes["pipeline"], far.latency_s, far.bytes_per_s)

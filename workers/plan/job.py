@@ -41,6 +41,7 @@ class Job:
     node_link: Link  # inside a node
     gpus_per_node: int
     flops: float
+    flops_from: str  # whose peak that is, in words
     utilisation: float
     itemsize: int  # of weights, gradients and activations
     masters: bool  # the optimizer keeps weights of its own in float32: mixed precision
@@ -53,6 +54,11 @@ class Job:
     def global_samples(self) -> int:
         """Samples of a step, over all GPUs."""
         return self.samples * self.microbatches * self.gpus
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs that share a node. Neighbours share one wherever they stand only if their number divides this."""
+        return min(self.gpus, self.gpus_per_node)
 
     @property
     def usable_bytes(self) -> float:

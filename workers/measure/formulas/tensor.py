@@ -3,13 +3,18 @@
 from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes, chunk_bytes, reduce_scatter_bytes
 
 
-def tensor_parallel_bytes(world_size: int, num_slices: int, nbytes: int) -> float:
+def slice_sums(recompute: str = "none") -> int:
+    """all_reduces of a sliced part: g's forward, f's backward, and g's once more if the whole forward pass is done again."""
+    return 3 if recompute == "full" else 2
+
+
+def tensor_parallel_bytes(world_size: int, num_slices: int, nbytes: int, recompute: str = "none") -> float:
     """What a rank sends for `num_slices` sliced parts between activations of `nbytes`: 2 all_reduces each, g's and f's.
 
     A layer of gpt is two slices: 2 all_reduces forward and 2 backward of b·s·h, so 8(t-1)/t·b·s·h elements a layer and rank
     (Shoeybi, section 3, figure 4). Embedding and output layer are one more: the first ends with a g, the other begins with an f.
     """
-    return 2 * num_slices * all_reduce_bytes("gloo", world_size, nbytes)
+    return slice_sums(recompute) * num_slices * all_reduce_bytes("gloo", world_size, nbytes)
 
 
 def sequence_parallel_bytes(world_size: int, num_slices: int, num_rows: int, row_bytes: int, rank: int) -> float:

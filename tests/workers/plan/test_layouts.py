@@ -1,0 +1,122 @@
+"""What is weighed: every way of cutting the ranks that there is, which a search without kinds finds again."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from workers.plan import advice, costs
+from workers.plan.advice import SLACK, plan
+from workers.plan.arguments import read
+from workers.plan.job import Job
+from workers.plan.layouts import KINDS, Layout, layouts
+
+
+def job(line: str) -> Job:
+    return read(line.split())[0]
+
+
+def every_layout(asked: Job) -> Iterator[Layout]:
+    """By trial of all t, p and stages."""
+    in_node = min(asked.gpus, asked.gpus_per_node)
+    for t in range(1, in_node + 1):
+        for p in range(1, asked.gpus // t + 1):
+            whole = asked.gpus % (t * p) == 0 and asked.shape.heads % t == 0 and asked.shape.layers % p == 0
+            if whole and in_node % t == 0:
+                replicas = asked.gpus // (t * p)
+                yield from (Layout(t, p, replicas, stage) for stage in range(4 if replicas > 1 else 1))
+
+
+def searched(asked: Job) -> Layout | None:
+    """Of all that fit and take no longer than the slack allows the simplest, and of those the fastest."""
+    fitting = [each for each in (costs.cost(asked, layout) for layout in every_layout(asked)) if each.fits]
+    fastest = min((each.step_s for each in fitting), default=0.0)
+    near = [each for each in fitting if each.step_s <= SLACK * fastest]
+    best = min(near, key=lambda each: (each.layout.effort, each.step_s), default=None)
+    return None if best is None else best.layout
+
+
+GRID = [
+    f"--params {params} --gpus {gpus} --gpu-memory {memory}"
+    for params in ("350M", "7B", "30B", "65B", "100B", "175B")
+    for gpus in (1, 2, 5, 6, 8, 24, 48, 96)
+    for memory in ("16GB", "80GB")
+]
+
+
+@pytest.mark.parametrize("more", ["", "--recompute --link 10Gbit", "--gpus-per-node 6 --heads 36"])
+def test_the_pick_is_what_a_search_over_every_layout_finds(more: str) -> None:
+    asked = [job(f"{line} {more}") for line in GRID if not (more.startswith("--gpus") and line.split()[3] == "8")]
+    found = [searched(each) for each in asked]
+    assert [None if pick is None else pick.layout for pick in (plan(each).pick for each in asked)] == found
+    assert found.count(None) > 5 and len(set(found)) > 15
+
+
+def test_a_plan_that_leaves_out_kinds_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 billion on 48 GPUs: without tensor parallelism x ZeRO-3 nothing of ZeRO-1 fits, and 58.5 GB would."""
+    asked = job("--params 100B --gpus 48 --gpu-memory 80GB")
+    pick = plan(asked).pick
+    assert pick is not None and pick.layout == searched(asked) == Layout(8, 1, 6, 3)
+    assert round(pick.held_bytes / 1e9, 1) == 58.5
+    monkeypatch.setattr(advice, "KINDS", [kind for kind in KINDS if not (kind[1] or kind[2]) or kind[3] < 2])
+    assert plan(asked).pick is None
+
+
+def test_all_products_are_weighed_with_all_stages() -> None:
+    assert len(KINDS) == len({kind[1:] for kind in KINDS}) == 16
+    weighed = [
+        layout for kind in KINDS for layout in layouts(job("--params 7B --gpus 16 --gpu-memory 80GB"), *kind[1:])
+    ]
+    assert len(weighed) == len(set(weighed))
+    assert set(weighed) == set(every_layout(job("--params 7B --gpus 16 --gpu-memory 80GB")))
+
+
+@pytest.mark.parametrize("gpus", [1, 7])
+def test_no_stage_of_zero_shards_over_one_replica(gpus: int) -> None:
+    """Where t or p takes all GPUs; it would be the same layout under another name."""
+    asked = job(f"--params 1B --gpus {gpus} --gpu-memory 80GB --heads 7 --layers 7")
+    weighed = [layout for kind in KINDS for layout in layouts(asked, *kind[1:])]
+    assert all(layout.replicas > 1 for layout in weighed if layout.stage)
+    assert len(weighed) == len(set(weighed)) == (1 if gpus == 1 else 6)
+    left_out = plan(asked).left_out
+    assert len(left_out) == (15 if gpus == 1 else 10)
+    if gpus > 1:
+        assert {left_out[f"tp x zero{stage}"] for stage in (1, 2, 3)} == {
+            "t divides the 7 GPUs of a node and the 7 heads, ZeRO needs two replicas"
+        }
+        assert left_out["tp x pp x zero3"].endswith("t·p divides the 7 GPUs and p the 7 layers")
+
+
+def test_a_tensor_group_stays_in_one_node() -> None:
+    """Four of nodes of six would stand in two of them; two or three do not."""
+    asked = job("--params 30B --gpus 24 --gpu-memory 80GB --gpus-per-node 6 --heads 12")
+    assert {layout.tensor for layout in layouts(asked, True, False, 1)} == {2, 3, 6}
+    assert [costs.link_of(asked, ranks) == asked.node_link for ranks in (2, 3, 4, 6, 12, 24)] == [
+        True, True, False, True, False, False,
+    ]  # fmt: skip
+    alone = replace(asked, gpus=4)  # one node, which they do not fill
+    assert {layout.tensor for layout in layouts(alone, True, False, 0)} == {2, 4}
+    assert costs.link_of(alone, 4) == asked.node_link
+    prime = job("--params 30B --gpus 24 --gpu-memory 80GB --gpus-per-node 6 --heads 7")
+    assert plan(prime).left_out["tp x dp"] == "t divides the 6 GPUs of a node and the 7 heads"
+
+
+def test_a_pipeline_saves_zero3_no_bytes() -> None:
+    """A p-th of the layers, gathered for p times as many microbatches; ZeRO-1, which sums once a step, sends a p-th."""
+    asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
+    for stage, saved in ((1, 4), (3, 1)):
+        alone, piped = (
+            costs.sent(asked, layout)["data"] for layout in (Layout(1, 1, 64, stage), Layout(1, 4, 16, stage))
+        )
+        assert alone / (63 / 64) == pytest.approx(saved * piped / (15 / 16))
+    alone, piped = (costs.sent(asked, layout)["data"] for layout in (Layout(1, 1, 64, 2), Layout(1, 4, 16, 2)))
+    assert (63 / 64) / alone * piped / (15 / 16) == pytest.approx((4 * 4 + 1) / (4 + 1) / 4)
+
+
+def test_the_layer_that_a_pass_begins_with_is_gathered_in_the_open() -> None:
+    """Of one layer a stage all gathers, of eight an eighth, however long the compute."""
+    asked = job("--params 1B --gpus 8 --gpu-memory 80GB --layers 8 --latency 0us --node-latency 0us")
+    for pipeline, layers in ((4, 2), (2, 4), (1, 8)):
+        layout = Layout(1, pipeline, 8 // pipeline, 3)
+        gathers_s = 2 / 3 * costs.sent(asked, layout)["data"] / asked.node_link.bytes_per_s
+        assert costs.data_exposed_s(asked, layout, 1e9) == pytest.approx(gathers_s / layers)
