@@ -49,7 +49,7 @@ FLOORS = {
     "workers.checks": ["workers.lab"],
     "experiments": [
         "workers.config", "workers.lab", "workers.parallel", "workers.measure.formulas", "workers.workload",
-        "workers.replica", "workers.checks", "workers.lane",
+        "workers.replica", "workers.checks", "workers.lane", "workers.proof",
     ],
 }  # fmt: skip
 

@@ -19,9 +19,9 @@ The variants are recipes for the rate, each on k = 1, 2, 4, 8, 16 and 32 times L
 
 The first four are plain SGD and coincide at k = 1. LAB_STEPS counts the steps at k = 1; a k that does not divide it is left out, since
 it would see other samples. LAB_LR is the base rate of SGD. Break-down: the smallest k whose mean loss on held-out samples is above
-that at k = 1 by more than three times the spread of the seeds there, (most - least) / mean, of the recipe where it is widest. It is
-found, never checked: the verdict hangs on the proof, the rates, the samples and the bytes. The models are tiny unless sizes are
-set, since thousands of steps are taken.
+that at k = 1 by more than three times the spread of the seeds there, (most - least) / mean, of the recipe where it is widest; or above that
+of a model that never trained, which may be so at k = 1 already. It is found, never checked: the verdict hangs on the proof, the rates, the
+samples and the bytes. The models are tiny unless sizes are set, since thousands of steps are taken.
 """
 
 from experiments.largebatch.claims import (

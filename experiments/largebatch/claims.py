@@ -2,7 +2,7 @@
 
 import torch
 
-from experiments.largebatch.recipes import RECIPES, Recipe
+from experiments.largebatch.recipes import RECIPES, Recipe, sgd
 from workers.config import Config
 from workers.lab import no_checkpoints
 from workers.measure.formulas import Prediction
@@ -50,6 +50,11 @@ def distinct(config: Config, k: int) -> dict[str, Recipe]:
     return {name: RECIPES[name] for name in dict.fromkeys(standing_for(config, k).values())}
 
 
+def num_runs(config: Config, k: int) -> int:
+    """How many trainings step together at k."""
+    return SEEDS * len(distinct(config, k))
+
+
 def title(config: Config) -> str:
     """What is trained, for headings."""
     return " and ".join(outline(sized(config, name)).describe() for name in models(config))
@@ -68,11 +73,27 @@ def refuse(config: Config) -> list[str]:
         faults.append(
             f"LAB_CLIP={config.clip:g} is no part of largebatch: a gradient that is clipped does not grow with the rate"
         )
+    if "bucket_mib" in config.model_fields_set:
+        faults.append(
+            f"LAB_BUCKET_MIB={config.bucket_mib:g} is no part of largebatch: the gradients of all its runs are one bucket"
+        )
+    optimizers = {recipe.optimizer for recipe in recipes(config).values()}
+    if config.lr is not None and optimizers and sgd not in optimizers:
+        faults.append(f"LAB_LR={config.lr:g} is the base rate of SGD, which no recipe of LAB_VARIANT takes")
     for name in models(config):
         own = sized(config, name)
-        faults += model.faults(own) + text.faults(own)
+        faults += model.faults(own) + (text.faults(own) or nothing_held_out(own))
     faults += no_checkpoints(config, "saves none of its many short trainings")
     return list(dict.fromkeys(faults + data.faults(config, config.world_size) + invisible(config)))
+
+
+def nothing_held_out(config: Config) -> list[str]:
+    """A sentence if the text has a sample to train on and none to judge by."""
+    if config.model != "gpt" or len(data.Text(config)) > 1:
+        return []
+    return [
+        f"the text holds one sample of LAB_SEQ={config.seq} bytes, and another is needed to judge by: name a longer one in LAB_TEXT"
+    ]
 
 
 def invisible(config: Config) -> list[str]:
@@ -92,7 +113,7 @@ def predict(config: Config) -> list[Prediction]:
     predictions = []
     for name in models(config):
         own = sized(config, name)
-        runs = SEEDS * len(distinct(own, multiples(own)[-1]))
+        runs = num_runs(own, multiples(own)[-1])
         nbytes = outline(own).num_parameters() * getattr(torch, own.dtype).itemsize
         total = all_reduce_bytes("gloo", config.world_size, runs * nbytes)
         formula = f"2(N-1)/N x S x {runs} runs"

@@ -1,11 +1,11 @@
 """What is said of the sweep: the settings of every k before it, the losses and the break-down after it."""
 
-import math
+from collections.abc import Iterable
 from statistics import fmean
 
 import torch
 
-from experiments.largebatch.claims import MULTIPLES, SEEDS
+from experiments.largebatch.claims import MULTIPLES, SEEDS, num_runs
 from experiments.largebatch.recipes import LAMB_RATE, LARS_RATE, Recipe, base_rate
 from experiments.largebatch.sweep import Found
 from workers.config import Config
@@ -38,9 +38,10 @@ def show_settings(lab: Lab, config: Config, ks: list[int], recipes: dict[str, Re
 
 def show_found(lab: Lab, config: Config, found: Found) -> None:
     """The table, the chart, and the k at which each recipe breaks down."""
-    ks, spread = list(found.seconds), widest_spread(found.losses)
+    ks, untrained = list(found.seconds), found.untrained
+    spread = widest_spread(found.losses.values(), untrained)
     rows = [
-        [name, *(cell(losses[k], found.untrained) for k in ks), broken(losses, spread)]
+        [name, *(cell(losses[k], untrained) for k in ks), broken(losses, spread, untrained)]
         for name, losses in found.losses.items()
     ]
     samples = config.steps * config.batch
@@ -49,48 +50,70 @@ def show_found(lab: Lab, config: Config, found: Found) -> None:
         ["recipe", *(f"k = {k}" for k in ks), "breaks down at"],
         rows,
     )
-    lab.say(
-        f"{config.model}: {found.untrained:.4g} before the first step. A recipe breaks down at the smallest k whose mean loss is more than "
-        f"{SPREADS} x {100 * spread:.2g} % above that at k = 1, where seeds lie {100 * spread:.2g} % apart at the widest",
-        "found",
-    )
-    lab.table(f"{config.model}: time", ["k", "steps", "ms a step of all runs", "s in all", "MB sent a rank by each run"], [
-        [k, config.steps // k, 1e3 * found.seconds[k] * k / config.steps, found.seconds[k], sent_bytes(lab, config, k) / 1e6] for k in ks
-    ])  # fmt: skip
+    lab.say(f"{config.model}: {untrained:.4g} before the first step. {rule(spread)}", "found")
+    show_time(lab, config, found.seconds)
     series = {
-        name: [list(map(float, pair)) for pair in zip(*drawn(losses, found.untrained), strict=True)]
+        name: [list(map(float, pair)) for pair in zip(*drawn(losses, untrained), strict=True)]
         for name, losses in found.losses.items()
-        if drawn(losses, found.untrained)
+        if drawn(losses, untrained)
     }
     lab.chart(
-        f"{config.model}: held-out loss by batch (not drawn above {found.untrained:.3g}, that of the untrained model)",
+        f"{config.model}: held-out loss by batch (not drawn above {untrained:.3g}, that of the untrained model)",
         "k", "loss", series, log_x=True,
     )  # fmt: skip
 
 
+def show_time(lab: Lab, config: Config, seconds: dict[int, float]) -> None:
+    """What the steps of every k took and sent; at k = 1 fewer runs step together, since recipes of one optimizer are one."""
+    columns = ["k", "steps", "runs", "ms a step of all runs", "s in all", "MB sent a rank by each run"]
+    rows = [
+        [k, config.steps // k, num_runs(config, k), 1e3 * s * k / config.steps, s, sent_bytes(lab, config, k) / 1e6]
+        for k, s in seconds.items()
+    ]
+    lab.table(f"{config.model}: time", columns, rows)
+
+
+def learned(losses: list[float], untrained: float) -> bool:
+    """Whether the mean over the seeds is no worse than that of a model that never trained, and a number at all."""
+    return fmean(losses) <= untrained
+
+
 def cell(losses: list[float], untrained: float) -> str:
-    """Mean, least and most; where the mean is no better than that of a model that never trained, it says so."""
-    mean = fmean(losses)
-    if not math.isfinite(mean) or mean > untrained:
+    """Mean, least and most."""
+    if not learned(losses, untrained):
         return "diverged"
-    return f"{mean:.3g} ({min(losses):.3g} to {max(losses):.3g})"
+    return f"{fmean(losses):.3g} ({min(losses):.3g} to {max(losses):.3g})"
 
 
-def widest_spread(losses: dict[str, dict[int, list[float]]]) -> float:
-    """How far apart the seeds are at k = 1, (most - least) / mean: of all recipes, since three seeds of one may be close by chance."""
-    return max((max(by_k[1]) - min(by_k[1])) / fmean(by_k[1]) for by_k in losses.values())
+def widest_spread(losses: Iterable[dict[int, list[float]]], untrained: float) -> float | None:
+    """How far apart the seeds are at k = 1, (most - least) / mean: of all recipes, since three seeds of one may be close by chance.
+
+    Recipes that diverged there do not count, since their seeds are any distance apart; None where no other is left.
+    """
+    bases = [by_k[1] for by_k in losses if learned(by_k[1], untrained)]
+    return max(((max(base) - min(base)) / fmean(base) for base in bases), default=None)
 
 
-def broken(losses: dict[int, list[float]], spread: float) -> str:
-    """The break-down of one recipe; a loss that is no number is worse than any."""
-    bound = fmean(losses[1]) * (1 + SPREADS * spread)
-    worse = [k for k, values in sorted(losses.items()) if k > 1 and not fmean(values) <= bound]
+def broken(losses: dict[int, list[float]], spread: float | None, untrained: float) -> str:
+    """The break-down of one recipe, by its spread or because it diverged."""
+    bound = fmean(losses[1]) * (1 + SPREADS * (spread or 0.0))
+    worse = [k for k, values in sorted(losses.items()) if not (learned(values, untrained) and fmean(values) <= bound)]
     return f"k = {worse[0]}" if worse else f"none up to {max(losses)}"
+
+
+def rule(spread: float | None) -> str:
+    """When a recipe breaks down, in words."""
+    if spread is None:
+        return "No recipe is below that at k = 1: none has a loss that a larger batch could be held against"
+    return (
+        "A recipe breaks down at the smallest k whose mean loss is above that, or more than "
+        f"{SPREADS} x {100 * spread:.2g} % above its own at k = 1, where seeds lie {100 * spread:.2g} % apart at the widest"
+    )
 
 
 def drawn(losses: dict[int, list[float]], untrained: float) -> list[tuple[int, float]]:
     """Points of the chart: those that are not off it."""
-    return [(k, fmean(values)) for k, values in losses.items() if fmean(values) <= untrained]
+    return [(k, fmean(values)) for k, values in losses.items() if learned(values, untrained)]
 
 
 def sent_bytes(lab: Lab, config: Config, k: int) -> float:

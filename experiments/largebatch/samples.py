@@ -58,6 +58,6 @@ def _drawn(config: Config, seed: int, num_samples: int) -> tuple[Samples, Tensor
     samples = Text(config)
     order = permutation(seed, 0, len(samples))
     held = min(HELD_OUT, max(1, len(order) // 8))
-    kept = order[: max(1, len(order) - held)]
+    kept = order[:-held]
     repeats = -(-num_samples // len(kept))
     return samples, kept.repeat(repeats)[:num_samples], order[-held:]

@@ -1,5 +1,7 @@
 """LAMB against its formula, against pytorch_optimizer, and with its weights in parts over ranks."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -34,7 +36,9 @@ def test_two_steps_are_the_papers_formula() -> None:
         assert torch.allclose(weight, w, atol=1e-14)
 
 
-def test_equal_to_pytorch_optimizer() -> None:
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+def test_equal_to_pytorch_optimizer(decay: float) -> None:
+    """Theirs leaves the bias of m and v in r, and the ratio takes any factor of r + λw out again: so its λ is divided by that of r."""
     from pytorch_optimizer import Lamb as Theirs
 
     ours, theirs = weights(torch.float32)[:1], weights(torch.float32)[:1]  # it would scale a bias, too
@@ -42,8 +46,10 @@ def test_equal_to_pytorch_optimizer() -> None:
         ours[0].mul_(5)  # a norm above the bound of 10
         theirs[0].mul_(5)
     reference = Theirs(theirs, lr=0.01, adam_debias=True, weight_decouple=False, eps=1e-12)
-    optimizer = Lamb(decayed_apart(ours, 0.0), 0.01, eps=1e-12)  # without the bias of moments an eps weighs otherwise
+    optimizer = Lamb(decayed_apart(ours, decay), 0.01, eps=1e-12)  # without the bias of moments an eps weighs otherwise
     for step in range(4):
+        unbiased = math.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
+        reference.param_groups[0]["weight_decay"] = decay / unbiased
         ours[0].grad, theirs[0].grad = (
             torch.randn(7, 5, generator=torch.Generator().manual_seed(step)) for _ in range(2)
         )
