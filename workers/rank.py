@@ -92,7 +92,7 @@ def refuse(config: Config, experiment: Any, of_this_rank: Sequence[str] = ()) ->
     """Raise ConfigError with all that the mode cannot run: a variant, a bug or sizes that it does not know; and faults `of_this_rank`."""
     faults = [
         f"LAB_VARIANT={name!r} is not a variant of {config.run_mode}{suggest(name, experiment.VARIANTS)}, "
-        f"allowed: {', '.join(experiment.VARIANTS)}"
+        f"allowed: {', '.join(experiment.VARIANTS) or 'none, leave it unset'}"
         for name in config.variant
         if name not in experiment.VARIANTS
     ]

@@ -46,9 +46,8 @@ __all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]
 def run(lab: Lab) -> None:
     """The formats, proof and measure, then what was lost on the way."""
     config = lab.config
-    lab.say(
-        f"width {config.width}, depth {config.depth}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict"
-    )
+    sizes = "line" if config.model == "line" else f"width {config.width}, depth {config.depth}"
+    lab.say(f"{sizes}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict")
     show_formats(lab)
     builds = (fp32, bf16, fp16, fp16_scaled, bf16_master, fp16_master, bf16_stochastic)
     proofs = {build.__name__: partial(prove, lab, build.__name__) for build in builds[1:]}

@@ -46,6 +46,10 @@ def run(lab: Lab, rates: list[Rate]) -> None:
     for name in (name for name in VARIANTS if lab.wants(name) and name in unable):
         lab.skip(name, unable[name])
     chosen = [scheme for scheme in schemes(lab.config) if lab.wants(scheme.name) and scheme.name not in unable]
+    if lab.config.trace and chosen:
+        lab.say(
+            f"{', '.join(scheme.name for scheme in chosen)} not profiled: there is no step that all ranks take", "trace"
+        )
     links = open_links(lab) if chosen else {}
     for scheme in chosen if lab.config.proof else []:
         prove(lab, links, scheme)

@@ -25,6 +25,11 @@ def refuse(config: Config) -> list[str]:
     """What this mode cannot run."""
     unable = cannot(config)
     wrong = [f"LAB_VARIANT={name!r} is not possible here: {unable[name]}" for name in config.variant if name in unable]
+    if config.trace and config.variant and set(config.variant) <= set(ASYNCHRONOUS):
+        allowed = "dp, sync, local_sgd, diloco"
+        wrong.append(
+            f"LAB_TRACE=1 profiles a step that all ranks take, which LAB_VARIANT leaves out, allowed beside it: {allowed}"
+        )
     wrong += no_checkpoints(
         config, "makes none, since out of step there is no step at which all workers hold the same state"
     )

@@ -70,6 +70,7 @@ def test_every_world_comes_to_a_verdict(
         ),
         ({"LAB_VARIANT": "downpour", "LAB_CLIP": "1"}, "LAB_CLIP bounds the norm"),
         ({"LAB_BATCH": "3"}, "every rank needs a sample"),
+        ({"LAB_TRACE": "1", "LAB_VARIANT": "ssp,downpour"}, "allowed beside it: dp, sync, local_sgd, diloco"),
         ({"LAB_BUG": "stale_unbounded", "WORLD_SIZE": "1"}, "it takes two ranks"),
         ({"LAB_BUG": "stale_unbounded", "LAB_VARIANT": "sync,downpour"}, "it takes ssp"),
         ({"LAB_BUG": "stale_unbounded", "LAB_STALENESS": "3"}, "takes LAB_STALENESS + 2 = 5"),

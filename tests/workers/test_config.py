@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from experiments.largebatch.recipes import base_rate
 from workers.config import Config, ConfigError
 from workers.config.__main__ import table
 from workers.config.values import modes
@@ -70,7 +71,7 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_SLOW_RANK": "4:0.5"}, "LAB_SLOW_RANK='4:0.5' names a rank outside of WORLD_SIZE=4, allowed: 0 to 3"),
         (
             {"RUN_MODE": "comm", "LAB_SLOW_RANK": "1:0.5"},
-            "LAB_SLOW_RANK='1:0.5' slows the steps that are timed, and comm",
+            "LAB_SLOW_RANK='1:0.5' slows a rank in the timed training of each variant, and comm has none, allowed: compress, dp",
         ),
         ({"LAB_RATIO": "0"}, "LAB_RATIO='0' is out of range: allowed is more than 0, up to 1"),
         ({"LAB_RATIO": "1.5"}, "LAB_RATIO='1.5' is out of range: allowed is more than 0, up to 1"),
@@ -85,6 +86,25 @@ def test_each_fault_is_one_sentence(environ: dict[str, str], words: str) -> None
     found = faults(**environ)
     assert len(found) == 1
     assert found[0].startswith(words)
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_a_trace_is_refused_where_none_would_be_written(mode: str) -> None:
+    environ = {"RUN_MODE": mode, "LAB_TRACE": "1"}
+    if mode not in ("comm", "train", "largebatch"):
+        assert Config.read(environ).trace
+        return
+    (sentence,) = faults(**environ)
+    assert sentence.startswith(
+        f"LAB_TRACE=1 profiles a step of the timed training of each variant, and {mode} has none"
+    )
+    assert not Config.read(environ | {"LAB_TRACE": "0"}).trace
+
+
+def test_the_description_of_the_rate_gives_the_one_that_largebatch_takes() -> None:
+    description = Config.model_fields["lr"].description
+    assert description is not None
+    assert f"unset: {base_rate(Config.read({'RUN_MODE': 'largebatch'})):g})" in description
 
 
 def test_some_modes_have_sizes_of_their_own_unless_they_are_set() -> None:

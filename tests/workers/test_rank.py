@@ -36,6 +36,14 @@ def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path)
     assert bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard"
 
 
+def test_a_mode_without_variants_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        refuse(
+            config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="ring"), SimpleNamespace(**vars(MODE) | {"VARIANTS": ()})
+        )
+    assert error.value.faults == ["LAB_VARIANT='ring' is not a variant of dp, allowed: none, leave it unset"]
+
+
 THREADED = """
 import sys, threading
 from types import SimpleNamespace

@@ -61,7 +61,7 @@ class Config(BaseSettings):
     batch: int = Field(16, alias="LAB_BATCH", ge=1, description="samples in the global batch")
     microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1, in pp 4")
     optimizer: Literal["sgd", "adamw"] = Field("sgd", alias="LAB_OPTIMIZER", description="optimizer of the timed pass")
-    lr: float | None = Field(None, alias="LAB_LR", gt=0, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")
+    lr: float | None = Field(None, alias="LAB_LR", gt=0, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw (in largebatch SGD's base rate; unset: 0.05)")
     clip: float | None = Field(None, alias="LAB_CLIP", gt=0, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
     seed: int = Field(1, alias="LAB_SEED", ge=0, description="seed of weights and data")
     proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")

@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from workers.config.values import suggest
+from workers.config.values import modes, suggest
 
 if TYPE_CHECKING:
     from workers.config import Config
 
-UNTIMED_MODES = ("comm", "train", "largebatch")  # no step of a model is timed in them
+# No training of a variant is timed by itself: comm and train have none, largebatch's step together.
+UNTIMED_MODES = ("comm", "train", "largebatch")
 RECOMPUTING_MODES = ("dp", "fsdp")  # tp would send what a layer sends once more, pp runs its layers by itself
 
 
@@ -28,10 +29,8 @@ def contradictions(config: "Config") -> list[str]:
         faults.append(
             f"LAB_SLOW_RANK={config.slow_rank!r} names a rank outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}"
         )
-    if config.slow_rank is not None and config.run_mode in UNTIMED_MODES:
-        faults.append(
-            f"LAB_SLOW_RANK={config.slow_rank!r} slows the steps that are timed, and {config.run_mode} times none"
-        )
+    if config.run_mode in UNTIMED_MODES:
+        faults += untimed(config)
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
         faults.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
     if config.recompute and config.run_mode not in RECOMPUTING_MODES:
@@ -40,6 +39,17 @@ def contradictions(config: "Config") -> list[str]:
             "whose ranks run whole layers"
         )
     return faults
+
+
+def untimed(config: "Config") -> list[str]:
+    """A sentence for each variable that would do nothing in these modes."""
+    allowed = ", ".join(mode for mode in modes() if mode not in UNTIMED_MODES)
+    asked = []
+    if config.slow_rank is not None:
+        asked.append(f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank in the timed training of each variant")
+    if config.trace:
+        asked.append("LAB_TRACE=1 profiles a step of the timed training of each variant")
+    return [f"{what}, and {config.run_mode} has none, allowed: {allowed}" for what in asked]
 
 
 def sentence(fault: Any, given: str, field: Any) -> str:
