@@ -131,7 +131,8 @@ COMPRESSED = re.compile(
     re.MULTILINE,
 )
 BUCKETS = re.compile(
-    r"^best bucket of bucketed .*: (?P<ratio>[\d.]+)x, target (?P<limit>[\d.]+)x, held (?P<held>yes|NO);", re.MULTILINE
+    r"^bucketed with its best bucket, .*: (?P<ratio>[\d.]+)x, target (?P<limit>[\d.]+)x, held (?P<held>yes|NO);",
+    re.MULTILINE,
 )
 
 

@@ -5,7 +5,7 @@ is right depends on whose the loss is. And it has a price: a latency for each ro
 link. The algorithms of workers/parallel give the same sum to every rank and differ only in this price.
 
   predicted   S = bytes of the tensor, N = ranks; bytes sent by a rank in an all_reduce
-              ring, direct   2(N-1)/N·S  under 2·S for every N, in 2(N-1) rounds (ring) or 2 (direct)
+              ring, direct   2(N-1)/N·S  under 2·S for every N, in 2(N-1) rounds (ring) or 2 (direct; 1 for N = 2)
               tree           2(N-1)/N·S  in 2·log2 N rounds; 2·S more beside it where N is no power of two
               server         (N-1)·S on rank 0, which grows with N: the wall of a parameter server
               gloo           2(N-1)/N·S, and for its reduce_scatter twice what is needed

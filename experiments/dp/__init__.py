@@ -14,7 +14,7 @@ The variants differ in how many calls they make, and when:
 
   naive       one a parameter, after the backward pass: right, and slow
   flat        one for all gradients in one flat bucket: fewest calls, and the link idles during the backward pass
-  bucketed    one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs
+  bucketed    one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs; two ranks on a slow link swap theirs
   ring        the same buckets over the ring all_reduce of workers/parallel
   ddp         PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
@@ -36,6 +36,7 @@ from experiments.dp import line
 from experiments.dp.claims import gradient_bytes, in_unit, predict, refuse, title
 from experiments.dp.faults import BUGS, buckets_of
 from experiments.dp.remedies import remedies
+from experiments.dp.stopwatch import summing
 from experiments.dp.sweep import sweep
 from workers.checks import check_replicas, check_samples
 from workers.config import Config
@@ -114,7 +115,8 @@ def flat(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
 def bucketed(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
     """One all_reduce a bucket, launched as soon as its last gradient is written."""
     begin_alike(model, group, config)
-    return Replica(model, config, buckets_of(config)(model.parameters(), group, config.bucket_mib * 2**20))
+    summed, size = summing(group, config), config.bucket_mib * 2**20
+    return Replica(model, config, buckets_of(config)(model.parameters(), group, size, all_reduce=summed))
 
 
 def ring(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:

@@ -354,6 +354,31 @@ def test_a_slow_link_brings_the_sweep_of_buckets_and_the_remedies(ranks: Ranks, 
     assert "buckets" in {record.heading for record in by_rank[0] if isinstance(record, Said)}
 
 
+def swapped(group: dist.ProcessGroup, rate: str | None) -> list[tuple[str, float]]:
+    """The calls that `bucketed` makes in a step on a link of this rate."""
+    config = config_of(group.size(), LAB_DTYPE="float64", **({"LAB_NET_RATE": rate} if rate else {}))
+    strategy = dp.bucketed(build_model(config, 1).double(), group, config)
+    with Calls() as seen:
+        strategy.backward(batches_of(config).dealt(0, group.rank(), group.size()))
+    return [(op.op, op.calls) for op in seen.ops()]
+
+
+def test_two_ranks_on_a_slow_link_swap_their_buckets_and_no_others(ranks: Ranks) -> None:
+    predicted = {size: dp.predict(config_of(size, LAB_DTYPE="float64")) for size in (2, 3)}
+    buckets = {size: next(p.calls for p in of_size if p.variant == "bucketed") for size, of_size in predicted.items()}
+    assert ranks(2, swapped, "500mbit") == [[("send", buckets[2])]] * 2
+    assert ranks(2, swapped, None) == [[("all_reduce", buckets[2])]] * 2
+    assert ranks(3, swapped, "500mbit") == [[("all_reduce", buckets[3])]] * 3
+
+
+def test_what_is_swapped_is_proven_and_as_many_calls_and_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"LAB_VARIANT": "bucketed,ddp", "LAB_NET_RATE": "1gbit", "LAB_BATCH": "9", "LAB_BUCKET_MIB": "0.02"}
+    run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="dp", **settings)
+    assert (run["verdict"], failed(run)) == ("pass", set())
+    held = {claim["name"] for claim in run["checks"] + run["comparisons"] if claim["variant"] == "bucketed"}
+    assert {"gradients", "weights", "replicas", "wire bytes", "calls"} <= held
+
+
 def with_a_lane(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> tuple[list[list[Any]], int]:
     """The remedies' lines where a faster link is there, and the calls that went over it."""
     lab = lab_of(group, settings, folder)
@@ -372,7 +397,7 @@ def test_a_faster_link_is_one_remedy_more_and_trains_over_its_own_group(ranks: R
             "a link without end (nothing sent)",
         ]
         assert [samples for _, samples, *_ in rows] == [16, 64, 64, 16, 16, 16]
-        assert calls == ROUNDS  # of one bucket a step
+        assert calls == 2 * ROUNDS  # of one bucket a step: it is sent, and the other rank's received
 
 
 def left_alone(group: dist.ProcessGroup) -> bool:

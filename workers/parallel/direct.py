@@ -1,9 +1,10 @@
 """Direct: every rank sends each other rank its part at once, all receives posted first.
 
-The bytes are the ring's, 2(N-1)/N·S for an all_reduce, in two rounds in place of 2(N-1). It needs a link between every
-two ranks and scratch memory of (N-1)/N·S. Where ranks share a switch or a machine nothing here is faster: on 4 ranks and
-two cores it is 2 to 3 times as fast as gloo's reduce_scatter. Source: Thakur, Rabenseifner, Gropp, "Optimization of
-Collective Communication Operations in MPICH" (IJHPCA 2005), section 4.3, the pairwise exchange with all steps at once.
+The bytes are the ring's, 2(N-1)/N·S for an all_reduce, in two rounds in place of 2(N-1); between two ranks in one: each sends the
+other all of it, S, and both add. It needs a link between every two ranks and scratch memory of (N-1)/N·S, of two ranks S. Where ranks
+share a switch or a machine nothing here is faster: on 4 ranks and two cores it is 2 to 3 times as fast as gloo's reduce_scatter. Source:
+Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (IJHPCA 2005), section 4.3, the pairwise
+exchange with all steps at once.
 """
 
 from collections.abc import Generator
@@ -22,6 +23,9 @@ Summing = Generator[Message, None, list[Message]]
 
 def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
     """Sum the flat `tensor` over all ranks, in place."""
+    if peers.world_size == 2:
+        yield from _swap(peers, tensor)
+        return
     chunks, tag = split(tensor, peers.world_size), peers.new_tag()
     # A peer's finished chunk comes only after it has received our part of that chunk, so its receive can lie in the same
     # place from the start: a rendezvous less, 20 to 40 % of the time below 4 MiB. NCCL would run the receives first.
@@ -31,6 +35,19 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
         tag, _others(peers, chunks) if peers.batched else [], _to_others(peers, chunks[peers.rank])
     )
     yield from (*parts_sent, *early, *received, *sent)
+
+
+def _swap(peers: Peers, tensor: Tensor) -> Steps:
+    """Sum the flat `tensor` of two ranks; a + b is b + a, to the bit.
+
+    No message waits for another one, so that a slow link never idles: at 500 Mbit/s 40 MB in pieces of 4 MiB take 658 ms, of which
+    643 are the link's own; gloo's two rounds, piece by piece, 722.
+    """
+    other = 1 - peers.rank
+    with peers.scratch(tensor.numel(), tensor) as theirs:
+        received, sent = peers.post(peers.new_tag(), [(other, theirs)], [(other, tensor)])
+        yield from (*received, *sent)
+        tensor.add_(theirs)
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:

@@ -110,6 +110,7 @@ def counted(group: dist.ProcessGroup, name: str, length: int) -> list[tuple[str,
 def test_number_of_calls(ranks: Ranks) -> None:
     assert ranks(4, counted, "ring", 100) == [[("send", 6)]] * 4
     assert ranks(4, counted, "direct", 100) == [[("send", 6)]] * 4
+    assert ranks(2, counted, "direct", 101) == [[("send", 1)]] * 2
     assert ranks(4, counted, "tree", 100) == [[("send", 4)]] * 4
     assert ranks(4, counted, "backend", 100) == [[("all_reduce", 1)]] * 4
     assert ranks(4, counted, "auto", 100) == [[("send", 3)], *[[("send", 1)]] * 3]

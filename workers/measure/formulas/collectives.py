@@ -123,12 +123,17 @@ def busbw_factor(op: str, world_size: int) -> float:
 
 
 def all_reduce_rounds(algorithm: str, world_size: int) -> int:
-    """Messages that follow each other in an all_reduce, each costing a latency: 2(N-1) in a ring, 2·log2 P in a tree."""
+    """Messages that follow each other in an all_reduce, each costing a latency: 2(N-1) in a ring, 2·log2 P in a tree.
+
+    direct: 2, and 1 between two ranks, which send each other everything.
+    """
     if world_size == 1:
         return 0
     levels = world_size.bit_length() - 1
     folds = 2 if world_size != 1 << levels else 0
-    return {"direct": 2, "server": 2, "tree": 2 * levels + folds}.get(algorithm, 2 * (world_size - 1))
+    return {"direct": min(2, world_size - 1), "server": 2, "tree": 2 * levels + folds}.get(
+        algorithm, 2 * (world_size - 1)
+    )
 
 
 def all_reduce_seconds(algorithm: str, world_size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:

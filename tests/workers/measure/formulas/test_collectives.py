@@ -110,6 +110,7 @@ def test_time_has_a_latency_and_a_bandwidth_part() -> None:
     assert all_reduce_seconds("ring", 4, 0, 1e-3, 1e9) == pytest.approx(6e-3)
     assert all_reduce_seconds("tree", 4, 0, 1e-3, 1e9) == pytest.approx(4e-3)
     assert all_reduce_rounds("tree", 5) == 6
+    assert [all_reduce_rounds("direct", ranks) for ranks in (2, 3, 8)] == [1, 2, 2]
     assert all_reduce_seconds("ring", 4, 10**9, 0, 1e9) == pytest.approx(1.5)
     assert all_reduce_seconds("server", 4, 10**9, 0, 1e9) == pytest.approx(6)
     assert all_reduce_seconds("tree", 3, 10**9, 0, 1e9) == pytest.approx(3)
