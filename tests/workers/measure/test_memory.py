@@ -42,13 +42,18 @@ def most(memory: MemoryLedger) -> dict[str, int]:
     return {name: max(held[name] for _, held in memory.history()) for name in CLASSES}
 
 
-def test_a_step_of_adamw_by_class() -> None:
+def second_step_of_adamw() -> MemoryLedger:
     with MemoryLedger() as memory:
         model = small()
         optimizer = torch.optim.AdamW(model.parameters())
         trained(model, optimizer)
         with memory.step():
             trained(model, optimizer)
+    return memory
+
+
+def test_a_step_of_adamw_by_class() -> None:
+    memory = second_step_of_adamw()
     states = {
         "parameters": 4 * P,
         "gradients": 4 * P,
@@ -60,12 +65,7 @@ def test_a_step_of_adamw_by_class() -> None:
 
 
 def test_the_history_begins_and_ends_at_rest() -> None:
-    with MemoryLedger() as memory:
-        model = small()
-        optimizer = torch.optim.AdamW(model.parameters())
-        trained(model, optimizer)
-        with memory.step():
-            trained(model, optimizer)
+    memory = second_step_of_adamw()
     held = [by_class for _, by_class in memory.history()]
     assert held[0] == held[-1] == memory.rest
     assert min(by_class["gradients"] for by_class in held) == 0  # zero_grad lets them go
