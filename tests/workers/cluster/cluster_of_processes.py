@@ -63,8 +63,11 @@ class Rank:
             time.sleep(0.02)
 
     def end(self, timeout_s: float = END_S) -> int:
-        """The exit code, as a shell would give it."""
-        code = self.process.wait(timeout_s)
+        """The exit code, as a shell would give it; fails with all that was printed if there is none in time."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"it did not end in {timeout_s} s:\n{self.text}") from error
         self._reader.join(5)
         return 128 - code if code < 0 else code
 
