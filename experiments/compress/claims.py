@@ -33,8 +33,8 @@ def refuse(config: Config) -> list[str]:
     named = {name: reason for name, reason in cannot(config).items() if name in config.variant}
     wrong = [f"LAB_VARIANT={name!r} is not possible with these settings: {reason}" for name, reason in named.items()]
     wants_low_rank = not config.variant or any(METHOD_OF.get(name) == "powersgd" for name in config.variant)
-    if "low_rank" in config.model_fields_set and wants_low_rank and config.low_rank > smallest_side(config):
-        wrong = [too_high(config)]
+    if "low_rank" in config.model_fields_set and wants_low_rank and (reason := no_factors(config)):
+        wrong = [reason]
     return (
         wrong
         + no_checkpoints(config, NOT_SAVED)

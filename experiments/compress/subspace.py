@@ -19,10 +19,9 @@ import math
 import torch
 from torch import Size, Tensor
 
+from experiments.compress.reference import TINY
 from workers.config import Config
 from workers.parallel.lowrank import first_factor, pays
-
-TINY = torch.finfo(torch.float64).tiny
 
 
 class Projection:

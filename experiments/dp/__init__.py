@@ -36,7 +36,7 @@ from experiments.dp import line
 from experiments.dp.claims import gradient_bytes, in_unit, predict, refuse, title
 from experiments.dp.faults import BUGS, buckets_of
 from experiments.dp.remedies import remedies
-from experiments.dp.stopwatch import summing
+from experiments.dp.summing import summing, tell
 from experiments.dp.sweep import sweep
 from workers.checks import check_replicas, check_samples
 from workers.config import Config
@@ -57,6 +57,7 @@ def run(lab: Lab) -> None:
     sent = size * 2 * (lab.world_size - 1) / lab.world_size
     most = f"under {2 * size:.3g} {unit} for every N"
     lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, {most}", "predict")
+    tell(lab)
     if lab.config.proof:
         check_samples(lab)
     measured = lab.measure(

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.dp.stopwatch import MIB, medians_s, replica, send_nothing, step, summing
+from experiments.dp.stopwatch import MIB, medians_s, replica, send_nothing, step
+from experiments.dp.summing import summing
 from workers.lab import Lab
 from workers.lane import FASTER, fast_lane, measure_lane
 from workers.parallel.buckets import AllReduce

@@ -1,34 +1,18 @@
-"""How long steps take on a slow link: the slowest rank's seconds, in rounds in which all candidates take turns.
-
-And which all_reduce a bucket takes there. gloo's sums piece by piece, in two rounds that wait for each other: on a link of 500 Mbit/s
-40 MB in buckets of 4 MiB take it 722 ms. Two ranks that swap their buckets, with not a byte more, need 658, of which 643 are the link's
-(workers/parallel/direct.py), and room for what comes: the gradients once more, as much as DDP takes. On a fast link both take as long.
-"""
+"""How long steps take on a slow link: the slowest rank's seconds, in rounds in which all candidates take turns."""
 
 import statistics
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from workers.config import Config
+from experiments.dp.summing import summing
 from workers.lab import Lab
 from workers.parallel.buckets import AllReduce, GradientBuckets
-from workers.parallel.collectives import Collective
 from workers.replica import Replica
 from workers.workload.data import Microbatch
 
 MIB = 2**20
 ROUNDS = 3  # the median drops the first one, which warms up; on a slow link a step is long, and like the next
-
-
-def summing(group: dist.ProcessGroup, config: Config) -> AllReduce:
-    """What sums a bucket of `bucketed`: the group's own all_reduce, or a swap between two ranks on a link with a rate."""
-    swaps = group.size() == 2 and config.net_rate is not None and dist.get_backend(group) == "gloo"
-    if swaps:
-        return partial(Collective(group, "direct").all_reduce, async_op=True)
-    return partial(dist.all_reduce, group=group, async_op=True)
 
 
 def replica(lab: Lab, bucket_bytes: float, all_reduce: AllReduce | None = None) -> Replica:

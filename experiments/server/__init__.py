@@ -7,7 +7,7 @@ meanwhile. Or workers train apart for H steps, and one all_reduce makes their we
 
   predicted   bytes sent a step: a worker S, rank 0 (N-1)·S, and as much comes in there; an all_reduce 2(N-1)/N·S a rank; every H-th
               step alone: /H. Samples a second: in step sum n_i / max T_i, apart the sum of n_i / T_i in the long run, and less
-              where the last steps of a straggler are waited for (grants.py)
+              where the last steps of a straggler are waited for
               a gradient tau updates late is stable up to lr·curvature = 2 sin(pi / (2(2·tau + 1))) (Levin and May 1976)
   shapes      weights and gradients as one flat vector [P] each, S = P x bytes; inputs [B/N, S] a worker
 

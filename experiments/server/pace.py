@@ -1,7 +1,7 @@
 """How fast: samples a second of variants whose workers wait for each other, and of those that do not, with a straggler or without.
 
 The compute of each worker is measured, and from it follows what both kinds should reach: T = max T_i in step, the sum of 1/T_i apart, or
-less of it in a run that ends (grants.py).
+less of it in a run that ends (workers/measure/formulas/grants.py).
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from statistics import median
 
 import torch
 
-from experiments.server.grants import granted_rate
 from experiments.server.promises import Report
 from experiments.server.worker import Scheme, schemes
 from workers.config import Config
 from workers.lab import Lab, Variant
+from workers.measure.formulas.grants import granted_rate
 from workers.measure.formulas.server import apart_rate, in_step_rate
 from workers.parallel.phases import COMPUTE, Span, recorded, slowed
 from workers.workload.data import global_batch

@@ -109,6 +109,7 @@ def test_predictions_add_up_over_buckets() -> None:
         ({"LAB_BUG": "per_rank_powersgd", "LAB_MODEL": "mlp", "LAB_BATCH": "4"}, "gradients of 4 rows have no higher rank"),
         ({"LAB_BUG": "no_error_feedback", "LAB_RATIO": "1", "LAB_VARIANT": "dense,topk"}, "all numbers are sent"),
         ({"LAB_MODEL": "line", "LAB_LOW_RANK": "1", "LAB_VARIANT": "powersgd"}, "LAB_LOW_RANK=1 factors nothing"),
+        ({"LAB_MODEL": "mlp", "LAB_LOW_RANK": "16"}, "LAB_LOW_RANK=16 factors nothing"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
@@ -131,7 +132,8 @@ class Cold(LowRank):
     """Draws its factors anew at each step."""
 
     def __call__(self, bucket: Tensor) -> Any:
-        self.factors, self.seed = None, self.seed + 1
+        if self.factors is not None:
+            self.factors, self.seed = None, self.seed + 1
         return super().__call__(bucket)
 
 
@@ -170,10 +172,10 @@ def test_the_sum_is_right_whatever_the_ranks_of_the_matrices(ranks: Ranks) -> No
         assert max(found) < 1e-14
 
 
-@pytest.mark.parametrize(("kind", "first_wrong"), [(Cold, 0), (Halved, 0), (faults.PerRank, 0)])
-def test_another_sum_is_told(ranks: Ranks, kind: type[LowRank], first_wrong: int) -> None:
+@pytest.mark.parametrize("kind", [Cold, Halved, faults.PerRank])
+def test_another_sum_is_told(ranks: Ranks, kind: type[LowRank]) -> None:
     for found in ranks(3, judged, kind, [12, 12]):
-        assert min(found[first_wrong:]) > 1e-3
+        assert min(found[kind is Cold :]) > 1e-3  # what draws anew at each step is right in the first one
 
 
 def test_a_sum_that_is_no_number_is_told() -> None:

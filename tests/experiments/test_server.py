@@ -16,7 +16,7 @@ from workers.config import Config
 from workers.measure.formulas.server import largest_stable_rate
 from workers.parallel.parameter_server import ParameterServer, audit, checksum
 from workers.parallel.serving import Link, Local, Remote, Server, Threads
-from workers.report.records import Chart, Table, select
+from workers.report.records import Chart, Said, Table, select
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model
@@ -106,6 +106,14 @@ def test_one_worker_with_one_local_step_is_one_process() -> None:
     assert losses == pytest.approx([snapshot.loss for snapshot in dense], abs=1e-14)
     wanted = torch.cat([weight.flatten() for weight in dense[-1].weights.values()])
     torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-14)
+
+
+def test_a_trace_says_what_is_not_in_it(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"LAB_VARIANT": "dp,ssp", "LAB_TRACE": "1", "LAB_PROOF": "0", "LAB_STEPS": "2"}
+    run, by_rank = run_experiment(ranks, 2, tmp_path, RUN_MODE="server", **settings)
+    assert run["verdict"] == "pass"
+    said = [record.text for record in by_rank[0] if isinstance(record, Said) and record.heading == "trace"]
+    assert "ssp not profiled: there is no step that all ranks take" in said
 
 
 def test_an_update_that_does_not_count_once_is_seen() -> None:
