@@ -3,7 +3,7 @@
 #
 #   make fit                                 about two minutes; WORLD_SIZE, LAB_WIDTH, LAB_DEPTH, LAB_STEPS as you like
 #
-# The limit is not tried out: workers/fit.py computes it from what the formulas say that both need. In dp one small container is
+# The limit is not tried out: workers/plan/fit.py computes it from what the formulas say that both need. In dp one small container is
 # enough to end the run, so only worker1 has the limit and the others are left to say what became of it; in fsdp all have it.
 set -eu
 cd "$(dirname "$0")/.."
@@ -28,7 +28,7 @@ train() {
 }
 
 echo "--- what both need"
-limit=$(RUN_MODE=fsdp ./run fit limit)
+limit=$(RUN_MODE=fsdp ./run plan.fit limit)
 
 echo "--- dp without a limit"
 train dp bucketed free
@@ -42,4 +42,4 @@ echo "--- fsdp with $limit for each container"
 LAB_MEMORY=$limit OTHERS_MEMORY=$limit train fsdp zero3 fsdp
 [ "$code" = 0 ] || { echo "fsdp was to fit into $limit (exit code 0), and returned $code" >&2; exit 1; }
 
-./run fit judge "runs/$name-free" "runs/$name-dp" "runs/$name-fsdp"
+./run plan.fit judge "runs/$name-free" "runs/$name-dp" "runs/$name-fsdp"

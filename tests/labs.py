@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks, side_groups
+from workers.cluster.exchange import Exchange
 from workers.config import Config
-from workers.exchange import Exchange
-from workers.journal import Journal
 from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.parallel.piece import Piece
 from workers.report import records
+from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import from_line, to_line
 

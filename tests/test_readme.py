@@ -18,10 +18,10 @@ import pytest
 
 from benchmarks import collectives, compress, link, pp
 from tests.documents import spans, tables
-from workers import fit
 from workers.config import Config
 from workers.config.values import modes
 from workers.parallel.collectives import pick
+from workers.plan import fit
 from workers.workload.model import outline
 
 README = Path(__file__).parent.parent / "README.md"

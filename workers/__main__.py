@@ -26,7 +26,7 @@ def main() -> int:
         # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all cores:
         # a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
-        from workers.rank import be_rank  # torch comes in here: faults above are said without waiting for it
+        from workers.rank.start import be_rank  # torch comes in here: faults above are said without waiting for it
 
         return be_rank(config, started_at)
     except ConfigError as error:

@@ -51,7 +51,7 @@ def bug_lines(experiment: Any) -> list[str]:
 
 def main() -> int:
     """Print the lesson of RUN_MODE; exit code 2 if the settings are refused."""
-    from workers.rank import refuse
+    from workers.rank.start import refuse
 
     try:
         config = Config.read()

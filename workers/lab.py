@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.cluster.exchange import Exchange
 from workers.config import Config
-from workers.exchange import Exchange
-from workers.journal import Journal
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
 from workers.report import records
+from workers.report.journal import Journal
 from workers.report.text import aligned
 from workers.workload.data import Batches, Microbatch, effective_batch
 from workers.workload.model import Model, build_model
@@ -205,9 +205,9 @@ class Lab:
         samples. Variants in `cannot` are skipped, for the reason given there. Variants in `proofs` do on purpose not compute
         what one process does: each is proven by what stands there in its place. Returns what was measured on this rank.
         """
-        from workers.counted import count  # the passes are written in terms of Lab
-        from workers.proof import prove
-        from workers.timed import time_steps
+        from workers.passes.counted import count  # the passes are written in terms of Lab
+        from workers.passes.proof import prove
+        from workers.passes.timed import time_steps
 
         self.shards = shards or self.world_size
         self.say(effective_batch(self.config, self.shards), "batch")
@@ -221,7 +221,7 @@ class Lab:
         bubbles = time_steps(self, chosen)
         counted = count(self, chosen)
         if self.config.trace:
-            from workers.tracing import trace
+            from workers.passes.profiled import trace
 
             trace(self, chosen)
         return {name: Measured(**vars(each), bubble=bubbles.get(name)) for name, each in counted.items()}

@@ -35,11 +35,11 @@ from experiments.compress.methods import METHODS, compressed
 from experiments.compress.proofs import by_the_formula
 from experiments.compress.shown import show
 from experiments.compress.torchs import ddp, ddp_fp16, ddp_powersgd
-from workers.checks import check_replicas
 from workers.config import Config
 from workers.lab import Lab, Strategy
 from workers.parallel.buckets import GradientBuckets
-from workers.replica import Replica, begin_alike
+from workers.passes.replicas import check_replicas
+from workers.strategies.replica import Replica, begin_alike
 from workers.workload.model import Model
 
 VARIANTS = (

@@ -13,7 +13,7 @@ from workers.parallel.lowrank import LowRank
 from workers.parallel.quantised import Quantised
 from workers.parallel.sign import Sign
 from workers.parallel.sparse import RandomK, TopK
-from workers.replica import Replica, begin_alike
+from workers.strategies.replica import Replica, begin_alike
 from workers.workload.model import Model
 
 METHODS = ("bf16", "fp16", "int8", "topk", "randomk", "sign", "powersgd")

@@ -21,10 +21,10 @@ from experiments.compress.claims import bucket_shapes
 from experiments.compress.limits import limit_difference
 from experiments.compress.reference import ROUNDING, TINY, Reference, added, largest
 from experiments.compress.subspace import Projection
-from workers.checks import check_replicas
 from workers.lab import Lab, Variant
 from workers.parallel.compression import Handle
 from workers.parallel.lowrank import pays
+from workers.passes.replicas import check_replicas
 
 STEPS = 3
 LEARNING_RATE = 0.01

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.compress.methods import compressed
-from workers.checks import check_replicas
 from workers.config import Config
 from workers.lab import Lab, Strategy, Variant
 from workers.parallel.lowrank import first_factor, pays
-from workers.replica import Replica, Wrapped, begin_alike
+from workers.passes.replicas import check_replicas
+from workers.strategies.replica import Replica, Wrapped, begin_alike
 from workers.workload.model import Model
 
 DENSE_STEPS = 2

@@ -38,12 +38,12 @@ from experiments.dp.faults import BUGS, buckets_of
 from experiments.dp.remedies import remedies
 from experiments.dp.summing import summing, tell
 from experiments.dp.sweep import sweep
-from workers.checks import check_replicas, check_samples
 from workers.config import Config
 from workers.lab import Lab, Strategy
 from workers.parallel.collectives import Collective
 from workers.parallel.phases import phase
-from workers.replica import Replica, Wrapped, begin_alike
+from workers.passes.replicas import check_replicas, check_samples
+from workers.strategies.replica import Replica, Wrapped, begin_alike
 from workers.workload.model import Model
 
 VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp", *line.VARIANTS)

@@ -14,7 +14,7 @@ from workers.config import Config
 from workers.lab import Lab, Strategy, Variant
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.peers import Peers
-from workers.replica import Replica
+from workers.strategies.replica import Replica
 from workers.workload.baseline import train
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model

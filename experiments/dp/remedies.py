@@ -9,8 +9,9 @@ C is the same step with nothing sent, on all ranks at once, so that ranks which 
 each measured beside the illness: more samples a rank (4 times, in one pass) or more passes before the sum (accumulation, 4
 microbatches), which both compute 4 times as much for the same bytes and make the global batch 4 times as large; 16 bits a gradient
 on the wire, which halves the bytes and rounds the sum; and a link 4 times as fast, where the run's own has a rate (LAB_NET_RATE): the
-kernel keeps a faster lane beside it, and a second group of the same ranks takes that one (workers/lane.py). Below stands the limit of
-the last, a link without end, by leaving the sum out: those replicas do not train together, their time alone is of use.
+kernel keeps a faster lane beside it, and a second group of the same ranks takes that one (workers/rank/fast_lane.py).
+Below stands the limit
+of the last, a link without end, by leaving the sum out: those replicas do not train together, their time alone is of use.
 """
 
 from functools import partial
@@ -23,9 +24,9 @@ from torch import Tensor
 from experiments.dp.stopwatch import MIB, medians_s, replica, send_nothing, step
 from experiments.dp.summing import summing
 from workers.lab import Lab
-from workers.lane import FASTER, fast_lane, measure_lane
 from workers.parallel.buckets import AllReduce
 from workers.parallel.casting import Cast
+from workers.rank.fast_lane import FASTER, fast_lane, measure_lane
 from workers.workload.data import Batches, Microbatch
 
 MORE = 4  # times the samples of a step

@@ -8,7 +8,7 @@ import torch
 from experiments.dp.summing import summing
 from workers.lab import Lab
 from workers.parallel.buckets import AllReduce, GradientBuckets
-from workers.replica import Replica
+from workers.strategies.replica import Replica
 from workers.workload.data import Microbatch
 
 MIB = 2**20

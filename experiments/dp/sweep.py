@@ -20,7 +20,7 @@ import torch
 from experiments.dp.stopwatch import MIB, medians_s, replica, send_nothing, step
 from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets, layout
-from workers.replica import Replica
+from workers.strategies.replica import Replica
 
 SIZES_MIB = (0, 0.25, 1, 4, 16, 64)
 COLUMNS = ["MiB", "buckets", "overlapped ms", "after ms", "sending ms", "nothing ms", "hidden %"]

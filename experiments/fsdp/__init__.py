@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from experiments.fsdp.claims import STAGES, at_rest, owned, predict, published, refuse, title
 from experiments.fsdp.faults import BUGS
-from experiments.fsdp.sharded import Sharded
 from experiments.fsdp.torchs import fsdp2
 from workers.config import Config
 from workers.lab import Lab, Strategy
+from workers.strategies.sharded import Sharded
 from workers.workload.model import Model, outline
 
 VARIANTS = ("zero1", "zero2", "zero3", "zero3_kept", "fsdp2")

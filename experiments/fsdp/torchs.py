@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.fsdp.sharded import as_many_as_all
 from workers.config import Config
 from workers.lab import Strategy
 from workers.parallel.phases import phase
+from workers.strategies.sharded import as_many_as_all
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import live_state, make_optimizer, named_tensors

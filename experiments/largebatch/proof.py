@@ -18,7 +18,7 @@ from workers.config import Config
 from workers.lab import Lab
 from workers.parallel import rates
 from workers.parallel.rates import set_rates
-from workers.proof import LEARNING_RATE, TOLERANCE
+from workers.passes.proof import LEARNING_RATE, TOLERANCE
 from workers.workload.model import Model, build_model
 
 K, STEPS, HORIZON = 4, 3, 8  # of 8 steps a quarter warms up: the base rate, on the way, the whole rate

@@ -24,15 +24,15 @@ Ranks that share cores show no bubble, since one computes while another waits: L
 import torch.distributed as dist
 
 from experiments.pp.claims import cannot, cut_bytes, predict, refuse, title
-from experiments.pp.engines import ByHand
 from experiments.pp.faults import BUGS, boundaries_of
-from experiments.pp.strategy import Pipelined, parts_of, runs_of
 from workers.config import Config
 from workers.lab import Lab, Strategy
 from workers.measure.formulas.pipelines import bubble, in_flight
 from workers.parallel import schedules
 from workers.parallel.boundaries import Boundaries
 from workers.parallel.pipeline import Pipeline
+from workers.strategies.engines import ByHand
+from workers.strategies.pipelined import Pipelined, parts_of, runs_of
 from workers.workload.model import Model, outline
 
 VARIANTS = ("naive", "gpipe", "1f1b", "interleaved", "torch_gpipe", "torch_1f1b")

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from experiments.pp.engines import joined
 from workers.config import Config
 from workers.parallel.phases import phase
 from workers.parallel.stages import Parts
+from workers.strategies.engines import joined
 from workers.workload.data import Microbatch
 
 SCHEDULES = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}

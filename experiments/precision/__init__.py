@@ -33,11 +33,11 @@ from experiments.precision.halved import Halved
 from experiments.precision.proof import prove
 from experiments.precision.seen import observe
 from experiments.precision.shown import show_gradients, show_seen
-from workers.checks import check_replicas
 from workers.config import Config
 from workers.lab import Lab, Strategy
 from workers.parallel.buckets import GradientBuckets
-from workers.replica import Replica, begin_alike
+from workers.passes.replicas import check_replicas
+from workers.strategies.replica import Replica, begin_alike
 from workers.workload.model import Model
 
 __all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]

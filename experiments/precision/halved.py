@@ -12,7 +12,7 @@ from workers.parallel.buckets import GradientBuckets
 from workers.parallel.masters import Masters
 from workers.parallel.rounding import stochastic_bf16
 from workers.parallel.scaling import LossScale, all_finite
-from workers.replica import Replica, begin_alike
+from workers.strategies.replica import Replica, begin_alike
 from workers.workload.model import Model
 from workers.workload.optimizer import make_optimizer
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from experiments.precision.claims import SCALED
 from experiments.precision.halved import Cast, Halved
-from workers.checks import check_replicas
 from workers.lab import Lab, Variant
 from workers.parallel.rounding import ulp
+from workers.passes.replicas import check_replicas
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from experiments.precision.halved import Halved
 from workers.lab import Lab, Variant
 from workers.parallel.buckets import GradientBuckets
-from workers.replica import Replica
+from workers.strategies.replica import Replica
 from workers.workload.data import Microbatch
 
 

@@ -33,11 +33,11 @@ from experiments.server.faults import BUGS
 from experiments.server.pace import in_step
 from experiments.server.rounds import Apart, prove_rounds
 from experiments.server.synchronous import Served
-from workers.checks import check_replicas, check_samples
 from workers.config import Config
 from workers.lab import Lab, Strategy
 from workers.parallel.buckets import GradientBuckets
-from workers.replica import Replica, begin_alike
+from workers.passes.replicas import check_replicas, check_samples
+from workers.strategies.replica import Replica, begin_alike
 from workers.workload.model import Model
 
 VARIANTS = ("dp", "sync", "local_sgd", "diloco", *asynchronous.VARIANTS)

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.server.synchronous import Alone
-from workers.checks import check_replicas
 from workers.config import Config
 from workers.lab import Lab, Variant
 from workers.parallel.local_sgd import OuterStep
 from workers.parallel.vectors import Vectors
-from workers.replica import Replica
+from workers.passes.replicas import check_replicas
+from workers.strategies.replica import Replica
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model, build_model
 from workers.workload.optimizer import make_optimizer

@@ -15,7 +15,7 @@ from workers.config import Config
 from workers.parallel.peers import Peers
 from workers.parallel.phases import phase
 from workers.parallel.vectors import Vectors
-from workers.replica import Replica
+from workers.strategies.replica import Replica
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 

@@ -10,7 +10,7 @@ from workers.config import Config
 from workers.parallel.parameter_server import checksum
 from workers.parallel.serving import Client
 from workers.parallel.vectors import Vectors
-from workers.replica import Replica
+from workers.strategies.replica import Replica
 from workers.workload.data import Batches
 from workers.workload.model import Model
 

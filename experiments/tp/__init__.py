@@ -33,13 +33,13 @@ from experiments.tp.faults import BUGS, pack_qkv, row_of, whole_of
 from experiments.tp.naive import split_every_linear
 from experiments.tp.plan import rows_first, split
 from experiments.tp.predictions import SAVED, Sizes, predict
-from experiments.tp.shard import Shard, local
 from experiments.tp.torchs import dtensor
 from workers.config import Config
 from workers.lab import Lab, Measured, Strategy
 from workers.measure.formulas import Prediction
 from workers.parallel.cut import shares
 from workers.parallel.sequence import Sequence
+from workers.strategies.tensor import Shard, local
 from workers.workload.model import VOCABULARY, Model
 
 VARIANTS = ("naive", "megatron", "sequence", "dtensor")

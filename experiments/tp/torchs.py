@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.tp.shard import Shard
 from workers.config import Config
 from workers.lab import Strategy
 from workers.parallel.cut import Cut
+from workers.strategies.tensor import Shard
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 

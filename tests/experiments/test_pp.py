@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments import pp
-from experiments.pp.engines import ByHand
 from experiments.pp.pretend import pretend_compute
-from experiments.pp.strategy import Pipelined
 from tests.labs import copy_state
 from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.calls import Calls
 from workers.measure.formulas.pipelines import bubble
+from workers.strategies.engines import ByHand
+from workers.strategies.pipelined import Pipelined
 from workers.workload.baseline import Snapshot, train
 from workers.workload.data import Batches, shard_sizes
 from workers.workload.model import build_model

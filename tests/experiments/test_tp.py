@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments import tp
-from experiments.tp.shard import Shard, local
 from tests.labs import copy_state
 from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.activations import SavedActivations
 from workers.measure.calls import Calls
+from workers.strategies.tensor import Shard, local
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from workers.cgroup import ContainerMemory
 from workers.cluster import ClusterError, last_words
 from workers.cluster.board import Board
 from workers.cluster.departure import Departure
@@ -27,6 +26,7 @@ from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.slowness import Slowness
 from workers.cluster.verdict import Verdict, condemn
 from workers.config import Config, ConfigError
+from workers.measure.cgroup import ContainerMemory
 from workers.report.records import Lost
 
 if TYPE_CHECKING:

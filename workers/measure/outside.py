@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from workers.cgroup import ContainerMemory
+from workers.measure.cgroup import ContainerMemory
 
 PROCESS = Path("/proc/self")
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 import torch
 
 from workers.checkpoint.course import Course
-from workers.chronicle import Chronicle
-from workers.counted import WARMUP_STEPS
 from workers.lab import Lab, Strategy, Variant
 from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded, slowed
-from workers.proof import dealt
+from workers.passes.counted import WARMUP_STEPS
+from workers.passes.proof import dealt
+from workers.passes.timeline import Chronicle
 from workers.report import records
 from workers.report.progress import Progress
 from workers.workload import baseline

@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 
 from workers.cluster import link
+from workers.cluster.exchange import Exchange
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from workers.cluster.watch import Watch
 from workers.config import MAX_WORLD_SIZE, Config, ConfigError
 from workers.config.values import suggest
-from workers.device import pick_device
-from workers.ending import bury, conclude, let_leave
-from workers.exchange import Exchange
-from workers.journal import Journal, put_aside
 from workers.lab import Lab
-from workers.linked import measure_link
 from workers.measure.ledger import Ledger
+from workers.rank.device import pick_device
+from workers.rank.end import bury, conclude, let_leave
+from workers.rank.link_rate import measure_link
 from workers.report import records
+from workers.report.journal import Journal, put_aside
 
 
 def be_rank(config: Config, started_at: float) -> int:
@@ -129,7 +129,7 @@ def unwritable(config: Config) -> list[str]:
 
 def source_version() -> str:
     """A hash of the sources of workers/ and experiments/: ranks of different code must not train together."""
-    top = Path(__file__).parent.parent
+    top = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted([*top.glob("workers/**/*.py"), *top.glob("experiments/**/*.py")]):
         digest.update(str(path.relative_to(top)).encode() + path.read_bytes())

@@ -6,8 +6,8 @@ import pytest
 
 from tests.labs import run_experiment
 from tests.ranks import Ranks
-from workers.chronicle import KEPT_STEPS, Chronicle, bounds, choose, placed
 from workers.parallel.phases import Span
+from workers.passes.timeline import KEPT_STEPS, Chronicle, bounds, choose, placed
 from workers.report import records
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.labs import failed
 from workers.cluster.verdict import Verdict
-from workers.ending import bury, conclude, last_words, point_latest
-from workers.journal import Journal
 from workers.lab import Bug, Lab
+from workers.rank.end import bury, conclude, last_words, point_latest
+from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import read_run
 from workers.report.records import Check, End, Failed, Lost, Start, select

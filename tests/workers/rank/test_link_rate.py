@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.labs import lab_of
 from tests.ranks import Ranks
-from workers.linked import LEAST_BYTES, MOST_BYTES, PIECES, measure_link, median_bits_s, message_bytes
+from workers.rank.link_rate import LEAST_BYTES, MOST_BYTES, PIECES, measure_link, median_bits_s, message_bytes
 from workers.report.records import Comparison, Said
 
 

@@ -12,7 +12,7 @@ from workers.lab import Counted, Lab, Strategy, Variant
 from workers.measure.activations import SavedActivations
 from workers.measure.ledger import Traffic
 from workers.measure.memory import MemoryLedger
-from workers.proof import dealt
+from workers.passes.proof import dealt
 from workers.report import records
 from workers.workload.data import Batches
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.journal import Journal, Unwritable, put_aside
+from workers.report.journal import Journal, Unwritable, put_aside
 from workers.report.lines import read, read_run
 from workers.report.records import End, Said
 

@@ -13,8 +13,8 @@ from tests.labs import lab_of
 from tests.ranks import MAX, Ranks
 from workers.cluster import link
 from workers.cluster.link import LABEL, Shaped
-from workers.lane import fast_lane, labelled, measure_lane
 from workers.measure import sockets
+from workers.rank.fast_lane import fast_lane, labelled, measure_lane
 from workers.report.records import Comparison
 
 SETTINGS = {

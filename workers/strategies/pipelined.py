@@ -10,13 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.pp.engines import Engine
 from experiments.pp.pretend import pretend_compute
 from workers.config import Config
 from workers.parallel.boundaries import sendable
 from workers.parallel.clip import clip_gradients
 from workers.parallel.peers import Peers
 from workers.parallel.stages import Parts, cut, divide, sum_shared
+from workers.strategies.engines import Engine
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import live_state, make_optimizer

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from workers.cluster.exchange import Exchange
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
-from workers.exchange import Exchange
-from workers.journal import Journal
 from workers.lab import Bug, Lab
 from workers.report import records
 from workers.report.claims import Run
+from workers.report.journal import Journal
 from workers.report.judge import exit_code, judge, write_run
 from workers.report.lines import BrokenRecord, from_line, read, read_run, to_line, write_atomically
 from workers.report.log import verdict_lines

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from workers.counted import WARMUP_STEPS, train
 from workers.lab import Lab, Strategy, Variant
 from workers.measure.chrome import Event, Process, chrome_trace
 from workers.measure.timeline import Clock, Span, align, hidden_seconds, length, union
 from workers.parallel.phases import phase, recorded
-from workers.proof import dealt
+from workers.passes.counted import WARMUP_STEPS, train
+from workers.passes.proof import dealt
 from workers.report import records
 from workers.report.lines import write_atomically
 from workers.workload.data import Batches

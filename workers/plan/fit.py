@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
             end="",
         )
         return int(bool(found))
-    print("usage: python -m workers.fit limit | judge FREE DP FSDP", file=sys.stderr)
+    print("usage: python -m workers.plan.fit limit | judge FREE DP FSDP", file=sys.stderr)
     return 2
 
 

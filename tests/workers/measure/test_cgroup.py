@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from workers.cgroup import ContainerMemory
+from workers.measure.cgroup import ContainerMemory
 
 
 def test_version_2_without_the_cache(tmp_path: Path) -> None:

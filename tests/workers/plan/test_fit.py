@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.workers.report.made_up import bent, good_run, plus, written
-from workers import fit
 from workers.config import Config
 from workers.measure.formulas.sharding import WHOLE_LAYERS
+from workers.plan import fit
 from workers.report.records import Losses, Lost, Ranks, Record
 
 SMALL = {"LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "3", "LAB_SEQ": "5", "LAB_BATCH": "4", "WORLD_SIZE": "2"}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from workers import exchange as exchange_module
-from workers.exchange import Exchange
+from workers.cluster import exchange as exchange_module
+from workers.cluster.exchange import Exchange
 
 
 def on_each_rank(world_size: int, call: Callable[[Exchange], Any], timeout_s: float = 10) -> list[Any]:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from workers.cluster import link
 from workers.cluster.link import FASTER
 from workers.lab import Lab
-from workers.linked import measured_bits_s, message_bytes
 from workers.measure import sockets
 from workers.measure.sockets import Connection, NoDiagnostics
+from workers.rank.link_rate import measured_bits_s, message_bytes
 from workers.report.units import human_bits
 
 __all__ = ["FASTER", "fast_lane", "measure_lane"]

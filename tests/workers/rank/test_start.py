@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from workers.config import Config, ConfigError
-from workers.device import pick_device
-from workers.rank import refuse, source_version, start_record, unwritable
+from workers.rank.device import pick_device
+from workers.rank.start import refuse, source_version, start_record, unwritable
 
 MODE = SimpleNamespace(VARIANTS=("naive", "ring"), BUGS={"lost_shard": None}, refuse=lambda config: [])
 
@@ -57,7 +57,7 @@ def be_rank(config, started_at):
     other.join()
     return 40 + torch.equal(torch.linalg.qr(matrix).Q, seen["other"]) + torch.get_num_threads()
 
-sys.modules["workers.rank"] = SimpleNamespace(be_rank=be_rank)
+sys.modules["workers.rank.start"] = SimpleNamespace(be_rank=be_rank)
 from workers.__main__ import main
 sys.exit(main())
 """
