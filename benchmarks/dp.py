@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from experiments import dp
 from workers.config import Config
+from workers.parallel.mesh import Mesh
 from workers.workload.data import Batches
 from workers.workload.model import build_model
 
@@ -23,10 +24,9 @@ WARMUP_STEPS = 2  # DDP lays its buckets out anew after the first
 
 
 def settings(world_size: int) -> Config:
-    """A GPT of 10M parameters."""
-    return Config.read(
-        {"RUN_MODE": "dp", "WORLD_SIZE": str(world_size), "LAB_WIDTH": "320", "LAB_BATCH": str(2 * world_size)}
-    )
+    """A GPT of 10M parameters, in buckets of DDP's own size."""
+    sizes = {"LAB_WIDTH": "320", "LAB_BATCH": str(2 * world_size), "LAB_BUCKET_MIB": "25"}
+    return Config.read({"RUN_MODE": "dp", "WORLD_SIZE": str(world_size)} | sizes)
 
 
 def measure(group: dist.ProcessGroup, variants: tuple[str, ...], rounds: int) -> dict[str, Timing]:
@@ -36,7 +36,7 @@ def measure(group: dist.ProcessGroup, variants: tuple[str, ...], rounds: int) ->
     microbatches = batches.dealt(0, group.rank(), group.size())
 
     def step_of(name: str) -> Callable[[], None]:
-        strategy = getattr(dp, name)(build_model(config, config.seed), group, config)
+        strategy = getattr(dp, name)(build_model(config, config.seed), Mesh({"dp": group}), config)
 
         def step() -> None:
             strategy.backward(microbatches)

@@ -18,6 +18,7 @@ from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from benchmarks.runs import run_lab
 from experiments import fsdp
 from workers.config import Config
+from workers.parallel.mesh import Mesh
 from workers.workload.data import Batches
 from workers.workload.model import build_model
 
@@ -44,7 +45,7 @@ def measure(group: dist.ProcessGroup, rounds: int) -> dict[str, Timing]:
     microbatches = batches.dealt(0, group.rank(), group.size())
 
     def step_of(name: str) -> Callable[[], None]:
-        strategy = getattr(fsdp, name)(build_model(config, config.seed), group, config)
+        strategy = getattr(fsdp, name)(build_model(config, config.seed), Mesh({"dp": group}), config)
 
         def step() -> None:
             strategy.backward(microbatches)

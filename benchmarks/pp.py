@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from experiments import pp
 from workers.config import Config
-from workers.lab import Strategy
+from workers.contract import Build, Strategy
 from workers.measure.activations import SavedActivations
 from workers.measure.formulas.pipelines import bubble
 from workers.parallel.boundaries import Boundaries
+from workers.parallel.mesh import Mesh
 from workers.parallel.phases import Span, recorded
 from workers.parallel.schedules import Action, one_forward_one_backward
 from workers.workload.data import Batches
@@ -54,13 +55,13 @@ class Alone(Boundaries):
         """Nothing comes."""
 
 
-def alone(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def alone(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The stages of 1f1b without its messages."""
     schedule = one_forward_one_backward(RANKS, MICROBATCHES)
-    return pp.by_hand(model, group, config, schedule, boundaries=Alone)
+    return pp.by_hand(model, mesh, config, schedule, boundaries=Alone)
 
 
-BUILDERS = {
+BUILDERS: dict[str, Build] = {
     "gpipe": pp.gpipe,
     "1f1b": pp.one_forward_one_backward,
     "torch_gpipe": pp.torch_gpipe,
@@ -103,7 +104,7 @@ def step_of(
 ) -> Callable[[], None]:
     """A step of one variant that notes its phases in `marks`."""
     microbatches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32).dealt(0, 0, 1)
-    strategy = BUILDERS[name](model, group, config)
+    strategy = BUILDERS[name](model, Mesh({"pp": group}), config)
 
     def step() -> None:
         with recorded() as spans:

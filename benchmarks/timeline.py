@@ -5,7 +5,6 @@ step recorded, and under torch.profiler as with LAB_TRACE=1. With LAB_TRACE=0 th
 step is the second way, and the marks inside of the mechanisms are in all three.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +15,9 @@ from torch.profiler import ProfilerActivity
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from workers.config import Config
+from workers.parallel.mesh import Mesh
 from workers.parallel.phases import recorded
+from workers.rank.modes import load
 from workers.workload.data import Batches
 from workers.workload.model import build_model
 
@@ -29,8 +30,10 @@ def measure(group: dist.ProcessGroup, mode: str, rounds: int) -> dict[str, Timin
     config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(group.size())})
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
     microbatches = batches.dealt(0, group.rank() * shards // group.size(), shards)
-    build = getattr(importlib.import_module(f"experiments.{mode}"), variant)
-    strategy = build(build_model(config, config.seed), group, config)
+    lesson = load(mode)
+    (build,) = [each.build for each in lesson.variants if each.name == variant]
+    assert build is not None
+    strategy = build(build_model(config, config.seed), Mesh.grid(lesson.axes(config), group), config)
 
     def bare() -> None:
         strategy.backward(microbatches)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from experiments import tp
+from experiments.tp import MODE
 from workers.config import Config
+from workers.parallel.mesh import Mesh
 from workers.workload.data import Batches
 from workers.workload.model import build_model
 
@@ -33,8 +34,10 @@ def measure(group: dist.ProcessGroup, variants: tuple[str, ...], rounds: int) ->
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
     microbatches = batches.dealt(0, 0, 1)
 
+    builds = {variant.name: variant.build for variant in MODE.variants if variant.build is not None}
+
     def step_of(name: str) -> Callable[[], None]:
-        strategy = getattr(tp, name)(build_model(config, config.seed), group, config)
+        strategy = builds[name](build_model(config, config.seed), Mesh({"tp": group}), config)
 
         def step() -> None:
             strategy.backward(microbatches)

@@ -12,7 +12,9 @@ asks another: the shards are disjoint because all ranks drew the same order. Two
 """
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,18 +22,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from workers.config import Config
-from workers.lab import Bug, Lab, no_checkpoints
+from workers.contract import Instead, Mistake, Mode, Needs
+from workers.lab import Lab
 from workers.measure.formulas import Prediction
 
 LENGTH, BATCH, SEED, EPOCHS = 1000, 4, 42, 2  # the lesson's
-
-VARIANTS: tuple[str, ...] = ()
-BUGS = {
-    "no_set_epoch": Bug(
-        "the sampler is never told the epoch: every epoch deals the same shards in the same order", "reshuffled"
-    ),
-    "no_sampler": Bug("every rank loads the whole data set: each sample is trained on N times an epoch", "shards"),
-}
 
 
 class Numbers(Dataset[Tensor]):
@@ -44,16 +39,27 @@ class Numbers(Dataset[Tensor]):
         return torch.tensor(index)
 
 
-def title(config: Config) -> str:  # noqa: ARG001  nothing is trained here, whatever LAB_MODEL says
-    """What is run, for headings."""
-    return f"DistributedSampler, {LENGTH} samples"
+def by_hand(epoch: int, rank: int, world_size: int) -> list[int]:
+    """The naive sampler, the indices of `rank`: the epoch's order, begun again to fill the rest, and each N-th of it."""
+    order: list[int] = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+    return (order + repeats(order, world_size))[rank::world_size]
 
 
-def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
-    if config.bug == "no_sampler" and config.world_size == 1:
-        return ["LAB_BUG=no_sampler cannot show with WORLD_SIZE=1: it takes two ranks"]
-    return no_checkpoints(config, "trains nothing that could be saved")
+def repeats(order: list[int], world_size: int) -> list[int]:
+    """The samples that are dealt twice, so that all shards are equally long."""
+    return order[: -LENGTH % world_size]
+
+
+def pytorchs(rank: int, world_size: int) -> Sampler[Any]:
+    """PyTorch's own, as in the lesson."""
+    return DistributedSampler(Numbers(), num_replicas=world_size, rank=rank, shuffle=True, seed=SEED)
+
+
+# --- the run ---
+
+# Parts that a mistake replaces: which sampler a rank has, and how it hears of an epoch.
+MakeSampler: TypeAlias = Callable[[int, int], Sampler[Any]]
+BeginEpoch: TypeAlias = Callable[[Any, int], None]
 
 
 def predict(config: Config) -> list[Prediction]:
@@ -62,18 +68,17 @@ def predict(config: Config) -> list[Prediction]:
     return [Prediction("", "called bytes", "B", "2 x (N-1) x 4 x 8 B", (value,) * config.world_size, EPOCHS)]
 
 
-def run(lab: Lab) -> None:
+def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = DistributedSampler.set_epoch) -> None:
     """The lesson's two epochs, then what is true of all their shards."""
     prediction = predict(lab.config)[0]
     lab.say(f"two all_gathers send {prediction.formula} = {prediction.value[0]:g} B a rank", "predict")
-    sampler = make_sampler(lab.config, lab.rank)
+    sampler = sampler_of(lab.rank, lab.world_size)
     loader = DataLoader(Numbers(), batch_size=BATCH, sampler=sampler)
     epochs = []
     with lab.count() as traffic:
         for epoch in range(EPOCHS):
             lab.at(epoch, "epoch")
-            if isinstance(sampler, DistributedSampler) and lab.config.bug != "no_set_epoch":
-                sampler.set_epoch(epoch)
+            begin_epoch(sampler, epoch)
             batches = list(loader)
             show(lab, epoch, batches[0])
             epochs.append([int(sample) for batch in batches for sample in batch])
@@ -81,13 +86,6 @@ def run(lab: Lab) -> None:
     everyone = lab.exchange.gather("shards", epochs)
     if everyone is not None:
         check(lab, everyone)
-
-
-def make_sampler(config: Config, rank: int) -> Sampler[int]:
-    """PyTorch's own, as in the lesson, or what a script does that has none."""
-    if config.bug == "no_sampler":
-        return RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(SEED))
-    return DistributedSampler(Numbers(), num_replicas=config.world_size, rank=rank, shuffle=True, seed=SEED)
 
 
 def show(lab: Lab, epoch: int, batch: Tensor) -> None:
@@ -99,17 +97,6 @@ def show(lab: Lab, epoch: int, batch: Tensor) -> None:
     lab.say(f"rank {lab.rank}, epoch {epoch}, batch 0", all_ranks=True)
     for name, tensor in {"Local data": data, "Local result": result, "Gathered result": torch.cat(gathered)}.items():
         lab.say(f"{name}: {tensor.tolist()}, shape {list(tensor.shape)}", all_ranks=True)
-
-
-def by_hand(epoch: int, rank: int, world_size: int) -> list[int]:
-    """The indices of `rank`: the order of the epoch, begun again to fill the rest, and each N-th of it."""
-    order: list[int] = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-    return (order + repeats(order, world_size))[rank::world_size]
-
-
-def repeats(order: list[int], world_size: int) -> list[int]:
-    """The samples that are dealt twice, so that all shards are equally long."""
-    return order[: -LENGTH % world_size]
 
 
 def check(lab: Lab, everyone: list[list[list[int]]]) -> None:
@@ -152,3 +139,41 @@ def places_apart(one: list[int], other: list[int]) -> int:
 def shorten(samples: list[int]) -> str:
     """At most the first seven, which is all that padding can need on 8 ranks."""
     return ", ".join(map(str, samples[:7])) + (f" and {len(samples) - 7} more" if len(samples) > 7 else "")
+
+
+# --- the classic mistakes, made on purpose by LAB_BUG ---
+
+
+def unsampled(rank: int, world_size: int) -> Sampler[Any]:  # noqa: ARG001  the same, whoever asks
+    """What a script does that has no sampler of its own: the whole data set on every rank."""
+    return RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(SEED))
+
+
+def untold(sampler: Any, epoch: int) -> None:
+    """Leave the sampler with the epoch that it has."""
+
+
+MODE = Mode(
+    run=run,
+    title=lambda config: f"DistributedSampler, {LENGTH} samples",  # noqa: ARG005
+    predict=predict,
+    refuse=lambda config: [],  # noqa: ARG005  nothing is trained here, whatever the sizes are
+    mistakes={
+        "no_set_epoch": Mistake(
+            "the sampler is never told the epoch: every epoch deals the same shards in the same order",
+            "reshuffled",
+            Instead(run={"begin_epoch": untold}),
+            Needs(ranks=1, proof=False),
+        ),
+        "no_sampler": Mistake(
+            "every rank loads the whole data set: each sample is trained on N times an epoch",
+            "shards",
+            Instead(run={"sampler_of": unsampled, "begin_epoch": untold}),
+            Needs(proof=False),
+        ),
+    },
+    unsaved="trains nothing that could be saved",
+    reading=(
+        "experiments/train.py: the sampler by hand and PyTorch's, two epochs of them, and what holds of all shards",
+    ),
+)

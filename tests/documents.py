@@ -1,13 +1,14 @@
 """What the pages in docs/ point to, and what of it is not there: files, tests, modes, variants, bugs and settings."""
 
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from workers.config import Config
+from workers.config.options import aliases
 from workers.config.values import modes
+from workers.rank.modes import load
 
 TOP = Path(__file__).parent.parent
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?(?:::\w+)?")
@@ -54,14 +55,14 @@ def settings_faults(span: str) -> list[str]:
     given = dict(word.split("=", 1) for word in shlex.split(span) if re.match(r"[A-Z_]+=", word))
     if given["RUN_MODE"] not in modes():
         return [f"there is no mode {given['RUN_MODE']}"]
-    mode = importlib.import_module(f"experiments.{given['RUN_MODE']}")
-    known = {field.alias for field in Config.model_fields.values()}
+    mode = load(given["RUN_MODE"])
+    known = aliases(Config) | aliases(mode.options)
     wrong = [f"there is no variable {name}" for name in given if name not in known]
     named = given.get("LAB_VARIANT", "")
     wrong += [
-        f"{given['RUN_MODE']} has no variant {name}" for name in named.split(",") if name and name not in mode.VARIANTS
+        f"{given['RUN_MODE']} has no variant {name}" for name in named.split(",") if name and name not in mode.names
     ]
-    if given.get("LAB_BUG", next(iter(mode.BUGS))) not in mode.BUGS:
+    if given.get("LAB_BUG", next(iter(mode.mistakes))) not in mode.mistakes:
         wrong.append(f"{given['RUN_MODE']} has no LAB_BUG={given['LAB_BUG']}")
     return wrong
 

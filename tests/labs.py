@@ -1,7 +1,6 @@
 """A whole experiment inside the pool of ranks: everything of a run but its containers and its heartbeats."""
 
-import importlib
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,19 @@ import torch.distributed as dist
 from tests.ranks import Ranks, side_groups
 from workers.cluster.exchange import Exchange
 from workers.config import Config
+from workers.contract import Mode
 from workers.lab import Lab
 from workers.measure.ledger import Ledger
+from workers.parallel.mesh import Mesh
 from workers.parallel.piece import Piece
+from workers.passes.measure import everything
+from workers.rank.modes import load
+from workers.rank.refusals import refuse
 from workers.report import records
 from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import from_line, to_line
+from workers.workload.model import Model
 
 TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "3", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}
 
@@ -28,33 +33,41 @@ def run_experiment(
     """Run RUN_MODE on `world_size` ranks of the pool; returns run.json and the records of each rank."""
     settings = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"} | TINY | environ
     config = Config.read(settings | {"RANK": "0"})
-    assert importlib.import_module(f"experiments.{config.run_mode}").refuse(config) == []
+    refuse(config, load(config.run_mode))
     lines = ranks(world_size, one_rank, settings, str(folder), timeout_s=100)
     by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
     return judge(by_rank), by_rank
 
 
-def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None) -> list[str]:
     """What each rank does: a Lab on the pool's group, the experiment, and its records as lines."""
-    lab = lab_of(group, settings, folder)
-    importlib.import_module(f"experiments.{lab.config.run_mode}").run(lab)
+    lab = lab_of(group, settings, folder, mode)
+    (lab.mode.run or everything)(lab)
     lab.journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 
 
-def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> Lab:
-    """This rank's Lab on the pool's group, with a journal in `folder`."""
+def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None) -> Lab:
+    """This rank's Lab on the pool's group, with a journal in `folder`; the mode is that of the settings, or another."""
     config = Config.read(settings | {"RANK": str(group.rank())})
     journal = Journal()
     journal.open(Path(folder), group.rank())
-    written = json.loads(config.model_dump_json(by_alias=True))
-    journal.write(records.Start(group.rank(), "test", config.run_mode, group.size(), "host", written, {}, {}))
+    mode = mode or load(config.run_mode).mistaken(config.bug)
+    start = records.Start(group.rank(), "test", config.run_mode, group.size(), "host", config.written(), {}, {})
+    journal.write(replace(start, by_torch=list(mode.by_torch)))
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     ledger = Ledger(group.rank(), group.size(), exchange.everyone)
-    lab = Lab(config, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
+    lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
     lab.side_group = side_groups[group.size()]
     return lab
+
+
+def built(mode: Mode, name: str, model: Model, group: dist.ProcessGroup, config: Config) -> Any:
+    """The strategy of one variant on the pool's group, with the mistake that LAB_BUG asks for."""
+    (variant,) = [each for each in mode.mistaken(config.bug).variants if each.name == name]
+    assert variant.build is not None
+    return variant.build(model, Mesh.grid(mode.axes(config), group), config)
 
 
 def failed(run: dict[str, Any]) -> set[str]:

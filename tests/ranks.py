@@ -109,6 +109,7 @@ def serve(rank: int, meeting: str, pipe: multiprocessing.connection.Connection) 
     import os
 
     os.environ["OMP_NUM_THREADS"] = "1"  # of all threads, as in a run: workers/__main__.py
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of groups that a test makes; as a run sets it
     import torch.distributed as dist
 
     bound = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)

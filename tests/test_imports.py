@@ -1,48 +1,51 @@
-"""Who may import whom: five floors, no circle, no arrow that runs up."""
+"""Who may import whom: floors, no arrow that runs up, and no circle of files. What is not allowed is denied, and no file is exempt.
+
+Imports inside of a function or under TYPE_CHECKING count like any other: a file that needs another to be understood stands above it.
+"""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
 TOP = Path(__file__).parent.parent
 
-# A place, and the places that it may import beside itself. `__main__` reaches an experiment by name alone.
-FLOORS = {
-    "workers.config": [],
-    "workers.report": ["workers.config"],
-    "workers.measure": ["workers.config"],
-    "workers.workload": ["workers.config"],
-    "workers.parallel": [],
-    "workers.cluster": ["workers.config", "workers.measure.cgroup", "workers.report.records"],
-    "workers.strategies": [
-        "workers.config", "workers.parallel", "workers.workload",
-        "experiments.fsdp.faults", "experiments.pp.faults", "experiments.pp.pretend",  # until mistakes are substitutions
-    ],
-    "workers.lab": [
-        "workers.config", "workers.cluster.exchange", "workers.report", "workers.measure", "workers.workload",
-        "workers.passes", "workers.checkpoint",
-    ],
-    "workers.checkpoint": ["workers.config", "workers.lab", "workers.workload", "workers.report", "workers.parallel.piece"],
-    "workers.passes": [
-        "workers.config", "workers.lab", "workers.measure", "workers.workload", "workers.report", "workers.parallel.phases",
-        "workers.checkpoint",
-    ],
-    "workers.plan": [
-        "workers.config", "workers.measure", "workers.report", "workers.workload",
-    ],
-    "workers.rank": [
-        "workers.config", "workers.lab", "workers.cluster", "workers.measure", "workers.report", "workers.checkpoint",
-    ],
+# A place, and the places that it may import beside itself. `load` in rank/modes.py reaches a lesson by its name alone.
+FORMULAS, MEASURE, WORKLOAD = "workers.measure.formulas", "workers.measure", "workers.workload"
+CONFIG, REPORT, PARALLEL, CLUSTER = "workers.config", "workers.report", "workers.parallel", "workers.cluster"
+STRATEGIES, CONTRACT, LAB, CHECKPOINT = "workers.strategies", "workers.contract", "workers.lab", "workers.checkpoint"
+PASSES, RANK, PLAN = "workers.passes", "workers.rank", "workers.plan"
+BELOW_LAB = [CONFIG, CONTRACT, REPORT, PARALLEL, MEASURE, WORKLOAD, CLUSTER]
+FLOORS: dict[str, list[str]] = {
+    CONFIG: [],
+    REPORT: [CONFIG],
+    PARALLEL: [],
+    MEASURE: [CONFIG],
+    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records"],
+    WORKLOAD: [CONFIG],
+    PLAN: [CONFIG, MEASURE, REPORT, WORKLOAD],
+    CONTRACT: [CONFIG, MEASURE, PARALLEL, WORKLOAD],
+    STRATEGIES: [CONFIG, PARALLEL, WORKLOAD],
+    LAB: BELOW_LAB,
+    CHECKPOINT: [*BELOW_LAB, LAB],
+    PASSES: [*BELOW_LAB, LAB, CHECKPOINT],
+    RANK: [*BELOW_LAB, LAB, CHECKPOINT, PASSES],
+    "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
+    "workers.__main__": [CONFIG, CLUSTER, RANK],
     "experiments": [
-        "workers.config", "workers.lab", "workers.parallel", "workers.measure.formulas", "workers.workload",
-        "workers.strategies", "workers.passes", "workers.rank.fast_lane",
+        CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", WORKLOAD, STRATEGIES, LAB, PASSES,
+        f"{CHECKPOINT}.mistakes", f"{RANK}.fast_lane",
     ],
+    "ranklab": [CONTRACT, "workers.__main__"],
+    "benchmarks": ["workers", "experiments", "tests"],
 }  # fmt: skip
 
-FILES = sorted([*TOP.glob("workers/**/*.py"), *TOP.glob("experiments/**/*.py")])
+FILES = sorted(
+    path for place in ("workers", "experiments", "ranklab", "benchmarks") for path in TOP.glob(f"{place}/**/*.py")
+)
 
 
 def module_name(path: Path) -> str:
@@ -50,15 +53,20 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {module_name(path): path.read_text() for path in FILES}
+
+
 def imported(source: str) -> set[str]:
-    """The modules of the lab that a source imports, at the top or inside a function."""
+    """What a source imports of the project, at the top or inside a function: names of modules, and of what is in them."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in names if name.split(".")[0] in ("workers", "experiments")}
+    return {
+        name for name in names if name.split(".")[0] in ("workers", "experiments", "ranklab", "benchmarks", "tests")
+    }
 
 
 def within(name: str, place: str) -> bool:
@@ -66,19 +74,41 @@ def within(name: str, place: str) -> bool:
 
 
 def climbing(module: str, source: str) -> list[str]:
-    """What `module` imports from a floor that it may not reach."""
+    """What `module` imports from a floor that it may not reach; of a module on no floor, everything."""
     place = max((floor for floor in FLOORS if within(module, floor)), key=len, default=None)
-    if place is None:
-        return []
-    own = ".".join(module.split(".")[:2]) if place == "experiments" else place  # experiments never import each other
-    return [
-        name for name in sorted(imported(source)) if not any(within(name, floor) for floor in [own, *FLOORS[place]])
-    ]
+    own = ".".join(module.split(".")[:2]) if place == "experiments" else place  # lessons never import each other
+    allowed = [own, *FLOORS[place]] if place is not None and own is not None else []
+    return [name for name in sorted(imported(source)) if not any(within(name, floor) for floor in allowed)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_no_import_runs_up(path: Path) -> None:
-    assert climbing(module_name(path), path.read_text()) == []
+def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
+    """The files that each file imports: of `from a.b import c` the file a.b.c if there is one, else a.b."""
+
+    def file_of(name: str) -> str | None:
+        return name if name in modules else (name.rpartition(".")[0] if name.rpartition(".")[0] in modules else None)
+
+    return {
+        module: {to for name in imported(text) if (to := file_of(name))} - {module} for module, text in modules.items()
+    }
+
+
+def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Groups of files of which each reaches every other; by what is left once all files that import nothing else are taken away."""
+    left = {name: set(others) for name, others in arrows.items()}
+    while leaves := [name for name, others in left.items() if not others & set(left)]:
+        for name in leaves:
+            del left[name]
+    inside = {name: {to for to in others if to in left} for name, others in left.items()}
+    return [sorted(inside)] if inside else []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_import_runs_up(module: str) -> None:
+    assert climbing(module, MODULES[module]) == []
+
+
+def test_the_graph_of_files_has_no_circle() -> None:
+    assert circles(graph(MODULES)) == []
 
 
 @pytest.mark.parametrize(
@@ -86,12 +116,35 @@ def test_no_import_runs_up(path: Path) -> None:
     [
         ("workers.parallel.buckets", "from workers.lab import Lab"),
         ("workers.report.judge", "import workers.measure.ledger"),
+        ("workers.strategies.replica", "from experiments.dp import mistakes"),
+        ("workers.lab", "if TYPE_CHECKING:\n    from workers.checkpoint.saver import Saver"),
         ("experiments.dp.line", "from experiments.comm import ring"),
         ("workers.config", "def f():\n    import workers.lab"),
+        ("workers.unknown", "from workers.config import Config"),  # a file on no floor may import nothing
     ],
 )
 def test_an_import_that_runs_up_is_seen(module: str, source: str) -> None:
     assert climbing(module, source)
+
+
+@pytest.mark.parametrize(
+    ("modules", "found"),
+    [
+        ({"workers.a": "from workers import b", "workers.b": "import workers.a"}, ["workers.a", "workers.b"]),
+        (
+            {"workers.a": "from workers.b import x", "workers.b": "def f():\n    from workers.a import y"},
+            ["workers.a", "workers.b"],
+        ),
+        ({"workers.a": "from workers.b import x", "workers.b": "from workers.c import x", "workers.c": ""}, []),
+    ],
+)
+def test_a_circle_is_seen(modules: dict[str, str], found: list[str]) -> None:
+    assert circles(graph(modules)) == ([found] if found else [])
+
+
+def test_nothing_stays_loose_in_workers() -> None:
+    loose = {path.name for path in (TOP / "workers").glob("*.py")}
+    assert loose == {"__init__.py", "__main__.py", "explain.py", "contract.py", "lab.py"}
 
 
 def test_parallel_imports_torch_and_its_siblings_alone() -> None:
@@ -106,12 +159,13 @@ def test_parallel_imports_torch_and_its_siblings_alone() -> None:
 def test_only_config_reads_the_environment() -> None:
     """launch.py may pass an environment on, rendezvous reads what torchrun sets, and __main__ sets what torch reads as it comes in."""
     readers = {
-        module_name(path)
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        module
+        for module, source in MODULES.items()
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     }
     assert "workers.config" in readers
+    readers = {reader for reader in readers if not within(reader, "benchmarks")}
     assert readers <= {"workers.__main__", "workers.config", "workers.cluster.launch", "workers.cluster.rendezvous"}
 
 
@@ -126,4 +180,14 @@ def test_the_report_imports_neither_torch_nor_plotly(module: str) -> None:
 def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
     program = f"import sys, workers.rank.start, workers.passes.timed, experiments.dp; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_settings_are_read_without_torch() -> None:
+    """A mode's own variables too, which stand in a lesson that imports torch."""
+    program = (
+        "import sys; from workers.config import Config; from workers.config.values import modes\n"
+        "print([Config.read({'RUN_MODE': mode}).run_mode for mode in modes()] and 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

@@ -1,6 +1,5 @@
 """The lessons' exercises and classic bugs by name: their numbers, computed by the lab's own mechanisms on real ranks."""
 
-import importlib
 import subprocess
 import sys
 from functools import partial
@@ -20,6 +19,7 @@ from workers.measure.formulas.sharding import MIXED_PRECISION, mixed_precision_b
 from workers.parallel import rates
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.collectives import ALGORITHMS, Collective
+from workers.rank.modes import load
 from workers.workload.data import Microbatch, shard_sizes
 from workers.workload.optimizer import PlainSGD
 
@@ -173,19 +173,19 @@ CLASSIC_BUGS = [
     ("means of uneven shards", "dp", "means_of_shards", "gradients"),
     ("a save that no barrier completes", "fsdp", "save_without_barrier", "checkpoint"),
     ("no broadcast of the first weights", "dp", "no_broadcast", "replicas"),
-    ("the hook that launches too early (W16)", "dp", "hook_race", "gradients"),
-    ("a bucket that is not emptied (W21)", "dp", "stale_bucket", "gradients"),
-    ("a loss that is not divided by its microbatches (W7)", "pp", "undivided_loss", "gradients"),
-    ("an all_reduce in the backward of g (W22)", "tp", "double_reduce", "gradients"),
-    ("[Q; K; V] cut in one run (W9)", "tp", "packed_qkv", "losses"),
-    ("a bias that counts N times (W9)", "tp", "bias_everywhere", "losses"),
-    ("the backward of the lesson's table (W17)", "comm", "wrong_backward", "gradients"),
-    ("an accumulator that clips scaled gradients (W13)", "precision", "unscaled_clip", "clipped gradients"),
-    ("a norm of one's own shard alone (W12, W13)", "fsdp", "per_rank_norm", "clipped gradients"),
-    ("no error feedback (W14)", "compress", "no_error_feedback", "sent + residual"),
-    ("a seed of one's own for random-k (W14)", "compress", "unshared_seed", "formula"),
-    ("sums of codes that wrap (W14)", "compress", "int8_overflow", "formula"),
-    ("a low-rank factor of one's own (W15)", "compress", "per_rank_powersgd", "rank"),
+    ("the hook that launches too early", "dp", "hook_race", "gradients"),
+    ("a bucket that is not emptied", "dp", "stale_bucket", "gradients"),
+    ("a loss that is not divided by its microbatches", "pp", "undivided_loss", "gradients"),
+    ("an all_reduce in the backward of g", "tp", "double_reduce", "gradients"),
+    ("[Q; K; V] sliced in one run", "tp", "packed_qkv", "losses"),
+    ("a bias that counts N times", "tp", "bias_everywhere", "losses"),
+    ("the backward of the lesson's table", "comm", "wrong_backward", "gradients"),
+    ("an accumulator that clips scaled gradients", "precision", "unscaled_clip", "clipped gradients"),
+    ("a norm of one's own shard alone", "fsdp", "per_rank_norm", "clipped gradients"),
+    ("no error feedback", "compress", "no_error_feedback", "sent + residual"),
+    ("a seed of one's own for random-k", "compress", "unshared_seed", "formula"),
+    ("sums of codes that wrap", "compress", "int8_overflow", "formula"),
+    ("a low-rank factor of one's own", "compress", "per_rank_powersgd", "rank"),
     ("weights that are staler than was agreed", "server", "stale_unbounded", "staleness"),
 ]
 
@@ -195,7 +195,7 @@ CLASSIC_BUGS = [
 )
 def test_classic_bug(mode: str, bug: str, check: str) -> None:
     """Its mode knows it, and names the check that sees it."""
-    assert importlib.import_module(f"experiments.{mode}").BUGS[bug].check == check
+    assert load(mode).mistakes[bug].check == check
 
 
 def test_classic_bug_4_eight_ranks_that_compute_40_percent_of_the_time_are_three() -> None:

@@ -4,26 +4,26 @@ make explain RUN_MODE=dp WORLD_SIZE=3            the mode's docstring and its pr
 make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that mistake breaks, and which check sees it
 """
 
-import importlib
-import inspect
 import sys
-from typing import Any
 
 from workers.config import Config, ConfigError
+from workers.contract import Mode
 from workers.measure.formulas import Prediction
 from workers.report.text import aligned
 from workers.report.units import human_bytes
 
 
-def explain(config: Config, experiment: Any) -> list[str]:
-    """The lines of the lesson; `experiment` is the module of config.run_mode."""
-    lines = [inspect.cleandoc(experiment.__doc__), ""]
+def explain(config: Config, mode: Mode) -> list[str]:
+    """The lines of the lesson; in the end the files that it is read in."""
+    lines = [mode.idea, ""]
     lines += [f"With {', '.join(f'{name}={value}' for name, value in settings(config).items())}:", ""]
-    lines += prediction_lines(experiment.predict(config))
+    lines += prediction_lines(mode.predict(config))
     if config.bug is not None:
-        bug = experiment.BUGS[config.bug]
-        return [*lines, "", f"LAB_BUG={config.bug}: {bug.what}. The check that sees it: {bug.check}."]
-    return [*lines, "", "Mistakes to make on purpose (LAB_BUG), and the check that sees each:", *bug_lines(experiment)]
+        mistake = mode.mistakes[config.bug]
+        return [*lines, "", f"LAB_BUG={config.bug}: {mistake.what}. The check that sees it: {mistake.check}."]
+    if mode.mistakes:
+        lines += ["", "Mistakes to make on purpose (LAB_BUG), and the check that sees each:", *mistake_lines(mode)]
+    return [*lines, *reading_lines(mode)]
 
 
 def settings(config: Config) -> dict[str, str]:
@@ -43,24 +43,32 @@ def prediction_lines(predictions: list[Prediction]) -> list[str]:
     return aligned(["variant", "predicted a rank and step", "formula", "value", "calls"], rows)
 
 
-def bug_lines(experiment: Any) -> list[str]:
-    return aligned(
-        ["bug", "what breaks", "check"], [[name, bug.what, bug.check] for name, bug in experiment.BUGS.items()]
-    )
+def mistake_lines(mode: Mode) -> list[str]:
+    """A row a mistake."""
+    rows = [[name, mistake.what, mistake.check] for name, mistake in mode.mistakes.items()]
+    return aligned(["bug", "what breaks", "check"], rows)
+
+
+def reading_lines(mode: Mode) -> list[str]:
+    """Which files to open, in which order."""
+    if not mode.reading:
+        return []
+    return ["", "Read it in this order:", *(f"  {number}. {place}" for number, place in enumerate(mode.reading, 1))]
 
 
 def main() -> int:
     """Print the lesson of RUN_MODE; exit code 2 if the settings are refused."""
-    from workers.rank.start import refuse
+    from workers.rank.modes import load
+    from workers.rank.refusals import refuse
 
     try:
         config = Config.read()
-        experiment = importlib.import_module(f"experiments.{config.run_mode}")
-        refuse(config, experiment)
+        mode = load(config.run_mode)
+        refuse(config, mode)
     except ConfigError as error:
         print("\n".join(f"refused    {fault}" for fault in error.faults))
         return 2
-    print("\n".join(explain(config, experiment)))
+    print("\n".join(explain(config, mode)))
     return 0
 
 

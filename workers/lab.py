@@ -1,124 +1,55 @@
-"""Lab: all that an experiment may ask for. Strategy: all that a variant must answer.
+"""Lab: all that an experiment may ask for on one rank, but for the passes.
 
-An experiment reads top to bottom like its lesson because everything around the lesson is here: the model and the data,
-the loops of proof, timing and counting (`measure`), checks and comparisons that decide the verdict, and words and
-tables that reach both the log and the report. An experiment holds no clock, no print, no file and no os.environ.
+An experiment reads top to bottom like its lesson because what is around the lesson is here: the model and this rank's part of the
+batch, checks and comparisons that decide the verdict, and words and tables that reach both the log and the report. It holds no
+clock, no print, no file and no os.environ; what is done to every variant is in passes/.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from workers.cluster.exchange import Exchange
 from workers.config import Config
+from workers.contract import Counted, Mode
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
+from workers.parallel.mesh import Mesh
 from workers.report import records
 from workers.report.journal import Journal
 from workers.report.text import aligned
-from workers.workload.data import Batches, Microbatch, effective_batch
+from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model, build_model
-
-if TYPE_CHECKING:
-    from workers.checkpoint.resuming import Checkpoints
-    from workers.checkpoint.saver import Saver
-
-
-class Strategy(Protocol):
-    """One way of training a model on many ranks.
-
-    Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat.
-    """
-
-    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """Forward and backward of this rank's microbatches, gradients synchronised, once a step.
-
-        Returns this rank's share of the loss, detached: the shares of all ranks add up to the mean loss of the batch.
-        None where a rank sees no loss.
-        """
-
-    def update(self) -> None:
-        """Clip, and step the optimizer."""
-
-    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """A collective: dense "gradients", "weights" or "optimizer" state under dense names on rank 0, one at a time."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: 'weights.<name>' and 'optimizer.<key>.<name>', each a view of what is trained on.
-
-        Dense names; a Tensor where this rank holds it whole, a Piece or a DTensor where it holds a part, none where nothing.
-        """
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which `state_dict` gave and a checkpoint has filled in place."""
-
-
-Variant = Callable[[Model, dist.ProcessGroup, Config], Strategy]
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What one step of a variant sent from this rank, and what it held: bytes for the backward pass, and all by class."""
-
-    traffic: Traffic
-    activation_bytes: int
-    rest: dict[str, int]  # bytes by class (measure/purposes.py) between two steps
-    peak: dict[str, int]  # and when the step held most
-
-
-@dataclass(frozen=True)
-class Measured(Counted):
-    """`Counted`, and of the timed steps the bubble: on rank 0, where the variant marks its passes."""
-
-    bubble: float | None
-
-
-@dataclass(frozen=True)
-class Bug:
-    """A classic mistake that LAB_BUG makes on purpose: what breaks, and the check that sees it."""
-
-    what: str
-    check: str
-
-
-def no_checkpoints(config: Config, why: str) -> list[str]:
-    """For the `refuse` of a mode that saves none: a sentence for each variable that asks for checkpoints all the same."""
-    asked = {"LAB_CHECKPOINT_EVERY": config.checkpoint_every, "LAB_RESUME": config.resume}
-    return [
-        f"{name}={value}: {config.run_mode} {why}; checkpoints go with dp, fsdp, pp or tp"
-        for name, value in asked.items()
-        if value is not None
-    ]
 
 
 class Lab:
     """One rank's laboratory: the run's settings, the ranks as a group, and the verbs of an experiment."""
 
     def __init__(
-        self, config: Config, device: torch.device, group: dist.ProcessGroup, exchange: Exchange, ledger: Ledger,
+        self, config: Config, mode: Mode, device: torch.device, group: dist.ProcessGroup, exchange: Exchange, ledger: Ledger,
         journal: Journal, at: Callable[[int, str], None],
     ) -> None:  # fmt: skip
         self.config = config
+        self.mode = mode
         self.device = device
         self.group = group  # all ranks
+        self.mesh = Mesh.grid(mode.axes(config), group, config.collective_timeout_s)
         self.rank, self.world_size = exchange.rank, exchange.world_size
-        self.shards = self.world_size  # into how many parts the batch is dealt
         self.exchange = exchange
         self.journal = journal
         self.at = at  # (step, phase): what the watch tells the other ranks
         self.first_step_at: float | None = None
         self.side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
-        self.checkpoints: Checkpoints | None = None  # where the run saves or resumes
-        self.saver: Saver | None = None  # while the timed pass saves
+        self.rescue: Callable[[], None] | None = None  # while the timed pass saves: what a failing rank saves by itself
         # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has left.
         self.let_leave: Callable[[Callable[[int], None]], None] | None = None
+        # By all ranks when a section of rank 0's log (report/log.py) is complete: it is told then, and not at the end.
+        self.finished: Callable[[str], None] = lambda section: None  # noqa: ARG005
         self._ledger = ledger
 
     # --- what is trained ---
@@ -129,7 +60,11 @@ class Lab:
 
     def batches(self, dtype: torch.dtype, *, proof: bool = False) -> Batches:
         """The global batches, and each rank's part of them."""
-        return Batches(self.config, proof=proof, device=self.device, dtype=dtype)
+        return self.mode.batches(self.config, proof=proof, device=self.device, dtype=dtype)
+
+    def dealt(self, batches: Batches, step: int) -> list[Microbatch]:
+        """This rank's microbatches of the batch of `step`: dealt along the mesh's axis dp, the same to all that differ elsewhere."""
+        return batches.dealt(step, self.mesh.index("dp"), self.mesh.size("dp"))
 
     # --- what is said ---
 
@@ -191,55 +126,9 @@ class Lab:
             torch.cuda.synchronize(self.device)
         return (time.perf_counter() - started) / repeats
 
-    def measure(
-        self,
-        *variants: Variant,
-        also: Callable[[str, Strategy], None] | None = None,
-        shards: int | None = None,
-        cannot: Mapping[str, str] | None = None,
-        proofs: Mapping[str, Callable[[Variant], None]] | None = None,
-    ) -> dict[str, Measured]:
-        """Prove, time and count every variant; `also(name, strategy)` adds checks at the end of each proof.
-
-        The batch is dealt in `shards` equal runs of ranks: one a rank by default, 1 where all ranks work on the same
-        samples. Variants in `cannot` are skipped, for the reason given there. Variants in `proofs` do on purpose not compute
-        what one process does: each is proven by what stands there in its place. Returns what was measured on this rank.
-        """
-        from workers.passes.counted import count  # the passes are written in terms of Lab
-        from workers.passes.proof import prove
-        from workers.passes.timed import time_steps
-
-        self.shards = shards or self.world_size
-        self.say(effective_batch(self.config, self.shards), "batch")
-        chosen = {variant.__name__: variant for variant in variants if self.wants(variant.__name__)}
-        reasons = self.open_checkpoints(list(chosen)) | dict(cannot or {})
-        for name in [name for name in chosen if name in reasons]:
-            self.skip(name, reasons[name])
-            del chosen[name]
-        if self.config.proof:
-            prove(self, chosen, also, proofs or {})
-        bubbles = time_steps(self, chosen)
-        counted = count(self, chosen)
-        if self.config.trace:
-            from workers.passes.profiled import trace
-
-            trace(self, chosen)
-        return {name: Measured(**vars(each), bubble=bubbles.get(name)) for name, each in counted.items()}
-
     def losses(self) -> dict[str, list[float]]:
         """The loss curves of the timed pass by variant, and of one process, on rank 0; nothing elsewhere."""
         return {record.variant: record.values for record in self.journal.records if isinstance(record, records.Losses)}
-
-    def open_checkpoints(self, variants: list[str]) -> dict[str, str]:
-        """Find what LAB_RESUME goes on from; returns which of `variants` it does not hold, and a sentence for each."""
-        if self.config.checkpoint_every is None and self.config.resume is None:
-            return {}
-        from workers.checkpoint.resuming import prepare  # torch's checkpoints: 0.7 s that other runs need not wait
-
-        self.checkpoints = prepare(self)
-        resumed = self.checkpoints.resumed
-        missing = [name for name in variants if resumed is not None and name not in resumed.manifest.steps]
-        return {name: f"the checkpoint that is resumed does not hold {name}" for name in missing}
 
     def stepped(self) -> None:
         """A step of a strategy is done; the first one ends the start-up of the run."""
@@ -267,6 +156,7 @@ class Lab:
                     name, predicted, value, "B", tolerance, prediction.variant, prediction.formula,
                     decides=prediction.decides,
                 )  # fmt: skip
+        self.finished("measured")
 
     def compare_rest(self, predictions: list[Prediction], measured: Mapping[str, Counted]) -> None:
         """Hold the bytes of each variant between two steps against its prediction, within 1 %.
@@ -282,3 +172,4 @@ class Lab:
                     prediction.name, predicted, held, "B", 0.01 * predicted, prediction.variant, prediction.formula,
                     decides=prediction.decides,
                 )  # fmt: skip
+        self.finished("memory")

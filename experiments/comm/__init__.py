@@ -10,41 +10,67 @@ link. The algorithms of workers/parallel give the same sum to every rank and dif
               server         (N-1)·S on rank 0, which grows with N: the wall of a parameter server
               gloo           2(N-1)/N·S, and for its reduce_scatter twice what is needed
   shapes      x [2], rows [N, 2] for the primitives; [S/4] float32 in the sweep
-
-In this folder: primitives.py (who holds what), gradients.py (what comes back), demo.py (the lesson's broadcast, slice and
-gather, and a ring chunk by chunk), sweep.py (latency, bandwidth and bytes from 1 KiB to 64 MiB).
 """
 
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from experiments.comm import demo, gradients, primitives, sweep
+from experiments.comm.demo import Rounds, ring_rounds
+from experiments.comm.gradients import Convention, as_it_is
+from experiments.comm.mistakes import MISTAKES
 from workers.config import Config
-from workers.lab import Bug, Lab, no_checkpoints
+from workers.contract import Mode, Variant
+from workers.lab import Lab
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.parallel.peers import split
 
-VARIANTS = sweep.VARIANTS
-BUGS = {
-    "skipped_round": Bug(
-        "the ring leaves out its last round: one rank's chunk keeps an unfinished sum on its neighbour", "ring"
-    ),
-    "wrong_backward": Bug(
-        "each primitive keeps the backward that the lesson's table gives it, whatever the loss: all_gather's slice forgets the "
-        "other ranks' losses, all_reduce's all_reduce counts a replicated loss N times",
-        "gradients",
-    ),
-}
 PREDICTED_BYTES = 4 << 20
+
+
+def naive(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """An all_reduce of sends and receives: all to rank 0, which adds one after the other, and its sum to each in turn.
+
+    Right, and slow twice over: 2(N-1) messages wait for each other, and all of them pass the one link of rank 0. `server` is the
+    same with its messages under way at once; `direct`, `tree` and `ring` give every rank a chunk of the adding.
+    """
+    if group.rank() == 0:
+        arriving = torch.empty_like(tensor)
+        for rank in range(1, group.size()):
+            dist.recv(arriving, group=group, group_src=rank)
+            tensor += arriving
+        for rank in range(1, group.size()):
+            dist.send(tensor, group=group, group_dst=rank)
+    else:
+        dist.send(tensor, group=group, group_dst=0)
+        dist.recv(tensor, group=group, group_src=0)
+
+
+def everyones_sum(lab: Lab) -> None:
+    """The naive all_reduce beside the variants: rank r puts in 10^r everywhere, and every rank has to hold 1...1 in the end."""
+    ways: dict[str, Callable[[Tensor], object]] = {"naive": lambda tensor: naive(tensor, lab.group)}
+    ways |= {name: sweep.collective(lab.group, name).all_reduce for name in lab.mode.names if lab.wants(name)}
+    wanted, rows = sum(10**rank for rank in range(lab.world_size)), []
+    for name, all_reduce in ways.items():
+        lab.at(0, f"the sum by {name}")
+        tensor = torch.full((2 * lab.world_size + 1,), 10**lab.rank, device=lab.device)
+        all_reduce(tensor)
+        held = demo.digits(split(tensor, lab.world_size))
+        lab.check("sum", float((tensor - wanted).abs().max()), 0.0, detail=f"{name}: {held} where {wanted} is right")
+        rows.append([name, held])
+    lab.table("One all_reduce in every way: rank r puts in 10^r", ["by", "rank 0 then holds, chunk by chunk"], rows)
+
+
+# --- the run ---
 
 
 def title(config: Config) -> str:  # noqa: ARG001  nothing is trained here, whatever LAB_MODEL says
     """What is run, for headings."""
-    return f"{len(primitives.PRIMITIVES)} primitives, {len(VARIANTS)} ways to all_reduce"
-
-
-def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
-    if config.bug in BUGS and config.world_size == 1:
-        return [f"LAB_BUG={config.bug} cannot show with WORLD_SIZE=1: it takes two ranks"]
-    return no_checkpoints(config, "trains nothing that could be saved")
+    return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.names)} ways to all_reduce"
 
 
 def predict(config: Config) -> list[Prediction]:
@@ -53,13 +79,13 @@ def predict(config: Config) -> list[Prediction]:
         Prediction(
             name, "wire bytes all_reduce 4 MiB", "B", sweep.formula("all_reduce", name),
             tuple(all_reduce_bytes(name, config.world_size, PREDICTED_BYTES, rank) for rank in range(config.world_size)),
-            1, decides=name != "gloo",
+            1, decides=name not in MODE.by_torch,
         )
-        for name in VARIANTS
+        for name in MODE.names
     ]  # fmt: skip
 
 
-def run(lab: Lab) -> None:
+def run(lab: Lab, rounds: Rounds = ring_rounds, backward_of: Convention = as_it_is) -> None:
     """The lesson, from one message to the price of the largest."""
     for prediction in predict(lab.config):
         lab.say(
@@ -67,7 +93,32 @@ def run(lab: Lab) -> None:
             "predict",
         )
     primitives.forward(lab)
-    gradients.backward(lab)
+    gradients.backward(lab, backward_of)
     demo.broadcast_slice_gather(lab)
-    demo.ring(lab)
+    everyones_sum(lab)
+    demo.ring(lab, rounds)
     sweep.run(lab)
+
+
+MODE = Mode(
+    variants=(
+        Variant("gloo", by_torch=True),
+        Variant("ring"),  # round the ring, a chunk at a time: workers/parallel/ring.py
+        Variant("direct"),  # all to all at once: direct.py beside it
+        Variant("tree"),  # halves, quarters, ... and back: tree.py
+        Variant("server"),  # through rank 0: server.py
+    ),
+    run=run,
+    title=title,
+    predict=predict,
+    refuse=lambda config: [],  # noqa: ARG005  nothing is trained here, whatever the sizes are
+    mistakes=MISTAKES,
+    unsaved="trains nothing that could be saved",
+    reading=(
+        "experiments/comm/__init__.py: an all_reduce of sends and receives, naive, and what a run goes through",
+        "experiments/comm/primitives.py and gradients.py: who holds what before and after, and what comes back",
+        "experiments/comm/demo.py: the lesson's broadcast, slice and gather, and a ring chunk by chunk",
+        "workers/parallel/peers.py, then ring.py, direct.py, tree.py or server.py beside it: a variant is the two",
+        "experiments/comm/sweep.py: latency, bandwidth and bytes from 1 KiB to 64 MiB",
+    ),
+)

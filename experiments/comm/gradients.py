@@ -5,6 +5,9 @@ The lesson's table gives each primitive one backward and mixes the two: its slic
 loss, its sums for broadcast and all_reduce for each rank's own. Both ways are run, so the table shows what each would give.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,35 +18,42 @@ from workers.parallel.differentiable import Loss
 
 TOLERANCE = 1e-12
 LOSSES: tuple[Loss, ...] = ("own", "replicated")
+Convention: TypeAlias = Callable[[Primitive, Loss], Loss]  # for whose loss a primitive's backward is taken
 
 
-def backward(lab: Lab) -> None:
+def as_it_is(primitive: Primitive, loss: Loss) -> Loss:  # noqa: ARG001  whatever the primitive
+    """The loss itself: its own backward is right."""
+    return loss
+
+
+def backward(lab: Lab, backward_of: Convention = as_it_is) -> None:
     """Check each gradient, and show it beside what the lesson's backward gives."""
     rows: list[list[object]] = []
     for primitive in PRIMITIVES:
         for loss in LOSSES if primitive.replicates else LOSSES[:1]:
             lab.at(0, f"gradient of {primitive.name}")
             true = one_process(lab, primitive, loss)
+            taken = backward_of(primitive, loss)
+            measured = gradient(lab, primitive, taken, loss)
             lessons = gradient(lab, primitive, loss_of_lesson(primitive, loss), loss)
-            right = gradient(lab, primitive, loss, loss)
-            measured, by = (
-                (lessons, loss_of_lesson(primitive, loss)) if lab.config.bug == "wrong_backward" else (right, loss)
-            )
-            detail = f"{primitive.name}, {loss} loss, backward by {primitive.backward[by]}"
+            detail = f"{primitive.name}, {loss} loss, backward by {primitive.backward[taken]}"
             lab.check("gradients", off(measured, true), TOLERANCE, detail=detail)
-            rows.append(row(primitive, loss, right, true, lessons))
+            rows.append(row(primitive, loss, primitive.backward[taken], measured, true, lessons))
     lab.table("What comes back to rank 0: the gradient of x", COLUMNS, rows)
     nothing_recorded(lab)
 
 
-COLUMNS = ["primitive", "loss", "right backward", "it gives", "one process", "the lesson's backward", "that gives"]
+COLUMNS = ["primitive", "loss", "backward", "it gives", "one process", "the lesson's backward", "that gives"]
 
 
-def row(primitive: Primitive, loss: Loss, right: Tensor, true: Tensor, lessons: Tensor) -> list[object]:
+def row(
+    primitive: Primitive, loss: Loss, backward: str, measured: Tensor, true: Tensor, lessons: Tensor
+) -> list[object]:
+    """A line of the table: what went back here, what is right, and what the lesson's backward would give."""
     whose = loss if primitive.replicates else "either"
     gives = text(lessons) if off(lessons, true) <= TOLERANCE else f"WRONG: {text(lessons)}"
     lesson = [primitive.backward[loss_of_lesson(primitive, loss)], gives] if primitive.lesson else ["-", "-"]
-    return [primitive.name, whose, primitive.backward[loss], text(right), text(true), *lesson]
+    return [primitive.name, whose, backward, text(measured), text(true), *lesson]
 
 
 def loss_of_lesson(primitive: Primitive, loss: Loss) -> Loss:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from workers.lab import Lab
@@ -21,7 +22,6 @@ from workers.parallel.collectives import Collective, pick
 from workers.parallel.peers import split
 
 KIB, MIB = 1 << 10, 1 << 20
-VARIANTS = ("gloo", "ring", "direct", "tree", "server")
 SIZES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (256 * KIB, 4 * MIB, 64 * MIB)
 TIMED_HALVES = ("gloo", "ring", "direct")  # of reduce_scatter and all_gather; of the others the bytes are counted alone
@@ -68,8 +68,8 @@ Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
 
 def run(lab: Lab) -> None:
     """Sweep, hold the bytes against the formula, and show where the time goes."""
-    variants = [name for name in VARIANTS if lab.wants(name)]
-    collectives = {name: Collective(lab.group, "backend" if name == "gloo" else name) for name in variants}
+    variants = [name for name in lab.mode.names if lab.wants(name)]
+    collectives = {name: collective(lab.group, name) for name in variants}
     costs: Costs = {}
     for index, nbytes in enumerate(SIZES):
         for op in BYTES:
@@ -83,6 +83,11 @@ def run(lab: Lab) -> None:
     if lab.world_size > 1:
         fits(lab, costs, variants)
         wall(lab, costs, variants)
+
+
+def collective(group: dist.ProcessGroup, variant: str) -> Collective:
+    """The collectives of one variant."""
+    return Collective(group, "backend" if variant == "gloo" else variant)
 
 
 def price(lab: Lab, op: str, nbytes: int, collectives: dict[str, Collective]) -> dict[str, Cost]:
@@ -106,14 +111,14 @@ def price(lab: Lab, op: str, nbytes: int, collectives: dict[str, Collective]) ->
     return costs
 
 
-def call(collective: Collective, op: str, whole: Tensor, chunk: Tensor) -> None:
+def call(variant: Collective, op: str, whole: Tensor, chunk: Tensor) -> None:
     """`op` on `whole`, of which `chunk` is this rank's part."""
     if op == "all_reduce":
-        collective.all_reduce(whole)
+        variant.all_reduce(whole)
     elif op == "reduce_scatter":
-        collective.reduce_scatter(chunk, whole)
+        variant.reduce_scatter(chunk, whole)
     else:
-        collective.all_gather(whole, chunk)
+        variant.all_gather(whole, chunk)
 
 
 def compare(lab: Lab, costs: Costs) -> None:
@@ -124,7 +129,7 @@ def compare(lab: Lab, costs: Costs) -> None:
             tolerance = formulas.wire_tolerance(predicted, 1, lab.world_size)
             lab.compare(
                 f"wire bytes {op} {size(nbytes)}", predicted, cost.wire_bytes, tolerance=tolerance, variant=name,
-                formula=formula(op, name), decides=name != "gloo",
+                formula=formula(op, name), decides=name not in lab.mode.by_torch,
             )  # fmt: skip
 
 

@@ -1,137 +1,238 @@
 """Gradients compressed: less on the wire, and what it does to training.
 
-A slow link makes data parallelism wait: S bytes of gradients go around at each step, however small the model's news in them. So
-send less: fewer bits a number, fewer numbers, or fewer dimensions. What is left out is kept and added to the next step's
-gradients (error feedback, LAB_ERROR_FEEDBACK): late, not lost.
+A slow link makes data parallelism wait: S bytes of gradients go around at each step, however small the model's news in
+them. So send less: fewer bits a number, fewer numbers, or fewer dimensions. What is left out is kept and added to the
+next step's gradients (error feedback, LAB_ERROR_FEEDBACK): late, not lost.
 
-  predicted   bytes a rank and step, for n numbers of s bytes on N ranks, f = 2(N-1)/N, k = LAB_RATIO·n, r = LAB_LOW_RANK
+  predicted   bytes a rank and step, for n numbers of s bytes on N ranks, f = 2(N-1)/N, k = LAB_RATIO·n,
+              r = LAB_LOW_RANK:
               dense f·s·n; bf16, fp16 f·2n; int8 f·(n + 4); topk (N-1)·(4 + s)k; randomk f·s·k; sign (N-1)·(n/8 + 4);
-              powersgd f·s·r(m + n) a matrix [m, n]. All but topk and sign stay bounded as N grows: their messages can be
-              added on the way. topk sends more than dense from N = 1/LAB_RATIO on (in float32), sign from N = 64
-              at rest a gradient more on every rank, the residual (among the activations, which are all that is in no other class)
-  the model   width 64, depth 4 unless set: a dozen variants are proven and trained beside each other
+              powersgd f·s·r(m + n) a matrix [m, n]. All but topk and sign stay bounded as N grows: their messages can
+              be added on the way. topk sends more than dense from N = 1/LAB_RATIO on (in float32), sign from N = 64
+              one call a bucket, int8 and powersgd two; naive sends topk's bytes in two calls a gradient
+              at rest a gradient more on every rank, the residual (among the activations, which are all that is in no
+              other class)
+  the model   width 64, depth 4 unless set: a dozen variants and more are proven and trained beside each other
   shapes      a bucket [n] flat, of whole gradients; P [m, r], Q [n, r]
 
-The variants, each an all_reduce of its own for every bucket (workers/parallel/compression.py and its siblings):
+The variants; from bf16 on each bucket goes through an all_reduce that sends less (workers/parallel/compression.py):
 
-  ddp         PyTorch's DistributedDataParallel, nothing compressed: what the others are to beat
+  naive       each gradient alone: its largest numbers and their places to all ranks, and the rest is lost
   dense       our buckets, nothing compressed
   bf16, fp16  16 bits a number
   int8        8 bits, one scale a bucket for all ranks, stochastic rounding, sums that cannot overflow
-  topk        the largest numbers and their places
+  topk        the largest numbers of a bucket and their places
   randomk     numbers at places that all ranks draw alike
   sign        one bit a number
   powersgd    two thin factors a matrix
   *_plain     topk, sign and powersgd without error feedback: what is left out is lost
+  ddp         PyTorch's DistributedDataParallel, nothing compressed: what the others are to beat
   ddp_fp16, ddp_powersgd  PyTorch's own hooks
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
 import torch.distributed as dist
+from torch import Size, Tensor
 
 from experiments.compress import torchs
-from experiments.compress.claims import OURS, cannot, predict, refuse, sent_bytes, title
-from experiments.compress.faults import BUGS
-from experiments.compress.methods import METHODS, compressed
+from experiments.compress.mistakes import MISTAKES
+from experiments.compress.predictions import OURS, cannot, predict, refuse
 from experiments.compress.proofs import by_the_formula
-from experiments.compress.shown import show
-from experiments.compress.torchs import ddp, ddp_fp16, ddp_powersgd
+from experiments.compress.reference import rank_seed
+from experiments.compress.shown import show, summary
 from workers.config import Config
-from workers.lab import Lab, Strategy
+from workers.config.options import Field, ModeOptions
+from workers.contract import Build, Mode, Strategy, Variant
+from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
+from workers.parallel.casting import Cast
+from workers.parallel.compression import Compressor
+from workers.parallel.lowrank import LowRank
+from workers.parallel.mesh import Mesh
+from workers.parallel.quantised import Quantised
+from workers.parallel.sign import Sign
+from workers.parallel.sparse import RandomK, TopK
+from workers.passes.measure import measure
 from workers.passes.replicas import check_replicas
 from workers.strategies.replica import Replica, begin_alike
 from workers.workload.model import Model
 
-VARIANTS = (
-    "ddp", "dense", "bf16", "fp16", "int8", "topk", "randomk", "sign", "powersgd",
-    "topk_plain", "sign_plain", "powersgd_plain", "ddp_fp16", "ddp_powersgd",
-)  # fmt: skip
-__all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]
+Buckets: TypeAlias = type[GradientBuckets]  # a part that a mistake replaces
+
+
+class Options(ModeOptions):
+    """How much is left out, and what becomes of it."""
+
+    sizes = {"width": 64, "depth": 4}  # noqa: RUF012  a dozen variants in 40 s
+    ratio: float = Field(
+        0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that topk and randomk send"
+    )
+    low_rank: int = Field(4, alias="LAB_LOW_RANK", ge=1, description="rank of powersgd's matrices")
+    error_feedback: bool = Field(
+        True,
+        alias="LAB_ERROR_FEEDBACK",
+        description="0: what a compressor leaves out is lost, not added to the next step's gradients",
+    )
+
+
+# --- the variants ---
+
+
+def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """After the backward pass, each gradient alone: its largest numbers and places to all ranks; the rest is lost."""
+    begin_alike(model, mesh.group, config)
+    ratio, group = config.own(Options).ratio, mesh.group
+
+    def sum_largest(gradient: Tensor) -> None:  # [n], flat
+        k = max(1, round(ratio * len(gradient)))
+        places = gradient.abs().argsort(descending=True, stable=True)[:k].int()
+        values = gradient[places]
+        all_places, all_values = ([torch.empty_like(mine) for _ in range(group.size())] for mine in (places, values))
+        dist.all_gather(all_places, places, group=group)  # other places on each rank: no all_reduce could add them
+        dist.all_gather(all_values, values, group=group)
+        gradient.zero_()
+        for at, added in zip(all_places, all_values, strict=True):  # in rank order, so that all replicas stay alike
+            gradient[at] += added
+
+    one_by_one = GradientBuckets(model.parameters(), group, 0, all_reduce=sum_largest, overlap=False)
+    return Replica(model, config, one_by_one)
+
+
+def compressed(
+    model: Model, mesh: Mesh, config: Config, buckets: Buckets, compressor_of: Callable[[list[Size]], Compressor]
+) -> Strategy:
+    """A replica of which each bucket is summed through a compressor of its own, made for the shapes of its gradients.
+
+    Each does so: values = residual + bucket; a message of them travels; residual = values - what the message says.
+    """
+    begin_alike(model, mesh.group, config)
+    size = config.bucket_mib * 2**20
+    return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce_of=compressor_of))
+
+
+def dense(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """Our buckets, whole."""
+    begin_alike(model, mesh.group, config)
+    return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
+
+
+def bf16(model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets) -> Strategy:
+    """8 bits of precision and float32's range."""
+    group, own = mesh.group, config.own(Options)
+    return compressed(model, mesh, config, buckets, lambda _: Cast(group, torch.bfloat16, feedback=own.error_feedback))
+
+
+def fp16(model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets) -> Strategy:
+    """11 bits of precision and a small range."""
+    group, own = mesh.group, config.own(Options)
+    return compressed(model, mesh, config, buckets, lambda _: Cast(group, torch.float16, feedback=own.error_feedback))
+
+
+def int8(
+    model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets,
+    compressor: type[Quantised] = Quantised,
+) -> Strategy:  # fmt: skip
+    """Codes on one scale, rounded at random: each rank draws for itself."""
+    group, own, seed = mesh.group, config.own(Options), rank_seed(config.seed, mesh.group.rank())
+    return compressed(model, mesh, config, buckets, lambda _: compressor(group, seed, feedback=own.error_feedback))
+
+
+def topk(model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets) -> Strategy:
+    """The largest."""
+    group, own = mesh.group, config.own(Options)
+    return compressed(model, mesh, config, buckets, lambda _: TopK(group, own.ratio, feedback=own.error_feedback))
+
+
+def randomk(
+    model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets, compressor: type[RandomK] = RandomK
+) -> Strategy:  # fmt: skip
+    """Some: all ranks draw the same."""
+    group, own = mesh.group, config.own(Options)
+    return compressed(
+        model, mesh, config, buckets, lambda _: compressor(group, own.ratio, config.seed, feedback=own.error_feedback)
+    )
+
+
+def sign(model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets) -> Strategy:
+    """One bit."""
+    group, own = mesh.group, config.own(Options)
+    return compressed(model, mesh, config, buckets, lambda _: Sign(group, feedback=own.error_feedback))
+
+
+def powersgd(
+    model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets, compressor: type[LowRank] = LowRank
+) -> Strategy:  # fmt: skip
+    """Two thin factors."""
+    own = config.own(Options)
+    return compressed(
+        model, mesh, config, buckets,
+        lambda shapes: compressor(mesh.group, shapes, own.low_rank, config.seed, feedback=own.error_feedback),
+    )  # fmt: skip
+
+
+def plain(build: Build) -> Build:
+    """The same without error feedback: what is left out is lost, and what is never among the largest never moves."""
+
+    def forgetting(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+        return build(model, mesh, config.with_own(error_feedback=False), **parts)
+
+    return forgetting
+
+
+# --- the run ---
 
 
 def run(lab: Lab) -> None:
     """Predict, prove, measure; then what was sent and what it cost in loss."""
-    config, predictions = lab.config, predict(lab.config)
-    lab.say(summary(config), "predict")
-    proofs = {
-        name: by_the_formula(lab, method, feedback=config.error_feedback and name in METHODS)
-        for name, method in OURS.items()
-        if name != "dense"
-    }
-    measured = lab.measure(
-        ddp, dense, bf16, fp16, int8, topk, randomk, sign, powersgd, topk_plain, sign_plain, powersgd_plain, ddp_fp16,
-        ddp_powersgd, also=lambda name, strategy: check_replicas(lab, name, strategy), cannot=cannot(config),
-        proofs=proofs | torchs.proofs(lab),
-    )  # fmt: skip
+    predictions = predict(lab.config)
+    lab.say(summary(lab.config), "predict")
+    proofs = {name: partial(by_the_formula, lab) for name in OURS if name != "dense"}
+    measured = measure(
+        lab, also=partial(check_replicas, lab), proofs={**proofs, **torchs.proofs(lab, plain(fp16), powersgd)}
+    )
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
+    for prediction in predictions:
+        if prediction.calls and prediction.decides and prediction.variant in measured:
+            calls = measured[prediction.variant].traffic.calls
+            lab.compare("calls", prediction.calls, calls, unit="calls", variant=prediction.variant)
     show(lab, measured)
 
 
-def summary(config: Config) -> str:
-    """One line of what is sent."""
-    dense = sent_bytes(config, "dense", config.world_size)
-    if not dense:
-        return "one rank has nobody to send to: what is left out and comes later shows all the same"
-    possible = [name for name in METHODS if name not in cannot(config)]
-    parts = [f"{name} {sent_bytes(config, name, config.world_size) / dense:.3f}" for name in possible]
-    return f"a rank sends {dense / 1e6:.3g} MB a step dense; as part of it: {', '.join(parts)}"
-
-
-# --- the variants, in reading order ---
-
-
-def dense(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Our buckets, whole."""
-    begin_alike(model, group, config)
-    return Replica(model, config, GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20))
-
-
-def bf16(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """8 bits of precision and float32's range."""
-    return compressed(model, group, config, "bf16", feedback=config.error_feedback)
-
-
-def fp16(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """11 bits of precision and a small range."""
-    return compressed(model, group, config, "fp16", feedback=config.error_feedback)
-
-
-def int8(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Codes on one scale."""
-    return compressed(model, group, config, "int8", feedback=config.error_feedback)
-
-
-def topk(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """The largest."""
-    return compressed(model, group, config, "topk", feedback=config.error_feedback)
-
-
-def randomk(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Some."""
-    return compressed(model, group, config, "randomk", feedback=config.error_feedback)
-
-
-def sign(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """One bit."""
-    return compressed(model, group, config, "sign", feedback=config.error_feedback)
-
-
-def powersgd(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Two thin factors."""
-    return compressed(model, group, config, "powersgd", feedback=config.error_feedback)
-
-
-def topk_plain(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """The largest, and the rest is lost: what is never among them never moves."""
-    return compressed(model, group, config, "topk", feedback=False)
-
-
-def sign_plain(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """One bit, and the rest is lost."""
-    return compressed(model, group, config, "sign", feedback=False)
-
-
-def powersgd_plain(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Two thin factors, and what lies outside of them is lost."""
-    return compressed(model, group, config, "powersgd", feedback=False)
+MODE = Mode(
+    variants=(
+        Variant("naive", naive),
+        Variant("dense", dense),
+        Variant("bf16", bf16),
+        Variant("fp16", fp16),
+        Variant("int8", int8),
+        Variant("topk", topk),
+        Variant("randomk", randomk),
+        Variant("sign", sign),
+        Variant("powersgd", powersgd),
+        Variant("topk_plain", plain(topk)),
+        Variant("sign_plain", plain(sign)),
+        Variant("powersgd_plain", plain(powersgd)),
+        Variant("ddp", torchs.ddp, by_torch=True),
+        Variant("ddp_fp16", torchs.ddp_fp16, by_torch=True),
+        Variant("ddp_powersgd", torchs.ddp_powersgd, by_torch=True),
+    ),
+    run=run,
+    options=Options,
+    predict=predict,
+    refuse=refuse,
+    cannot=cannot,
+    mistakes=MISTAKES,
+    unsaved="keeps a residual of its own on each rank, as large as the gradients, without which a resumed run would lose "
+    "what was not sent",
+    reading=(
+        "experiments/compress/__init__.py: the variants, naive first, each with its compressor",
+        "workers/parallel/compression.py: what every compressor does, and the residual that it keeps",
+        "workers/parallel/sparse.py, casting.py, quantised.py, sign.py, lowrank.py: what a variant sends, one each",
+        "experiments/compress/proofs.py: how each is held against its paper's formula",
+    ),
+)

@@ -2,32 +2,37 @@
 
 import torch
 import torch.distributed as dist
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 
-from experiments.compress.methods import compressor_of
+from experiments.compress.predictions import own
+from experiments.compress.witness import watched
+from workers.contract import Build
 from workers.lab import Lab
+from workers.workload.model import Model
 
 
-def limit_difference(lab: Lab, method: str, *, feedback: bool) -> float:
-    """The largest difference to the dense sum, and the largest number left over, for the gradient that suits the method.
+def limit_difference(lab: Lab, method: str, build: Build) -> float:
+    """The largest difference to the dense sum or number left over, for the gradient that suits the method.
 
     bf16, fp16: small integers. int8: integers up to the number of levels. topk, randomk: any, at ratio 1. sign: one
-    magnitude a rank. powersgd: matrices of half its rank, in one column space, so that their sum has it too; of its whole rank the
-    drawn Q all but misses a direction (2.6e-12 at rank 320).
+    magnitude a rank. powersgd: matrices of half its rank, in one column space, so that their sum has it too; of its
+    whole rank the drawn Q all but misses a direction (2.6e-12 at rank 320).
     """
-    config = lab.config.model_copy(update={"ratio": 1.0})
-    shape = Size((4 * config.low_rank + 8, 3 * config.low_rank + 6))  # two factors of it are smaller
-    compressor = compressor_of(method, lab.group, config, [shape], feedback=feedback)
-    bucket = whole(method, lab.rank, lab.world_size, shape, config.low_rank)
-    dense = bucket.clone()
-    dist.all_reduce(dense, group=lab.group)
-    compressor(bucket).wait()
-    off = (bucket - dense).abs().max() / dense.abs().max()
-    if compressor.residual is not None:
-        rest = compressor.residual.clone()
-        dist.all_reduce(rest, group=lab.group)
-        off = torch.maximum(off, rest.abs().max() / dense.abs().max())
-    return off.item()
+    low_rank = own(lab.config).low_rank
+    shape = Size((4 * low_rank + 8, 3 * low_rank + 6))  # two factors of it are smaller
+    layer = nn.Linear(shape[1], shape[0], bias=False)
+    model = Model("limit", [layer], nn.Identity()).to(lab.device, torch.float64)
+    strategy = build(model, lab.mesh, lab.config.with_own(ratio=1.0))
+    gradients, [witness] = watched(strategy)
+    gradient = whole(method, lab.rank, lab.world_size, shape, low_rank).to(lab.device)
+    gradients.zero()
+    with gradients.accumulate(last=True):
+        (layer.weight.flatten() @ gradient).backward()  # of which it is the gradient
+    gradients.finish()
+    dense, rest = gradient.clone(), witness.rest.clone()
+    for tensor in (dense, rest):
+        dist.all_reduce(tensor, group=lab.group)
+    return (torch.maximum((witness.total - dense).abs().max(), rest.abs().max()) / dense.abs().max()).item()
 
 
 def whole(method: str, rank: int, world_size: int, shape: Size, low_rank: int) -> Tensor:

@@ -1,7 +1,8 @@
 """What each rank sends of a bucket, by the papers' formulas, in one process: dense tensors, loops, nothing distributed.
 
-The compressors of workers/parallel are held against it step by step. It shares with them the seeds and the way in which random
-places are drawn, and no more. PowerSGD, whose paper leaves a choice, is held by what it has to satisfy (subspace.py).
+The compressors of workers/parallel are held against it step by step. It shares with them the seeds and the way in which
+random places are drawn, and no more. PowerSGD, whose paper leaves a choice, is held by what it has to satisfy
+(subspace.py).
 """
 
 import math
@@ -9,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from experiments.compress.methods import rank_seed
+from experiments.compress.predictions import own
 from workers.config import Config
 from workers.parallel.sparse import drawn
 
@@ -21,13 +22,13 @@ class Reference:
     """One bucket of all ranks. It remembers what the method remembers: random generators."""
 
     def __init__(self, method: str, config: Config, *, feedback: bool) -> None:
-        self.method, self.config, self.feedback = method, config, feedback
+        self.method, self.ratio, self.feedback = method, own(config).ratio, feedback
         self.drawing = torch.Generator().manual_seed(config.seed)
         ranks = range(config.world_size)
-        self.rounding = [torch.Generator().manual_seed(rank_seed(config, rank)) for rank in ranks]
+        self.rounding = [torch.Generator().manual_seed(rank_seed(config.seed, rank)) for rank in ranks]
 
     def judge(self, values: list[Tensor], total: Tensor) -> tuple[float, Tensor]:
-        """How far the ranks' `total` [n] is from the sum of what each should have sent, over what is summed, and that sum."""
+        """How far the ranks' `total` [n] is from the sum of what each should have sent, over it, and that sum."""
         sent = self.sent(values)
         size = added([each.abs() for each in sent])
         if self.method not in ROUNDING:  # a rounding is relative to its own number, all else to the largest one
@@ -40,7 +41,7 @@ class Reference:
         return found
 
     def kept(self, values: list[Tensor]) -> int:
-        return max(1, round(self.config.ratio * len(values[0])))
+        return max(1, round(self.ratio * len(values[0])))
 
     def bf16(self, values: list[Tensor]) -> list[Tensor]:
         return [value.bfloat16().double() for value in values]
@@ -78,6 +79,11 @@ class Reference:
 
     def sign(self, values: list[Tensor]) -> list[Tensor]:
         return [torch.where(value >= 0, value.abs().mean(), -value.abs().mean()) for value in values]
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """A seed of this rank's own."""
+    return 1_000_003 * seed + rank
 
 
 def masked(values: Tensor, places: Tensor) -> Tensor:

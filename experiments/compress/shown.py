@@ -4,13 +4,23 @@ from collections.abc import Mapping
 
 import torch
 
-from experiments.compress.claims import METHOD_OF, sent_bytes
-from experiments.compress.methods import METHODS
+from experiments.compress.predictions import METHODS, cannot, own, sent_bytes
 from workers.config import Config
-from workers.lab import Counted, Lab
+from workers.contract import Counted
+from workers.lab import Lab
 from workers.measure.formulas.compression import sign_pays_below, topk_pays_below
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def summary(config: Config) -> str:
+    """One line of what is sent, before it is."""
+    dense = sent_bytes(config, "dense", config.world_size)
+    if not dense:
+        return "one rank has nobody to send to: what is left out and comes later shows all the same"
+    possible = [name for name in METHODS if name not in cannot(config)]
+    parts = [f"{name} {over_dense(config, name, config.world_size):.3f}" for name in possible]
+    return f"a rank sends {dense / 1e6:.3g} MB a step dense; as part of it: {', '.join(parts)}"
 
 
 def show(lab: Lab, measured: Mapping[str, Counted]) -> None:
@@ -33,7 +43,7 @@ def by_variant(lab: Lab, sent: Mapping[str, float], losses: Mapping[str, list[fl
     dense = sent_bytes(config, "dense", config.world_size)
     samples = config.steps * config.batch
     for name in sent:
-        formula = sent_bytes(config, METHOD_OF[name], config.world_size)
+        formula = sent_bytes(config, name, config.world_size)
         kilobytes = [f"{value / 1e3:.1f}" for value in (sent[name], formula)]
         rows.append([name, *kilobytes, part(sent[name], dense), figure(losses.get(name, []))])
     columns = ["variant", "kB a step", "by the formula", "of dense", f"loss after {samples} samples"]
@@ -55,11 +65,13 @@ def by_world(lab: Lab, sent: Mapping[str, float]) -> None:
     columns = ["variant", f"measured, N={here}", *(f"N={worlds}" for worlds in WORLDS)]
     rows = [[name, points[name], *(f"{value:.3g}" for value in lines[name])] for name in methods]
     lab.table(
-        f"Bytes sent over dense, with LAB_RATIO={config.ratio:g} and LAB_LOW_RANK={config.low_rank}", columns, rows
+        f"Bytes sent over dense, with LAB_RATIO={own(config).ratio:g} and LAB_LOW_RANK={own(config).low_rank}",
+        columns,
+        rows,
     )
     itemsize = getattr(torch, config.dtype).itemsize
     lab.say(
-        f"topk sends less than dense below N = {topk_pays_below(config.ratio, itemsize):.4g}, "
+        f"topk sends less than dense below N = {topk_pays_below(own(config).ratio, itemsize):.4g}, "
         f"sign below N = {sign_pays_below(itemsize)}", "all_gather",
     )  # fmt: skip
     series = {name: [[float(worlds) for worlds in WORLDS], values] for name, values in lines.items()}

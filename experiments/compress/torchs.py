@@ -1,30 +1,35 @@
 """PyTorch's own: DistributedDataParallel, bare and with its communication hooks for fp16 and for PowerSGD.
 
-It averages where ours sums, so the loss that it differentiates is N times ours, and its hooks see N times our gradients:
+It averages where ours sums, so the loss that it differentiates is N times ours, and its hooks see N times our
+gradients:
 
-  fp16      it divides by N after the cast, we weigh before: the same for a power of two, else another rounding, and another
-            one below 6e-5, where fp16 has fewer bits. It has no error feedback. Held against `fp16` without, within the roundings
-  powersgd  P is summed, Q averaged: N times our matrices, divided by N at the end. It draws Q from numpy, so it is given ours
-            here. It begins after two dense steps, when DDP has laid out its buckets anew; in the proof these change no
-            weight. It orthonormalises Q as well as P, which changes the basis and not the space. So results are
-            the same up to rounding. Its second and third collective start in callbacks on gloo's threads, for several
-            buckets in another order on each rank, which gloo answers by ending the process: so a bucket is waited for here
-            before the next one begins
+  fp16      it divides by N after the cast, we weigh before: the same for a power of two, else another rounding, and
+            another one below 6e-5, where fp16 has fewer bits. It has no error feedback. Held against `fp16` without,
+            within the roundings
+  powersgd  P is summed, Q averaged: N times our matrices, divided by N at the end. It draws Q from numpy, so it is
+            given ours here. It begins after two dense steps, when DDP has laid out its buckets anew; in the proof these
+            change no weight. It orthonormalises Q as well as P, which changes the basis and not the space. So results
+            are the same up to rounding. Its second and third collective start in callbacks on gloo's threads, for
+            several buckets in another order on each rank, which gloo answers by ending the process: so a bucket is
+            waited for here before the next one begins
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.compress.methods import compressed
+from experiments.compress.predictions import own
 from workers.config import Config
-from workers.lab import Lab, Strategy, Variant
+from workers.contract import Build, Strategy
+from workers.lab import Lab
 from workers.parallel.lowrank import first_factor, pays
+from workers.parallel.mesh import Mesh
 from workers.passes.replicas import check_replicas
-from workers.strategies.replica import Replica, Wrapped, begin_alike
+from workers.strategies.replica import Replica, Wrapped, begin_apart
 from workers.workload.model import Model
 
 DENSE_STEPS = 2
@@ -32,25 +37,25 @@ STEPS = 3
 POWERSGD_TOLERANCE = 1e-12
 
 
-def ddp(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """All gradients, whole."""
-    return wrapped(model, group, config)
+    return wrapped(model, mesh, config)
 
 
-def ddp_fp16(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def ddp_fp16(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Its fp16_compress_hook."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    return wrapped(model, group, config, group, fp16_compress_hook)
+    return wrapped(model, mesh, config, mesh.group, fp16_compress_hook)
 
 
-def ddp_powersgd(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def ddp_powersgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Its powerSGD_hook, from our Q."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     state = PowerSGDState(
-        group, config.low_rank, start_powerSGD_iter=DENSE_STEPS, min_compression_rate=1,
-        use_error_feedback=config.error_feedback,
+        mesh.group, own(config).low_rank, start_powerSGD_iter=DENSE_STEPS, min_compression_rate=1,
+        use_error_feedback=own(config).error_feedback,
     )  # fmt: skip
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -60,65 +65,63 @@ def ddp_powersgd(model: Model, group: dist.ProcessGroup, config: Config) -> Stra
         summed.wait()
         return summed
 
-    return wrapped(model, group, config, state, hook)
+    return wrapped(model, mesh, config, state, hook)
 
 
 def begin_with_ours(state: Any, bucket: dist.GradBucket, config: Config) -> None:
     """Fill the memory in which it looks for P and Q: those of one shape together, in the order of their first."""
-    factored = [gradient for gradient in bucket.gradients() if pays(gradient.shape, config.low_rank)]
+    rank = own(config).low_rank
+    factored = [gradient for gradient in bucket.gradients() if pays(gradient.shape, rank)]
     together = sorted(factored, key=lambda gradient: [other.shape for other in factored].index(gradient.shape))
-    like, rank = bucket.buffer(), config.low_rank
+    like = bucket.buffer()
     qs = [first_factor(torch.Size((gradient[0].numel(), rank)), config.seed).flatten() for gradient in together]
     heights = sum(len(gradient) for gradient in together)
     state.p_memory_dict[bucket.index()] = like.new_empty(heights * rank)
     state.q_memory_dict[bucket.index()] = torch.cat([like.new_empty(0), *(q.to(like) for q in qs)])
 
 
-def wrapped(model: Model, group: dist.ProcessGroup, config: Config, state: Any = None, hook: Any = None) -> Strategy:
+def wrapped(model: Model, mesh: Mesh, config: Config, state: Any = None, hook: Any = None) -> Strategy:
     """DistributedDataParallel around `model`, with or without a hook; its constructor broadcasts."""
-    begin_alike(model, group, config, broadcast=False)
-    parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=config.bucket_mib)
+    begin_apart(model, mesh.group, config)
+    parallel = DistributedDataParallel(model, process_group=mesh.group, bucket_cap_mb=config.bucket_mib)
     if hook is not None:
         parallel.register_comm_hook(state, hook)
-    return Replica(model, config, Wrapped(parallel), forward=parallel, scale=group.size())
+    return Replica(model, config, Wrapped(parallel), forward=parallel, scale=mesh.group.size())
 
 
 # --- held against ours ---
 
 
-def proofs(lab: Lab) -> dict[str, Callable[[Variant], None]]:
-    """Its two hooks beside our two compressors, from the same weights, on the same batches."""
+def proofs(lab: Lab, fp16: Build, powersgd: Build) -> Mapping[str, Callable[[str, Build], None]]:
+    """Its two hooks beside our `fp16` and `powersgd`, from the same weights, on the same batches."""
     fp16_rounding = lab.world_size * 2.0**-10  # a cast on each rank and as many additions, on both sides
+    forgets = lab.config.with_own(error_feedback=False)
     return {
-        "ddp_fp16": lambda build: beside(lab, build, "fp16", feedback=False, tolerance=fp16_rounding),
-        "ddp_powersgd": lambda build: beside(
-            lab, build, "powersgd", feedback=lab.config.error_feedback, tolerance=POWERSGD_TOLERANCE
-        ),
+        "ddp_fp16": partial(beside, lab, "fp16", fp16, forgets, fp16_rounding),
+        "ddp_powersgd": partial(beside, lab, "powersgd", powersgd, lab.config, POWERSGD_TOLERANCE),
     }
 
 
-def beside(lab: Lab, build: Variant, method: str, *, feedback: bool, tolerance: float) -> None:
+def beside(lab: Lab, other: str, build_ours: Build, config: Config, tolerance: float, name: str, build: Build) -> None:
     """Three steps of both in float64: losses, and gradients over the largest one."""
-    name = build.__name__
-    config = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": 0.01})
+    config = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": 0.01})
     batches = lab.batches(torch.float64, proof=True)
-    theirs = build(lab.model(torch.float64), lab.group, config)
-    ours = compressed(lab.model(torch.float64), lab.group, config, method, feedback=feedback)
+    theirs, ours = (each(lab.model(torch.float64), lab.mesh, config) for each in (build, build_ours))
     for _ in range(DENSE_STEPS):  # without an update: DDP lays out its buckets, and its PowerSGD waits for that
-        theirs.backward(batches.dealt(0, lab.rank, lab.world_size))
+        theirs.backward(lab.dealt(batches, 0))
     losses = gradients = 0.0
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
-        one, other = (strategy.backward(batches.dealt(step, lab.rank, lab.world_size)) for strategy in (theirs, ours))
-        assert one is not None
-        assert other is not None
-        losses = max(losses, (one - other).abs().item())
+        share, wanted = (strategy.backward(lab.dealt(batches, step)) for strategy in (theirs, ours))
+        assert share is not None
+        assert wanted is not None
+        losses = max(losses, (share - wanted).abs().item())
         gradients = max(gradients, relative(dict(theirs.full("gradients")), dict(ours.full("gradients"))))
         for strategy in (theirs, ours):
             strategy.update()
         lab.stepped()
-    lab.check("losses beside ours", losses, tolerance, name, f"beside {method}")
-    lab.check("gradients beside ours", gradients, tolerance, name, f"beside {method}, over the largest gradient")
+    lab.check("losses beside ours", losses, tolerance, name, f"beside {other}")
+    lab.check("gradients beside ours", gradients, tolerance, name, f"beside {other}, over the largest gradient")
     check_replicas(lab, name, theirs)
 
 

@@ -24,8 +24,10 @@ and without overlap (sweep.py), and a step that is bound by communication with i
 With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see line.py).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,58 +35,33 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.dp import line
-from experiments.dp.claims import gradient_bytes, in_unit, predict, refuse, title
-from experiments.dp.faults import BUGS, buckets_of
+from experiments.dp.mistakes import MISTAKES
+from experiments.dp.predictions import cannot, gradient_bytes, in_unit, predict
 from experiments.dp.remedies import remedies
 from experiments.dp.summing import summing, tell
 from experiments.dp.sweep import sweep
+from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.lab import Lab, Strategy
+from workers.contract import Mode, Strategy, Variant
+from workers.lab import Lab
+from workers.parallel.buckets import GradientBuckets
 from workers.parallel.collectives import Collective
+from workers.parallel.mesh import Mesh
 from workers.parallel.phases import phase
+from workers.passes.measure import measure
 from workers.passes.replicas import check_replicas, check_samples
 from workers.strategies.replica import Replica, Wrapped, begin_alike
 from workers.workload.model import Model
 
-VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp", *line.VARIANTS)
-__all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]
+# Parts that a mistake replaces: how the ranks begin, and what holds their gradients.
+Begin: TypeAlias = Callable[[Model, dist.ProcessGroup, Config], None]
+Buckets: TypeAlias = type[GradientBuckets]
 
 
-def run(lab: Lab) -> None:
-    """Predict, prove, measure; then the first lesson's table, if it is its model, and what a slow link teaches, if it is one."""
-    predictions = predict(lab.config)
-    size, unit = in_unit(gradient_bytes(lab.config))
-    sent = size * 2 * (lab.world_size - 1) / lab.world_size
-    most = f"under {2 * size:.3g} {unit} for every N"
-    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, {most}", "predict")
-    tell(lab)
-    if lab.config.proof:
-        check_samples(lab)
-    measured = lab.measure(
-        naive, flat, bucketed, ring, ddp, also=lambda name, strategy: check_replicas(lab, name, strategy)
-    )
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured)
-    for prediction in predictions:
-        if prediction.calls and prediction.variant in measured and prediction.variant in ("naive", "flat", "bucketed"):
-            calls = measured[prediction.variant].traffic.calls
-            lab.compare(
-                "calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula
-            )
-    if lab.config.model == "line":
-        line.lesson(lab, flat)
-    if lab.world_size > 1 and (lab.config.net_rate is not None or lab.config.net_delay is not None):
-        sweep(lab)
-        remedies(lab)
-
-
-# --- the variants, in reading order ---
-
-
-def naive(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def naive(model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike) -> Strategy:
     """One all_reduce a parameter, after the backward pass."""
-    begin_alike(model, group, config)
-    return Replica(model, config, OneByOne(model, group))
+    begin(model, mesh.group, config)
+    return Replica(model, config, OneByOne(model, mesh.group))
 
 
 class OneByOne:
@@ -101,39 +78,111 @@ class OneByOne:
 
     def finish(self) -> None:
         for parameter in self.model.parameters():
-            if parameter.grad is None:  # every rank must make the same calls, or each waits for another's (W6)
+            if parameter.grad is None:  # every rank must make the same calls, or each waits for another's
                 parameter.grad = torch.zeros_like(parameter)
             with phase("all_reduce"):
                 dist.all_reduce(parameter.grad, group=self.group)
 
 
-def flat(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def flat(
+    model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike, buckets: Buckets = GradientBuckets
+) -> Strategy:
     """One all_reduce for all gradients, which lie in one bucket, after the backward pass."""
-    begin_alike(model, group, config)
-    return Replica(model, config, buckets_of(config)(model.parameters(), group, float("inf"), overlap=False))
+    begin(model, mesh.group, config)
+    return Replica(model, config, buckets(model.parameters(), mesh.group, float("inf"), overlap=False))
 
 
-def bucketed(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def bucketed(
+    model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike, buckets: Buckets = GradientBuckets
+) -> Strategy:
     """One all_reduce a bucket, launched as soon as its last gradient is written."""
-    begin_alike(model, group, config)
-    summed, size = summing(group, config), config.bucket_mib * 2**20
-    return Replica(model, config, buckets_of(config)(model.parameters(), group, size, all_reduce=summed))
+    begin(model, mesh.group, config)
+    summed, size = summing(mesh.group, config), config.bucket_mib * 2**20
+    return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce=summed))
 
 
-def ring(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def ring(
+    model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike, buckets: Buckets = GradientBuckets
+) -> Strategy:
     """The same over our own ring: its first messages leave from the hook, the rest while the step waits."""
-    begin_alike(model, group, config)
-    ours = partial(Collective(group, "ring").all_reduce, async_op=True)
-    return Replica(
-        model, config, buckets_of(config)(model.parameters(), group, config.bucket_mib * 2**20, all_reduce=ours)
-    )
+    begin(model, mesh.group, config)
+    ours, size = partial(Collective(mesh.group, "ring").all_reduce, async_op=True), config.bucket_mib * 2**20
+    return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce=ours))
 
 
-def ddp(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def through_wrapper(model: Model, wrapped: DistributedDataParallel) -> nn.Module:  # noqa: ARG001
+    """What the forward pass has to run through for DDP to sum."""
+    return wrapped
+
+
+def ddp(
+    model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike,
+    through: Callable[[Model, DistributedDataParallel], nn.Module] = through_wrapper,
+) -> Strategy:  # fmt: skip
     """PyTorch's own. It divides by the number of ranks, so the loss that it differentiates is that many times ours."""
-    begin_alike(model, group, config, broadcast=False)  # its constructor broadcasts
+    begin(model, mesh.group, config)
     wrapped = DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=config.bucket_mib, init_sync=config.bug != "no_broadcast"
+        model,
+        process_group=mesh.group,
+        bucket_cap_mb=config.bucket_mib,
+        init_sync=False,  # the replicas are alike already
     )
-    forward: nn.Module = model if config.bug == "unwrapped_forward" else wrapped
-    return Replica(model, config, Wrapped(wrapped), forward=forward, scale=group.size())
+    return Replica(model, config, Wrapped(wrapped), forward=through(model, wrapped), scale=mesh.group.size())
+
+
+# --- the run ---
+
+
+def run(lab: Lab) -> None:
+    """Predict, prove, measure; then the first lesson's table, if it is its model, and what a slow link teaches, if it is one."""
+    predictions = predict(lab.config)
+    size, unit = in_unit(gradient_bytes(lab.config))
+    sent = size * 2 * (lab.world_size - 1) / lab.world_size
+    most = f"under {2 * size:.3g} {unit} for every N"
+    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, {most}", "predict")
+    if lab.wants("bucketed"):
+        buckets = next(each.calls for each in predictions if each.variant == "bucketed")
+        lab.say(
+            f"{buckets}, each launched from the backward pass once it holds {lab.config.bucket_mib:g} MiB", "buckets"
+        )
+    tell(lab)
+    if lab.config.proof:
+        check_samples(lab)
+    measured = measure(lab, also=partial(check_replicas, lab))
+    lab.compare_traffic(predictions, measured)
+    lab.compare_rest(predictions, measured)
+    for prediction in predictions:
+        if prediction.calls and prediction.variant in measured and prediction.variant in ("naive", "flat", "bucketed"):
+            calls = measured[prediction.variant].traffic.calls
+            lab.compare(
+                "calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula
+            )
+    if lab.config.model == "line":
+        line.lesson(lab, flat)
+    if lab.world_size > 1 and (lab.config.net_rate is not None or lab.config.net_delay is not None):
+        sweep(lab)
+        remedies(lab)
+
+
+MODE = Mode(
+    variants=(
+        Variant("naive", naive),
+        Variant("flat", flat),
+        Variant("bucketed", bucketed),
+        Variant("ring", ring),
+        Variant("ddp", ddp, by_torch=True),
+        Variant("means"),
+        Variant("coordinator"),
+    ),
+    run=run,
+    predict=predict,
+    cannot=cannot,
+    mistakes=MISTAKES | checkpoints.MISTAKES,
+    recomputes=True,
+    reading=(
+        "experiments/dp/__init__.py: the variants, naive first, and what a run of them claims",
+        "workers/parallel/buckets.py: gradients in flat buckets, launched from hooks",
+        "workers/parallel/ring.py: the all_reduce of `ring`",
+        "workers/strategies/replica.py: the loop that all variants share",
+    ),
+)

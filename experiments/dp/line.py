@@ -11,21 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.config import Config
-from workers.lab import Lab, Strategy, Variant
+from workers.contract import Build, Strategy
+from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
+from workers.parallel.mesh import Mesh
 from workers.parallel.peers import Peers
 from workers.strategies.replica import Replica
 from workers.workload.baseline import train
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model
 
-VARIANTS = ("means", "coordinator")
 SHOWN_STEPS = (0, 10, 25, 50, 100, 200)
 TOLERANCE = 1e-12
 GO, STOP = 0.0, 1.0
 
 
-def lesson(lab: Lab, sums: Variant) -> None:
+def lesson(lab: Lab, sums: Build) -> None:
     """The lesson's table: one process, N ranks that ship sums, N ranks that ship means, and the coordinator."""
     batches = lab.batches(torch.float64, proof=True)
     steps = batches.proof_steps
@@ -55,9 +56,9 @@ def _row(step: int, alone: list[float], columns: dict[str, list[float]]) -> list
     return cells
 
 
-def losses(lab: Lab, build: Variant, batches: Batches, config: Config) -> list[float]:
+def losses(lab: Lab, build: Build, batches: Batches, config: Config) -> list[float]:
     """The loss of the global batch at each step on rank 0, summed over ranks in their order; empty elsewhere."""
-    strategy = build(lab.model(torch.float64), lab.group, config)
+    strategy = build(lab.model(torch.float64), lab.mesh, config)
     shares = []
     for step in range(batches.proof_steps):
         share = strategy.backward(batches.dealt(step, lab.rank, lab.world_size))
@@ -68,9 +69,9 @@ def losses(lab: Lab, build: Variant, batches: Batches, config: Config) -> list[f
     return [sum(column) for column in zip(*everyone, strict=True)] if everyone else []
 
 
-def means(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def means(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Each rank ships the mean over its own points, and the means are averaged: wrong where shards differ in size."""
-    return MeanOfMeans(model, group, config)
+    return MeanOfMeans(model, mesh.group, config)
 
 
 class MeanOfMeans(Replica):

@@ -8,11 +8,13 @@ step. So each rank owns an N-th of every layer, and the rest comes and goes.
   predicted   at rest, bytes a parameter: 16 in dp; zero1 8 + 8/N; zero2 4 + 12/N; zero3 16/N (Rajbhandari et al. 2020,
               "ZeRO", section 5). Sent, of S bytes of weights: zero1 and zero2 2(N-1)/N x S, what dp sends; zero3
               3(N-1)/N x S, since it gathers weights forward and backward; with LAB_RESHARD=0 2(N-1)/N x S again. zero2 and
-              zero3 keep no gradients to add to, so each of M microbatches is summed: (M+1) and 3M in place of 2 and 3
+              zero3 keep no gradients to add to, so each of M microbatches is summed: (M+1) and 3M in place of 2 and 3; naive
+              sums by an all_reduce, of which it keeps a part: 4M
   shapes      inputs [B/N, S] a rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the last one shorter
 
-The variants give up one copy after the other:
+The first variant is the whole idea, with nothing done ahead; the others give up one copy after the other:
 
+  naive       a layer is gathered, computes and is freed, forward and again backward, and everything waits for each of it
   zero1       optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the step
   zero2       gradients too: summed layer by layer as the backward pass hands them over, and dropped
   zero3       weights too: a layer is gathered just before it computes, the next one meanwhile, and freed after
@@ -20,71 +22,202 @@ The variants give up one copy after the other:
   fsdp2       PyTorch's fully_shard, which does what zero3 does
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from experiments.fsdp.claims import STAGES, at_rest, owned, predict, published, refuse, title
-from experiments.fsdp.faults import BUGS
-from experiments.fsdp.torchs import fsdp2
+from experiments.fsdp.mistakes import MISTAKES
+from experiments.fsdp.predictions import BY_HAND, holds, predict, published, summary
+from experiments.fsdp.torchs import fully_sharded
+from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.lab import Lab, Strategy
+from workers.config.options import Field, ModeOptions
+from workers.contract import Mode, Strategy, Variant, untrainable
+from workers.lab import Lab
+from workers.measure.formulas import Prediction
+from workers.parallel.flat import FlatUnit, FlatUnits
+from workers.parallel.mesh import Mesh
+from workers.parallel.phases import phase
+from workers.parallel.zero import Zero
+from workers.passes.measure import measure
 from workers.strategies.sharded import Sharded
-from workers.workload.model import Model, outline
+from workers.workload.model import Model
 
-VARIANTS = ("zero1", "zero2", "zero3", "zero3_kept", "fsdp2")
-__all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]
-
-
-def run(lab: Lab) -> None:
-    """Predict, prove, measure."""
-    config, predictions = lab.config, predict(lab.config)
-    lab.say(summary(config), "predict")
-    lab.say(holds(config, lab.rank), all_ranks=True)
-    lab.table(*published())
-    variants = [zero1, zero2, zero3, *([zero3_kept] if config.recompute else []), fsdp2]
-    measured = lab.measure(*variants)
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured)
-    for prediction in predictions:
-        name = prediction.variant
-        if prediction.name == "wire bytes" and name in STAGES and name in measured:
-            calls = measured[name].traffic.calls
-            lab.compare("calls", prediction.calls, calls, "calls", variant=name, formula=prediction.formula)
+Compute: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def summary(config: Config) -> str:
-    """One line of what is kept."""
-    total, zero3 = outline(config).num_parameters(), at_rest(config, "zero3")
-    everything = at_rest(config.model_copy(update={"world_size": 1}), "zero3").value[0]
-    return (
-        f"{total / 1e6:.3g}M parameters: dp would hold {everything / 1e6:.3g} MB on every rank at rest, zero3 holds "
-        f"{zero3.formula} = {max(zero3.value) / 1e6:.3g} MB"
+class Options(ModeOptions):
+    """What fsdp alone knows."""
+
+    reshard: bool = Field(
+        True, alias="LAB_RESHARD", description="0: zero3 keeps gathered weights from the forward to the backward pass"
+    )
+    offload: bool = Field(
+        False, alias="LAB_OFFLOAD", description="1: keep shards and optimizer in the host's memory (LAB_DEVICE=cuda)"
     )
 
 
-def holds(config: Config, rank: int) -> str:
-    """What a rank owns, for its own log."""
-    return f"holds      {owned(config, rank)} of {outline(config).num_parameters()} parameters"
+def home(config: Config) -> torch.device | None:
+    """Where shards live, if not where the model computes."""
+    return torch.device("cpu") if config.own(Options).offload else None
 
 
 # --- the variants, in reading order ---
 
 
-def zero1(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """Every layer is a flat vector [N·c], of which each rank keeps its chunk [c]; it is whole only while it computes."""
+    model.recompute = False  # each layer is computed again as it is
+    units = FlatUnits(model, list(model.layers), mesh.group, keeps_whole=False, home=home(config))
+    for layer, index in zip(model.layers, units.unit_of, strict=True):
+        unit = units.units[index]
+        layer.forward = partial(WholeForAMoment.apply, layer.forward, unit, mesh.group, unit.shard)
+    return Sharded(model, units, mesh.group, config)
+
+
+class WholeForAMoment(torch.autograd.Function):
+    """A layer as a function of a rank's shard: the gradient of what was gathered from all ranks is a sum over all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Compute, unit: FlatUnit, group: dist.ProcessGroup, _shard: Tensor, hidden: Tensor
+    ) -> Tensor:
+        ctx.compute, ctx.unit, ctx.group = compute, unit, group
+        ctx.save_for_backward(hidden)  # and nothing else
+        gather(unit, group)
+        computed = compute(hidden)
+        unit.free()
+        return computed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor, Tensor | None]:
+        hidden = ctx.saved_tensors[0].detach()
+        hidden.requires_grad_(hidden.is_floating_point())  # bytes of text have no gradient
+        gather(ctx.unit, ctx.group)
+        with torch.enable_grad():
+            ctx.compute(hidden).backward(gradient)
+        own = summed(ctx.unit, ctx.group)
+        ctx.unit.free()
+        return None, None, None, own, hidden.grad
+
+
+def gather(unit: FlatUnit, group: dist.ProcessGroup) -> None:
+    """Make the unit's parameters whole, which are views of one vector."""
+    with phase("all_gather"):
+        chunks = list(unit.materialize().chunk(unit.num_ranks))  # of [N·c], a [c] from each rank
+        dist.all_gather(chunks, unit.local.to(unit.whole.device), group=group)
+
+
+def summed(unit: FlatUnit, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the gradients' sum over all ranks; the gradients go."""
+    flat = torch.zeros_like(unit.whole)  # [N·c]
+    for parameter, place in zip(unit.named.values(), unit.views(flat), strict=True):
+        if parameter.grad is not None:  # it is None in a layer that the unit has beside this one
+            place.copy_(parameter.grad)
+            parameter.grad = None
+    with phase("all_reduce"):
+        dist.all_reduce(flat, group=group)
+    return flat[unit.rank * unit.chunk :][: unit.length].to(unit.shard.device, copy=True)
+
+
+# What a mistake replaces: how weights come and go, and what steps them.
+Zeros: TypeAlias = type[Zero]
+Steps: TypeAlias = Callable[..., Strategy]
+
+
+def zero1(model: Model, mesh: Mesh, config: Config, zero: Zeros = Zero, sharded: Steps = Sharded) -> Strategy:
     """Optimizer state sharded."""
-    return Sharded(model, group, config, stage=1)
+    kept = zero(model, list(model.layers), mesh.group, stage=1, home=home(config))
+    return sharded(model, kept, mesh.group, config)
 
 
-def zero2(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def zero2(model: Model, mesh: Mesh, config: Config, zero: Zeros = Zero, sharded: Steps = Sharded) -> Strategy:
     """And gradients."""
-    return Sharded(model, group, config, stage=2)
+    kept = zero(model, list(model.layers), mesh.group, stage=2, home=home(config))
+    return sharded(model, kept, mesh.group, config)
 
 
-def zero3(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def zero3(model: Model, mesh: Mesh, config: Config, zero: Zeros = Zero, sharded: Steps = Sharded) -> Strategy:
     """And weights."""
-    return Sharded(model, group, config, stage=3)
+    reshard = config.own(Options).reshard
+    kept = zero(model, list(model.layers), mesh.group, stage=3, reshard=reshard, home=home(config))
+    return sharded(model, kept, mesh.group, config)
 
 
-def zero3_kept(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def zero3_kept(model: Model, mesh: Mesh, config: Config, zero: Zeros = Zero, sharded: Steps = Sharded) -> Strategy:
     """The same with all activations kept, to compare with."""
     model.recompute = False
-    return Sharded(model, group, config, stage=3)
+    return zero3(model, mesh, config, zero, sharded)
+
+
+def fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """PyTorch's fully_shard."""
+    options = config.own(Options)
+    return fully_sharded(model, mesh.group, config, reshard=options.reshard, offload=options.offload)
+
+
+# --- the run ---
+
+
+def predicted(config: Config) -> list[Prediction]:
+    """Bytes and calls of a step, and bytes between two steps."""
+    return predict(config, reshard=config.own(Options).reshard)
+
+
+def refuse(config: Config) -> list[str]:
+    """What this mode cannot run."""
+    refusals = untrainable(config)
+    if config.own(Options).offload and config.device != "cuda":
+        refusals.append("LAB_OFFLOAD=1 moves shards from the GPU's memory to the host's: it needs LAB_DEVICE=cuda")
+    return refusals
+
+
+def cannot(config: Config) -> dict[str, str]:
+    """Nothing to compare with where nothing is computed again."""
+    reason = "it is zero3 without recomputation, to compare with: set LAB_RECOMPUTE=1"
+    return {} if config.recompute else {"zero3_kept": reason}
+
+
+def run(lab: Lab) -> None:
+    """Predict, prove, measure."""
+    predictions = predicted(lab.config)
+    lab.say(summary(lab.config), "predict")
+    lab.say(holds(lab.config, lab.rank), all_ranks=True)
+    lab.table(*published())
+    measured = measure(lab)
+    lab.compare_traffic(predictions, measured)
+    lab.compare_rest(predictions, measured)
+    for prediction in predictions:
+        name = prediction.variant
+        if prediction.name == "wire bytes" and name in BY_HAND and name in measured:
+            calls = measured[name].traffic.calls
+            lab.compare("calls", prediction.calls, calls, "calls", variant=name, formula=prediction.formula)
+
+
+MODE = Mode(
+    variants=(
+        Variant("naive", naive),
+        Variant("zero1", zero1),
+        Variant("zero2", zero2),
+        Variant("zero3", zero3),
+        Variant("zero3_kept", zero3_kept),
+        Variant("fsdp2", fsdp2, by_torch=True),
+    ),
+    run=run,
+    options=Options,
+    predict=predicted,
+    refuse=refuse,
+    cannot=cannot,
+    mistakes=MISTAKES | checkpoints.MISTAKES,
+    recomputes=True,
+    reading=(
+        "experiments/fsdp/__init__.py: the variants, naive first, and what a run of them claims",
+        "workers/parallel/flat.py: a layer as one vector, of which every rank owns a run",
+        "workers/parallel/zero.py: the three stages, when weights come and go and gradients are summed (gathered.py, summed.py: how)",
+        "workers/strategies/sharded.py: the step that all variants share, and the way of shards to rank 0",
+    ),
+)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workers.config import Config
-from workers.lab import Strategy
+from workers.contract import Strategy
 from workers.parallel.phases import phase
 from workers.strategies.sharded import as_many_as_all
 from workers.workload.data import Microbatch
@@ -21,16 +21,16 @@ from workers.workload.model import Model
 from workers.workload.optimizer import live_state, make_optimizer, named_tensors
 
 
-def fsdp2(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """PyTorch's fully_shard."""
+def fully_sharded(model: Model, group: dist.ProcessGroup, config: Config, *, reshard: bool, offload: bool) -> Strategy:
+    """`model`, sharded in place."""
     # Not at the top: it takes a rank half a second, and no other variant needs it.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mesh = DeviceMesh.from_group(group, "cuda" if config.device == "cuda" else "cpu")
     policies: dict[str, Any] = {
-        "mesh": mesh, "reshard_after_forward": config.reshard,
-        "offload_policy": CPUOffloadPolicy() if config.offload else OffloadPolicy(),
+        "mesh": mesh, "reshard_after_forward": reshard,
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }  # fmt: skip
     if config.dtype == "bfloat16" and next(model.parameters()).dtype == torch.bfloat16:  # and not in the proof
         model.float()  # float32 masters, as ours

@@ -1,13 +1,12 @@
 """What is said of the sweep: the settings of every k before it, the losses and the break-down after it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import torch
 
-from experiments.largebatch.claims import MULTIPLES, SEEDS, num_runs
-from experiments.largebatch.recipes import LAMB_RATE, LARS_RATE, Recipe, base_rate
-from experiments.largebatch.sweep import Found
+from experiments.largebatch.recipes import LAMB_RATE, LARS_RATE, base_rate
+from experiments.largebatch.sweep import MULTIPLES, SEEDS, Found, multiples
 from workers.config import Config
 from workers.lab import Lab
 from workers.workload.data import effective_batch
@@ -16,8 +15,9 @@ from workers.workload.model import outline
 SPREADS = 3
 
 
-def show_settings(lab: Lab, config: Config, ks: list[int], recipes: dict[str, Recipe]) -> None:
+def show_settings(lab: Lab, config: Config, recipes: Sequence[str]) -> None:
     """What is about to run: the model, every k with its effective batch, and the rates."""
+    ks = multiples(config)
     sizes = f"width {config.width}, depth {config.depth}" + (f", {config.seq} bytes" if config.model == "gpt" else "")
     total = config.steps * config.batch
     lab.say(
@@ -51,7 +51,7 @@ def show_found(lab: Lab, config: Config, found: Found) -> None:
         rows,
     )
     lab.say(f"{config.model}: {untrained:.4g} before the first step. {rule(spread)}", "found")
-    show_time(lab, config, found.seconds)
+    show_time(lab, config, found)
     series = {
         name: [list(map(float, pair)) for pair in zip(*drawn(losses, untrained), strict=True)]
         for name, losses in found.losses.items()
@@ -63,12 +63,12 @@ def show_found(lab: Lab, config: Config, found: Found) -> None:
     )  # fmt: skip
 
 
-def show_time(lab: Lab, config: Config, seconds: dict[int, float]) -> None:
-    """What the steps of every k took and sent; at k = 1 fewer runs step together, since recipes of one optimizer are one."""
+def show_time(lab: Lab, config: Config, found: Found) -> None:
+    """What the steps of every k took and sent; at k = 1 fewer step together, since recipes of one optimizer are one."""
     columns = ["k", "steps", "runs", "ms a step of all runs", "s in all", "MB sent a rank by each run"]
     rows = [
-        [k, config.steps // k, num_runs(config, k), 1e3 * s * k / config.steps, s, sent_bytes(lab, config, k) / 1e6]
-        for k, s in seconds.items()
+        [k, config.steps // k, found.runs[k], 1e3 * s * k / config.steps, s, sent_bytes(lab, config, k) / 1e6]
+        for k, s in found.seconds.items()
     ]
     lab.table(f"{config.model}: time", columns, rows)
 
@@ -86,7 +86,7 @@ def cell(losses: list[float], untrained: float) -> str:
 
 
 def widest_spread(losses: Iterable[dict[int, list[float]]], untrained: float) -> float | None:
-    """How far apart the seeds are at k = 1, (most - least) / mean: of all recipes, since three seeds of one may be close by chance.
+    """How far apart the seeds are at k = 1, (most - least) / mean: of all recipes, as three may be close by chance.
 
     Recipes that diverged there do not count, since their seeds are any distance apart; None where no other is left.
     """
@@ -107,7 +107,8 @@ def rule(spread: float | None) -> str:
         return "No recipe is below that at k = 1: none has a loss that a larger batch could be held against"
     return (
         "A recipe breaks down at the smallest k whose mean loss is above that, or more than "
-        f"{SPREADS} x {100 * spread:.2g} % above its own at k = 1, where seeds lie {100 * spread:.2g} % apart at the widest"
+        f"{SPREADS} x {100 * spread:.2g} % above its own at k = 1, where seeds lie {100 * spread:.2g} % apart at the "
+        "widest"
     )
 
 

@@ -1,8 +1,8 @@
 """Many small trainings side by side on the same ranks, with one all_reduce a step for all of them.
 
-Each training is data parallel in itself: every rank has a replica, and takes its part of the batch. A collective costs its
-latency whatever it carries, which for a model of some thousand parameters is most of a step. So the gradients of all trainings
-lie in one flat bucket, and are summed together: the same sums, a call in place of many.
+Each training is data parallel in itself: every rank has a replica, and takes its part of the batch. A collective costs
+its latency whatever it carries, which for a model of some thousand parameters is most of a step. So the gradients of
+all trainings lie in one flat bucket, and are summed together: the same sums, a call in place of many.
 """
 
 import torch
@@ -19,11 +19,10 @@ from workers.workload.model import Model
 
 
 class Trainee:
-    """One training: a model, the samples of its seed, and a recipe for batches of k times the base over `steps` steps."""
+    """One training: a model, the samples of its seed, and a recipe for `steps` batches of k times the base."""
 
     def __init__(self, model: Model, stream: Stream, recipe: Recipe, k: int, steps: int, config: Config) -> None:
-        self.model, self.stream, self.k, self.steps = model, stream, k, steps
-        self.recipe = recipe.mistaken() if config.bug == "lr_unscaled" else recipe
+        self.model, self.stream, self.recipe, self.k, self.steps = model, stream, recipe, k, steps
         self.optimizer = recipe.optimizer(model, config)
 
     def backward(self, microbatches: list[Microbatch]) -> None:

@@ -1,8 +1,8 @@
 """Fresh samples for every step, dealt in batches of any multiple of the base, and others to judge by.
 
-A batch of k times the base at step s is what k steps of the base batch take one after the other, from k·s on. So every k sees
-the same samples, each once, and differs in nothing but how many it takes at a time. Held-out samples are drawn by the same
-seed and seen by no step.
+A batch of k times the base at step s is what k steps of the base batch take one after the other, from k·s on. So every
+k sees the same samples, each once, and differs in nothing but how many it takes at a time. Held-out samples are drawn
+by the same seed and seen by no step.
 """
 
 import torch

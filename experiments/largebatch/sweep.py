@@ -2,18 +2,46 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from experiments.largebatch.claims import SEEDS, distinct, multiples, recipes, standing_for
 from experiments.largebatch.lockstep import Lockstep, Trainee
+from experiments.largebatch.recipes import Recipe, distinct, standing_for
 from experiments.largebatch.samples import Stream
 from workers.config import Config
-from workers.lab import Counted, Lab
+from workers.contract import Counted
+from workers.lab import Lab
 from workers.workload.model import build_model
+
+MODELS = ("mlp", "gpt")
+DEPTHS = {"mlp": 2, "gpt": 1}  # unless set
+MULTIPLES = (1, 2, 4, 8, 16, 32)
+SEEDS = 3
+
+
+def models(config: Config) -> tuple[str, ...]:
+    """LAB_MODEL, or both where it is not set."""
+    return (config.model,) if "model" in config.model_fields_set else MODELS
+
+
+def sized(config: Config, model: str) -> Config:
+    """The settings for one model, with the depth that the mode gives it where none was set."""
+    depth = config.depth if "depth" in config.model_fields_set else DEPTHS.get(model, 1)
+    return config.model_copy(update={"model": model, "depth": depth})
+
+
+def multiples(config: Config) -> list[int]:
+    """The k that divide the steps: all of them then see the same samples."""
+    return [k for k in MULTIPLES if config.steps % k == 0]
+
+
+def num_runs(recipes: Mapping[str, Recipe], k: int) -> int:
+    """How many trainings step together at k."""
+    return SEEDS * len(distinct(recipes, k))
 
 
 @dataclass(frozen=True)
@@ -22,33 +50,37 @@ class Found:
 
     losses: dict[str, dict[int, list[float]]]  # held-out, by recipe and k, a value a seed
     untrained: float  # the mean held-out loss before the first step
+    runs: dict[int, int]  # how many stepped together at k
     seconds: dict[int, float]  # of all steps at k, this rank's
     counted: Counted  # of one step at the largest k
 
 
-def sweep(lab: Lab, config: Config) -> Found:
-    """Train all; k after k, and all that share a k in lockstep."""
+def sweep(lab: Lab, config: Config, recipes: Mapping[str, Recipe]) -> Found:
+    """Train by all `recipes`; k after k, and all that share a k in lockstep."""
     seeds, dtype = range(config.seed, config.seed + SEEDS), getattr(torch, config.dtype)
     streams = {seed: Stream(config, seed, config.steps, lab.device, dtype) for seed in seeds}
-    losses: dict[str, dict[int, list[float]]] = {name: {} for name in recipes(config)}
-    seconds = {}
+    losses: dict[str, dict[int, list[float]]] = {name: {} for name in recipes}
+    num, seconds = {}, {}
     for k in multiples(config):
         check_samples(lab, streams[config.seed], k)
-        runs = trainees(lab, config, streams, k)
-        lockstep = Lockstep(list(runs.values()), lab.group)
+        runs = trainees(lab, config, recipes, streams, k)
+        num[k], lockstep = len(runs), Lockstep(list(runs.values()), lab.group)
         seconds[k] = lab.seconds(partial(train, lab, lockstep, config.steps // k))
         check_replicas(lab, lockstep, config.model)
-        for name, ran in standing_for(config, k).items():
+        for name, ran in standing_for(recipes, k).items():
             losses[name][k] = [runs[ran, seed].held_out_loss() for seed in seeds]
-    return Found(losses, untrained(lab, config, streams), seconds, counted(lab, config, streams))
+    counted = count(lab, config, recipes, streams)
+    return Found(losses, untrained(lab, config, streams), num, seconds, counted)
 
 
-def trainees(lab: Lab, config: Config, streams: dict[int, Stream], k: int) -> dict[tuple[str, int], Trainee]:
+def trainees(
+    lab: Lab, config: Config, recipes: Mapping[str, Recipe], streams: dict[int, Stream], k: int
+) -> dict[tuple[str, int], Trainee]:
     """A training for each recipe that differs at k, and each seed."""
     dtype, steps = getattr(torch, config.dtype), config.steps // k
     return {
         (name, seed): Trainee(build_model(config, seed).to(lab.device, dtype), stream, recipe, k, steps, config)
-        for name, recipe in distinct(config, k).items()
+        for name, recipe in distinct(recipes, k).items()
         for seed, stream in streams.items()
     }
 
@@ -62,9 +94,10 @@ def train(lab: Lab, lockstep: Lockstep, steps: int) -> None:
         lab.stepped()
 
 
-def counted(lab: Lab, config: Config, streams: dict[int, Stream]) -> Counted:
+def count(lab: Lab, config: Config, recipes: Mapping[str, Recipe], streams: dict[int, Stream]) -> Counted:
     """What one step at the largest k sends."""
-    lockstep = Lockstep(list(trainees(lab, config, streams, multiples(config)[-1]).values()), lab.group)
+    runs = trainees(lab, config, recipes, streams, multiples(config)[-1])
+    lockstep = Lockstep(list(runs.values()), lab.group)
     with lab.count() as traffic:
         train(lab, lockstep, 1)
     return Counted(traffic, 0, {}, {})

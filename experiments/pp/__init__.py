@@ -21,22 +21,168 @@ The variants do the same arithmetic, in another order:
 Ranks that share cores show no bubble, since one computes while another waits: LAB_SLEEP_MS pretends compute that takes no core.
 """
 
-import torch.distributed as dist
+from functools import partial
 
-from experiments.pp.claims import cannot, cut_bytes, predict, refuse, title
-from experiments.pp.faults import BUGS, boundaries_of
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from experiments.pp.mistakes import MISTAKES
+from experiments.pp.predictions import passed_bytes, predict
+from experiments.pp.pretend import pretend_compute
+from experiments.pp.refusals import cannot, refuse
+from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.lab import Lab, Strategy
+from workers.config.options import Field, ModeOptions
+from workers.contract import Mode, Strategy, Variant
+from workers.lab import Lab
 from workers.measure.formulas.pipelines import bubble, in_flight
 from workers.parallel import schedules
-from workers.parallel.boundaries import Boundaries
+from workers.parallel.boundaries import Boundaries, sendable
+from workers.parallel.mesh import Mesh
+from workers.parallel.peers import Peers
+from workers.parallel.phases import phase
 from workers.parallel.pipeline import Pipeline
-from workers.strategies.engines import ByHand
+from workers.parallel.stages import Parts
+from workers.passes.measure import measure
+from workers.strategies.engines import ByHand, Weigh, divided, joined
 from workers.strategies.pipelined import Pipelined, parts_of, runs_of
+from workers.workload.data import Microbatch
 from workers.workload.model import Model, outline
 
-VARIANTS = ("naive", "gpipe", "1f1b", "interleaved", "torch_gpipe", "torch_1f1b")
-__all__ = ["BUGS", "VARIANTS", "cannot", "predict", "refuse", "run", "title"]
+
+class Options(ModeOptions):
+    """What only pipelines know."""
+
+    sizes = {"microbatches": 4}  # noqa: RUF012  ModeOptions says that it is the class's
+    chunks: int = Field(2, alias="LAB_CHUNKS", ge=1, description="stages that a rank holds in the interleaved schedule")
+    sleep_ms: float = Field(
+        0, alias="LAB_SLEEP_MS", ge=0, allow_inf_nan=False,
+        description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",
+    )  # fmt: skip
+
+    def untimed(self) -> "Options":
+        """Without pretended compute."""
+        return self.model_copy(update={"sleep_ms": 0})
+
+
+# --- naive: one rank works at a time ---
+
+
+def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The whole batch goes from rank to rank and back."""
+    parts = stages_of(model, mesh.group, config)
+    width = config.width if model.name == "gpt" else None
+    return Pipelined(parts, InTurn(parts, model.loss, mesh.group, width), mesh.group, config)
+
+
+class InTurn:
+    """An engine of plain messages: each rank waits for the one before it, and on the way back for the one behind it."""
+
+    def __init__(self, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, width: int | None) -> None:
+        (self.stage,) = parts.stages.values()
+        self.loss, self.width, self.peers = loss, width, Peers(group)
+        self.held: list[tuple[Tensor, Tensor]] = []  # input and output of the stage, for the backward pass
+        self.most_in_flight = 0
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        inputs, targets, share = joined(microbatches)
+        rank, last = self.peers.rank, self.peers.world_size - 1
+        hidden = self.received(rank - 1, inputs).requires_grad_() if rank > 0 else inputs
+        with phase("forward", "0"):
+            output: Tensor = self.stage(hidden)
+            if rank == last:
+                output = self.loss(output, targets) * share
+        self.held.append((hidden, output))
+        self.most_in_flight = max(self.most_in_flight, len(self.held))
+        if rank < last:
+            self.send(output.detach(), rank + 1)
+        gradient = self.received(rank + 1, inputs) if rank < last else None
+        hidden, output = self.held.pop()
+        with phase("backward", "0"):
+            torch.autograd.backward(output, gradient)  # with the gradient of its output, or of the loss itself
+        if hidden.grad is not None:
+            self.send(hidden.grad, rank - 1)
+        return output.detach() if rank == last else None
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Return when `rank` has it, which waits for it by then."""
+        with phase("send", "0"):
+            self.peers.post(0, sends=[(rank, sendable(tensor, self.peers))])[1][0].wait()
+
+    def received(self, rank: int, inputs: Tensor) -> Tensor:
+        """What `rank` sends: a whole batch as it lies between stages, [B, S, D] of gpt, [B, D] of mlp."""
+        shape = inputs.shape if self.width is None else (*inputs.shape, self.width)
+        dtype, host = next(self.stage.parameters()).dtype, None if self.peers.batched else "cpu"
+        buffer = inputs.new_empty(shape, dtype=dtype, device=host)  # gloo sends no tensor that lives on a GPU
+        with phase("receive", "0"):
+            self.peers.post(0, receives=[(rank, buffer)])[0][0].wait()
+        return buffer.to(inputs.device)
+
+
+# --- microbatches, in the order of a schedule ---
+
+
+def gpipe(
+    model: Model, mesh: Mesh, config: Config, boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided
+) -> Strategy:
+    """All microbatches forward, then all backward."""
+    schedule = schedules.gpipe(mesh.group.size(), config.num_microbatches)
+    return by_hand(model, mesh, config, schedule, boundaries=boundaries, weigh=weigh)
+
+
+def one_forward_one_backward(
+    model: Model, mesh: Mesh, config: Config, boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided
+) -> Strategy:
+    """Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."""
+    schedule = schedules.one_forward_one_backward(mesh.group.size(), config.num_microbatches)
+    return by_hand(model, mesh, config, schedule, boundaries=boundaries, weigh=weigh)
+
+
+def interleaved(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
+    """The same, with LAB_CHUNKS thinner stages a rank."""
+    chunks = config.own(Options).chunks
+    schedule = schedules.interleaved(mesh.group.size(), config.num_microbatches, chunks)
+    return by_hand(model, mesh, config, schedule, chunks=chunks, weigh=weigh)
+
+
+def by_hand(
+    model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *,
+    chunks: int = 1, boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided,
+) -> Strategy:  # fmt: skip
+    """Our pipeline does this rank's part of `schedule` on its stages."""
+    parts = stages_of(model, mesh.group, config, chunks)
+    pipeline = Pipeline(parts.stages, schedule[mesh.group.rank()], mesh.group, boundaries)
+    return Pipelined(parts, ByHand(pipeline, model.loss, weigh), mesh.group, config)
+
+
+def torch_gpipe(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
+    """PyTorch's gpipe."""
+    return by_torch("torch_gpipe", model, mesh, config, weigh)
+
+
+def torch_1f1b(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
+    """PyTorch's 1f1b: it sends and receives in one call, and waits for both."""
+    return by_torch("torch_1f1b", model, mesh, config, weigh)
+
+
+def by_torch(name: str, model: Model, mesh: Mesh, config: Config, weigh: Weigh) -> Strategy:
+    """A schedule of PyTorch's on the same stages."""
+    from experiments.pp.torch_schedules import ByTorch  # most of a second, for these two alone
+
+    parts = stages_of(model, mesh.group, config)
+    return Pipelined(parts, ByTorch(name, parts, model.loss, mesh.group, config, weigh), mesh.group, config)
+
+
+def stages_of(model: Model, group: dist.ProcessGroup, config: Config, chunks: int = 1) -> Parts:
+    """This rank's runs of layers, as even as it goes; with LAB_SLEEP_MS they pretend to compute longer."""
+    parts, sleep_ms = parts_of(model, group, chunks), config.own(Options).sleep_ms
+    if sleep_ms:
+        pretend_compute(parts.stages.values(), config, sleep_ms, chunks)
+    return parts
+
+
+# --- the run ---
 
 
 def run(lab: Lab) -> None:
@@ -45,15 +191,12 @@ def run(lab: Lab) -> None:
     share = bubble(ranks, microbatches)
     lab.say(
         f"all ranks idle for (p-1)/(m+p-1) = {share:.0%} of a step with p={ranks}, m={microbatches}, and a cut passes "
-        f"{cut_bytes(config) / 1e6:.3g} MB each way",
+        f"{passed_bytes(config) / 1e6:.3g} MB each way",
         "predict",
     )
     lab.say(holds(config, lab.rank), all_ranks=True)
-    measured = lab.measure(
-        naive, gpipe, one_forward_one_backward, interleaved, torch_gpipe, torch_1f1b,
-        also=lambda name, strategy: check_in_flight(lab, name, strategy), shards=1, cannot=cannot(config),
-    )  # fmt: skip
-    predictions = [prediction for prediction in predict(config) if prediction.variant in measured]
+    measured = measure(lab, also=partial(check_in_flight, lab))
+    predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
     lab.compare_traffic(predictions, measured)
     for prediction in predictions:
         name, predicted, formula = prediction.variant, prediction.value[lab.rank], prediction.formula
@@ -73,69 +216,38 @@ def holds(config: Config, rank: int) -> str:
 
 def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
     """No rank holds more microbatches for their backward pass than its schedule says."""
-    if not isinstance(strategy, Pipelined) or not isinstance(strategy.engine, ByHand):
+    assert isinstance(strategy, Pipelined)
+    held, microbatches = strategy.engine.most_in_flight, lab.config.num_microbatches
+    if held is None:
         return
-    held, microbatches = strategy.engine.pipeline.most_in_flight, lab.config.num_microbatches
     if name == "interleaved":
-        schedule = schedules.interleaved(lab.world_size, microbatches, lab.config.chunks)
+        schedule = schedules.interleaved(lab.world_size, microbatches, lab.config.own(Options).chunks)
         allowed = schedules.most_in_flight(schedule[lab.rank])
     else:
         allowed = in_flight(name, lab.world_size, microbatches, lab.rank)
     lab.check("in flight", max(0, held - allowed), 0, name, f"{held} microbatches held at most, {allowed} allowed")
 
 
-# --- the variants, in reading order ---
-
-
-def naive(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """The whole batch goes from rank to rank and back."""
-    return by_hand(model, group, config, schedules.naive(group.size()), whole=True)
-
-
-def gpipe(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """All microbatches forward, then all backward."""
-    schedule = schedules.gpipe(group.size(), config.num_microbatches)
-    return by_hand(model, group, config, schedule, boundaries=boundaries_of(config))
-
-
-def one_forward_one_backward(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."""
-    schedule = schedules.one_forward_one_backward(group.size(), config.num_microbatches)
-    return by_hand(model, group, config, schedule, boundaries=boundaries_of(config))
-
-
-one_forward_one_backward.__name__ = "1f1b"  # a variant goes by its function's name
-
-
-def interleaved(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """The same, with LAB_CHUNKS thinner stages a rank."""
-    schedule = schedules.interleaved(group.size(), config.num_microbatches, config.chunks)
-    return by_hand(model, group, config, schedule, chunks=config.chunks)
-
-
-def by_hand(
-    model: Model, group: dist.ProcessGroup, config: Config, schedule: schedules.Schedule, *,
-    chunks: int = 1, whole: bool = False, boundaries: type[Boundaries] = Boundaries,
-) -> Strategy:  # fmt: skip
-    """Our pipeline does this rank's part of `schedule` on its stages."""
-    parts = parts_of(model, group, config, chunks)
-    pipeline = Pipeline(parts.stages, schedule[group.rank()], group, boundaries)
-    return Pipelined(parts, ByHand(pipeline, model.loss, config, whole=whole), group, config)
-
-
-def torch_gpipe(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """PyTorch's gpipe."""
-    return by_torch("torch_gpipe", model, group, config)
-
-
-def torch_1f1b(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """PyTorch's 1f1b: it sends and receives in one call, and waits for both."""
-    return by_torch("torch_1f1b", model, group, config)
-
-
-def by_torch(name: str, model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """A schedule of PyTorch's on the same stages."""
-    from experiments.pp.torch_schedules import ByTorch  # most of a second, for these two alone
-
-    parts = parts_of(model, group, config)
-    return Pipelined(parts, ByTorch(name, parts, model.loss, group, config), group, config)
+MODE = Mode(
+    variants=(
+        Variant("naive", naive),
+        Variant("gpipe", gpipe),
+        Variant("1f1b", one_forward_one_backward),
+        Variant("interleaved", interleaved),
+        Variant("torch_gpipe", torch_gpipe, by_torch=True),
+        Variant("torch_1f1b", torch_1f1b, by_torch=True),
+    ),
+    run=run,
+    options=Options,
+    axes=lambda config: {"pp": config.world_size},
+    predict=lambda config: predict(config, config.own(Options).chunks),
+    refuse=refuse,
+    cannot=lambda config: cannot(config, config.own(Options).chunks),
+    mistakes=MISTAKES | checkpoints.MISTAKES,
+    reading=(
+        "experiments/pp/__init__.py: the variants, naive first, and what a run of them claims",
+        "workers/parallel/schedules.py: which rank works on which microbatch when",
+        "workers/parallel/pipeline.py: does a schedule's actions with real layers",
+        "workers/strategies/pipelined.py: the step around it, which all variants share",
+    ),
+)

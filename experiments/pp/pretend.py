@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from workers.config import Config
-from workers.workload.data import global_batch
 
 
 class Sleep(torch.autograd.Function):
@@ -34,10 +33,10 @@ class Sleep(torch.autograd.Function):
         return gradients[0], None
 
 
-def pretend_compute(stages: Iterable[nn.Module], config: Config, chunks: int) -> None:
-    """Let each of a rank's stages sleep behind its layers."""
-    samples = global_batch(config) / config.num_microbatches
-    per_sample_s = config.sleep_ms / config.slowed_to / 1e3 / chunks / samples
+def pretend_compute(stages: Iterable[nn.Module], config: Config, sleep_ms: float, chunks: int) -> None:
+    """Let each of a rank's `chunks` stages sleep behind its layers, `sleep_ms` a microbatch in all."""
+    samples = config.batch / config.num_microbatches
+    per_sample_s = sleep_ms / config.slowed_to / 1e3 / chunks / samples
 
     def sleep(stage: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:  # noqa: ARG001  what a hook is given
         slept: Tensor = Sleep.apply(output, per_sample_s * len(output))  # type: ignore[no-untyped-call]

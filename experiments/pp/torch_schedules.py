@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from workers.config import Config
 from workers.parallel.phases import phase
 from workers.parallel.stages import Parts
-from workers.strategies.engines import joined
+from workers.strategies.engines import Weigh, joined
 from workers.workload.data import Microbatch
 
 SCHEDULES = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}
@@ -34,21 +34,25 @@ class MarkedStage(PipelineStage):
 
 
 class ByTorch:
-    """Runs the schedule `name` on this rank's one stage."""
+    """Runs the schedule `name` on this rank's one stage; how many microbatches that holds is torch's own business."""
 
-    def __init__(self, name: str, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, config: Config) -> None:
+    most_in_flight = None
+
+    def __init__(
+        self, name: str, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, config: Config, weigh: Weigh
+    ) -> None:
         self.first, self.last = group.rank() == 0, group.rank() == group.size() - 1
-        self.loss, self.share = loss, 1.0
-        self.scale = config.num_microbatches if config.bug == "undivided_loss" else 1
+        self.loss, self.share, self.weigh = loss, 1.0, weigh
+        self.num_microbatches = config.num_microbatches
         ((self.number, self.module),) = parts.stages.items()
         self.group = group
         device = next(self.module.parameters()).device
         stage = MarkedStage(self.module, self.number, group.size(), device, group=group)
-        self.schedule: Any = SCHEDULES[name](stage, config.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        self.schedule: Any = SCHEDULES[name](stage, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
         inputs, targets, share = joined(microbatches)
-        self.share = share * self.scale
+        self.share = self.weigh(share, len(inputs) // self.num_microbatches, len(inputs))
         losses: list[Tensor] = []
         self.schedule.step(
             *([inputs] if self.first else []),

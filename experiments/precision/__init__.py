@@ -1,98 +1,227 @@
 """16 bits: half the memory and half the bytes on the wire, and what their range and their steps lose.
 
-A float has a range, by its exponent, and steps, by its fraction. fp16 has fine steps and no range: it ends at 2^-24 and at 65504, and
-gradients are small. bf16 has the range of float32 and steps of a 128th: gradients live, but an update of less than half a step
-leaves no trace. So fp16 needs its loss scaled, and both need float32 weights to add small updates up in.
+A float has a range, by its exponent, and steps, by its fraction. fp16 has fine steps and no range: it ends at 2^-24 and
+at 65504, and gradients are small. bf16 has the range of float32 and steps of a 128th: gradients live, but an update of
+less than half a step leaves no trace. So fp16 needs its loss scaled, and both need float32 weights to add small updates
+up in.
 
-  predicted   each rank sends 2(N-1)/N x 2P bytes a step, half of float32: gradients are summed over the ranks in their 16 bits
+  predicted   each rank sends 2(N-1)/N x 2P bytes a step, half of float32: gradients are summed in their 16 bits
               at rest 2 + 2 bytes a parameter, and 4 more for float32 master weights (with adamw 2 + 2 + 4 + 4 + 4 = 16)
   shapes      inputs [B/N, S] a rank; weights and gradients whole on each, P numbers of 16 bits; masters P of 32
 
-  fp32             weights, gradients and optimizer in float32: what the others are held against
-  bf16             all of it in bf16: small updates vanish
+  bf16             all of it in bf16, naively: small updates vanish
   fp16             all of it in fp16: small gradients vanish before that
+  fp32             weights, gradients and optimizer in float32: what the others are held against
   fp16_scaled      the loss is scaled, dynamically; unscaled and stepped in float32, rounded back to fp16
   bf16_master      computes in bf16, steps float32 master weights
-  fp16_master      computes in fp16 with a scaled loss, steps float32 master weights: mixed precision as it was published
+  fp16_master      computes in fp16 with a scaled loss, steps float32 master weights: mixed precision as published
   bf16_stochastic  bf16, and updates are rounded up or down at random: right in the mean, with no master weights
 
-fp32 is proven in float64 against one process. The others cannot be exact: their gradients are held against one process of the same
-arithmetic and, where nothing underflows, against float64 too, within some units of the format's precision; their updates to one unit
-in the last place; unscaling to the bit. Neither the losses nor what was lost decide. The model is small unless sizes are set, since
-16-bit arithmetic is slow on most CPUs; on a GPU (LAB_DEVICE=cuda) the times are the point.
+fp32 is proven in float64 against one process. The others cannot be exact: their gradients are held against one process
+of the same arithmetic and, where nothing underflows, against float64 too, within some units of the format's precision;
+their updates to one unit in the last place; unscaling to the bit. Neither the losses nor what was lost decide. The
+model is small unless sizes are set, since 16-bit arithmetic is slow on most CPUs; on a GPU (LAB_DEVICE=cuda) the times
+are the point.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from experiments.precision.claims import BUGS, VARIANTS, predict, refuse, title
-from experiments.precision.formats import show_formats
-from experiments.precision.halved import Halved
+from experiments.precision.formats import converted, show_formats
+from experiments.precision.mistakes import MISTAKES
+from experiments.precision.predictions import predict, refuse
 from experiments.precision.proof import prove
 from experiments.precision.seen import observe
 from experiments.precision.shown import show_gradients, show_seen
 from workers.config import Config
-from workers.lab import Lab, Strategy
+from workers.config.options import ModeOptions
+from workers.contract import Mode, Strategy, Variant
+from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
+from workers.parallel.masters import Masters
+from workers.parallel.mesh import Mesh
+from workers.parallel.rounding import stochastic_bf16
+from workers.parallel.scaling import LossScale, all_finite
+from workers.passes.measure import measure
 from workers.passes.replicas import check_replicas
 from workers.strategies.replica import Replica, begin_alike
+from workers.workload.data import Microbatch
 from workers.workload.model import Model
+from workers.workload.optimizer import make_optimizer
 
-__all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]
+Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
+
+
+class Options(ModeOptions):
+    """None of its own; a small model."""
+
+    sizes = {"width": 64, "depth": 2}  # noqa: RUF012  16-bit arithmetic is slow on most CPUs
+
+
+# --- the variants: all of it in 16 bits ---
+
+
+class HalfPrecision(Replica):
+    """Naive: all of it in `dtype`, 16 bits: weights, gradients, their sum over the ranks, and the optimizer's state."""
+
+    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype) -> None:
+        model.to(dtype)  # every float32 weight is rounded here, and nobody keeps what it was
+        buckets = GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20)  # in the weights' dtype
+        super().__init__(model, config, buckets)
+        self.dtype = dtype
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """The passes of any replica: a gradient that is too small for the format is zero when it arrives."""
+        return super().backward([converted(microbatch, self.dtype) for microbatch in microbatches])
+
+    def update(self) -> None:
+        """w - lr·g, rounded to 16 bits: where that is nearest to w, nothing happens, at this step or at any other."""
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+
+
+def bf16(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """In bf16."""
+    begin_alike(model, mesh.group, config)
+    return HalfPrecision(model, mesh.group, config, torch.bfloat16)
+
+
+def fp16(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """In fp16."""
+    begin_alike(model, mesh.group, config)
+    return HalfPrecision(model, mesh.group, config, torch.float16)
+
+
+def fp32(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """Data parallelism as in dp."""
+    begin_alike(model, mesh.group, config)
+    return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
+
+
+# --- and with what they lack ---
+
+
+def unscale_then_clip(masters: Masters, scale: float, bound: float | None) -> None:
+    """Gradients come to float32 without the scale of the loss; the bound is meant for their true norm."""
+    masters.deliver(scale)
+    if bound is not None:
+        nn.utils.clip_grad_norm_(masters.parameters, bound)
+
+
+class MixedPrecision(HalfPrecision):
+    """Computes in 16 bits and steps in float32: copies of the weights, let go after an update, or masters, which stay.
+
+    Args:
+        scaled: whether the loss is scaled, so that small gradients do not vanish.
+        kept: whether what is stepped stays: masters add up what 16 bits cannot see.
+        stochastic: whether it is rounded back at random; all ranks draw the same numbers, or replicas would part.
+        deliver: how gradients come to what is stepped.
+    """
+
+    def __init__(
+        self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype, *, scaled: bool = False,
+        kept: bool = False, stochastic: bool = False, deliver: Deliver = unscale_then_clip,
+    ) -> None:  # fmt: skip
+        exact = [parameter.detach().float().clone() for parameter in model.parameters()]
+        super().__init__(model, group, config, dtype)
+        self.loss_scale = LossScale() if scaled else None
+        self.scale = self.loss_scale.value if self.loss_scale else 1.0  # by which Replica multiplies the loss
+        drawn = partial(stochastic_bf16, generator=torch.Generator(exact[0].device).manual_seed(config.seed))
+        self.masters = Masters(list(model.parameters()), exact, kept=kept, rounded=drawn if stochastic else None)
+        self.optimizer = make_optimizer(self.masters.parameters, config)
+        self.deliver = deliver
+
+    def update(self) -> None:
+        """Take the step if its gradients are numbers, where the loss is scaled; then mind the scale."""
+        summed = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        taken = self.loss_scale is None or all_finite(summed)
+        if taken:
+            self.deliver(self.masters, self.scale, self.config.clip)
+            self.optimizer.step()
+            self.masters.refresh()  # rounded back into the weights that compute
+        if self.loss_scale is not None:
+            self.loss_scale.adjust(overflowed=not taken)
+            self.scale = self.loss_scale.value
+
+
+def fp16_scaled(
+    model: Model, mesh: Mesh, config: Config, deliver: Deliver = unscale_then_clip, dtype: torch.dtype = torch.float16
+) -> Strategy:
+    """A scaled loss; float32 for as long as the update takes."""
+    begin_alike(model, mesh.group, config)
+    return MixedPrecision(model, mesh.group, config, dtype, scaled=True, deliver=deliver)
+
+
+def bf16_master(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """float32 master weights."""
+    begin_alike(model, mesh.group, config)
+    return MixedPrecision(model, mesh.group, config, torch.bfloat16, kept=True)
+
+
+def fp16_master(
+    model: Model, mesh: Mesh, config: Config, deliver: Deliver = unscale_then_clip, dtype: torch.dtype = torch.float16
+) -> Strategy:
+    """A scaled loss and float32 master weights."""
+    begin_alike(model, mesh.group, config)
+    return MixedPrecision(model, mesh.group, config, dtype, scaled=True, kept=True, deliver=deliver)
+
+
+def bf16_stochastic(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """Updates in float32, rounded at random."""
+    begin_alike(model, mesh.group, config)
+    return MixedPrecision(model, mesh.group, config, torch.bfloat16, stochastic=True)
+
+
+# --- the run ---
 
 
 def run(lab: Lab) -> None:
     """The formats, proof and measure, then what was lost on the way."""
-    config = lab.config
+    config, predictions = lab.config, predict(lab.config)
     sizes = "line" if config.model == "line" else f"width {config.width}, depth {config.depth}"
     lab.say(f"{sizes}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict")
     show_formats(lab)
-    builds = (fp32, bf16, fp16, fp16_scaled, bf16_master, fp16_master, bf16_stochastic)
-    proofs = {build.__name__: partial(prove, lab, build.__name__) for build in builds[1:]}
-    measured = lab.measure(*builds, proofs=proofs, also=partial(check_replicas, lab))
-    predictions = predict(config)
+    in_16_bits = [name for name in lab.mode.names if name != "fp32"]
+    measured = measure(lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(prove, lab)))
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
     show_gradients(lab)
-    show_seen(lab, {build.__name__: observe(lab, build) for build in builds if lab.wants(build.__name__)})
+    show_seen(
+        lab,
+        {
+            each.name: observe(lab, each.name, each.build)
+            for each in lab.mode.variants
+            if each.build and lab.wants(each.name)
+        },
+    )
 
 
-# --- the variants, in reading order ---
-
-
-def fp32(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Data parallelism as in dp."""
-    begin_alike(model, group, config)
-    return Replica(model, config, GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20))
-
-
-def bf16(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """All of it in bf16."""
-    return Halved(model, group, config, torch.bfloat16)
-
-
-def fp16(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """All of it in fp16."""
-    return Halved(model, group, config, torch.float16)
-
-
-def fp16_scaled(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """A scaled loss; float32 for as long as the update takes."""
-    return Halved(model, group, config, torch.float16, scaled=True, stepped="copies")
-
-
-def bf16_master(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """float32 master weights."""
-    return Halved(model, group, config, torch.bfloat16, stepped="masters")
-
-
-def fp16_master(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """A scaled loss and float32 master weights."""
-    return Halved(model, group, config, torch.float16, scaled=True, stepped="masters")
-
-
-def bf16_stochastic(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Updates in float32, rounded at random."""
-    return Halved(model, group, config, torch.bfloat16, stepped="copies", stochastic=True)
+MODE = Mode(
+    variants=(
+        Variant("bf16", bf16),
+        Variant("fp16", fp16),
+        Variant("fp32", fp32),
+        Variant("fp16_scaled", fp16_scaled),
+        Variant("bf16_master", bf16_master),
+        Variant("fp16_master", fp16_master),
+        Variant("bf16_stochastic", bf16_stochastic),
+    ),
+    run=run,
+    options=Options,
+    predict=predict,
+    refuse=refuse,
+    mistakes=MISTAKES,
+    unsaved="saves neither the scale of the loss nor the state of its random rounding",
+    reading=(
+        "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
+        "workers/parallel/masters.py: float32 weights behind 16-bit ones",
+        "workers/parallel/scaling.py and rounding.py: the scale of a loss, and rounding at random",
+        "experiments/precision/proof.py: what of it can be exact, and how far off the rest may be",
+    ),
+)

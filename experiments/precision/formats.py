@@ -1,4 +1,4 @@
-"""The formats, from their own definitions, and what each makes of a gradient of 1e-8."""
+"""The formats, from their own definitions, what each makes of a gradient of 1e-8, and samples in one of them."""
 
 import math
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 
 from workers.lab import Lab
 from workers.parallel.scaling import LossScale
+from workers.workload.data import Microbatch
 
 FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = 1e-8
@@ -44,3 +45,9 @@ def kept() -> dict[str, float]:
     gradient, scale = torch.tensor(SMALL), LossScale().value
     values = {name: gradient.to(dtype).item() for name, dtype in FORMATS.items()}
     return values | {f"fp16, scaled by {scale:g}": ((gradient * scale).to(torch.float16).float() / scale).item()}
+
+
+def converted(microbatch: Microbatch, dtype: torch.dtype) -> Microbatch:
+    """With inputs in `dtype`, where they are no tokens."""
+    inputs = microbatch.inputs
+    return microbatch._replace(inputs=inputs.to(dtype)) if inputs.is_floating_point() else microbatch

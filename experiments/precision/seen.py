@@ -1,18 +1,19 @@
 """What 16 bits lost on the way: gradients that became zero, that left the range, and updates that left no trace.
 
-Each variant is trained anew and looked at around each update, which the timed steps do not pay for. What underflows is seen
-against the float32 gradient of the same samples at the same weights, element by element.
+Each variant is trained anew and looked at around each update, which the timed steps do not pay for. What underflows is
+seen against the float32 gradient of the same samples at the same weights, element by element.
 """
 
 import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from experiments.precision.halved import Halved
-from workers.lab import Lab, Variant
+from workers.contract import Build
+from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
+from workers.parallel.masters import Masters
 from workers.strategies.replica import Replica
 from workers.workload.data import Microbatch
 
@@ -32,15 +33,15 @@ class Seen:
     skipped: int = 0
 
 
-def observe(lab: Lab, build: Variant) -> Seen:
+def observe(lab: Lab, name: str, build: Build) -> Seen:
     """Train LAB_STEPS steps, and look."""
     batches, seen = lab.batches(torch.float32), Seen()
-    strategy = build(lab.model(torch.float32), lab.group, lab.config)
+    strategy = build(lab.model(torch.float32), lab.mesh, lab.config)
     assert isinstance(strategy, Replica)
     exact = exact_replica(lab)
     for step in range(lab.config.steps):
-        lab.at(step, f"{build.__name__} observed")
-        parts = batches.dealt(step, lab.rank, lab.world_size)
+        lab.at(step, f"{name} observed")
+        parts = lab.dealt(batches, step)
         seen.scales.append(strategy.scale)
         seen.shares.append(strategy.backward(parts).item())
         gradient = gradient_of(strategy)
@@ -88,7 +89,12 @@ def gradient_of(replica: Replica) -> Tensor:
     )
 
 
+def remembered(replica: Replica) -> list[nn.Parameter]:
+    """The weights from which the next update starts: masters that are kept, or those that compute."""
+    masters: Masters | None = getattr(replica, "masters", None)
+    return masters.parameters if masters and masters.kept else list(replica.model.parameters())
+
+
 def weights_of(replica: Replica) -> Tensor:
     """A copy of the weights that the next update starts from, as one vector."""
-    weights = replica.remembered if isinstance(replica, Halved) else list(replica.model.parameters())
-    return torch.cat([weight.detach().flatten() for weight in weights])
+    return torch.cat([weight.detach().flatten() for weight in remembered(replica)])

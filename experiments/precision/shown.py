@@ -1,4 +1,4 @@
-"""What the run says of its losses: a table, the scale over the steps, and how large gradients are beside where the formats end."""
+"""What the run says of its losses: a table, the scale over the steps, and gradients beside where the formats end."""
 
 import math
 from statistics import fmean
@@ -47,7 +47,7 @@ def show_seen(lab: Lab, seen: dict[str, Seen]) -> None:
 def show_gradients(lab: Lab) -> None:
     """How large the gradients of the first step are, beside where the formats end."""
     exact = exact_replica(lab)
-    exact.backward(lab.batches(torch.float32).dealt(0, lab.rank, lab.world_size))
+    exact.backward(lab.dealt(lab.batches(torch.float32), 0))
     gradient = gradient_of(exact)
     shares = by_exponent(gradient)
     scaled = {exponent + math.log2(LossScale().value): share for exponent, share in shares.items()}

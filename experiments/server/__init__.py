@@ -1,85 +1,248 @@
-"""The parameter server and what came of it: one place that holds the weights, and workers that need not keep step with it.
+"""The parameter server and what came of it: one place that holds the weights, and workers that need not keep step.
 
-Before the ring there was the server (Dean et al. 2012; Li et al. 2014): workers send what they found, it steps, they fetch. In step
-with all workers it computes what one process does, and its link is the wall. Out of step it need wait for nobody: a straggler costs
-its own share alone, and a worker that dies no more than that. What that costs are gradients of weights that others have moved
-meanwhile. Or workers train apart for H steps, and one all_reduce makes their weights one again: a hundredth of the bytes.
+Before the ring there was the server (Dean et al. 2012; Li et al. 2014): workers send what they found, it steps, they
+fetch. In step with all workers it computes what one process does, and its link is the wall. Out of step it need wait
+for nobody: a straggler costs its own share alone, and a worker that dies no more than that. What that costs are
+gradients of weights that others have moved meanwhile. Or workers train apart for H steps, and one all_reduce makes
+their weights one again: a hundredth of the bytes.
 
-  predicted   bytes sent a step: a worker S, rank 0 (N-1)·S, and as much comes in there; an all_reduce 2(N-1)/N·S a rank; every H-th
-              step alone: /H. Samples a second: in step sum n_i / max T_i, apart the sum of n_i / T_i in the long run, and less
-              where the last steps of a straggler are waited for
+  predicted   bytes sent a step: a worker S, rank 0 (N-1)·S, and as much comes in there; an all_reduce 2(N-1)/N·S a
+              rank; every H-th step alone: /H. Samples a second: in step sum n_i / max T_i, apart the sum of n_i / T_i
+              in the long run, and less where the last steps of a straggler are waited for
               a gradient tau updates late is stable up to lr·curvature = 2 sin(pi / (2(2·tau + 1))) (Levin and May 1976)
-  shapes      weights and gradients as one flat vector [P] each, S = P x bytes; inputs [B/N, S] a worker
+  shapes      weights and gradients as one flat vector [P] each (`Vectors`), S = P x bytes; inputs [B/N, S] a worker
 
   dp          one all_reduce of gradients a step: what the others are held against
-  sync        sums and counts to the server, which divides by the count of all and steps; weights back (the first two lessons')
+  sync        sums and counts to the server, which divides by the count of all and steps; weights back (as in the first
+              two lessons)
   local_sgd   LAB_LOCAL_STEPS steps apart, then the mean of all weights, weighted by samples (Stich 2019)
   diloco      the same, and the server's step on their mean difference has Nesterov momentum (Douillard et al. 2023)
   ssp         asynchronous, bounded: nobody starts a step more than LAB_STALENESS ahead of the slowest (Ho et al. 2013)
-  downpour    asynchronous: LAB_LOCAL_STEPS steps on the way, their sum pushed, weights fetched, no bound (Dean et al. 2012)
+  downpour    asynchronous: LAB_LOCAL_STEPS steps on the way, their sum pushed, weights fetched, no bound (Dean et al.
+              2012)
 
-`dp` and `sync` are proven against one process, `local_sgd` and `diloco` against one process at H = 1 and against their formula for all
-workers in one process at the H given. What is asynchronous repeats only in an order of events that is given: it is proven in one
-drawn by LAB_SEED, and a real run is held to its promises (asynchronous.py). LAB_SLOW_RANK=2:0.5 makes a straggler.
+`dp` and `sync` are proven against one process, `local_sgd` and `diloco` against one process at H = 1 and against their
+formula for all workers in one process at the H given. What is asynchronous repeats only in an order of events that is
+given: it is proven in one drawn by LAB_SEED, and a real run is held to its promises (asynchronous.py).
+LAB_SLOW_RANK=2:0.5 makes a straggler.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from experiments.server import asynchronous, staleness
-from experiments.server.claims import cannot, predict, refuse, show_bytes, title
-from experiments.server.faults import BUGS
+from experiments.server.mistakes import MISTAKES
 from experiments.server.pace import in_step
-from experiments.server.rounds import Apart, prove_rounds
-from experiments.server.synchronous import Served
+from experiments.server.predictions import cannot, predict, refuse, show_bytes
+from experiments.server.rounds import Rounds, prove_rounds
+from experiments.server.worker import Scheme
 from workers.config import Config
-from workers.lab import Lab, Strategy
+from workers.config.options import Field, ModeOptions
+from workers.contract import Mode, Strategy, Variant
+from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
+from workers.parallel.local_sgd import OuterStep
+from workers.parallel.mesh import Mesh
+from workers.parallel.parameter_server import ParameterServer
+from workers.parallel.peers import Peers
+from workers.parallel.phases import phase
+from workers.parallel.vectors import Vectors
+from workers.passes.measure import measure
 from workers.passes.replicas import check_replicas, check_samples
 from workers.strategies.replica import Replica, begin_alike
+from workers.workload.data import Microbatch
 from workers.workload.model import Model
 
-VARIANTS = ("dp", "sync", "local_sgd", "diloco", *asynchronous.VARIANTS)
+SERVER = 0
 AVERAGE, DILOCO = (1.0, 0.0), (0.7, 0.9)  # learning rate and momentum of the outer step; DiLoCo's own (section 3.1)
-__all__ = ["BUGS", "VARIANTS", "predict", "refuse", "run", "title"]
 
 
-def run(lab: Lab) -> None:
+class Options(ModeOptions):
+    """How far apart workers may be."""
+
+    staleness: int = Field(
+        2, alias="LAB_STALENESS", ge=0, description="steps that the fastest worker may be ahead of the slowest"
+    )
+    local_steps: int = Field(
+        4, alias="LAB_LOCAL_STEPS", ge=1, description="steps on a worker's own weights before it sends something"
+    )
+
+
+# --- in step ---
+
+
+def dp(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """One all_reduce a bucket, and every rank takes the same step."""
+    begin_alike(model, mesh.group, config)
+    return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
+
+
+def sync(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """Sums and counts to rank 0, weights back."""
+    begin_alike(model, mesh.group, config)
+    return Served(model, mesh.group, config)
+
+
+class Alone:
+    """`Gradients` that stay on this rank, in one flat vector."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self.vectors = vectors
+
+    def zero(self) -> None:
+        self.vectors.zero()
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002  nothing is sent
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Nobody else is asked."""
+
+
+class Served(Replica):
+    """A worker's replica, and on rank 0 the server beside it.
+
+    It adds in the order of ranks, not of arrival: a sum of floats depends on it.
+    """
+
+    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config) -> None:
+        self.vectors, self.peers = Vectors(model.parameters()), Peers(group)
+        super().__init__(model, config, Alone(self.vectors))
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """Sum over this worker's samples; on rank 0 the gradient then is the mean over all."""
+        total = super().backward([microbatch._replace(share=1.0) for microbatch in microbatches])
+        count = torch.tensor([sum(part.targets.numel() for part in microbatches)], device=self.vectors.gradients.device)
+        with phase("all_reduce"):
+            self.send(count) if self.peers.rank else self.collect(count)
+        return total * microbatches[0].share
+
+    def send(self, count: Tensor) -> None:
+        """A worker's message: how many terms, and the sum of their gradients; means would weigh a small shard more."""
+        _, sent = self.peers.post(self.peers.new_tag(), sends=[(SERVER, count), (SERVER, self.vectors.gradients)])
+        for message in sent:
+            message.wait()
+
+    def collect(self, count: Tensor) -> None:
+        """The server's side: add up all sums and all counts, and divide once."""
+        tag, gradients = self.peers.new_tag(), self.vectors.gradients
+        theirs, arrived = torch.empty_like(count), torch.empty_like(gradients)
+        for worker in range(1, self.peers.world_size):
+            received, _ = self.peers.post(tag, receives=[(worker, theirs), (worker, arrived)])
+            for message in received:
+                message.wait()
+            count += theirs
+            gradients += arrived
+        gradients /= count
+
+    def update(self) -> None:
+        """The server alone steps; everyone gets its weights."""
+        tag, weights = self.peers.new_tag(), self.vectors.weights
+        if self.peers.rank == SERVER:
+            super().update()
+            _, messages = self.peers.post(tag, sends=[(worker, weights) for worker in range(1, self.peers.world_size)])
+        else:
+            messages, _ = self.peers.post(tag, receives=[(SERVER, weights)])
+        with phase("wait"):
+            for message in messages:
+                message.wait()
+
+
+# --- in rounds ---
+
+
+def local_sgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """H steps apart, then the mean of the weights."""
+    begin_alike(model, mesh.group, config)
+    return Apart(model, mesh.group, config, *AVERAGE)
+
+
+def diloco(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """H steps apart, then a step with momentum along what the workers moved in the mean."""
+    begin_alike(model, mesh.group, config)
+    return Apart(model, mesh.group, config, *DILOCO)
+
+
+class Apart(Replica):
+    """A worker that steps by its own gradients, with an optimizer of its own, and now and then meets the others."""
+
+    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, lr: float, momentum: float) -> None:
+        self.vectors = Vectors(model.parameters())
+        super().__init__(model, config, Alone(self.vectors))
+        self.repeats_after = config.own(Options).local_steps  # steps, the last of which makes a call
+        self.outer = OuterStep(self.vectors.weights, group, self.repeats_after, lr=lr, momentum=momentum)
+        self.share = 0.0
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """The gradient of the mean over this worker's own samples; the loss returned is its share of the batch's."""
+        self.share = sum(part.share * part.targets.numel() for part in microbatches)
+        self.scale = 1 / self.share
+        return super().backward(microbatches)
+
+    def update(self) -> None:
+        """A step of its own; every H-th time the outer step."""
+        super().update()
+        self.outer.step(self.share)
+
+
+# --- out of step ---
+
+
+def schemes(config: Config) -> list[Scheme]:
+    """`ssp` fetches and pushes every step, bounded; `downpour` every H steps, and nobody waits (worker.py)."""
+    own = config.own(Options)
+    return [Scheme("ssp", 1, own.staleness), Scheme("downpour", own.local_steps, None)]
+
+
+# --- the run ---
+
+
+def run(lab: Lab, rules: type[ParameterServer] = ParameterServer) -> None:
     """What waits is proven and measured; then what does not, with which ranks may leave; last what staleness does."""
-    predictions = predict(lab.config)
-    show_bytes(lab)
+    local_steps = lab.config.own(Options).local_steps
+    predictions = lab.mode.predict(lab.config)
+    show_bytes(lab, local_steps)
     if lab.config.proof:
         check_samples(lab)
-    measured = lab.measure(
-        dp, sync, local_sgd, diloco, also=partial(check_replicas, lab), cannot=cannot(lab.config),
-        proofs={"local_sgd": partial(prove_rounds, lab, "local_sgd", AVERAGE), "diloco": partial(prove_rounds, lab, "diloco", DILOCO)},
-    )  # fmt: skip
+    measured = measure(
+        lab,
+        also=partial(check_replicas, lab),
+        proofs={
+            "local_sgd": partial(prove_rounds, lab, Rounds(local_steps, *AVERAGE)),
+            "diloco": partial(prove_rounds, lab, Rounds(local_steps, *DILOCO)),
+        },
+    )
     lab.compare_traffic(predictions, measured)
-    rates = in_step(lab, [build for build in (dp, sync) if build.__name__ in measured])
-    asynchronous.run(lab, rates)
+    rates = in_step(lab, [name for name in ("dp", "sync") if name in measured])
+    asynchronous.run(lab, schemes(lab.config), rules, rates)
     staleness.show(lab)
 
 
-def dp(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """One all_reduce a bucket, and every rank takes the same step."""
-    begin_alike(model, group, config)
-    return Replica(model, config, GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20))
-
-
-def sync(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Sums and counts to rank 0, weights back."""
-    begin_alike(model, group, config)
-    return Served(model, group, config)
-
-
-def local_sgd(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """H steps apart, then the mean of the weights."""
-    begin_alike(model, group, config)
-    return Apart(model, group, config, *AVERAGE)
-
-
-def diloco(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """H steps apart, then a step with momentum along what the workers moved in the mean."""
-    begin_alike(model, group, config)
-    return Apart(model, group, config, *DILOCO)
+MODE = Mode(
+    variants=(
+        Variant("dp", dp),
+        Variant("sync", sync),
+        Variant("local_sgd", local_sgd),
+        Variant("diloco", diloco),
+        Variant("ssp"),
+        Variant("downpour"),
+    ),
+    run=run,
+    options=Options,
+    predict=lambda config: predict(config, config.own(Options).local_steps),
+    refuse=refuse,
+    cannot=cannot,
+    mistakes=MISTAKES,
+    unsaved="makes none, since out of step there is no step at which all workers hold the same state",
+    reading=(
+        "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run claims",
+        "workers/strategies/replica.py: the loop that the variants in step and in rounds share",
+        "workers/parallel/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
+        "experiments/server/worker.py: what a worker of ssp and downpour does, which waits for no step",
+        "workers/parallel/parameter_server.py: the server's rules of who may go on",
+    ),
+)

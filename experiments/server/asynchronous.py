@@ -1,10 +1,11 @@
 """Workers that do not wait: `ssp` and `downpour`, with rank 0 as the server, and a link of its own to each worker.
 
-Twice each. First in an order of events that LAB_SEED draws: workers compute where they are, the server takes their messages in that order,
-and one process that replays it must come to the same weights (replay.py). Then for real, in whatever order they come: that does not
-repeat, so it is held to what must be so in any order (promises.py): nobody starts a step more than LAB_STALENESS ahead of the slowest
-(`ssp`), every update counts exactly once, in the end all hold the same weights. All workers together take N x LAB_STEPS steps, who is
-faster more of them; each weighs its gradient by its share of the batch, so that as many samples move the weights as far as in `dp`.
+Twice each. First in an order of events that LAB_SEED draws: workers compute where they are, the server takes their
+messages in that order, and one process that replays it must come to the same weights (replay.py). Then for real, in
+whatever order they come: that does not repeat, so it is held to what must be so in any order (promises.py): nobody
+starts a step more than LAB_STALENESS ahead of the slowest (`ssp`), every update counts exactly once, in the end all
+hold the same weights. All workers together take N x LAB_STEPS steps, who is faster more of them; each weighs its
+gradient by its share of the batch, so that as many samples move the weights as far as in `dp`.
 
 From here on a worker may die: the server goes on with the others, and only what it had under way is lost.
 """
@@ -16,19 +17,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from experiments.server.claims import ASYNCHRONOUS, cannot, weight_bytes
-from experiments.server.faults import rules_of
 from experiments.server.pace import Rate, apart, compute_s, show_rates
+from experiments.server.predictions import weight_bytes
 from experiments.server.promises import Report, hold
 from experiments.server.replay import prove
-from experiments.server.worker import Scheme, Worker, schemes
+from experiments.server.worker import Scheme, Worker
 from workers.lab import Lab
 from workers.measure.formulas.collectives import wire_tolerance
 from workers.parallel.parameter_server import PUSH, Audit, Event, ParameterServer, audit
 from workers.parallel.phases import recorded, slowed
 from workers.parallel.serving import Client, Link, Local, Remote, Server, Threads
-
-VARIANTS = ASYNCHRONOUS
 
 
 class Finished(NamedTuple):
@@ -40,12 +38,13 @@ class Finished(NamedTuple):
     reports: dict[int, Report]  # of the workers that are still here
 
 
-def run(lab: Lab, rates: list[Rate]) -> None:
-    """Prove what is asked for, then let go of each other; `rates` are those of the variants that keep step."""
-    unable = cannot(lab.config)
-    for name in (name for name in VARIANTS if lab.wants(name) and name in unable):
+def run(lab: Lab, schemes: list[Scheme], rules: type[ParameterServer], rates: list[Rate]) -> None:
+    """Prove what is asked for, then let go of each other under `rules`; `rates` are those of what keeps step."""
+    unable = lab.mode.cannot(lab.config)
+    wanted = [scheme for scheme in schemes if lab.wants(scheme.name)]
+    for name in (scheme.name for scheme in wanted if scheme.name in unable):
         lab.skip(name, unable[name])
-    chosen = [scheme for scheme in schemes(lab.config) if lab.wants(scheme.name) and scheme.name not in unable]
+    chosen = [scheme for scheme in wanted if scheme.name not in unable]
     if lab.config.trace and chosen:
         lab.say(
             f"{', '.join(scheme.name for scheme in chosen)} not profiled: there is no step that all ranks take", "trace"
@@ -53,13 +52,13 @@ def run(lab: Lab, rates: list[Rate]) -> None:
     links = open_links(lab) if chosen else {}
     for scheme in chosen if lab.config.proof else []:
         prove(lab, links, scheme)
-    finished = [run_freely(lab, links, scheme) for scheme in chosen]
+    finished = [run_freely(lab, links, scheme, rules) for scheme in chosen]
     if lab.rank == 0:
         for each in finished:
             hold(lab, each.scheme, each.seen, each.reports)
             if len(each.reports) == lab.world_size and all(report.steps for report in each.reports.values()):
                 rates.append(apart(lab, each.scheme, each.reports))
-        show_rates(lab, rates)
+        show_rates(lab, rates, schemes)
         show_run(lab, finished)
 
 
@@ -75,15 +74,16 @@ def open_links(lab: Lab) -> dict[int, Link]:
     }
 
 
-def run_freely(lab: Lab, links: dict[int, Link], scheme: Scheme) -> Finished:
+def run_freely(lab: Lab, links: dict[int, Link], scheme: Scheme, kind: type[ParameterServer]) -> Finished:
     """One scheme in the order in which messages come; what each rank saw is brought together on rank 0."""
     config, name, dtype = lab.config, scheme.name, getattr(torch, lab.config.dtype)
     lab.at(0, name)
     workers = [rank for rank in range(lab.world_size) if rank not in lab.exchange.gone]
     worker = Worker(
-        lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, noted=lambda step: lab.at(step, name)
+        lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate,
+        noted=lambda step: lab.at(step, name),
     )  # fmt: skip
-    rules, client, threads = open_server(lab, links, scheme, workers, worker)
+    rules, client, threads = open_server(lab, links, scheme, kind, workers, worker)
     lab.say(f"{lab.world_size * config.steps} steps by {len(workers)} worker(s), in whatever order they come", name)
     with lab.count(calls=False) as traffic, recorded() as spans, slowed(config.slowed_to):
         seconds = lab.seconds(lambda: worker.train(client, scheme.most))
@@ -104,11 +104,11 @@ def run_freely(lab: Lab, links: dict[int, Link], scheme: Scheme) -> Finished:
 
 
 def open_server(
-    lab: Lab, links: dict[int, Link], scheme: Scheme, workers: list[int], worker: Worker
+    lab: Lab, links: dict[int, Link], scheme: Scheme, kind: type[ParameterServer], workers: list[int], worker: Worker
 ) -> tuple[ParameterServer, Client, Threads | None]:
     """The rules, and this rank's client; on rank 0 the server too, which hears of every worker that leaves."""
     config, weights = lab.config, worker.vectors.weights
-    rules = rules_of(config)(
+    rules = kind(
         weights.cpu().clone(),
         workers,
         lr=config.learning_rate,
@@ -156,7 +156,7 @@ def show_run(lab: Lab, finished: list[Finished]) -> None:
 
 
 def smoothed(history: list[Event], num_workers: int) -> list[list[float]]:
-    """The losses of the pushes in the order in which they were applied, each the mean of as many as there are workers."""
+    """The losses of the pushes in the order in which they were applied, in means of as many as there are workers."""
     losses = [event.loss for event in history if event.kind == PUSH]
     windows = [losses[max(0, end - num_workers) : end] for end in range(1, len(losses) + 1)]
     return [[float(index + 1) for index in range(len(losses))], [sum(window) / len(window) for window in windows]]

@@ -1,7 +1,7 @@
-"""How fast: samples a second of variants whose workers wait for each other, and of those that do not, with a straggler or without.
+"""How fast: samples a second where workers wait for each other and where they do not, with a straggler or without.
 
-The compute of each worker is measured, and from it follows what both kinds should reach: T = max T_i in step, the sum of 1/T_i apart, or
-less of it in a run that ends (workers/measure/formulas/grants.py).
+The compute of each worker is measured, and from it follows what both kinds should reach: T = max T_i in step, the sum
+of 1/T_i apart, or less of it in a run that ends (workers/measure/formulas/grants.py).
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from statistics import median
 import torch
 
 from experiments.server.promises import Report
-from experiments.server.worker import Scheme, schemes
+from experiments.server.worker import Scheme
 from workers.config import Config
-from workers.lab import Lab, Variant
+from workers.contract import Build
+from workers.lab import Lab
 from workers.measure.formulas.grants import granted_rate
 from workers.measure.formulas.server import apart_rate, in_step_rate
 from workers.parallel.phases import COMPUTE, Span, recorded, slowed
-from workers.workload.data import global_batch
 
 MOST_STEPS = 5
 SLOWER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
@@ -32,18 +32,22 @@ class Rate:
     measured: float
 
 
-def in_step(lab: Lab, variants: list[Variant]) -> list[Rate]:
-    """A few steps more of each variant, timed as a whole; on every rank."""
-    return [rate_in_step(lab, build) for build in variants]
+def in_step(lab: Lab, names: list[str]) -> list[Rate]:
+    """A few steps more of each of these variants, timed as a whole; on every rank."""
+    return [
+        rate_in_step(lab, each.name, each.build)
+        for each in lab.mode.variants
+        if each.name in names and each.build is not None
+    ]
 
 
-def rate_in_step(lab: Lab, build: Variant) -> Rate:
-    """Train `build` for some steps, this rank at its own speed."""
-    dtype, name, steps = getattr(torch, lab.config.dtype), build.__name__, min(lab.config.steps, MOST_STEPS)
+def rate_in_step(lab: Lab, name: str, build: Build) -> Rate:
+    """Train what `build` makes for some steps, this rank at its own speed."""
+    dtype, steps = getattr(torch, lab.config.dtype), min(lab.config.steps, MOST_STEPS)
     lab.at(0, f"the pace of {name}")
     batches = lab.batches(dtype)
-    strategy = build(lab.model(dtype), lab.group, lab.config)
-    shards = iter([batches.dealt(step, lab.rank, lab.world_size) for step in range(steps)])
+    strategy = build(lab.model(dtype), lab.mesh, lab.config)
+    shards = iter([lab.dealt(batches, step) for step in range(steps)])
 
     def step() -> None:
         strategy.backward(next(shards))
@@ -66,7 +70,7 @@ def samples_of(lab: Lab) -> list[int]:
     """The samples of a step, by rank."""
     batches = lab.batches(torch.float32)
     sizes = [len(batches.sample_ids(0, rank, lab.world_size)) for rank in range(lab.world_size)]
-    assert sum(sizes) == global_batch(lab.config)
+    assert sum(sizes) == lab.config.batch
     return sizes
 
 
@@ -79,7 +83,7 @@ def apart(lab: Lab, scheme: Scheme, reports: dict[int, Report]) -> Rate:
     return Rate(scheme.name, step_s, reached, done / max(report.seconds for report in reports.values()))
 
 
-def show_rates(lab: Lab, rates: list[Rate]) -> None:
+def show_rates(lab: Lab, rates: list[Rate], schemes: list[Scheme]) -> None:
     """Predicted beside measured, and what a straggler would cost each kind."""
     if not rates:
         return
@@ -94,11 +98,13 @@ def show_rates(lab: Lab, rates: list[Rate]) -> None:
         )  # fmt: skip
     columns = ["", *(f"rank {rank} (ms a step)" for rank in range(lab.world_size)), "predicted samples/s", "measured"]
     lab.table("Samples a second, from the compute of each worker and as measured", columns, rows)
-    lab.chart("Samples a second with one straggler", "times slower", "samples a second", stragglers(lab, rates))
+    lab.chart(
+        "Samples a second with one straggler", "times slower", "samples a second", stragglers(lab, rates, schemes)
+    )
 
 
-def stragglers(lab: Lab, rates: list[Rate]) -> dict[str, list[list[float]]]:
-    """Predicted curves over how much slower one rank is, where all compute alike but for that, and this run's measured points on them."""
+def stragglers(lab: Lab, rates: list[Rate], schemes: list[Scheme]) -> dict[str, list[list[float]]]:
+    """Predicted curves over how much slower one rank is where all else compute alike, and this run's points on them."""
     slow, share = straggler(lab.config)
     # What the slowed rank takes longer is on the x axis: in the median it would count twice.
     alike_s = median(
@@ -108,21 +114,21 @@ def stragglers(lab: Lab, rates: list[Rate]) -> dict[str, list[list[float]]]:
     series: dict[str, list[list[float]]] = {}
     for times in slower:
         step_s = [alike_s * (times if rank == slow else 1.0) for rank in range(lab.world_size)]
-        for name, value in predicted_rates(lab, step_s).items():
+        for name, value in predicted_rates(lab, step_s, schemes).items():
             series.setdefault(name, [slower, []])[1].append(value)
     return series | {f"{rate.variant}, measured": [[1 / share], [rate.measured]] for rate in rates}
 
 
 def straggler(config: Config) -> tuple[int, float]:
-    """The rank that LAB_SLOW_RANK slows and the share that is left of its speed; the last one, at all its speed, if it names none."""
+    """The rank that LAB_SLOW_RANK slows and the share left of its speed; the last one, at all its speed, if unset."""
     rank, _, share = (config.slow_rank or f"{config.world_size - 1}:1").partition(":")
     return int(rank), float(share)
 
 
-def predicted_rates(lab: Lab, step_s: list[float]) -> dict[str, float]:
-    """Samples a second by way of waiting, of workers that take `step_s` a step; the last is where a run that never ends comes to."""
+def predicted_rates(lab: Lab, step_s: list[float], schemes: list[Scheme]) -> dict[str, float]:
+    """Samples a second by way of waiting, of workers that take `step_s` a step; the last is of a run without end."""
     samples, budget = samples_of(lab), lab.world_size * lab.config.steps
-    bounded, unbounded = schemes(lab.config)
+    bounded, unbounded = schemes
     return {
         "in step": in_step_rate(samples, step_s),
         f"apart, at most {bounded.staleness} ahead": granted_rate(samples, step_s, budget, staleness=bounded.staleness),

@@ -25,7 +25,9 @@ def hold(lab: Lab, scheme: Scheme, seen: Audit, reports: dict[int, Report]) -> N
         detail = "finished steps that a worker was ahead of the slowest when it started one, at most"
         lab.check("staleness", seen.lead, scheme.staleness, variant=scheme.name, detail=detail)
     sent = sum(len(report.sent) for report in reports.values())
-    detail = f"{sent} sent by those still here, {len(seen.staleness)} applied; the difference is those not applied exactly once"
+    detail = (
+        f"{sent} sent by those still here, {len(seen.staleness)} applied; difference: those not applied exactly once"
+    )
     lab.check("updates", miscounted(seen, reports), 0, variant=scheme.name, detail=detail)
     differing = len({report.weights for report in reports.values()}) - 1
     lab.check(
@@ -34,7 +36,7 @@ def hold(lab: Lab, scheme: Scheme, seen: Audit, reports: dict[int, Report]) -> N
 
 
 def miscounted(seen: Audit, reports: dict[int, Report]) -> int:
-    """Updates that were not applied exactly once, in their worker's order, with the numbers that it sent; and steps that went missing."""
+    """Updates not applied once, in their worker's order, with the numbers that it sent; and steps that went missing."""
     wrong = seen.wrong_numbers
     for rank, report in reports.items():
         applied = seen.checksums[rank]

@@ -1,8 +1,10 @@
-"""The proof of what is asynchronous: an order of events drawn by LAB_SEED, kept by all ranks, and replayed in one process.
+"""The proof of what is asynchronous: an order of events drawn by LAB_SEED, kept by all ranks, and replayed in one
+process.
 
-Which weights a gradient was computed at, and which updates came between, is all that asynchrony adds to SGD. Both follow from the order in
-which workers start and push. So the ranks run with every message taken in a given order, and one process that goes through the same order
-with a plain loop, nothing sent and no server, must come to the same weights and to the same staleness of each update.
+Which weights a gradient was computed at, and which updates came between, is all that asynchrony adds to SGD. Both
+follow from the order in which workers start and push. So the ranks run with every message taken in a given order, and
+one process that goes through the same order with a plain loop, nothing sent and no server, must come to the same
+weights and to the same staleness of each update.
 """
 
 import torch

@@ -1,23 +1,20 @@
-"""Local steps and rounds: `local_sgd` and `diloco` as strategies, and their proof.
+"""The proof of `local_sgd` and `diloco`, whose workers train apart for H steps, a round.
 
-What they compute is on purpose not what one process computes, but for H = 1. So they are proven twice: at H = 1 against one process
-with the whole batch, and at the H given, on one layer, against all workers in one process, written down from the formula with
-nothing sent.
+What they compute is on purpose not what one process computes, but for H = 1. So they are proven twice: at H = 1
+against one process with the whole batch, and at the H given, on one layer, against all workers in one process, written
+down from the formula with nothing sent.
 """
 
 import copy
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from experiments.server.synchronous import Alone
 from workers.config import Config
-from workers.lab import Lab, Variant
-from workers.parallel.local_sgd import OuterStep
-from workers.parallel.vectors import Vectors
+from workers.contract import Build
+from workers.lab import Lab
 from workers.passes.replicas import check_replicas
-from workers.strategies.replica import Replica
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model, build_model
 from workers.workload.optimizer import make_optimizer
@@ -26,46 +23,25 @@ TOLERANCE = 1e-12
 LEARNING_RATE = 0.01
 MOST_PROVEN = 12  # local steps of the proof: two rounds of them are run, whatever H is
 
-Outer = tuple[float, float]  # learning rate and momentum of the outer step
+
+class Rounds(NamedTuple):
+    """Steps of a round, and learning rate and momentum of the outer step at its end."""
+
+    local_steps: int
+    lr: float
+    momentum: float
 
 
-class Apart(Replica):
-    """A Strategy: a worker that steps by its own gradients, with an optimizer of its own, and now and then meets the others."""
-
-    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, lr: float, momentum: float) -> None:
-        self.vectors = Vectors(model.parameters())
-        super().__init__(model, config, Alone(self.vectors))
-        self.outer = OuterStep(self.vectors.weights, group, config.local_steps, lr=lr, momentum=momentum)
-        self.repeats_after = config.local_steps  # steps, the last of which makes a call
-        self.share = 0.0
-
-    def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """The gradient of the mean over this worker's own samples; the loss returned is its share of the batch's."""
-        self.share = sum(part.share * part.targets.numel() for part in microbatches)
-        self.scale = 1 / self.share
-        return super().backward(microbatches)
-
-    def update(self) -> None:
-        """A step of its own; every H-th time the outer step."""
-        super().update()
-        self.outer.step(self.share)
-
-
-def prove_rounds(lab: Lab, name: str, outer: Outer, build: Variant) -> None:
+def prove_rounds(lab: Lab, rounds: Rounds, name: str, build: Build) -> None:
     """Check the variant that `build` makes at H = 1 and at the H given."""
     plain = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
-    check_against(lab, name, build, with_steps(plain, 1), outer, workers=1)
-    local_steps = min(lab.config.local_steps, MOST_PROVEN)
-    if local_steps > 1:
-        check_against(lab, name, build, with_steps(shallow(plain), local_steps), outer, workers=lab.world_size)
+    check_against(lab, name, build, plain, rounds._replace(local_steps=1), workers=1)
+    proven = rounds._replace(local_steps=min(rounds.local_steps, MOST_PROVEN))
+    if proven.local_steps > 1:
+        check_against(lab, name, build, shallow(plain), proven, workers=lab.world_size)
     if lab.config.optimizer == "adamw" or lab.config.clip is not None:
-        tuned = with_steps(shallow(lab.config), local_steps)
-        check_against(lab, name, build, tuned, outer, workers=lab.world_size, when=" as trained")
-
-
-def with_steps(config: Config, local_steps: int) -> Config:
-    """The same with another H."""
-    return config.model_copy(update={"local_steps": local_steps})
+        tuned = shallow(lab.config)
+        check_against(lab, name, build, tuned, proven, workers=lab.world_size, when=" as trained")
 
 
 def shallow(config: Config) -> Config:
@@ -79,21 +55,22 @@ def model_of(lab: Lab, config: Config) -> Model:
 
 
 def check_against(
-    lab: Lab, name: str, build: Variant, config: Config, outer: Outer, *, workers: int, when: str = ""
+    lab: Lab, name: str, build: Build, config: Config, rounds: Rounds, *, workers: int, when: str = ""
 ) -> None:  # fmt: skip
-    """Losses and weights of two rounds on all ranks, against `workers` workers in one process on rank 0; last all ranks are equal."""
-    when, steps = f" at H = {config.local_steps}{when}", 2 * config.local_steps
+    """Losses and weights of two rounds against `workers` workers in one process; last, all ranks are equal."""
+    config = config.with_own(local_steps=rounds.local_steps)
+    when, steps = f" at H = {rounds.local_steps}{when}", 2 * rounds.local_steps
     batches = lab.batches(torch.float64, proof=True)
     wanted = (
-        in_one_process(model_of(lab, config), batches, config, outer, workers, steps)
+        in_one_process(model_of(lab, config), batches, config, rounds, workers, steps)
         if lab.rank == 0
         else ([], torch.zeros(0))
     )
-    strategy = build(model_of(lab, config), lab.group, config)
+    strategy = build(model_of(lab, config), lab.mesh, config)
     losses = []
     for step in range(steps):
         lab.at(step, f"proof of {name}{when}")
-        share = strategy.backward(batches.dealt(step, lab.rank, lab.world_size))
+        share = strategy.backward(lab.dealt(batches, step))
         assert share is not None
         losses.append(share.item())
         strategy.update()
@@ -110,10 +87,10 @@ def check_against(
 
 
 def in_one_process(
-    model: Model, batches: Batches, config: Config, outer: Outer, workers: int, steps: int
+    model: Model, batches: Batches, config: Config, rounds: Rounds, workers: int, steps: int
 ) -> tuple[list[float], Tensor]:
-    """`workers` workers one after the other, from the formula: the batch's loss at each step, and the common weights [P]."""
-    lr, momentum = outer
+    """`workers` workers one after the other, by the formula: the batch's loss at each step, the common weights [P]."""
+    local_steps, lr, momentum = rounds
     names = [name for name, _ in model.named_parameters()]
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     common, velocity = start, {name: torch.zeros_like(weight) for name, weight in start.items()}
@@ -122,7 +99,7 @@ def in_one_process(
     for step in range(steps):
         shards = [batches.dealt(step, worker, workers) for worker in range(workers)]
         losses.append(sum(replica.step(shard) for replica, shard in zip(replicas, shards, strict=True)))
-        if (step + 1) % config.local_steps:
+        if (step + 1) % local_steps:
             continue
         samples = [replica.seen for replica in replicas]
         for name in names:
@@ -138,7 +115,7 @@ def in_one_process(
 
 
 class Single:
-    """One of several workers in one process: its own copy of the model, its optimizer, and the samples seen this round."""
+    """One of several workers in one process: its own copy of the model, its optimizer, the samples seen this round."""
 
     def __init__(self, model: Model, config: Config) -> None:
         self.model, self.config = copy.deepcopy(model), config

@@ -2,10 +2,11 @@
 
     w <- w - lr·g(w of tau updates ago)
 
-In one process, with no noise and a delay that does not vary, so that nothing else is seen: the same 200 updates, and so the same samples,
-for each staleness tau. A late gradient is a push in a direction that was right a while ago; with a small step that costs little, with
-a large one the weights overshoot before the first gradient tells of it. How large is known exactly, since the line's loss is a
-quadratic: up to lr = 2·sin(pi / (2(2·tau + 1))) / curvature. What is found by trying is held against that.
+In one process, with no noise and a delay that does not vary, so that nothing else is seen: the same 200 updates, and
+so the same samples, for each staleness tau. A late gradient is a push in a direction that was right a while ago; with
+a small step that costs little, with a large one the weights overshoot before the first gradient tells of it. How large
+is known exactly, since the line's loss is a quadratic: up to lr = 2·sin(pi / (2(2·tau + 1))) / curvature. What is
+found by trying is held against that.
 """
 
 import math
@@ -24,7 +25,7 @@ Quadratic = tuple[float, float, float]  # means of x·x, x and 1: half of the lo
 
 
 def show(lab: Lab) -> None:
-    """A chart of the loss after the same updates, a table of the largest rate that is stable, and a comparison of each."""
+    """A chart of the loss after the same updates; the largest rate that is stable at each, as a table and compared."""
     if lab.rank > 0:
         return
     line = points(lab.config.seed)

@@ -1,16 +1,16 @@
-"""A worker of an asynchronous run: ask to start, take some steps from the weights that come, push what they add up to."""
+"""A worker of an asynchronous run: ask to start, take some steps from the weights that come, push what they come to."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from experiments.server.synchronous import Alone
 from workers.config import Config
 from workers.parallel.parameter_server import checksum
+from workers.parallel.phases import phase
 from workers.parallel.serving import Client
 from workers.parallel.vectors import Vectors
-from workers.strategies.replica import Replica
 from workers.workload.data import Batches
 from workers.workload.model import Model
 
@@ -21,11 +21,6 @@ class Scheme(NamedTuple):
     name: str
     most: int  # steps between a fetch and its push
     staleness: int | None  # the bound, None where there is none
-
-
-def schemes(config: Config) -> list[Scheme]:
-    """`ssp` fetches and pushes every step, bounded; `downpour` every LAB_LOCAL_STEPS, and nobody waits."""
-    return [Scheme("ssp", 1, config.staleness), Scheme("downpour", config.local_steps, None)]
 
 
 class Worker:
@@ -40,8 +35,7 @@ class Worker:
         lr: float,
         noted: Callable[[int], None] | None = None,
     ) -> None:
-        self.vectors = Vectors(model.parameters())
-        self.replica = Replica(model, config, Alone(self.vectors))
+        self.model, self.vectors = model, Vectors(model.parameters())
         self.batches, self.rank, self.num_workers, self.lr, self.noted = batches, rank, config.world_size, lr, noted
         self.steps = 0
         self.sent: list[float] = []  # checksums of the updates pushed
@@ -55,7 +49,7 @@ class Worker:
             client.push(len(self.sent), update, loss)
         client.finish(self.vectors.weights)
 
-    def accumulate(self, update: torch.Tensor, steps: int) -> float:
+    def accumulate(self, update: Tensor, steps: int) -> float:
         """Fill `update` with the sum of the gradients of `steps` steps, and return the mean loss.
 
         Each gradient is taken at weights that those before it have moved.
@@ -65,10 +59,21 @@ class Worker:
         for _ in range(steps):
             if self.noted is not None:
                 self.noted(self.steps)
-            microbatches = self.batches.dealt(self.steps, self.rank, self.num_workers)
-            share = sum(part.share * part.targets.numel() for part in microbatches)
-            losses.append(self.replica.backward(microbatches).item() / share)
+            losses.append(self.backward())
             update += self.vectors.gradients
             self.vectors.weights.add_(self.vectors.gradients, alpha=-self.lr)
             self.steps += 1
         return sum(losses) / len(losses)
+
+    def backward(self) -> float:
+        """The gradient of this worker's next samples, weighed by their share of the batch; returns their mean loss."""
+        self.vectors.zero()
+        microbatches = self.batches.dealt(self.steps, self.rank, self.num_workers)
+        summed = 0.0
+        for index, (inputs, targets, share) in enumerate(microbatches):
+            with phase("forward", str(index)):
+                loss = self.model(inputs, targets) * share
+            with phase("backward", str(index)):
+                loss.backward()
+            summed += loss.item()
+        return summed / sum(part.share * part.targets.numel() for part in microbatches)

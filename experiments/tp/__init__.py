@@ -24,26 +24,167 @@ large train as well, under Adam (LAB_BUG=double_reduce).
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from experiments.tp.claims import cannot, refuse, title
-from experiments.tp.faults import BUGS, pack_qkv, row_of, whole_of
-from experiments.tp.naive import split_every_linear
-from experiments.tp.plan import rows_first, split
-from experiments.tp.predictions import SAVED, Sizes, predict
+from experiments.tp.mistakes import MISTAKES
+from experiments.tp.predictions import SAVED, holds, predict, summary, untied_linears
+from experiments.tp.refusals import cannot, refuse
+from experiments.tp.rows import rows_first
 from experiments.tp.torchs import dtensor
+from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.lab import Lab, Measured, Strategy
+from workers.contract import Measured, Mode, Strategy, Variant
+from workers.lab import Lab
 from workers.measure.formulas import Prediction
 from workers.parallel.cut import shares
+from workers.parallel.mesh import Mesh
+from workers.parallel.phases import phase
 from workers.parallel.sequence import Sequence
-from workers.strategies.tensor import Shard, local
-from workers.workload.model import VOCABULARY, Model
+from workers.parallel.tensor import ColumnParallelLinear, RowParallelLinear, Seams, Whole
+from workers.parallel.vocabulary import VocabularyParallelCrossEntropy, VocabularyParallelEmbedding
+from workers.passes.measure import measure
+from workers.strategies.tensor import TensorParallel, local
+from workers.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
 
-VARIANTS = ("naive", "megatron", "sequence", "dtensor")
-__all__ = ["BUGS", "VARIANTS", "cannot", "predict", "refuse", "run", "title"]
+# Parts that a mistake replaces: f and g at the two ends of a slice, a rank's own q, k and v, what sums over slices.
+Region: TypeAlias = Callable[[dist.ProcessGroup], Seams]
+QKV: TypeAlias = Callable[[Attention, tuple[int, ...], int], dict[str, nn.Module]]
+Row: TypeAlias = type[RowParallelLinear]
+
+
+# --- naive: what one writes first, since it needs nothing but the layer ---
+
+
+def naive(model: Model, mesh: Mesh, config: Config, region: Region = Whole) -> Strategy:
+    """Every linear layer by itself; the step around them is one process's, and all that is sent is sent inside of the layers."""
+    for name, linear in untied_linears(model).items():
+        model.set_submodule(name, GatheredLinear(linear, mesh.group, region(mesh.group)))
+    return TensorParallel(model, mesh.group, config)
+
+
+class GatheredLinear(ColumnParallelLinear):
+    """A linear layer of which each rank computes some outputs, and has all of them: [..., D] to [..., D_out]."""
+
+    def __init__(self, dense: nn.Linear, group: dist.ProcessGroup, region: Seams) -> None:
+        super().__init__(dense, shares(dense.out_features, group.size()), group.rank())
+        self.group, self.region = group, region
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = super().forward(self.region.enter(x))  # f: every rank's outputs give the gradient of x a part
+        gathered: Tensor = Gather.apply(mine, self.cuts["weight"].sizes, self.group)  # type: ignore[no-untyped-call]
+        return gathered
+
+
+class Gather(torch.autograd.Function):
+    """Forward: all ranks' outputs. Backward: this rank's slice, since behind the gather all ranks compute the same loss.
+
+    `dist.all_gather` by itself records nothing for autograd: no layer before it would learn.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.rank = sizes, group.rank()
+        padded = F.pad(mine, (0, max(sizes) - mine.shape[-1]))  # gloo gathers tensors of one size alone
+        parts = [torch.empty_like(padded) for _ in sizes]
+        with phase("all_gather"):
+            dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].split(ctx.sizes, -1)[ctx.rank], None, None
+
+
+# --- megatron: two layers a slice, and nothing is sent between them ---
+
+
+def own_heads(attention: Attention, heads: tuple[int, ...], rank: int) -> dict[str, nn.Module]:
+    """A rank's heads of q, of k and of v: the same ones of each."""
+    dense = {"q": attention.q, "k": attention.k, "v": attention.v}
+    return {name: ColumnParallelLinear(project, heads, rank) for name, project in dense.items()}
+
+
+def megatron(
+    model: Model, mesh: Mesh, config: Config, region: Region = Whole, qkv: QKV = own_heads, row: Row = RowParallelLinear
+) -> Strategy:
+    """By rows, then by columns: f before, g after."""
+    slice_layers(model, mesh.group, region(mesh.group), qkv, row)
+    return TensorParallel(model, mesh.group, config)
+
+
+def slice_layers(model: Model, group: dist.ProcessGroup, region: Seams, qkv: QKV, row: Row) -> None:
+    """Replace the layers of a dense `model` by this rank's slices of them, in place; parameters keep their names.
+
+    Attention: enter -> q, k, v by rows, whole heads; o by columns, the same heads -> leave. One `enter` serves all three.
+    MLP:       enter -> up by rows; down by columns -> leave.
+    """
+    rank, ranks = group.rank(), group.size()
+    for part in list(model.modules()):
+        if isinstance(part, Attention):
+            heads = shares(part.q.out_features // part.head_dim, ranks, part.head_dim)
+            for name, project in qkv(part, heads, rank).items():
+                part.register_module(name, project)
+            part.register_module("o", row(part.o, heads, rank, region))
+            enter_before(part, region)
+        elif isinstance(part, MLP):
+            sizes = shares(part.up.out_features, ranks)
+            part.register_module("up", ColumnParallelLinear(part.up, sizes, rank))
+            part.register_module("down", row(part.down, sizes, rank, region))
+            enter_before(part, region)
+    if model.name == "gpt":
+        slice_ends(model, group, region)
+
+
+def slice_ends(model: Model, group: dist.ProcessGroup, region: Seams) -> None:
+    """gpt's two ends, by rows of the vocabulary; tied weights stay tied, since both are sliced by the same ones.
+
+    Embedding:    token -> leave; position whole.
+    Head:         norm whole; enter -> project.
+    CrossEntropy: over the ranks' scores, which are never gathered.
+    """
+    rank, sizes = group.rank(), shares(VOCABULARY, group.size())
+    first, last = model.layers[0], model.layers[-1]
+    assert isinstance(first, Embedding)
+    assert isinstance(last, Head)
+    tied = last.project.weight is first.token.weight
+    token = VocabularyParallelEmbedding(first.token, sizes, rank, region)
+    project = ColumnParallelLinear(last.project, sizes, rank)
+    if tied:
+        project.weight = token.weight
+    first.register_module("token", token)
+    last.register_module("project", project)
+    enter_before(project, region)
+    model.loss = VocabularyParallelCrossEntropy(sizes, group)
+
+
+def enter_before(module: nn.Module, region: Seams) -> None:
+    """What `module` is given comes through `region.enter` first: a hook, so that no parameter gets another name."""
+    module.register_forward_pre_hook(partial(_entered, region))
+
+
+def _entered(region: Seams, _: nn.Module, args: tuple[Any, ...]) -> Tensor:
+    return region.enter(args[0])
+
+
+# --- sequence: the same slices, and between them a part of the rows on each rank ---
+
+
+def sequence(model: Model, mesh: Mesh, config: Config, qkv: QKV = own_heads, row: Row = RowParallelLinear) -> Strategy:
+    """A gather for f and a scatter for g; what is whole sees its rank's rows alone, so its gradients are summed, once a step."""
+    region = Sequence(mesh.group)
+    slice_layers(model, mesh.group, region, qkv, row)
+    rows_first(model, region)
+    return TensorParallel(model, mesh.group, config, by_rows=True, own_loss=model.name == "mlp")
+
+
+# --- the run ---
 
 
 def run(lab: Lab) -> None:
@@ -51,33 +192,11 @@ def run(lab: Lab) -> None:
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
     lab.say(holds(lab.config, lab.rank), all_ranks=True)
-    measured = lab.measure(
-        naive, megatron, sequence, dtensor,
-        also=lambda name, strategy: check_replicas(lab, name, strategy), shards=1, cannot=cannot(lab.config),
-    )  # fmt: skip
+    measured = measure(lab, also=partial(check_replicas, lab))
     lab.compare_traffic(predictions, measured)
     for prediction in predictions:
         if prediction.name != "wire bytes":
             compare(lab, prediction, measured)
-
-
-def summary(config: Config) -> str:
-    """One line of what is sent."""
-    sizes = Sizes(config)
-    whole, slices = sizes.tokens * config.width * sizes.itemsize, sizes.slices(sizes.num_slices)
-    return (
-        f"{slices.calls} all_reduces a step, each 2(t-1)/t x {whole / 1e6:.3g} MB: {slices.nbytes / 1e6:.3g} MB a rank, "
-        f"and what the loss needs"
-    )
-
-
-def holds(config: Config, rank: int) -> str:
-    """A rank's share of what megatron cuts, for its own log."""
-    names = {"heads": config.heads, "hidden units": 4 * config.width, "vocabulary rows": VOCABULARY}
-    if config.model == "mlp":
-        names = {"hidden units": 4 * config.width}
-    parts = [f"{shares(count, config.world_size)[rank]} of {count} {name}" for name, count in names.items()]
-    return f"holds      {', '.join(parts)}"
 
 
 def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> None:
@@ -95,7 +214,7 @@ def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> 
 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
     """What every rank holds whole is the same on all ranks, to the bit."""
-    assert isinstance(strategy, Shard)
+    assert isinstance(strategy, TensorParallel)
     mine = torch.cat([local(parameter.detach()).flatten() for _, parameter in strategy.whole()])
     first = mine.clone()
     dist.broadcast(first, group=lab.group, group_src=0)
@@ -103,28 +222,23 @@ def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
     lab.check("replicas", differs, 0.0, variant=name)
 
 
-# --- the variants, in reading order ---
-
-
-def naive(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """Every linear layer by itself: its outputs split, and gathered at once."""
-    split_every_linear(model, group, whole_of(config)(group))
-    return Shard(model, group, config)
-
-
-def megatron(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """By rows, then by columns: f before, g after."""
-    if config.bug == "packed_qkv":
-        pack_qkv(model, group.size())
-    split(model, group, whole_of(config)(group), row_of(config))
-    return Shard(model, group, config)
-
-
-def sequence(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
-    """The same with a part of the rows on each rank between the blocks."""
-    if config.bug == "packed_qkv":
-        pack_qkv(model, group.size())
-    seams = Sequence(group)
-    split(model, group, seams, row_of(config))
-    rows_first(model, seams)
-    return Shard(model, group, config, by_rows=True, own_loss=model.name == "mlp")
+MODE = Mode(
+    variants=(
+        Variant("naive", naive),
+        Variant("megatron", megatron),
+        Variant("sequence", sequence),
+        Variant("dtensor", dtensor, by_torch=True),
+    ),
+    run=run,
+    axes=lambda config: {"tp": config.world_size},
+    predict=predict,
+    refuse=refuse,
+    cannot=cannot,
+    mistakes=MISTAKES | checkpoints.MISTAKES,
+    reading=(
+        "experiments/tp/__init__.py: the variants, naive first, and what a run of them claims",
+        "workers/parallel/tensor.py: f and g, and the two linear layers of a slice",
+        "workers/parallel/vocabulary.py: gpt's two ends, by rows of the vocabulary",
+        "workers/parallel/sequence.py: what stands in place of f and g in `sequence`",
+    ),
+)

@@ -1,12 +1,12 @@
-"""What each variant sends in a step and in how many calls, and what `sequence` need not hold: formulas to numbers."""
+"""What each variant sends in a step and in how many calls, what `sequence` need not hold, what a rank has: formulas to numbers."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from experiments.tp.claims import cannot
-from experiments.tp.naive import split_linears
+from experiments.tp.refusals import cannot
 from workers.config import Config
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
@@ -18,8 +18,9 @@ from workers.measure.formulas.tensor import (
     sequence_saves_bytes,
     tensor_parallel_bytes,
 )
-from workers.workload.data import global_batch, shard_sizes
-from workers.workload.model import outline
+from workers.parallel.cut import shares
+from workers.workload.data import shard_sizes
+from workers.workload.model import VOCABULARY, outline
 
 SAVED = "activation bytes"
 
@@ -37,12 +38,12 @@ class Sizes:
     def __init__(self, config: Config) -> None:
         self.config, self.ranks, self.is_gpt = config, config.world_size, config.model == "gpt"
         self.itemsize: int = getattr(torch, config.dtype).itemsize
-        self.microbatches = shard_sizes(global_batch(config), config.num_microbatches)  # samples of each
+        self.microbatches = shard_sizes(config.batch, config.num_microbatches)  # samples of each
         self.num_slices = 2 * config.depth + 1 if self.is_gpt else config.depth  # each behind a norm, and before a sum
         self.tokens = sum(self.microbatches) * (config.seq if self.is_gpt else 1)
 
     def rows(self) -> list[tuple[int, int]]:
-        """What `sequence` cuts, for each microbatch: (rows, numbers in a row)."""
+        """What `sequence` slices, for each microbatch: (rows, numbers in a row)."""
         seq, width = self.config.seq, self.config.width
         return [(seq, samples * width) if self.is_gpt else (samples, width) for samples in self.microbatches]
 
@@ -72,9 +73,18 @@ def total(*costs: Cost) -> Cost:
     return Cost(sum(cost.nbytes for cost in costs), sum(cost.calls for cost in costs))
 
 
+def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """All linear layers by name, but one whose weight is the embedding's: `naive` splits them, and leaves that one whole."""
+    names = {name for name, _ in model.named_parameters()}  # a tied weight has its first name alone
+    modules = dict(model.named_modules())
+    return {
+        name: module for name, module in modules.items() if isinstance(module, nn.Linear) and f"{name}.weight" in names
+    }
+
+
 def naive(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends the same
     """An all_gather and an all_reduce for every linear layer."""
-    linears = split_linears(outline(sizes.config)).values()
+    linears = untied_linears(outline(sizes.config)).values()
     nbytes = sum(
         column_split_bytes(sizes.ranks, sizes.tokens, linear.in_features, linear.out_features, sizes.itemsize)
         for linear in linears
@@ -106,13 +116,13 @@ def predict(config: Config) -> list[Prediction]:
     """Bytes and calls of one step of each variant that can run and what `sequence` saves, a value a rank."""
     sizes, predictions = Sizes(config), []
     layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
-    claims: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
+    formulas: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
         ("naive", naive, "(t-1)/t x b·s x (out + 2·in) a linear layer", "2 a linear layer"),
         ("megatron", megatron, layers, "2 a slice, 2 of the loss"),
         ("sequence", sequence, f"{layers} + norms", "sends of rows, all_gathers of equal ones"),
         ("dtensor", dtensor, "12(t-1)/t x b·s·h x (L+1/3) + loss" if sizes.is_gpt else layers, ""),
     ]
-    for variant, cost_of, formula, formula_of_calls in claims:
+    for variant, cost_of, formula, formula_of_calls in formulas:
         nbytes, calls = zip(*(cost_of(sizes, rank) for rank in range(sizes.ranks)), strict=True)
         predictions.append(
             Prediction(variant, "wire bytes", "B", formula, nbytes, max(calls), decides=variant != "dtensor")
@@ -136,3 +146,25 @@ def saved(sizes: Sizes) -> Prediction:
     formula = "(1-1/t)(b·s·h + 2·b·s) a norm less than megatron"
     # mlp holds 16-bit outputs in float32 for its loss.
     return Prediction("sequence", SAVED, "B", formula, values, 0, decides=sizes.config.dtype != "bfloat16")
+
+
+# --- in words ---
+
+
+def summary(config: Config) -> str:
+    """One line of what is sent."""
+    sizes = Sizes(config)
+    whole, slices = sizes.tokens * config.width * sizes.itemsize, sizes.slices(sizes.num_slices)
+    return (
+        f"{slices.calls} all_reduces a step, each 2(t-1)/t x {whole / 1e6:.3g} MB: {slices.nbytes / 1e6:.3g} MB a rank, "
+        f"and what the loss needs"
+    )
+
+
+def holds(config: Config, rank: int) -> str:
+    """A rank's share of what megatron slices, for its own log."""
+    names = {"heads": config.heads, "hidden units": 4 * config.width, "vocabulary rows": VOCABULARY}
+    if config.model == "mlp":
+        names = {"hidden units": 4 * config.width}
+    parts = [f"{shares(count, config.world_size)[rank]} of {count} {name}" for name, count in names.items()]
+    return f"holds      {', '.join(parts)}"

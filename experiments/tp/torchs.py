@@ -7,43 +7,43 @@ difference is the tutorial's: q, k and v each take an input of their own, whose 
 from contextlib import nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from workers.config import Config
-from workers.lab import Strategy
+from workers.contract import Strategy
 from workers.parallel.cut import Cut
-from workers.strategies.tensor import Shard
+from workers.parallel.mesh import Mesh
+from workers.strategies.tensor import TensorParallel
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 
 
-def dtensor(model: Model, group: dist.ProcessGroup, config: Config) -> Strategy:
+def dtensor(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """PyTorch's parallelize_module, with ColwiseParallel and RowwiseParallel."""
     # Not at the top: it takes a rank 0.7 s, and no other variant needs it.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import parallelize_module
 
-    mesh = DeviceMesh.from_group(group, "cuda" if config.device == "cuda" else "cpu")
-    parallelize_module(model, mesh, plan(model))
+    devices = DeviceMesh.from_group(mesh.group, "cuda" if config.device == "cuda" else "cpu")
+    parallelize_module(model, devices, plan(model))
     if config.tie:
         model.layers[-1].get_submodule("project").register_parameter(
             "weight", model.get_parameter("layers.0.token.weight")
         )
-    return ShardOfDTensors(model, group, config, cuts_of(model, group.size()))
+    return OfDTensors(model, mesh.group, config, slices_of(model, mesh.group.size()))
 
 
-class ShardOfDTensors(Shard):
-    """A Shard whose scores are a DTensor, too, and whose loss takes them so."""
+class OfDTensors(TensorParallel):
+    """One whose weights are DTensors, whose scores are one, too, and whose loss takes them so."""
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """As a Shard's, with both passes inside of `loss_parallel`."""
+        """The same, with both passes inside of `loss_parallel`."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import loss_parallel
 
         with loss_parallel() if self.model.name == "gpt" else nullcontext():
             share = super().backward(microbatches)
-        for parameter in map(self.model.get_parameter, self.cuts):
+        for parameter in map(self.model.get_parameter, self.slices):
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):  # the embedding's comes whole
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         return share
@@ -64,11 +64,11 @@ def plan(model: nn.Module) -> dict[str, Any]:
     return {name: styles[name.rpartition(".")[2]] for name in names if name.rpartition(".")[2] in styles}
 
 
-def cuts_of(model: nn.Module, num_ranks: int) -> dict[str, Cut]:
-    """The cut of each parameter that DTensor shards; it shards evenly, or `cannot` leaves it out."""
-    cuts = {}
+def slices_of(model: nn.Module, num_ranks: int) -> dict[str, Cut]:
+    """How each parameter is sliced that DTensor shards; it shards evenly, or `cannot` leaves it out."""
+    slices = {}
     for name, parameter in model.named_parameters():
         placement = getattr(parameter, "placements", [None])[0]
         if placement is not None and placement.is_shard():
-            cuts[name] = Cut(placement.dim, (parameter.shape[placement.dim] // num_ranks,) * num_ranks)
-    return cuts
+            slices[name] = Cut(placement.dim, (parameter.shape[placement.dim] // num_ranks,) * num_ranks)
+    return slices

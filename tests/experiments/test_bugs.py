@@ -1,50 +1,64 @@
 """Every LAB_BUG of every mode, through the whole experiment: the check that is meant for it fails, by name."""
 
-import importlib
 from pathlib import Path
 
 import pytest
 
-from tests.labs import failed, run_experiment
+from tests.labs import TINY, failed, run_experiment
 from tests.ranks import Ranks
+from workers.config import Config
 from workers.config.values import modes
+from workers.contract import Mode
+from workers.rank.modes import load
 
-# Enough variants for every mistake of the mode, and no more: a naive one makes dozens of calls a step.
-NARROW = {
-    "comm": "ring",
-    "dp": "flat,bucketed,ddp",
-    "tp": "naive,megatron",
-    "pp": "gpipe,1f1b",
-    "fsdp": "zero2,zero3",
-    "compress": "int8,randomk,powersgd",
-    "server": "ssp",
-    "largebatch": "linear",
-    "precision": "fp16_master",
-}
-# What a mistake needs to be made at all.
-NEEDS = {
-    "local_clip": {"LAB_CLIP": "0.05"},
-    "per_rank_norm": {"LAB_CLIP": "0.05"},
+WORLD_SIZE = 3
+# What a mistake's needs do not say: sizes that it shows at.
+SIZES = {
     "lost_shard_tail": {"LAB_WIDTH": "20"},
-    "save_without_barrier": {"LAB_CHECKPOINT_EVERY": "2"},
-    "resume_repeats_epoch": {"LAB_CHECKPOINT_EVERY": "2"},
     "lr_unscaled": {"LAB_MODEL": "mlp"},
-    "unscaled_clip": {"LAB_CLIP": "0.05"},
 }
-BUGS = [(mode, bug) for mode in modes() for bug in importlib.import_module(f"experiments.{mode}").BUGS]
+BUGS = [(mode, bug) for mode in modes() for bug in load(mode).mistakes]
 
 
-@pytest.mark.parametrize("mode", modes())
-def test_without_a_bug_every_check_holds(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    run, _ = run_experiment(ranks, 3, tmp_path, RUN_MODE=mode, LAB_VARIANT=NARROW.get(mode, ""))
+def settings(run_mode: str, bug: str) -> dict[str, str]:
+    """The run in which a mistake has to show: by its needs, with enough variants and no more."""
+    mode = load(run_mode)
+    needs = mode.mistakes[bug].needs
+    given = {"RUN_MODE": run_mode, "LAB_BUG": bug} | SIZES.get(bug, {})
+    given |= {"LAB_CLIP": "0.05"} if needs.clip else {}
+    given |= {"LAB_CHECKPOINT_EVERY": "2"} if needs.saves else {}
+    config = Config.read(TINY | {"WORLD_SIZE": str(WORLD_SIZE)} | given)
+    if config.num_microbatches < needs.microbatches:
+        given["LAB_MICROBATCHES"] = str(needs.microbatches)
+    return given | {"LAB_VARIANT": ",".join(makers(mode, bug, config))}
+
+
+def makers(mode: Mode, bug: str, config: Config) -> list[str]:
+    """The variants that can make a mistake with these settings; where all can, the second.
+
+    The first is the naive one, which makes dozens of calls a step: it is left out wherever another makes the mistake too.
+    """
+    mistake = mode.mistakes[bug]
+    able = list(mistake.where.variants or mistake.needs.variants) or list(mode.names[1:2])
+    able = [name for name in able if name not in mode.cannot(config)]
+    return [name for name in able if name != mode.names[0]] or able
+
+
+@pytest.mark.parametrize("run_mode", modes())
+def test_without_a_bug_every_check_holds(ranks: Ranks, tmp_path: Path, run_mode: str) -> None:
+    made = {name for bug in load(run_mode).mistakes for name in settings(run_mode, bug)["LAB_VARIANT"].split(",")}
+    run, _ = run_experiment(ranks, WORLD_SIZE, tmp_path, RUN_MODE=run_mode, LAB_VARIANT=",".join(sorted(made)))
     assert failed(run) == set()
     assert run["verdict"] == "pass"
 
 
-@pytest.mark.parametrize(("mode", "bug"), BUGS)
-def test_each_bug_fails_the_check_that_is_meant_for_it(ranks: Ranks, tmp_path: Path, mode: str, bug: str) -> None:
-    settings = {"RUN_MODE": mode, "LAB_BUG": bug, "LAB_VARIANT": NARROW.get(mode, "")} | NEEDS.get(bug, {})
-    run, _ = run_experiment(ranks, 3, tmp_path, **settings)
-    meant = importlib.import_module(f"experiments.{mode}").BUGS[bug].check
+@pytest.mark.parametrize(("run_mode", "bug"), BUGS)
+def test_each_bug_fails_the_check_that_is_meant_for_it(ranks: Ranks, tmp_path: Path, run_mode: str, bug: str) -> None:
+    given = settings(run_mode, bug)
+    run, _ = run_experiment(ranks, WORLD_SIZE, tmp_path, **given)
+    meant = load(run_mode).mistakes[bug].check
     assert meant in failed(run)
+    claims = [claim for claim in run["checks"] + run["comparisons"] if claim["name"] == meant and not claim["passed"]]
+    seen = {claim["variant"].rpartition(" ")[2] for claim in claims}  # largebatch names the model before it
+    assert seen == {""} or seen >= set(given["LAB_VARIANT"].split(",")), "a variant that can make it does not show it"
     assert run["verdict"] == "fail"

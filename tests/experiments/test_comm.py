@@ -6,17 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from experiments import comm
-from experiments.comm import demo, gradients, primitives, sweep
+from experiments.comm import demo, sweep
 from tests.ranks import Ranks
-from workers.config import Config
+from workers.config import Config, ConfigError
 from workers.measure.formulas.collectives import all_reduce_seconds
 from workers.plan.calibrate import calibrate
+from workers.rank.refusals import refuse
 
 
 class Notes:
@@ -26,7 +29,7 @@ class Notes:
         self.config = Config.model_validate({"run_mode": "comm", "world_size": group.size(), "bug": bug})
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         self.device = torch.device("cpu")
-        self.exchange = self
+        self.exchange, self.mode = self, comm.MODE
         self.failed: set[str] = set()
         self.held: set[str] = set()
         self.tables: dict[str, list[list[Any]]] = {}
@@ -39,13 +42,16 @@ class Notes:
         assert all(len(row) == len(columns) for row in rows)
         self.tables[title] = rows
 
-    def say(self, text: str, **_: Any) -> None:
+    def say(self, text: str, *_: Any, **__: Any) -> None:
         self.lines.append(text)
 
     def gather(self, _: str, value: Any) -> list[Any] | None:
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone if self.rank == 0 else None
+
+    def wants(self, variant: str) -> bool:
+        return variant in comm.MODE.names
 
     def at(self, step: int, phase: str) -> None:
         pass
@@ -55,10 +61,10 @@ def lesson(
     group: dist.ProcessGroup, bug: str | None
 ) -> tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]:
     lab: Any = Notes(group, bug)
-    primitives.forward(lab)
-    gradients.backward(lab)
-    demo.broadcast_slice_gather(lab)
-    demo.ring(lab)
+    with patch.object(sweep, "run"):  # the prices take long, and have a run of their own below
+        run = comm.MODE.mistaken(bug).run
+        assert run is not None
+        run(lab)
     return lab.held - lab.failed, lab.failed, lab.tables, lab.lines
 
 
@@ -66,13 +72,40 @@ def lesson(
 def test_every_check_holds(ranks: Ranks, world_size: int) -> None:
     for held, failed, _, _ in ranks(world_size, lesson, None):
         assert failed == set()
-        assert held == {"forward", "gradients", "no autograd", "demo", "ring"}
+        assert held == {"forward", "gradients", "no autograd", "demo", "sum", "ring"}
 
 
-@pytest.mark.parametrize("bug", sorted(comm.BUGS))
+@pytest.mark.parametrize("bug", sorted(comm.MODE.mistakes))
 def test_each_bug_fails_its_own_check_alone(ranks: Ranks, bug: str) -> None:
     failed = set.union(*(failed for _, failed, _, _ in ranks(3, lesson, bug)))
-    assert failed == {comm.BUGS[bug].check}
+    assert failed == {comm.MODE.mistakes[bug].check}
+
+
+def kept_by_rank_0(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """An all_reduce that ends when rank 0 has the sum."""
+    dist.reduce(tensor, group=group, group_dst=0)
+
+
+def lesson_without_the_way_back(group: dist.ProcessGroup) -> set[str]:
+    with patch.object(comm, "naive", kept_by_rank_0):
+        return lesson(group, None)[1]
+
+
+def test_a_sum_that_rank_0_keeps_is_seen(ranks: Ranks) -> None:
+    assert ranks(3, lesson_without_the_way_back) == [set(), {"sum"}, {"sum"}]
+
+
+def naive_beside_torchs(group: dist.ProcessGroup) -> bool:
+    mine = torch.arange(5.0) * (group.rank() + 1)
+    theirs = mine.clone()
+    comm.naive(mine, group)
+    dist.all_reduce(theirs, group=group)
+    return torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_the_naive_all_reduce_is_torchs(ranks: Ranks, world_size: int) -> None:
+    assert ranks(world_size, naive_beside_torchs) == [True] * world_size
 
 
 def test_the_lessons_printed_run(ranks: Ranks) -> None:
@@ -105,7 +138,7 @@ def test_the_rings_rounds(world_size: int) -> None:
         assert [tuple(move) for move in rounds[0][1]] == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 0, 3)]
 
 
-@pytest.mark.parametrize("name", sweep.VARIANTS)
+@pytest.mark.parametrize("name", comm.MODE.names)
 def test_the_fit_finds_latency_and_bandwidth_again(name: str) -> None:
     times = [all_reduce_seconds(name, 4, nbytes, 5e-4, 2e9) for nbytes in sweep.SIZES]
     latency_s, bytes_per_s, off = sweep.fit(name, 4, times)
@@ -115,13 +148,17 @@ def test_the_fit_finds_latency_and_bandwidth_again(name: str) -> None:
 
 
 def test_refusals_and_predictions() -> None:
-    alone = Config.model_validate({"run_mode": "comm", "world_size": 1, "bug": "skipped_round"})
-    assert "it takes two ranks" in comm.refuse(alone)[0]
-    assert comm.refuse(alone.model_copy(update={"bug": None})) == []
+    for bug in comm.MODE.mistakes:
+        alone = Config.model_validate({"run_mode": "comm", "world_size": 1, "bug": bug})
+        with pytest.raises(ConfigError, match="it takes 2 ranks"):
+            refuse(alone, comm.MODE)
+        refuse(alone.model_copy(update={"bug": None}), comm.MODE)
+        refuse(alone.model_copy(update={"world_size": 2, "proof": False}), comm.MODE)
     predictions = {
-        entry.variant: entry for entry in comm.predict(Config.model_validate({"run_mode": "comm", "world_size": 4}))
+        entry.variant: entry
+        for entry in comm.MODE.predict(Config.model_validate({"run_mode": "comm", "world_size": 4}))
     }
-    assert tuple(predictions) == comm.VARIANTS
+    assert tuple(predictions) == comm.MODE.names
     assert predictions["ring"].value == (1.5 * (4 << 20),) * 4
     assert predictions["server"].value == (3.0 * (4 << 20), *[float(4 << 20)] * 3)
 

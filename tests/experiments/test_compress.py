@@ -10,17 +10,19 @@ import torch.distributed as dist
 from torch import Size, Tensor
 
 from experiments import compress
-from experiments.compress import faults
-from experiments.compress.claims import bucket_shapes, sent_bytes, smallest_side
-from experiments.compress.methods import METHODS, PLAIN
+from experiments.compress.mistakes import PerRank
+from experiments.compress.predictions import METHODS, PLAIN, bucket_shapes, predict, sent_bytes, smallest_side
+from experiments.compress.shown import summary
 from experiments.compress.subspace import Projection
 from tests.labs import TINY, failed, run_experiment
 from tests.ranks import Ranks
-from workers.config import Config
+from workers.config import Config, ConfigError
 from workers.parallel.lowrank import LowRank
+from workers.rank.refusals import refuse
 from workers.report import records
+from workers.workload.model import outline
 
-OURS = ("dense", *METHODS)
+OURS = ("naive", "dense", *METHODS)
 PROOF = {"formula", "limit", "replicas"}
 
 
@@ -49,11 +51,14 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "compress"} | settings))
     assert failed(run) == set()
     config = config_of(world_size, **settings)
+    feedback = config.own(compress.Options).error_feedback
     skipped = {entry["variant"] for entry in run["skipped"]}
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
     for name in set(settings.get("LAB_VARIANT", ",".join(OURS)).split(",")) & set(OURS) - skipped:
-        wanted = {"wire bytes", "rest bytes"} | (PROOF if name != "dense" else {"gradients", "weights", "losses"})
-        wanted |= {"sent + residual"} if config.error_feedback and name != "dense" else set()
+        wanted = {"wire bytes", "rest bytes", "calls"} | (
+            PROOF if name != "dense" else {"gradients", "weights", "losses"}
+        )
+        wanted |= {"sent + residual"} if feedback and name in METHODS else set()
         wanted |= {"rank"} if name == "powersgd" else set()
         assert {(name, claim) for claim in wanted} <= names
     assert skipped == impossible(settings)
@@ -84,9 +89,10 @@ def test_feedback_ends_lower_than_none_and_the_residual_is_in_memory(ranks: Rank
 def test_predictions_add_up_over_buckets() -> None:
     one, many = (config_of(4, LAB_BUCKET_MIB=mib) for mib in ("25", "0.005"))
     assert len(bucket_shapes(one, 4)) == 1 < len(bucket_shapes(many, 4))
-    for method in ("dense", "bf16", "powersgd"):
+    for method in ("naive", "dense", "bf16", "powersgd"):
         assert sent_bytes(one, method, 4) == pytest.approx(sent_bytes(many, method, 4), rel=1e-12)
-    calls = {p.variant: p.calls for p in compress.predict(many) if p.name == "wire bytes"}
+    calls = {p.variant: p.calls for p in predict(many) if p.name == "wire bytes"}
+    assert calls["naive"] == 2 * len(list(outline(many).parameters())) > calls["int8"]
     assert calls["int8"] == 2 * calls["dense"] == 2 * len(bucket_shapes(many, 4))
     assert calls["dense"] < calls["powersgd"] <= 2 * calls["dense"]
 
@@ -99,10 +105,10 @@ def test_predictions_add_up_over_buckets() -> None:
         ({"LAB_DTYPE": "bfloat16", "LAB_VARIANT": "bf16"}, "gradients are of 16 bits already"),
         ({"LAB_ERROR_FEEDBACK": "0", "LAB_VARIANT": "topk_plain"}, "topk is without it already"),
         ({"LAB_CHECKPOINT_EVERY": "2"}, "without which a resumed run would lose what was not sent"),
-        ({"LAB_RESUME": "auto"}, "without which a resumed run would lose what was not sent"),
+        ({"LAB_RESUME": "auto", "LAB_RUN_ID": "before"}, "without which a resumed run would lose what was not sent"),
         ({"LAB_BUG": "no_error_feedback", "LAB_ERROR_FEEDBACK": "0"}, "there is none to forget"),
         ({"LAB_BUG": "no_error_feedback", "LAB_VARIANT": "dense,topk_plain"}, "these variants"),
-        ({"LAB_BUG": "unshared_seed", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "unshared_seed", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "unshared_seed", "LAB_RATIO": "1"}, "all places are drawn"),
         ({"LAB_BUG": "int8_overflow", "LAB_VARIANT": "topk"}, "it takes int8"),
         ({"LAB_BUG": "per_rank_powersgd", "LAB_PROOF": "0"}, "nothing is compared"),
@@ -113,14 +119,15 @@ def test_predictions_add_up_over_buckets() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
-    refused = compress.refuse(config_of(4, **settings))
-    assert len(refused) == 1
-    assert words in refused[0]
+    with pytest.raises(ConfigError) as refused:
+        refuse(config_of(4, **settings), compress.MODE)
+    assert len(refused.value.faults) == 1
+    assert words in refused.value.faults[0]
 
 
 def test_only_what_can_run_is_announced() -> None:
-    assert "fp16 0.500" in compress.summary(config_of(2))
-    assert "fp16" not in compress.summary(config_of(2, LAB_DTYPE="bfloat16"))
+    assert "fp16 0.500" in summary(config_of(2))
+    assert "fp16" not in summary(config_of(2, LAB_DTYPE="bfloat16"))
 
 
 # --- what PowerSGD's sum has to satisfy ---
@@ -137,7 +144,7 @@ class Cold(LowRank):
         return super().__call__(bucket)
 
 
-class Halved(LowRank):
+class HalfOfIt(LowRank):
     """Takes half of what each rank has in the space."""
 
     def second_half(self, factors: Any, values: Tensor) -> None:
@@ -172,7 +179,7 @@ def test_the_sum_is_right_whatever_the_ranks_of_the_matrices(ranks: Ranks) -> No
         assert max(found) < 1e-14
 
 
-@pytest.mark.parametrize("kind", [Cold, Halved, faults.PerRank])
+@pytest.mark.parametrize("kind", [Cold, HalfOfIt, PerRank])
 def test_another_sum_is_told(ranks: Ranks, kind: type[LowRank]) -> None:
     for found in ranks(3, judged, kind, [12, 12]):
         assert min(found[kind is Cold :]) > 1e-3  # what draws anew at each step is right in the first one
@@ -186,12 +193,8 @@ def test_a_sum_that_is_no_number_is_told() -> None:
 def test_defaults_are_refused_nowhere() -> None:
     for world_size in range(1, 9):
         for model in ("gpt", "mlp", "line"):
-            assert (
-                compress.refuse(
-                    Config.read({"RUN_MODE": "compress", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
-                )
-                == []
-            )
+            environ = {"RUN_MODE": "compress", "WORLD_SIZE": str(world_size), "LAB_MODEL": model}
+            refuse(Config.read(environ), compress.MODE)
     assert smallest_side(Config.read({"LAB_MODEL": "line"})) == 1
 
 

@@ -2,7 +2,9 @@
 
 import gc
 import weakref
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,22 @@ import torch
 import torch.distributed as dist
 
 from experiments import dp
-from experiments.dp import claims, line
+from experiments.dp import line
+from experiments.dp.mistakes import MeansOfShards, NoSampler, NoSetEpoch
+from experiments.dp.predictions import gradient_bytes, predict
 from experiments.dp.remedies import accumulated, larger, measured
 from experiments.dp.stopwatch import ROUNDS, send_nothing
 from experiments.dp.sweep import verdict
-from tests.labs import TINY, failed, lab_of, one_rank, run_experiment
+from tests.labs import TINY, built, failed, lab_of, one_rank, run_experiment
 from tests.ranks import Ranks, side_groups
-from workers.config import Config
-from workers.lab import Strategy
+from workers.config import Config, ConfigError
+from workers.contract import Instead, Mistake
 from workers.measure.calls import Calls
 from workers.measure.memory import MemoryLedger
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.mesh import Mesh
 from workers.parallel.peers import Peers
+from workers.rank.refusals import refuse
 from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.report.records import Profile, Said, Table
@@ -55,12 +62,12 @@ def differences(
     group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = VARIANTS, steps: int = 3
 ) -> dict[str, dict[str, float]]:
     """For each variant the worst difference to one process, of each kind, and between replicas."""
-    batches = batches_of(config)
-    plain = config.model_copy(update={"bug": None})
-    dense = list(train(build_model(config, config.seed).double(), batches_of(plain), config, steps))
+    mode = dp.MODE.mistaken(config.bug)
+    batches = mode.batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+    dense = list(train(build_model(config, config.seed).double(), batches_of(config), config, steps))
     found = {}
     for name in names:
-        strategy = getattr(dp, name)(build_model(config, config.seed).double(), group, config)
+        strategy = built(dp.MODE, name, build_model(config, config.seed).double(), group, config)
         worst = dict.fromkeys(("losses", "gradients", "weights", "optimizer"), 0.0)
         for step, snapshot in enumerate(dense):
             loss = strategy.backward(batches.dealt(step, group.rank(), group.size()))
@@ -123,7 +130,34 @@ def test_each_mistake_is_seen_where_it_is_made_and_only_there(
         seen = max(of_rank[name][check] for of_rank in every_rank) > 1e-6
         assert seen == (name in affected), (name, every_rank[0][name])
     if bug not in ("no_sampler", "no_set_epoch"):
-        assert dp.BUGS[bug].check == check
+        assert dp.MODE.mistakes[bug].check == check
+
+
+def wrong_batches(dealing: type[Batches]) -> Batches:
+    """16 samples of 5 bytes, dealt so."""
+    config = Config.read({"LAB_WIDTH": "8", "LAB_SEQ": "5"})
+    return dealing(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+
+
+def test_mean_of_shards_weighs_by_shard() -> None:
+    batches = wrong_batches(MeansOfShards)
+    parts = [part for shard in range(4) for part in batches.dealt(0, shard, 4)]
+    assert sum(part.share * part.targets.numel() for part in parts) == pytest.approx(1.0)
+    assert len({part.share for part in parts}) > 1
+    assert len({part.share for shard in range(4) for part in wrong_batches(Batches).dealt(0, shard, 4)}) == 1
+
+
+def test_no_sampler_deals_some_samples_to_every_shard() -> None:
+    batches = wrong_batches(NoSampler)
+    times = Counter(sample for shard in range(4) for sample in batches.sample_ids(0, shard, 4))
+    assert max(times.values()) == 4
+    assert len(times) < 16
+
+
+def test_no_set_epoch_repeats_the_first_epoch() -> None:
+    batches = wrong_batches(NoSetEpoch)
+    assert batches.sample_ids(2, 0, 2) == batches.sample_ids(0, 0, 2)
+    assert wrong_batches(Batches).sample_ids(2, 0, 2) != wrong_batches(Batches).sample_ids(0, 0, 2)
 
 
 def test_hook_race_is_wrong_the_same_way_each_time(ranks: Ranks) -> None:
@@ -136,7 +170,7 @@ def calls(group: dist.ProcessGroup, config: Config) -> dict[str, int]:
     counted = {}
     batches = batches_of(config)
     for name in VARIANTS:
-        strategy = getattr(dp, name)(build_model(config, 1).double(), group, config)
+        strategy = built(dp.MODE, name, build_model(config, 1).double(), group, config)
         for step in range(2):  # DDP lays its buckets out anew after the first step
             with Calls() as seen:
                 strategy.backward(batches.dealt(step, group.rank(), group.size()))
@@ -148,7 +182,7 @@ def calls(group: dist.ProcessGroup, config: Config) -> dict[str, int]:
 @pytest.mark.parametrize("microbatches", ["1", "2"])
 def test_number_of_collectives_is_as_predicted_however_many_microbatches(ranks: Ranks, microbatches: str) -> None:
     config = config_of(2, LAB_MICROBATCHES=microbatches, LAB_DTYPE="float64")
-    predicted = {p.variant: p.calls for p in dp.predict(config) if p.name == "wire bytes"}
+    predicted = {p.variant: p.calls for p in predict(config) if p.name == "wire bytes"}
     assert predicted["naive"] == len(list(outline(config).parameters()))
     assert predicted["flat"] == 1 < predicted["bucketed"] < predicted["naive"]
     for counted in ranks(2, calls, config):
@@ -159,8 +193,8 @@ def test_number_of_collectives_is_as_predicted_however_many_microbatches(ranks: 
 def test_predicted_bytes_stay_under_twice_the_gradients() -> None:
     for world_size in range(1, 9):
         config = config_of(world_size)
-        size = claims.gradient_bytes(config)
-        for prediction in (prediction for prediction in dp.predict(config) if prediction.name == "wire bytes"):
+        size = gradient_bytes(config)
+        for prediction in (prediction for prediction in predict(config) if prediction.name == "wire bytes"):
             assert len(prediction.value) == world_size
             assert sum(prediction.value) == pytest.approx(2 * (world_size - 1) * size, rel=1e-12)
             assert max(prediction.value) <= 2 * size
@@ -175,7 +209,7 @@ def at_rest(group: dist.ProcessGroup, config: Config) -> dict[str, dict[str, int
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=dtype)
     for name in VARIANTS:
         with MemoryLedger() as memory:
-            strategy = getattr(dp, name)(build_model(config, 1).to(dtype), group, config)
+            strategy = built(dp.MODE, name, build_model(config, 1).to(dtype), group, config)
             for step in range(3):
                 with memory.step() if step == 2 else nullcontext():
                     strategy.backward(batches.dealt(step, group.rank(), group.size()))
@@ -197,8 +231,8 @@ def test_every_variant_holds_to_the_byte_what_the_formula_says(
     ranks: Ranks, world_size: int, settings: dict[str, str]
 ) -> None:
     config = config_of(world_size, **settings)
-    predicted = {p.variant: p.value for p in dp.predict(config) if p.name == "rest bytes"}
-    gradients = claims.gradient_bytes(config)
+    predicted = {p.variant: p.value for p in predict(config) if p.name == "rest bytes"}
+    gradients = gradient_bytes(config)
     for rank, of_rank in enumerate(ranks(world_size, at_rest, config)):
         for name, held in of_rank.items():
             assert (held["parameters"], held["gradients"]) == (gradients, gradients), name
@@ -209,27 +243,18 @@ def test_every_variant_holds_to_the_byte_what_the_formula_says(
         assert kept["ddp"] == gradients
 
 
+class Keeping(GradientBuckets):
+    """Buckets that keep a copy of the gradients of the step before."""
+
+    def finish(self) -> None:
+        super().finish()
+        self.kept = [bucket.clone() for bucket in self.buckets]
+
+
 def leaking(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
-    """A whole run of `flat`, which keeps the gradients of the step before."""
-    flat = dp.flat
-
-    def keeping(*arguments: Any) -> Strategy:
-        strategy = flat(*arguments)
-        update = strategy.update
-
-        def update_and_keep() -> None:
-            update()
-            strategy.kept = [gradient.clone() for _, gradient in strategy.full("gradients")]  # type: ignore[attr-defined]
-
-        strategy.update = update_and_keep  # type: ignore[method-assign]
-        return strategy
-
-    keeping.__name__ = "flat"
-    dp.flat = keeping  # type: ignore[assignment]
-    try:
-        return one_rank(group, settings, folder)
-    finally:
-        dp.flat = flat
+    """A whole run of `flat` with such buckets."""
+    leak = Mistake("gradients are kept", "rest bytes", Instead(("flat",), {"buckets": Keeping}))
+    return one_rank(group, settings, folder, replace(dp.MODE, mistakes={"leak": leak}).mistaken("leak"))
 
 
 def test_bytes_that_stay_and_should_not_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
@@ -254,22 +279,23 @@ def test_bytes_that_stay_and_should_not_fail_the_run(ranks: Ranks, tmp_path: Pat
         ({"LAB_VARIANT": "means"}, "set LAB_MODEL=line"),
         ({"LAB_BUG": "hook_race", "LAB_VARIANT": "naive,ddp"}, "it takes bucketed or ring"),
         ({"LAB_BUG": "means_of_shards", "LAB_BATCH": "4"}, "shards must differ in size"),
-        ({"LAB_BUG": "no_sampler", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "no_sampler", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "no_broadcast", "LAB_MODEL": "line"}, "all its ranks begin at zero"),
         ({"LAB_BUG": "no_set_epoch", "LAB_MODEL": "line"}, "its batch is the whole data set"),
         ({"LAB_BUG": "stale_bucket", "LAB_PROOF": "0"}, "nothing is compared"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
-    faults = dp.refuse(config_of(4, **settings))
-    assert len(faults) == 1
-    assert words in faults[0]
+    with pytest.raises(ConfigError) as refused:
+        refuse(config_of(4, **settings), dp.MODE)
+    (sentence,) = refused.value.faults
+    assert words in sentence
 
 
 def test_defaults_are_refused_nowhere() -> None:
     for world_size in range(1, 9):
         for model in ("gpt", "mlp", "line"):
-            assert dp.refuse(Config.read({"WORLD_SIZE": str(world_size), "LAB_MODEL": model})) == []
+            refuse(Config.read({"WORLD_SIZE": str(world_size), "LAB_MODEL": model}), dp.MODE)
 
 
 # --- the first lesson ---
@@ -296,7 +322,8 @@ def test_the_coordinator_does_what_one_process_does(ranks: Ranks, world_size: in
 
 def drift(group: dist.ProcessGroup, config: Config) -> float:
     batches = batches_of(config)
-    strategies = [build(build_model(config, 1).double(), group, config) for build in (dp.flat, line.means)]
+    mesh = Mesh({"dp": group})
+    strategies = [build(build_model(config, 1).double(), mesh, config) for build in (dp.flat, line.means)]
     for step in range(20):
         for strategy in strategies:
             strategy.backward(batches.dealt(step, group.rank(), group.size()))
@@ -312,7 +339,7 @@ def test_means_of_uneven_shards_drift(ranks: Ranks) -> None:
 def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
     """Parameters that are still there after a variant has trained and is gone."""
     model = build_model(config, config.seed).double()
-    strategy = getattr(dp, name)(model, group, config)
+    strategy = built(dp.MODE, name, model, group, config)
     strategy.backward(batches_of(config).dealt(0, group.rank(), group.size()))
     strategy.update()
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
@@ -357,14 +384,14 @@ def test_a_slow_link_brings_the_sweep_of_buckets_and_the_remedies(ranks: Ranks, 
 def swapped(group: dist.ProcessGroup, rate: str | None) -> list[tuple[str, float]]:
     """The calls that `bucketed` makes in a step on a link of this rate."""
     config = config_of(group.size(), LAB_DTYPE="float64", **({"LAB_NET_RATE": rate} if rate else {}))
-    strategy = dp.bucketed(build_model(config, 1).double(), group, config)
+    strategy = built(dp.MODE, "bucketed", build_model(config, 1).double(), group, config)
     with Calls() as seen:
         strategy.backward(batches_of(config).dealt(0, group.rank(), group.size()))
     return [(op.op, op.calls) for op in seen.ops()]
 
 
 def test_two_ranks_on_a_slow_link_swap_their_buckets_and_no_others(ranks: Ranks) -> None:
-    predicted = {size: dp.predict(config_of(size, LAB_DTYPE="float64")) for size in (2, 3)}
+    predicted = {size: predict(config_of(size, LAB_DTYPE="float64")) for size in (2, 3)}
     buckets = {size: next(p.calls for p in of_size if p.variant == "bucketed") for size, of_size in predicted.items()}
     assert ranks(2, swapped, "500mbit") == [[("send", buckets[2])]] * 2
     assert ranks(2, swapped, None) == [[("all_reduce", buckets[2])]] * 2

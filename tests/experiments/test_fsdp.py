@@ -1,21 +1,21 @@
 """Sharded training, the whole experiment: proven, as many bytes as predicted on the wire and at rest, at odd sizes."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import fsdp
-from experiments.fsdp.claims import at_rest, published, units
-from tests.labs import TINY, copy_state, failed, run_experiment
+from experiments.fsdp import MODE
+from experiments.fsdp.predictions import at_rest, published, units
+from tests.labs import TINY, built, copy_state, failed, run_experiment
 from tests.ranks import Ranks
-from workers.config import Config
+from workers.config import Config, ConfigError
+from workers.rank.refusals import refuse
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
 
-OURS = ("zero1", "zero2", "zero3")
+OURS = ("naive", "zero1", "zero2", "zero3")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,11 +27,11 @@ def config_of(world_size: int, **settings: str) -> Config:
 # What could go wrong together: clipping, AdamW, microbatches of which a rank has fewer, tied ends, weights that stay.
 MIXES: list[tuple[int, dict[str, str]]] = [
     (3, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05", "LAB_MICROBATCHES": "3", "LAB_BATCH": "9", "LAB_TIE": "1"}),
-    (2, {"LAB_MODEL": "mlp", "LAB_RESHARD": "0", "LAB_MICROBATCHES": "2", "LAB_VARIANT": "zero1,zero2,zero3"}),
+    (2, {"LAB_MODEL": "mlp", "LAB_RESHARD": "0", "LAB_MICROBATCHES": "2", "LAB_VARIANT": "naive,zero1,zero2,zero3"}),
     (1, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}),
     (4, {"LAB_MODEL": "line", "LAB_OPTIMIZER": "adamw"}),  # two parameters: two ranks own none
-    (5, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "zero1,zero2,zero3"}),
-    (8, {"LAB_BATCH": "17", "LAB_WIDTH": "20", "LAB_VARIANT": "zero1,zero2,zero3"}),
+    (5, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "naive,zero1,zero2,zero3"}),
+    (8, {"LAB_BATCH": "17", "LAB_WIDTH": "20", "LAB_VARIANT": "naive,zero1,zero2,zero3"}),
 ]
 
 
@@ -48,11 +48,17 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
 
 
 def test_recomputation_lowers_the_peak_of_activations(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"LAB_RECOMPUTE": "1", "LAB_VARIANT": "zero3,zero3_kept,fsdp2", "LAB_BATCH": "32", "LAB_DEPTH": "6"}
+    settings = {
+        "LAB_RECOMPUTE": "1",
+        "LAB_VARIANT": "naive,zero3,zero3_kept,fsdp2",
+        "LAB_BATCH": "32",
+        "LAB_DEPTH": "6",
+    }
     run, _ = run_experiment(ranks, 2, tmp_path, **({"RUN_MODE": "fsdp"} | settings))
     assert failed(run) == set()
     held = {variant["name"]: variant["activation_bytes"][0] for variant in run["variants"]}
     assert held["zero3"] < 0.5 * held["zero3_kept"]
+    assert held["naive"] < 0.5 * held["zero3_kept"]
 
 
 # --- predictions ---
@@ -62,12 +68,12 @@ def test_recomputation_lowers_the_peak_of_activations(ranks: Ranks, tmp_path: Pa
 def test_at_rest_by_the_papers_formulas(world_size: int) -> None:
     config = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_WIDTH="64", LAB_HEADS="4")
     total, n = outline(config).num_parameters(), world_size
-    wanted = {"zero1": 8 + 8 / n, "zero2": 4 + 12 / n, "zero3": 16 / n, "fsdp2": 16 / n}
+    wanted = {"naive": 16 / n, "zero1": 8 + 8 / n, "zero2": 4 + 12 / n, "zero3": 16 / n, "fsdp2": 16 / n}
     for name, bytes_a_parameter in wanted.items():
         for value in at_rest(config, name).value:
             assert value == pytest.approx(bytes_a_parameter * total, rel=0.01)
     half = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_WIDTH="64", LAB_HEADS="4", LAB_DTYPE="bfloat16")
-    wanted = {"zero1": 4 + 12 / n, "zero2": 2 + 14 / n, "zero3": 16 / n}
+    wanted = {"naive": 16 / n, "zero1": 4 + 12 / n, "zero2": 2 + 14 / n, "zero3": 16 / n}
     for name, bytes_a_parameter in wanted.items():
         assert at_rest(half, name).value[0] == pytest.approx(bytes_a_parameter * total, rel=0.01)
 
@@ -81,12 +87,13 @@ def test_the_published_table() -> None:
 def test_what_is_sent_by_the_papers_formulas() -> None:
     sent = {
         prediction.variant: prediction.value[0]
-        for prediction in fsdp.predict(config_of(4, LAB_WIDTH="64", LAB_HEADS="4"))
+        for prediction in MODE.predict(config_of(4, LAB_WIDTH="64", LAB_HEADS="4"))
         if prediction.name == "wire bytes"
     }
     size = 4 * outline(config_of(4, LAB_WIDTH="64", LAB_HEADS="4")).num_parameters()
     assert sent["zero1"] == sent["zero2"] == pytest.approx(2 * 3 / 4 * size, rel=0.001)
     assert sent["zero3"] == pytest.approx(3 * 3 / 4 * size, rel=0.001)
+    assert sent["naive"] == pytest.approx(4 * 3 / 4 * size, rel=0.001)
 
 
 @pytest.mark.parametrize(("reshard", "moves"), [("1", 4), ("0", 3)])
@@ -124,7 +131,9 @@ def test_a_tied_end_is_one_unit() -> None:
     ],
 )
 def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
-    (sentence,) = fsdp.refuse(config_of(3, **settings))
+    with pytest.raises(ConfigError) as refused:
+        refuse(config_of(3, **settings), MODE)
+    (sentence,) = refused.value.faults
     assert words in sentence
 
 
@@ -133,9 +142,8 @@ def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: 
 
 def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
     """Whether a fresh strategy goes on, to the bit, from what another one saved."""
-    build: Any = getattr(fsdp, name)
     batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-    first, second = (build(build_model(config, seed).double(), group, config) for seed in (1, 2))
+    first, second = (built(MODE, name, build_model(config, seed).double(), group, config) for seed in (1, 2))
     parts = [batches.dealt(step, group.rank(), group.size()) for step in range(2)]
     first.backward(parts[0])
     first.update()
@@ -151,3 +159,27 @@ def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
 @pytest.mark.parametrize("name", [*OURS, "fsdp2"])
 def test_a_rank_goes_on_from_what_it_saved(ranks: Ranks, name: str) -> None:
     assert ranks(3, resumed, config_of(3, LAB_OPTIMIZER="adamw", LAB_TIE="1"), name) == [True] * 3
+
+
+def whole_at_once(group: dist.ProcessGroup, config: Config) -> tuple[set[int], int, int]:
+    """Of `naive`: how many units are whole where a layer computes, how often that was, and how many are whole after the step."""
+    model = build_model(config, config.seed).double()
+    strategy = built(MODE, "naive", model, group, config)
+    seen: list[int] = []
+
+    def whole() -> int:
+        return sum(unit.whole.untyped_storage().nbytes() > 0 for unit in strategy.zero.units)
+
+    for inner in (inner for layer in model.layers for inner in layer.children()):
+        inner.register_forward_pre_hook(lambda *_: seen.append(whole()))
+    batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+    strategy.backward(batches.dealt(0, group.rank(), group.size()))
+    strategy.update()
+    return set(seen), len(seen), whole()
+
+
+@pytest.mark.parametrize("tie", ["0", "1"])
+def test_naive_holds_one_layer_at_a_time_forward_and_again_backward(ranks: Ranks, tie: str) -> None:
+    config = config_of(2, LAB_TIE=tie)
+    num_inner = sum(len(list(layer.children())) for layer in outline(config).layers) - 1  # positions are only looked up
+    assert ranks(2, whole_at_once, config) == [({1}, 2 * num_inner, 0)] * 2

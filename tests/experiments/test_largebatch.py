@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import largebatch
-from experiments.largebatch.claims import distinct, multiples, sized
+from experiments.largebatch import MODE, RECIPES, SMALL, apart
 from experiments.largebatch.findings import broken, cell, rule, widest_spread
-from experiments.largebatch.proof import SMALL, K, apart
-from experiments.largebatch.recipes import RECIPES
+from experiments.largebatch.proof import K
+from experiments.largebatch.recipes import base_rate, distinct
 from experiments.largebatch.samples import Stream
+from experiments.largebatch.sweep import multiples, sized
 from tests.labs import TINY, failed, run_experiment
 from tests.ranks import Ranks
-from workers.config import Config
+from workers.config import Config, ConfigError
 from workers.parallel import rates
+from workers.rank.modes import load
+from workers.rank.refusals import refuse
 from workers.report import records
 from workers.workload.model import build_model
 
@@ -25,6 +27,12 @@ pytestmark = pytest.mark.timeout(120)
 
 def config_of(world_size: int = 3, **settings: str) -> Config:
     return Config.read(TINY | {"RUN_MODE": "largebatch", "WORLD_SIZE": str(world_size)} | settings)
+
+
+def refused(config: Config) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        refuse(config, MODE)
+    return error.value.faults
 
 
 @pytest.mark.parametrize(
@@ -62,8 +70,7 @@ def test_recipes_of_one_optimizer_are_one_run_at_the_base_batch(ranks: Ranks, tm
     assert len(set(firsts.values())) == 3
     time = next(r for r in by_rank[0] if isinstance(r, records.Table) and r.title == "mlp: time")
     assert [row[time.columns.index("runs")] for row in time.rows] == [9, 18, 18]
-    config = sized(config_of(), "mlp")
-    assert [list(distinct(config, k)) for k in (1, 2)] == [["unscaled", "lars", "lamb"], list(RECIPES)]
+    assert [list(distinct(RECIPES, k)) for k in (1, 2)] == [["unscaled", "lars", "lamb"], list(RECIPES)]
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
@@ -90,7 +97,7 @@ def test_a_text_is_judged_by_samples_that_it_is_not_trained_on(tmp_path: Path) -
     held = {bytes(row) for row in stream.held_out.inputs.tolist()}
     assert len(held) == 1
     assert {bytes(row) for row in stream.inputs.tolist()} == {b"012", b"345", b"678"} - held
-    (sentence,) = largebatch.refuse(config_of(3, **(settings | {"LAB_SEQ": "5"})))
+    (sentence,) = refused(config_of(3, **(settings | {"LAB_SEQ": "5"})))
     assert "the text holds one sample of LAB_SEQ=5 bytes" in sentence
 
 
@@ -177,11 +184,15 @@ def test_where_every_recipe_diverged_a_sentence_says_so() -> None:
     ],
 )
 def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
-    (sentence,) = largebatch.refuse(config_of(3, **settings))
+    (sentence,) = refused(config_of(3, **settings))
     assert words in sentence
 
 
 def test_a_rate_is_no_fault_of_a_variant_that_does_not_exist() -> None:
     """That is told elsewhere."""
-    assert largebatch.refuse(config_of(3, LAB_LR="0.1", LAB_VARIANT="liner")) == []
-    assert largebatch.refuse(config_of(3, LAB_LR="0.1", LAB_VARIANT="lars,linear")) == []
+    assert MODE.refuse(config_of(3, LAB_LR="0.1", LAB_VARIANT="liner")) == []
+    assert MODE.refuse(config_of(3, LAB_LR="0.1", LAB_VARIANT="lars,linear")) == []
+
+
+def test_the_lesson_gives_the_base_rate_that_it_takes() -> None:
+    assert f"LAB_LR is SGD's base rate; unset: {base_rate(config_of()):g}." in load("largebatch").idea

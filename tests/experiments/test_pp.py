@@ -12,23 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments import pp
+from experiments.pp import MODE, Options, check_in_flight
+from experiments.pp.mistakes import MISTAKES
 from experiments.pp.pretend import pretend_compute
-from tests.labs import copy_state
+from tests.labs import built, copy_state
 from tests.ranks import Ranks
-from workers.config import Config
+from workers.config import Config, ConfigError
 from workers.measure.calls import Calls
 from workers.measure.formulas.pipelines import bubble
+from workers.rank.refusals import refuse
 from workers.strategies.engines import ByHand
 from workers.strategies.pipelined import Pipelined
 from workers.workload.baseline import Snapshot, train
 from workers.workload.data import Batches, shard_sizes
 from workers.workload.model import build_model
 
-BUILDERS = {
-    build.__name__: build
-    for build in (pp.naive, pp.gpipe, pp.one_forward_one_backward, pp.interleaved, pp.torch_gpipe, pp.torch_1f1b)
-}
 OURS = ("naive", "gpipe", "1f1b", "interleaved")
 SMALL = {"RUN_MODE": "pp", "LAB_WIDTH": "6", "LAB_DEPTH": "8", "LAB_HEADS": "2", "LAB_SEQ": "5"}
 TOLERANCE = 1e-12
@@ -46,11 +44,11 @@ def batches_of(config: Config) -> Batches:
 
 
 def fitting(config: Config, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if name not in pp.cannot(config)]
+    return [name for name in names if name not in MODE.cannot(config)]
 
 
 def strategy_of(name: str, group: dist.ProcessGroup, config: Config) -> Any:
-    return BUILDERS[name](build_model(config, config.seed).double(), group, config)
+    return built(MODE, name, build_model(config, config.seed).double(), group, config)
 
 
 def differences(
@@ -167,14 +165,14 @@ def test_a_state_that_was_saved_goes_on_alike(ranks: Ranks) -> None:
 # --- mistakes ---
 
 
-@pytest.mark.parametrize("bug", list(pp.BUGS))
+@pytest.mark.parametrize("bug", list(MISTAKES))
 def test_each_mistake_is_seen_where_it_is_made_and_only_there(ranks: Ranks, bug: str) -> None:
     config = config_of(3, LAB_BUG=bug)
-    found, *_ = ranks(3, differences, config, tuple(BUILDERS))
-    assert set(found) == set(BUILDERS)
-    makers = pp.faults.SEEN_IN[bug]
+    found, *_ = ranks(3, differences, config, MODE.names)
+    assert set(found) == set(MODE.names)
+    makers = MISTAKES[bug].where.variants
     for name, worst in found.items():
-        assert (worst[pp.BUGS[bug].check] > 1e-6) == (name in makers), (name, worst)
+        assert (worst[MISTAKES[bug].check] > 1e-6) == (name in makers), (name, worst)
         assert (max(worst.values()) <= TOLERANCE) == (name not in makers), (name, worst)
 
 
@@ -205,7 +203,7 @@ def counted(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) ->
             with Calls() as seen:
                 strategy.backward(batches_of(config).dealt(step, 0, 1))
                 strategy.update()
-        in_flight = getattr(getattr(strategy.engine, "pipeline", None), "most_in_flight", 0)
+        in_flight = strategy.engine.most_in_flight or 0
         found[name] = sum(op.called_bytes for op in seen.ops()), sum(op.calls for op in seen.ops()), in_flight
     return found
 
@@ -221,7 +219,7 @@ def counted(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) ->
 )
 def test_bytes_and_calls_are_as_predicted(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
     config = config_of(world_size, LAB_DTYPE="float64", **settings)
-    predicted = {(claim.variant, claim.name): claim.value for claim in pp.predict(config)}
+    predicted = {(claim.variant, claim.name): claim.value for claim in MODE.predict(config)}
     for rank, found in enumerate(ranks(world_size, counted, config, OURS)):
         for name, (nbytes, calls, _) in found.items():
             assert nbytes == pytest.approx(predicted[name, "wire bytes"][rank], rel=1e-12), (rank, name)
@@ -230,7 +228,7 @@ def test_bytes_and_calls_are_as_predicted(ranks: Ranks, world_size: int, setting
 
 def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
     config = config_of(3, LAB_DTYPE="float64")
-    predicted = {claim.variant: claim for claim in pp.predict(config) if claim.name == "wire bytes"}
+    predicted = {claim.variant: claim for claim in MODE.predict(config) if claim.name == "wire bytes"}
     for rank, found in enumerate(ranks(3, counted, config, ("torch_gpipe", "torch_1f1b"))):
         assert len(found) == 2
         for name, (nbytes, _, _) in found.items():
@@ -251,7 +249,7 @@ def slept(group: dist.ProcessGroup, config: Config) -> dict[str, list[float]]:
     batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
     sleeps = list[float]()
     with mock.patch("time.sleep", sleeps.append):
-        for name in BUILDERS:
+        for name in MODE.names:
             strategy = strategy_of(name, group, config)
             strategy.backward(batches.dealt(0, 0, 1))
             sleeps.clear()
@@ -275,7 +273,7 @@ def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> tuple[int
     """Parameters of the dense model, those that a rank keeps, and those that are there when the variant is gone."""
     model = build_model(config, config.seed).double()
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-    strategy: Any = BUILDERS[name](model, group, config)
+    strategy = built(MODE, name, model, group, config)
     del model
     strategy.backward(batches_of(config).dealt(0, 0, 1))
     strategy.update()
@@ -298,7 +296,7 @@ def test_a_rank_keeps_its_stages_alone_and_nothing_when_they_go(ranks: Ranks, na
 
 
 def test_predictions_are_those_of_the_papers() -> None:
-    predicted = {(claim.variant, claim.name): claim for claim in pp.predict(config_of(4, LAB_MICROBATCHES="8"))}
+    predicted = {(claim.variant, claim.name): claim for claim in MODE.predict(config_of(4, LAB_MICROBATCHES="8"))}
     passed = 16 * 5 * 6 * 4  # B x S x D x 4 bytes
     assert predicted["1f1b", "wire bytes"].value == (passed, 2 * passed, 2 * passed, passed)
     assert predicted["interleaved", "wire bytes"].value == (3 * passed, 4 * passed, 4 * passed, 3 * passed)
@@ -313,8 +311,8 @@ def test_predictions_are_those_of_the_papers() -> None:
 
 def test_a_variant_that_cannot_run_is_not_predicted() -> None:
     config = config_of(8, LAB_BATCH="13")
-    assert set(pp.cannot(config)) == {"interleaved", "torch_gpipe", "torch_1f1b"}
-    assert {claim.variant for claim in pp.predict(config)} == {"naive", "gpipe", "1f1b"}
+    assert set(MODE.cannot(config)) == {"interleaved", "torch_gpipe", "torch_1f1b"}
+    assert {claim.variant for claim in MODE.predict(config)} == {"naive", "gpipe", "1f1b"}
 
 
 @pytest.mark.parametrize(
@@ -331,27 +329,28 @@ def test_a_variant_that_cannot_run_is_not_predicted() -> None:
         ({"LAB_VARIANT": "torch_1f1b", "LAB_DEVICE": "cuda"}, "which gloo does not send"),
         ({"LAB_VARIANT": "interleaved", "LAB_BACKEND": "nccl", "LAB_DEVICE": "cuda"}, "NCCL runs messages in the order"),
         ({"LAB_BUG": "undivided_loss", "LAB_PROOF": "0"}, "nothing is compared"),
-        ({"LAB_BUG": "undivided_loss", "LAB_MICROBATCHES": "1"}, "it takes two microbatches"),
+        ({"LAB_BUG": "undivided_loss", "LAB_MICROBATCHES": "1"}, "it takes 2 microbatches"),
         ({"LAB_BUG": "undivided_loss", "LAB_VARIANT": "naive"}, "it takes gpipe or 1f1b or interleaved"),
-        ({"LAB_BUG": "swapped_microbatches", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "swapped_microbatches", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "swapped_microbatches", "LAB_MICROBATCHES": "3", "LAB_BATCH": "15"}, "no two microbatches in a row"),
         ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "torch_gpipe"}, "it takes gpipe or 1f1b"),
         ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "naive,1f1b", "WORLD_SIZE": "2"}, "holds one microbatch at a time"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
-    faults = pp.refuse(config_of(4, **settings))
-    assert len(faults) == 1
-    assert words in faults[0]
+    with pytest.raises(ConfigError) as refused:
+        refuse(config_of(4, **settings), MODE)
+    (fault,) = refused.value.faults
+    assert words in fault
 
 
 def test_defaults_are_refused_nowhere() -> None:
     for world_size in range(1, 9):
         for model in ("gpt", "mlp"):
             config = Config.read({"RUN_MODE": "pp", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
-            assert pp.refuse(config) == []
-            assert pp.cannot(config).keys() <= {"interleaved", "torch_1f1b"}
-    assert pp.refuse(Config.read({"RUN_MODE": "pp", "WORLD_SIZE": "1", "LAB_MODEL": "line"})) == []
+            refuse(config, MODE)
+            assert MODE.cannot(config).keys() <= {"interleaved", "torch_1f1b"}
+    refuse(Config.read({"RUN_MODE": "pp", "WORLD_SIZE": "1", "LAB_MODEL": "line"}), MODE)
 
 
 @pytest.mark.parametrize(("held", "over"), [(2, 0), (3, 1)])
@@ -363,7 +362,7 @@ def test_a_rank_that_holds_more_than_its_schedule_allows_is_seen(held: int, over
     strategy.engine = engine
     claims: list[tuple[object, ...]] = []
     lab: Any = SimpleNamespace(config=config_of(3), world_size=3, rank=1, check=lambda *claim: claims.append(claim))
-    pp.check_in_flight(lab, "1f1b", strategy)
+    check_in_flight(lab, "1f1b", strategy)
     ((name, difference, tolerance, *_),) = claims
     assert (name, difference, tolerance) == ("in flight", over, 0)
 
@@ -375,6 +374,6 @@ def test_a_slow_rank_pretends_longer(monkeypatch: pytest.MonkeyPatch) -> None:
         settings = {"RUN_MODE": "pp", "RANK": rank, "MASTER_ADDR": "worker0", "WORLD_SIZE": "2", "LAB_BATCH": "4"}
         config = Config.read(settings | {"LAB_SLEEP_MS": "10", "LAB_MICROBATCHES": "2", "LAB_SLOW_RANK": "1:0.5"})
         stage = torch.nn.Linear(3, 3)
-        pretend_compute([stage], config, 1)
+        pretend_compute([stage], config, config.own(Options).sleep_ms, 1)
         stage(torch.ones(2, 3)).sum().backward()
     assert slept == pytest.approx([0.01, 0.02, 0.02, 0.04])

@@ -7,15 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import precision
-from experiments.precision.claims import SCALED, VARIANTS, at_rest
+from experiments.precision import MODE, MixedPrecision
 from experiments.precision.formats import described, kept
-from experiments.precision.halved import Halved
-from experiments.precision.proof import MOST_HALVINGS, backward, epsilons, summed
-from tests.labs import TINY, failed, run_experiment
+from experiments.precision.predictions import SCALED, at_rest
+from experiments.precision.proof import EXACT, MOST_HALVINGS, backward, epsilons, summed
+from tests.labs import TINY, built, failed, run_experiment
 from tests.ranks import Ranks
-from workers.config import Config
+from workers.config import Config, ConfigError
+from workers.rank.refusals import refuse
 from workers.report import records
+from workers.strategies.replica import Replica
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
 
@@ -38,7 +39,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "precision"} | settings))
     assert failed(run) == set()
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
-    chosen = settings.get("LAB_VARIANT", ",".join(VARIANTS)).split(",")
+    chosen = settings.get("LAB_VARIANT", ",".join(MODE.names)).split(",")
     for name in chosen:
         assert {(name, "wire bytes"), (name, "rest bytes"), (name, "gradients"), (name, "replicas")} <= names
         assert name == "fp32" or (name, "update") in names
@@ -73,7 +74,7 @@ def test_bytes_at_rest() -> None:
         "fp16_master": 8,
         "bf16_stochastic": 4,
     }
-    assert {name: at_rest(config_of(), name, sizes).value[0] / total for name in VARIANTS} == wanted
+    assert {name: at_rest(config_of(), name, sizes).value[0] / total for name in MODE.names} == wanted
     adam = config_of(LAB_OPTIMIZER="adamw")
     wanted = {
         "fp32": 16,
@@ -84,7 +85,7 @@ def test_bytes_at_rest() -> None:
         "fp16_master": 16,
         "bf16_stochastic": 12,
     }
-    assert {name: (at_rest(adam, name, sizes).value[0] - counters) / total for name in VARIANTS} == wanted
+    assert {name: (at_rest(adam, name, sizes).value[0] - counters) / total for name in MODE.names} == wanted
 
 
 def test_formats_and_a_gradient_of_1e_8() -> None:
@@ -99,16 +100,18 @@ def test_formats_and_a_gradient_of_1e_8() -> None:
 # --- a strategy by itself ---
 
 
-def made(group: dist.ProcessGroup, name: str, **settings: str) -> tuple[Halved, list[Any]]:
+def made(group: dist.ProcessGroup, name: str, **settings: str) -> tuple[Replica, list[Any]]:
     config = config_of(group.size(), **settings)
     batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float32)
-    strategy: Halved = getattr(precision, name)(build_model(config, config.seed), group, config)
+    strategy = built(MODE, name, build_model(config, config.seed), group, config)
+    assert isinstance(strategy, Replica)
     return strategy, batches.dealt(0, group.rank(), group.size())
 
 
 def overflowed(group: dist.ProcessGroup) -> list[Any]:
     """One rank alone overflows: all skip, all back off, and nobody's weights move."""
     strategy, parts = made(group, "fp16_master")
+    assert isinstance(strategy, MixedPrecision)
     assert strategy.loss_scale is not None
     before = [parameter.detach().clone() for parameter in strategy.model.parameters()]
     if group.rank() == 1:
@@ -140,8 +143,8 @@ def left_out(group: dist.ProcessGroup) -> list[float]:
 
 def test_the_tolerance_of_16_bits_sees_a_sample_that_is_left_out(ranks: Ranks) -> None:
     for as_it_is, forgotten in ranks(3, left_out):
-        assert as_it_is < precision.proof.EXACT / 4
-        assert forgotten > precision.proof.EXACT
+        assert as_it_is < EXACT / 4
+        assert forgotten > EXACT
 
 
 def scaled_down(group: dist.ProcessGroup) -> tuple[float, bool]:
@@ -161,12 +164,14 @@ def test_the_proof_waits_until_the_scale_fits(ranks: Ranks) -> None:
     ("settings", "words"),
     [
         ({"LAB_DTYPE": "bfloat16"}, "allowed: float32"),
-        ({"LAB_RESUME": "auto"}, "LAB_RESUME=auto"),
+        ({"LAB_RESUME": "auto", "LAB_RUN_ID": "before"}, "LAB_RESUME=auto"),
         ({"LAB_BUG": "unscaled_clip"}, "LAB_CLIP unset"),
         ({"LAB_BUG": "unscaled_clip", "LAB_CLIP": "1", "LAB_VARIANT": "bf16_master"}, "fp16_scaled or fp16_master"),
         ({"LAB_BUG": "unscaled_clip", "LAB_CLIP": "1", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
     ],
 )
 def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
-    (sentence,) = precision.refuse(config_of(3, **settings))
+    with pytest.raises(ConfigError) as refused:
+        refuse(config_of(3, **settings), MODE)
+    (sentence,) = refused.value.faults
     assert words in sentence

@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import server
-from experiments.server import promises, staleness
+from experiments.server import MODE, promises, staleness
 from experiments.server.promises import Report, miscounted
-from experiments.server.rounds import in_one_process
+from experiments.server.rounds import Rounds, in_one_process
 from tests.labs import TINY, failed, run_experiment
 from tests.ranks import Ranks
-from workers.config import Config
+from workers.config import Config, ConfigError
 from workers.measure.formulas.server import largest_stable_rate
 from workers.parallel.parameter_server import ParameterServer, audit, checksum
 from workers.parallel.serving import Link, Local, Remote, Server, Threads
+from workers.rank.refusals import refuse
 from workers.report.records import Chart, Said, Table, select
 from workers.workload.baseline import train
 from workers.workload.data import Batches
@@ -66,42 +66,45 @@ def test_every_world_comes_to_a_verdict(
         ({"LAB_RESUME": "auto", "LAB_RUN_ID": "x"}, "server makes none"),
         (
             {"LAB_VARIANT": "ssp", "LAB_OPTIMIZER": "adamw"},
-            "LAB_VARIANT='ssp' is not possible here: LAB_OPTIMIZER=adamw",
+            "LAB_VARIANT='ssp' cannot run: LAB_OPTIMIZER=adamw",
         ),
         ({"LAB_VARIANT": "downpour", "LAB_CLIP": "1"}, "LAB_CLIP bounds the norm"),
         ({"LAB_BATCH": "3"}, "every rank needs a sample"),
         ({"LAB_TRACE": "1", "LAB_VARIANT": "ssp,downpour"}, "allowed beside it: dp, sync, local_sgd, diloco"),
-        ({"LAB_BUG": "stale_unbounded", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "stale_unbounded", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "stale_unbounded", "LAB_VARIANT": "sync,downpour"}, "it takes ssp"),
         ({"LAB_BUG": "stale_unbounded", "LAB_STALENESS": "3"}, "takes LAB_STALENESS + 2 = 5"),
-        ({"LAB_BUG": "stale_unbounded", "LAB_CLIP": "1"}, "it takes ssp, and LAB_CLIP bounds the norm"),
+        ({"LAB_BUG": "stale_unbounded", "LAB_CLIP": "1"}, "ssp cannot run: LAB_CLIP bounds the norm"),
         (
             {"LAB_BUG": "stale_unbounded", "LAB_OPTIMIZER": "adamw"},
-            "it takes ssp, and LAB_OPTIMIZER=adamw would divide",
+            "ssp cannot run: LAB_OPTIMIZER=adamw would divide",
         ),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
-    (fault,) = server.refuse(config_of(**settings))
+    with pytest.raises(ConfigError) as refused:
+        refuse(config_of(**settings), MODE)
+    (fault,) = refused.value.faults
     assert words in fault
 
 
 def test_defaults_are_refused_nowhere() -> None:
     for world_size in range(1, 9):
-        assert server.refuse(Config.read({"RUN_MODE": "server", "WORLD_SIZE": str(world_size)})) == []
+        refuse(Config.read({"RUN_MODE": "server", "WORLD_SIZE": str(world_size)}), MODE)
 
 
 @pytest.mark.parametrize("settings", [{}, {"LAB_CLIP": "1"}, {"LAB_OPTIMIZER": "adamw"}])
 def test_what_would_be_skipped_is_not_predicted(settings: dict[str, str]) -> None:
     skipped = {"ssp", "downpour"} if settings else set()
-    assert {each.variant for each in server.predict(config_of(**settings))} == set(server.VARIANTS) - skipped
+    assert {each.variant for each in MODE.predict(config_of(**settings))} == set(MODE.names) - skipped
 
 
 def test_one_worker_with_one_local_step_is_one_process() -> None:
     """The reference of the rounds' proof against the baseline: so H = 1 is held against dp itself."""
     config = config_of(**TINY_MLP, LAB_LOCAL_STEPS="1")
     batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-    losses, weights = in_one_process(build_model(config, 1).double(), batches, config, (1.0, 0.0), workers=1, steps=3)
+    alone, rounds = build_model(config, 1).double(), Rounds(1, lr=1.0, momentum=0.0)
+    losses, weights = in_one_process(alone, batches, config, rounds, workers=1, steps=3)
     dense = list(train(build_model(config, 1).double(), batches, config, 3))
     assert losses == pytest.approx([snapshot.loss for snapshot in dense], abs=1e-14)
     wanted = torch.cat([weight.flatten() for weight in dense[-1].weights.values()])

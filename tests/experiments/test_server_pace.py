@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from experiments.server import schemes
 from experiments.server.pace import Rate, apart, samples_of, stragglers
 from experiments.server.promises import Report
-from experiments.server.worker import schemes
 from tests.labs import run_experiment
 from tests.ranks import Ranks
 from workers.config import Config
@@ -50,7 +50,9 @@ def test_perfect_measurements_lie_on_the_curves_of_a_straggler(world_size: int, 
         "ssp": ("apart, at most 2 ahead", granted_rate(samples, step_s, budget, staleness=2)),
         "downpour": ("apart, 4 steps at a time", granted_rate(samples, step_s, budget, most=4)),
     }
-    drawn = stragglers(lab, [Rate(name, step_s, rate, rate) for name, (_, rate) in perfect.items()])
+    drawn = stragglers(
+        lab, [Rate(name, step_s, rate, rate) for name, (_, rate) in perfect.items()], schemes(lab.config)
+    )
     for name, (curve, _) in perfect.items():
         (x,), (y,) = drawn[f"{name}, measured"]
         at = dict(zip(*drawn[curve], strict=True))

@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments import tp
-from tests.labs import copy_state
+from experiments.tp import MODE
+from experiments.tp.mistakes import MISTAKES
+from tests.labs import built, copy_state
 from tests.ranks import Ranks
-from workers.config import Config
+from workers.config import Config, ConfigError
 from workers.measure.activations import SavedActivations
 from workers.measure.calls import Calls
-from workers.strategies.tensor import Shard, local
+from workers.rank.refusals import refuse
+from workers.strategies.tensor import TensorParallel, local
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
@@ -38,7 +40,7 @@ def config_of(world_size: int, **settings: str) -> Config:
 
 
 def variants_of(config: Config) -> list[str]:
-    return [name for name in tp.VARIANTS if name not in tp.cannot(config)]
+    return [name for name in MODE.names if name not in MODE.cannot(config)]
 
 
 def batches_of(config: Config, *, proof: bool = True) -> Batches:
@@ -46,9 +48,11 @@ def batches_of(config: Config, *, proof: bool = True) -> Batches:
     return Batches(config, proof=proof, device=torch.device("cpu"), dtype=dtype)
 
 
-def built(name: str, group: dist.ProcessGroup, config: Config, dtype: torch.dtype = torch.float64) -> Shard:
-    strategy = getattr(tp, name)(build_model(config, config.seed).to(dtype), group, config)
-    assert isinstance(strategy, Shard)
+def strategy_of(
+    name: str, group: dist.ProcessGroup, config: Config, dtype: torch.dtype = torch.float64
+) -> TensorParallel:
+    strategy = built(MODE, name, build_model(config, config.seed).to(dtype), group, config)
+    assert isinstance(strategy, TensorParallel)
     return strategy
 
 
@@ -61,7 +65,7 @@ def differences(group: dist.ProcessGroup, config: Config) -> dict[str, dict[str,
     dense = list(train(build_model(config, config.seed).double(), batches_of(plain), plain, 3))
     found = {}
     for name in variants_of(config):
-        strategy = built(name, group, config)
+        strategy = strategy_of(name, group, config)
         worst = dict.fromkeys(("losses", *KINDS), 0.0)
         for step, snapshot in enumerate(dense):
             share = strategy.backward(batches_of(config).dealt(step, 0, 1))
@@ -84,7 +88,7 @@ def apart(tensors: dict[str, Tensor], wanted: dict[str, Tensor], rank: int) -> f
     return max([0.0, *((tensors[name] - wanted[name]).abs().max().item() for name in wanted)])
 
 
-def replicas_apart(strategy: Shard, group: dist.ProcessGroup) -> float:
+def replicas_apart(strategy: TensorParallel, group: dist.ProcessGroup) -> float:
     mine = torch.cat([local(parameter.detach()).flatten() for _, parameter in strategy.whole()])
     first = mine.clone()
     dist.broadcast(first, group=group, group_src=0)
@@ -138,7 +142,7 @@ def test_each_mistake_is_seen_where_it_is_made_and_only_there(
 ) -> None:
     found = ranks(world_size, differences, config_of(world_size, LAB_BUG=bug))
     for name in found[0]:
-        worst = max(of_rank[name][tp.BUGS[bug].check] for of_rank in found)
+        worst = max(of_rank[name][MISTAKES[bug].check] for of_rank in found)
         assert worst > 1e-9 if name in makers else worst <= TOLERANCE, (name, found[0][name])
 
 
@@ -149,7 +153,7 @@ def test_double_reduce_multiplies_gradients_by_the_number_of_ranks(ranks: Ranks)
 
 
 def gradient_of_up(group: dist.ProcessGroup, config: Config) -> Tensor:
-    strategy = built("megatron", group, config)
+    strategy = strategy_of("megatron", group, config)
     strategy.backward(batches_of(config).dealt(0, 0, 1))
     return dict(strategy.held("gradients"))["layers.0.mlp.up.weight"]
 
@@ -161,7 +165,7 @@ def counted(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[float, 
     """Of each variant: bytes and calls of a step, and the most that it holds for the backward pass."""
     found = {}
     for name in variants_of(config):
-        strategy = built(name, group, config, getattr(torch, config.dtype))
+        strategy = strategy_of(name, group, config, getattr(torch, config.dtype))
         with Calls() as calls, SavedActivations() as activations:
             strategy.backward(batches_of(config, proof=False).dealt(0, 0, 1))
             strategy.update()
@@ -186,7 +190,7 @@ def counted(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[float, 
 )
 def test_what_is_predicted_is_what_is_counted(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
     config = config_of(world_size, **settings)
-    predictions = tp.predict(config)
+    predictions = MODE.predict(config)
     assert {prediction.variant for prediction in predictions if prediction.decides} >= {"naive", "megatron", "sequence"}
     for rank, found in enumerate(ranks(world_size, counted, config)):
         for prediction in predictions:
@@ -203,7 +207,7 @@ def test_a_layer_is_two_all_reduces_each_way() -> None:
     for world_size in range(1, 9):
         shallow, deep = (config_of(world_size, LAB_DEPTH=depth) for depth in ("3", "4"))
         before, after = (
-            {p.variant: p for p in tp.predict(config) if p.name == "wire bytes"} for config in (shallow, deep)
+            {p.variant: p for p in MODE.predict(config) if p.name == "wire bytes"} for config in (shallow, deep)
         )
         assert after["megatron"].calls - before["megatron"].calls == 4
         assert before["megatron"].calls == 4 * 3 + 4
@@ -217,7 +221,7 @@ def test_a_layer_is_two_all_reduces_each_way() -> None:
 
 
 def test_a_batch_twice_as_large_sends_twice_as_much() -> None:
-    one, two = (tp.predict(config_of(4, LAB_BATCH=batch))[2] for batch in ("8", "16"))
+    one, two = (MODE.predict(config_of(4, LAB_BATCH=batch))[2] for batch in ("8", "16"))
     assert one.variant == "megatron" and one.name == "wire bytes"
     assert two.value == tuple(2 * value for value in one.value)
 
@@ -237,34 +241,38 @@ def test_a_batch_twice_as_large_sends_twice_as_much() -> None:
         ({"LAB_HEADS": "5"}, "LAB_WIDTH=16 is not a multiple of LAB_HEADS=5"),
         ({"LAB_MICROBATCHES": "6"}, "LAB_MICROBATCHES=6 is more than the 5 samples"),
         ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
-        ({"LAB_VARIANT": "megatron,dtensor", "WORLD_SIZE": "3"}, "LAB_VARIANT=dtensor cannot run: LAB_HEADS=8 is not"),
+        (
+            {"LAB_VARIANT": "megatron,dtensor", "WORLD_SIZE": "3"},
+            "LAB_VARIANT='dtensor' cannot run: LAB_HEADS=8 is not",
+        ),
         ({"LAB_BUG": "lost_f", "LAB_VARIANT": "sequence"}, "it takes naive or megatron"),
         ({"LAB_BUG": "double_reduce", "LAB_VARIANT": "dtensor"}, "it takes megatron"),
         ({"LAB_BUG": "packed_qkv", "LAB_MODEL": "mlp"}, "it has no attention"),
-        ({"LAB_BUG": "bias_everywhere", "WORLD_SIZE": "1"}, "it takes two ranks"),
+        ({"LAB_BUG": "bias_everywhere", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "double_reduce", "LAB_PROOF": "0"}, "nothing is compared"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
-    faults = tp.refuse(Config.read(SMALL | {"WORLD_SIZE": "4"} | settings))
-    assert len(faults) == 1
-    assert words in faults[0]
+    with pytest.raises(ConfigError) as refused:
+        refuse(Config.read(SMALL | {"WORLD_SIZE": "4"} | settings), MODE)
+    (fault,) = refused.value.faults
+    assert words in fault
 
 
 def test_defaults_are_refused_nowhere() -> None:
     for world_size in range(1, 9):
         for model in ("gpt", "mlp"):
             config = Config.read({"RUN_MODE": "tp", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
-            assert tp.refuse(config) == []
-            assert set(tp.cannot(config)) <= {"dtensor"}
+            refuse(config, MODE)
+            assert set(MODE.cannot(config)) <= {"dtensor"}
 
 
-# --- a shard by itself ---
+# --- a slice by itself ---
 
 
 def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
     """Whether a fresh strategy goes on, to the bit, from what another one saved."""
-    first, second = built(name, group, config), built(name, group, config)
+    first, second = strategy_of(name, group, config), strategy_of(name, group, config)
     batches = batches_of(config)
     first.backward(batches.dealt(0, 0, 1))
     first.update()
@@ -278,17 +286,17 @@ def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["megatron", "sequence"])
-def test_a_shard_goes_on_from_what_it_saved(ranks: Ranks, name: str) -> None:
+def test_a_slice_goes_on_from_what_it_saved(ranks: Ranks, name: str) -> None:
     config = config_of(3, LAB_OPTIMIZER="adamw", LAB_TIE="1")
     assert ranks(3, resumed, config, name) == [True] * 3
 
 
 def held_numel(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
-    strategy = built("megatron", group, config)
+    strategy = strategy_of("megatron", group, config)
     return sum(tensor.numel() for _, tensor in strategy.held("weights")), sum(p.numel() for _, p in strategy.whole())
 
 
-def test_shards_are_the_model_and_no_more(ranks: Ranks) -> None:
+def test_slices_are_the_model_and_no_more(ranks: Ranks) -> None:
     config = config_of(3, LAB_TIE="1")
     found = ranks(3, held_numel, config)
     whole = found[0][1]
@@ -298,7 +306,7 @@ def test_shards_are_the_model_and_no_more(ranks: Ranks) -> None:
 
 def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
     """Parameters that are still there after a variant has trained and is gone."""
-    strategy = built(name, group, config)
+    strategy = strategy_of(name, group, config)
     strategy.backward(batches_of(config).dealt(0, 0, 1))
     strategy.update()
     parameters = [weakref.ref(parameter) for parameter in strategy.model.parameters()]
@@ -307,6 +315,6 @@ def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
     return sum(parameter() is not None for parameter in parameters)
 
 
-@pytest.mark.parametrize("name", tp.VARIANTS)
+@pytest.mark.parametrize("name", MODE.names)
 def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, name: str) -> None:
     assert ranks(2, left_alive, config_of(2), name) == [0, 0]

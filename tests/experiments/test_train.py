@@ -4,7 +4,8 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from experiments import train
-from workers.config import Config
+from workers.config import Config, ConfigError
+from workers.rank.refusals import refuse
 
 
 def test_the_lessons_printed_batches() -> None:
@@ -15,10 +16,9 @@ def test_the_lessons_printed_batches() -> None:
 @pytest.mark.parametrize("world_size", range(1, 9))
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_by_hand_is_what_pytorch_deals(world_size: int, epoch: int) -> None:
-    config = Config.read({"RUN_MODE": "train", "WORLD_SIZE": str(world_size)})
     shards = []
     for rank in range(world_size):
-        sampler = train.make_sampler(config, rank)
+        sampler = train.pytorchs(rank, world_size)
         assert isinstance(sampler, DistributedSampler)
         sampler.set_epoch(epoch)
         shards.append(list(sampler))
@@ -45,5 +45,7 @@ def test_places_apart_counts_lengths_too() -> None:
 
 def test_no_sampler_needs_two_ranks() -> None:
     alone = Config.read({"RUN_MODE": "train", "WORLD_SIZE": "1", "LAB_BUG": "no_sampler"})
-    assert "it takes two ranks" in train.refuse(alone)[0]
-    assert train.refuse(alone.model_copy(update={"world_size": 2})) == []
+    with pytest.raises(ConfigError, match="it takes 2 ranks"):
+        refuse(alone, train.MODE)
+    refuse(alone.model_copy(update={"world_size": 2}), train.MODE)
+    refuse(alone.model_copy(update={"bug": "no_set_epoch"}), train.MODE)

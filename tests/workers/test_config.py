@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from experiments.largebatch.recipes import base_rate
-from workers.config import Config, ConfigError
+from workers.config import Config, ConfigError, values
 from workers.config.__main__ import table
+from workers.config.options import Field, ModeOptions, aliases, declared
 from workers.config.values import modes
 
 RANK_OF_FOUR = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "worker0"}
@@ -69,42 +71,25 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_SLOW_RANK": "2"}, "LAB_SLOW_RANK='2' is not a rank and its share of speed, such as 2:0.5"),
         ({"LAB_SLOW_RANK": "2:0"}, "LAB_SLOW_RANK='2:0' has a speed out of range: allowed is more than 0, up to 1"),
         ({"LAB_SLOW_RANK": "4:0.5"}, "LAB_SLOW_RANK='4:0.5' names a rank outside of WORLD_SIZE=4, allowed: 0 to 3"),
+        ({"RUN_MODE": "compress", "LAB_RATIO": "0"}, "LAB_RATIO='0' is out of range: allowed is more than 0, up to 1"),
         (
-            {"RUN_MODE": "comm", "LAB_SLOW_RANK": "1:0.5"},
-            "LAB_SLOW_RANK='1:0.5' slows a rank in the timed training of each variant, and comm has none, allowed: compress, dp",
+            {"RUN_MODE": "compress", "LAB_RATIO": "1.5"},
+            "LAB_RATIO='1.5' is out of range: allowed is more than 0, up to 1",
         ),
-        ({"LAB_RATIO": "0"}, "LAB_RATIO='0' is out of range: allowed is more than 0, up to 1"),
-        ({"LAB_RATIO": "1.5"}, "LAB_RATIO='1.5' is out of range: allowed is more than 0, up to 1"),
-        ({"LAB_STALENESS": "-1"}, "LAB_STALENESS='-1' is out of range: allowed is 0 and more"),
-        ({"LAB_LOCAL_STEPS": "0"}, "LAB_LOCAL_STEPS='0' is out of range: allowed is 1 and more"),
-        ({"LAB_LOW_RANK": "0"}, "LAB_LOW_RANK='0' is out of range: allowed is 1 and more"),
-        ({"RUN_MODE": "tp", "LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in tp, allowed: dp, fsdp"),
-        ({"RUN_MODE": "pp", "LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in pp"),
+        ({"RUN_MODE": "server", "LAB_STALENESS": "-1"}, "LAB_STALENESS='-1' is out of range: allowed is 0 and more"),
+        ({"RUN_MODE": "server", "LAB_LOCAL_STEPS": "0"}, "LAB_LOCAL_STEPS='0' is out of range: allowed is 1 and more"),
+        ({"RUN_MODE": "compress", "LAB_LOW_RANK": "0"}, "LAB_LOW_RANK='0' is out of range: allowed is 1 and more"),
+        ({"LAB_RATIO": "0.1"}, "LAB_RATIO='0.1' belongs to RUN_MODE=compress: dp has no such setting"),
+        (
+            {"RUN_MODE": "mine/absent.py"},
+            "RUN_MODE='mine/absent.py' is not there: allowed is a Python file, or a folder",
+        ),
     ],
 )
 def test_each_fault_is_one_sentence(environ: dict[str, str], words: str) -> None:
     found = faults(**environ)
     assert len(found) == 1
     assert found[0].startswith(words)
-
-
-@pytest.mark.parametrize("mode", modes())
-def test_a_trace_is_refused_where_none_would_be_written(mode: str) -> None:
-    environ = {"RUN_MODE": mode, "LAB_TRACE": "1"}
-    if mode not in ("comm", "train", "largebatch"):
-        assert Config.read(environ).trace
-        return
-    (sentence,) = faults(**environ)
-    assert sentence.startswith(
-        f"LAB_TRACE=1 profiles a step of the timed training of each variant, and {mode} has none"
-    )
-    assert not Config.read(environ | {"LAB_TRACE": "0"}).trace
-
-
-def test_the_description_of_the_rate_gives_the_one_that_largebatch_takes() -> None:
-    description = Config.model_fields["lr"].description
-    assert description is not None
-    assert f"unset: {base_rate(Config.read({'RUN_MODE': 'largebatch'})):g})" in description
 
 
 def test_some_modes_have_sizes_of_their_own_unless_they_are_set() -> None:
@@ -129,9 +114,75 @@ def test_the_settings_cannot_be_changed() -> None:
 
 
 def test_the_table_names_every_variable_once() -> None:
-    rows = table().splitlines()[2:]
-    names = [row.split("`")[1] for row in rows]
-    assert names == [field.alias for field in Config.model_fields.values()]
+    """Those of all modes too."""
+    names = [row.split("`")[1] for row in table().splitlines() if row.startswith("| `")]
+    own = [alias for mode in modes() for alias in aliases(declared(values.lesson_file(mode)))]
+    assert names == [*aliases(Config), *own]
+
+
+LESSON = """
+import torch_is_not_imported_for_this
+
+class Options(ModeOptions):
+    sizes = {"width": 24, "steps": 7}
+    speed: float = Field(2.5, alias="LAB_SPEED", gt=0, description="how fast")
+    kind: Literal["a", "b"] = Field("a", alias="LAB_KIND", description="which")
+    keep: bool = Field(True, alias="LAB_KEEP", description="0: drop it")
+
+    def untimed(self):
+        return self.model_copy(update={"speed": 0.0})
+"""
+
+
+@pytest.fixture
+def lesson(tmp_path: Path) -> str:
+    """The path of a mode from outside, which has sizes and variables of its own."""
+    (tmp_path / "fast.py").write_text(LESSON)
+    return str(tmp_path / "fast.py")
+
+
+def test_a_lesson_from_outside_has_variables_and_sizes_of_its_own(lesson: str) -> None:
+    config = Config.read({"RUN_MODE": lesson, "LAB_SPEED": "3", "LAB_KEEP": "0", "LAB_STEPS": "9"})
+    assert (config.width, config.steps, config.mode_name) == (24, 9, "fast")
+    own: Any = config.options
+    assert (own.speed, own.kind, own.keep) == (3.0, "a", False)
+    assert (config.untimed().options.speed, own.speed) == (0.0, 3.0)  # type: ignore[attr-defined]
+    assert config.environ() == {"RUN_MODE": lesson, "LAB_SPEED": "3.0", "LAB_KEEP": "0", "LAB_STEPS": "9"}
+    assert config.written()["LAB_KIND"] == "a"
+
+
+def test_what_a_lessons_own_class_says_has_its_type_there(lesson: str) -> None:
+    class Options(ModeOptions):
+        speed: float = Field(2.5, alias="LAB_SPEED")
+        kind: str = Field("a", alias="LAB_KIND")
+        keep: bool = Field(True, alias="LAB_KEEP")
+
+    config = Config.read({"RUN_MODE": lesson, "LAB_SPEED": "3"})
+    assert config.own(Options) == Options(speed=3.0)
+    assert config.own(Options).model_fields_set == {"speed"}
+    assert config.with_own(speed=4.0).own(Options).speed == 4.0
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"LAB_SPEED": "0"}, "LAB_SPEED='0' is out of range: allowed is more than 0"),
+        ({"LAB_KIND": "c"}, "LAB_KIND='c' is not one of a, b"),
+        ({"LAB_SPED": "1"}, "LAB_SPED is not a variable of the lab (did you mean 'LAB_SPEED'?)"),
+    ],
+)
+def test_a_lessons_own_variables_are_checked_like_all_others(
+    lesson: str, environ: dict[str, str], sentence: str
+) -> None:
+    assert faults(RUN_MODE=lesson, **environ) == [sentence]
+
+
+def test_a_lesson_that_is_no_python_is_left_to_its_import(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("class Options(\n")
+    assert Config.read({"RUN_MODE": str(tmp_path / "broken.py")}).mode_name == "broken"
+    assert faults(RUN_MODE=str(tmp_path / "broken-name.py"))[0].endswith(
+        "is not there: allowed is a Python file, or a folder with __init__.py in it"
+    )
 
 
 def test_the_modes_are_the_files_of_experiments() -> None:

@@ -10,21 +10,34 @@ from workers.cluster import link
 from workers.config import Config
 from workers.config.values import modes
 from workers.explain import explain, main
+from workers.rank.modes import load
+
+TOP = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("mode", modes())
 def test_every_mode_explains_itself(mode: str) -> None:
-    experiment = importlib.import_module(f"experiments.{mode}")
-    text = "\n".join(explain(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"}), experiment))
-    assert (experiment.__doc__ or "nothing").splitlines()[0] in text
-    for prediction in experiment.predict(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"})):
+    lesson, config = load(mode), Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"})
+    text = "\n".join(explain(config, lesson))
+    assert (importlib.import_module(f"experiments.{mode}").__doc__ or "nothing").splitlines()[0] in text
+    for prediction in lesson.predict(config):
         assert prediction.formula in text
-    for bug in experiment.BUGS.values():
-        assert bug.what in text
+    for mistake in lesson.mistakes.values():
+        assert mistake.what in text
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_a_lesson_ends_with_the_files_that_it_is_read_in(mode: str) -> None:
+    lines = explain(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"}), load(mode))
+    order = lines[lines.index("Read it in this order:") + 1 :]
+    assert len(order) >= 1
+    for number, line in enumerate(order, 1):
+        assert line.startswith(f"  {number}. ")
+        assert (TOP / line.split(" ")[3].rstrip(":")).is_file(), line
 
 
 def test_the_numbers_follow_the_settings() -> None:
-    dp = importlib.import_module("experiments.dp")
+    dp = load("dp")
     two, four = ("\n".join(explain(Config.read({"WORLD_SIZE": size}), dp)) for size in ("2", "4"))
     assert two != four
     assert "6.64 MB" in two  # 2(N-1)/N is 1 at two ranks: the whole model

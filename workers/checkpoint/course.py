@@ -6,19 +6,23 @@ exactly once an epoch is counted, not concluded from the position.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
 from workers.checkpoint.manifest import Manifest, data_digest
+from workers.contract import where_it_was
 from workers.workload.data import Batches
 
 
 class Course:
     """The way of a run through its data, from step 0 or from where a checkpoint leaves it."""
 
-    def __init__(self, batches: Batches, variants: Iterable[str], resumed: Manifest | None = None) -> None:
-        """`resumed` holds all `variants`."""
+    def __init__(
+        self, batches: Batches, variants: Iterable[str], resumed: Manifest | None = None,
+        resumed_batch: Callable[[int], int] = where_it_was,
+    ) -> None:  # fmt: skip
+        """`resumed` holds all `variants`; `resumed_batch` is the batch to go on with, by the one that it names."""
         self.batches = batches
         self.first = resumed.step if resumed else 0
         self.done = {name: resumed.steps[name] if resumed else 0 for name in variants}
@@ -30,8 +34,7 @@ class Course:
         self.miscounted = 0  # samples of finished epochs that were not seen exactly once
         self._ahead = 0  # of the step: how far the data are; 0 in a run that resumes rightly
         if resumed:
-            batch = 0 if batches.config.bug == "resume_repeats_epoch" else resumed.batch
-            self._ahead = resumed.epoch * batches.num_batches + batch - resumed.step
+            self._ahead = resumed.epoch * batches.num_batches + resumed_batch(resumed.batch) - resumed.step
 
     @cached_property
     def data(self) -> str:

@@ -7,79 +7,72 @@ bit; PyTorch's DDP lays its buckets out anew after its first step, and so sums i
 """
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from workers.checkpoint import finding, resuming, writing
 from workers.checkpoint.course import Course
 from workers.checkpoint.saver import manifest_of, state_of
 from workers.config import Config
-from workers.lab import Lab, Strategy, Variant
-from workers.report.judge import PYTORCH_OWN
-from workers.workload.data import Batches, Microbatch
+from workers.contract import Build, Strategy
+from workers.lab import Lab
+from workers.measure.difference import difference
 from workers.workload.model import build_model
 
 STEPS = 3
 TOLERANCE = 1e-12  # for PyTorch's own
 
-Deal = Callable[[Lab, Batches, int], list[Microbatch]]
-Differ = Callable[[Iterable[tuple[str, Tensor]], dict[str, Tensor] | None], float]
 
-
-def drill(lab: Lab, name: str, build: Variant, settings: Iterable[Config], deal: Deal, differ: Differ) -> None:
-    """Check one variant under each of `settings`; `deal` and `differ` are the proof's."""
-    assert lab.checkpoints is not None and lab.checkpoints.group is not None  # noqa: PT018
+def drill(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: dist.ProcessGroup) -> None:
+    """Check one variant under each of `settings`, saved over `group`."""
     worst, wrongly_seen = 0.0, 0
     for config in settings:
         lab.at(0, f"drill of {name}")
         try:
-            difference, wrong = stop_and_go(lab, name, build, config, lab.checkpoints.group, deal, differ)
+            difference, wrong = stop_and_go(lab, name, build, config, group)
         except writing.Unsaved as error:
             lab.say(f"whether {name} resumes rightly is not proven: nothing can be written ({error})", "checkpoint")
             return
         worst, wrongly_seen = max(worst, difference), max(wrongly_seen, wrong)
     if lab.rank == 0:
-        lab.check("resume", worst, TOLERANCE if name in PYTORCH_OWN else 0.0, variant=name)
+        lab.check("resume", worst, TOLERANCE if name in lab.mode.by_torch else 0.0, variant=name)
         detail = f"{STEPS} steps, resumed after the first; samples that were not seen exactly once an epoch"
         lab.check("resumed samples", wrongly_seen, 0, variant=name, detail=detail)
 
 
-def stop_and_go(
-    lab: Lab, name: str, build: Variant, config: Config, group: dist.ProcessGroup, deal: Deal, differ: Differ
-) -> tuple[float, int]:
+def stop_and_go(lab: Lab, name: str, build: Build, config: Config, group: dist.ProcessGroup) -> tuple[float, int]:
     """The largest difference of a weight, on rank 0, and the samples that were wrongly seen."""
     assert lab.journal.folder is not None
     # The next start tidies it away, should this one be killed.
     folder = lab.journal.folder / finding.FOLDER / ".step-drill"
     batches = lab.batches(torch.float64, proof=True)
-    strategy = build(build_model(config, config.seed).to(lab.device, torch.float64), lab.group, config)
+    strategy = build(build_model(config, config.seed).to(lab.device, torch.float64), lab.mesh, config)
     course = Course(batches, [name])
     try:
-        train(lab, name, strategy, course, deal, range(1))
+        train(lab, name, strategy, course, range(1))
         state = state_of({name: strategy})
         total_bytes = writing.plan(state, group).total_bytes
         saved = writing.write(folder, manifest_of(lab, course, 1), state, group, {name: []}, needed_bytes=total_bytes)
-        train(lab, name, strategy, course, deal, range(1, STEPS))
+        train(lab, name, strategy, course, range(1, STEPS))
         wanted = {label: tensor.clone() for label, tensor in strategy.full("weights") if lab.rank == 0}
         del strategy, state
-        other = build(build_model(config, config.seed + 1).to(lab.device, torch.float64), lab.group, config)
-        resumed = Course(batches, [name], saved)
+        other = build(build_model(config, config.seed + 1).to(lab.device, torch.float64), lab.mesh, config)
+        resumed = Course(batches, [name], saved, lab.mode.resumed_batch)
         resuming.load(other, name, folder / saved.name, lab.group)
     finally:
         lab.exchange.barrier(f"drill of {name}")
         if lab.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    train(lab, name, other, resumed, deal, range(resumed.first, STEPS))
-    return differ(other.full("weights"), wanted if lab.rank == 0 else None), resumed.wrongly_seen()
+    train(lab, name, other, resumed, range(resumed.first, STEPS))
+    return difference(other.full("weights"), wanted if lab.rank == 0 else None), resumed.wrongly_seen()
 
 
-def train(lab: Lab, name: str, strategy: Strategy, course: Course, deal: Deal, steps: range) -> None:
+def train(lab: Lab, name: str, strategy: Strategy, course: Course, steps: range) -> None:
     """Steps as the timed pass makes them, noted in `course`."""
     for step in steps:
-        strategy.backward(deal(lab, course.batches, course.data_step(step)))
+        strategy.backward(lab.dealt(course.batches, course.data_step(step)))
         with course.updating(name):
             strategy.update()
         course.passed(step)

@@ -29,7 +29,7 @@ class Found:
 # --- before the ranks join ---
 
 
-def faults(config: Config) -> list[str]:
+def refusals(config: Config) -> list[str]:
     """Sentences if LAB_RESUME or LAB_CHECKPOINT_EVERY cannot be what this run does."""
     if config.resume == "auto" and config.run_id is None:
         return ["LAB_RESUME=auto goes on with the run that LAB_RUN_ID names: set LAB_RUN_ID"]

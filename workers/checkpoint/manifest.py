@@ -14,7 +14,6 @@ from typing import Any
 from workers.config import Config
 from workers.report.lines import has_type
 from workers.workload import text
-from workers.workload.data import global_batch
 
 SCHEMA = 1
 FILE = "manifest.json"
@@ -65,7 +64,7 @@ def folder_name(step: int) -> str:
 def defining(config: Config) -> dict[str, Any]:
     """The settings that make a run's weights what they are, by variable name; defaults resolved."""
     named = {str(Config.model_fields[name].alias): getattr(config, name) for name in DEFINING}
-    return named | {"LAB_LR": config.learning_rate, "LAB_BATCH": global_batch(config)}
+    return named | {"LAB_LR": config.learning_rate, "LAB_BATCH": config.batch}
 
 
 def data_digest(config: Config) -> str:

@@ -5,7 +5,7 @@ wrote them, so another WORLD_SIZE is no special case.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from workers.checkpoint.course import Course
 from workers.checkpoint.finding import Found
 from workers.checkpoint.manifest import Unreadable
 from workers.config import ConfigError
-from workers.lab import Lab, Strategy
+from workers.contract import Strategy
+from workers.lab import Lab
 from workers.report import records
 
 
@@ -27,6 +28,15 @@ class Checkpoints:
 
     resumed: Found | None
     group: dist.ProcessGroup | None
+
+    def missing(self, variants: Iterable[str]) -> dict[str, str]:
+        """Which of `variants` the checkpoint that is resumed does not hold, and a sentence for each."""
+        held = self.resumed.manifest.steps if self.resumed is not None else None
+        return {
+            name: f"the checkpoint that is resumed does not hold {name}"
+            for name in variants
+            if held is not None and name not in held
+        }
 
 
 def prepare(lab: Lab) -> Checkpoints:

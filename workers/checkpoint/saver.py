@@ -17,7 +17,8 @@ import torch.distributed as dist
 from workers.checkpoint import dcp, finding, manifest, writing
 from workers.checkpoint.course import Course
 from workers.checkpoint.manifest import Manifest
-from workers.lab import Lab, Strategy
+from workers.contract import Strategy
+from workers.lab import Lab
 from workers.report import records
 from workers.report.units import human_bytes
 
@@ -113,7 +114,13 @@ class Saver:
         assert self._plan is not None
         try:
             published = writing.write(
-                self.folder, draft, state, self.group, shares, needed_bytes=self._plan.total_bytes, bug=config.bug
+                self.folder,
+                draft,
+                state,
+                self.group,
+                shares,
+                needed_bytes=self._plan.total_bytes,
+                shards_written=self.lab.mode.shards_written,
             )
             outcome.num_bytes = published.num_bytes
             if self.lab.rank == 0:

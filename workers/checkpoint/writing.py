@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from workers.checkpoint import dcp, manifest
-from workers.checkpoint.faults import hold_back
 from workers.checkpoint.manifest import Manifest
+from workers.contract import ShardsWritten, all_there
 from workers.report.units import human_bytes
 
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ def plan(state: dcp.State, group: dist.ProcessGroup) -> Plan:
 
 def write(
     folder: Path, draft: Manifest, state: dcp.State, group: dist.ProcessGroup, shares: Mapping[str, list[float | None]],
-    *, needed_bytes: int, bug: str | None = None,
+    *, needed_bytes: int, shards_written: ShardsWritten = all_there,
 ) -> Manifest:  # fmt: skip
     """Write `state` as `folder/step-<step>`, a collective; returns the manifest as it was published, or raises Unsaved on every rank.
 
@@ -65,12 +65,13 @@ def write(
         draft: the manifest as far as this rank knows it.
         shares: this rank's shares of the losses since those that `draft` holds.
         needed_bytes: what all ranks are going to write.
+        shards_written: what of this rank's files is there when it says that they are.
     """
     partial, rank = folder / f".{draft.name}.partial", group.rank()
     try:
         together(group, lambda: _prepare(partial, needed_bytes) if rank == 0 else None)
         own = dcp.save(state, partial, group)
-        done, arrive = hold_back(own, partial) if bug == "save_without_barrier" and rank > 0 else (own, None)
+        done, arrive = shards_written(own, partial, rank)
         parts = together(group, lambda: (described(done, partial), dict(shares), draft.generators))
         published = replace(
             draft,
@@ -79,8 +80,7 @@ def write(
             generators={name: state for _, _, generators in parts for name, state in generators.items()},
         )  # fmt: skip
         together(group, lambda: publish(partial, published) if rank == 0 else None)
-        if arrive is not None:
-            arrive(folder / draft.name)
+        arrive(folder / draft.name)
         return published
     except (OSError, Unsaved) as error:
         if rank == 0:

@@ -124,15 +124,17 @@ class Hearing:
         }
         return last | {self.rank: Seen(place.step, place.phase)}
 
-    def behind(self, place: Place, now: float) -> list[str]:
+    def waited_for(self, place: Place) -> dict[int, Peer]:
         """Those whom this rank waits for: who has changed place, or begun collectives in this place, less often."""
-        slow = []
-        for rank in sorted(self.present() - {self.rank}):
-            peer = self.peers[rank]
-            if (peer.turn, peer.calls) < (place.turn, place.calls):
-                stays_s = peer.in_phase_s + now - peer.heard_at
-                slow.append(f"rank {rank} ({peer.seen.place} for {stays_s:.1f} s)")
-        return slow
+        others = {rank: self.peers[rank] for rank in sorted(self.present() - {self.rank})}
+        return {rank: peer for rank, peer in others.items() if (peer.turn, peer.calls) < (place.turn, place.calls)}
+
+    def behind(self, place: Place, now: float) -> list[str]:
+        """The same, each with where it is."""
+        return [
+            f"rank {rank} ({peer.seen.place} for {peer.in_phase_s + now - peer.heard_at:.1f} s)"
+            for rank, peer in self.waited_for(place).items()
+        ]
 
 
 def to_mask(ranks: Iterable[int]) -> int:

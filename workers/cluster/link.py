@@ -50,7 +50,7 @@ def asked(config: Config) -> str:
     return " and ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
-def faults(config: Config) -> list[str]:
+def refusals(config: Config) -> list[str]:
     """A sentence if a slow link was asked for and this rank has none."""
     if not asked(config) or config.world_size == 1:  # one rank sends nothing, over no link
         return []

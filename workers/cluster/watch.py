@@ -57,6 +57,8 @@ class Watch(threading.Thread):
         now = time.monotonic()
         self.hearing = Hearing(cluster.rank, cluster.members, config.lost_after_s, now + START_GRACE_S)
         self.place = Place(since=now)
+        self._work = self.place.step, self.place.phase  # where the main thread is, waits for other ranks left out
+        self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005  hears of it, on this thread
         self._calls_begun: Callable[[], int] = lambda: 0
         self.cpu_seconds = 0.0
         self.post = Post(cluster)
@@ -81,6 +83,10 @@ class Watch(threading.Thread):
 
         Once ranks may leave, each goes at its own pace, and nobody is behind.
         """
+        self._work = step, phase
+        self._move(step, phase)
+
+    def _move(self, step: int, phase: str) -> None:
         turn = self.place.turn + (self._parting.on_left is None)
         self.place = Place(turn, step, phase, time.monotonic(), self._calls_begun())
 
@@ -95,9 +101,9 @@ class Watch(threading.Thread):
     def waiting(self, what: str) -> Iterator[None]:
         """Around a wait for the other ranks, outside of any collective."""
         before = self.place
-        self.at(before.step, f"the wait at {what}")
+        self._move(before.step, f"the wait at {what}")
         yield
-        self.at(before.step, before.phase)
+        self._move(before.step, before.phase)
 
     def _here(self) -> Place:
         """Where the main thread is, with the collectives that it began there."""
@@ -144,6 +150,7 @@ class Watch(threading.Thread):
             else:
                 self._judge()
                 self._name_slow()
+                self.on_period(*self._work)
             self.cpu_seconds = time.thread_time()
             # All leave at once as a rule: then quick goodbyes save a quarter of a second; who leaves late is not disturbed.
             hurried = self._ending.is_set() and now < self._hurry_until

@@ -2,27 +2,26 @@
 
 A run is configured by its environment alone, as a container is. `Config.read()` turns the environment into one
 frozen object, or raises `ConfigError` with every fault at once, a line each, before torch is imported.
-Variables of the cluster keep the names that torchrun and Kubernetes use; all others begin with `LAB_`, and a name
-that begins so and is not in this file is refused, with the nearest one suggested.
+Variables of the cluster keep the names that torchrun and Kubernetes use; all others begin with `LAB_`. Those that one mode alone
+knows stand in its lesson (options.py). A name that is in neither is refused, with the nearest one suggested.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from workers.config import values
-from workers.config.faults import contradictions, sentence
+from workers.config.options import ModeOptions, aliases, declared
+from workers.config.sentences import sentence
 
 MAX_WORLD_SIZE = 8
-OWN_SIZES = {
-    "compress": {"width": 64, "depth": 4},
-    "precision": {"width": 64, "depth": 2},
-    "largebatch": {"width": 16, "heads": 2, "seq": 16, "steps": 192},
-}  # a dozen variants in 40 s, and many short trainings in place of a long one
+Own = TypeVar("Own", bound=ModeOptions)
+LINE_POINTS = 32  # the first lesson's: 8, 6, 9 and 9 for four workers
 
 
 class ConfigError(Exception):
@@ -40,7 +39,7 @@ class Config(BaseSettings):
 
     # fmt: off
     # The cluster: who this rank is, and where the others are.
-    run_mode: Annotated[str, AfterValidator(values.known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a file in experiments/")
+    run_mode: Annotated[str, AfterValidator(values.known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a mode in experiments/, or the path of one such as mine/mode.py")
     rank: int | None = Field(None, alias="RANK", ge=0, description="this rank, from 0; unset: start all ranks as local processes")
     world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks")
     master_addr: str | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
@@ -50,41 +49,30 @@ class Config(BaseSettings):
     # What is run.
     variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas; empty: all")
     model: Literal["line", "mlp", "gpt"] = Field("gpt", alias="LAB_MODEL", description="what is trained")
-    width: int = Field(128, alias="LAB_WIDTH", ge=1, description="width of the model (unset in compress and precision: 64, in largebatch: 16)")
-    depth: int = Field(8, alias="LAB_DEPTH", ge=1, description="number of layers (unset in compress: 4, in precision: 2, in largebatch: 2 of mlp and 1 of gpt)")
-    heads: int = Field(8, alias="LAB_HEADS", ge=1, description="attention heads of gpt (unset in largebatch: 2)")
-    seq: int = Field(64, alias="LAB_SEQ", ge=1, description="bytes of text in a sample of gpt (unset in largebatch: 16)")
+    width: int = Field(128, alias="LAB_WIDTH", ge=1, description="width of the model")
+    depth: int = Field(8, alias="LAB_DEPTH", ge=1, description="number of layers")
+    heads: int = Field(8, alias="LAB_HEADS", ge=1, description="attention heads of gpt")
+    seq: int = Field(64, alias="LAB_SEQ", ge=1, description="bytes of text in a sample of gpt")
     tie: bool = Field(False, alias="LAB_TIE", description="1: gpt's output layer shares the embedding's weights")
     text: Path | None = Field(None, alias="LAB_TEXT", description="file or folder that gpt reads; unset: Python's own standard library")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", alias="LAB_DTYPE", description="type of weights and gradients in the timed pass")
-    steps: int = Field(20, alias="LAB_STEPS", ge=1, description="steps of the timed pass (unset in largebatch: 192)")
-    batch: int = Field(16, alias="LAB_BATCH", ge=1, description="samples in the global batch")
-    microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1, in pp 4")
+    steps: int = Field(20, alias="LAB_STEPS", ge=1, description="steps of the timed pass")
+    batch: int = Field(16, alias="LAB_BATCH", ge=1, description="samples in the global batch (unset with LAB_MODEL=line: 32)")
+    microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1")
     optimizer: Literal["sgd", "adamw"] = Field("sgd", alias="LAB_OPTIMIZER", description="optimizer of the timed pass")
-    lr: float | None = Field(None, alias="LAB_LR", gt=0, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw (in largebatch SGD's base rate; unset: 0.05)")
+    lr: float | None = Field(None, alias="LAB_LR", gt=0, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")
     clip: float | None = Field(None, alias="LAB_CLIP", gt=0, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
     seed: int = Field(1, alias="LAB_SEED", ge=0, description="seed of weights and data")
     proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
     bug: str | None = Field(None, alias="LAB_BUG", description="a classic mistake to make on purpose; `make explain` lists those of a mode")
 
-    # What is sent in place of gradients.
-    ratio: float = Field(0.01, alias="LAB_RATIO", gt=0, le=1, description="compress: share of the gradients that topk and randomk send")
-    low_rank: int = Field(4, alias="LAB_LOW_RANK", ge=1, description="compress: rank of powersgd's matrices")
-    error_feedback: bool = Field(True, alias="LAB_ERROR_FEEDBACK", description="compress: 0: what a compressor leaves out is lost, not added to the next step's gradients")
-    staleness: int = Field(2, alias="LAB_STALENESS", ge=0, description="server: steps that the fastest worker may be ahead of the slowest")
-    local_steps: int = Field(4, alias="LAB_LOCAL_STEPS", ge=1, description="server: steps on a worker's own weights before it sends something")
-
     # How it is run.
     backend: Literal["gloo", "nccl"] = Field("gloo", alias="LAB_BACKEND", description="library that moves the bytes")
     device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
     threads: int = Field(1, alias="LAB_THREADS", ge=1, description="compute threads of a rank")
-    bucket_mib: float = Field(25, alias="LAB_BUCKET_MIB", gt=0, allow_inf_nan=False, description="size of a gradient bucket in MiB")
+    bucket_mib: float = Field(1, alias="LAB_BUCKET_MIB", gt=0, allow_inf_nan=False, description="size of a gradient bucket in MiB")
 
-    chunks: int = Field(2, alias="LAB_CHUNKS", ge=1, description="stages that a rank holds in pp's interleaved schedule")
-    sleep_ms: float = Field(0, alias="LAB_SLEEP_MS", ge=0, allow_inf_nan=False, description="pp: milliseconds of pretended compute of a microbatch forward through one rank, twice that backward")
-    reshard: bool = Field(True, alias="LAB_RESHARD", description="fsdp: 0: zero3 keeps gathered weights from the forward to the backward pass")
-    recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass (dp, fsdp)")
-    offload: bool = Field(False, alias="LAB_OFFLOAD", description="1: fsdp keeps shards and optimizer in the host's memory (LAB_DEVICE=cuda)")
+    recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass")
     net_rate: Annotated[str, AfterValidator(values.rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: as fast as it is")
     net_delay: Annotated[str, AfterValidator(values.delay)] | None = Field(None, alias="LAB_NET_DELAY", description="delay of each message, such as 5ms (containers with compose/net.yaml, where the kernel has netem)")
     slow_rank: Annotated[str, AfterValidator(values.slow_rank)] | None = Field(None, alias="LAB_SLOW_RANK", description="a rank that computes at a share of its speed in the timed pass, such as 2:0.5")
@@ -108,6 +96,10 @@ class Config(BaseSettings):
     memory: str | None = Field(None, alias="LAB_MEMORY", pattern=r"(?i)^[0-9]+(b|[kmg]b?)?$", description="memory of one container, such as 900m; unset: no limit")
     # fmt: on
 
+    options: ModeOptions = Field(
+        default_factory=ModeOptions, exclude=True
+    )  # the mode's own; `own` gives them with their type
+
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *others: Any, **more: Any
@@ -119,32 +111,55 @@ class Config(BaseSettings):
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """Check `environ` as a whole; raises ConfigError with all faults at once."""
-        aliases = {field.alias: name for name, field in cls.model_fields.items() if field.alias}
-        given = {name: environ[name].strip() for name in aliases if environ.get(name, "").strip()}
+        mode = environ.get("RUN_MODE", "").strip() or "dp"
+        kind = declared(values.lesson_file(mode))
+        common, own = aliases(cls), aliases(kind)
+        given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
         faults = [
-            f"{name} is not a variable of the lab{values.suggest(name, list(aliases))}"
+            _stranger(name, environ[name], mode, [*common, *own])
             for name in sorted(environ)
-            if name.startswith("LAB_") and name not in aliases
+            if name.startswith("LAB_") and name not in common and name not in own and environ[name].strip()
         ]
-        try:
-            config = cls(**_typed(given))._with_own_sizes()
-        except ValidationError as error:
-            wrong = [(fault, str(fault["loc"][0])) for fault in error.errors()]
-            faults += [sentence(fault, given.get(name, ""), cls.model_fields[aliases[name]]) for fault, name in wrong]
-            raise ConfigError(faults) from None
-        faults += contradictions(config)
-        if faults:
+        typed = _typed(given)
+        found: dict[str, Any] = {}
+        for model, names in ((cls, common), (kind, own)):
+            try:
+                found[model.__name__] = model(**{name: typed[name] for name in typed if name in names})
+            except ValidationError as error:
+                wrong = [(fault, str(fault["loc"][0])) for fault in error.errors()]
+                faults += [
+                    sentence(fault, given.get(name, ""), model.model_fields[names[name]]) for fault, name in wrong
+                ]
+        config: Self | None = found.get(cls.__name__)
+        faults += _contradictions(config) if config is not None else []
+        if faults or config is None:
             raise ConfigError(faults)
-        return config
+        return cls._with_own_sizes(config.model_copy(update={"options": found[kind.__name__]}))
 
     def _with_own_sizes(self) -> Self:
-        """The same with the sizes of its mode where none are set; they do not count as set."""
+        """The same with the sizes of its mode and model where none are set; they do not count as set."""
+        sizes = {"batch": LINE_POINTS} if self.model == "line" else {}
         own = {
-            name: value for name, value in OWN_SIZES.get(self.run_mode, {}).items() if name not in self.model_fields_set
+            name: value
+            for name, value in (sizes | dict(self.options.sizes)).items()
+            if name not in self.model_fields_set
         }
         sized = self.model_copy(update=own)
-        sized.model_fields_set.difference_update(own)
+        sized.model_fields_set.difference_update(own, {"options"})
         return sized
+
+    def own(self, kind: type[Own]) -> Own:
+        """The mode's own settings, as the class Options of its lesson."""
+        return kind(**self.options.model_dump(exclude_unset=True))
+
+    def with_own(self, **update: Any) -> Self:
+        """The same with other values of the mode's own settings."""
+        return self.model_copy(update={"options": self.options.model_copy(update=update)})
+
+    @property
+    def mode_name(self) -> str:
+        """RUN_MODE, or of a path its last part: what a run is named by."""
+        return values.mode_name(self.run_mode)
 
     @property
     def learning_rate(self) -> float:
@@ -153,8 +168,8 @@ class Config(BaseSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """LAB_MICROBATCHES, or the default of the mode: a pipeline of one microbatch would have nothing to overlap."""
-        return self.microbatches or (4 if self.run_mode == "pp" else 1)
+        """LAB_MICROBATCHES, or one."""
+        return self.microbatches or 1
 
     @property
     def slowed_to(self) -> float:
@@ -162,22 +177,62 @@ class Config(BaseSettings):
         rank, _, share = (self.slow_rank or "").partition(":")
         return float(share) if rank and int(rank) == self.rank else 1.0
 
-    def awake(self) -> Self:
-        """The same without pretended compute, for passes that measure no time."""
-        return self.model_copy(update={"sleep_ms": 0.0})
+    def untimed(self) -> Self:
+        """The same for passes that measure no time."""
+        return self.model_copy(update={"options": self.options.untimed()})
 
     def environ(self) -> dict[str, str]:
         """The variables that were set, as text: what repeats this run."""
-        written = {}
-        for name in sorted(self.model_fields_set):
-            value = getattr(self, name)
-            alias = type(self).model_fields[name].alias or name
-            if isinstance(value, tuple):
-                value = ",".join(value)
-            elif isinstance(value, bool):
-                value = int(value)
-            written[alias] = str(value)
-        return written
+        return dict(sorted((_set_in(self) | _set_in(self.options)).items()))
+
+    def written(self) -> dict[str, Any]:
+        """All variables with their values, as JSON has them."""
+        dumped: dict[str, Any] = {}
+        for part in (self, self.options):
+            dumped |= json.loads(part.model_dump_json(by_alias=True))
+        return dumped
+
+
+def _contradictions(config: Config) -> list[str]:
+    """Faults of several variables together; those of one mode are found by rank/refusals.py."""
+    refusals = []
+    if config.rank is not None and config.rank >= config.world_size:
+        last = config.world_size - 1
+        refusals.append(f"RANK={config.rank} is outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}")
+    if config.rank is None and config.master_addr is not None:
+        refusals.append(
+            f"MASTER_ADDR={config.master_addr!r} is set and RANK is not: set both to be a rank, neither to start all"
+        )
+    if config.rank is not None and config.master_addr is None:
+        refusals.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
+    if config.slow_rank is not None and int(config.slow_rank.partition(":")[0]) >= config.world_size:
+        last = config.world_size - 1
+        refusals.append(
+            f"LAB_SLOW_RANK={config.slow_rank!r} names a rank outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}"
+        )
+    if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
+        refusals.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
+    return refusals
+
+
+def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
+    """A sentence for a LAB_ variable that neither the lab nor this mode has."""
+    owners = [other for other in values.modes() if name in aliases(declared(values.lesson_file(other)))]
+    if owners:
+        return f"{name}={value.strip()!r} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
+    return f"{name} is not a variable of the lab{values.suggest(name, known)}"
+
+
+def _set_in(part: BaseModel) -> dict[str, str]:
+    written = {}
+    for name in part.model_fields_set:
+        value, alias = getattr(part, name), type(part).model_fields[name].alias or name
+        if isinstance(value, tuple):
+            value = ",".join(value)
+        elif isinstance(value, bool):
+            value = int(value)
+        written[alias] = str(value)
+    return written
 
 
 def _typed(given: dict[str, str]) -> dict[str, Any]:

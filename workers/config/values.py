@@ -14,10 +14,42 @@ def modes() -> list[str]:
     return sorted(names - {"__init__"})
 
 
+def is_path(run_mode: str) -> bool:
+    """Whether RUN_MODE is the path of a lesson outside of experiments/."""
+    return "/" in run_mode or run_mode.endswith(".py")
+
+
+def lesson_file(run_mode: str) -> Path:
+    """The file in which the mode's object is made; it need not exist."""
+    place = Path(run_mode) if is_path(run_mode) else EXPERIMENTS / run_mode
+    if place.suffix == ".py":
+        return place
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+def mode_name(run_mode: str) -> str:
+    """The mode's name, for headings and names of runs."""
+    return Path(run_mode).stem if is_path(run_mode) else run_mode
+
+
 def known_mode(value: str) -> str:
+    if is_path(value):
+        if not lesson_file(value).is_file():
+            raise ValueError("is not there: allowed is a Python file, or a folder with __init__.py in it")
+        return run_name_of(value)
     if value not in modes():
-        raise ValueError(f"is not a mode{suggest(value, modes())}, allowed: {', '.join(modes())}")
+        known = f"allowed: {', '.join(modes())}, or the path of a mode such as mine/mode.py"
+        raise ValueError(f"is not a mode{suggest(value, modes())}, {known}")
     return value
+
+
+def run_name_of(path: str) -> str:
+    """The path itself, if a run can be named by its last part."""
+    if not mode_name(path).isidentifier():
+        raise ValueError(
+            f"is no name of a Python module: {mode_name(path)!r} has to be a word of letters, digits and '_'"
+        )
+    return path
 
 
 def run_name(value: str) -> str:

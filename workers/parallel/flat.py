@@ -12,10 +12,13 @@ the layer, and a rank's share of it may begin in the middle of one matrix and en
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from workers.parallel.collectives import Collective
 from workers.parallel.piece import Piece, flat_piece
 
 
@@ -119,6 +122,79 @@ class FlatUnit:
             if first < last:
                 yield name, flat_piece(shard[first - self.start : last - self.start], first - begin, shape)
             begin = end
+
+
+class FlatUnits:
+    """The parameters of `layers`, shared out over `group` in flat units; of each this rank owns a shard, which its optimizer steps.
+
+        units.begin()
+        for microbatch in microbatches:            # as many on every rank
+            with units.microbatch(last=microbatch is microbatches[-1]):
+                loss(microbatch).backward()
+        units.finish()                             # every unit has its gradient
+        units.deliver(); optimizer_of_masters.step(); units.publish()
+
+    A unit is a layer; two layers that share a parameter are one. Every parameter of `model` belongs to a layer. When weights are
+    gathered and gradients summed is left to whoever computes: `Zero` hears of it by hooks.
+
+    Args:
+        keeps_whole: whether every rank keeps all weights between the steps.
+        home: where shards live; by default on the parameters' own device.
+    """
+
+    unit_class = FlatUnit
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, *,
+        keeps_whole: bool, home: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        # Even chunks, the least bytes: gloo's reduce_scatter sends twice as much, so both halves are ours there.
+        self.collective = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
+        groups, self.unit_of = grouped(model, layers)
+        self.units = [
+            self.unit_class(named, group.size(), group.rank(), keeps_whole=keeps_whole, home=home) for named in groups
+        ]
+
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """What the optimizer of this rank steps."""
+        return [unit.master for unit in self.units]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the summed gradients."""
+        return [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        for unit in self.units:
+            unit.forget_gradients()
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Around forward and backward of a microbatch."""
+        yield
+
+    def finish(self) -> None:
+        """Wait for the last sums."""
+
+    def deliver(self) -> None:
+        """Hand this rank's gradients to its optimizer."""
+        for unit in self.units:
+            unit.deliver()
+
+    def publish(self) -> None:
+        """After the optimizer's step, or a load: the new weights are there for whoever gathers them."""
+        for unit in self.units:
+            unit.refresh()
+
+    @torch.no_grad()
+    def dense(self, unit: FlatUnit, shard: Tensor) -> list[Tensor]:
+        """A collective: all ranks' `shard`s of `unit` as its parameters are shaped, on every rank."""
+        chunk = unit.padded(shard)
+        whole = chunk.new_empty(unit.num_ranks * unit.chunk)
+        self.collective.all_gather(whole, chunk)
+        return unit.views(whole)
 
 
 def grouped(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[dict[str, nn.Parameter]], list[int]]:

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workers.parallel.collectives import Collective
-from workers.parallel.flat import FlatUnit, grouped
+from workers.parallel.flat import FlatUnits
 from workers.parallel.gathered import Gathered
 from workers.parallel.summed import Summed
 
@@ -35,64 +34,37 @@ class FlatGradient(NamedTuple):
     places: list[Tensor]  # of each parameter, views of it
 
 
-class Zero:
-    """The parameters of `layers`, sharded over `group` in `stage` 1, 2 or 3.
+class Zero(FlatUnits):
+    """The parameters of `layers`, sharded over `group` in `stage` 1, 2 or 3; a step goes as `FlatUnits` says.
 
-        zero.begin()
-        for microbatch in microbatches:            # as many on every rank
-            with zero.microbatch(last=microbatch is microbatches[-1]):
-                loss(microbatch).backward()
-        zero.finish()                              # every unit has its gradient
-        zero.deliver(); optimizer_of_masters.step(); zero.publish()
-
-    A unit is a layer; two layers that share a parameter are one, which then stays gathered from its first use to its last.
-    Every parameter of `model` belongs to a layer, and the layers run in their order. Gradients are summed, never divided.
+    A unit of two layers stays gathered from its first use to its last. The layers run in their order. Gradients are summed, never
+    divided.
 
     Args:
         reshard: free a unit after its forward pass; False gathers once a step and holds everything in between. Stage 3 alone.
         home: where shards live; by default on the parameters' own device.
     """
 
-    unit_class, gathered_class, summed_class = FlatUnit, Gathered, Summed
+    gathered_class, summed_class = Gathered, Summed
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, stage: int, *,
         reshard: bool = True, home: torch.device | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(model, layers, group, keeps_whole=stage < 3, home=home)
         self.stage, self.reshard = stage, reshard
-        # Even chunks, the least bytes: gloo's reduce_scatter sends twice as much, so both halves are ours there.
-        self.collective = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
-        groups, unit_of = grouped(model, layers)
-        self.units = [
-            self.unit_class(named, group.size(), group.rank(), keeps_whole=stage < 3, home=home) for named in groups
-        ]
         self.gathered = self.gathered_class(self.units, self.collective)
         self.summed = self.summed_class(self.collective)
-        self._shared = {index for index in unit_of if unit_of.count(index) > 1}
+        self._shared = {index for index in self.unit_of if self.unit_of.count(index) > 1}
         self._gradients: dict[int, FlatGradient] = {}  # by unit, as they are collected
         self._missing: list[set[str]] = []  # of each unit: parameters without a gradient in this microbatch
         self._in_backward = self._last = False
         self._watch_gradients()
         if stage == 3:
-            for layer, index in zip(layers, unit_of, strict=True):
+            for layer, index in zip(layers, self.unit_of, strict=True):
                 self._watch_layer(layer, index)
 
-    @property
-    def masters(self) -> list[nn.Parameter]:
-        """What the optimizer of this rank steps."""
-        return [unit.master for unit in self.units]
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of the summed gradients."""
-        return [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
-
     # --- one step ---
-
-    def begin(self) -> None:
-        """Forget the last step's gradients."""
-        for unit in self.units:
-            unit.forget_gradients()
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -111,25 +83,11 @@ class Zero:
         """Wait for the last sums."""
         self.summed.finish()
 
-    def deliver(self) -> None:
-        """Hand this rank's gradients to its optimizer."""
-        for unit in self.units:
-            unit.deliver()
-
     def publish(self) -> None:
         """After the optimizer's step, or a load: every rank gets the others' new weights, in stage 3 when it needs them."""
-        for unit in self.units:
-            unit.refresh()
+        super().publish()
         if self.stage < 3:
             self.gathered.again()
-
-    @torch.no_grad()
-    def dense(self, unit: FlatUnit, shard: Tensor) -> list[Tensor]:
-        """A collective: all ranks' `shard`s of `unit` as its parameters are shaped, on every rank."""
-        chunk = unit.padded(shard)
-        whole = chunk.new_empty(unit.num_ranks * unit.chunk)
-        self.collective.all_gather(whole, chunk)
-        return unit.views(whole)
 
     # --- what happens in the passes ---
 

@@ -5,21 +5,22 @@ pass does not see. A strategy whose steps are not alike says after how many they
 """
 
 import gc
+from collections.abc import Mapping
 
 import torch
 
-from workers.lab import Counted, Lab, Strategy, Variant
+from workers.contract import Build, Counted, Strategy
+from workers.lab import Lab
 from workers.measure.activations import SavedActivations
 from workers.measure.ledger import Traffic
 from workers.measure.memory import MemoryLedger
-from workers.passes.proof import dealt
 from workers.report import records
 from workers.workload.data import Batches
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets after the first step
 
 
-def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
+def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
     """What a step of each variant sends, and the most that it holds, with one variant alive at a time."""
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
@@ -28,7 +29,7 @@ def count(lab: Lab, variants: dict[str, Variant]) -> dict[str, Counted]:
         lab.at(0, f"count of {name}")
         gc.collect()  # torch's optimizers refer to themselves: what the pass before trained would stand beside this
         with MemoryLedger(lab.device) as memory:
-            strategy = build(lab.model(dtype), lab.group, lab.config.awake())
+            strategy = build(lab.model(dtype), lab.mesh, lab.config.untimed())
             train(lab, strategy, batches, range(WARMUP_STEPS))
             steps = getattr(strategy, "repeats_after", 1)
             with lab.count() as traffic, SavedActivations(memory.saves) as activations, memory.step():
@@ -52,7 +53,7 @@ def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
 
 def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:
     for step in steps:
-        strategy.backward(dealt(lab, batches, step))
+        strategy.backward(lab.dealt(batches, step))
         strategy.update()
 
 

@@ -8,19 +8,19 @@ Each rank takes its events to perf_counter (`unix_ahead_ns`) and from there to r
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 
-from workers.lab import Lab, Strategy, Variant
+from workers.contract import Build, Strategy
+from workers.lab import Lab
 from workers.measure.chrome import Event, Process, chrome_trace
 from workers.measure.timeline import Clock, Span, align, hidden_seconds, length, union
 from workers.parallel.phases import phase, recorded
 from workers.passes.counted import WARMUP_STEPS, train
-from workers.passes.proof import dealt
 from workers.report import records
 from workers.report.lines import write_atomically
 from workers.workload.data import Batches
@@ -38,7 +38,7 @@ class Profiled(NamedTuple):
     communication: list[Span]
 
 
-def trace(lab: Lab, variants: dict[str, Variant]) -> None:
+def trace(lab: Lab, variants: Mapping[str, Build]) -> None:
     """Profile one step of every variant, write `trace.json` on rank 0, and record how much communication was hidden."""
     if not any(isinstance(record, records.Steps) and record.step_seconds for record in lab.journal.records):
         lab.say("no step was left to train, so none is profiled", "trace")
@@ -51,7 +51,7 @@ def trace(lab: Lab, variants: dict[str, Variant]) -> None:
     dropped = 0
     for name, build in variants.items():
         lab.at(0, f"trace of {name}")
-        strategy = build(lab.model(dtype), lab.group, lab.config)
+        strategy = build(lab.model(dtype), lab.mesh, lab.config)
         train(lab, strategy, batches, range(WARMUP_STEPS))
         profiled = profile_step(lab, strategy, batches)
         del strategy
@@ -72,7 +72,7 @@ def profile_step(lab: Lab, strategy: Strategy, batches: Batches) -> Profiled:
     from torch.profiler import ProfilerActivity, profile
 
     cuda = [ProfilerActivity.CUDA] if lab.device.type == "cuda" else []
-    microbatches = dealt(lab, batches, WARMUP_STEPS)
+    microbatches = lab.dealt(batches, WARMUP_STEPS)
     with profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True) as profiler, recorded() as phases:
         ahead_ns = unix_ahead_ns()
         lab.exchange.barrier("profiled step")

@@ -6,16 +6,22 @@ step whatever the gradients are. With adamw or LAB_CLIP one more step compares t
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from workers.config import Config
-from workers.lab import Lab, Strategy, Variant
+from workers.contract import Build, Strategy
+from workers.lab import Lab
+from workers.measure.difference import difference, larger
 from workers.workload import baseline
 from workers.workload.baseline import Snapshot
-from workers.workload.data import Batches, Microbatch
+from workers.workload.data import Batches
+
+if TYPE_CHECKING:
+    from workers.checkpoint.resuming import Checkpoints
 
 TOLERANCE = 1e-12
 LEARNING_RATE = 0.01  # small: a step that overshoots would make rounding errors grow from step to step
@@ -24,13 +30,14 @@ AlsoCheck = Callable[[str, Strategy], None]
 
 
 def prove(
-    lab: Lab, variants: dict[str, Variant], also: AlsoCheck | None, apart: Mapping[str, Callable[[Variant], None]]
-) -> None:
+    lab: Lab, variants: Mapping[str, Build], also: AlsoCheck | None, apart: Mapping[str, Callable[[str, Build], None]],
+    checkpoints: "Checkpoints | None" = None,
+) -> None:  # fmt: skip
     """Check each variant against one process; `also(name, strategy)` adds the mode's own checks at its end.
 
     Those in `apart` are not compared to one process, but proven by what stands there.
     """
-    config = lab.config.awake()
+    config = lab.config.untimed()
     lr = config.learning_rate if config.model == "line" else LEARNING_RATE  # the line lesson's own: all of it is proven
     plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": lr})
     batches = lab.batches(torch.float64, proof=True)
@@ -40,24 +47,24 @@ def prove(
     for name, build in variants.items():
         if name in apart:
             lab.at(0, f"proof of {name}")
-            apart[name](build)
+            apart[name](name, build)
             continue
         lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
-        strategy = build(lab.model(torch.float64), lab.group, plain)
+        strategy = build(lab.model(torch.float64), lab.mesh, plain)
         differences = against(lab, strategy, name, batches, dense)
         if tuned:
-            strategy_tuned = build(lab.model(torch.float64), lab.group, config)
+            strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
             differences |= tuned_against(lab, strategy_tuned, name, batches, dense_tuned)
         if lab.rank == 0:
             for check, value in differences.items():
                 lab.check(check, value, TOLERANCE, variant=name)
         if also is not None:
             also(name, strategy)
-        if config.checkpoint_every is not None:
+        if checkpoints is not None and checkpoints.group is not None:
             from workers.checkpoint.drill import drill
 
             del strategy
-            drill(lab, name, build, [plain, config] if tuned else [plain], dealt, difference)
+            drill(lab, name, build, [plain, config] if tuned else [plain], checkpoints.group)
 
 
 def one_process(lab: Lab, config: Config, batches: Batches, steps: int) -> list[Snapshot]:
@@ -76,7 +83,7 @@ def against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: li
     for step in range(batches.proof_steps):
         lab.at(step, f"proof of {name}")
         wanted = dense[step] if lab.rank == 0 else None
-        loss = summed_loss(lab, strategy.backward(dealt(lab, batches, step)))
+        loss = summed_loss(lab, strategy.backward(lab.dealt(batches, step)))
         losses = larger(losses, abs(loss - wanted.loss) if wanted else 0.0)
         gradients = larger(gradients, difference(strategy.full("gradients"), wanted and wanted.gradients))
         strategy.update()
@@ -88,7 +95,7 @@ def against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: li
 def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> dict[str, float]:
     """One step with the clipping and the optimizer that were asked for."""
     lab.at(batches.proof_steps, f"proof of {name}")
-    strategy.backward(dealt(lab, batches, 0))
+    strategy.backward(lab.dealt(batches, 0))
     strategy.update()
     wanted = dense[0] if lab.rank == 0 else None
     return {
@@ -97,34 +104,7 @@ def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, den
     }
 
 
-def dealt(lab: Lab, batches: Batches, step: int) -> list[Microbatch]:
-    """This rank's microbatches of the batch of `step`."""
-    return batches.dealt(step, lab.rank * lab.shards // lab.world_size, lab.shards)
-
-
 def summed_loss(lab: Lab, share: Tensor | None) -> float:
     """The mean loss of the global batch, from every rank's share."""
     shares = lab.exchange.everyone("loss", None if share is None else share.item())
     return math.fsum(value for value in shares if value is not None)
-
-
-def difference(found: Iterable[tuple[str, Tensor]], wanted: dict[str, Tensor] | None) -> float:
-    """The largest absolute difference, infinite where a tensor is missing, unknown or of another shape.
-
-    `found` is consumed on every rank, since it is a collective; `wanted` is None where a rank holds no dense run.
-    """
-    largest, names = 0.0, set()
-    for name, tensor in found:
-        names.add(name)
-        if wanted is None or not tensor.numel():
-            continue
-        if name not in wanted or wanted[name].shape != tensor.shape:
-            largest = math.inf
-        else:
-            largest = larger(largest, (tensor - wanted[name]).abs().max().item())
-    return math.inf if wanted is not None and names != set(wanted) else largest
-
-
-def larger(one: float, other: float) -> float:
-    """The larger of two differences, where not a number is the largest of all."""
-    return math.inf if math.isnan(one) or math.isnan(other) else max(one, other)

@@ -6,7 +6,8 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from workers.lab import Lab, Strategy
+from workers.contract import Strategy
+from workers.lab import Lab
 
 
 def check_samples(lab: Lab) -> None:

@@ -8,22 +8,27 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from workers.checkpoint.course import Course
-from workers.lab import Lab, Strategy, Variant
+from workers.contract import Build, Strategy
+from workers.lab import Lab
 from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded, slowed
 from workers.passes.counted import WARMUP_STEPS
-from workers.passes.proof import dealt
 from workers.passes.timeline import Chronicle
 from workers.report import records
 from workers.report.progress import Progress
 from workers.workload import baseline
 from workers.workload.data import Batches
+
+if TYPE_CHECKING:
+    from workers.checkpoint.resuming import Checkpoints
 
 
 class Stopwatch:
@@ -39,7 +44,7 @@ class Stopwatch:
         """One step, from its first forward to its update; all ranks begin together."""
         with recorded() as spans, slowed(lab.config.slowed_to):
             with phase("data"):
-                microbatches = dealt(lab, course.batches, course.data_step(step))
+                microbatches = lab.dealt(course.batches, course.data_step(step))
             lab.exchange.barrier(f"step {step} of {name}")
             lab.at(step, name)
             started, busy = time.perf_counter(), time.process_time()
@@ -55,7 +60,9 @@ class Stopwatch:
         lab.stepped()
 
 
-def time_steps(lab: Lab, variants: dict[str, Variant]) -> dict[str, float | None]:
+def time_steps(
+    lab: Lab, variants: Mapping[str, Build], checkpoints: "Checkpoints | None" = None
+) -> dict[str, float | None]:
     """Train all variants side by side up to step LAB_STEPS; the first two steps are not timed where there are more.
 
     Returns the bubble of each variant, on rank 0.
@@ -70,11 +77,11 @@ def time_steps(lab: Lab, variants: dict[str, Variant]) -> dict[str, float | None
             "slowed",
         )
     lab.at(0, "the making of all variants")
-    strategies = {name: build(lab.model(dtype), lab.group, lab.config) for name, build in variants.items()}
+    strategies = {name: build(lab.model(dtype), lab.mesh, lab.config) for name, build in variants.items()}
     watch = Stopwatch(list(variants))
-    course = begun(lab, batches, strategies)
+    course = begun(lab, batches, strategies, checkpoints)
     steps = range(course.first, lab.config.steps)
-    with saving(lab, strategies, course, watch.shares) as passed:
+    with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
         clock = align(lab.group)
         lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
         with Progress(lab.config.steps, "measured", lab.journal.say, shown=lab.rank == 0) as progress:
@@ -89,15 +96,15 @@ def time_steps(lab: Lab, variants: dict[str, Variant]) -> dict[str, float | None
     for name in variants:
         lab.journal.write(records.Steps(name, watch.wall[name][warmup:], watch.cpu[name][warmup:]))
     write_losses(lab, dense, course, watch.shares)
-    if lab.checkpoints is not None:
+    if checkpoints is not None:
         write_digests(lab, strategies)
     return watch.chronicle.write(lab, clock) if steps else {}
 
 
-def begun(lab: Lab, batches: Batches, strategies: dict[str, Strategy]) -> Course:
+def begun(lab: Lab, batches: Batches, strategies: dict[str, Strategy], checkpoints: "Checkpoints | None") -> Course:
     """The course from step 0, or from where LAB_RESUME leaves it, with the strategies as they were there."""
-    found = lab.checkpoints.resumed if lab.checkpoints is not None else None
-    course = Course(batches, strategies, found.manifest if found else None)
+    found = checkpoints.resumed if checkpoints is not None else None
+    course = Course(batches, strategies, found.manifest if found else None, lab.mode.resumed_batch)
     if found is not None:
         from workers.checkpoint.resuming import resume
 
@@ -109,26 +116,29 @@ def begun(lab: Lab, batches: Batches, strategies: dict[str, Strategy]) -> Course
 
 @contextmanager
 def saving(
-    lab: Lab, strategies: dict[str, Strategy], course: Course, shares: dict[str, list[float | None]]
-) -> Iterator[Callable[[int], None]]:
+    lab: Lab, strategies: dict[str, Strategy], course: Course, shares: dict[str, list[float | None]],
+    checkpoints: "Checkpoints | None",
+) -> Iterator[Callable[[int], None]]:  # fmt: skip
     """Around the steps: what to call after each. It saves every LAB_CHECKPOINT_EVERY of them, and counts the samples seen."""
-    if lab.checkpoints is None:
+    if checkpoints is None:
         yield lambda step: None  # noqa: ARG005
         return
+    from workers.checkpoint.rescue import rescue
     from workers.checkpoint.saver import Saver
 
-    if lab.config.checkpoint_every is not None and lab.checkpoints.group is not None:
-        lab.saver = Saver(lab, lab.checkpoints.group, strategies, course, shares)
+    saver = Saver(lab, checkpoints.group, strategies, course, shares) if checkpoints.group is not None else None
+    if saver is not None:
+        lab.rescue = partial(rescue, saver)
 
     def passed(step: int) -> None:
         course.passed(step)
-        if lab.saver is not None:
-            lab.saver.after(step)
+        if saver is not None:
+            saver.after(step)
 
     yield passed
-    if lab.saver is not None:
-        lab.saver.finish()
-        lab.saver = None
+    if saver is not None:
+        saver.finish()
+        lab.rescue = None
     if course.first > 0 and lab.rank == 0:
         detail = "samples that were not seen exactly once an epoch, before and after the resume"
         lab.check("resumed samples", course.wrongly_seen(), 0, detail=detail)

@@ -120,7 +120,7 @@ def limit(config: Config) -> int:
     return round(halfway / MIB)
 
 
-def faults(free: Path, dp: Path, fsdp: Path) -> list[str]:
+def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
     """What does not hold of the three runs: dp without a limit, dp and fsdp within it."""
     lost = judge(read_run(dp))["lost"]
     killed = [entry["rank"] for entry in lost if "killed by the kernel for want of memory" in entry["reason"]]
@@ -138,7 +138,7 @@ def faults(free: Path, dp: Path, fsdp: Path) -> list[str]:
         "fsdp did not pass": verdict == "pass",
         "dp and fsdp did not train to the same losses": len(one) == len(other) and apart <= LOSS_TOLERANCE,
     }
-    return [fault for fault, holds in held.items() if not holds]
+    return [claim for claim, holds in held.items() if not holds]
 
 
 def losses(run: Path, variant: str) -> list[float]:
@@ -161,12 +161,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if len(arguments) == 4 and arguments[0] == "judge":
         try:
-            found = faults(*map(Path, arguments[1:]))
+            found = unmet(*map(Path, arguments[1:]))
         except BrokenRecord as error:
             print(f"refused    {error}", file=sys.stderr)
             return 2
         print(
-            "".join(f"FAIL       {fault}\n" for fault in found) or "PASS       it does not fit, and then it does\n",
+            "".join(f"FAIL       {claim}\n" for claim in found) or "PASS       it does not fit, and then it does\n",
             end="",
         )
         return int(bool(found))

@@ -1,4 +1,4 @@
-"""How a run ends: its records brought together, judged and drawn, or its last words when the cluster broke underneath.
+"""How a run ends: the last of its records brought together, judged and drawn, or its last words when the cluster broke underneath.
 
 Rank 0 judges a run that came through, and every rank returns its verdict. Of a broken cluster the lowest rank that survives
 writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but a store may be gone.
@@ -14,57 +14,52 @@ from pathlib import Path
 from workers.cluster.exchange import Exchange
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
-from workers.lab import Bug, Lab
+from workers.lab import Lab
+from workers.rank.sections import Sections
 from workers.report import records
-from workers.report.claims import Run
 from workers.report.journal import Journal
 from workers.report.judge import exit_code, judge, write_run
-from workers.report.lines import BrokenRecord, from_line, read, read_run, to_line, write_atomically
+from workers.report.lines import BrokenRecord, read, read_run, to_line, write_atomically
 from workers.report.log import verdict_lines
+from workers.report.sentences import missed
 
 REPORT_TIMEOUT_S = 60
 LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 
 
-def conclude(lab: Lab, folder: Path, bug: Bug | None = None) -> int:
-    """Bring the records together, judge them on rank 0, and return the same exit code on every rank.
+def conclude(lab: Lab, folder: Path, sections: Sections) -> int:
+    """Bring the rest of the records together, judge all on rank 0, and return the same exit code on every rank.
 
-    A `bug` that was made has to be caught by the check that is meant for it: what did not show would pass for a check that held, and
-    where that check did not run nothing could show.
+    A mistake that was made (LAB_BUG) has to be caught by the check that is meant for it: what did not show would pass for a check
+    that held, and where that check did not run nothing could show.
     """
-    lines = [to_line(record) for record in lab.journal.records]
-    everyone = lab.exchange.gather("records", lines)
-    if everyone is None:
+    if not sections.bring("records"):
         return int(lab.exchange.share("verdict"))
-    by_rank: records.Ranks = {}
-    for rank, of_rank in enumerate(everyone):
-        path = folder / f"rank{rank}.jsonl"
-        if of_rank is None:  # it has left: what it wrote until then has to do
-            by_rank |= {rank: read(path)} if path.exists() else {}
-            continue
-        if not path.exists():  # nodes need not share a disk
-            write_atomically(path, (line + "\n" for line in of_rank))
-        by_rank[rank] = [from_line(line) for line in of_rank]
+    by_rank = everything_written(sections, folder)
     run = judge(by_rank)
-    if bug is not None and run["verdict"] != "lost" and (missed := missed_by(run, bug)):
-        lab.check("LAB_BUG", 1, 0, detail=f"{bug.check}, which sees {lab.config.bug}, {missed}")
+    if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
+        lab.check("LAB_BUG", 1, 0, detail=f"{run['mistake']['check']}, which sees {run['mistake']['name']}, {how}")
         by_rank[lab.rank].append(lab.journal.records[-1])
         run = judge(by_rank)
     write_run(folder, run)
     point_latest(folder)
     written = write_report(folder)
-    for line in verdict_lines(run, by_rank, written):
+    for line in verdict_lines(run, by_rank, written, sections.told):
         lab.say(line)
     # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has it.
     return int(lab.exchange.share("verdict", exit_code(run) if written else exit_code(run) or 1))
 
 
-def missed_by(run: Run, bug: Bug) -> str:
-    """How the check that is meant for `bug` missed it; empty if it failed, as it should."""
-    held = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == bug.check]
-    if not held:
-        return "did not run: nothing in this run could show it"
-    return "held: nothing in this run shows it" if all(held) else ""
+def everything_written(sections: Sections, folder: Path) -> records.Ranks:
+    """The records of all ranks on rank 0, each in its file: nodes need not share a disk."""
+    by_rank = dict(sections.by_rank)
+    for rank in range(sections.exchange.world_size):
+        path = folder / f"rank{rank}.jsonl"
+        if rank in sections.left:  # what it wrote until then has to do
+            by_rank |= {rank: read(path)} if path.exists() else {}
+        elif not path.exists():
+            write_atomically(path, (to_line(record) + "\n" for record in by_rank[rank]))
+    return by_rank
 
 
 def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable[[int], None]) -> None:

@@ -9,10 +9,10 @@ from workers.report.claims import Run
 from workers.report.held import verdict_chip
 from workers.report.judge import first, slowest
 from workers.report.lines import write_atomically
-from workers.report.log import headline, repeat_command
 from workers.report.markup import Markup, chip, code, document, section, table, text
 from workers.report.page import curves, shown
 from workers.report.records import Ranks
+from workers.report.sentences import headline, repeat_command
 from workers.report.units import difference, human_bytes, milliseconds
 
 Judged = tuple[str, Run, Ranks]  # the name it goes by on the page, the verdict, the records

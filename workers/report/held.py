@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from workers.report.blocks import PROOF
 from workers.report.claims import Run
-from workers.report.log import PROOF
 from workers.report.markup import Markup, chip, section, table, text
 from workers.report.units import difference, quantity
 

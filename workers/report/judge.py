@@ -34,7 +34,6 @@ from workers.report.records import (
 )
 
 EXIT_CODES = {"pass": 0, "fail": 1, "refused": 2, "lost": 3}
-PYTORCH_OWN = ("ddp", "dtensor", "fsdp2", "torch_1f1b", "torch_gpipe", "gloo")  # what the hand-written are held against
 
 
 def judge(records: Ranks) -> Run:
@@ -62,6 +61,8 @@ def judge(records: Ranks) -> Run:
         "proven": verdict == "pass" and proof_on and bool(checks),
         "config": start.config,
         "versions": start.versions,
+        "by_torch": list(start.by_torch),
+        "mistake": start.mistake or None,
         "variants": [_variant(name, records, start.world_size) for name in _variant_names(records)],
         "resumed": next(
             ({"epoch": r.epoch, "step": r.step, "path": r.path} for _, r in select(records, Resumed)), None
@@ -118,7 +119,7 @@ def slowest(seconds: list[float | None]) -> float | None:
 def pytorch_own(run: Run) -> str | None:
     """The variant of this run that is PyTorch's own, if it was timed."""
     timed = {variant["name"] for variant in run["variants"] if slowest(variant["step_seconds"])}
-    return next((name for name in PYTORCH_OWN if name in timed), None)
+    return next((name for name in run["by_torch"] if name in timed), None)
 
 
 def _verdict(errors: list[Run], lost: list[Run], held: bool) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from workers.report.claims import Run
 from workers.report.lines import write_atomically
-from workers.report.log import claim_name, failure_sentence, lost_sentence
+from workers.report.sentences import claim_name, failure_sentence, lost_sentence
 from workers.report.units import difference, quantity
 
 UNPRINTABLE = re.compile(

@@ -6,7 +6,7 @@ Files are written whole or not at all, and one that is broken is refused with it
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -24,16 +24,21 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str | bytes, where: str = "record") -> Record:
-    """The record that `to_line` wrote; raises BrokenRecord that begins with `where`."""
+    """The record that `to_line` wrote; raises BrokenRecord that begins with `where`.
+
+    A field with a default may be missing: a run from before there was such a field is still read.
+    """
     try:
         values = json.loads(line)
         kind = TYPES[values.pop("record")]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise BrokenRecord(f"{where} is not a record of the lab ({error!r})") from None
-    wrong = set(values) ^ {entry.name for entry in fields(kind)}
+    known = {entry.name: entry for entry in fields(kind)}
+    needed = {name for name, entry in known.items() if entry.default is entry.default_factory is MISSING}
+    wrong = (set(values) - set(known)) | (needed - set(values))
     if wrong:
         raise BrokenRecord(f"{where} is a {kind.__name__} with missing or unknown fields: {', '.join(sorted(wrong))}")
-    for entry in fields(kind):
+    for entry in (known[name] for name in values):
         if not has_type(values[entry.name], entry.type):
             raise BrokenRecord(f"{where} is a {kind.__name__} whose {entry.name} is {values[entry.name]!r}")
     record: Record = kind(**values)

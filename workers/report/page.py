@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from workers.report import charts, costs, held, memory, timeline
+from workers.report.blocks import PROOF
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.lines import write_atomically
-from workers.report.log import (
-    PROOF,
+from workers.report.markup import Markup, chip, code, document, grid, section, table, text
+from workers.report.records import Chart, End, Losses, Ranks, Said, Start, Table, select
+from workers.report.sentences import (
     error_sentences,
     failure_sentence,
     failures,
     headline,
     lost_sentence,
+    mistake_sentence,
     proof_note,
     repeat_command,
+    seen_sentence,
 )
-from workers.report.markup import Markup, chip, code, document, grid, section, table, text
-from workers.report.records import Chart, End, Losses, Ranks, Said, Start, Table, select
 from workers.report.units import difference, human_bytes, milliseconds
 
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
@@ -73,9 +75,17 @@ def _head(run: Run, records: Ranks) -> Markup:
     note = f'<p class="sub">{text(proof_note(run))}</p>' if proof_note(run) else ""
     return Markup(
         f'<header class="{run["verdict"]}"><div class="verdict">{chip_of(run)}<span>{text(headline(run))}</span></div>'
-        f'<h1>{text(what)}</h1><p class="sub">run {text(run["run_id"])}</p>{note}'
+        f'{_mistake(run)}<h1>{text(what)}</h1><p class="sub">run {text(run["run_id"])}</p>{note}'
         f'<div class="tiles">{tiles}</div></header>'
     )
+
+
+def _mistake(run: Run) -> Markup:
+    """Which mistake was made on purpose, and whether the check that is meant for it saw it."""
+    if not run["mistake"]:
+        return Markup()
+    told = "".join(f"<p>{text(sentence)}</p>" for sentence in (mistake_sentence(run), seen_sentence(run)))
+    return Markup(f'<div class="mistake">{told}</div>')
 
 
 def chip_of(run: Run) -> Markup:

@@ -1,4 +1,7 @@
-"""How far long work has come: a bar on a terminal, in a log at most a line a second, since a log keeps every line."""
+"""How far long work has come: a bar on a terminal, in a log at most a line a second, since a log keeps every line.
+
+And wherever the run is, a line once nothing was said for ten seconds: whoever waits learns that it goes on, and with what.
+"""
 
 import sys
 import time
@@ -6,7 +9,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from workers.report.journal import Journal
+
 LINE_EVERY_S = 1.0
+QUIET_S = 10.0
 
 
 class Progress:
@@ -43,3 +49,9 @@ class Progress:
         elif self.shown and time.monotonic() - self._said_at >= LINE_EVERY_S:
             self._said_at = time.monotonic()
             self.say(f"{self.label:<11}{self.done} of {self.total}")
+
+
+def working(journal: Journal, started_at: float, step: int, phase: str) -> None:
+    """Say where the run is, which began at `started_at` in Unix time, if its log has been quiet for `QUIET_S`."""
+    if time.monotonic() - journal.said_at >= QUIET_S:
+        journal.say(f"working    {phase}, step {step} ({time.time() - started_at:.0f} s since the start)")

@@ -5,7 +5,7 @@ judged again. Lengths of bytes and seconds carry their unit in the field's name.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 
@@ -22,6 +22,8 @@ class Start:
     repeat: dict[str, str]  # only those that were set: what repeats the run
     versions: dict[str, str]  # python, torch, lab (hash of the sources), ...
     title: str = ""  # what is run, for a heading: "gpt, 1.6M parameters"
+    by_torch: list[str] = field(default_factory=list)  # the variants that are PyTorch's own
+    mistake: dict[str, str] = field(default_factory=dict)  # that LAB_BUG makes: name, what, check; empty without one
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ header.lost, header.refused { --tone: var(--warn); } header.plain { --tone: var(
 .note, .sub { color: var(--soft); font-size: .9rem; max-width: 62rem; }
 .note { margin: -.3rem 0 .8rem; }
 .verdict { display: flex; flex-wrap: wrap; align-items: center; gap: .6rem; }
+.mistake { border-left: 4px solid var(--warn); margin: .8rem 0; padding: 0 0 0 .8rem; }
 .chip {
   display: inline-block; padding: .08rem .6rem; border-radius: 99px; font-size: .82rem; font-weight: 600;
   white-space: nowrap;

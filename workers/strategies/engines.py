@@ -1,12 +1,14 @@
-"""Engines: how the microbatches of a step go through the stages, ours; `torch_schedules` has PyTorch's."""
+"""Engines: how the microbatches of a step go through the stages.
 
-from typing import Protocol
+Here is what runs any schedule of ours; the lesson of pipelines has one by hand, and one that is PyTorch's.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from experiments.pp.faults import undivided
-from workers.config import Config
 from workers.parallel.pipeline import Pipeline
 from workers.workload.data import Microbatch
 
@@ -14,24 +16,39 @@ from workers.workload.data import Microbatch
 class Engine(Protocol):
     """What a step of the strategy runs."""
 
+    @property
+    def most_in_flight(self) -> int | None:
+        """Microbatches that this rank held for their backward pass, at most so far; None where nobody counts them."""
+
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
         """Add all microbatches' gradients to the parameters' own; returns the mean loss where the last stage is."""
 
 
-class ByHand:
-    """Our own pipeline; `whole`: with all microbatches as one."""
+# (share, samples of a microbatch, samples of the batch) -> what each loss term of the microbatch counts
+Weigh: TypeAlias = Callable[[float, int, int], float]
 
-    def __init__(self, pipeline: Pipeline, loss: nn.Module, config: Config, *, whole: bool = False) -> None:
-        self.pipeline, self.loss, self.config, self.whole = pipeline, loss, config, whole
+
+def divided(share: float, num_samples: int, batch: int) -> float:  # noqa: ARG001  the same however the batch is divided
+    """As it was dealt: one over the terms of the whole batch."""
+    return share
+
+
+class ByHand:
+    """Our own pipeline."""
+
+    def __init__(self, pipeline: Pipeline, loss: nn.Module, weigh: Weigh = divided) -> None:
+        self.pipeline, self.loss, self.weigh = pipeline, loss, weigh
+
+    @property
+    def most_in_flight(self) -> int:
+        return self.pipeline.most_in_flight
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
-        if self.whole:
-            microbatches = [joined(microbatches)]
-        if self.config.bug == "undivided_loss":
-            microbatches = undivided(microbatches)
+        batch = sum(len(microbatch.inputs) for microbatch in microbatches)
 
         def loss(index: int, output: Tensor) -> Tensor:
-            weighed: Tensor = self.loss(output, microbatches[index].targets) * microbatches[index].share
+            inputs, targets, share = microbatches[index]
+            weighed: Tensor = self.loss(output, targets) * self.weigh(share, len(inputs), batch)
             return weighed
 
         return self.pipeline.step([microbatch.inputs for microbatch in microbatches], loss)

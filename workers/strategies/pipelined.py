@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.pp.pretend import pretend_compute
 from workers.config import Config
 from workers.parallel.boundaries import sendable
 from workers.parallel.clip import clip_gradients
@@ -97,10 +96,7 @@ def runs_of(name: str, num_layers: int, num_stages: int) -> list[range]:
     return divide(num_layers, num_stages, first=ends, last=ends)
 
 
-def parts_of(model: Model, group: dist.ProcessGroup, config: Config, chunks: int = 1) -> Parts:
+def parts_of(model: Model, group: dist.ProcessGroup, chunks: int = 1) -> Parts:
     """This rank's stages."""
     runs = runs_of(model.name, len(model.layers), chunks * group.size())
-    parts = cut(model, list(model.layers), runs, group.rank(), group.size())
-    if config.sleep_ms:
-        pretend_compute(parts.stages.values(), config, chunks)
-    return parts
+    return cut(model, list(model.layers), runs, group.rank(), group.size())

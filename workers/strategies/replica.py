@@ -58,7 +58,7 @@ class Replica:
         self.optimizer = make_optimizer(model.parameters(), config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """Sum the gradients of all microbatches here, then once over all ranks (W13: not once a microbatch)."""
+        """Sum the gradients of all microbatches here, then once over all ranks, not once a microbatch."""
         shares: list[Tensor] = []
         self.gradients.zero()
         for inputs, targets, share in microbatches:
@@ -104,9 +104,13 @@ class Wrapped:
         """Nothing is left: DDP waits at the end of `backward`."""
 
 
-def begin_alike(model: Model, group: dist.ProcessGroup, config: Config, *, broadcast: bool = True) -> None:
-    """Draw this rank's own weights, then give all ranks those of rank 0."""
+def begin_apart(model: Model, group: dist.ProcessGroup, config: Config) -> None:
+    """Draw this rank's own weights, as a script without a seed would."""
     if group.rank() > 0:
         model.initialise(config.seed + group.rank())
-    if broadcast and config.bug != "no_broadcast":
-        broadcast_parameters(model.parameters(), group)
+
+
+def begin_alike(model: Model, group: dist.ProcessGroup, config: Config) -> None:
+    """Draw this rank's own weights, then give all ranks those of rank 0."""
+    begin_apart(model, group, config)
+    broadcast_parameters(model.parameters(), group)

@@ -1,32 +1,39 @@
-"""What the hand-written variants share: a Strategy over the sharded parameters of `workers.parallel.zero`.
+"""What the hand-written variants share: a Strategy over sharded parameters (workers/parallel/flat.py, zero.py).
 
 Every rank works on its own part of the batch, as in dp. What differs is what it keeps between the steps: the optimizer here
 steps flat shards, one a layer, and knows no other parameters.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.fsdp.faults import clip, zero_of
 from workers.config import Config
-from workers.parallel.flat import FlatUnit
+from workers.parallel.clip import clip_gradients
+from workers.parallel.flat import FlatUnit, FlatUnits
 from workers.parallel.phases import phase
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import make_optimizer, prime
 
+Clip: TypeAlias = Callable[[list[Tensor], float, dist.ProcessGroup], None]
+
+
+def clip_by_all(gradients: list[Tensor], bound: float, group: dist.ProcessGroup) -> None:
+    """Clip this rank's shards by the norm of all ranks' shards together."""
+    clip_gradients(gradients, gradients, bound, group)
+
 
 class Sharded:
-    """A Strategy: `model` computes with weights of which this rank owns a part."""
+    """A Strategy: `model` computes with weights of which this rank owns a part, which `zero` keeps and gathers."""
 
-    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, stage: int) -> None:
-        home = torch.device("cpu") if config.offload else None
-        self.model, self.group, self.config = model, group, config
-        self.zero = zero_of(config)(model, list(model.layers), group, stage, reshard=config.reshard, home=home)
+    def __init__(
+        self, model: Model, zero: FlatUnits, group: dist.ProcessGroup, config: Config, clip: Clip = clip_by_all
+    ) -> None:
+        self.model, self.zero, self.group, self.config, self.clip = model, zero, group, config, clip
         self.optimizer = make_optimizer(self.zero.masters, config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
@@ -45,7 +52,8 @@ class Sharded:
 
     def update(self) -> None:
         """Clip by the norm of all shards together, step this rank's, and give the others what is new."""
-        clip(self.zero.gradients, self.config, self.group)
+        if self.config.clip is not None:
+            self.clip(self.zero.gradients, self.config.clip, self.group)
         self.zero.deliver()
         self.optimizer.step()
         self.zero.publish()

@@ -23,23 +23,23 @@ from workers.workload.model import Model
 from workers.workload.optimizer import live_state, make_optimizer, named_tensors
 
 
-class Shard:
+class TensorParallel:
     """A Strategy over `model`, this rank's part of it.
 
     Args:
-        cuts: which parameters are held in part, by name; by default what the model's layers say.
+        slices: which parameters are held in part, by name; by default what the model's layers say.
         by_rows: what is whole works on this rank's rows only, so its gradients are summed.
         own_loss: so does the loss, and each rank returns its share; otherwise all have the same one, and rank 0 returns it.
     """
 
     def __init__(
-        self, model: Model, group: dist.ProcessGroup, config: Config, cuts: dict[str, Cut] | None = None, *,
+        self, model: Model, group: dist.ProcessGroup, config: Config, slices: dict[str, Cut] | None = None, *,
         by_rows: bool = False, own_loss: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.group, self.config = model, group, config
         self.by_rows = by_rows
         self.has_share = own_loss or group.rank() == 0
-        self.cuts = cuts_of(model) if cuts is None else cuts
+        self.slices = cuts_of(model) if slices is None else slices
         self.peers = Peers(group)
         self.optimizer = make_optimizer(model.parameters(), config)
 
@@ -70,21 +70,21 @@ class Shard:
         """Clip by the norm of all gradients, those that every rank holds counted on rank 0, and take a step."""
         if self.config.clip is not None:
             named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
-            once = [local(gradient) for name, gradient in named if name in self.cuts or self.group.rank() == 0]
+            once = [local(gradient) for name, gradient in named if name in self.slices or self.group.rank() == 0]
             clip_gradients(once, [local(gradient) for _, gradient in named], self.config.clip, self.group)
         self.optimizer.step()
 
     def whole(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that every rank holds whole, and must hold the same."""
-        return [(name, p) for name, p in self.model.named_parameters() if name not in self.cuts]
+        return [(name, p) for name, p in self.model.named_parameters() if name not in self.slices]
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Dense tensors on rank 0, the ranks' parts joined one after the other; nothing elsewhere."""
         for label, tensor in self.held(kind):
-            cut = self.cuts.get(label.partition(".")[2] if kind == "optimizer" else label)
+            sliced = self.slices.get(label.partition(".")[2] if kind == "optimizer" else label)
             piece: Tensor | None = local(tensor)
-            if cut is not None and tensor.dim() > cut.dim:  # AdamW's number of steps is one number for all parts
-                piece = join(local(tensor), cut, self.peers)
+            if sliced is not None and tensor.dim() > sliced.dim:  # AdamW's number of steps is one number for all parts
+                piece = join(local(tensor), sliced, self.peers)
             if piece is not None and self.group.rank() == 0:
                 yield label, piece
 
@@ -93,12 +93,12 @@ class Shard:
         return named_tensors(self.model, self.optimizer, kind)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of a cut tensor this rank's piece, and a DTensor as it is."""
+        """Of a sliced tensor this rank's piece, and a DTensor as it is."""
         state: dict[str, Any] = dict(live_state(self.model.named_parameters(), self.optimizer))
         for label, tensor in state.items():
-            cut = self.cuts.get(dense_name(label))
-            if cut is not None and tensor.dim() > cut.dim and not hasattr(tensor, "placements"):
-                state[label] = cut.place(tensor, self.group.rank())
+            sliced = self.slices.get(dense_name(label))
+            if sliced is not None and tensor.dim() > sliced.dim and not hasattr(tensor, "placements"):
+                state[label] = sliced.place(tensor, self.group.rank())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from workers.config import Config
 from workers.workload import text
 
-LINE_POINTS = 32  # the lesson's: 8, 6, 9 and 9 for four workers
 LINE_STEPS = 201  # steps 0 to 200 of the lesson's table
 
 
@@ -77,7 +76,7 @@ class Batches:
 
     def __init__(self, config: Config, *, proof: bool, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.device, self.dtype = config, device, dtype
-        self.batch = global_batch(config)
+        self.batch = config.batch
         self.uneven = proof or config.model == "line"
         self.samples, self.num_batches = _data_set(config, self.batch, proof)
         self.proof_steps = LINE_STEPS if config.model == "line" else 3
@@ -89,19 +88,19 @@ class Batches:
     def dealt(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
         """What `shard` works on at `step`, in LAB_MICROBATCHES parts (fewer where it has fewer samples)."""
         ids = torch.tensor(self.sample_ids(step, shard, num_shards))
-        share = 1 / (self.batch * self.samples.terms)
-        if self.config.bug == "means_of_shards":
-            share = 1 / (len(ids) * self.samples.terms * num_shards)
+        share = self.share(len(ids), num_shards)
         parts = min(self.config.num_microbatches, len(ids))
         sizes = shard_sizes(len(ids), parts, uneven=self.uneven)
         return [self._microbatch(part, share) for part in ids.split(sizes)]
 
+    def share(self, num_samples: int, num_shards: int) -> float:  # noqa: ARG002  the same however the batch is dealt
+        """What each loss term of a shard of `num_samples` counts: one over the terms of the whole batch."""
+        return 1 / (self.batch * self.samples.terms)
+
     def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
         """The numbers of the samples that `shard` gets at `step`."""
-        if self.config.bug == "no_set_epoch":
-            step %= self.num_batches
         sizes = shard_sizes(self.batch, num_shards, uneven=self.uneven)
-        start = 0 if self.config.bug == "no_sampler" else sum(sizes[:shard])
+        start = sum(sizes[:shard])
         ids: list[int] = self._order(step)[start : start + sizes[shard]].tolist()
         return ids
 
@@ -142,13 +141,6 @@ def permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
     return torch.randperm(num_samples, generator=generator)
 
 
-def global_batch(config: Config) -> int:
-    """LAB_BATCH, or 32 for line where it is not set."""
-    if config.model == "line" and "batch" not in config.model_fields_set:
-        return LINE_POINTS
-    return config.batch
-
-
 def shard_sizes(batch: int, num_shards: int, *, uneven: bool = False) -> list[int]:
     """Samples of each shard: as equal as can be, the first ones larger; never none if batch >= num_shards.
 
@@ -166,7 +158,7 @@ def shard_sizes(batch: int, num_shards: int, *, uneven: bool = False) -> list[in
 
 def effective_batch(config: Config, num_replicas: int) -> str:
     """Samples of a step as microbatch x accumulation x replicas, or as a sum where they do not divide evenly."""
-    batch, accumulated = global_batch(config), config.num_microbatches
+    batch, accumulated = config.batch, config.num_microbatches
     sizes = shard_sizes(batch, num_replicas, uneven=config.model == "line")
     if len(set(sizes)) == 1 and sizes[0] % accumulated == 0:
         micro = sizes[0] // accumulated
@@ -175,9 +167,9 @@ def effective_batch(config: Config, num_replicas: int) -> str:
     return f"{batch} samples a step = {held}, a replica each, {accumulated} microbatch(es) accumulated"
 
 
-def faults(config: Config, num_shards: int) -> list[str]:
+def refusals(config: Config, num_shards: int) -> list[str]:
     """Sentences if the batch cannot be dealt to `num_shards` in LAB_MICROBATCHES parts each."""
-    batch = global_batch(config)
+    batch = config.batch
     if batch < num_shards:
         return [f"LAB_BATCH={batch} is smaller than WORLD_SIZE={num_shards}: every rank needs a sample"]
     if config.num_microbatches > batch // num_shards:

@@ -198,7 +198,7 @@ def _layers(config: Config) -> Model:
     return Model("gpt", [first, *blocks, last], CrossEntropy(), recompute=config.recompute)
 
 
-def faults(config: Config) -> list[str]:
+def refusals(config: Config) -> list[str]:
     """A sentence if the sizes make no model."""
     if config.model == "gpt" and config.width % config.heads:
         return [

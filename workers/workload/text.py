@@ -24,7 +24,7 @@ def read(config: Config) -> bytes:
     return bytes(text)
 
 
-def faults(config: Config) -> list[str]:
+def refusals(config: Config) -> list[str]:
     """A sentence if LAB_TEXT cannot be read or holds less than one sample (LAB_SEQ bytes and the one that follows)."""
     if config.model != "gpt":
         return []

@@ -1,23 +1,29 @@
 """The way through the data: the same after a resume, every sample once an epoch, and a mistake in it is counted."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from tests.workers.checkpoint.made_up import config_of, manifest_of
 from workers.checkpoint.course import Course
+from workers.checkpoint.mistakes import MISTAKES
+from workers.contract import where_it_was
 from workers.workload.data import Batches
 
 BATCHES_AN_EPOCH = 8  # of mlp
 
 
-def course_of(resumed_at: int | None = None, bug: str = "") -> Course:
-    config = config_of(LAB_BUG=bug)
+def course_of(resumed_at: int | None = None, resumed_batch: Callable[[int], int] = where_it_was) -> Course:
+    config = config_of()
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
     if resumed_at is None:
         return Course(batches, ["flat"])
     epoch, batch = divmod(resumed_at, BATCHES_AN_EPOCH)
     seen = [sample for step in range(resumed_at - batch, resumed_at) for sample in batches.full_ids(step)]
-    return Course(batches, ["flat"], manifest_of(resumed_at, config, seen=seen, epoch=epoch, batch=batch))
+    return Course(
+        batches, ["flat"], manifest_of(resumed_at, config, seen=seen, epoch=epoch, batch=batch), resumed_batch
+    )
 
 
 @pytest.mark.parametrize("step", [0, 5, 8, 13])
@@ -38,7 +44,9 @@ def test_before_and_after_a_resume_each_sample_is_seen_once_an_epoch(last: int) 
 
 @pytest.mark.parametrize("last", [6, 8, 21])
 def test_an_epoch_that_is_begun_anew_is_seen(last: int) -> None:
-    course = course_of(5, bug="resume_repeats_epoch")
+    resumed_batch = MISTAKES["resume_repeats_epoch"].where.resumed_batch
+    assert resumed_batch is not None
+    course = course_of(5, resumed_batch)
     assert course.position(5) == (0, 0)
     for step in range(5, last):
         course.passed(step)

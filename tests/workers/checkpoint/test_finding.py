@@ -31,7 +31,7 @@ def runs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("source", ["a", "{}/a", "{}/a/checkpoints", "{}/a/checkpoints/step-00000030"])
 def test_a_run_is_named_by_its_id_or_by_any_path(runs: Path, source: str) -> None:
     config = resuming(source.format(runs), runs)
-    assert finding.faults(config) == []
+    assert finding.refusals(config) == []
     found = finding.choose(config, pytest.fail)
     assert found is not None and found.manifest.step == 30
 
@@ -39,9 +39,9 @@ def test_a_run_is_named_by_its_id_or_by_any_path(runs: Path, source: str) -> Non
 def test_auto_goes_on_with_the_run_of_its_own_name_and_begins_it_where_there_is_none(runs: Path) -> None:
     config = resuming("auto", runs, LAB_RUN_ID="a", LAB_CHECKPOINT_EVERY="5")
     found = finding.choose(config, pytest.fail)
-    assert finding.faults(config) == [] and found is not None and found.manifest.step == 30
+    assert finding.refusals(config) == [] and found is not None and found.manifest.step == 30
     other = resuming("auto", runs, LAB_RUN_ID="b")
-    assert finding.faults(other) == [] and finding.choose(other, pytest.fail) is None
+    assert finding.refusals(other) == [] and finding.choose(other, pytest.fail) is None
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -118,21 +118,21 @@ def test_metadata_that_is_no_metadata_is_damage(runs: Path) -> None:
 def test_what_does_not_fit_is_refused_before_the_ranks_join(
     runs: Path, source: str, environ: dict[str, str], sentences: list[str]
 ) -> None:
-    (fault,) = finding.faults(resuming(source.format(runs), runs, **environ))
-    assert all(sentence in fault for sentence in sentences), fault
+    (sentence,) = finding.refusals(resuming(source.format(runs), runs, **environ))
+    assert all(words in sentence for words in sentences), sentence
 
 
 @pytest.mark.parametrize(
     "environ", [{"WORLD_SIZE": "3"}, {"LAB_STEPS": "99"}, {"LAB_THREADS": "2"}, {"LAB_VARIANT": "flat"}]
 )
 def test_what_may_differ(runs: Path, environ: dict[str, str]) -> None:
-    assert finding.faults(resuming("a", runs, **environ)) == []
+    assert finding.refusals(resuming("a", runs, **environ)) == []
 
 
 def test_a_folder_that_cannot_be_written_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    (fault,) = finding.faults(resuming("auto", runs, LAB_RUN_ID="a", LAB_CHECKPOINT_EVERY="5"))
-    assert fault.startswith(f"LAB_CHECKPOINT_EVERY=5: {runs / 'a' / 'checkpoints'} cannot be written by user")
+    (sentence,) = finding.refusals(resuming("auto", runs, LAB_RUN_ID="a", LAB_CHECKPOINT_EVERY="5"))
+    assert sentence.startswith(f"LAB_CHECKPOINT_EVERY=5: {runs / 'a' / 'checkpoints'} cannot be written by user")
 
 
 def test_the_last_ones_are_kept(runs: Path) -> None:

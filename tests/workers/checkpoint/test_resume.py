@@ -1,7 +1,7 @@
 """Stopped and resumed: the weights of a run that was never stopped, to the bit, in every mode, and on any number of ranks."""
 
-import importlib
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ from tests.labs import TINY, failed, lab_of, run_experiment
 from tests.ranks import Ranks
 from workers.checkpoint import __main__, finding, rescue
 from workers.checkpoint.course import Course
+from workers.passes.measure import everything
+from workers.rank.modes import load
 from workers.report import records
-from workers.report.judge import PYTORCH_OWN
 
 SMALL = {
     "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_CHECKPOINT_KEEP": "9", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",
     "LAB_DTYPE": "float64", "LAB_BATCH": "11", "LAB_PROOF": "0", "LAB_DEPTH": "3",
 }  # fmt: skip
-VARIANTS = {"dp": "bucketed,ring,ddp", "fsdp": "zero1,zero3,fsdp2", "tp": "naive,megatron", "pp": "1f1b"}
+VARIANTS = {"dp": "bucketed,ring,ddp", "fsdp": "naive,zero1,zero3,fsdp2", "tp": "naive,megatron", "pp": "1f1b"}
 Records = dict[int, list[records.Record]]
 
 
@@ -48,7 +49,7 @@ def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(ranks: Ranks, tmp_pat
     assert failed(whole) == failed(resumed) == set()
     assert (resumed["resumed"]["step"], resumed["resumed"]["path"]) == (4, source)
     assert any(check["name"] == "resumed samples" for check in resumed["checks"])
-    ours = [name for name in digests(whole) if name not in PYTORCH_OWN]
+    ours = [name for name in digests(whole) if name not in load(mode).by_torch]
     assert ours and all(digests(whole)[name] == digests(resumed)[name] for name in ours)
     assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12  # PyTorch's own too; one curve, from step 0 on
     assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == ["step-00000006"]
@@ -57,7 +58,7 @@ def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(ranks: Ranks, tmp_pat
 @pytest.mark.parametrize(
     ("mode", "variant", "sizes"),
     [
-        ("fsdp", "zero1,zero3", (4, 1, 2, 3, 8)), ("fsdp", "zero3", (8, 4)), ("fsdp", "zero2,fsdp2", (1, 4)),
+        ("fsdp", "zero1,zero3", (4, 1, 2, 3, 8)), ("fsdp", "naive,zero3", (8, 4)), ("fsdp", "zero2,fsdp2", (1, 4)),
         ("tp", "naive,megatron", (4, 3)), ("pp", "1f1b", (2, 3)), ("dp", "bucketed,ddp", (3, 2)),
     ],
 )  # fmt: skip
@@ -99,7 +100,7 @@ def test_a_plain_file_holds_the_dense_weights(ranks: Ranks, tmp_path: Path, caps
     ("bug", "check"), [("save_without_barrier", "checkpoint"), ("resume_repeats_epoch", "resumed samples")]
 )
 def test_a_mistake_is_seen_by_its_check(ranks: Ranks, tmp_path: Path, bug: str, check: str) -> None:
-    """In dp, whose own lesson does not make them: they are the lab's, and of every mode."""
+    """In dp; tests/experiments/test_bugs.py makes them in every mode that saves."""
     settings = SMALL | {"LAB_VARIANT": "flat", "LAB_PROOF": "1", "LAB_STEPS": "2"}
     run, _ = run_experiment(ranks, 3, tmp_path, **settings, LAB_BUG=bug)
     assert check in failed(run)
@@ -135,10 +136,10 @@ def break_down(group: dist.ProcessGroup, settings: dict[str, str], folder: str, 
 
     Course.passed = fail  # type: ignore
     try:
-        importlib.import_module(f"experiments.{lab.config.run_mode}").run(lab)
+        (lab.mode.run or everything)(lab)
     except RuntimeError:
-        assert lab.saver is not None
-        return rescue.save_alone(lab.saver) if group.rank() == 1 else ""
+        assert isinstance(lab.rescue, partial)
+        return rescue.save_alone(*lab.rescue.args) if group.rank() == 1 else ""
     finally:
         Course.passed = passed  # type: ignore[method-assign]
     return "it did not fail"

@@ -37,12 +37,15 @@ def main(version: str, steps: int, deed: str) -> int:
         say(f"verdict {verdict.exit_code} lost {[lost.rank for lost in verdict.lost]} survivors {survivors}")
 
     watch = Watch(cluster, config, say, on_verdict)
+    heard: set[str] = set()
+    watch.on_period = lambda step, phase: heard.add(phase)
     watch.start()
     try:
         train(watch, cluster, config, steps, deed)
     except Exception as error:
         watch.fail(error)
     watch.finish()
+    say(f"heard of {', '.join(sorted(heard))}")
     say(f"finished, watch {watch.cpu_seconds / (time.monotonic() - STARTED):.5f} of a core")
     return 0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from workers.cluster import link
-from workers.cluster.link import LABEL, Shaped, bits_s, faults, seconds, shaped
+from workers.cluster.link import LABEL, Shaped, bits_s, refusals, seconds, shaped
 from workers.config import Config
 
 RANK = {"RANK": "0", "MASTER_ADDR": "worker0", "WORLD_SIZE": "2"}
@@ -28,13 +28,13 @@ def test_a_label_is_a_class_selector_so_that_no_kernel_reads_a_priority_from_it(
 def test_a_link_that_nobody_shaped_is_refused_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "SHAPED", tmp_path / "shaped")
     settings = {"LAB_NET_RATE": "100mbit", "LAB_NET_DELAY": "5ms"}
-    (fault,) = faults(config_of(**settings))
+    (fault,) = refusals(config_of(**settings))
     assert fault.startswith("LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms and this rank's link was not shaped")
     assert fault.endswith("docker compose -f docker-compose.yaml -f compose/net.yaml up")
-    (fault,) = faults(config_of(LOCAL_RANK="0", LAB_NET_DELAY="5ms"))
+    (fault,) = refusals(config_of(LOCAL_RANK="0", LAB_NET_DELAY="5ms"))
     assert "LAB_NET_DELAY=5ms: local ranks have no link to shape" in fault
-    assert faults(config_of()) == []
-    assert faults(Config.read(settings | {"RANK": "0", "MASTER_ADDR": "worker0", "WORLD_SIZE": "1"})) == []
+    assert refusals(config_of()) == []
+    assert refusals(Config.read(settings | {"RANK": "0", "MASTER_ADDR": "worker0", "WORLD_SIZE": "1"})) == []
 
 
 def test_what_was_done_is_read_back_and_counts_for_these_settings_alone(
@@ -44,6 +44,6 @@ def test_what_was_done_is_read_back_and_counts_for_these_settings_alone(
     done = Shaped(None, "5ms", "this kernel has no netem", "no rate was asked for")
     link.write(done)
     assert shaped(config_of(LAB_NET_DELAY="5ms")) == done
-    assert faults(config_of(LAB_NET_DELAY="5ms")) == []
+    assert refusals(config_of(LAB_NET_DELAY="5ms")) == []
     assert shaped(config_of(LAB_NET_DELAY="6ms")) is None
-    assert len(faults(config_of(LAB_NET_DELAY="6ms"))) == 1
+    assert len(refusals(config_of(LAB_NET_DELAY="6ms"))) == 1

@@ -32,3 +32,47 @@ def test_nothing_is_said_where_nobody_is_behind_or_this_rank_goes_on() -> None:
     assert slowness.sentence(hearing(turn=5), HERE, 10.0) == ""
     going = [slowness.sentence(hearing(turn=3), Place(turn=10 + second), 20.0 + second) for second in range(8)]
     assert going == [""] * 8
+
+
+def waiting_for_rank_0(phase: str, seconds: int) -> list[int]:
+    """When rank 1, which came to a barrier at second 100, says that it waits for rank 0, in `phase` all the while."""
+    here, there = (Hearing(rank, range(2), 2.5, 100.0) for rank in (1, 0))
+    slowness, said = Slowness(100.0), []
+    for second in range(seconds):
+        now = 100.0 + second
+        here.take(there.beat(Place(3, 0, phase), None, now), now)
+        if slowness.sentence(here, Place(4, 0, "the wait at one process"), now):
+            said.append(second)
+    return said
+
+
+def test_what_rank_0_does_alone_is_waited_for_in_silence() -> None:
+    assert waiting_for_rank_0("one process", 60) == []
+    assert waiting_for_rank_0("report", 60) == []
+    assert waiting_for_rank_0("forward", 12) == [3, 8]
+
+
+def test_a_wait_is_named_once_it_is_longer_than_what_is_normal_here() -> None:
+    """This rank's own step took 4 s on busy cores: a wait of 8 s is what another's step may take."""
+    slowness, level = Slowness(0.0), hearing(turn=5)
+    for now in (10.0, 12.0, 14.0):
+        assert slowness.sentence(level, Place(turn=5, phase="backward"), now) == ""  # it works, and nobody is behind
+    waits = Place(turn=6, step=2, phase="the wait at loss")
+    assert [now for now in range(14, 32) if slowness.sentence(level, waits, float(now))] == [22, 27]
+
+
+def test_time_in_a_wait_is_no_work() -> None:
+    slowness, late = Slowness(0.0), hearing(turn=3)
+    slowness.sentence(late, HERE, 1.0)
+    slowness.sentence(late, HERE, 2.0)
+    slowness.sentence(late, Place(turn=6), 40.0)
+    assert slowness.sentence(late, Place(turn=6), 43.0)
+
+
+def test_what_rank_0_does_alone_makes_no_wait_for_others_normal() -> None:
+    alone = Place(turn=5, step=0, phase="one process")
+    slowness, level = Slowness(0.0), hearing(turn=5)
+    slowness.sentence(level, alone, 1.0)
+    slowness.sentence(level, alone, 30.0)
+    slowness.sentence(level, Place(turn=6), 31.0)
+    assert slowness.sentence(level, Place(turn=6), 34.0)

@@ -69,7 +69,7 @@ def runs(tmp_path: Path) -> dict[str, Path]:
 )
 def test_the_verdict_says_what_does_not_hold(runs: dict[str, Path], names: str, expected: list[str]) -> None:
     folders = [runs[name] for name in names.split()]
-    assert fit.faults(*folders) == expected
+    assert fit.unmet(*folders) == expected
     assert fit.main(["judge", *map(str, folders)]) == bool(expected)
 
 

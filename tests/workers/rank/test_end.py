@@ -8,8 +8,9 @@ from typing import Any
 
 from tests.labs import failed
 from workers.cluster.verdict import Verdict
-from workers.lab import Bug, Lab
+from workers.lab import Lab
 from workers.rank.end import bury, conclude, last_words, point_latest
+from workers.rank.sections import Sections
 from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import read_run
@@ -54,15 +55,14 @@ def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[
     """The run of a rank alone, of which its gradients alone were checked, by how far they are off; `check` sees the mistake it made."""
     journal = Journal()
     journal.open(folder, 0)
-    journal.write(Start(0, "run", "dp", 1, "host", {}, {}, {}))
+    made = {"name": "lost_shard", "what": "a shard is lost", "check": check}
+    journal.write(Start(0, "run", "dp", 1, "host", {}, {}, {}, mistake=made))
     journal.write(Check("flat", "gradients", gradients, 1e-12))
     journal.write(End(0, 0.0, 0.0, 1.0, 0.0))
-    exchange = SimpleNamespace(gather=lambda _key, lines: [lines], share=lambda _key, code: code)
-    lab: Any = SimpleNamespace(
-        rank=0, config=SimpleNamespace(bug="lost_shard"), exchange=exchange, journal=journal, say=lambda _line: None
-    )
+    exchange: Any = SimpleNamespace(gather=lambda _key, lines: [lines], share=lambda _key, code: code, world_size=1)
+    lab: Any = SimpleNamespace(rank=0, exchange=exchange, journal=journal, say=lambda _line: None)
     lab.check = partial(Lab.check, lab)
-    assert conclude(lab, folder, Bug("a shard is lost", check)) == 1
+    assert conclude(lab, folder, Sections(exchange, journal)) == 1
     run = json.loads((folder / "run.json").read_text())
     assert run == judge(read_run(folder)), "the records alone give the same verdict later"
     return run  # type: ignore[no-any-return]

@@ -1,19 +1,23 @@
 """What a rank refuses before it joins, and how a run is named and told from another."""
 
-import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from workers.config import Config, ConfigError
+from workers.contract import Instead, Mistake, Mode, Variant
 from workers.rank.device import pick_device
-from workers.rank.start import refuse, source_version, start_record, unwritable
+from workers.rank.modes import load
+from workers.rank.refusals import refuse, unwritable
+from workers.rank.start import source_version, start_record
 
-MODE = SimpleNamespace(VARIANTS=("naive", "ring"), BUGS={"lost_shard": None}, refuse=lambda config: [])
+LOST = Mistake("a shard is lost", "gradients", Instead(run={"shards": 0}))
+MODE = Mode(variants=(Variant("naive"), Variant("ring")), mistakes={"lost_shard": LOST}, refuse=lambda config: [])
 
 
 def config_of(**environ: str) -> Config:
@@ -38,9 +42,7 @@ def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path)
 
 def test_a_mode_without_variants_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        refuse(
-            config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="ring"), SimpleNamespace(**vars(MODE) | {"VARIANTS": ()})
-        )
+        refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="ring"), replace(MODE, variants=()))
     assert error.value.faults == ["LAB_VARIANT='ring' is not a variant of dp, allowed: none, leave it unset"]
 
 
@@ -90,18 +92,28 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_all_else(tmp_path: Path)
 
 @pytest.mark.parametrize("mode", ["comm", "train"])
 @pytest.mark.parametrize("environ", [{"LAB_CHECKPOINT_EVERY": "5"}, {"LAB_RESUME": "a"}])
-def test_a_mode_that_trains_nothing_saves_nothing(mode: str, environ: dict[str, str]) -> None:
-    (fault,) = importlib.import_module(f"experiments.{mode}").refuse(config_of(RUN_MODE=mode, **environ))
+def test_a_mode_that_trains_nothing_saves_nothing(tmp_path: Path, mode: str, environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        refuse(config_of(RUN_MODE=mode, LAB_RUNS_DIR=str(tmp_path), **environ), load(mode))
     ((name, value),) = environ.items()
-    assert fault == f"{name}={value}: {mode} trains nothing that could be saved; checkpoints go with dp, fsdp, pp or tp"
+    assert error.value.faults[0] == (
+        f"{name}={value}: {mode} trains nothing that could be saved; checkpoints go with dp, fsdp, pp, tp"
+    )
 
 
 def test_a_run_that_goes_on_is_repeated_from_the_start(tmp_path: Path) -> None:
     cluster = SimpleNamespace(rank=0, run_id="mine", world_size=1)
     for resume, repeated in (("auto", False), (str(tmp_path), True)):
         config = config_of(LAB_RESUME=resume, LAB_RUN_ID="mine", LAB_STEPS="9")
-        start = start_record(config, cluster, "")  # type: ignore[arg-type]
+        start = start_record(config, cluster, MODE)  # type: ignore[arg-type]
         assert start.repeat["LAB_STEPS"] == "9" and ("LAB_RESUME" in start.repeat) == repeated
+
+
+def test_a_start_names_the_mistake_that_is_made() -> None:
+    cluster = SimpleNamespace(rank=0, run_id="mine", world_size=1)
+    made = start_record(config_of(LAB_BUG="lost_shard"), cluster, MODE)  # type: ignore[arg-type]
+    assert made.mistake == {"name": "lost_shard", "what": "a shard is lost", "check": "gradients"}
+    assert start_record(config_of(), cluster, MODE).mistake == {}  # type: ignore[arg-type]
 
 
 def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -117,8 +129,9 @@ def test_a_runs_folder_without_permission_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_the_version_is_that_of_the_sources() -> None:
-    assert source_version() == source_version()
-    assert len(source_version()) == 12
+    config = config_of()
+    assert source_version(config) == source_version(config)
+    assert len(source_version(config)) == 12
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

@@ -47,8 +47,25 @@ def start(rank: int = 0, world_size: int = 4, run_id: str = "dp-20261120-171500"
     repeat = {"RUN_MODE": "dp", "WORLD_SIZE": str(world_size), "LAB_SEED": "1"}
     versions = {"python": "3.11.2", "torch": "2.13.0+cpu", "lab": "0a1b2c3d4e5f"}
     return Start(
-        rank, run_id, "dp", world_size, f"worker{rank}", config | settings, repeat, versions, "gpt, 1.6M parameters"
+        rank,
+        run_id,
+        "dp",
+        world_size,
+        f"worker{rank}",
+        config | settings,
+        repeat,
+        versions,
+        "gpt, 1.6M parameters",
+        ["ddp"],
     )
+
+
+MISTAKE = {"name": "no_broadcast", "what": "every rank begins from weights of its own", "check": "replicas"}
+
+
+def mistaken(records: Ranks) -> Ranks:
+    """The same run with a mistake made on purpose."""
+    return bent(records, lambda record: replace(record, mistake=MISTAKE) if isinstance(record, Start) else record)
 
 
 def good_run(world_size: int = 4, steps: int = 20, variants: dict[str, float] = VARIANTS) -> Ranks:

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.report.made_up import bent, good_run, plus, start, with_check, with_measured, without, written
+from tests.workers.report.made_up import (
+    MISTAKE,
+    bent,
+    good_run,
+    mistaken,
+    plus,
+    start,
+    with_check,
+    with_measured,
+    without,
+    written,
+)
 from workers.report.judge import exit_code, first, judge, pytorch_own, write_run
 from workers.report.lines import BrokenRecord, read_run
 from workers.report.records import (
@@ -180,7 +191,7 @@ def test_a_step_is_the_median_of_the_timed_ones() -> None:
     assert (naive["step_seconds"], naive["cpu_seconds"]) == ([2.0], [0.5])
 
 
-def test_pytorch_own_is_known_by_its_name() -> None:
+def test_pytorch_own_is_what_the_start_names() -> None:
     assert pytorch_own(judge(good_run())) == "ddp"
     assert pytorch_own(judge(good_run(variants={"naive": 1.0}))) is None
 
@@ -207,6 +218,11 @@ def test_the_same_records_give_the_same_run_json(tmp_path: Path) -> None:
     write_run(tmp_path, judge(read_run(written(tmp_path, records))))
     assert (tmp_path / "run.json").read_text() == at_once
     assert json.loads(at_once, parse_constant=pytest.fail)["checks"][2]["max_abs_diff"] is None
+
+
+def test_a_mistake_made_on_purpose_stands_in_run_json() -> None:
+    assert judge(mistaken(good_run()))["mistake"] == MISTAKE
+    assert judge(good_run())["mistake"] is None
 
 
 def test_one_rank_alone_is_judged_too() -> None:

@@ -1,11 +1,14 @@
 """What rank 0 prints last: columns in line, failures by name, and one line that says it all."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from tests.workers.report.made_up import good_run, pipeline_run, plus, with_check, with_measured, without
-from workers.report.judge import judge
-from workers.report.log import verdict_lines
-from workers.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
+import pytest
+
+from tests.workers.report.made_up import good_run, mistaken, pipeline_run, plus, with_check, with_measured, without
+from workers.report.judge import first, judge
+from workers.report.log import SECTIONS, untold, verdict_lines, words
+from workers.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Steps, Wire
 from workers.report.staircase import LEGEND
 
 REPORT = Path("runs/dp-20261120-171500/report.html")
@@ -104,3 +107,65 @@ def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
     assert said[-1].startswith(
         "LOST       rank 2 lost at step 17: silent for 2.5 s · no report written · repeat RUN_MODE=dp "
     )
+
+
+MADE = "mistake    LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that is meant to see it: replicas"
+
+
+def test_a_mistake_is_told_first_and_who_saw_it_last() -> None:
+    records = plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0), Check("ddp", "replicas", 0.25, 0.0))
+    said = lines(records)
+    assert said[0] == MADE
+    assert (
+        said[-2] == "mistake    seen by naive replicas, ddp replicas: the first differs by 5.0e-01 where 0 is allowed"
+    )
+    assert said[-1].startswith("FAIL       2 of 18 checks failed: naive replicas, ddp replicas · report ")
+
+
+def test_a_mistake_that_a_comparison_sees_is_told_with_both_numbers() -> None:
+    records = with_measured(good_run(), "naive", "wire bytes", 12e6, 2)
+    start = replace(first(records), mistake={"name": "twice", "what": "sends all twice", "check": "wire bytes"})
+    said = lines(records | {0: [start, *records[0][1:]]})
+    assert said[-2] == "mistake    seen by naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB"
+
+
+@pytest.mark.parametrize(
+    ("more", "how"),
+    [
+        ([Check("naive", "replicas", 0.0, 0.0)], "held: nothing in this run shows it"),
+        ([], "did not run: nothing in this run could show it"),
+    ],
+)
+def test_a_mistake_that_was_missed_is_told_as_missed(more: list[Check], how: str) -> None:
+    assert lines(plus(mistaken(good_run()), *more))[-2] == f"mistake    not seen: replicas {how}"
+
+
+def test_without_a_mistake_none_is_told() -> None:
+    assert not any(line.startswith("mistake") for line in lines(good_run()))
+
+
+def told_of(records: Ranks, *names: str) -> set[str]:
+    """The rows of these sections, as they were told from what was written until then."""
+    return {words(row) for name in names for row in SECTIONS[name](judge(records), records)}
+
+
+def test_what_was_told_while_the_run_went_on_is_not_told_again() -> None:
+    until_then = without(End, good_run())
+    told = told_of(until_then, "proof", "times", "measured", "memory")
+    left = verdict_lines(judge(good_run()), good_run(), REPORT, told)
+    assert [line.split()[0] for line in left] == ["checks", "skipped", "PASS"]
+    assert told >= {words(line) for line in lines(good_run())[:12]}
+
+
+def test_rows_that_came_later_are_told_under_their_heading() -> None:
+    told = told_of(good_run(), "proof")
+    later = plus(good_run(), Check("means", "losses", 1e-3, 1e-12))
+    left = verdict_lines(judge(later), later, REPORT, told)
+    assert [line.split()[0] for line in left[:3]] == ["proof", "means", "measured"]
+    assert untold([], told) == []
+
+
+def test_times_are_told_before_the_bytes_are_known() -> None:
+    (line,) = SECTIONS["times"](judge(good_run()), good_run())
+    assert line == "measured   naive 81.7, bucketed 50.5, ddp 50.5 ms a step; bytes and memory are counted now"
+    assert SECTIONS["times"](judge(without(Steps, good_run())), good_run()) == []

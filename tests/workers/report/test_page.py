@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.report.made_up import bent, good_run, plus, with_check, without
+from tests.workers.report.made_up import bent, good_run, mistaken, plus, with_check, without
 from workers.report import charts, memory
 from workers.report.judge import judge
 from workers.report.page import page, write_page
@@ -91,6 +91,16 @@ def test_the_page_is_one_file() -> None:
     assert '<meta name="viewport" content="width=device-width' in shown
     assert "default-src 'none'" in shown
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", shown)
+
+
+def test_a_mistake_stands_right_under_the_verdict() -> None:
+    shown = drawn(plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0)))
+    header = shown[shown.index("<header") : shown.index("</header>")]
+    made, seen = (
+        header.index(words) for words in ("LAB_BUG=no_broadcast: every rank begins", "seen by naive replicas")
+    )
+    assert header.index('class="verdict"') < made < seen < header.index("<h1>")
+    assert 'class="mistake"' not in drawn(good_run())
 
 
 def test_what_went_wrong_comes_first() -> None:

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from workers.report.progress import Progress
+from workers.report.journal import Journal
+from workers.report.progress import Progress, working
 
 
 class Terminal(io.StringIO):
@@ -45,3 +46,18 @@ def test_what_is_not_shown_is_silent_everywhere() -> None:
     with Progress(3, "measured", pytest.fail, terminal, shown=False) as shown:
         shown.advance(3)
     assert terminal.getvalue() == ""
+
+
+def test_a_quiet_run_says_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    monkeypatch.setattr("workers.report.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("workers.report.progress.time.time", lambda: 5000.0 + now)
+    journal, seen = Journal(), []
+    for second in range(46):
+        now = 100.0 + second
+        if second == 15:
+            journal.say("something else")
+        working(journal, 5094.0, 2, "proof of ring")
+        seen += [(second, line) for line in capsys.readouterr().out.splitlines()]
+    assert [second for second, _ in seen] == [10, 15, 25, 35, 45]
+    assert seen[0][1] == "working    proof of ring, step 2 (16 s since the start)"

@@ -114,7 +114,7 @@ def test_default_sizes_and_description() -> None:
 
 
 def test_width_that_heads_cannot_share_is_refused() -> None:
-    assert models.faults(config_of(LAB_HEADS="5")) == [
+    assert models.refusals(config_of(LAB_HEADS="5")) == [
         "LAB_WIDTH=16 is not a multiple of LAB_HEADS=5: heads share the width equally"
     ]
-    assert models.faults(config_of(LAB_HEADS="5", LAB_MODEL="mlp")) == []
+    assert models.refusals(config_of(LAB_HEADS="5", LAB_MODEL="mlp")) == []

@@ -18,7 +18,7 @@ def test_the_default_is_pythons_own_source() -> None:
     assert 2**20 < len(first) <= text.MAX_BYTES
     assert first == text.read(config_of())
     assert b"import" in first
-    assert text.faults(config_of()) == []
+    assert text.refusals(config_of()) == []
 
 
 def test_a_folder_is_read_in_order(tmp_path: Path) -> None:
@@ -62,11 +62,11 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: bytes | No
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
-    faults = text.faults(config_of(path))
+    faults = text.refusals(config_of(path))
     assert len(faults) == 1
     assert words in faults[0]
     assert str(path) in faults[0]
-    assert text.faults(config_of(path, LAB_MODEL="mlp")) == []
+    assert text.refusals(config_of(path, LAB_MODEL="mlp")) == []
 
 
 def test_one_sample_is_enough(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_one_sample_is_enough(tmp_path: Path) -> None:
 
     (tmp_path / "text").write_bytes(bytes(range(65)))
     config = config_of(tmp_path / "text")
-    assert text.faults(config) == []
+    assert text.refusals(config) == []
     inputs, targets, _ = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64).full(2)
     assert inputs[3].tolist() == list(range(64))
     assert targets[3].tolist() == list(range(1, 65))

@@ -1,38 +1,27 @@
-"""What sharded data parallelism claims before it runs: bytes, calls, and the sizes that it cannot take."""
+"""What sharded data parallelism predicts before it runs: bytes sent and held, and calls."""
 
 from typing import Any
 
 import torch
 
-from experiments.fsdp.faults import invisible
 from workers.config import Config
 from workers.measure.formulas import Prediction
+from workers.measure.formulas.collectives import algorithmic_factor
 from workers.measure.formulas.sharding import fully_shard_bytes, rest_bytes, zero_bytes
-from workers.workload import data, model, text
 from workers.workload.model import outline
 
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_kept": 3}
+BY_HAND = {"naive": 3, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_kept": 3}  # by stage
 
 
-def title(config: Config) -> str:
-    """What is trained, for headings."""
-    return outline(config).describe()
-
-
-def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
-    faults = model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
-    if config.offload and config.device != "cuda":
-        faults.append("LAB_OFFLOAD=1 moves shards from the GPU's memory to the host's: it needs LAB_DEVICE=cuda")
-    if "zero3_kept" in config.variant and not config.recompute:
-        faults.append("LAB_VARIANT='zero3_kept' is zero3 without recomputation, to compare with: set LAB_RECOMPUTE=1")
-    return faults
+def tied(config: Config) -> bool:
+    """Whether the first and the last layer share a weight, and so are one unit."""
+    return config.tie and config.model == "gpt"
 
 
 def units(config: Config) -> list[int]:
     """Parameters of each flat unit: a layer, and one of both ends where LAB_TIE makes them share a weight."""
     layers = list(outline(config).layers)
-    if config.tie and config.model == "gpt":
+    if tied(config):
         first, *blocks, last = layers
         groups = [[first, last], *([block] for block in blocks)]
     else:
@@ -52,33 +41,44 @@ def owned(config: Config, rank: int) -> int:
     )
 
 
-def predict(config: Config) -> list[Prediction]:
+def predict(config: Config, *, reshard: bool) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
-    named = [name for name in STAGES if name != "zero3_kept" or config.recompute]
-    sent = [by_hand(config, name) for name in named] + [by_torch(config)]
+    named = [name for name in BY_HAND if name != "zero3_kept" or config.recompute]
+    staged = [by_stage(config, name, gathers=2 if reshard else 1) for name in named if name != "naive"]
+    sent = [naively(config), *staged, by_torch(config, gathers=2 if reshard else 1)]
     return sent + [at_rest(config, name) for name in [*named, "fsdp2"]]
 
 
-def by_hand(config: Config, name: str) -> Prediction:
-    """The moves of ours: every rank sends the same."""
-    ranks, parts, stage = config.world_size, config.num_microbatches, STAGES[name]
-    gathers = 2 if config.reshard else 1
+def naively(config: Config) -> Prediction:
+    """Of every layer two gathers and an all_reduce, which moves as much as two more, in each microbatch."""
+    ranks, parts = config.world_size, config.num_microbatches
     itemsize: int = getattr(torch, config.dtype).itemsize
-    shared = int(config.tie and config.model == "gpt")  # the first unit stays from its first use to its last
+    moved = chunks(config)
+    moved += moved[:1] * tied(config)  # both ends move the unit that they share
+    total = 4 * parts * algorithmic_factor("all_gather", ranks) * ranks * sum(moved) * itemsize
+    calls = 3 * parts * len(moved) + (config.clip is not None)
+    return Prediction("naive", "wire bytes", "B", f"{4 * parts}(N-1)/N x S", (total,) * ranks, calls)
+
+
+def by_stage(config: Config, name: str, gathers: int) -> Prediction:
+    """The moves of ours: every rank sends the same."""
+    ranks, parts, stage = config.world_size, config.num_microbatches, BY_HAND[name]
+    itemsize: int = getattr(torch, config.dtype).itemsize
     total, calls = 0.0, 0
     for index, chunk in enumerate(chunks(config)):
-        times = 1 if index < shared else gathers
+        times = 1 if index == 0 and tied(config) else gathers  # a shared unit stays from its first use to its last
         total += zero_bytes(stage, ranks, ranks * chunk * itemsize, parts, times)
         moves = {1: 2, 2: parts + 1, 3: parts * (times + 1)}[stage]
         calls += moves * (1 if config.backend == "nccl" else ranks - 1)
     times = {1: 2, 2: parts + 1, 3: parts * (gathers + 1)}[stage]
-    clips = int(config.clip is not None)
-    return Prediction(name, "wire bytes", "B", f"{times}(N-1)/N x S", (total,) * ranks, calls + clips)
+    return Prediction(
+        name, "wire bytes", "B", f"{times}(N-1)/N x S", (total,) * ranks, calls + (config.clip is not None)
+    )
 
 
-def by_torch(config: Config) -> Prediction:
+def by_torch(config: Config, gathers: int) -> Prediction:
     """fully_shard's: gathers as zero3's, and sums as the backend has them."""
-    ranks, parts, gathers = config.world_size, config.num_microbatches, 2 if config.reshard else 1
+    ranks, parts = config.world_size, config.num_microbatches
     itemsize: int = getattr(torch, config.dtype).itemsize
     total = fully_shard_bytes(ranks, sum(units(config)) * itemsize, parts, gathers, config.backend)
     moves = parts * (gathers + (2 if config.backend == "gloo" else 1))
@@ -89,8 +89,8 @@ def by_torch(config: Config) -> Prediction:
 
 def at_rest(config: Config, name: str) -> Prediction:
     """Weights, gradients and optimizer state of what a rank owns; where whole units are kept, and in chunks, padding is too."""
-    ranks, stage, total = config.world_size, STAGES.get(name, 3), sum(units(config))
-    adam, masters = config.optimizer == "adamw", config.dtype == "bfloat16" and name in STAGES
+    ranks, stage, total = config.world_size, BY_HAND.get(name, 3), sum(units(config))
+    adam, masters = config.optimizer == "adamw", config.dtype == "bfloat16" and name in BY_HAND
     itemsize = 4 if config.dtype == "bfloat16" and name == "fsdp2" else getattr(torch, config.dtype).itemsize
     like: dict[str, Any] = {
         "itemsize": itemsize,
@@ -109,7 +109,22 @@ def at_rest(config: Config, name: str) -> Prediction:
         2: f"({itemsize} + {itemsize + remembered}/N) x P",
         3: f"{2 * itemsize + remembered}/N x P",
     }[stage]
-    return Prediction(name, "rest bytes", "B", formula, value, 0, decides=name in STAGES)
+    return Prediction(name, "rest bytes", "B", formula, value, 0, decides=name in BY_HAND)
+
+
+def summary(config: Config) -> str:
+    """One line of what is kept."""
+    total, zero3 = outline(config).num_parameters(), at_rest(config, "zero3")
+    everything = at_rest(config.model_copy(update={"world_size": 1}), "zero3").value[0]
+    return (
+        f"{total / 1e6:.3g}M parameters: dp would hold {everything / 1e6:.3g} MB on every rank at rest, zero3 holds "
+        f"{zero3.formula} = {max(zero3.value) / 1e6:.3g} MB"
+    )
+
+
+def holds(config: Config, rank: int) -> str:
+    """What a rank owns, for its own log."""
+    return f"holds      {owned(config, rank)} of {outline(config).num_parameters()} parameters"
 
 
 def published() -> tuple[str, list[str], list[list[str]]]:

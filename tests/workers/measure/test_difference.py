@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workers.passes.proof import difference, larger
+from workers.measure.difference import difference, larger
 
 DENSE = {"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])}
 

@@ -1,14 +1,8 @@
-"""What tensor parallelism claims before it runs: the sizes that it can split, and those that only some variants can."""
+"""What tensor parallelism cannot run: sizes that it cannot slice, and those that PyTorch's own cannot."""
 
-from experiments.tp.faults import invisible
 from workers.config import Config
-from workers.workload import data, model, text
-from workers.workload.model import VOCABULARY, outline
-
-
-def title(config: Config) -> str:
-    """What is trained, for headings."""
-    return outline(config).describe()
+from workers.contract import untrainable
+from workers.workload.model import VOCABULARY
 
 
 def parts(config: Config) -> dict[str, int]:
@@ -20,7 +14,7 @@ def parts(config: Config) -> dict[str, int]:
 
 
 def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
+    """Fewer units than ranks; and what makes no batch for all of them."""
     if config.model == "line":
         return ["LAB_MODEL=line has nothing that could be split, allowed: mlp, gpt"]
     ranks = config.world_size
@@ -29,13 +23,11 @@ def refuse(config: Config) -> list[str]:
         for name, count in parts(config).items()
         if count < ranks
     ]
-    named = [f"LAB_VARIANT={name} cannot run: {why}" for name, why in cannot(config).items() if name in config.variant]
-    faults = model.faults(config) + data.faults(config, 1) + text.faults(config)
-    return small + ([] if small else named) + faults + invisible(config)
+    return small + untrainable(config, 1)
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """Variants that these sizes rule out, and why."""
+    """`dtensor`, where the ranks' slices are not alike."""
     ranks = config.world_size
     uneven = [name for name, count in parts(config).items() if count % ranks]
     return (

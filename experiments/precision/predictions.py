@@ -1,68 +1,39 @@
-"""What 16 bits claim before they run: bytes sent and held, and the settings that they cannot take."""
+"""What 16 bits predict before they run: bytes sent and held; and the settings that they cannot take."""
 
 import torch
 
 from workers.config import Config
-from workers.lab import Bug, no_checkpoints
+from workers.contract import untrainable
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
-from workers.workload import data, model, text
 from workers.workload.model import outline
 
-VARIANTS = ("fp32", "bf16", "fp16", "fp16_scaled", "bf16_master", "fp16_master", "bf16_stochastic")
+NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "fp16_master", "bf16_stochastic")
 SCALED = ("fp16_scaled", "fp16_master")
 COPIED = ("fp16_scaled", "bf16_stochastic")  # stepped in float32, which is not kept
-
-BUGS = {
-    "unscaled_clip": Bug(
-        "gradients are clipped while they still carry the scale of the loss: their norm is 65536 times too large, so that what "
-        "is left after unscaling is far too small",
-        "clipped gradients",
-    )
-}
-
-
-def title(config: Config) -> str:
-    """What is trained, for headings."""
-    return outline(config).describe()
 
 
 def refuse(config: Config) -> list[str]:
     """What this mode cannot run."""
-    faults = model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
-    if config.dtype != "float32":
-        faults.append(f"LAB_DTYPE={config.dtype!r} is what the variants of precision choose, allowed: float32")
-    return faults + no_checkpoints(config, "saves neither the scale of the loss nor the state of its random rounding")
-
-
-def invisible(config: Config) -> list[str]:
-    """A sentence if no check could see LAB_BUG with these settings."""
-    if config.bug != "unscaled_clip":
-        return []
-    reasons = [
-        (not config.proof, "LAB_PROOF=0: nothing is compared"),
-        (config.clip is None, "LAB_CLIP unset: nothing is clipped"),
-        (
-            bool(config.variant) and not set(config.variant) & set(SCALED),
-            f"these variants: it takes {' or '.join(SCALED)}",
-        ),
-    ]
-    return [f"LAB_BUG=unscaled_clip cannot show with {reason}" for applies, reason in reasons if applies][:1]
+    if config.dtype == "float32":
+        return untrainable(config)
+    chosen = f"LAB_DTYPE={config.dtype!r} is what the variants of precision choose, allowed: float32"
+    return [*untrainable(config), chosen]
 
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes of one step of each variant, and what stands in memory between two steps, a value a rank."""
     numels = [parameter.numel() for parameter in outline(config).parameters()]
     predictions = []
-    for name in VARIANTS:
+    for name in NAMES:
         itemsize = 4 if name == "fp32" else 2
         calls = len(layout([numel * itemsize for numel in numels], config.bucket_mib * 2**20))
         total = all_reduce_bytes("gloo", config.world_size, sum(numels) * itemsize)
         value = (total,) * config.world_size
         predictions.append(Prediction(name, "wire bytes", "B", f"2(N-1)/N x {itemsize}P", value, calls))
-    return predictions + [at_rest(config, name, numels) for name in VARIANTS]
+    return predictions + [at_rest(config, name, numels) for name in NAMES]
 
 
 def at_rest(config: Config, name: str, numels: list[int]) -> Prediction:

@@ -1,32 +1,21 @@
-"""What data parallelism claims before it runs: bytes sent and held, calls, and the sizes that it cannot take."""
+"""What data parallelism predicts before it runs: bytes sent and held, and calls."""
 
 import torch
 
-from experiments.dp import line
-from experiments.dp.faults import invisible
 from workers.config import Config
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
-from workers.workload import data, model, text
 from workers.workload.model import outline
 
-
-def title(config: Config) -> str:
-    """What is trained, for headings."""
-    return outline(config).describe()
+LINE_ONLY = ("means", "coordinator")
 
 
-def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
-    if config.model != "line":
-        strangers = [name for name in config.variant if name in line.VARIANTS]
-        wrong = [f"LAB_VARIANT={name!r} belongs to the first lesson: set LAB_MODEL=line" for name in strangers]
-    else:
-        wrong = []
+def cannot(config: Config) -> dict[str, str]:
+    """The first lesson's own variants, with any other model than its line."""
     return (
-        wrong + model.faults(config) + data.faults(config, config.world_size) + text.faults(config) + invisible(config)
+        {} if config.model == "line" else dict.fromkeys(LINE_ONLY, "it belongs to the first lesson: set LAB_MODEL=line")
     )
 
 

@@ -1,45 +1,30 @@
-"""What the server and its like claim before they run: bytes sent a step, and the settings that they cannot take."""
+"""What the server and its like predict before they run: bytes sent a step; and the settings that they cannot take."""
 
 import torch
 
-from experiments.server.faults import invisible
 from workers.config import Config
-from workers.lab import Lab, no_checkpoints
+from workers.contract import untrainable
+from workers.lab import Lab
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.server import averaging_bytes, server_bytes
 from workers.parallel.buckets import layout
-from workers.workload import data, model, text
 from workers.workload.model import outline
 
 ASYNCHRONOUS = ("ssp", "downpour")
 SHOWN_RANKS = (2, 4, 8, 16, 32, 64)
 
 
-def title(config: Config) -> str:
-    """What is trained, for headings."""
-    return outline(config).describe()
-
-
 def refuse(config: Config) -> list[str]:
     """What this mode cannot run."""
-    unable = cannot(config)
-    wrong = [f"LAB_VARIANT={name!r} is not possible here: {unable[name]}" for name in config.variant if name in unable]
+    refusals = untrainable(config)
     if config.trace and config.variant and set(config.variant) <= set(ASYNCHRONOUS):
         allowed = "dp, sync, local_sgd, diloco"
-        wrong.append(
-            f"LAB_TRACE=1 profiles a step that all ranks take, which LAB_VARIANT leaves out, allowed beside it: {allowed}"
+        refusals.append(
+            "LAB_TRACE=1 profiles a step that all ranks take, which LAB_VARIANT leaves out, "
+            f"allowed beside it: {allowed}"
         )
-    wrong += no_checkpoints(
-        config, "makes none, since out of step there is no step at which all workers hold the same state"
-    )
-    return (
-        wrong
-        + model.faults(config)
-        + data.faults(config, config.world_size)
-        + text.faults(config)
-        + invisible(config, unable)
-    )
+    return refusals
 
 
 def cannot(config: Config) -> dict[str, str]:
@@ -57,9 +42,9 @@ def weight_bytes(config: Config) -> int:
     return outline(config).num_parameters() * itemsize
 
 
-def predict(config: Config) -> list[Prediction]:
-    """Bytes that each rank sends in a step, and in how many calls; of the asynchronous ones where all take as many steps."""
-    ranks, nbytes, h = config.world_size, weight_bytes(config), config.local_steps
+def predict(config: Config, local_steps: int) -> list[Prediction]:
+    """Bytes that each rank sends in a step, and in how many calls; if asynchronous, where all take as many steps."""
+    ranks, nbytes, h = config.world_size, weight_bytes(config), local_steps
     itemsize: int = getattr(torch, config.dtype).itemsize
     sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
     buckets = len(layout(sizes, config.bucket_mib * 2**20))
@@ -82,14 +67,14 @@ def predict(config: Config) -> list[Prediction]:
     ]
 
 
-def show_bytes(lab: Lab) -> None:
+def show_bytes(lab: Lab, local_steps: int) -> None:
     """The busiest rank's bytes as N grows: the server's wall, and the ring that stays under 2S."""
-    nbytes, h = weight_bytes(lab.config), lab.config.local_steps
+    nbytes, h = weight_bytes(lab.config), local_steps
     size, ranks = nbytes / 1e6, lab.world_size
     ring = 2 * (ranks - 1) / ranks * size
     lab.say(
-        f"S = {size:.3g} MB: a worker sends S a step and rank 0 (N-1) x S = {(ranks - 1) * size:.3g} MB, as much comes in "
-        f"there; a ring sends 2(N-1)/N x S = {ring:.3g} MB a rank; every {h} steps, 1/{h} of it",
+        f"S = {size:.3g} MB: a worker sends S a step and rank 0 (N-1) x S = {(ranks - 1) * size:.3g} MB, as much comes "
+        f"in there; a ring sends 2(N-1)/N x S = {ring:.3g} MB a rank; every {h} steps, 1/{h} of it",
         "predict",
     )
     rows: list[list[float]] = []

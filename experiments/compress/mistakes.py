@@ -1,0 +1,131 @@
+"""The classic mistakes of compression, made on purpose by LAB_BUG, each with the check that has to see it."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from experiments.compress.predictions import METHODS, own
+from experiments.compress.reference import rank_seed
+from workers.config import Config
+from workers.contract import Instead, Mistake, Needs
+from workers.parallel.buckets import AllReduceOf, GradientBuckets
+from workers.parallel.compression import Compressor, Handle
+from workers.parallel.lowrank import LowRank, first_factor, orthonormal
+from workers.parallel.quantised import Quantised
+from workers.parallel.sparse import RandomK
+
+
+class Forgetful:
+    """A compressor whose residual is gone before the next step."""
+
+    residual = None
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+
+    def __call__(self, bucket: Tensor) -> Handle:
+        self.compressor.residual = None
+        return self.compressor(bucket)
+
+
+class ForgetfulBuckets(GradientBuckets):
+    """Buckets of forgetful compressors, wherever there is something to forget."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: float, *,
+        all_reduce_of: AllReduceOf,
+    ) -> None:  # fmt: skip
+        def forgetful_of(shapes: list[torch.Size]) -> Forgetful | Compressor:
+            compressor = all_reduce_of(shapes)
+            assert isinstance(compressor, Compressor)
+            return Forgetful(compressor) if compressor.feedback else compressor
+
+        super().__init__(parameters, group, bucket_bytes, all_reduce_of=forgetful_of)
+
+
+class OwnPlaces(RandomK):
+    """Draws from a seed of its rank's own."""
+
+    def __init__(self, group: dist.ProcessGroup, ratio: float, seed: int, *, feedback: bool) -> None:
+        super().__init__(group, ratio, rank_seed(seed, group.rank()), feedback=feedback)
+
+
+class Overflowing(Quantised):
+    """As many levels as 8 bits have, whatever the number of codes that are added."""
+
+    def __init__(self, group: dist.ProcessGroup, seed: int, *, feedback: bool) -> None:
+        super().__init__(group, seed, feedback=feedback)
+        self.levels = 127
+
+
+class PerRank(LowRank):
+    """Factors of each rank's own, as the lesson had them; what is summed are the products."""
+
+    def __call__(self, bucket: Tensor) -> Handle:
+        values = self.with_residual(bucket)
+        sent = values.clone()
+        matrices, _ = self.members(sent)
+        for matrix in matrices:
+            random = first_factor(torch.Size((matrix.shape[1], self.rank)), self.seed + self.group.rank())
+            p = orthonormal(matrix @ random.to(matrix))
+            matrix.copy_(p @ (p.T @ matrix))
+        if self.feedback:
+            values.sub_(sent)
+        bucket.copy_(sent)
+        work = dist.all_reduce(bucket, group=self.group, async_op=True)
+        return Handle(lambda: work.wait())
+
+
+# --- the settings that hide one ---
+
+
+def nothing_to_forget(config: Config) -> str:
+    """Where all is sent, or what is not sent is dropped on purpose."""
+    if not own(config).error_feedback:
+        return "LAB_ERROR_FEEDBACK=0: there is none to forget"
+    chosen = {name for name in METHODS if not config.variant or name in config.variant}
+    return "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and own(config).ratio == 1 else ""
+
+
+def every_place(config: Config) -> str:
+    """Where there is no choice of places, seeds do not matter."""
+    return "LAB_RATIO=1: all places are drawn" if own(config).ratio == 1 else ""
+
+
+def few_rows(config: Config) -> str:
+    """No gradient of a matrix has a higher rank than the batch has rows, so products of that rank are exact."""
+    rows = config.batch * (config.seq if config.model == "gpt" else 1)
+    if own(config).low_rank < rows:
+        return ""
+    return (
+        f"LAB_LOW_RANK={own(config).low_rank}: gradients of {rows} rows have no higher rank, allowed: less than {rows}"
+    )
+
+
+MISTAKES = {
+    "no_error_feedback": Mistake(
+        "what is not sent is dropped, although error feedback is on: it never reaches the weights",
+        "sent + residual",
+        Instead(METHODS, {"buckets": ForgetfulBuckets}),
+        Needs(ranks=1, unless=nothing_to_forget),
+    ),
+    "unshared_seed": Mistake(
+        "each rank draws random-k's places from a seed of its own: numbers of different places are added",
+        "formula",
+        Instead(("randomk",), {"compressor": OwnPlaces}),
+        Needs(unless=every_place),
+    ),
+    "int8_overflow": Mistake(
+        "codes of up to 127 are added in 8 bits: 127 + 127 wraps to -2",
+        "formula",
+        Instead(("int8",), {"compressor": Overflowing}),
+    ),
+    "per_rank_powersgd": Mistake(
+        "each rank factors its gradient alone and products are added: rank N·r, and a dense tensor is sent",
+        "rank",
+        Instead(("powersgd", "powersgd_plain"), {"compressor": PerRank}),
+        Needs(unless=few_rows),
+    ),
+}

@@ -1,0 +1,48 @@
+"""What a bucket gets, gives and keeps, written down while it is summed: on what the proof rests."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.contract import Strategy
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.compression import Handle
+from workers.strategies.replica import Replica
+
+
+class Witness:
+    """An AllReduce that stands before another, and knows of the last step on this rank, flat:"""
+
+    values: Tensor  # gradient, and residual before
+    rest: Tensor  # residual after
+    total: Tensor  # what all ranks then hold as their sum
+
+    def __init__(self, watched: Any) -> None:
+        self.watched = watched
+
+    def __call__(self, bucket: Tensor) -> Handle:
+        self.values = bucket + self.residual(bucket)
+        handle = self.watched(bucket)
+
+        def end() -> None:
+            if handle is not None:
+                handle.wait()
+            self.rest, self.total = self.residual(bucket).clone(), bucket.clone()
+
+        return Handle(end)
+
+    def residual(self, like: Tensor) -> Tensor:
+        """What is kept, zero where nothing is."""
+        residual: Tensor | None = getattr(self.watched, "residual", None)
+        return torch.zeros_like(like) if residual is None else residual
+
+
+def watched(strategy: Strategy) -> tuple[GradientBuckets, list[Witness]]:
+    """The buckets of a strategy, and from here on a witness of each."""
+    assert isinstance(strategy, Replica)
+    buckets = strategy.gradients
+    assert isinstance(buckets, GradientBuckets)
+    witnesses = [Witness(each) for each in buckets.all_reduces]
+    buckets.all_reduces[:] = witnesses
+    return buckets, witnesses

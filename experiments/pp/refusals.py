@@ -1,0 +1,46 @@
+"""What a pipeline cannot run: models of too few layers, and sizes that some of its schedules cannot take."""
+
+from workers.config import Config
+from workers.contract import untrainable
+
+
+def depth(config: Config) -> int:
+    """Layers that are divided; gpt's embedding and head go with the first and the last one."""
+    return 1 if config.model == "line" else config.depth
+
+
+def refuse(config: Config) -> list[str]:
+    """Fewer layers than stages; and what makes no batch for all of them."""
+    layers, ranks, small = depth(config), config.world_size, []
+    if ranks > layers:
+        what = "LAB_MODEL=line is one layer" if config.model == "line" else f"LAB_DEPTH={layers} layers"
+        verb = ", less than" if config.model == "line" else " are fewer than"
+        small = [f"{what}{verb} WORLD_SIZE={ranks}: every stage needs one, allowed: 1 to {layers} ranks"]
+    return small + untrainable(config, 1)
+
+
+def cannot(config: Config, chunks: int) -> dict[str, str]:
+    """The variants that cannot take these sizes, each with the reason; `chunks` is LAB_CHUNKS."""
+    ranks, microbatches, batch = config.world_size, config.num_microbatches, config.batch
+    stages = ranks * chunks
+    reasons = {}
+    if stages > depth(config):
+        reasons["interleaved"] = (
+            f"LAB_CHUNKS={chunks} on {ranks} ranks makes {stages} stages, more than the {depth(config)} layers"
+        )
+    elif config.backend == "nccl" and ranks > 1:
+        reasons["interleaved"] = (
+            "NCCL runs messages in the order of their launch, and ranks with chunks would wait in a circle"
+        )
+    for name in ("torch_gpipe", "torch_1f1b"):
+        if batch % microbatches:
+            reasons[name] = (
+                f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of LAB_MICROBATCHES={microbatches}"
+            )
+        elif config.device == "cuda" and config.backend == "gloo":
+            reasons[name] = "it hands gloo tensors that live on a GPU, which gloo does not send"
+    if microbatches < ranks:
+        reasons.setdefault(
+            "torch_1f1b", f"LAB_MICROBATCHES={microbatches} is fewer than its {ranks} stages, which torch refuses"
+        )
+    return reasons

@@ -1,0 +1,64 @@
+"""A lesson by its name, or by the path of one that is not in experiments/."""
+
+from pathlib import Path
+
+import pytest
+
+from workers.config import ConfigError
+from workers.config.values import modes
+from workers.rank.modes import load, modes_that
+
+LESSON = """\"\"\"The idea.
+
+More of it.\"\"\"
+from workers.contract import Mode, Variant
+import {sibling}
+MODE = Mode(variants=(Variant("one"),))
+"""
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_every_mode_of_ours_is_found_with_its_idea(mode: str) -> None:
+    lesson = load(mode)
+    assert len(lesson.idea.splitlines()) > 3
+    assert lesson.variants or mode == "train"
+
+
+def test_a_lesson_from_outside_is_no_different(tmp_path: Path) -> None:
+    (tmp_path / "outside.py").write_text(LESSON.format(sibling="helps_outside"))
+    (tmp_path / "helps_outside.py").write_text("")
+    lesson = load(str(tmp_path / "outside.py"))
+    assert (lesson.idea, lesson.names) == ("The idea.\n\nMore of it.", ("one",))
+
+
+def test_so_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "folded").mkdir()
+    (tmp_path / "folded" / "__init__.py").write_text(LESSON.format(sibling="folded.part"))
+    (tmp_path / "folded" / "part.py").write_text("")
+    assert load(str(tmp_path / "folded")).names == ("one",)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1\n", "has no MODE: a lesson ends with MODE = Mode(...)"),
+        ("MODE = 3\n", "has no MODE"),
+        ("x = 1\nraise KeyError('word')\n", "cannot be imported: KeyError: 'word' (line 2)"),
+        ("x = 1\n\ndef f(:\n", "cannot be imported: SyntaxError: invalid syntax (line 3)"),
+        (
+            "import nowhere_to_be_found\n",
+            "cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found' (line 1)",
+        ),
+    ],
+)
+def test_what_is_no_lesson_is_refused_in_one_sentence(tmp_path: Path, source: str, words: str) -> None:
+    (tmp_path / "wrong.py").write_text(source)
+    with pytest.raises(ConfigError) as refused:
+        load(str(tmp_path / "wrong.py"))
+    (sentence,) = refused.value.faults
+    assert sentence.startswith("RUN_MODE=") and words in sentence
+
+
+def test_modes_are_named_by_what_they_have() -> None:
+    assert modes_that(lambda mode: "ddp" in mode.by_torch) == "compress, dp"
+    assert modes_that(lambda mode: False) == ""

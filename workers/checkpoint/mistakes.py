@@ -1,0 +1,44 @@
+"""The classic mistakes of a save and of a resume, for every mode that makes checkpoints.
+
+save_without_barrier: rank 0 asks nobody and publishes what it sees. Whether the others' files are there then is a race; here they
+always lose it. resume_repeats_epoch: a resumed run forgets how far into its epoch it was.
+"""
+
+from pathlib import Path
+
+from workers.config import Config
+from workers.contract import Arrive, Instead, Mistake, Needs
+
+
+def hold_back(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], Arrive]:
+    """Of all ranks but 0: take `files` out of the partial folder, and put them into the published one once it is there."""
+    waiting = {path.relative_to(partial): path.read_bytes() for path in files} if rank > 0 else {}
+    for name in waiting:
+        (partial / name).unlink()
+
+    def arrive(final: Path) -> None:
+        for name, content in waiting.items():
+            (final / name).write_bytes(content)
+
+    return ([] if rank > 0 else files), arrive
+
+
+def one_batch(config: Config) -> str:
+    """Why an epoch that is begun anew would not show."""
+    return "LAB_MODEL=line: its epoch is one batch" if config.model == "line" else ""
+
+
+MISTAKES = {
+    "save_without_barrier": Mistake(
+        "rank 0 declares a checkpoint complete before the other ranks have written their shards",
+        "checkpoint",
+        Instead(shards_written=hold_back),
+        Needs(proof=False, saves=True),
+    ),
+    "resume_repeats_epoch": Mistake(
+        "a resumed run begins its epoch anew: the samples that were seen before are seen twice",
+        "resumed samples",
+        Instead(resumed_batch=lambda batch: 0),  # noqa: ARG005
+        Needs(ranks=1, saves=True, unless=one_batch),
+    ),
+}

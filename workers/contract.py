@@ -1,0 +1,237 @@
+"""The contract of a mode: what a lesson states about itself, with a default that works for all that it leaves out.
+
+    MODE = Mode(variants=(Variant("naive", naive), Variant("ddp", ddp, by_torch=True)))
+
+is a whole mode: both variants are proven against one process, timed, counted and drawn. Whatever the lab knows of a mode it reads from
+this object, so a mode from outside of experiments/ is no different from ours. A mistake is a substitution (`Instead`): the right path
+never asks which mistake is on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from workers.config import Config
+from workers.config.options import ModeOptions
+from workers.measure.formulas import Prediction
+from workers.measure.ledger import Traffic
+from workers.workload import data, text
+from workers.workload import model as models
+from workers.workload.data import Batches, Microbatch
+from workers.workload.model import outline
+
+
+class Strategy(Protocol):
+    """One way of training a model on many ranks.
+
+    Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat.
+    """
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """Forward and backward of this rank's microbatches, gradients synchronised, once a step.
+
+        Returns this rank's share of the loss, detached: the shares of all ranks add up to the mean loss of the batch.
+        None where a rank sees no loss.
+        """
+
+    def update(self) -> None:
+        """Clip, and step the optimizer."""
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """A collective: dense "gradients", "weights" or "optimizer" state under dense names on rank 0, one at a time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs: 'weights.<name>' and 'optimizer.<key>.<name>', each a view of what is trained on.
+
+        Dense names; a Tensor where this rank holds it whole, a Piece or a DTensor where it holds a part, none where nothing.
+        """
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which `state_dict` gave and a checkpoint has filled in place."""
+
+
+Build: TypeAlias = Callable[..., Strategy]  # (model, mesh, config), and parts that a mistake replaces, by keyword
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of a run: its name, and what makes its strategy on this rank; None where the mode's own `run` makes something of it."""
+
+    name: str
+    build: Build | None = None
+    by_torch: bool = False  # PyTorch's own, which the others are held against
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one step of a variant sent from this rank, and what it held: bytes for the backward pass, and all by class."""
+
+    traffic: Traffic
+    activation_bytes: int
+    rest: dict[str, int]  # bytes by class (measure/purposes.py) between two steps
+    peak: dict[str, int]  # and when the step held most
+
+
+@dataclass(frozen=True)
+class Measured(Counted):
+    """`Counted`, and of the timed steps the bubble: on rank 0, where the variant marks its passes."""
+
+    bubble: float | None
+
+
+Arrive: TypeAlias = Callable[[Path], None]
+ShardsWritten: TypeAlias = Callable[[list[Path], Path, int], tuple[list[Path], Arrive]]
+
+
+def all_there(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], Arrive]:  # noqa: ARG001
+    """A rank's files of a checkpoint when it says that they are written: all, and nothing arrives in the final folder later."""
+    return files, lambda final: None  # noqa: ARG005
+
+
+def where_it_was(batch: int) -> int:
+    """The batch of the epoch that a resumed run goes on with: the one that the checkpoint names."""
+    return batch
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What takes the place of the right thing where a mistake is made; None leaves it as it is.
+
+    Instead(variants=("flat", "bucketed"), parts={"buckets": StaleBuckets})      flat(model, mesh, config, buckets=StaleBuckets)
+    Instead(run={"sampler": None})                                              run(lab, sampler=None)
+    """
+
+    variants: Sequence[str] = ()  # which are made with other parts
+    parts: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of their makers
+    run: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the mode's own run
+    batches: Callable[..., Batches] | None = None  # another dealing of samples
+    shards_written: ShardsWritten | None = None  # of a checkpoint, see `all_there`
+    resumed_batch: Callable[[int], int] | None = None  # see `where_it_was`
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run has to have so that a mistake can show in it."""
+
+    ranks: int = 2
+    proof: bool = True
+    clip: bool = False
+    saves: bool = False
+    microbatches: int = 1
+    variants: Sequence[str] = ()  # those that can make it, where `Instead.variants` does not say so; empty: all
+    unless: Callable[[Config], str] = lambda config: ""  # noqa: ARG005  why these settings hide it, as `WORLD_SIZE=1: it takes two`
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A classic mistake that LAB_BUG makes on purpose: what breaks, the check that sees it, what is done instead, what it needs."""
+
+    what: str
+    check: str
+    where: Instead
+    needs: Needs = Needs()
+
+    def hidden(self, mode: "Mode", config: Config) -> str:
+        """Why no check of this run could see it, a phrase behind "cannot show with"; empty if one could."""
+        needs, makers = self.needs, list(self.where.variants or self.needs.variants)
+        impossible = mode.cannot(config)
+        chosen = [name for name in makers if not config.variant or name in config.variant]
+        missing = "; ".join(f"{name} cannot run: {impossible[name]}" for name in chosen if name in impossible)
+        reasons = [
+            (needs.proof and not config.proof, "LAB_PROOF=0: nothing is compared"),
+            (config.world_size < needs.ranks, f"WORLD_SIZE={config.world_size}: it takes {needs.ranks} ranks"),
+            (needs.clip and config.clip is None, "LAB_CLIP unset: nothing is clipped"),
+            (needs.saves and config.checkpoint_every is None, "LAB_CHECKPOINT_EVERY unset: nothing is saved"),
+            (
+                needs.saves and (config.checkpoint_every or 0) > config.steps,
+                "LAB_CHECKPOINT_EVERY above LAB_STEPS: nothing is saved",
+            ),
+            (
+                config.num_microbatches < needs.microbatches,
+                f"LAB_MICROBATCHES={config.num_microbatches}: it takes {needs.microbatches} microbatches",
+            ),
+            (bool(makers) and not chosen, f"these variants: it takes {' or '.join(makers)}"),
+            (bool(chosen) and set(chosen) <= set(impossible), f"these settings: {missing}"),
+        ]
+        return next((reason for applies, reason in reasons if applies), "") or needs.unless(config)
+
+
+def trained(config: Config) -> str:
+    """What is trained, for headings."""
+    return outline(config).describe()
+
+
+def untrainable(config: Config, num_shards: int | None = None) -> list[str]:
+    """Sentences why no model of these sizes can be trained on batches dealt in `num_shards` parts, by default one a rank."""
+    shards = config.world_size if num_shards is None else num_shards
+    return models.refusals(config) + data.refusals(config, shards) + text.refusals(config)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A lesson, as the lab sees it; every field has a default that works."""
+
+    idea: str = ""  # the docstring of its lesson, which whoever loads it fills in
+    variants: tuple[Variant, ...] = ()  # in reading order, the naive one first
+    run: Callable[[Any], None] | None = (
+        None  # on a lab.Lab; None: all variants are measured, and held against `predict`
+    )
+    title: Callable[[Config], str] = trained
+    options: type[ModeOptions] = ModeOptions  # its own variables, and sizes where its defaults differ
+    axes: Callable[[Config], dict[str, int]] = lambda config: {"dp": config.world_size}  # the batch is dealt along "dp"
+    predict: Callable[[Config], list[Prediction]] = lambda config: []  # noqa: ARG005
+    refuse: Callable[[Config], list[str]] = untrainable
+    cannot: Callable[[Config], Mapping[str, str]] = lambda config: {}  # noqa: ARG005  variants that these settings rule out, and why
+    mistakes: Mapping[str, Mistake] = field(default_factory=dict)
+    unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does
+    recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
+    reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
+    # What a mistake may replace in the passes.
+    batches: Callable[..., Batches] = Batches
+    shards_written: ShardsWritten = all_there
+    resumed_batch: Callable[[int], int] = where_it_was
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its variants' names, in reading order."""
+        return tuple(variant.name for variant in self.variants)
+
+    @property
+    def by_torch(self) -> tuple[str, ...]:
+        """The variants that are PyTorch's own."""
+        return tuple(variant.name for variant in self.variants if variant.by_torch)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the training of any variant is timed by itself."""
+        return any(variant.build is not None for variant in self.variants)
+
+    def mistaken(self, bug: str | None) -> "Mode":
+        """The same with the mistake `bug` made, if it is one."""
+        if bug is None or bug not in self.mistakes:
+            return self
+        where = self.mistakes[bug].where
+        others = {
+            name: getattr(where, name)
+            for name in ("batches", "shards_written", "resumed_batch")
+            if getattr(where, name) is not None
+        }
+        made = tuple(
+            replace(each, build=partial(each.build, **where.parts))
+            if each.build and each.name in where.variants
+            else each
+            for each in self.variants
+        )
+        run = partial(self.run, **where.run) if self.run is not None and where.run else self.run
+        return replace(self, variants=made, run=run, **others)
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """LAB_DTYPE as torch has it."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype

@@ -1,0 +1,65 @@
+"""One grid of named axes, and a group for each: the ranks that differ along that axis alone.
+
+    Mesh.grid({"dp": 2, "tp": 3}, world)      rank = 3·dp + tp, the last axis innermost, so that tp's ranks are neighbours
+    mesh["tp"]                                the group of this rank's three
+    mesh.size("pp"), mesh.index("pp")         1 and 0: an axis that is not there is one rank long
+
+Today's strategies take one axis, of which `mesh.group` is the group; those that stack take what they need by name. The grid is that
+of Megatron-LM (Narayanan et al. 2021, section 3) and of DeviceMesh. Nothing here is global: whoever builds gets it as an argument.
+"""
+
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class Mesh:
+    """This rank's groups by axis, in the order of the grid."""
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self.groups = dict(groups)
+
+    @classmethod
+    def grid(cls, sizes: Mapping[str, int], world: dist.ProcessGroup, timeout_s: float = 300.0) -> "Mesh":
+        """Lay the ranks of `world` out in rows of these `sizes`; a collective. Raises ValueError if they are not as many."""
+        if math.prod(sizes.values()) != world.size():
+            product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            raise ValueError(
+                f"a mesh of {product} takes {math.prod(sizes.values())} ranks, and there are {world.size()}"
+            )
+        if len(sizes) == 1:
+            return cls(dict.fromkeys(sizes, world))
+        ranks = torch.tensor(dist.get_process_group_ranks(world)).view(*sizes.values())
+        me = dist.get_global_rank(world, world.rank())
+        groups = {}
+        for dim, axis in enumerate(sizes):
+            rows = ranks.movedim(dim, -1).reshape(-1, sizes[axis]).tolist()
+            own = next(row for row in rows if me in row)
+            group = dist.new_group(
+                own, timedelta(seconds=timeout_s), use_local_synchronization=True, group_desc=f"mesh_{axis}"
+            )
+            assert isinstance(group, dist.ProcessGroup)
+            groups[axis] = group
+        return cls(groups)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of the only axis that is longer than one rank, or of the only one."""
+        long = [group for group in self.groups.values() if group.size() > 1] or list(self.groups.values())[:1]
+        if len(long) > 1:
+            raise ValueError(f"a mesh of {', '.join(self.groups)} has no one group: name the axis")
+        return long[0]
+
+    def __getitem__(self, axis: str) -> dist.ProcessGroup:
+        return self.groups[axis]
+
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`."""
+        return self.groups[axis].size() if axis in self.groups else 1
+
+    def index(self, axis: str) -> int:
+        """This rank's place along `axis`."""
+        return self.groups[axis].rank() if axis in self.groups else 0

@@ -1,0 +1,65 @@
+"""All passes over all variants, in their order: prove, time, count, and with LAB_TRACE=1 profile.
+
+Each pass makes its strategies anew, so that none inherits what another left. What is measured is held against what the mode
+predicted; a mode that says no more than its variants is run by `everything`.
+"""
+
+from collections.abc import Callable, Mapping
+
+from workers.contract import Build, Measured, Strategy
+from workers.lab import Lab
+from workers.passes.counted import count
+from workers.passes.proof import prove
+from workers.passes.timed import time_steps
+from workers.workload.data import effective_batch
+
+
+def everything(lab: Lab) -> None:
+    """The run of a mode that has none of its own: measure its variants, and hold bytes and calls against its predictions."""
+    predictions = lab.mode.predict(lab.config)
+    for prediction in predictions:
+        if lab.wants(prediction.variant):
+            lab.say(
+                f"{prediction.variant}: {prediction.name} {prediction.formula} = {max(prediction.value):g} {prediction.unit}",
+                "predict",
+            )
+    measured = measure(lab)
+    lab.compare_traffic(predictions, measured)
+    lab.compare_rest(predictions, measured)
+
+
+def measure(
+    lab: Lab,
+    *,
+    also: Callable[[str, Strategy], None] | None = None,
+    proofs: Mapping[str, Callable[[str, Build], None]] | None = None,
+) -> dict[str, Measured]:
+    """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks at the end of each proof.
+
+    Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on purpose not
+    compute what one process does: each is proven by what stands there in its place. Returns what was measured on this rank;
+    rank 0 tells what was proven and timed when it is, what was counted once it is held against the predictions.
+    """
+    lab.say(effective_batch(lab.config, lab.mesh.size("dp")), "batch")
+    chosen = {each.name: each.build for each in lab.mode.variants if each.build is not None and lab.wants(each.name)}
+    checkpoints = None
+    reasons = dict(lab.mode.cannot(lab.config))
+    if lab.config.checkpoint_every is not None or lab.config.resume is not None:
+        from workers.checkpoint.resuming import prepare  # torch's checkpoints: 0.7 s that other runs need not wait
+
+        checkpoints = prepare(lab)
+        reasons |= checkpoints.missing(chosen)
+    for name in [name for name in chosen if name in reasons]:
+        lab.skip(name, reasons[name])
+        del chosen[name]
+    if lab.config.proof:
+        prove(lab, chosen, also, proofs or {}, checkpoints)
+        lab.finished("proof")
+    bubbles = time_steps(lab, chosen, checkpoints)
+    lab.finished("times")
+    counted = count(lab, chosen)
+    if lab.config.trace:
+        from workers.passes.profiled import trace
+
+        trace(lab, chosen)
+    return {name: Measured(**vars(each), bubble=bubbles.get(name)) for name, each in counted.items()}

@@ -1,0 +1,58 @@
+"""A lesson's MODE, by the name of a mode in experiments/ or by the path of one that is not there."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from workers.config import ConfigError
+from workers.config.values import is_path, lesson_file, mode_name, modes
+from workers.contract import Mode
+
+
+def load(run_mode: str) -> Mode:
+    """The mode with its idea, the docstring of its lesson; raises ConfigError where a lesson from outside is none."""
+    module = _from_outside(run_mode) if is_path(run_mode) else importlib.import_module(f"experiments.{run_mode}")
+    mode = getattr(module, "MODE", None)
+    if not isinstance(mode, Mode):
+        raise ConfigError(
+            [f"RUN_MODE={run_mode!r} has no MODE: a lesson ends with MODE = Mode(...) of ranklab's contract"]
+        )
+    return replace(
+        mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring, which would be its idea.")
+    )
+
+
+def modes_that(have: Callable[[Mode], bool]) -> str:
+    """The names of all modes in experiments/ of which `have` is true, for a sentence; it imports them all."""
+    return ", ".join(name for name in modes() if have(load(name)))
+
+
+def _from_outside(run_mode: str) -> ModuleType:
+    """Import a lesson from its file, as a module of its own name; its siblings can be imported beside it."""
+    file, name = lesson_file(run_mode), mode_name(run_mode)
+    folder = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's lesson raises
+        raise ConfigError([f"RUN_MODE={run_mode!r} cannot be imported: {_where(error, file)}"]) from error
+    return module
+
+
+def _where(error: Exception, file: Path) -> str:
+    """The error in a line, with the last line of the lesson that it came through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")

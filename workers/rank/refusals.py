@@ -1,0 +1,81 @@
+"""What a rank refuses before it joins: every reason why these settings cannot run in this mode, a sentence each, all at once."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+from workers.config import Config, ConfigError
+from workers.config.values import suggest
+from workers.contract import Mode
+from workers.rank.modes import modes_that
+
+
+def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
+    """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences that others have found."""
+    refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
+    refusals = refusals or [*excluded(config, mode), *hidden(config, mode)]  # of sizes that the mode can take
+    refusals += [*unwritable(config), *of_this_rank]
+    if config.resume is not None or config.checkpoint_every is not None:
+        from workers.checkpoint import finding  # a run without checkpoints need not wait for it
+
+        refusals += finding.refusals(config)
+    if refusals:
+        raise ConfigError(refusals)
+
+
+def unknown(config: Config, mode: Mode) -> Iterator[str]:
+    """A variant or a mistake that the mode does not have."""
+    for name in config.variant:
+        if name not in mode.names:
+            allowed = ", ".join(mode.names) or "none, leave it unset"
+            yield f"LAB_VARIANT={name!r} is not a variant of {config.mode_name}{suggest(name, mode.names)}, allowed: {allowed}"
+    if config.bug is not None and config.bug not in mode.mistakes:
+        allowed = ", ".join(mode.mistakes) or "none, leave it unset"
+        nearest = suggest(config.bug, list(mode.mistakes))
+        yield f"LAB_BUG={config.bug!r} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
+
+
+def idle(config: Config, mode: Mode) -> Iterator[str]:
+    """A variable that asks for something which this mode never does."""
+    if not mode.timed:
+        if config.slow_rank is not None:
+            what = f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank in the timed training of each variant"
+            yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
+        if config.trace:
+            what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
+            yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
+    if config.recompute and not mode.recomputes:
+        allowed = modes_that(lambda other: other.recomputes)
+        yield f"LAB_RECOMPUTE=1 is not possible in {config.mode_name}, allowed: {allowed}, whose ranks run whole layers"
+    if mode.unsaved:
+        for name, value in {"LAB_CHECKPOINT_EVERY": config.checkpoint_every, "LAB_RESUME": config.resume}.items():
+            if value is not None:
+                allowed = modes_that(lambda other: not other.unsaved)
+                yield f"{name}={value}: {config.mode_name} {mode.unsaved}; checkpoints go with {allowed}"
+
+
+def excluded(config: Config, mode: Mode) -> Iterator[str]:
+    """A variant that was asked for by name and cannot take these settings."""
+    for name, reason in mode.cannot(config).items():
+        if name in config.variant:
+            yield f"LAB_VARIANT={name!r} cannot run: {reason}"
+
+
+def hidden(config: Config, mode: Mode) -> Iterator[str]:
+    """A mistake that could not show: a check that cannot fail would only look like one that held."""
+    mistake = mode.mistakes.get(config.bug or "")
+    if mistake is not None and (reason := mistake.hidden(mode, config)):
+        yield f"LAB_BUG={config.bug} cannot show with {reason}"
+
+
+def unwritable(config: Config) -> list[str]:
+    """Why no run can be written where LAB_RUNS_DIR and LAB_RUN_ID say."""
+    runs = config.runs_dir
+    nearest = next(folder for folder in [runs, *runs.absolute().parents] if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        return [
+            f"LAB_RUNS_DIR={str(runs)!r} cannot be written by user {os.getuid()}: change its owner or name another folder"
+        ]
+    goes_on = config.resume == "auto" and config.run_id is not None and (runs / config.run_id).is_dir()
+    if config.run_id is not None and (runs / config.run_id).exists() and not goes_on:
+        return [f"LAB_RUN_ID={config.run_id!r} exists already in {runs}: choose another or remove it"]
+    return []

@@ -1,0 +1,43 @@
+"""The sections of rank 0's log, each told as soon as it is finished, from the records that all ranks have written until then.
+
+Records go to rank 0 over the store, since nodes need not share a disk: at the end of a section each rank gives those since the last
+one, some kilobytes, outside of all timed steps. What was told then is not told again at the end.
+"""
+
+from workers.cluster.exchange import Exchange
+from workers.report.journal import Journal
+from workers.report.judge import judge
+from workers.report.lines import from_line, to_line
+from workers.report.log import SECTIONS, untold, words
+from workers.report.records import Ranks
+
+
+class Sections:
+    """What rank 0 knows of all ranks so far, and the rows that it has told. Every rank has one, and finishes the same sections."""
+
+    def __init__(self, exchange: Exchange, journal: Journal) -> None:
+        self.exchange, self.journal = exchange, journal
+        self.by_rank: Ranks = {}
+        self.left: set[int] = set()  # the ranks that gave nothing any more
+        self.told: set[str] = set()
+        self._given = 0
+
+    def finished(self, name: str) -> None:
+        """Tell the section of this name in `log.SECTIONS`; all ranks call it together."""
+        if not self.bring(name):
+            return
+        for row in untold(SECTIONS[name](judge(self.by_rank), self.by_rank), self.told):
+            self.journal.say(row)
+            self.told.add(words(row))
+
+    def bring(self, name: str) -> bool:
+        """Give rank 0 what was written since the last time; whether this is rank 0, which has it in `by_rank` now."""
+        new = self.journal.records[self._given :]
+        self._given += len(new)
+        everyone = self.exchange.gather(name, [to_line(record) for record in new])
+        for rank, lines in enumerate(everyone or []):
+            if lines is None:
+                self.left.add(rank)
+            else:
+                self.by_rank.setdefault(rank, []).extend(from_line(line) for line in lines)
+        return everyone is not None

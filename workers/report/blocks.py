@@ -1,0 +1,156 @@
+"""The tables of rank 0's log, a function a block: what was proven, what was measured beside what was predicted, where time went.
+
+Every line begins with one of a few words in the first eleven columns, or with as many blanks.
+"""
+
+from collections.abc import Container, Iterable
+
+from workers.report import spans
+from workers.report.claims import Run
+from workers.report.holdings import COMPARISONS, REST, holdings
+from workers.report.judge import first, pytorch_own, slowest
+from workers.report.records import Ranks
+from workers.report.sentences import claim_name, proof_note
+from workers.report.units import difference, human_bytes, milliseconds, quantity, share
+
+PROOF = ("gradients", "weights", "losses")
+TRAFFIC = ("wire bytes", "called bytes")
+
+
+def proof(run: Run) -> list[str]:
+    """A row a variant: its largest differences from one process."""
+    proven: dict[str, dict[str, Run]] = {}
+    for check in run["checks"]:
+        if check["name"] in PROOF:
+            proven.setdefault(check["variant"], {})[check["name"]] = check
+    if not proven:
+        return [line("proof", proof_note(run))] if proof_note(run) else []
+    tolerances = sorted({check["tolerance"] for row in proven.values() for check in row.values()})
+    allowed = " to ".join(f"{tolerance:g}" for tolerance in (tolerances[0], tolerances[-1])[: len(tolerances)])
+    rows = [
+        [
+            name or "all",
+            *(difference(row[kind]["max_abs_diff"]) if kind in row else "-" for kind in PROOF),
+            _held(row.values()),
+        ]
+        for name, row in proven.items()
+    ]
+    return _block("proof", ["float64, against one process", *PROOF, f"(tolerance {allowed})"], rows)
+
+
+def times(run: Run) -> list[str]:
+    """What the timed steps took, in a line for whoever waits for the bytes, which stand beside them in `measured`."""
+    seconds = {variant["name"]: slowest(variant["step_seconds"]) for variant in run["variants"]}
+    known = [f"{name} {milliseconds(value)}" for name, value in seconds.items() if value]
+    return [line("measured", f"{', '.join(known)} ms a step; bytes and memory are counted now")] if known else []
+
+
+def measured(run: Run, records: Ranks) -> list[str]:
+    """A row a variant: time of its slowest rank, bytes of the rank that sends most."""
+    if not run["variants"]:
+        return []
+    own = pytorch_own(run)
+    own_s = next((slowest(variant["step_seconds"]) for variant in run["variants"] if variant["name"] == own), None)
+    rows = []
+    for variant in run["variants"]:
+        seconds = slowest(variant["step_seconds"])
+        claims = [c for c in run["comparisons"] if c["variant"] == variant["name"] and c["name"] in TRAFFIC]
+        ratio = f"{seconds / own_s:.2f}" if seconds and own_s else "-"
+        traffic = [human_bytes(max((c["predicted"] for c in claims), default=None))]
+        traffic += [human_bytes(slowest(variant[kind])) for kind in ("called_bytes", "wire_bytes")]
+        rows.append([variant["name"], milliseconds(seconds), *([ratio] if own else []), *traffic, _held(claims)])
+    config = first(records).config
+    columns = [
+        f"{config.get('LAB_STEPS')} steps in {config.get('LAB_DTYPE')}",
+        "ms a step",
+        *([f"x {own}"] if own else []),
+        "predicted",
+        "called",
+        "wire",
+        "",
+    ]
+    return _block("measured", columns, rows, numbers=range(1, len(columns) - 1))
+
+
+def memory(run: Run, records: Ranks) -> list[str]:
+    """A row a variant: what its fullest rank held, by class and as the process and the container count it."""
+    columns, rows = holdings(run, records)
+    claims = {c["variant"]: c for c in run["comparisons"] if c["name"] == REST}
+    rows = [[*row, _held([claims[row[0]]] if row[0] in claims else [])] for row in rows]
+    return _block("memory", [*columns, ""], rows, numbers=range(1, len(columns)))
+
+
+def more_checks(run: Run) -> list[str]:
+    """The checks that held and that the table of the proof does not show, a line each."""
+    rows = [
+        [claim_name(check), difference(check["max_abs_diff"]), f"tolerance {check['tolerance']:g}", "held"]
+        for check in run["checks"]
+        if check["passed"] and check["name"] not in PROOF
+    ]
+    return _block("checks", None, rows)
+
+
+def compared(run: Run) -> list[str]:
+    """The comparisons that held or are only shown and that the table of the variants does not hold."""
+    timed = {variant["name"] for variant in run["variants"]}
+    rows = [
+        [
+            claim_name(claim),
+            f"predicted {quantity(claim['predicted'], claim['unit'])}",
+            f"measured {quantity(claim['measured'], claim['unit'])}",
+            _held([claim]),
+        ]
+        for claim in run["comparisons"]
+        if claim["passed"] and not (claim["name"] in (*TRAFFIC, *COMPARISONS) and claim["variant"] in timed)
+    ]
+    return _block("compared", None, rows)
+
+
+def profile(run: Run, records: Ranks) -> list[str]:
+    """A row a variant: where the time of its slowest rank went."""
+    rows = []
+    for variant, of_ranks in spans.profiles(records, run["world_size"]).items():
+        rank, _ = spans.slowest_rank(of_ranks)
+        seconds = of_ranks[rank] or {}
+        cells = [share(seconds.get(kind, 0.0), sum(seconds.values())) for kind in spans.CLASSES]
+        rows.append([variant, f"rank {rank}", *cells])
+    columns = ["ms a step (per cent) on", "the slowest", *spans.CLASSES]
+    return _block("profile", columns, rows, numbers=range(2, len(columns)))
+
+
+def hidden(run: Run, records: Ranks) -> list[str]:
+    """A row a variant: the share of each rank's communication that its backward pass hid, seen by the profiler."""
+    rows = [[variant, *cells] for variant, cells in spans.hidden(records, run["world_size"]).items()]
+    columns = ["communication behind the backward pass", *(f"rank {rank}" for rank in range(run["world_size"]))]
+    return _block("hidden", columns, rows)
+
+
+def _held(claims: Iterable[Run]) -> str:
+    """One word for several claims; "shown" where none of them decides."""
+    claims = list(claims)
+    if not all(claim["passed"] for claim in claims):
+        return "FAILED"
+    if not claims:
+        return ""
+    return "held" if any(claim.get("decides", True) for claim in claims) else "shown"
+
+
+def _block(word: str, columns: list[str] | None, rows: list[list[str]], numbers: Container[int] = ()) -> list[str]:
+    """Rows in aligned columns under a first line that begins with `word`; columns in `numbers` go to the right."""
+    if not rows:
+        return []
+    table = ([columns] if columns else []) + rows
+    widths = [max(len(row[index]) for row in table) for index in range(len(table[0]))]
+    lines = [
+        "   ".join(
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+    return [line(word if number == 0 else "", text) for number, text in enumerate(lines)]
+
+
+def line(word: str, text: str) -> str:
+    """A line of the log under its word."""
+    return f"{word:<10} {text}".rstrip()
