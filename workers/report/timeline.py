@@ -13,17 +13,20 @@ from workers.report import charts
 from workers.report.claims import Run
 from workers.report.markup import Markup, section, table, text
 from workers.report.records import Ranks
-from workers.report.spans import CLASSES, Span, bubble_sentence, hidden, profiles, slowest_rank, step_seconds, timelines
+from workers.report.spans import (
+    CLASSES,
+    KINDS,
+    NUMBERED,
+    Span,
+    bubble_sentence,
+    hidden,
+    profiles,
+    slowest_rank,
+    step_seconds,
+    timelines,
+)
 from workers.report.units import milliseconds, share
 
-# Outer kinds first: later ones are drawn over them, and lower. Colours hold 4.5:1 to white text, 3:1 to both grounds.
-KINDS = {
-    "data": ("data", "#8a6a3a", 0.82), "forward": ("forward", "#2b6ce0", 0.82),
-    "backward": ("backward", "#bf4f10", 0.82), "optimizer": ("optimizer", "#12805c", 0.82), "all_reduce": ("all-reduce", "#8b4fd8", 0.56),
-    "all_gather": ("all-gather", "#b83c86", 0.56), "reduce_scatter": ("reduce-scatter", "#0b7f8c", 0.56),
-    "send": ("send", "#7a6a12", 0.56), "receive": ("receive", "#6b7686", 0.16), "wait": ("wait", "#6b7686", 0.16),
-}  # fmt: skip
-NUMBERED = ("forward", "backward")  # bars that bear their microbatch
 EDGE = {"width": 0.6, "color": "rgba(255,255,255,.6)"}  # between one microbatch and the next
 BYTES_A_BAR = 34
 BYTES_A_GANTT = 2500

@@ -8,8 +8,8 @@ from tests.workers.report.made_up import bent, good_run, pipeline_run, plus, wit
 from tests.workers.report.test_page import drawn, luminance
 from workers.report.judge import judge
 from workers.report.records import Overlap, Profile, Record, Timeline
-from workers.report.spans import Span, bubble_sentence, own_work, slowest_rank, timelines
-from workers.report.timeline import KINDS, coarse, communication_hidden, fitted, gantt, training_profile
+from workers.report.spans import KINDS, Span, bubble_sentence, own_work, slowest_rank, timelines
+from workers.report.timeline import coarse, communication_hidden, fitted, gantt, training_profile
 
 SECONDS = {
     "data": 0.001,

@@ -1,0 +1,100 @@
+"""The picture of a run: what it shows of a real run's records, and that the picture in docs/ is one of this code's."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.labs import run_experiment
+from tests.ranks import Ranks
+from tests.workers.report.made_up import good_run
+from workers.report.lines import to_line
+from workers.report.picture import main
+from workers.report.records import Ranks as Records
+from workers.report.spans import KINDS, timelines
+
+TOP = Path(__file__).parents[3]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def drawn(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Records, ElementTree.Element]:
+    """A small run of the picture's own mode and variants: its verdict, its records and its picture."""
+    folder = tmp_path_factory.mktemp("run")
+    run, records = run_experiment(
+        ranks, 4, folder, RUN_MODE="pp", LAB_VARIANT="naive,gpipe,1f1b", LAB_DEPTH="4", LAB_SLEEP_MS="4"
+    )
+    assert main([str(folder), str(folder / "picture.svg")]) == 0
+    return run, records, ElementTree.parse(folder / "picture.svg").getroot()
+
+
+def texts(svg: ElementTree.Element, look: str) -> list[str]:
+    return [text.text or "" for text in svg.iter(f"{SVG}text") if look in (text.get("class") or "").split()]
+
+
+def form(svg: ElementTree.Element) -> set[tuple[str, str, tuple[str, ...]]]:
+    """Which elements a picture is made of: tag, class and names of attributes."""
+    return {(element.tag, element.get("class") or "", tuple(element.keys())) for element in svg.iter()}
+
+
+def test_each_span_of_each_rank_is_a_bar(drawn: tuple[dict[str, Any], Records, ElementTree.Element]) -> None:
+    run, records, svg = drawn
+    spans = [
+        span for of_ranks in timelines(records, run["world_size"]).values() for of_rank in of_ranks for span in of_rank
+    ]
+    bars = [rect for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "span"]
+    assert Counter(bar.get("fill") for bar in bars) == Counter(KINDS[span.kind][1] for span in spans)
+    width = float(svg.get("viewBox", "").split()[2])
+    assert all(0 <= float(bar.get("x", "")) + float(bar.get("width", "")) <= width for bar in bars)
+    forward = sum(bar.get("fill") == KINDS["forward"][1] for bar in bars)
+    assert forward == 4 * (1 + 4 + 4)  # naive has the batch in one piece
+
+
+def test_variants_share_one_axis_and_idle_shares_are_those_of_the_run(
+    drawn: tuple[dict[str, Any], Records, ElementTree.Element],
+) -> None:
+    run, _, svg = drawn
+    bubbles = {claim["variant"]: claim for claim in run["comparisons"] if claim["name"] == "bubble"}
+    assert texts(svg, "name") == list(bubbles) == ["naive", "gpipe", "1f1b"]
+    for told, claim in zip(texts(svg, "told"), bubbles.values(), strict=True):
+        assert told.endswith(f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula']}")
+    lengths = [float(told.partition(" ms")[0]) for told in texts(svg, "told")]
+    tracks = [float(rect.get("width", "")) for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "idle"][
+        1:
+    ]  # the key's
+    for variant, length in enumerate(lengths):
+        for track in tracks[4 * variant : 4 * variant + 4]:
+            assert track / max(tracks) == pytest.approx(length / max(lengths), rel=0.01)
+
+
+def test_the_picture_in_docs_is_of_this_form(drawn: tuple[dict[str, Any], Records, ElementTree.Element]) -> None:
+    kept = ElementTree.parse(TOP / "docs" / "picture.svg").getroot()
+    _, _, made = drawn
+    assert form(kept) == form(made)
+    assert kept.findtext(f"{SVG}style") == made.findtext(f"{SVG}style")
+    assert kept.findtext(f"{SVG}title") == made.findtext(f"{SVG}title")
+    assert texts(kept, "name") == texts(made, "name")
+    by_formula = [told.partition(", ")[2] for told in texts(kept, "told")]
+    assert by_formula == ["75% by (p-1)/p", "43% by (p-1)/(m+p-1)", "43% by (p-1)/(m+p-1)"]
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, records in good_run().items():
+        (tmp_path / f"rank{rank}.jsonl").write_text("".join(f"{to_line(record)}\n" for record in records))
+    assert main([str(tmp_path), str(tmp_path / "picture.svg")]) == 2
+    assert "holds no timeline" in capsys.readouterr().err
+    assert not (tmp_path / "picture.svg").exists()
+    assert main([str(tmp_path / "absent"), str(tmp_path / "picture.svg")]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_it_needs_neither_torch_nor_plotly() -> None:
+    program = "import sys, workers.report.picture; print([name for name in ('torch', 'plotly') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
