@@ -11,7 +11,7 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 def modes() -> list[str]:
     """The names of all modes: a file or a folder in experiments/ is a mode."""
     names = {path.stem for path in EXPERIMENTS.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    return sorted(names - {"__init__"})
+    return sorted(names - {"__init__", "__main__"})
 
 
 def is_path(run_mode: str) -> bool:
