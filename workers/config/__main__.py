@@ -1,4 +1,4 @@
-"""`python -m workers.config`: all variables as the Markdown table of the README."""
+"""`python -m workers.config`: all variables as the Markdown table of docs/variables.md."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,0 +1,37 @@
+"""docs/modes.md: a part for each mode of the table, and the limit of `make fit` by the formulas."""
+
+import re
+
+from tests.docs.pages import README, anchors, page
+from tests.documents import spans, tables
+from workers.config import Config
+from workers.config.values import modes
+from workers.plan import fit
+from workers.workload.model import outline
+
+
+def test_every_mode_has_a_row_in_the_readme_and_a_part_of_the_page() -> None:
+    rows = [row for heading, row in tables(README.read_text()) if heading == "Modes"]
+    assert [spans(row[0])[0] for row in rows] == modes()
+    assert set(modes()) <= anchors(page("modes"))
+
+
+def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
+    sizes = {
+        "LAB_WIDTH": "512",
+        "LAB_DEPTH": "12",
+        "LAB_SEQ": "16",
+        "LAB_BATCH": "4",
+        "WORLD_SIZE": "4",
+    }  # compose/fit.sh
+    config = Config.read(sizes)
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers]
+    held, block = fit.activations(config), page("modes").partition("<!-- of: make fit -->")[2]
+    dp, zero3 = fit.dp_need(sum(layers), held), fit.zero3_need(layers, 4, held)
+    (base,) = re.findall(r"^no model +(\d+) MB", block, re.MULTILINE)
+    for name, need in (("dp", dp), ("zero3", zero3)):
+        assert re.search(
+            rf"^{name} +{base} MB \+ {fit.mb(need.nbytes)} = .*: {re.escape(need.formula)}$", block, re.MULTILINE
+        )
+    limit = float(base) + (dp.nbytes + zero3.nbytes) / 2e6
+    assert re.search(rf"^limit +{limit:.0f} MB", block, re.MULTILINE)

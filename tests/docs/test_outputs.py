@@ -1,0 +1,158 @@
+"""What the pages show is what the commands print: every block is run again.
+
+A block follows a comment `<!-- output of: COMMAND -->`. What differs from run to run (times, dates, small differences,
+the bars of a timeline) is compared by its place alone; words, and with them every verdict, must be the same. A line `...`
+stands for lines that a block leaves out; those that it has stand together and in their order.
+
+    python -m tests.docs.test_outputs        writes the blocks anew, with the same lines left out
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, TOP
+
+BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
+NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
+CUT = "..."
+COMMANDS = sorted({block["command"] for page in PAGES for block in BLOCK.finditer(page.read_text())})
+
+
+@cache
+def output_of(command: str) -> str:
+    """What a page's command prints, of several ranks only the lines of rank 0."""
+    words = shlex.split(command)
+    settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    program = [sys.executable if word == "python" else word for word in words if not re.match(r"[A-Z_]+=", word)]
+    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
+    done = subprocess.run(
+        program, cwd=TOP, env=clean | settings, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return "".join(
+        line + "\n"
+        for line in done.stdout.splitlines()
+        if not re.match(r"rank [1-9] \||rank 0 \| waiting|.*\d+ of \d+$", line)
+    )
+
+
+def shape(text: str) -> list[str]:
+    """The text without its numbers, the widths of its columns, and what is drawn between two bars: who was when where."""
+    plain = (NUMBER.sub("#", re.sub(r"\|[-+.0-9a-z]{32,}\|$", "|drawn|", line)) for line in text.splitlines())
+    # Two figures that are equal are written as one: bytes at rest and at the peak.
+    return [re.sub(r"# / #", "#", re.sub(r"\s+", " ", line)).strip() for line in plain]
+
+
+def places(shown: str, printed: str) -> list[int] | None:
+    """Of each line that is shown its number in what was printed, -1 of a cut; None where some line is not there."""
+    there, found, begin = shape(printed), [], 0
+    runs = [(cut, list(lines)) for cut, lines in groupby(shape(shown), lambda line: line == CUT)]
+    for number, (cut, lines) in enumerate(runs):
+        if cut:
+            found.append(-1)
+            continue
+        starts = set(range(begin, len(there) - len(lines) + 1))
+        if number == 0:
+            starts &= {0}
+        if number == len(runs) - 1:
+            starts &= {len(there) - len(lines)}
+        start = next((start for start in sorted(starts) if there[start : start + len(lines)] == lines), None)
+        if start is None:
+            return None
+        begin = start + len(lines)
+        found += range(start, begin)
+    return found
+
+
+def within_fence(output: str) -> str:
+    return output.removeprefix("```text\n").removesuffix("```\n")
+
+
+def written(shown: str, printed: str) -> str:
+    """The block of a page anew: the lines that it had, as they are printed now."""
+    found = places(within_fence(shown), printed)
+    if CUT not in within_fence(shown).splitlines() or found is None:
+        text = printed
+    else:
+        lines = printed.splitlines()
+        text = "".join(f"{CUT if number < 0 else lines[number]}\n" for number in found)
+    return text if text.startswith("|") else f"```text\n{text}```\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_block_is_what_its_command_prints(command: str) -> None:
+    blocks = [block for page in PAGES for block in BLOCK.finditer(page.read_text()) if block["command"] == command]
+    for block in blocks:
+        shown = within_fence(block["output"])
+        if CUT not in shown.splitlines():
+            assert shape(shown) == shape(output_of(command))  # the same, with a difference that one can read
+        assert places(shown, output_of(command)) is not None, output_of(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_ends(page: Path) -> None:
+    text = page.read_text()
+    assert len(re.findall(r"^<!-- output of: ", text, re.MULTILINE)) == len(BLOCK.findall(text))
+
+
+def test_a_changed_word_in_a_block_is_seen() -> None:
+    assert shape("PASS  32 checks held") == shape("PASS 7 checks held")
+    assert shape("PASS 32 checks held") != shape("FAIL 32 checks held")
+    assert shape(f"rank 0 |{'01..' * 16}|") == shape(f"rank 0 |{'0a.-' * 16}|") != shape(f"rank 0 {'01..' * 16}")
+
+
+PRINTED = "predict 3 MB\nproof\nnaive 1 held\nflat 2 held\nmemory 7\nPASS 36\n"
+
+
+@pytest.mark.parametrize(
+    ("shown", "found"),
+    [
+        (PRINTED, [0, 1, 2, 3, 4, 5]),
+        ("predict 9 MB\n...\nPASS 1\n", [0, -1, 5]),
+        ("...\nnaive 1 held\nflat 2 held\n...\nPASS 36\n", [-1, 2, 3, -1, 5]),
+        ("predict 3 MB\nproof\n...\n", [0, 1, -1]),
+        ("predict 3 MB\nproof\n", None),  # cut without a word
+        ("naive 1 held\n...\nPASS 36\n", None),
+        ("...\nnaive 1 held\nPASS 36\n", None),
+        ("...\nflat 2 held\n...\nnaive 1 held\n...\n", None),  # in another order
+        ("predict 3 MB\n...\nnaive 1 FAILED\n...\n", None),
+    ],
+)
+def test_a_cut_leaves_out_lines_and_changes_none(shown: str, found: list[int] | None) -> None:
+    assert places(shown, PRINTED) == found
+
+
+def test_a_block_is_written_anew_with_the_same_lines_left_out() -> None:
+    printed = PRINTED.replace("36", "40")
+    assert (
+        written("```text\n...\nflat 2 held\n...\nPASS 36\n```\n", printed)
+        == "```text\n...\nflat 2 held\n...\nPASS 40\n```\n"
+    )
+    assert written("```text\nold\n```\n", printed) == f"```text\n{printed}```\n"
+    assert written("| a |\n", "| b |\n") == "| b |\n"
+
+
+def write() -> None:
+    """Run every block's command and put what it prints into the pages."""
+    for page in PAGES:
+        text = page.read_text()
+        anew = BLOCK.sub(
+            lambda block: (
+                f"<!-- output of: {block['command']} -->\n{written(block['output'], output_of(block['command']))}<!-- end -->\n"
+            ),
+            text,
+        )
+        if anew != text:
+            page.write_text(anew)
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,129 @@
+"""What all pages point to is there: pages, headings, files, commands, settings."""
+
+import importlib.util
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, TOP, anchors, fenced, prose
+from tests.documents import faults, spans
+from workers.config import Config
+
+LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+WIDEST = 120
+VARIABLES = {field.alias for field in Config.model_fields.values()} | {"COMPOSE_FILE"}
+
+
+def dead_links(text: str, folder: Path) -> list[str]:
+    """Links to a page or a heading that is not there; those to other sites are not followed."""
+    dead = []
+    for link in LINK.finditer(prose(text)):
+        path, anchor = link["path"], link["anchor"]
+        if "://" in path:
+            continue
+        target = folder / path if path else None
+        if target is not None and not target.exists():
+            dead.append(path)
+        elif anchor and anchor not in anchors(target.read_text() if target else text):
+            dead.append(f"{path}#{anchor}")
+    return dead
+
+
+def command_faults(line: str) -> list[str]:
+    """What is wrong with a line of a shell block: a target, a module, a file or a variable that does not exist."""
+    wrong = []
+    for part in line.split("&&"):
+        words = shlex.split(part, comments=True)
+        given = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
+        wrong += [f"there is no variable {name}" for name in given if name not in VARIABLES]
+        wrong += called(words[len(given) :])
+    return wrong
+
+
+def called(words: list[str]) -> list[str]:
+    """What is wrong with the program that is called."""
+    files = [name for option, name in pairwise(words) if option == "-f"]
+    wrong = [f"{name} does not exist" for name in files if not (TOP / name).exists()]
+    if words[:1] == ["make"]:
+        targets = re.findall(r"^(\w+):", (TOP / "Makefile").read_text(), re.MULTILINE)
+        wrong += [f"make has no {word}" for word in words[1:] if "=" not in word and word not in targets]
+    if words[:1] == ["./run"]:
+        wrong += missing_module(".".join(["workers", *words[1:2]]))
+    if "-m" in words and words[0] in ("python", "torchrun"):
+        wrong += missing_module(words[words.index("-m") + 1])
+    return wrong
+
+
+def missing_module(name: str) -> list[str]:
+    """A module that `python -m` could not run."""
+    found = importlib.util.find_spec(name)
+    if found is not None and found.submodule_search_locations is not None:
+        found = importlib.util.find_spec(f"{name}.__main__")
+    return [] if found else [f"there is no module {name}"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert dead_links(page.read_text(), page.parent) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_named_is_there(page: Path) -> None:
+    named = [span for span in spans(prose(page.read_text())) if not span.startswith("python -m ")]
+    assert [fault for span in named for fault in faults(span)] == []
+    modules = re.findall(r"`python -m ([\w.]+\w)", prose(page.read_text()))
+    assert [fault for module in modules for fault in missing_module(module)] == []
+    assert [fault for line in fenced(page.read_text(), "sh") for fault in command_faults(line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_not_too_long(page: Path) -> None:
+    free = ("|", "<!--", "![")  # tables, and what nobody reads as text
+    lines = [line for line in prose(page.read_text()).splitlines() if not line.startswith(free)]
+    assert [line for line in lines if len(line) > WIDEST] == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = {link["path"] for link in LINK.finditer((TOP / "README.md").read_text())}
+    assert {str(page.relative_to(TOP)) for page in PAGES} - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize(
+    "text", ["[a](docs/absent.md)", "[a](docs/running.md#absent)", "[a](#absent)", "# A b\n[a](#a-c)"]
+)
+def test_a_dead_link_is_seen(text: str) -> None:
+    assert dead_links(text, TOP)
+
+
+def test_a_link_to_a_heading_is_followed() -> None:
+    assert (
+        dead_links("## A `b` c?\n[x](#a-b-c) [y](docs/running.md#exit-codes) [z](https://ui.perfetto.dev)", TOP) == []
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make coffee", "LAB_SPEED=1 make run", "./run absent runs/latest", "python -m workers.absent", "torchrun -m absent",
+        "docker compose -f compose/absent.yaml up", "make run && make coffee",
+    ],
+)  # fmt: skip
+def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
+    assert command_faults(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RUN_MODE=dp make run",
+        "./run",
+        "./run report.picture runs/latest x.svg",
+        "./run plan --params 7B",
+        "python -m experiments",
+    ],
+)
+def test_a_command_that_exists_is_not(line: str) -> None:
+    assert command_faults(line) == []
