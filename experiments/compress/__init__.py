@@ -227,8 +227,8 @@ MODE = Mode(
     refuse=refuse,
     cannot=cannot,
     mistakes=MISTAKES,
-    unsaved="keeps a residual of its own on each rank, as large as the gradients, without which a resumed run would lose "
-    "what was not sent",
+    unsaved="keeps a residual of its own on each rank, as large as the gradients, without which a resumed run would "
+    "lose what was not sent",
     reading=(
         "experiments/compress/__init__.py: the variants, naive first, each with its compressor",
         "workers/parallel/compression.py: what every compressor does, and the residual that it keeps",

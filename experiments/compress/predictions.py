@@ -1,4 +1,4 @@
-"""What compression predicts before it runs: bytes, calls and memory of each variant; and the sizes that it cannot take."""
+"""What compression predicts before it runs: bytes, calls and memory of each variant; and sizes that it cannot take."""
 
 import math
 from typing import Protocol, cast

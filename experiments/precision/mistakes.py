@@ -16,8 +16,8 @@ def clip_then_unscale(masters: Masters, scale: float, bound: float | None) -> No
 
 MISTAKES = {
     "unscaled_clip": Mistake(
-        "gradients are clipped while they still carry the scale of the loss: their norm is 65536 times too large, so that "
-        "what is left after unscaling is far too small",
+        "gradients are clipped while they still carry the scale of the loss: their norm is 65536 times too large, so "
+        "that what is left after unscaling is far too small",
         "clipped gradients",
         Instead(SCALED, {"deliver": clip_then_unscale}),
         Needs(ranks=1, clip=True),

@@ -12,12 +12,10 @@ import pytest
 import yaml
 
 from workers.config import MAX_WORLD_SIZE, Config
+from workers.config.__main__ import compose_lines, names
 
 TOP = Path(__file__).parent.parent.parent
 FILES = ["docker-compose.yaml", "docker-compose.gpu.yaml"]
-
-# RANK and MASTER_ADDR are the service's own, LOCAL_RANK is torchrun's, and LAB_RUNS_DIR is what is mounted at runs/.
-NOT_PASSED_ON = {"RANK", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DIR"}
 
 needs_compose = pytest.mark.skipif(shutil.which("docker") is None, reason="docker is not installed")
 
@@ -72,9 +70,9 @@ def test_four_ranks_by_default(variables: dict[str, str]) -> None:
 
 
 def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
-    known = {field.alias for field in Config.model_fields.values()}
+    assert compose_lines() in (TOP / "docker-compose.yaml").read_text(), "python -m workers.config --write mends it"
     passed_on = raw("docker-compose.yaml")["x-environment"]
-    assert set(passed_on) - {"MASTER_ADDR"} == known - NOT_PASSED_ON
+    assert set(passed_on) == {*names(), "MASTER_ADDR"} - {"RANK", "LOCAL_RANK", "LAB_RUNS_DIR"}
     bare = {name for name, value in passed_on.items() if value is None}
     assert set(passed_on) - bare == {"WORLD_SIZE", "MASTER_ADDR"}  # these alone have a value in the file
 

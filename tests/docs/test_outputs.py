@@ -40,7 +40,7 @@ def output_of(command: str) -> str:
     return "".join(
         line + "\n"
         for line in done.stdout.splitlines()
-        if not re.match(r"rank [1-9] \||rank 0 \| waiting|.*\d+ of \d+$", line)
+        if not re.match(r"rank [1-9] \||rank 0 \| (?:waiting|working)|.*\d+ of \d+$", line)
     )
 
 

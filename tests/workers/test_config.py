@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workers.config import Config, ConfigError, values
-from workers.config.__main__ import table
+from workers.config.__main__ import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table, write
 from workers.config.options import Field, ModeOptions, aliases, declared
 from workers.config.values import modes
 
@@ -183,6 +183,41 @@ def test_a_lesson_that_is_no_python_is_left_to_its_import(tmp_path: Path) -> Non
     assert faults(RUN_MODE=str(tmp_path / "broken-name.py"))[0].endswith(
         "is not there: allowed is a Python file, or a folder with __init__.py in it"
     )
+
+
+def test_the_compose_file_passes_on_what_the_table_names() -> None:
+    assert [line.strip(" :") for line in compose_lines().splitlines()[1:-1]] == [
+        name for name in names() if name not in NOT_PASSED_ON
+    ]
+
+
+def test_a_compose_file_is_written_between_its_two_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "docker-compose.yaml"
+    file.write_text(f"before\n{BEGIN}\n  LAB_GONE:\n{END}\nafter\n")
+    assert write(file) == 0
+    assert file.read_text() == f"before\n{compose_lines()}\nafter\n"
+    file.write_text("services: {}\n")
+    assert write(file) == 2
+    assert "has no line '# Written by `python -m workers.config --write`" in capsys.readouterr().out
+    assert write(tmp_path / "absent.yaml") == 2
+    assert "No such file or directory" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "said"),
+    [({"LAB_STEPS": "3"}, 0, ""), ({"LAB_STEP": "3", "WORLD_SIZE": "9"}, 2, "refused    LAB_STEP is not a variable of the lab")],
+    ids=["fine", "refused"],
+)  # fmt: skip
+def test_a_check_starts_no_rank(
+    variables: dict[str, str], code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--check"]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(variables) if code else not lines
+    assert not said or lines[0].startswith(said)
 
 
 def test_the_modes_are_the_files_of_experiments() -> None:

@@ -1,15 +1,55 @@
-"""`python -m workers.config`: all variables as the Markdown table of docs/variables.md."""
+"""`python -m workers.config`: all variables as the Markdown table of docs/variables.md, and the other things that are made of them.
 
-from collections.abc import Iterator
+--check      whether the variables that are set can be run: a sentence for each fault, and exit code 2
+--compose    the lines by which the Compose file passes variables on to a rank
+--write      puts these lines into docker-compose.yaml
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from workers.config import Config
-from workers.config.options import declared
+from workers.config import Config, ConfigError
+from workers.config.options import aliases, declared
 from workers.config.values import lesson_file, modes
 
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
+
+COMPOSE_FILE = Path(__file__).parents[2] / "docker-compose.yaml"
+BEGIN = "  # Written by `python -m workers.config --write`; a variable without a value is passed on if, and only if, the shell has it."
+END = "  # End of what is written."
+# A service has values of its own for these, LOCAL_RANK is torchrun's, and what LAB_RUNS_DIR names is mounted at runs/.
+NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DIR")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print, check or write what was asked for; returns the exit code."""
+    asked = parser().parse_args(arguments)
+    if asked.check:
+        return check()
+    if asked.write:
+        return write(COMPOSE_FILE)
+    print(compose_lines() if asked.compose else table())
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m workers.config", description="All variables, with defaults, as a Markdown table."
+    )
+    one = made.add_mutually_exclusive_group()
+    one.add_argument(
+        "--check", action="store_true", help="say what is wrong with the variables that are set; 2 if anything"
+    )
+    one.add_argument("--compose", action="store_true", help="the lines by which the Compose file passes variables on")
+    one.add_argument("--write", action="store_true", help="put these lines into docker-compose.yaml")
+    return made
 
 
 def table() -> str:
@@ -39,5 +79,48 @@ def _allowed(field: Any) -> str:
     return f" ({', '.join(words)})" if words and all(isinstance(word, str) for word in words) else ""
 
 
+def names() -> list[str]:
+    """Every variable, those of all modes too, in the order of the table."""
+    return [*aliases(Config), *(name for mode in modes() for name in aliases(declared(lesson_file(mode))))]
+
+
+def compose_lines() -> str:
+    """The block of docker-compose.yaml, between its two comments."""
+    return "\n".join([BEGIN, *(f"  {name}:" for name in names() if name not in NOT_PASSED_ON), END])
+
+
+def written(text: str) -> str:
+    """The Compose file with its block made anew; raises ValueError where it has none."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"has no line {(END if begin else BEGIN).strip()!r}")
+    return before + compose_lines() + after
+
+
+def write(path: Path) -> int:
+    """Put the block into the file at `path`, all of it or nothing; returns the exit code."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(written(path.read_text()))
+        draft.replace(path)
+    except (OSError, ValueError) as error:
+        print(f"refused    {path}: {getattr(error, 'strerror', None) or error}; a checkout has one that can be written")
+        return 2
+    finally:
+        draft.unlink(missing_ok=True)
+    return 0
+
+
+def check() -> int:
+    """Say what is wrong with the environment; returns the exit code."""
+    try:
+        Config.read()
+    except ConfigError as error:
+        print("\n".join(f"refused    {fault}" for fault in error.faults))
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    print(table())
+    sys.exit(main())
