@@ -6,7 +6,8 @@ FROM ${BASE_IMAGE}
 
 # HOME and USER: the rank's uid is the host's, which has no entry in this image's passwd. TORCH_CPP_LOG_LEVEL: torch's C++ parts
 # print a backtrace with each warning, as when a peer closes its end. KINETO_LOG_LEVEL: its profiler greets at level 5.
-ENV HOME=/tmp USER=lab PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+# PYTHONPATH: the command `ranklab` looks for the lab where it is installed, and here it lies in the working folder.
+ENV HOME=/tmp USER=lab PYTHONPATH=/lab PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=6
 WORKDIR /lab
 
@@ -25,7 +26,8 @@ RUN ./install --into python project
 COPY compose/entrypoint.sh compose/
 COPY workers workers
 COPY experiments experiments
-RUN python -m compileall -q workers experiments
+COPY ranklab ranklab
+RUN python -m compileall -q workers experiments ranklab
 
 ENTRYPOINT ["/lab/compose/entrypoint.sh"]
 CMD ["python", "-m", "workers"]

@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run fit explain plan test lint bench build down
+.PHONY: help run fit explain plan test lint bench build down clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -45,3 +45,6 @@ build: ## the image
 
 down: ## remove the containers of a run
 	WORLD_SIZE=8 docker compose down --remove-orphans
+
+clean: ## remove all runs in runs/ but the newest five; ./run clean lists them
+	@./run clean --keep 5

@@ -28,7 +28,7 @@ train() {
 }
 
 echo "--- what both need"
-limit=$(RUN_MODE=fsdp ./run plan.fit limit)
+limit=$(RUN_MODE=fsdp ./run fit limit)
 
 echo "--- dp without a limit"
 train dp bucketed free
@@ -42,4 +42,4 @@ echo "--- fsdp with $limit for each container"
 LAB_MEMORY=$limit OTHERS_MEMORY=$limit train fsdp zero3 fsdp
 [ "$code" = 0 ] || { echo "fsdp was to fit into $limit (exit code 0), and returned $code" >&2; exit 1; }
 
-./run plan.fit judge "runs/$name-free" "runs/$name-dp" "runs/$name-fsdp"
+./run fit judge "runs/$name-free" "runs/$name-dp" "runs/$name-fsdp"

@@ -1,4 +1,4 @@
-"""`./run` on a machine where no Docker engine answers: the same ranks, as local processes, with their real code."""
+"""`./run` where no Docker engine answers: the same ranks, as local processes, with their real code; and what it tells an engine."""
 
 import os
 import re
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from workers.config.commands import COMMANDS
+from workers.config.values import modes
 
 TOP = Path(__file__).parent.parent
 SMALL = {
@@ -60,7 +63,31 @@ def test_the_ranks_are_local_processes(checkout: Path, variables: dict[str, str]
     assert done.returncode == code
 
 
-def test_other_modules_run_there_too(checkout: Path) -> None:
-    assert run(checkout).returncode == 0
+def test_other_commands_run_there_too(checkout: Path) -> None:
+    assert run(checkout, "dp", "LAB_STEPS=2").returncode == 0
     assert "PASS" in run(checkout, "report", "runs/latest").stdout
-    assert "The gradient of a mean" in run(checkout, "explain").stdout
+    assert "The gradient of a mean" in run(checkout, "explain", "dp", RUN_MODE="tp").stdout
+    assert "1 run in runs/" in run(checkout, "clean").stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("train.py", "'train.py' is not a command, a mode or a setting (did you mean 'train'?)"),
+        ("STEPS=5", "'STEPS=5' is not a command, a mode or a setting (did you mean 'LAB_STEPS=5'?)"),
+        ("something", "'something' is not a command, a mode or a setting: ./run --help lists them"),
+    ],
+)
+def test_a_word_that_says_nothing_is_refused_before_anything_is_built(word: str, sentence: str) -> None:
+    done = run(TOP, word, PATH="/usr/bin:/bin")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"refused    {sentence}")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["explain", "-h"], ["dp", "--help"]], ids=" ".join)
+def test_help_names_every_command_and_mode(words: list[str]) -> None:
+    done = run(TOP, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^  ./run (\w+) +\w", done.stdout, re.MULTILINE)[-len(COMMANDS) :] == list(COMMANDS)
+    assert all(command.what in done.stdout for command in COMMANDS.values())
+    assert f"Modes: {' '.join(modes())}\n" in done.stdout

@@ -1,34 +1,36 @@
 """The whole path of a rank, top to bottom: settings, join, experiment, report, exit code.
 
-    environment -> Config -> rendezvous -> Lab -> experiments.<mode>.run(lab) -> runs/<run_id>/ -> report -> exit code
+    words, environment -> Config -> rendezvous -> Lab -> experiments.<mode>.run(lab) -> runs/<run_id>/ -> report -> exit code
 
 `python -m workers` with RANK in the environment is that rank; with neither RANK nor MASTER_ADDR it starts all ranks as
-local processes. Exit codes: 0 every check held; 1 a check failed, an error was raised or the disk filled; 2 the
-settings were refused; 3 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
+local processes; with a command (`python -m workers report runs/latest`) it does that. Exit codes: 0 every check held; 1 a check
+failed, an error was raised or the disk filled; 2 the settings were refused; 3 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
 """
 
 import os
+import runpy
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from workers.config import Config, ConfigError
+from workers.config import Config, ConfigError, commands
+
+HERE = Path(__file__).parents[1]
 
 
-def main() -> int:
-    """Start the ranks, or be one; returns the exit code."""
+def main(words: Sequence[str] = ()) -> int:
+    """Do what was typed, by default start the ranks or be one; returns the exit code."""
     started_at = time.time()
     try:
-        config = Config.read()
-        if config.rank is None:
-            from workers.cluster.launch import launch
-
-            return launch(config)
-        # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all cores:
-        # a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)
-        from workers.rank.start import be_rank  # torch comes in here: faults above are said without waiting for it
-
-        return be_rank(config, started_at)
+        typed = commands.read(words)
+        os.environ.update(typed.settings)
+        if typed.command == "help":
+            print("\n".join(commands.help_lines(*typed.words)))
+            return 0
+        if typed.command != "run":
+            return be_module(commands.COMMANDS[typed.command].module, typed.words)
+        return run(Config.read(), started_at)
     except ConfigError as error:
         for fault in error.faults:
             print(f"refused    {fault}", flush=True)
@@ -37,5 +39,29 @@ def main() -> int:
         return 130
 
 
+def run(config: Config, started_at: float) -> int:
+    """Start the ranks, or be one; returns the exit code."""
+    if config.rank is None:
+        from workers.cluster.launch import launch
+
+        if Path.cwd() != HERE:
+            # Python puts the working folder first: an `experiments` or `workers` of the user's own would take the place of the lab's.
+            os.environ["PYTHONSAFEPATH"] = "1"
+        return launch(config)
+    # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all cores:
+    # a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    from workers.rank.start import be_rank  # torch comes in here: faults above are said without waiting for it
+
+    return be_rank(config, started_at)
+
+
+def be_module(module: str, words: Sequence[str]) -> int:
+    """What `python -m MODULE WORDS` does; where it exits by itself, this does not return."""
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -87,6 +87,15 @@ def test_run_returns_2_for_what_is_refused(clone: Path, variables: dict[str, str
     assert left_over(clone) == []
 
 
+def test_the_runs_of_a_clone_are_listed_and_removed_as_their_owner(clone: Path) -> None:
+    assert run(clone, "./run", "dp", *(f"{name}={value}" for name, value in SMALL.items())).returncode == 0
+    listed = run(clone, "./run", "clean")
+    assert "1 run in runs/" in listed.stdout, listed.stdout
+    removed = run(clone, "./run", "clean", "--all")
+    assert "removed from runs/, 0 left" in removed.stdout, removed.stdout
+    assert [path.name for path in (clone / "runs").iterdir()] == [".gitkeep"]
+
+
 def test_run_returns_3_and_prints_the_late_words_of_survivors(clone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(clone, log, LONG | {"WORLD_SIZE": "3"}) as process:
