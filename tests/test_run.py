@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from workers.config import MAX_WORLD_SIZE
 from workers.config.commands import COMMANDS
 from workers.config.values import modes
 
@@ -91,3 +93,53 @@ def test_help_names_every_command_and_mode(words: list[str]) -> None:
     assert re.findall(r"^  ./run (\w+) +\w", done.stdout, re.MULTILINE)[-len(COMMANDS) :] == list(COMMANDS)
     assert all(command.what in done.stdout for command in COMMANDS.values())
     assert f"Modes: {' '.join(modes())}\n" in done.stdout
+
+
+DOCKER = """#!/bin/sh
+# An engine that does nothing: it writes down what it is asked for, and the Compose file that ./run made.
+echo "$*" >>asked
+for file in $(echo "${COMPOSE_FILE:-}" | tr : ' '); do case $file in ./.own*) cat "$file" >made ;; esac; done
+case "$*" in *--check*) exit "$REFUSES" ;; esac
+"""
+
+
+def under_an_engine(checkout: Path, refuses: int = 0, **variables: str) -> tuple[int, str]:
+    """The code of `./run` and all that it asked of Docker."""
+    docker = checkout / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text(DOCKER)
+    docker.chmod(0o755)
+    done = run(checkout, PATH=f"{docker.parent}:{os.environ['PATH']}", REFUSES=str(refuses), **variables)
+    return done.returncode, (checkout / "asked").read_text()
+
+
+def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
+    """Those that the Compose file lacks, and that a container has not refused; the file that says so is gone at the end."""
+    (checkout / "docker-compose.override.yaml").write_text("services: {}\n")
+    code, asked = under_an_engine(checkout, RUN_MODE="mine/mode.py", LAB_MINE="5", LAB_YOURS="a b")
+    assert code == 0
+    assert "compose up" in asked
+    made = yaml.safe_load((checkout / "made").read_text())["services"]
+    assert made == {f"worker{rank}": {"environment": ["LAB_MINE", "LAB_YOURS"]} for rank in range(MAX_WORLD_SIZE)}
+    assert list(checkout.glob(".own-names*")) == []
+
+
+def test_a_name_that_is_refused_starts_no_rank(checkout: Path) -> None:
+    code, asked = under_an_engine(checkout, refuses=2, LAB_STEP="5")
+    assert code == 2
+    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m workers.config --check\n", asked)
+    assert "compose up" not in asked
+
+
+def test_known_names_alone_are_asked_of_nobody(checkout: Path) -> None:
+    code, asked = under_an_engine(checkout, LAB_RUNS_DIR="elsewhere")
+    assert code == 0
+    assert "--check" not in asked
+    assert not (checkout / "made").exists()
+
+
+@pytest.mark.parametrize("mode", ["experiments/dp", "/tmp/mode.py", "mode.py"])
+def test_a_mode_that_no_container_sees_is_refused(checkout: Path, mode: str) -> None:
+    done = under_an_engine(checkout, RUN_MODE=mode)
+    assert done[0] == 2
+    assert "compose" not in done[1].replace("compose version", "")

@@ -77,6 +77,7 @@ def test_make_run_prints_the_code_that_make_cannot_return(clone: Path) -> None:
         ({"LAB_STEP": "5"}, "LAB_STEP is not a variable of the lab (did you mean 'LAB_STEPS'?)"),
         ({"LAB_MEMORY": "lots"}, "lots"),
         ({"LAB_TEXT": "/etc/passwd"}, "containers see the folder texts/ alone"),
+        ({"RUN_MODE": "experiments/dp"}, "containers see the folder mine/ alone"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

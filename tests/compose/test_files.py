@@ -100,6 +100,7 @@ def test_a_rank_may_do_next_to_nothing() -> None:
         assert not {"ports", "privileged", "devices", "network_mode", "pid", "ipc"} & set(service)
         writable = [mount["target"] for mount in service["volumes"] if not mount.get("read_only")]
         assert writable == ["/lab/runs"]
+        assert {mount["target"] for mount in service["volumes"]} == {"/lab/runs", "/lab/texts", "/lab/mine"}
 
 
 @needs_compose
