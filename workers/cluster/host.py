@@ -16,7 +16,7 @@ LINGER_S = 6.0  # how long rank 0 stays for ranks that are still importing torch
 def open_desk(arrival: Arrival, address: Address, udp: socket.socket) -> Desk:
     """The board of a new run, asked at `udp`."""
     config = arrival.config
-    run_id = config.run_id or f"{config.run_mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_id = config.run_id or f"{config.mode_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     own_ip = address.ip if is_local(address) else source_ip(address.family, address.ip) or address.ip
     return Desk(Board(arrival.claim, own_ip, arrival.udp.getsockname()[1], run_id, config.join_timeout_s), udp)
 

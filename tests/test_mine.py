@@ -1,0 +1,75 @@
+"""A mode from outside of experiments/, the one that mine/README.md shows: run, explained, proven, and its mistake seen."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.rank.modes import load
+
+README = Path(__file__).parent.parent / "mine" / "README.md"
+SMALL = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "2", "LAB_SEQ": "8", "LAB_STEPS": "3", "WORLD_SIZE": "3"}
+
+
+def shown() -> str:
+    """The Python of the page, which is a whole mode."""
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    return str(block)
+
+
+@pytest.fixture
+def mode(tmp_path: Path) -> str:
+    """Its path, outside of the project."""
+    (tmp_path / "mode.py").write_text(shown())
+    return str(tmp_path / "mode.py")
+
+
+def run(folder: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
+    environ = clean | SMALL | {"LAB_RUNS_DIR": str(folder / "runs")} | variables
+    return subprocess.run(
+        [sys.executable, "-m", "workers", *words], env=environ, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_it_takes_at_most_40_lines(mode: str) -> None:
+    assert len(shown().splitlines()) <= 40
+    assert load(mode).names == ("naive",)
+
+
+@pytest.mark.timeout(180)
+def test_it_is_proven_timed_counted_and_drawn_like_ours(tmp_path: Path, mode: str) -> None:
+    done = run(tmp_path, RUN_MODE=mode)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "runs" / "latest" / "run.json").read_text())
+    assert (found["verdict"], found["proven"], found["run_mode"]) == ("pass", True, mode)
+    assert {check["name"] for check in found["checks"]} == {"losses", "gradients", "weights"}
+    (variant,) = found["variants"]
+    assert variant["name"] == "naive"
+    assert min(variant["called_bytes"] + variant["peak_bytes"] + variant["step_seconds"]) > 0
+    page = (tmp_path / "runs" / "latest" / "report.html").read_text()
+    assert "naive" in page
+    assert (tmp_path / "runs" / "latest").resolve().name.startswith("mode-")
+
+
+@pytest.mark.timeout(180)
+def test_its_mistake_is_seen_by_the_check_that_it_names(tmp_path: Path, mode: str) -> None:
+    done = run(tmp_path, RUN_MODE=mode, LAB_BUG="unsummed")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "naive gradients" in done.stdout
+    assert "each rank trains on its own samples alone" in done.stdout
+
+
+def test_it_is_explained_and_refused_like_ours(tmp_path: Path, mode: str) -> None:
+    lesson = run(tmp_path, "explain", RUN_MODE=mode)
+    assert "from outside of the lab" in lesson.stdout
+    assert "each rank trains on its own samples alone" in lesson.stdout
+    wrong = run(tmp_path, "explain", RUN_MODE=mode, LAB_BUG="unsumed", LAB_CHECKPOINT_EVERY="2")
+    assert wrong.returncode == 2
+    bug, saves = sorted(wrong.stdout.splitlines())
+    assert bug.endswith("LAB_BUG='unsumed' is not a bug of mode (did you mean 'unsummed'?), allowed: unsummed")
+    assert "mode keeps no state that it could save; checkpoints go with" in saves
