@@ -1,10 +1,11 @@
 """Our pipeline against PyTorch's: `python -m benchmarks.pp [ROUNDS]`.
 
-4 ranks take whole steps of 8 microbatches that pretend 30 ms of compute each, 10 forward and 20 backward, so that two cores are
-enough to show four stages at work. A stage is one linear layer, since what real layers take is everybody's: `alone` are the
-stages without a message. What sleeps wakes up on a cold core, which is most of the CPU time then; "awake" are the same steps
-without pretended compute. Figures are times over torch_1f1b's: below 1 is better. The bubble is what the ranks idle between
-the first forward and the last backward; activations are what autograd holds on rank 0 for a GPT of 8 layers, at most.
+4 ranks take whole steps of 8 microbatches that pretend 30 ms of compute each, 10 forward and 20 backward, so that two
+cores are enough to show four stages at work. A stage is one linear layer, since what real layers take is everybody's:
+`alone` are the stages without a message. What sleeps wakes up on a cold core, which is most of the CPU time then;
+"awake" are the same steps without pretended compute. Figures are times over torch_1f1b's: below 1 is better. The
+bubble is what the ranks idle between the first forward and the last backward; activations are what autograd holds on
+rank 0 for a GPT of 8 layers, at most.
 """
 
 import statistics

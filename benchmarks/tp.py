@@ -1,8 +1,8 @@
 """Our tensor parallelism against PyTorch's: `python -m benchmarks.tp [ROUNDS]`.
 
-A GPT of four layers of width 512 takes whole training steps of 4 samples of 128 bytes with each variant at 2 and at 4 ranks.
-Figures are times over DTensor's: below 1 is faster. CPU seconds are those of all ranks together, and the steadier figure where
-ranks share cores.
+A GPT of four layers of width 512 takes whole training steps of 4 samples of 128 bytes with each variant at 2 and at 4
+ranks. Figures are times over DTensor's: below 1 is faster. CPU seconds are those of all ranks together, and the
+steadier figure where ranks share cores.
 """
 
 import sys
@@ -59,7 +59,8 @@ def main(rounds: int = 15) -> None:
             target, held = (f"{limit:.2f}x", "yes" if wall.median <= limit else "NO") if limit else ("-", "-")
             rows.append([name, f"{timing.median_s * 1e3:.0f}", wall, cpu, target, held])
         print(
-            f"{world_size} ranks, one thread each: a step's time over DTensor's (median, and the middle half of the rounds)"
+            f"{world_size} ranks, one thread each: a step's time over DTensor's "
+            "(median, and the middle half of the rounds)"
         )
         print(table(["variant", "ms a step", "wall", "CPU", "target", "held"], rows))
 

@@ -5,8 +5,9 @@ it. But a rank can work only on what the rank before it is done with. With the b
 wait at any time; in m microbatches they fill the pipe, and the waiting shrinks to its filling and draining, the bubble.
 
   predicted   bubble: (p-1)/(m+p-1) of all ranks' time; (p-1)/(v·m+p-1) with v chunks a rank (Narayanan et al. 2021,
-              "Megatron-LM", section 2.2). Bytes: A = B·S·D elements a cut and direction, so 2A a rank, A for the first and the
-              last one; 2v·A with chunks, less A at the model's two ends. In flight: m microbatches in gpipe, min(m, p-r) in 1f1b
+              "Megatron-LM", section 2.2). Bytes: A = B·S·D elements a cut and direction, so 2A a rank, A for the first
+              and the last one; 2v·A with chunks, less A at the model's two ends. In flight: m microbatches in gpipe,
+              min(m, p-r) in 1f1b
   shapes      inputs [B, S] on every rank; between stages [b, S, D], b samples of a microbatch (mlp: [b, D])
 
 The variants do the same arithmetic, in another order:
@@ -18,7 +19,8 @@ The variants do the same arithmetic, in another order:
   torch_gpipe   torch.distributed.pipelining's ScheduleGPipe
   torch_1f1b    and its Schedule1F1B
 
-Ranks that share cores show no bubble, since one computes while another waits: LAB_SLEEP_MS pretends compute that takes no core.
+Ranks that share cores show no bubble, since one computes while another waits: LAB_SLEEP_MS pretends compute that
+takes no core.
 """
 
 from functools import partial

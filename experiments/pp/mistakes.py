@@ -21,7 +21,7 @@ def undivided(share: float, num_samples: int, batch: int) -> float:
 
 
 class SwappedBoundaries(Boundaries):
-    """Stage 1 takes two neighbouring microbatches of equal size for each other; of other sizes it would not go unnoticed."""
+    """Stage 1 takes two neighbouring microbatches of one size for each other; of two it would be noticed."""
 
     def tag(self, action: Action) -> int:
         """The other one's, where stage 1 receives."""

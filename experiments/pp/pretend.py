@@ -1,9 +1,10 @@
 """Pretended compute: stages that sleep, so that two cores can show the bubble of four ranks.
 
-Four ranks that compute on two cores take turns, whatever the schedule says. Four that sleep do not. LAB_SLEEP_MS is the time
-of one microbatch's samples forward through one rank, twice that backward (the gradients of weights and of inputs are a
-product each); of v chunks each takes its share, and a microbatch with more samples takes longer. The rank of LAB_SLOW_RANK
-sleeps longer by as much as it is slower. The real layers are still there, and what they take comes on top.
+Four ranks that compute on two cores take turns, whatever the schedule says. Four that sleep do not. LAB_SLEEP_MS is
+the time of one microbatch's samples forward through one rank, twice that backward (the gradients of weights and of
+inputs are a product each); of v chunks each takes its share, and a microbatch with more samples takes longer. The
+rank of LAB_SLOW_RANK sleeps longer by as much as it is slower. The real layers are still there, and what they take
+comes on top.
 """
 
 import time

@@ -35,7 +35,8 @@ def cannot(config: Config, chunks: int) -> dict[str, str]:
     for name in ("torch_gpipe", "torch_1f1b"):
         if batch % microbatches:
             reasons[name] = (
-                f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of LAB_MICROBATCHES={microbatches}"
+                f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of "
+                f"LAB_MICROBATCHES={microbatches}"
             )
         elif config.device == "cuda" and config.backend == "gloo":
             reasons[name] = "it hands gloo tensors that live on a GPU, which gloo does not send"

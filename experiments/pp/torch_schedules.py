@@ -1,7 +1,8 @@
 """PyTorch's own pipeline, torch.distributed.pipelining, as an engine of the same strategy.
 
-It cuts a batch into equal microbatches by itself, so it is handed the whole one; what it computes with them is ours: the same
-stages, and the same loss with the same share. Its import takes most of a second: only the variants that need it make it.
+It cuts a batch into equal microbatches by itself, so it is handed the whole one; what it computes with them is ours:
+the same stages, and the same loss with the same share. Its import takes most of a second: only the variants that need
+it make it.
 """
 
 from typing import Any

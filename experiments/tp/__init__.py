@@ -1,26 +1,28 @@
 """Tensor parallelism: every rank computes a slice of each layer, on the same samples.
 
-A matrix product can be cut where nothing is lost: the rows of the weight give each rank some of the outputs, its columns a
-part of the sum that all outputs are. The second takes what the first leaves. So a rank runs through a whole MLP, or through
-its own attention heads, with a slice of the weights, and once at the end the ranks add up what they have.
+A matrix product can be cut where nothing is lost: the rows of the weight give each rank some of the outputs, its
+columns a part of the sum that all outputs are. The second takes what the first leaves. So a rank runs through a whole
+MLP, or through its own attention heads, with a slice of the weights, and once at the end the ranks add up what they
+have.
 
-  predicted   4 all_reduces of b·s·h a layer of gpt (2 forward, 2 backward; 2 a layer of mlp), each 2(t-1)/t of its bytes:
-              8(t-1)/t x b·s·h elements a rank and layer (Shoeybi et al. 2019, "Megatron-LM", section 3). Embedding and
-              output layer are 2 more; the loss over split scores sends 3·b·s, not the b·s·v scores. Unlike dp's it grows with the
-              batch, and does not shrink with t
-  shapes      inputs [B, S] on every rank; between blocks [B, S, D]; inside of them [B, S, D/t], [B, H/t, S, D/H], [B, S, 4D/t];
-              scores [B, S, V/t]. `sequence`: between blocks [S/t, B, D] (mlp: [B/t, D]). t is WORLD_SIZE; heads stay whole
+  predicted   4 all_reduces of b·s·h a layer of gpt (2 forward, 2 backward; 2 a layer of mlp), each 2(t-1)/t of its
+              bytes: 8(t-1)/t x b·s·h elements a rank and layer (Shoeybi et al. 2019, "Megatron-LM", section 3).
+              Embedding and output layer are 2 more; the loss over split scores sends 3·b·s, not the b·s·v scores.
+              Unlike dp's it grows with the batch, and does not shrink with t
+  shapes      inputs [B, S] on every rank; between blocks [B, S, D]; inside of them [B, S, D/t], [B, H/t, S, D/H],
+              [B, S, 4D/t]; scores [B, S, V/t]. `sequence`: between blocks [S/t, B, D] (mlp: [B/t, D]). t is
+              WORLD_SIZE; heads stay whole
 
 The variants differ in what lies between two slices:
 
   naive       every linear layer by itself: its outputs split, and gathered at once; 12 calls a layer of gpt
   megatron    by rows, then by columns: f before, g after; between the blocks everything on every rank
-  sequence    a reduce_scatter and an all_gather for each all_reduce, the same bytes; between the blocks each rank has its rows
-              alone, a t-th of the norms' and residuals' activations (Korthikanti et al. 2022, section 4.2.2)
+  sequence    a reduce_scatter and an all_gather for each all_reduce, the same bytes; between the blocks each rank has
+              its rows alone, a t-th of the norms' and residuals' activations (Korthikanti et al. 2022, section 4.2.2)
   dtensor     PyTorch's parallelize_module
 
-A loss that all ranks share counts once. That is where tensor parallelism goes wrong unseen: gradients that are N times too
-large train as well, under Adam (LAB_BUG=double_reduce).
+A loss that all ranks share counts once. That is where tensor parallelism goes wrong unseen: gradients that are N
+times too large train as well, under Adam (LAB_BUG=double_reduce).
 """
 
 import math
@@ -63,7 +65,7 @@ Row: TypeAlias = type[RowParallelLinear]
 
 
 def naive(model: Model, mesh: Mesh, config: Config, region: Region = Whole) -> Strategy:
-    """Every linear layer by itself; the step around them is one process's, and all that is sent is sent inside of the layers."""
+    """Every linear layer by itself; the step around them is one process's, and the layers send all that is sent."""
     for name, linear in untied_linears(model).items():
         model.set_submodule(name, GatheredLinear(linear, mesh.group, region(mesh.group)))
     return TensorParallel(model, mesh.group, config)
@@ -83,7 +85,7 @@ class GatheredLinear(ColumnParallelLinear):
 
 
 class Gather(torch.autograd.Function):
-    """Forward: all ranks' outputs. Backward: this rank's slice, since behind the gather all ranks compute the same loss.
+    """Forward: all ranks' outputs. Backward: this rank's slice, since behind it all ranks compute the same loss.
 
     `dist.all_gather` by itself records nothing for autograd: no layer before it would learn.
     """
@@ -122,7 +124,7 @@ def megatron(
 def slice_layers(model: Model, group: dist.ProcessGroup, region: Seams, qkv: QKV, row: Row) -> None:
     """Replace the layers of a dense `model` by this rank's slices of them, in place; parameters keep their names.
 
-    Attention: enter -> q, k, v by rows, whole heads; o by columns, the same heads -> leave. One `enter` serves all three.
+    Attention: enter, once for all three -> q, k, v by rows, whole heads; o by columns, the same heads -> leave.
     MLP:       enter -> up by rows; down by columns -> leave.
     """
     rank, ranks = group.rank(), group.size()
@@ -177,7 +179,7 @@ def _entered(region: Seams, _: nn.Module, args: tuple[Any, ...]) -> Tensor:
 
 
 def sequence(model: Model, mesh: Mesh, config: Config, qkv: QKV = own_heads, row: Row = RowParallelLinear) -> Strategy:
-    """A gather for f and a scatter for g; what is whole sees its rank's rows alone, so its gradients are summed, once a step."""
+    """A gather for f, a scatter for g; what is whole sees its rank's rows alone, so its gradients are summed."""
     region = Sequence(mesh.group)
     slice_layers(model, mesh.group, region, qkv, row)
     rows_first(model, region)

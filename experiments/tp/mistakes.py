@@ -1,4 +1,4 @@
-"""The classic mistakes of tensor parallelism, made on purpose by LAB_BUG: at the ends of a slice, in its heads, in its bias."""
+"""The classic mistakes of tensor parallelism, made by LAB_BUG: at a slice's ends, in its heads and in its bias."""
 
 import torch
 from torch import Tensor, nn

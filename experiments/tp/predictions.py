@@ -1,4 +1,4 @@
-"""What each variant sends in a step and in how many calls, what `sequence` need not hold, what a rank has: formulas to numbers."""
+"""What each variant sends in a step and in how many calls, and what `sequence` need not hold: formulas to numbers."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -48,7 +48,7 @@ class Sizes:
         return [(seq, samples * width) if self.is_gpt else (samples, width) for samples in self.microbatches]
 
     def whole_numel(self) -> int:
-        """Numbers that every rank holds: of a layer's slice its norm and bias, of gpt's ends the positions and a norm."""
+        """Numbers that every rank holds: of a layer's slice its norm and bias, of gpt's ends positions and a norm."""
         ends = self.config.seq + 2 if self.is_gpt else 0
         return (3 * (self.num_slices - self.is_gpt) + ends) * self.config.width
 
@@ -74,7 +74,7 @@ def total(*costs: Cost) -> Cost:
 
 
 def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """All linear layers by name, but one whose weight is the embedding's: `naive` splits them, and leaves that one whole."""
+    """All linear layers by name, but one whose weight is the embedding's: `naive` splits them, and not that one."""
     names = {name for name, _ in model.named_parameters()}  # a tied weight has its first name alone
     modules = dict(model.named_modules())
     return {
@@ -133,7 +133,7 @@ def predict(config: Config) -> list[Prediction]:
 
 
 def saved(sizes: Sizes) -> Prediction:
-    """Bytes that `sequence` holds less than `megatron` for the backward pass, at their most: in the largest microbatch."""
+    """Bytes that `sequence` holds less than `megatron` for the backward pass, at most: in the largest microbatch."""
     num_rows, numel = max(sizes.rows())
     values = tuple(
         float(
@@ -156,8 +156,8 @@ def summary(config: Config) -> str:
     sizes = Sizes(config)
     whole, slices = sizes.tokens * config.width * sizes.itemsize, sizes.slices(sizes.num_slices)
     return (
-        f"{slices.calls} all_reduces a step, each 2(t-1)/t x {whole / 1e6:.3g} MB: {slices.nbytes / 1e6:.3g} MB a rank, "
-        f"and what the loss needs"
+        f"{slices.calls} all_reduces a step, each 2(t-1)/t x {whole / 1e6:.3g} MB: "
+        f"{slices.nbytes / 1e6:.3g} MB a rank, and what the loss needs"
     )
 
 

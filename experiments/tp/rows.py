@@ -1,4 +1,4 @@
-"""What `sequence` needs beside its region: rows come first in all that the model works on, since rows are what is sliced."""
+"""What `sequence` needs beside its region: rows come first in what the model works on, since they are sliced."""
 
 from torch import Tensor, nn
 
@@ -7,7 +7,7 @@ from workers.workload.model import Attention, Embedding, Model
 
 
 def rows_first(model: Model, region: Sequence) -> None:
-    """Turn what the model works on: [B, S, ...] becomes [S, B, ...] in gpt, of which the rows between blocks are sliced.
+    """Turn what the model works on: [B, S, ...] becomes [S, B, ...] in gpt, whose rows between blocks are sliced.
 
     The rows of mlp are its samples, and come first already: they are sliced where they come in, and the targets too.
     """

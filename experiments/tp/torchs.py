@@ -1,7 +1,8 @@
 """PyTorch's own tensor parallelism: `parallelize_module` over DTensor, with the plan of its tutorial.
 
-The embedding by rows and the loss over sharded scores too (`loss_parallel`), so that it does what `megatron` does. One
-difference is the tutorial's: q, k and v each take an input of their own, whose gradients are summed three times, not once.
+The embedding by rows and the loss over sharded scores too (`loss_parallel`), so that it does what `megatron` does.
+One difference is the tutorial's: q, k and v each take an input of their own, whose gradients are summed three times,
+not once.
 """
 
 from contextlib import nullcontext

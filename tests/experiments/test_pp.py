@@ -1,4 +1,4 @@
-"""Every pipelined variant against one process in float64, what it sends and holds, each classic mistake, and refusals."""
+"""Every pipelined variant against one process in float64, what it sends and holds, each mistake, and refusals."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""Every tensor-parallel variant against one process in float64, what it sends and holds, and each classic mistake seen."""
+"""Every tensor-parallel variant against one process in float64, what it sends and holds, and each mistake seen."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The tables of rank 0's log, a function a block: what was proven, what was measured beside what was predicted, where time went.
+"""The tables of rank 0's log, a function a block: what was proven, measured beside predicted, and where time went.
 
 Every line begins with one of a few words in the first eleven columns, or with as many blanks.
 """

@@ -46,7 +46,7 @@ class Pipelined:
         self.optimizer.step()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Every rank sends what it holds to rank 0, which yields the model's tensors in the dense order; no other yields."""
+        """Every rank sends what it holds to rank 0, which alone yields, the model's tensors in the dense order."""
         for name in self.parts.holders:
             for prefix, like in self._templates(kind).items():
                 tensor = self._to_first(kind, name, prefix, like)

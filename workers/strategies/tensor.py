@@ -1,8 +1,9 @@
-"""What every tensor-parallel variant shares: a part of the model on each rank, all samples on every rank, an optimizer each.
+"""What every tensor-parallel variant shares: a part of the model and an optimizer on each rank, all samples on every.
 
-Variants differ in how the model was split. What a rank holds a part of has its whole gradient there. What every rank holds
-whole has it on every rank too, since the gradient that reaches it is the same everywhere; unless it worked on a part of the
-rows alone, then the ranks' gradients are summed, once a step (Korthikanti et al. 2022, section 4.2.2, leaves that unsaid).
+Variants differ in how the model was split. What a rank holds a part of has its whole gradient there. What every rank
+holds whole has it on every rank too, since the gradient that reaches it is the same everywhere; unless it worked on a
+part of the rows alone, then the ranks' gradients are summed, once a step (Korthikanti et al. 2022, section 4.2.2,
+leaves that unsaid).
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class TensorParallel:
     Args:
         slices: which parameters are held in part, by name; by default what the model's layers say.
         by_rows: what is whole works on this rank's rows only, so its gradients are summed.
-        own_loss: so does the loss, and each rank returns its share; otherwise all have the same one, and rank 0 returns it.
+        own_loss: so does the loss, and each rank returns its share; else all have the same one, and rank 0 returns it.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A rank that joins, watches and all-reduces: what the tests of the cluster start, signal and kill.
 
 Its environment is that of a rank; its arguments are a version, the number of steps, and what this rank does at step 2:
-nothing, `raise`, `sleep` (for 4.5 s, before the collective), `leave_late`, or `cut<r>`: its heartbeats to rank r are lost.
+nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, or `cut<r>`: its heartbeats to rank r are lost.
 It prints a line a step.
 """
 
@@ -60,7 +60,7 @@ def train(watch: Watch, cluster: Cluster, config: Config, steps: int, deed: str)
         if step == 2 and deed.startswith("cut"):
             del watch.post.addresses[int(deed[-1])]
         if step == 2 and deed == "sleep":
-            time.sleep(4.5)
+            time.sleep(6.0)
         watch.at(step, "all_reduce")
         total = torch.ones(4)
         dist.all_reduce(total)

@@ -80,7 +80,7 @@ def test_a_stopped_rank_ends_within_a_second_and_is_named(
 
 def test_sigterm_ends_a_rank_whose_main_thread_is_blocked_in_a_collective(processes: Processes) -> None:
     ranks = [processes.rank(0, 2), processes.rank(1, 2, deed="sleep")]
-    ranks[0].until("waiting for 3.* in all_reduce")
+    ranks[0].until(r"waiting for [3-5]\.\d s .* in all_reduce")
     stopped_at = time.monotonic()
     ranks[0].process.send_signal(signal.SIGTERM)
     assert ranks[0].end() == 143
@@ -128,7 +128,8 @@ def test_a_slow_rank_is_named_and_nothing_ends(processes: Processes) -> None:
     ranks = [processes.rank(0, 2, steps=5), processes.rank(1, 2, steps=5, deed="sleep")]
     assert [rank.end() for rank in ranks] == [0, 0]
     assert re.search(
-        r"waiting for 3\.\d s at step 2 in all_reduce for rank 1 \(at step 2 in compute for [23]\.\d s\)", ranks[0].text
+        r"waiting for [3-5]\.\d s at step 2 in all_reduce for rank 1 \(at step 2 in compute for [2-6]\.\d s\)",
+        ranks[0].text,
     )
     assert "waiting for rank 0" not in ranks[1].text.partition("joined")[2]
     for rank, phase in zip(ranks, ("all_reduce", "compute"), strict=True):
@@ -137,7 +138,8 @@ def test_a_slow_rank_is_named_and_nothing_ends(processes: Processes) -> None:
 
 def test_a_wait_for_others_is_no_work() -> None:
     watch = Watch.__new__(Watch)
-    watch.place, watch._calls_begun, watch._parting = Place(), lambda: 0, SimpleNamespace(on_left=None)  # type: ignore[assignment]
+    watch.place, watch._calls_begun = Place(), lambda: 0
+    watch._parting = SimpleNamespace(on_left=None)  # type: ignore[assignment]
     watch.at(3, "proof of ring")
     with watch.waiting("loss"):
         assert (watch.place.phase, watch._work) == ("the wait at loss", (3, "proof of ring"))
