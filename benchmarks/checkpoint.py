@@ -1,7 +1,7 @@
 """How long a checkpoint holds the training up, written before it goes on or beside it: `python -m benchmarks.checkpoint [ROUNDS]`.
 
-Whole runs of a GPT of 10M parameters with AdamW, sharded by zero3, at 2 and at 4 ranks; a run that saves synchronously and one that
-saves asynchronously take turns. The first save of a run, which imports what it needs, does not count.
+Whole runs of a GPT of 10M parameters with AdamW, sharded by zero3, at 2 and at 4 ranks; a run that saves synchronously
+and one that saves asynchronously take turns. The first save of a run, which imports what it needs, does not count.
 """
 
 import statistics

@@ -1,8 +1,8 @@
 """Our sharded data parallelism against PyTorch's: `python -m benchmarks.fsdp [ROUNDS]`.
 
-A GPT of 10M parameters takes whole training steps with AdamW, 2 samples of 64 bytes a rank. Steps are interleaved at 2 and at 4
-ranks; figures are over fully_shard's, below 1 is faster or less. Bytes come from the ledgers of whole runs: on the wire and at rest
-over the formula, for 1 to 8 ranks, and the most that a step holds.
+A GPT of 10M parameters takes whole training steps with AdamW, 2 samples of 64 bytes a rank. Steps are interleaved at 2
+and at 4 ranks; figures are over fully_shard's, below 1 is faster or less. Bytes come from the ledgers of whole runs: on
+the wire and at rest over the formula, for 1 to 8 ranks, and the most that a step holds.
 """
 
 import sys

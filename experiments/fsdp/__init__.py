@@ -1,20 +1,22 @@
 """Sharded data parallelism (ZeRO, FSDP): every rank trains the whole model, and keeps a part of it.
 
-Data parallelism holds N copies of everything. In float32 with Adam a parameter costs 16 bytes on every rank: 4 its weight, 4 its
-gradient, 8 the two moments; a model of 7 billion needs 112 GB (in mixed precision too: 2 + 2 + 4 + 4 + 4), before the first
-activation. But a rank needs a weight only while its layer computes, a gradient only until it is summed, and the moments only to
-step. So each rank owns an N-th of every layer, and the rest comes and goes.
+Data parallelism holds N copies of everything. In float32 with Adam a parameter costs 16 bytes on every rank: 4 its
+weight, 4 its gradient, 8 the two moments; a model of 7 billion needs 112 GB (in mixed precision too: 2 + 2 + 4 + 4 +
+4), before the first activation. But a rank needs a weight only while its layer computes, a gradient only until it is
+summed, and the moments only to step. So each rank owns an N-th of every layer, and the rest comes and goes.
 
   predicted   at rest, bytes a parameter: 16 in dp; zero1 8 + 8/N; zero2 4 + 12/N; zero3 16/N (Rajbhandari et al. 2020,
               "ZeRO", section 5). Sent, of S bytes of weights: zero1 and zero2 2(N-1)/N x S, what dp sends; zero3
-              3(N-1)/N x S, since it gathers weights forward and backward; with LAB_RESHARD=0 2(N-1)/N x S again. zero2 and
-              zero3 keep no gradients to add to, so each of M microbatches is summed: (M+1) and 3M in place of 2 and 3; naive
-              sums by an all_reduce, of which it keeps a part: 4M
-  shapes      inputs [B/N, S] a rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the last one shorter
+              3(N-1)/N x S, since it gathers weights forward and backward; with LAB_RESHARD=0 2(N-1)/N x S again. zero2
+              and zero3 keep no gradients to add to, so each of M microbatches is summed: (M+1) and 3M in place of 2 and
+              3; naive sums by an all_reduce, of which it keeps a part: 4M
+  shapes      inputs [B/N, S] a rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the
+              last one shorter
 
 The first variant is the whole idea, with nothing done ahead; the others give up one copy after the other:
 
-  naive       a layer is gathered, computes and is freed, forward and again backward, and everything waits for each of it
+  naive       a layer is gathered, computes and is freed, forward and again backward, and everything waits for each of
+              it
   zero1       optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the step
   zero2       gradients too: summed layer by layer as the backward pass hands them over, and dropped
   zero3       weights too: a layer is gathered just before it computes, the next one meanwhile, and freed after
@@ -217,7 +219,7 @@ MODE = Mode(
     reading=(
         "experiments/fsdp/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/flat.py: a layer as one vector, of which every rank owns a run",
-        "workers/parallel/zero.py: the three stages, when weights come and go and gradients are summed (gathered.py, summed.py: how)",
+        "workers/parallel/zero.py: the three stages, when weights come and go and gradients are summed (unshard.py, summed.py: how)",
         "workers/strategies/sharded.py: the step that all variants share, and the way of shards to rank 0",
     ),
 )

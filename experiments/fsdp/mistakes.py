@@ -11,8 +11,8 @@ from workers.contract import Instead, Mistake, Needs
 from workers.parallel.clip import EPSILON
 from workers.parallel.collectives import Collective
 from workers.parallel.flat import FlatUnit
-from workers.parallel.gathered import Gathered
 from workers.parallel.summed import Summed
+from workers.parallel.unshard import Unshard
 from workers.parallel.zero import Zero
 from workers.strategies.sharded import Sharded
 from workers.workload.model import Model, outline
@@ -20,17 +20,17 @@ from workers.workload.model import Model, outline
 BY_HAND, GATHERING = ("zero1", "zero2", "zero3", "zero3_kept"), ("zero3", "zero3_kept")
 
 
-class NeverFreed(Gathered):
+class NeverFreed(Unshard):
     """Gathers each unit whenever it is needed, into memory that it never gives back."""
 
-    def free(self, index: int) -> None:
+    def reshard(self, index: int) -> None:
         self.there[index] = False
 
 
-class NeverRefreshed(Gathered):
+class NeverRefreshed(Unshard):
     """Never gathers a unit twice."""
 
-    def free(self, index: int) -> None:
+    def reshard(self, index: int) -> None:
         """It is there already, so why gather it again?"""
 
 
@@ -42,11 +42,11 @@ class LostTail(FlatUnit):
 
 
 class ForgotReshard(Zero):
-    gathered_class = NeverFreed
+    unshard_class = NeverFreed
 
 
 class StaleGather(Zero):
-    gathered_class = NeverRefreshed
+    unshard_class = NeverRefreshed
 
 
 class LostShardTail(Zero):

@@ -1,8 +1,8 @@
 """PyTorch's own: `fully_shard`, one wrap unit a block and one for what is left, the embedding and the output layer.
 
-It is ZeRO-3: every parameter a DTensor, sharded along its first dim. As in zero3 all units are freed after their forward pass
-(left to itself PyTorch keeps the outermost one). gloo's reduce_scatter is an all_reduce and a slice, so on gloo it sends
-4(N-1)/N·S where zero3 sends 3(N-1)/N·S.
+It is ZeRO-3: every parameter a DTensor, sharded along its first dim. As in zero3 all units are freed after their
+forward pass (left to itself PyTorch keeps the outermost one). gloo's reduce_scatter is an all_reduce and a slice, so on
+gloo it sends 4(N-1)/N·S where zero3 sends 3(N-1)/N·S.
 """
 
 from collections.abc import Iterator

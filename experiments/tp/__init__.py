@@ -45,18 +45,18 @@ from workers.config import Config
 from workers.contract import Measured, Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
-from workers.parallel.cut import shares
 from workers.parallel.mesh import Mesh
 from workers.parallel.phases import phase
 from workers.parallel.sequence import Sequence
-from workers.parallel.tensor import ColumnParallelLinear, RowParallelLinear, Seams, Whole
+from workers.parallel.slices import shares
+from workers.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear, Whole
 from workers.parallel.vocabulary import VocabularyParallelCrossEntropy, VocabularyParallelEmbedding
 from workers.passes.measure import measure
 from workers.strategies.tensor import TensorParallel, local
 from workers.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
 
 # Parts that a mistake replaces: f and g at the two ends of a slice, a rank's own q, k and v, what sums over slices.
-Region: TypeAlias = Callable[[dist.ProcessGroup], Seams]
+MakeRegion: TypeAlias = Callable[[dist.ProcessGroup], Region]
 QKV: TypeAlias = Callable[[Attention, tuple[int, ...], int], dict[str, nn.Module]]
 Row: TypeAlias = type[RowParallelLinear]
 
@@ -64,7 +64,7 @@ Row: TypeAlias = type[RowParallelLinear]
 # --- naive: what one writes first, since it needs nothing but the layer ---
 
 
-def naive(model: Model, mesh: Mesh, config: Config, region: Region = Whole) -> Strategy:
+def naive(model: Model, mesh: Mesh, config: Config, region: MakeRegion = Whole) -> Strategy:
     """Every linear layer by itself; the step around them is one process's, and the layers send all that is sent."""
     for name, linear in untied_linears(model).items():
         model.set_submodule(name, GatheredLinear(linear, mesh.group, region(mesh.group)))
@@ -74,13 +74,13 @@ def naive(model: Model, mesh: Mesh, config: Config, region: Region = Whole) -> S
 class GatheredLinear(ColumnParallelLinear):
     """A linear layer of which each rank computes some outputs, and has all of them: [..., D] to [..., D_out]."""
 
-    def __init__(self, dense: nn.Linear, group: dist.ProcessGroup, region: Seams) -> None:
+    def __init__(self, dense: nn.Linear, group: dist.ProcessGroup, region: Region) -> None:
         super().__init__(dense, shares(dense.out_features, group.size()), group.rank())
         self.group, self.region = group, region
 
     def forward(self, x: Tensor) -> Tensor:
         mine = super().forward(self.region.enter(x))  # f: every rank's outputs give the gradient of x a part
-        gathered: Tensor = Gather.apply(mine, self.cuts["weight"].sizes, self.group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = Gather.apply(mine, self.slices["weight"].sizes, self.group)  # type: ignore[no-untyped-call]
         return gathered
 
 
@@ -114,14 +114,19 @@ def own_heads(attention: Attention, heads: tuple[int, ...], rank: int) -> dict[s
 
 
 def megatron(
-    model: Model, mesh: Mesh, config: Config, region: Region = Whole, qkv: QKV = own_heads, row: Row = RowParallelLinear
+    model: Model,
+    mesh: Mesh,
+    config: Config,
+    region: MakeRegion = Whole,
+    qkv: QKV = own_heads,
+    row: Row = RowParallelLinear,
 ) -> Strategy:
     """By rows, then by columns: f before, g after."""
     slice_layers(model, mesh.group, region(mesh.group), qkv, row)
     return TensorParallel(model, mesh.group, config)
 
 
-def slice_layers(model: Model, group: dist.ProcessGroup, region: Seams, qkv: QKV, row: Row) -> None:
+def slice_layers(model: Model, group: dist.ProcessGroup, region: Region, qkv: QKV, row: Row) -> None:
     """Replace the layers of a dense `model` by this rank's slices of them, in place; parameters keep their names.
 
     Attention: enter, once for all three -> q, k, v by rows, whole heads; o by columns, the same heads -> leave.
@@ -144,7 +149,7 @@ def slice_layers(model: Model, group: dist.ProcessGroup, region: Seams, qkv: QKV
         slice_ends(model, group, region)
 
 
-def slice_ends(model: Model, group: dist.ProcessGroup, region: Seams) -> None:
+def slice_ends(model: Model, group: dist.ProcessGroup, region: Region) -> None:
     """gpt's two ends, by rows of the vocabulary; tied weights stay tied, since both are sliced by the same ones.
 
     Embedding:    token -> leave; position whole.
@@ -166,12 +171,12 @@ def slice_ends(model: Model, group: dist.ProcessGroup, region: Seams) -> None:
     model.loss = VocabularyParallelCrossEntropy(sizes, group)
 
 
-def enter_before(module: nn.Module, region: Seams) -> None:
+def enter_before(module: nn.Module, region: Region) -> None:
     """What `module` is given comes through `region.enter` first: a hook, so that no parameter gets another name."""
     module.register_forward_pre_hook(partial(_entered, region))
 
 
-def _entered(region: Seams, _: nn.Module, args: tuple[Any, ...]) -> Tensor:
+def _entered(region: Region, _: nn.Module, args: tuple[Any, ...]) -> Tensor:
     return region.enter(args[0])
 
 

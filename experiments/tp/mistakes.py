@@ -29,7 +29,7 @@ class BiasEverywhere(RowParallelLinear):
     """Adds the bias to its part of the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.seams.leave(F.linear(x, self.weight, self.bias))
+        return self.region.leave(F.linear(x, self.weight, self.bias))
 
 
 @torch.no_grad()

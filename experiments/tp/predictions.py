@@ -18,7 +18,7 @@ from workers.measure.formulas.tensor import (
     sequence_saves_bytes,
     tensor_parallel_bytes,
 )
-from workers.parallel.cut import shares
+from workers.parallel.slices import shares
 from workers.workload.data import shard_sizes
 from workers.workload.model import VOCABULARY, outline
 

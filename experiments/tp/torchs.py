@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from workers.config import Config
 from workers.contract import Strategy
-from workers.parallel.cut import Cut
 from workers.parallel.mesh import Mesh
+from workers.parallel.slices import Slice
 from workers.strategies.tensor import TensorParallel
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
@@ -65,11 +65,11 @@ def plan(model: nn.Module) -> dict[str, Any]:
     return {name: styles[name.rpartition(".")[2]] for name in names if name.rpartition(".")[2] in styles}
 
 
-def slices_of(model: nn.Module, num_ranks: int) -> dict[str, Cut]:
+def slices_of(model: nn.Module, num_ranks: int) -> dict[str, Slice]:
     """How each parameter is sliced that DTensor shards; it shards evenly, or `cannot` leaves it out."""
     slices = {}
     for name, parameter in model.named_parameters():
         placement = getattr(parameter, "placements", [None])[0]
         if placement is not None and placement.is_shard():
-            slices[name] = Cut(placement.dim, (parameter.shape[placement.dim] // num_ranks,) * num_ranks)
+            slices[name] = Slice(placement.dim, (parameter.shape[placement.dim] // num_ranks,) * num_ranks)
     return slices

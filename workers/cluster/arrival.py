@@ -9,7 +9,7 @@ from typing import Any
 from workers.cluster import ClusterError
 from workers.cluster.address import Address, something_listens
 from workers.cluster.board import Claim
-from workers.cluster.desk import ask, receive
+from workers.cluster.board_socket import ask, receive
 from workers.config import Config
 
 ASK_EVERY_S = 0.1

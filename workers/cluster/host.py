@@ -8,7 +8,7 @@ from workers.cluster import ClusterError, name_ranks
 from workers.cluster.address import Address, is_local, source_ip
 from workers.cluster.arrival import FOREIGN_S, Arrival, taken
 from workers.cluster.board import Board
-from workers.cluster.desk import Desk, open_ports, udp_socket
+from workers.cluster.board_socket import Desk, open_ports, udp_socket
 
 LINGER_S = 6.0  # how long rank 0 stays for ranks that are still importing torch, to tell them why there is no run
 

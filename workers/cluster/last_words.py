@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from workers.cluster.desk import send, udp_socket
+from workers.cluster.board_socket import send, udp_socket
 
 # The entry point makes it, empty, where it stays behind; a rank without one leaves nothing.
 PLACE = Path("/tmp/ranklab-last-words")

@@ -18,7 +18,7 @@ from workers.cluster import ClusterError
 from workers.cluster.address import Address, bounded, interface_of, is_local, outward_ip, resolve, source_ip
 from workers.cluster.arrival import Arrival
 from workers.cluster.board import Claim, Member
-from workers.cluster.desk import Desk, udp_socket
+from workers.cluster.board_socket import Desk, udp_socket
 from workers.cluster.host import gather, open_desk, open_host, seal
 from workers.config import Config
 

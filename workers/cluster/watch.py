@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 from workers.cluster import ClusterError, last_words
 from workers.cluster.board import Board
-from workers.cluster.departure import Departure
+from workers.cluster.exiting import Departure
+from workers.cluster.going_on import Parting
 from workers.cluster.heartbeat import Hearing, Place, to_mask
 from workers.cluster.host import LINGER_S
-from workers.cluster.parting import Parting
-from workers.cluster.post import SENT_TIMES, Post
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.slowness import Slowness
 from workers.cluster.verdict import Verdict, condemn
+from workers.cluster.watch_socket import SENT_TIMES, Post
 from workers.config import Config, ConfigError
 from workers.measure.cgroup import ContainerMemory
 from workers.report.records import Lost

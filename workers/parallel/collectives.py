@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.parallel import direct, ring, server, tree
+from workers.parallel import direct, ring, rooted, tree
 from workers.parallel.peers import Message, Peers, Pending, Steps, split
 
-ALGORITHMS: dict[str, ModuleType] = {"ring": ring, "direct": direct, "tree": tree, "server": server}
+ALGORITHMS: dict[str, ModuleType] = {"ring": ring, "direct": direct, "tree": tree, "server": rooted}
 
 
 # Speed against gloo's own, medians of interleaved rounds, on two cores: 4 ranks idle, in brackets 2 ranks on busy cores.

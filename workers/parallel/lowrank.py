@@ -5,7 +5,7 @@
 
 One step of subspace iteration on the sum of all ranks' matrices, since both products are linear in M and both are summed over the
 ranks: P' is the same on all, so the result has rank r, however many ranks there are. Ranks that compress alone, with random
-factors of their own, and then add, get rank N·r and send N times as much or a dense tensor (W15). The starting Q is drawn
+factors of their own, and then add, get rank N·r and send N times as much or a dense tensor. The starting Q is drawn
 from one seed, and every later one is the last sum: the directions that carried most. Biases and gains, and matrices too small to gain by
 it, travel whole, in the message of P. So a bucket costs two calls: all P and what is whole, and all Q.
 """

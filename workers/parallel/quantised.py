@@ -1,6 +1,6 @@
 """8 bits on the wire: codes on one scale, which an all_reduce can add.
 
-Codes of ranks with scales of their own cannot be added (W14), so a bucket has one scale for all ranks: the largest magnitude that
+Codes of ranks with scales of their own cannot be added, so a bucket has one scale for all ranks: the largest magnitude that
 any of them holds, found by an all_reduce MAX of one number. And the sum has to fit into 8 bits as well: with codes up to
 127 two ranks already reach 254, which int8 wraps to -2. So a code is at most L = 127 // N, and N of them are at most 127.
 

@@ -52,26 +52,26 @@ class Gather(torch.autograd.Function):
     """Korthikanti's g. Forward: all_gather of the rows. Backward: reduce_scatter of the ranks' parts of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, chunk: Tensor, seams: Sequence, num_rows: int) -> Tensor:
-        ctx.seams = seams
-        return all_gather(chunk, seams.gathering, num_rows)
+    def forward(ctx: Any, chunk: Tensor, region: Sequence, num_rows: int) -> Tensor:
+        ctx.region = region
+        return all_gather(chunk, region.gathering, num_rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(gradients[0], ctx.seams.scattering), None, None
+        return reduce_scatter(gradients[0], ctx.region.scattering), None, None
 
 
 class Scatter(torch.autograd.Function):
     """Korthikanti's g-bar. Forward: reduce_scatter of the rows. Backward: all_gather of the chunks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, seams: Sequence) -> Tensor:
-        ctx.seams, ctx.num_rows = seams, len(partial)
-        return reduce_scatter(partial, seams.scattering)
+    def forward(ctx: Any, partial: Tensor, region: Sequence) -> Tensor:
+        ctx.region, ctx.num_rows = region, len(partial)
+        return reduce_scatter(partial, region.scattering)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradients[0], ctx.seams.gathering, ctx.num_rows), None
+        return all_gather(gradients[0], ctx.region.gathering, ctx.num_rows), None
 
 
 def all_gather(chunk: Tensor, collective: Collective, num_rows: int) -> Tensor:

@@ -8,7 +8,7 @@ needs there, and whatever works on each output by itself may stand between: an a
     y = W2 gelu(W1 x)        W1 by rows, W2 by columns: one sum over the ranks, after W2
 
 What stands at the two ends is a pair of maps, each the other's transpose, so that a forward pass through one is a backward
-pass through the other (`Seams`):
+pass through the other (`Region`):
 
                 between slices              into a slice                        out of a slice
     Whole       everything on every rank    f: as it is; backward all_reduce    g: all_reduce; backward as it is
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.parallel.cut import Cut
 from workers.parallel.phases import phase
+from workers.parallel.slices import Slice
 
 
-class Seams(Protocol):
+class Region(Protocol):
     """What stands before and after a part of the model whose ranks each compute a slice."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """g. Forward: all_reduce, in place. Backward: identity, for the loss behind it is the same one on every rank (W22)."""
+    """g. Forward: all_reduce, in place. Backward: identity, for the loss behind it is the same one on every rank."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -91,33 +91,33 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """This rank's outputs of a linear layer: [..., D] to [..., sizes[rank]].
 
-    Named for the columns of the paper's x·A, which are the rows of torch's weight. x has come through `Seams.enter`, once for
+    Named for the columns of the paper's x·A, which are the rows of torch's weight. x has come through `Region.enter`, once for
     all the layers that take it: one sum of gradients for q, k and v together.
     """
 
     def __init__(self, dense: nn.Linear, sizes: tuple[int, ...], rank: int) -> None:
         super().__init__()
-        self.cuts = {name: Cut(0, sizes) for name, _ in dense.named_parameters()}
-        self.weight = nn.Parameter(self.cuts["weight"].piece(dense.weight, rank))
-        self.bias = None if dense.bias is None else nn.Parameter(self.cuts["bias"].piece(dense.bias, rank))
+        self.slices = {name: Slice(0, sizes) for name, _ in dense.named_parameters()}
+        self.weight = nn.Parameter(self.slices["weight"].piece(dense.weight, rank))
+        self.bias = None if dense.bias is None else nn.Parameter(self.slices["bias"].piece(dense.bias, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)  # [..., D/tp]
 
 
 class RowParallelLinear(nn.Module):
-    """This rank's inputs of a linear layer: [..., sizes[rank]] to [..., D], which `seams` sums over the ranks.
+    """This rank's inputs of a linear layer: [..., sizes[rank]] to [..., D], which `region` sums over the ranks.
 
-    The bias is whole on every rank and is added once, to the sum: added to each part it would count N times (W9).
+    The bias is whole on every rank and is added once, to the sum: added to each part it would count N times.
     """
 
-    def __init__(self, dense: nn.Linear, sizes: tuple[int, ...], rank: int, seams: Seams) -> None:
+    def __init__(self, dense: nn.Linear, sizes: tuple[int, ...], rank: int, region: Region) -> None:
         super().__init__()
-        self.cuts = {"weight": Cut(1, sizes)}
-        self.seams = seams
-        self.weight = nn.Parameter(self.cuts["weight"].piece(dense.weight, rank))
+        self.slices = {"weight": Slice(1, sizes)}
+        self.region = region
+        self.weight = nn.Parameter(self.slices["weight"].piece(dense.weight, rank))
         self.bias = None if dense.bias is None else nn.Parameter(dense.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        total = self.seams.leave(F.linear(x, self.weight))  # [..., D]
+        total = self.region.leave(F.linear(x, self.weight))  # [..., D]
         return total if self.bias is None else total.add_(self.bias)

@@ -13,26 +13,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.parallel.cut import Cut
 from workers.parallel.phases import phase
-from workers.parallel.tensor import Seams, all_reduce
+from workers.parallel.slices import Slice
+from workers.parallel.tensor import Region, all_reduce
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Tokens to vectors, [rows, ...] to [rows, ..., D], summed over the ranks by `seams`; this rank holds some vectors."""
+    """Tokens to vectors, [rows, ...] to [rows, ..., D], summed over the ranks by `region`; this rank holds some vectors."""
 
-    def __init__(self, dense: nn.Embedding, sizes: tuple[int, ...], rank: int, seams: Seams) -> None:
+    def __init__(self, dense: nn.Embedding, sizes: tuple[int, ...], rank: int, region: Region) -> None:
         super().__init__()
-        self.cuts = {"weight": Cut(0, sizes)}
-        self.seams = seams
-        self.first = self.cuts["weight"].first(rank)
-        self.weight = nn.Parameter(self.cuts["weight"].piece(dense.weight, rank))
+        self.slices = {"weight": Slice(0, sizes)}
+        self.region = region
+        self.first = self.slices["weight"].first(rank)
+        self.weight = nn.Parameter(self.slices["weight"].piece(dense.weight, rank))
 
     def forward(self, tokens: Tensor) -> Tensor:
         own, rows = own_tokens(tokens, self.first, len(self.weight))
         partial = self.weight.new_zeros(*tokens.shape, self.weight.shape[1])
         partial[own] = F.embedding(rows, self.weight)  # [..., D]
-        return self.seams.leave(partial)
+        return self.region.leave(partial)
 
 
 class VocabularyParallelCrossEntropy(nn.Module):
@@ -41,7 +41,7 @@ class VocabularyParallelCrossEntropy(nn.Module):
     def __init__(self, sizes: tuple[int, ...], group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
-        self.first = Cut(0, sizes).first(group.rank())
+        self.first = Slice(0, sizes).first(group.rank())
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).flatten(0, -2)

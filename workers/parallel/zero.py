@@ -9,7 +9,7 @@ data parallelism every rank holds them all. Each stage gives up one more copy, l
     stage 3   and of the weights: a unit is gathered just before it computes, forward and backward, and freed after.
               3(N-1)/N·S, or 2(N-1)/N·S if it stays gathered in between
 
-How weights come and go is in gathered.py, how gradients are summed in summed.py; here is when.
+How weights come and go is in unshard.py, how gradients are summed in summed.py; here is when.
 """
 
 import weakref
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workers.parallel.flat import FlatUnits
-from workers.parallel.gathered import Gathered
 from workers.parallel.summed import Summed
+from workers.parallel.unshard import Unshard
 
 
 class FlatGradient(NamedTuple):
@@ -45,7 +45,7 @@ class Zero(FlatUnits):
         home: where shards live; by default on the parameters' own device.
     """
 
-    gathered_class, summed_class = Gathered, Summed
+    unshard_class, summed_class = Unshard, Summed
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, stage: int, *,
@@ -53,7 +53,7 @@ class Zero(FlatUnits):
     ) -> None:  # fmt: skip
         super().__init__(model, layers, group, keeps_whole=stage < 3, home=home)
         self.stage, self.reshard = stage, reshard
-        self.gathered = self.gathered_class(self.units, self.collective)
+        self.unshard = self.unshard_class(self.units, self.collective)
         self.summed = self.summed_class(self.collective)
         self._shared = {index for index in self.unit_of if self.unit_of.count(index) > 1}
         self._gradients: dict[int, FlatGradient] = {}  # by unit, as they are collected
@@ -87,7 +87,7 @@ class Zero(FlatUnits):
         """After the optimizer's step, or a load: every rank gets the others' new weights, in stage 3 when it needs them."""
         super().publish()
         if self.stage < 3:
-            self.gathered.again()
+            self.unshard.again()
 
     # --- what happens in the passes ---
 
@@ -101,9 +101,9 @@ class Zero(FlatUnits):
         layer.register_forward_hook(lambda _layer, _inputs, output: zero._after_forward(index, output))
 
     def _before_forward(self, index: int) -> None:
-        self.gathered.need(index)
+        self.unshard.need(index)
         if not self._in_backward:  # where a layer is computed again, the one before it comes next
-            self.gathered.begin(index + 1)
+            self.unshard.begin(index + 1)
 
     def _after_forward(self, index: int, output: Tensor) -> None:
         if self._in_backward:
@@ -112,12 +112,12 @@ class Zero(FlatUnits):
             zero = weakref.proxy(self)
             output.register_hook(lambda _gradient: zero._before_backward(index))
         if self.reshard and index not in self._shared:
-            self.gathered.free(index)
+            self.unshard.reshard(index)
 
     def _before_backward(self, index: int) -> None:
         self._in_backward = True
-        self.gathered.need(index)
-        self.gathered.begin(index - 1)
+        self.unshard.need(index)
+        self.unshard.begin(index - 1)
 
     def _watch_gradients(self) -> None:
         """Hear of every gradient once it is accumulated."""
@@ -158,7 +158,7 @@ class Zero(FlatUnits):
         if self.stage > 1:
             del self._gradients[index]
         if self.stage == 3:
-            self.gathered.free(index)
+            self.unshard.reshard(index)
 
 
 def _take(zero: Zero, index: int, place: int, name: str, parameter: Tensor) -> None:

@@ -1,10 +1,12 @@
 """It does not fit, and then it does: the sizes of `make fit` (compose/fit.sh), from arithmetic alone, and its verdict.
 
     limit      a memory limit between what a rank of fsdp (zero3) needs and what one of dp needs, halfway
-    judge      whether dp was killed within that limit, fsdp was not, and both trained to the same losses (without a limit, dp)
+    judge      whether dp was killed within that limit, fsdp was not, and both trained to the same losses (without a
+               limit, dp)
 
-Both need what a rank holds before it has a model, which is measured, and what the formulas of `measure` say: dp 16·P bytes for
-float32 with Adam; zero3 16·P/N, the layers that are whole at the same time, and at its start the dense model that it shards, 4·P.
+Both need what a rank holds before it has a model, which is measured, and what the formulas of `measure` say: dp 16·P
+bytes for float32 with Adam; zero3 16·P/N, the layers that are whole at the same time, and at its start the dense model
+that it shards, 4·P.
 """
 
 import subprocess
@@ -29,8 +31,8 @@ from workers.workload.model import outline
 MIB = 2**20
 FLOAT32_BYTES = 4
 POLL_S = 0.02
-# The same numbers are summed in another order, and AdamW divides by a gradient's own size: where that is rounding noise a weight
-# may step the other way.
+# The same numbers are summed in another order, and AdamW divides by a gradient's own size: where that is rounding noise
+# a weight may step the other way.
 LOSS_TOLERANCE = 1e-4
 
 

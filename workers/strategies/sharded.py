@@ -1,7 +1,7 @@
 """What the hand-written variants share: a Strategy over sharded parameters (workers/parallel/flat.py, zero.py).
 
-Every rank works on its own part of the batch, as in dp. What differs is what it keeps between the steps: the optimizer here
-steps flat shards, one a layer, and knows no other parameters.
+Every rank works on its own part of the batch, as in dp. What differs is what it keeps between the steps: the optimizer
+here steps flat shards, one a layer, and knows no other parameters.
 """
 
 from collections.abc import Callable, Iterator

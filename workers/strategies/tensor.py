@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from workers.config import Config
 from workers.parallel.clip import clip_gradients
-from workers.parallel.cut import Cut, cuts_of, join
 from workers.parallel.peers import Peers
 from workers.parallel.phases import phase
 from workers.parallel.sequence import sum_together
+from workers.parallel.slices import Slice, join, slices_of
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import live_state, make_optimizer, named_tensors
@@ -34,13 +34,13 @@ class TensorParallel:
     """
 
     def __init__(
-        self, model: Model, group: dist.ProcessGroup, config: Config, slices: dict[str, Cut] | None = None, *,
+        self, model: Model, group: dist.ProcessGroup, config: Config, slices: dict[str, Slice] | None = None, *,
         by_rows: bool = False, own_loss: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.group, self.config = model, group, config
         self.by_rows = by_rows
         self.has_share = own_loss or group.rank() == 0
-        self.slices = cuts_of(model) if slices is None else slices
+        self.slices = slices_of(model) if slices is None else slices
         self.peers = Peers(group)
         self.optimizer = make_optimizer(model.parameters(), config)
 

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 from workers.cluster import last_words
-from workers.cluster.desk import receive, udp_socket
+from workers.cluster.board_socket import receive, udp_socket
 from workers.cluster.heartbeat import Hearing, Place
 
 

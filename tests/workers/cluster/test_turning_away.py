@@ -10,7 +10,7 @@ import pytest
 
 from workers.cluster import watch as watches
 from workers.cluster.board import Board, Claim, Member
-from workers.cluster.desk import Desk, ask, send, udp_socket
+from workers.cluster.board_socket import Desk, ask, send, udp_socket
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import PERIOD_S, Watch

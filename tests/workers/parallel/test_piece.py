@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.parallel.cut import Cut
 from workers.parallel.piece import Piece, flat_piece
+from workers.parallel.slices import Slice
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,7 +49,7 @@ def test_the_boxes_are_views_of_what_is_trained_on() -> None:
 
 @pytest.mark.parametrize(("rank", "offset"), [(0, (0, 0)), (1, (0, 3)), (2, (0, 5))])
 def test_a_cut_says_where_its_part_stands(rank: int, offset: tuple[int, int]) -> None:
-    cut, dense = Cut(1, (3, 2, 2)), torch.arange(21.0).view(3, 7)
+    cut, dense = Slice(1, (3, 2, 2)), torch.arange(21.0).view(3, 7)
     piece = cut.place(cut.piece(dense, rank), rank)
     assert piece.shape == dense.shape
     assert piece.boxes[0][0] == offset
@@ -58,5 +58,5 @@ def test_a_cut_says_where_its_part_stands(rank: int, offset: tuple[int, int]) ->
 
 
 def test_a_rank_without_a_part_has_no_box() -> None:
-    assert Cut(0, (1, 0)).place(torch.empty(0, 4), 1) == Piece(torch.Size([1, 4]), [])
+    assert Slice(0, (1, 0)).place(torch.empty(0, 4), 1) == Piece(torch.Size([1, 4]), [])
     assert flat_piece(torch.empty(0), 3, torch.Size([5])).boxes == []

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from tests.ranks import Ranks
 from workers.measure.calls import Calls
 from workers.parallel import differentiable
-from workers.parallel.cut import cuts_of, shares
 from workers.parallel.phases import recorded
 from workers.parallel.sequence import Sequence, sum_together
-from workers.parallel.tensor import ColumnParallelLinear, RowParallelLinear, Seams, Whole
+from workers.parallel.slices import shares, slices_of
+from workers.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear, Whole
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 5
@@ -36,16 +36,16 @@ class Sliced(nn.Module):
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
 
-    def forward(self, x: Tensor, seams: Seams | None = None) -> Tensor:
+    def forward(self, x: Tensor, region: Region | None = None) -> Tensor:
         x = self.before(x)
-        inside: Tensor = self.down(F.gelu(self.up(seams.enter(x) if seams else x)))
+        inside: Tensor = self.down(F.gelu(self.up(region.enter(x) if region else x)))
         out: Tensor = self.after(x + inside)
         return out
 
-    def slice(self, group: dist.ProcessGroup, seams: Seams) -> "Sliced":
+    def slice(self, group: dist.ProcessGroup, region: Region) -> "Sliced":
         sizes = shares(self.up.out_features, group.size())
         self.register_module("up", ColumnParallelLinear(self.up, sizes, group.rank()))
-        self.register_module("down", RowParallelLinear(self.down, sizes, group.rank(), seams))
+        self.register_module("down", RowParallelLinear(self.down, sizes, group.rank(), region))
         return self
 
 
@@ -67,16 +67,16 @@ SEAMS: dict[str, Any] = {"whole": Whole, "sequence": Sequence, "twice": Twice, "
 def differences(group: dist.ProcessGroup, kind: str, num_rows: int, hidden: int) -> dict[str, float]:
     """The largest difference to one process: of the output, and of each parameter's gradient."""
     x = torch.randn(num_rows, 2, WIDTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    dense, seams = Sliced(hidden), SEAMS[kind](group)
+    dense, region = Sliced(hidden), SEAMS[kind](group)
     wanted = dense(x)
     wanted.square().sum().backward()
-    model = Sliced(hidden).slice(group, seams)
-    found = model(seams.own(x) if kind == "sequence" else x, seams)
+    model = Sliced(hidden).slice(group, region)
+    found = model(region.own(x) if kind == "sequence" else x, region)
     found.square().sum().backward()
     if kind == "sequence":
-        wanted = seams.own(wanted)
+        wanted = region.own(wanted)
     apart = {"output": (found - wanted).abs().max().item() if len(found) else 0.0}
-    cuts = cuts_of(model)
+    cuts = slices_of(model)
     for name, parameter in model.named_parameters():
         gradient, true = parameter.grad, dense.get_parameter(name).grad
         assert gradient is not None and true is not None
@@ -115,11 +115,11 @@ def test_without_f_the_gradient_of_what_lies_before_is_partial(ranks: Ranks) -> 
 
 
 def places(group: dist.ProcessGroup) -> list[bool]:
-    seams = Whole(group)
+    region = Whole(group)
     x = torch.ones(3, requires_grad=True)
     partial = x * 1
     place = partial.data_ptr()
-    return [seams.enter(x).data_ptr() == x.data_ptr(), seams.leave(partial).data_ptr() == place]
+    return [region.enter(x).data_ptr() == x.data_ptr(), region.leave(partial).data_ptr() == place]
 
 
 def test_f_and_g_copy_nothing(ranks: Ranks) -> None:
@@ -139,12 +139,12 @@ def named(group: dist.ProcessGroup, description: str) -> Iterator[None]:
 
 def calls(group: dist.ProcessGroup, kind: str, num_rows: int) -> list[list[tuple[str, str, float, float]]]:
     """What forward and backward of one slice call, by operation and axis: (operation, axis, calls, called bytes)."""
-    seams = SEAMS[kind](group)
-    model = Sliced(8).slice(group, seams)
+    region = SEAMS[kind](group)
+    model = Sliced(8).slice(group, region)
     x = torch.ones(num_rows, 2, WIDTH, dtype=torch.float64)
     with named(group, "mesh_tp"):  # what a mesh calls the group of its axis tp
         with Calls() as forward:
-            loss = model(seams.own(x) if kind == "sequence" else x, seams).sum()
+            loss = model(region.own(x) if kind == "sequence" else x, region).sum()
         with Calls() as backward:
             loss.backward()
     return [[(op.op, op.axis, op.calls, op.called_bytes) for op in seen.ops()] for seen in (forward, backward)]
@@ -166,10 +166,10 @@ def test_rows_that_are_cut_send_the_same_bytes(ranks: Ranks, world_size: int) ->
 
 
 def marks(group: dist.ProcessGroup, kind: str) -> list[str]:
-    seams = SEAMS[kind](group)
-    model, x = Sliced(8).slice(group, seams), torch.ones(4, 2, WIDTH, dtype=torch.float64)
+    region = SEAMS[kind](group)
+    model, x = Sliced(8).slice(group, region), torch.ones(4, 2, WIDTH, dtype=torch.float64)
     with recorded() as spans:
-        model(seams.own(x) if kind == "sequence" else x, seams).sum().backward()
+        model(region.own(x) if kind == "sequence" else x, region).sum().backward()
     return [span.kind for span in spans]
 
 

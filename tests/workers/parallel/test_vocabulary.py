@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from tests.ranks import Ranks
 from workers.measure.calls import Calls
-from workers.parallel.cut import shares
 from workers.parallel.sequence import Sequence
+from workers.parallel.slices import shares
 from workers.parallel.tensor import Whole
 from workers.parallel.vocabulary import VocabularyParallelCrossEntropy, VocabularyParallelEmbedding
 
@@ -27,16 +27,16 @@ def embedded(group: dist.ProcessGroup, vocabulary: int, by_rows: bool, all_the_s
     if not all_the_same:
         tokens = torch.randint(vocabulary, (5, 2), generator=generator)
     sizes = shares(vocabulary, group.size())
-    seams = Sequence(group) if by_rows else Whole(group)
-    part = VocabularyParallelEmbedding(dense, sizes, group.rank(), seams)
+    region = Sequence(group) if by_rows else Whole(group)
+    part = VocabularyParallelEmbedding(dense, sizes, group.rank(), region)
     found, wanted = part(tokens), dense(tokens)
     factor = torch.arange(30.0).view(5, 2, WIDTH).double()  # a gradient that differs from place to place
     (wanted * factor).sum().backward()
-    if isinstance(seams, Sequence):
-        wanted, factor = seams.own(wanted), seams.own(factor)
+    if isinstance(region, Sequence):
+        wanted, factor = region.own(wanted), region.own(factor)
     (found * factor).sum().backward()
     assert part.weight.grad is not None and dense.weight.grad is not None
-    gradient = part.cuts["weight"].piece(dense.weight.grad, group.rank())
+    gradient = part.slices["weight"].piece(dense.weight.grad, group.rank())
     return [(found - wanted).abs().sum().item(), (part.weight.grad - gradient).abs().sum().item()]
 
 

@@ -1,4 +1,4 @@
-"""A cut: which part of a dense tensor each rank holds, and how the parts become the dense tensor again.
+"""Slices: which part of a dense tensor each rank holds, and how the parts become the dense tensor again.
 
 Parts are runs along one dimension, as even as whole units allow (torch's tensor_split: the first ranks one more). The unit is
 a row or a column, or an attention head of several, which no rank may hold half of: 7 heads on 4 ranks are 2, 2, 2 and 1.
@@ -14,7 +14,7 @@ from workers.parallel.piece import Piece
 
 
 @dataclass(frozen=True)
-class Cut:
+class Slice:
     """Rank r holds `sizes[r]` of the dense tensor along `dim`, after those of the ranks before it."""
 
     dim: int
@@ -42,16 +42,16 @@ def shares(num_units: int, num_ranks: int, unit: int = 1) -> tuple[int, ...]:
     return tuple((each + (rank < more)) * unit for rank in range(num_ranks))
 
 
-def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """The cut of each parameter that is not held whole, by its name: what each module says in its `cuts`."""
+def slices_of(model: nn.Module) -> dict[str, Slice]:
+    """The slice of each parameter that is not held whole, by its name: what each module says in its `slices`."""
     return {
-        f"{name}.{parameter}" if name else parameter: cut
+        f"{name}.{parameter}" if name else parameter: part
         for name, module in model.named_modules()
-        for parameter, cut in getattr(module, "cuts", {}).items()
+        for parameter, part in getattr(module, "slices", {}).items()
     }
 
 
-def join(piece: Tensor, cut: Cut, peers: Peers) -> Tensor | None:
+def join(piece: Tensor, place: Slice, peers: Peers) -> Tensor | None:
     """The dense tensor of all ranks' pieces, on rank 0 of the group; None elsewhere. A collective."""
     tag = peers.new_tag()
     if peers.rank:
@@ -59,8 +59,11 @@ def join(piece: Tensor, cut: Cut, peers: Peers) -> Tensor | None:
         sent[0].wait()
         return None
     shape = list(piece.shape)
-    pieces = [piece, *(piece.new_empty([*shape[: cut.dim], size, *shape[cut.dim + 1 :]]) for size in cut.sizes[1:])]
+    pieces = [
+        piece,
+        *(piece.new_empty([*shape[: place.dim], size, *shape[place.dim + 1 :]]) for size in place.sizes[1:]),
+    ]
     received, _ = peers.post(tag, receives=list(enumerate(pieces))[1:])
     for message in received:
         message.wait()
-    return torch.cat(pieces, cut.dim)
+    return torch.cat(pieces, place.dim)

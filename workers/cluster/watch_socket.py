@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from workers.cluster.desk import receive, send
+from workers.cluster.board_socket import receive, send
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.verdict import Verdict
 

@@ -7,8 +7,8 @@ was given up and wakes learns it from the verdict, which names it, and ends.
 from collections.abc import Callable
 
 from workers.cluster.heartbeat import Hearing
-from workers.cluster.post import Post
 from workers.cluster.verdict import Verdict
+from workers.cluster.watch_socket import Post
 from workers.report.records import Lost
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ranks import Ranks
-from workers.parallel.cut import Cut, join, shares
 from workers.parallel.peers import Peers
+from workers.parallel.slices import Slice, join, shares
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -28,14 +28,14 @@ def test_heads_stay_whole() -> None:
 
 def test_a_piece_is_a_copy_of_its_own() -> None:
     dense = torch.arange(12.0).view(3, 4)
-    piece = Cut(1, (2, 1, 1)).piece(dense, 1)
+    piece = Slice(1, (2, 1, 1)).piece(dense, 1)
     assert piece.tolist() == [[2], [6], [10]]
     assert piece.untyped_storage().nbytes() == 12
 
 
 def joined(group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> list[Any]:
     dense = torch.arange(float(3 * sum(sizes))).view([3, sum(sizes)] if dim else [sum(sizes), 3])
-    cut = Cut(dim, sizes)
+    cut = Slice(dim, sizes)
     whole = join(cut.piece(dense, group.rank()), cut, Peers(group))
     return [whole is not None, whole is not None and torch.equal(whole, dense)]
 

@@ -1,4 +1,4 @@
-"""Whole weights, just in time: a unit is gathered when its layer is about to compute, and freed when it has.
+"""Whole weights, just in time: a unit is unsharded when its layer is about to compute, and resharded when it has.
 
 A gather that is begun one layer ahead costs no waiting where the link is free while the cores compute; one further ahead
 would hold one layer more (`LAB_RESHARD=0` holds them all). ZeRO-1 and -2 keep their weights, and gather them after each step.
@@ -12,7 +12,7 @@ from workers.parallel.peers import Pending
 from workers.parallel.phases import phase
 
 
-class Gathered:
+class Unshard:
     """The whole weights of `units`, of which every rank has a chunk; all ranks make the same calls in the same order."""
 
     def __init__(self, units: Sequence[FlatUnit], collective: Collective) -> None:
@@ -38,7 +38,7 @@ class Gathered:
             self._pending[index] = self.collective.all_gather(unit.materialize(), local, async_op=True)
         self.there[index] = True
 
-    def free(self, index: int) -> None:
+    def reshard(self, index: int) -> None:
         """Let the unit's weights go; this rank's chunk stays."""
         self.units[index].free()
         self.there[index] = False

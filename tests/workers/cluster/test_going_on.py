@@ -2,10 +2,10 @@
 
 from typing import cast
 
+from workers.cluster.going_on import Parting
 from workers.cluster.heartbeat import Hearing
-from workers.cluster.parting import Parting
-from workers.cluster.post import Post
 from workers.cluster.verdict import Verdict
+from workers.cluster.watch_socket import Post
 from workers.report.records import Lost
 
 
