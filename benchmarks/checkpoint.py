@@ -1,4 +1,6 @@
-"""How long a checkpoint holds the training up, written before it goes on or beside it: `python -m benchmarks.checkpoint [ROUNDS]`.
+"""How long a checkpoint holds the training up, written before it goes on or beside it.
+
+`python -m benchmarks.checkpoint [ROUNDS]`
 
 Whole runs of a GPT of 10M parameters with AdamW, sharded by zero3, at 2 and at 4 ranks; a run that saves synchronously
 and one that saves asynchronously take turns. The first save of a run, which imports what it needs, does not count.
@@ -23,8 +25,8 @@ def held_s(world_size: int, asynchronous: bool) -> list[float]:
     """Seconds for which each save but the first held up rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         run_lab(
-            Path(folder), **settings(world_size), LAB_VARIANT="zero3", LAB_PROOF=0, LAB_STEPS=STEPS, LAB_CHECKPOINT_EVERY=EVERY,
-            LAB_CHECKPOINT_ASYNC=int(asynchronous),
+            Path(folder), **settings(world_size), LAB_VARIANT="zero3", LAB_PROOF=0, LAB_STEPS=STEPS,
+            LAB_CHECKPOINT_EVERY=EVERY, LAB_CHECKPOINT_ASYNC=int(asynchronous),
         )  # fmt: skip
         saves = [saved for _, saved in select(read_run(Path(folder) / "latest"), Saved)]
     assert all(not saved.error for saved in saves), saves

@@ -124,7 +124,7 @@ def main(rounds: int = 15) -> None:
     """Print steps, ratios of bytes, and how far all bytes are off the formulas, targets beside them."""
     for world_size in (2, 4):
         print(
-            f"{world_size} ranks, one thread each: a step's time over fully_shard's (median, and the middle half of the rounds)"
+            f"{world_size} ranks, one thread each: a step's time over fully_shard's (median, the rounds' middle half)"
         )
         print(table(["variant", "ms a step", "wall", "CPU", "target", "held"], step_rows(world_size, rounds)))
     runs = {world_size: lab_run(world_size) for world_size in range(1, 9)}

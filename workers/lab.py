@@ -63,7 +63,7 @@ class Lab:
         return self.mode.batches(self.config, proof=proof, device=self.device, dtype=dtype)
 
     def dealt(self, batches: Batches, step: int) -> list[Microbatch]:
-        """This rank's microbatches of the batch of `step`: dealt along the mesh's axis dp, the same to all that differ elsewhere."""
+        """This rank's microbatches of the batch of `step`: dealt along the mesh's axis dp, alike to all elsewhere."""
         return batches.dealt(step, self.mesh.index("dp"), self.mesh.size("dp"))
 
     # --- what is said ---

@@ -15,8 +15,7 @@ summed, and the moments only to step. So each rank owns an N-th of every layer, 
 
 The first variant is the whole idea, with nothing done ahead; the others give up one copy after the other:
 
-  naive       a layer is gathered, computes and is freed, forward and again backward, and everything waits for each of
-              it
+  naive       a layer is gathered, computes and is freed, forward and again backward, and all waits for each of it
   zero1       optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the step
   zero2       gradients too: summed layer by layer as the backward pass hands them over, and dropped
   zero3       weights too: a layer is gathered just before it computes, the next one meanwhile, and freed after
@@ -72,7 +71,7 @@ def home(config: Config) -> torch.device | None:
 
 
 def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """Every layer is a flat vector [N·c], of which each rank keeps its chunk [c]; it is whole only while it computes."""
+    """Every layer is a flat vector [N·c], each rank keeps its chunk [c] of it; it is whole only while it computes."""
     model.recompute = False  # each layer is computed again as it is
     units = FlatUnits(model, list(model.layers), mesh.group, keeps_whole=False, home=home(config))
     for layer, index in zip(model.layers, units.unit_of, strict=True):
@@ -82,7 +81,7 @@ def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class WholeForAMoment(torch.autograd.Function):
-    """A layer as a function of a rank's shard: the gradient of what was gathered from all ranks is a sum over all ranks."""
+    """A layer as a function of a rank's shard: it gathers all ranks', so the shard's gradient is a sum over all ranks."""
 
     @staticmethod
     def forward(
@@ -219,7 +218,7 @@ MODE = Mode(
     reading=(
         "experiments/fsdp/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/flat.py: a layer as one vector, of which every rank owns a run",
-        "workers/parallel/zero.py: the three stages, when weights come and go and gradients are summed (unshard.py, summed.py: how)",
+        "workers/parallel/zero.py: the three stages, when weights come and gradients go (unshard.py, summed.py: how)",
         "workers/strategies/sharded.py: the step that all variants share, and the way of shards to rank 0",
     ),
 )

@@ -88,7 +88,7 @@ def by_torch(config: Config, gathers: int) -> Prediction:
 
 
 def at_rest(config: Config, name: str) -> Prediction:
-    """Weights, gradients and optimizer state of what a rank owns; where whole units are kept, and in chunks, padding is too."""
+    """Weights, gradients and optimizer state of what a rank owns; whole units and chunks have their padding too."""
     ranks, stage, total = config.world_size, BY_HAND.get(name, 3), sum(units(config))
     adam, masters = config.optimizer == "adamw", config.dtype == "bfloat16" and name in BY_HAND
     itemsize = 4 if config.dtype == "bfloat16" and name == "fsdp2" else getattr(torch, config.dtype).itemsize
@@ -128,7 +128,7 @@ def holds(config: Config, rank: int) -> str:
 
 
 def published() -> tuple[str, list[str], list[list[str]]]:
-    """The table of the ZeRO paper (figure 1), which holds for half precision: GB on each rank; and what 7 billion take."""
+    """The table of the ZeRO paper (figure 1), which holds for half precision, in GB a rank; and what 7 billion take."""
     columns = ["", "GB of 7.5B parameters on 64 ranks", "of 7B parameters on 1, 8, 64"]
     rows = []
     for stage, name in enumerate(["dp", "zero1", "zero2", "zero3"]):

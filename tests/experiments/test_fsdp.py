@@ -162,7 +162,7 @@ def test_a_rank_goes_on_from_what_it_saved(ranks: Ranks, name: str) -> None:
 
 
 def whole_at_once(group: dist.ProcessGroup, config: Config) -> tuple[set[int], int, int]:
-    """Of `naive`: how many units are whole where a layer computes, how often that was, and how many are whole after the step."""
+    """Of `naive`: how many units are whole where a layer computes, how often that was, and how many after the step."""
     model = build_model(config, config.seed).double()
     strategy = built(MODE, "naive", model, group, config)
     seen: list[int] = []

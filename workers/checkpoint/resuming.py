@@ -44,7 +44,7 @@ def prepare(lab: Lab) -> Checkpoints:
     found = agree(lab) if lab.config.resume is not None else None
     if lab.rank == 0:
         tidy(lab, found)
-    return Checkpoints(found, lab.side_group)
+    return Checkpoints(found, lab.side_group if lab.config.checkpoint_every is not None else None)
 
 
 def agree(lab: Lab) -> Found | None:

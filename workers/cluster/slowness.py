@@ -1,7 +1,8 @@
-"""For whom a rank waits: said once it has begun nothing for a while, since only then are the others' last words newer than its own.
+"""For whom a rank waits: said once it has begun nothing for a while, since only then are others' words newer than its own.
 
-A wait that is expected is not said: not while rank 0 does what it alone does, and not one of a length that is normal in this run. On
-cores that ranks share everything takes long, this rank's own work too: what it takes itself, another may take twice.
+A wait that is expected is not said: not while rank 0 does what it alone does, and not one of a length that is normal in
+this run. On cores that ranks share everything takes long, this rank's own work too: what it takes itself, another may
+take twice.
 """
 
 from workers.cluster.heartbeat import Hearing, Place
@@ -12,7 +13,7 @@ ALONE = ("one process", "report")  # what rank 0 does while all others wait
 
 
 class Slowness:
-    """Where this rank was last seen, how long it worked in one place at most, and when it last said whom it waits for."""
+    """Where this rank was last seen, how long it worked in one place at most, and when it last said for whom it waits."""
 
     def __init__(self, now: float) -> None:
         self._place, self._since = Place(), now
@@ -21,7 +22,7 @@ class Slowness:
         self._said_at = 0.0
 
     def sentence(self, hearing: Hearing, place: Place, now: float) -> str:
-        """Whom this rank waits for, if it is time to say so; else empty. `place` is where it is, with the collectives begun there."""
+        """Whom this rank waits for, if it is time to say so; else empty. `place` has the collectives begun there."""
         if (place.turn, place.calls) != (self._place.turn, self._place.calls):
             self._note_work(now)
             self._place, self._since = place, now
@@ -33,7 +34,8 @@ class Slowness:
         if all(rank == 0 and peer.seen.phase in ALONE for rank, peer in waited_for.items()):
             return ""
         self._said_at = now
-        return f"waiting for {waits_s:.1f} s at step {place.step} in {place.phase} for {', '.join(hearing.behind(place, now))}"
+        behind = ", ".join(hearing.behind(place, now))
+        return f"waiting for {waits_s:.1f} s at step {place.step} in {place.phase} for {behind}"
 
     def _note_work(self, now: float) -> None:
         """It leaves its place: what it did there was work of its own, if it waited for nobody and had begun."""

@@ -1,7 +1,7 @@
 """Gradients that are sent as less than they are, and still summed: what stands in for the all_reduce of a bucket.
 
 A compressor C turns a gradient into a message of fewer bytes. It saves nothing unless the message itself is what travels,
-and the sum of messages is what all ranks can read (W14: a compressed gradient that is turned back into a dense tensor before it is
+and the sum of messages is what all ranks can read (a compressed gradient that is turned back into a dense tensor before it is
 sent saves no byte). So each method says how its messages are summed: casts, codes on one scale, values at shared places and factors
 of low rank by an all_reduce, whose bytes do not grow with N; top-k and signs, which no all_reduce could add, by an all_gather, whose do.
 

@@ -125,7 +125,7 @@ class FlatUnit:
 
 
 class FlatUnits:
-    """The parameters of `layers`, shared out over `group` in flat units; of each this rank owns a shard, which its optimizer steps.
+    """The parameters of `layers`, shared out over `group` in flat units; of each this rank owns and steps a shard.
 
         units.begin()
         for microbatch in microbatches:            # as many on every rank
@@ -134,8 +134,8 @@ class FlatUnits:
         units.finish()                             # every unit has its gradient
         units.deliver(); optimizer_of_masters.step(); units.publish()
 
-    A unit is a layer; two layers that share a parameter are one. Every parameter of `model` belongs to a layer. When weights are
-    gathered and gradients summed is left to whoever computes: `Zero` hears of it by hooks.
+    A unit is a layer; two layers that share a parameter are one. Every parameter of `model` belongs to a layer. When
+    weights are gathered and gradients summed is left to whoever computes: `Zero` hears of it by hooks.
 
     Args:
         keeps_whole: whether every rank keeps all weights between the steps.

@@ -4,7 +4,7 @@ Top-k (Aji and Heafield 2017; Stich et al. 2018): every rank's largest lie elsew
 and no all_reduce can add them: all_gather, (N-1)·8k bytes in float32, which grows with N where dense sums stay under 2·4n. It
 stops paying at N·8k = 8n: N = 1/ratio.
 
-Random-k: one seed for all ranks (W14: with a seed each, sums would add numbers of different places), so places are not sent at all,
+Random-k: one seed for all ranks (with a seed each, sums would add numbers of different places), so places are not sent at all,
 and the k values are added by an all_reduce: 2(N-1)/N·4k bytes, for every N. A number is sent with probability k/n, so the
 expectation of what is sent is k/n of the gradient. Without error feedback it is multiplied by n/k, which makes it unbiased. With
 error feedback it is not: all that is left out comes later anyway, and n/k times too much would be sent now, over and over

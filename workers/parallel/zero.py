@@ -37,8 +37,8 @@ class FlatGradient(NamedTuple):
 class Zero(FlatUnits):
     """The parameters of `layers`, sharded over `group` in `stage` 1, 2 or 3; a step goes as `FlatUnits` says.
 
-    A unit of two layers stays gathered from its first use to its last. The layers run in their order. Gradients are summed, never
-    divided.
+    A unit of two layers stays gathered from its first use to its last. The layers run in their order. Gradients are
+    summed, never divided.
 
     Args:
         reshard: free a unit after its forward pass; False gathers once a step and holds everything in between. Stage 3 alone.

@@ -15,7 +15,7 @@ from workers.workload.data import effective_batch
 
 
 def everything(lab: Lab) -> None:
-    """The run of a mode that has none of its own: measure its variants, and hold bytes and calls against its predictions."""
+    """The run of a mode that has none of its own: measure its variants, and hold them against its predictions."""
     predictions = lab.mode.predict(lab.config)
     for prediction in predictions:
         if lab.wants(prediction.variant):
@@ -34,11 +34,11 @@ def measure(
     also: Callable[[str, Strategy], None] | None = None,
     proofs: Mapping[str, Callable[[str, Build], None]] | None = None,
 ) -> dict[str, Measured]:
-    """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks at the end of each proof.
+    """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks to each proof.
 
-    Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on purpose not
-    compute what one process does: each is proven by what stands there in its place. Returns what was measured on this rank;
-    rank 0 tells what was proven and timed when it is, what was counted once it is held against the predictions.
+    Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on
+    purpose not compute what one process does: each is proven by what stands there in its place. Returns what was measured
+    on this rank; rank 0 tells what was proven and timed when it is, what was counted once it is held against predictions.
     """
     lab.say(effective_batch(lab.config, lab.mesh.size("dp")), "batch")
     chosen = {each.name: each.build for each in lab.mode.variants if each.build is not None and lab.wants(each.name)}

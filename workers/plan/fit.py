@@ -72,14 +72,14 @@ def activations(config: Config) -> int:
 
 
 def base() -> int:
-    """Bytes of a rank that has no model to speak of: the most that a tiny run has of its own, which the kernel cannot take back.
+    """Bytes of a rank that has no model to speak of: the most that a tiny run has of its own.
 
-    Code and other files that it has mapped are left out: under a limit they go first.
+    The kernel cannot take them back. Code and other files that it has mapped are left out: under a limit they go first.
     """
     with tempfile.TemporaryDirectory() as folder:
         tiny = {
-            "WORLD_SIZE": 1, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "RUN_MODE": "fsdp", "LAB_VARIANT": "zero3", "LAB_WIDTH": 8,
-            "LAB_HEADS": 1, "LAB_RUNS_DIR": folder, "LAB_PROOF": 0, "LAB_STEPS": 3,
+            "WORLD_SIZE": 1, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "RUN_MODE": "fsdp", "LAB_VARIANT": "zero3",
+            "LAB_WIDTH": 8, "LAB_HEADS": 1, "LAB_RUNS_DIR": folder, "LAB_PROOF": 0, "LAB_STEPS": 3,
         }  # fmt: skip
         log = Path(folder) / "log"
         with log.open("w") as output:

@@ -38,7 +38,8 @@ def conclude(lab: Lab, folder: Path, sections: Sections) -> int:
     by_rank = everything_written(sections, folder)
     run = judge(by_rank)
     if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
-        lab.check("LAB_BUG", 1, 0, detail=f"{run['mistake']['check']}, which sees {run['mistake']['name']}, {how}")
+        made = run["mistake"]
+        lab.check("LAB_BUG", 1, 0, detail=f"{made['check']}, which sees {made['name']}, {how}")
         by_rank[lab.rank].append(lab.journal.records[-1])
         run = judge(by_rank)
     write_run(folder, run)

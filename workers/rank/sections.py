@@ -1,7 +1,7 @@
-"""The sections of rank 0's log, each told as soon as it is finished, from the records that all ranks have written until then.
+"""The sections of rank 0's log, each told as soon as it is finished, from what all ranks have written until then.
 
-Records go to rank 0 over the store, since nodes need not share a disk: at the end of a section each rank gives those since the last
-one, some kilobytes, outside of all timed steps. What was told then is not told again at the end.
+Records go to rank 0 over the store, since nodes need not share a disk: at the end of a section each rank gives those
+since the last one, some kilobytes, outside of all timed steps. What was told then is not told again at the end.
 """
 
 from workers.cluster.exchange import Exchange
@@ -13,7 +13,7 @@ from workers.report.records import Ranks
 
 
 class Sections:
-    """What rank 0 knows of all ranks so far, and the rows that it has told. Every rank has one, and finishes the same sections."""
+    """What rank 0 knows of all ranks so far, and the rows that it has told; every rank finishes the same sections."""
 
     def __init__(self, exchange: Exchange, journal: Journal) -> None:
         self.exchange, self.journal = exchange, journal

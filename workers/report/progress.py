@@ -1,6 +1,6 @@
 """How far long work has come: a bar on a terminal, in a log at most a line a second, since a log keeps every line.
 
-And wherever the run is, a line once nothing was said for ten seconds: whoever waits learns that it goes on, and with what.
+And wherever the run is, a line once nothing was said for ten seconds: whoever waits learns that it goes on.
 """
 
 import sys

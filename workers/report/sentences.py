@@ -1,4 +1,4 @@
-"""What a run has to say in sentences: the verdict in a phrase, what did not hold, who is gone, which mistake was made, how to repeat it."""
+"""A run in sentences: the verdict, what did not hold, who is gone, which mistake was made, how to repeat it."""
 
 import shlex
 
@@ -39,9 +39,8 @@ def _off(claim: Run) -> str:
     if "max_abs_diff" in claim:
         return f"differs by {difference(claim['max_abs_diff'])} where {claim['tolerance']:g} is allowed"
     predicted, allowed = quantity(claim["predicted"], claim["unit"]), quantity(claim["tolerance"], claim["unit"])
-    return (
-        f"predicted {predicted} ± {allowed}, rank {claim['rank']} measured {quantity(claim['measured'], claim['unit'])}"
-    )
+    measured = quantity(claim["measured"], claim["unit"])
+    return f"predicted {predicted} ± {allowed}, rank {claim['rank']} measured {measured}"
 
 
 def claim_name(claim: Run) -> str:

@@ -50,7 +50,7 @@ class Sliced(nn.Module):
 
 
 class Twice(Whole):
-    """What W22 does."""
+    """An all_reduce in the backward pass of g, of a gradient that every rank has whole."""
 
     def leave(self, partial: Tensor) -> Tensor:
         return differentiable.all_reduce(partial, self.group, loss="own")
