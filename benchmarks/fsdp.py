@@ -123,9 +123,8 @@ def formula_row(world_size: int, run: dict[str, Any]) -> Row:
 def main(rounds: int = 15) -> None:
     """Print steps, ratios of bytes, and how far all bytes are off the formulas, targets beside them."""
     for world_size in (2, 4):
-        print(
-            f"{world_size} ranks, one thread each: a step's time over fully_shard's (median, the rounds' middle half)"
-        )
+        figures = "(median, and the middle half of the rounds)"
+        print(f"{world_size} ranks, one thread each: a step's time over fully_shard's {figures}")
         print(table(["variant", "ms a step", "wall", "CPU", "target", "held"], step_rows(world_size, rounds)))
     runs = {world_size: lab_run(world_size) for world_size in range(1, 9)}
     print("the most that a step of one rank holds, and what it sends, MB")

@@ -39,6 +39,7 @@ FLOORS: dict[str, list[str]] = {
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", WORKLOAD, STRATEGIES, LAB, PASSES,
         f"{CHECKPOINT}.mistakes", f"{RANK}.fast_lane",
     ],
+    "experiments.__main__": [CONFIG, RANK],
     "ranklab": [CONTRACT, "workers.__main__"],
     "benchmarks": ["workers", "experiments", "tests"],
 }  # fmt: skip

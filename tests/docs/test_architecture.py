@@ -1,11 +1,11 @@
 """docs/architecture.md: the map is that of the house, and every variant of every mode is told in two files beside its lesson at most."""
 
-import importlib
 import re
 
 from tests.docs.pages import TOP, fenced, page
 from tests.documents import spans, tables
 from workers.config.values import modes
+from workers.rank.modes import load
 
 PAGE = page("architecture")
 MOST_BESIDE = 2
@@ -30,8 +30,8 @@ def test_a_reader_opens_at_most_two_files_beside_the_lesson() -> None:
         told.setdefault(mode, []).extend(spans(variants))
     assert sorted(told) == modes()
     for name, named in told.items():
-        lesson = importlib.import_module(f"experiments.{name}")
-        assert sorted(named) == sorted(lesson.VARIANTS), name
+        lesson = load(name)
+        assert sorted(named) == sorted(lesson.names), name
 
 
 def test_every_folder_has_its_floor() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from tests.docs.pages import PAGES, TOP, anchors, fenced, prose
 from tests.documents import faults, spans
-from workers.config import Config
+from workers.config.__main__ import names
 
 LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 WIDEST = 120
-VARIABLES = {field.alias for field in Config.model_fields.values()} | {"COMPOSE_FILE"}
+VARIABLES = {*names(), "COMPOSE_FILE"}
 
 
 def dead_links(text: str, folder: Path) -> list[str]:

@@ -33,7 +33,7 @@ def test_a_lesson_ends_with_the_files_that_it_is_read_in(mode: str) -> None:
     assert len(order) >= 1
     for number, line in enumerate(order, 1):
         assert line.startswith(f"  {number}. ")
-        assert (TOP / line.split(" ")[3].rstrip(":")).is_file(), line
+        assert (TOP / line.split(" ")[3].rstrip(":,")).is_file(), line
 
 
 def test_the_numbers_follow_the_settings() -> None:
