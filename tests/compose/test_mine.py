@@ -1,0 +1,41 @@
+"""A mode from mine/ in containers, the one that its README shows: proven, explained, and its mistake seen on every rank."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.compose.containers import TINY, TOP, Containers, call
+from tests.test_mine import shown
+
+pytestmark = pytest.mark.compose
+
+
+@pytest.fixture
+def mode() -> Iterator[str]:
+    """Its path as containers and the host see it; gone after the test."""
+    path = TOP / "mine" / "tried_by_a_test.py"
+    path.write_text(shown())
+    yield str(path.relative_to(TOP))
+    path.unlink()
+
+
+def test_it_is_proven_on_three_ranks(cluster: Containers, mode: str) -> None:
+    codes = cluster.run(3, RUN_MODE=mode, **TINY)
+    assert set(codes.values()) == {0}, cluster.logs()
+    run = cluster.verdict()
+    assert (run["verdict"], run["proven"], run["run_mode"]) == ("pass", True, mode)
+    assert "tried_by_a_test" in cluster.log(0)
+
+
+def test_its_mistake_fails_on_every_rank_by_the_check_that_it_names(cluster: Containers, mode: str) -> None:
+    codes = cluster.run(2, RUN_MODE=mode, LAB_BUG="unsummed", **TINY)
+    assert set(codes.values()) == {1}, cluster.logs()
+    failed = {check["name"] for check in cluster.verdict()["checks"] if not check["passed"]}
+    assert "gradients" in failed
+    assert "each rank trains on its own samples alone" in cluster.log(0)
+
+
+def test_run_and_make_explain_take_its_path(mode: str, image: str) -> None:  # noqa: ARG001  built before
+    said = call("make", "explain", environ={"RUN_MODE": mode}, timeout_s=110).stdout
+    assert "from outside of the lab" in said
+    assert "each rank trains on its own samples alone" in said
