@@ -89,7 +89,7 @@ class WholeForAMoment(torch.autograd.Function):
     ) -> Tensor:
         ctx.compute, ctx.unit, ctx.group = compute, unit, group
         ctx.save_for_backward(hidden)  # and nothing else
-        gather(unit, group)
+        unshard(unit, group)
         computed = compute(hidden)
         unit.free()
         return computed
@@ -98,7 +98,7 @@ class WholeForAMoment(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor, Tensor | None]:
         hidden = ctx.saved_tensors[0].detach()
         hidden.requires_grad_(hidden.is_floating_point())  # bytes of text have no gradient
-        gather(ctx.unit, ctx.group)
+        unshard(ctx.unit, ctx.group)
         with torch.enable_grad():
             ctx.compute(hidden).backward(gradient)
         own = summed(ctx.unit, ctx.group)
@@ -106,7 +106,7 @@ class WholeForAMoment(torch.autograd.Function):
         return None, None, None, own, hidden.grad
 
 
-def gather(unit: FlatUnit, group: dist.ProcessGroup) -> None:
+def unshard(unit: FlatUnit, group: dist.ProcessGroup) -> None:
     """Make the unit's parameters whole, which are views of one vector."""
     with phase("all_gather"):
         chunks = list(unit.materialize().chunk(unit.num_ranks))  # of [N·c], a [c] from each rank
