@@ -1,8 +1,9 @@
 """Compressed gradients on a slow link, in containers: `python -m benchmarks.compress [STEPS [VARIANTS]]`.
 
-A GPT of 10M parameters on 2 ranks whose links let 500 Mbit/s through (compose/net.yaml). Every step of a variant stands beside a step of
-`ddp`, DistributedDataParallel without compression, of the same round; a figure is the slowest rank's median step over ddp's.
-Wire bytes are those of the counted pass over the formula, on the rank farthest off, with nothing allowed for headers.
+A GPT of 10M parameters on 2 ranks whose links let 500 Mbit/s through (compose/net.yaml). Every step of a variant stands
+beside a step of `ddp`, DistributedDataParallel without compression, of the same round; a figure is the slowest rank's
+median step over ddp's. Wire bytes are those of the counted pass over the formula, on the rank farthest off, with
+nothing allowed for headers.
 """
 
 import sys
@@ -13,7 +14,8 @@ from benchmarks.runs import build_image, run_in_containers
 
 SETTINGS = {
     "RUN_MODE": "compress", "LAB_NET_RATE": "500mbit", "LAB_WIDTH": "320", "LAB_DEPTH": "8", "LAB_BATCH": "4",
-    "LAB_BUCKET_MIB": "8",  # the first leaves early, and the next is encoded while it travels; ddp's are of this size too
+    # the first leaves early, and the next is encoded while it travels; ddp's are of this size too
+    "LAB_BUCKET_MIB": "8",
     "LAB_PROOF": "0",
 }  # fmt: skip
 TARGETS = {"bf16": 0.62, "powersgd": 0.35, "topk": 0.50}  # a step's time over ddp's, at most

@@ -1,8 +1,8 @@
 """Our data parallelism against PyTorch's: `python -m benchmarks.dp [ROUNDS]`.
 
 A GPT of 10M parameters takes whole training steps with each variant at 2 and at 4 ranks, 2 samples of 64 bytes a rank,
-so that communication weighs as much as it can. Figures are times over DDP's: below 1 is faster. CPU seconds are those of
-all ranks together, and the steadier figure where ranks share cores.
+so that communication weighs as much as it can. Figures are times over DDP's: below 1 is faster. CPU seconds are those
+of all ranks together, and the steadier figure where ranks share cores.
 """
 
 import sys

@@ -1,9 +1,10 @@
 """Links as slow as asked: `python -m benchmarks.link [rates|dp]`, in containers of two ranks.
 
-The rate that ranks measure of a shaped link against the one that was asked for, with both ranks sending at once, and that of the fast
-lane beside it: 4 times as fast, where the machine can do that at all (two cores cannot do 8 Gbit/s). And on a link of 500 Mbit/s, a GPT
-of 10M parameters, our bucketed gradients with the best bucket against PyTorch's with the same, in one run whose steps take turns, and
-beside it against PyTorch's with its own best, which is of another run. The 40 MB alone take 0.65 s there.
+The rate that ranks measure of a shaped link against the one that was asked for, with both ranks sending at once, and
+that of the fast lane beside it: 4 times as fast, where the machine can do that at all (two cores cannot do 8 Gbit/s).
+And on a link of 500 Mbit/s, a GPT of 10M parameters, our bucketed gradients with the best bucket against PyTorch's with
+the same, in one run whose steps take turns, and beside it against PyTorch's with its own best, which is of another run.
+The 40 MB alone take 0.65 s there.
 """
 
 import sys
@@ -51,8 +52,9 @@ def main(what: str = "") -> None:
         mib, ours, theirs = min(rows, key=lambda row: row[1])
         held = "yes" if ours / theirs <= DP_TARGET else "NO"
         print(
-            f"bucketed with its best bucket, {mib:g} MiB, over ddp in the same run: {ours / theirs:.2f}x, target {DP_TARGET:.2f}x, "
-            f"held {held}; over the best of all runs of ddp: {ours / min(row[2] for row in rows):.2f}x"
+            f"bucketed with its best bucket, {mib:g} MiB, over ddp in the same run: {ours / theirs:.2f}x, target"
+            f" {DP_TARGET:.2f}x, held {held}; over the best of all runs of ddp:"
+            f" {ours / min(row[2] for row in rows):.2f}x"
         )
 
 

@@ -1,7 +1,7 @@
 """How far N ranks are from one process, for N = 1 to 8: `python -m benchmarks.proof`.
 
-The proof of dp, fsdp, tp and pp at each world size, all variants that can run, little dividing evenly: the largest differences of
-losses, gradients and updated weights in float64.
+The proof of dp, fsdp, tp and pp at each world size, all variants that can run, little dividing evenly: the largest
+differences of losses, gradients and updated weights in float64.
 """
 
 import itertools

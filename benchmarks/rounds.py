@@ -54,7 +54,8 @@ class Ratio:
 def interleave(
     candidates: dict[str, Callable[[], Any]], group: dist.ProcessGroup, rounds: int, calls: int = 1
 ) -> dict[str, Timing]:
-    """Run each candidate `calls` times in each of `rounds` rounds, after a round that does not count; equal on all ranks."""
+    """Run each candidate `calls` times in each of `rounds` rounds, after a round that does not count; equal on all
+    ranks."""
     timings = {name: Timing() for name in candidates}
     for turn in range(rounds + 1):
         for name, call in candidates.items():
@@ -82,7 +83,8 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """What `function(group, *args)` returns on rank 0, run by `world_size` gloo ranks of one thread; None if a rank failed."""
+    """What `function(group, *args)` returns on rank 0, run by `world_size` gloo ranks of one thread; None if a rank
+    failed."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,5 @@
-"""Whole runs of the lab as local ranks or in containers, for what its own ledgers measure better than a benchmark could."""
+"""Whole runs of the lab as local ranks or in containers, for what its own ledgers measure better than a benchmark
+could."""
 
 import json
 import os
@@ -28,7 +29,8 @@ def run_lab(folder: Path, **settings: object) -> dict[str, Any]:
 
 
 def run_in_containers(world_size: int, *overlays: str, **settings: object) -> dict[str, Any]:
-    """`run.json` of one run of this tree in containers, image built; raises RuntimeError with the logs if it did not pass."""
+    """`run.json` of one run of this tree in containers, image built; raises RuntimeError with the logs if it did not
+    pass."""
     files = [part for name in ("docker-compose.yaml", *overlays) for part in ("-f", name)]
     compose = ["docker", "compose", "-p", "ranklab-bench", *files]
     clean = {

@@ -1,8 +1,8 @@
 """What it costs to see: marks and profiler, `python -m benchmarks.timeline [ROUNDS]`.
 
-Steps of `flat` data parallelism and of a pipeline at 2 ranks, three ways in one interleaved run: bare, with the marks of a timed
-step recorded, and under torch.profiler as with LAB_TRACE=1. With LAB_TRACE=0 the profiler is never touched: a timed
-step is the second way, and the marks inside of the mechanisms are in all three.
+Steps of `flat` data parallelism and of a pipeline at 2 ranks, three ways in one interleaved run: bare, with the marks
+of a timed step recorded, and under torch.profiler as with LAB_TRACE=1. With LAB_TRACE=0 the profiler is never touched:
+a timed step is the second way, and the marks inside of the mechanisms are in all three.
 """
 
 import os

@@ -40,7 +40,8 @@ class Numbers(Dataset[Tensor]):
 
 
 def by_hand(epoch: int, rank: int, world_size: int) -> list[int]:
-    """The naive sampler, the indices of `rank`: the epoch's order, begun again to fill the rest, and each N-th of it."""
+    """The naive sampler, the indices of `rank`: the epoch's order, begun again to fill the rest, and each N-th of
+    it."""
     order: list[int] = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
     return (order + repeats(order, world_size))[rank::world_size]
 

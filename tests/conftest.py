@@ -18,7 +18,8 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run beside each other (`pytest -n 2 --dist loadgroup`): one pool of ranks, one container test at a time."""
+    """Where tests run beside each other (`pytest -n 2 --dist loadgroup`): one pool of ranks, one container test at a
+    time."""
     for item in items:
         alone = item.nodeid.partition("::")[0]
         if item.get_closest_marker("compose"):

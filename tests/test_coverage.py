@@ -7,8 +7,8 @@ from workers.config.values import modes
 
 ROWS = list(tables((TOP / "docs" / "coverage.md").read_text()))
 
-# The modes of the README; how many things the lessons teach under each heading, how often they are wrong, and how many results they give
-# formulas for: counted once, when the lessons were read.
+# The modes of the README; how many things the lessons teach under each heading, how often they are wrong, and how many
+# results they give formulas for: counted once, when the lessons were read.
 TAUGHT = {
     "Modes": 10,
     "Concepts, systems, history": 8,

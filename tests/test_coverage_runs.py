@@ -1,7 +1,7 @@
 """Each command of docs/coverage.md, run on real ranks: its output holds what the row says that one sees there.
 
-A row's words are prose; here stands, command by command, what of rank 0's log and of the judged run would be missing if the row were
-wrong. A command without a line here fails, and so does a line that no row has.
+A row's words are prose; here stands, command by command, what of rank 0's log and of the judged run would be missing if
+the row were wrong. A command without a line here fails, and so does a line that no row has.
 """
 
 import re
@@ -18,7 +18,8 @@ from workers.report.log import verdict_lines
 
 
 class Shown(NamedTuple):
-    """What a command's output has to hold, as regular expressions, and the checks or comparisons that fail; all others hold."""
+    """What a command's output has to hold, as regular expressions, and the checks or comparisons that fail; all others
+    hold."""
 
     words: tuple[str, ...]
     fails: str = ""

@@ -1,6 +1,8 @@
-"""Who may import whom: floors, no arrow that runs up, and no circle of files. What is not allowed is denied, and no file is exempt.
+"""Who may import whom: floors, no arrow that runs up, and no circle of files. What is not allowed is denied, and no
+file is exempt.
 
-Imports inside of a function or under TYPE_CHECKING count like any other: a file that needs another to be understood stands above it.
+Imports inside of a function or under TYPE_CHECKING count like any other: a file that needs another to be understood
+stands above it.
 """
 
 import ast
@@ -58,7 +60,8 @@ MODULES = {module_name(path): path.read_text() for path in FILES}
 
 
 def imported(source: str) -> set[str]:
-    """What a source imports of the project, at the top or inside a function: names of modules, and of what is in them."""
+    """What a source imports of the project, at the top or inside a function: names of modules, and of what is in
+    them."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -94,7 +97,8 @@ def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Groups of files of which each reaches every other; by what is left once all files that import nothing else are taken away."""
+    """Groups of files of which each reaches every other; by what is left once all files that import nothing else are
+    taken away."""
     left = {name: set(others) for name, others in arrows.items()}
     while leaves := [name for name, others in left.items() if not others & set(left)]:
         for name in leaves:
@@ -158,7 +162,8 @@ def test_parallel_imports_torch_and_its_siblings_alone() -> None:
 
 
 def test_only_config_reads_the_environment() -> None:
-    """launch.py may pass an environment on, rendezvous reads what torchrun sets, and __main__ sets what torch reads as it comes in."""
+    """launch.py may pass an environment on, rendezvous reads what torchrun sets, and __main__ sets what torch reads as
+    it comes in."""
     readers = {
         module
         for module, source in MODULES.items()

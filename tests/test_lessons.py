@@ -1,4 +1,5 @@
-"""The lessons' exercises and classic bugs by name: their numbers, computed by the lab's own mechanisms on real ranks."""
+"""The lessons' exercises and classic bugs by name: their numbers, computed by the lab's own mechanisms on real
+ranks."""
 
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from workers.workload.optimizer import PlainSGD
 
 
 def averaged(group: dist.ProcessGroup, of_workers: list[list[float]]) -> list[list[float]]:
-    """This worker's gradient averaged with the others', by buckets over gloo, by our ring and one parameter at a time."""
+    """This worker's gradient averaged with the others', by buckets over gloo, by our ring and one parameter at a
+    time."""
     share = 1 / group.size()
     found = []
     for all_reduce in (None, partial(Collective(group, "ring").all_reduce, async_op=True)):
@@ -78,7 +80,8 @@ def test_mini_challenge_average_2_and_weights_of_0_3(ranks: Ranks) -> None:
 
 
 def accumulated(group: dist.ProcessGroup, share: float) -> tuple[list[float], int]:
-    """Four microbatches with gradients 2, 4, 6 and 8, added up on one worker; and how often anything was summed over ranks."""
+    """Four microbatches with gradients 2, 4, 6 and 8, added up on one worker; and how often anything was summed over
+    ranks."""
     weights, calls = nn.Parameter(torch.zeros(1, dtype=torch.float64)), 0
 
     def all_reduce(bucket: Tensor) -> None:
@@ -96,7 +99,8 @@ def accumulated(group: dist.ProcessGroup, share: float) -> tuple[list[float], in
 
 
 def test_exercise_2_four_microbatches_sum_to_20_and_average_to_5(ranks: Ranks) -> None:
-    """Micro-batches of 4 in 4 steps are a batch of 16; the division is in the share of each, not in the number of steps."""
+    """Micro-batches of 4 in 4 steps are a batch of 16; the division is in the share of each, not in the number of
+    steps."""
     assert ranks(1, accumulated, 1.0) == [([20.0], 1)]
     assert ranks(1, accumulated, 0.25) == [([5.0], 1)]
     # On two ranks that each accumulate the same four the mean stays, and the sum over ranks is still one call.
@@ -104,7 +108,8 @@ def test_exercise_2_four_microbatches_sum_to_20_and_average_to_5(ranks: Ranks) -
 
 
 def test_exercise_2_the_learning_rate_grows_as_the_batch_does() -> None:
-    """Four times the batch: four times the rate (linear), twice (square root); a warmup begins at the base rate, not near zero."""
+    """Four times the batch: four times the rate (linear), twice (square root); a warmup begins at the base rate, not
+    near zero."""
     groups = [{"lr": 0.1}, {"lr": 0.02}]
     rates.set_rates(groups, rates.linear(4))
     assert [group["lr"] for group in groups] == [4 * 0.1, 4 * 0.02]

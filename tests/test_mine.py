@@ -1,4 +1,5 @@
-"""A mode from outside of experiments/, the one that mine/README.md shows: run, explained, proven, and its mistake seen."""
+"""A mode from outside of experiments/, the one that mine/README.md shows: run, explained, proven, and its mistake
+seen."""
 
 import json
 import os

@@ -12,7 +12,8 @@ TOP = Path(__file__).parent.parent
 
 
 def ranklab(folder: Path, *words: str, safe: bool = True) -> subprocess.CompletedProcess[str]:
-    """The command in `folder`, where Python looks for the lab as the installed command does: not in the working folder."""
+    """The command in `folder`, where Python looks for the lab as the installed command does: not in the working
+    folder."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -50,7 +51,10 @@ def test_the_command_alone_says_what_there_is(tmp_path: Path) -> None:
 
 
 def test_help_waits_for_no_torch() -> None:
-    program = "import sys, ranklab.__main__ as command; sys.argv = ['ranklab']; command.main(); sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, ranklab.__main__ as command; sys.argv = ['ranklab']; command.main(); sys.exit('torch' in"
+        " sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=TOP, stdout=subprocess.DEVNULL, timeout=60, check=True)
 
 

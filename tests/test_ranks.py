@@ -42,7 +42,8 @@ def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, wo
 
 
 def test_there_is_one_pool_where_tests_run_beside_each_other(ranks: Ranks, request: pytest.FixtureRequest) -> None:
-    """pytest-xdist keeps a group on one worker by the end of its tests' ids, which conftest.py has to have marked in time."""
+    """pytest-xdist keeps a group on one worker by the end of its tests' ids, which conftest.py has to have marked in
+    time."""
     ranks(1, summed, 0)
     assert request.node.get_closest_marker("xdist_group").args == ("pool",)
     assert request.node.nodeid.endswith("@pool") == request.config.getoption("loadgroup", False)

@@ -1,4 +1,5 @@
-"""`./run` where no Docker engine answers: the same ranks, as local processes, with their real code; and what it tells an engine."""
+"""`./run` where no Docker engine answers: the same ranks, as local processes, with their real code; and what it tells
+an engine."""
 
 import os
 import re
@@ -28,7 +29,8 @@ NO_ENGINE = {"DOCKER_HOST": "tcp://127.0.0.1:1"}
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the sources with a finished .venv in it: this test's own Python, under the stamp that ./install leaves."""
+    """A copy of the sources with a finished .venv in it: this test's own Python, under the stamp that ./install
+    leaves."""
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".*cache", "__pycache__", ".hypothesis", ".coverage*")
     copy = Path(shutil.copytree(TOP, tmp_path / "ranklab", ignore=ignored))
     python = copy / ".venv" / "bin" / "python"
@@ -114,7 +116,8 @@ def under_an_engine(checkout: Path, refuses: int = 0, **variables: str) -> tuple
 
 
 def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
-    """Those that the Compose file lacks, and that a container has not refused; the file that says so is gone at the end."""
+    """Those that the Compose file lacks, and that a container has not refused; the file that says so is gone at the
+    end."""
     (checkout / "docker-compose.override.yaml").write_text("services: {}\n")
     code, asked = under_an_engine(checkout, RUN_MODE="mine/mode.py", LAB_MINE="5", LAB_YOURS="a b")
     assert code == 0

@@ -1,10 +1,12 @@
 """The whole path of a rank, top to bottom: settings, join, experiment, report, exit code.
 
-    words, environment -> Config -> rendezvous -> Lab -> experiments.<mode>.run(lab) -> runs/<run_id>/ -> report -> exit code
+    words, environment -> Config -> rendezvous -> Lab -> experiments.<mode>.run(lab) -> runs/<run_id>/ -> report -> exit
+    code
 
 `python -m workers` with RANK in the environment is that rank; with neither RANK nor MASTER_ADDR it starts all ranks as
-local processes; with a command (`python -m workers report runs/latest`) it does that. Exit codes: 0 every check held; 1 a check
-failed, an error was raised or the disk filled; 2 the settings were refused; 3 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
+local processes; with a command (`python -m workers report runs/latest`) it does that. Exit codes: 0 every check held; 1
+a check failed, an error was raised or the disk filled; 2 the settings were refused; 3 the cluster broke; 143 stopped by
+SIGTERM, 130 by Ctrl-C.
 """
 
 import os
@@ -45,11 +47,12 @@ def run(config: Config, started_at: float) -> int:
         from workers.cluster.launch import launch
 
         if Path.cwd() != HERE:
-            # Python puts the working folder first: an `experiments` or `workers` of the user's own would take the place of the lab's.
+            # Python puts the working folder first: an `experiments` or `workers` of the user's own would take the place
+            # of the lab's.
             os.environ["PYTHONSAFEPATH"] = "1"
         return launch(config)
-    # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all cores:
-    # a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
+    # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all
+    # cores: a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     from workers.rank.start import be_rank  # torch comes in here: faults above are said without waiting for it
 

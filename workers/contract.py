@@ -2,9 +2,9 @@
 
     MODE = Mode(variants=(Variant("naive", naive), Variant("ddp", ddp, by_torch=True)))
 
-is a whole mode: both variants are proven against one process, timed, counted and drawn. Whatever the lab knows of a mode it reads from
-this object, so a mode from outside of experiments/ is no different from ours. A mistake is a substitution (`Instead`): the right path
-never asks which mistake is on.
+is a whole mode: both variants are proven against one process, timed, counted and drawn. Whatever the lab knows of a
+mode it reads from this object, so a mode from outside of experiments/ is no different from ours. A mistake is a
+substitution (`Instead`): the right path never asks which mistake is on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,12 +43,14 @@ class Strategy(Protocol):
         """Clip, and step the optimizer."""
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """A collective: dense "gradients", "weights" or "optimizer" state under dense names on rank 0, one at a time."""
+        """A collective: dense "gradients", "weights" or "optimizer" state under dense names on rank 0, one at a
+        time."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: 'weights.<name>' and 'optimizer.<key>.<name>', each a view of what is trained on.
 
-        Dense names; a Tensor where this rank holds it whole, a Piece or a DTensor where it holds a part, none where nothing.
+        Dense names; a Tensor where this rank holds it whole, a Piece or a DTensor where it holds a part, none where
+        nothing.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -60,7 +62,8 @@ Build: TypeAlias = Callable[..., Strategy]  # (model, mesh, config), and parts t
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of a run: its name, and what makes its strategy on this rank; None where the mode's own `run` makes something of it."""
+    """One column of a run: its name, and what makes its strategy on this rank; None where the mode's own `run` makes
+    something of it."""
 
     name: str
     build: Build | None = None
@@ -69,7 +72,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Counted:
-    """What one step of a variant sent from this rank, and what it held: bytes for the backward pass, and all by class."""
+    """What one step of a variant sent from this rank, and what it held: bytes for the backward pass, and all by
+    class."""
 
     traffic: Traffic
     activation_bytes: int
@@ -89,7 +93,8 @@ ShardsWritten: TypeAlias = Callable[[list[Path], Path, int], tuple[list[Path], A
 
 
 def all_there(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], Arrive]:  # noqa: ARG001
-    """A rank's files of a checkpoint when it says that they are written: all, and nothing arrives in the final folder later."""
+    """A rank's files of a checkpoint when it says that they are written: all, and nothing arrives in the final folder
+    later."""
     return files, lambda final: None  # noqa: ARG005
 
 
@@ -102,7 +107,8 @@ def where_it_was(batch: int) -> int:
 class Instead:
     """What takes the place of the right thing where a mistake is made; None leaves it as it is.
 
-    Instead(variants=("flat", "bucketed"), parts={"buckets": StaleBuckets})      flat(model, mesh, config, buckets=StaleBuckets)
+    Instead(variants=("flat", "bucketed"), parts={"buckets": StaleBuckets})      flat(model, mesh, config,
+                                                                                 buckets=StaleBuckets)
     Instead(run={"sampler": None})                                              run(lab, sampler=None)
     """
 
@@ -124,12 +130,14 @@ class Needs:
     saves: bool = False
     microbatches: int = 1
     variants: Sequence[str] = ()  # those that can make it, where `Instead.variants` does not say so; empty: all
-    unless: Callable[[Config], str] = lambda config: ""  # noqa: ARG005  why these settings hide it, as `WORLD_SIZE=1: it takes two`
+    # Why these settings hide it, as `WORLD_SIZE=1: it takes two`.
+    unless: Callable[[Config], str] = lambda config: ""  # noqa: ARG005
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A classic mistake that LAB_BUG makes on purpose: what breaks, the check that sees it, what is done instead, what it needs."""
+    """A classic mistake that LAB_BUG makes on purpose: what breaks, the check that sees it, what is done instead, what
+    it needs."""
 
     what: str
     check: str
@@ -167,7 +175,8 @@ def trained(config: Config) -> str:
 
 
 def untrainable(config: Config, num_shards: int | None = None) -> list[str]:
-    """Sentences why no model of these sizes can be trained on batches dealt in `num_shards` parts, by default one a rank."""
+    """Sentences why no model of these sizes can be trained on batches dealt in `num_shards` parts, by default one a
+    rank."""
     shards = config.world_size if num_shards is None else num_shards
     return models.refusals(config) + data.refusals(config, shards) + text.refusals(config)
 
@@ -186,7 +195,8 @@ class Mode:
     axes: Callable[[Config], dict[str, int]] = lambda config: {"dp": config.world_size}  # the batch is dealt along "dp"
     predict: Callable[[Config], list[Prediction]] = lambda config: []  # noqa: ARG005
     refuse: Callable[[Config], list[str]] = untrainable
-    cannot: Callable[[Config], Mapping[str, str]] = lambda config: {}  # noqa: ARG005  variants that these settings rule out, and why
+    # The variants that these settings rule out, and why.
+    cannot: Callable[[Config], Mapping[str, str]] = lambda config: {}  # noqa: ARG005
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
     unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
@@ -222,9 +232,11 @@ class Mode:
             if getattr(where, name) is not None
         }
         made = tuple(
-            replace(each, build=partial(each.build, **where.parts))
-            if each.build and each.name in where.variants
-            else each
+            (
+                replace(each, build=partial(each.build, **where.parts))
+                if each.build and each.name in where.variants
+                else each
+            )
             for each in self.variants
         )
         run = partial(self.run, **where.run) if self.run is not None and where.run else self.run

@@ -1,8 +1,8 @@
 """Lab: all that an experiment may ask for on one rank, but for the passes.
 
-An experiment reads top to bottom like its lesson because what is around the lesson is here: the model and this rank's part of the
-batch, checks and comparisons that decide the verdict, and words and tables that reach both the log and the report. It holds no
-clock, no print, no file and no os.environ; what is done to every variant is in passes/.
+An experiment reads top to bottom like its lesson because what is around the lesson is here: the model and this rank's
+part of the batch, checks and comparisons that decide the verdict, and words and tables that reach both the log and the
+report. It holds no clock, no print, no file and no os.environ; what is done to every variant is in passes/.
 """
 
 import time
@@ -31,8 +31,8 @@ class Lab:
     """One rank's laboratory: the run's settings, the ranks as a group, and the verbs of an experiment."""
 
     def __init__(
-        self, config: Config, mode: Mode, device: torch.device, group: dist.ProcessGroup, exchange: Exchange, ledger: Ledger,
-        journal: Journal, at: Callable[[int, str], None],
+        self, config: Config, mode: Mode, device: torch.device, group: dist.ProcessGroup, exchange: Exchange,
+        ledger: Ledger, journal: Journal, at: Callable[[int, str], None],
     ) -> None:  # fmt: skip
         self.config = config
         self.mode = mode
@@ -46,7 +46,8 @@ class Lab:
         self.first_step_at: float | None = None
         self.side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
         self.rescue: Callable[[], None] | None = None  # while the timed pass saves: what a failing rank saves by itself
-        # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has left.
+        # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has
+        # left.
         self.let_leave: Callable[[Callable[[int], None]], None] | None = None
         # By all ranks when a section of rank 0's log (report/log.py) is complete: it is told then, and not at the end.
         self.finished: Callable[[str], None] = lambda section: None  # noqa: ARG005
@@ -82,7 +83,8 @@ class Lab:
             self.journal.write(records.Table(title, columns, rows))
 
     def chart(
-        self, title: str, x_label: str, y_label: str, series: dict[str, list[list[float]]], *, log_x: bool = False, log_y: bool = False
+        self, title: str, x_label: str, y_label: str, series: dict[str, list[list[float]]], *,
+        log_x: bool = False, log_y: bool = False,
     ) -> None:  # fmt: skip
         """A line chart in the report: `series` maps a name to [x values, y values]."""
         if self.rank == 0:
@@ -91,7 +93,8 @@ class Lab:
     # --- what decides ---
 
     def check(self, name: str, max_abs_diff: float, tolerance: float, variant: str = "", detail: str = "") -> None:
-        """A claim of this rank: holds if `max_abs_diff <= tolerance`. The run passes if all claims of all ranks hold."""
+        """A claim of this rank: holds if `max_abs_diff <= tolerance`. The run passes if all claims of all ranks
+        hold."""
         self.journal.write(records.Check(variant, name, float(max_abs_diff), float(tolerance), detail))
 
     def compare(
@@ -163,8 +166,8 @@ class Lab:
     def compare_rest(self, predictions: list[Prediction], measured: Mapping[str, Counted]) -> None:
         """Hold the bytes of each variant between two steps against its prediction, within 1 %.
 
-        Weights, gradients, optimizer state, and what else should be gone by then; buffers of messages that are kept for the
-        next step are no part of the formulas, and only shown.
+        Weights, gradients, optimizer state, and what else should be gone by then; buffers of messages that are kept for
+        the next step are no part of the formulas, and only shown.
         """
         for prediction in predictions:
             if prediction.variant in measured and prediction.name == "rest bytes":

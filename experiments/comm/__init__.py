@@ -1,8 +1,8 @@
 """How ranks talk: every primitive forward and backward, and what an all_reduce costs, algorithm by algorithm.
 
-A collective moves tensors between ranks as a function moves them within one; so it has a backward pass too, and which one
-is right depends on whose the loss is. And it has a price: a latency for each round, and the bytes that pass the busiest
-link. The algorithms of workers/parallel give the same sum to every rank and differ only in this price.
+A collective moves tensors between ranks as a function moves them within one; so it has a backward pass too, and which
+one is right depends on whose the loss is. And it has a price: a latency for each round, and the bytes that pass the
+busiest link. The algorithms of workers/parallel give the same sum to every rank and differ only in this price.
 
   predicted   S = bytes of the tensor, N = ranks; bytes sent by a rank in an all_reduce
               ring, direct   2(N-1)/N·S  under 2·S for every N, in 2(N-1) rounds (ring) or 2 (direct; 1 for N = 2)
@@ -35,8 +35,9 @@ PREDICTED_BYTES = 4 << 20
 def naive(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """An all_reduce of sends and receives: all to rank 0, which adds one after the other, and its sum to each in turn.
 
-    Right, and slow twice over: 2(N-1) messages wait for each other, and all of them pass the one link of rank 0. `server` is the
-    same with its messages under way at once; `direct`, `tree` and `ring` give every rank a chunk of the adding.
+    Right, and slow twice over: 2(N-1) messages wait for each other, and all of them pass the one link of rank 0.
+    `server` is the same with its messages under way at once; `direct`, `tree` and `ring` give every rank a chunk of the
+    adding.
     """
     if group.rank() == 0:
         arriving = torch.empty_like(tensor)
@@ -51,7 +52,8 @@ def naive(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def everyones_sum(lab: Lab) -> None:
-    """The naive all_reduce beside the variants: rank r puts in 10^r everywhere, and every rank has to hold 1...1 in the end."""
+    """The naive all_reduce beside the variants: rank r puts in 10^r everywhere, and every rank has to hold 1...1 in the
+    end."""
     ways: dict[str, Callable[[Tensor], object]] = {"naive": lambda tensor: naive(tensor, lab.group)}
     ways |= {name: sweep.collective(lab.group, name).all_reduce for name in lab.mode.names if lab.wants(name)}
     wanted, rows = sum(10**rank for rank in range(lab.world_size)), []
@@ -75,10 +77,11 @@ def title(config: Config) -> str:  # noqa: ARG001  nothing is trained here, what
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes of one all_reduce of 4 MiB, by each algorithm."""
+    ranks = config.world_size
     return [
         Prediction(
             name, "wire bytes all_reduce 4 MiB", "B", sweep.formula("all_reduce", name),
-            tuple(all_reduce_bytes(name, config.world_size, PREDICTED_BYTES, rank) for rank in range(config.world_size)),
+            tuple(all_reduce_bytes(name, ranks, PREDICTED_BYTES, rank) for rank in range(ranks)),
             1, decides=name not in MODE.by_torch,
         )
         for name in MODE.names
@@ -89,7 +92,8 @@ def run(lab: Lab, rounds: Rounds = ring_rounds, backward_of: Convention = as_it_
     """The lesson, from one message to the price of the largest."""
     for prediction in predict(lab.config):
         lab.say(
-            f"{prediction.variant}: {prediction.formula} = {max(prediction.value) / 1e6:.3g} MB for an all_reduce of 4 MiB",
+            f"{prediction.variant}: {prediction.formula} = {max(prediction.value) / 1e6:.3g} MB for an all_reduce of"
+            " 4 MiB",
             "predict",
         )
     primitives.forward(lab)

@@ -1,7 +1,8 @@
 """Two small programs to follow number by number: the lesson's broadcast, slice and gather, and a ring all_reduce.
 
-The demo slices with `tensor_split`: the lesson's `len // N` loses the remainder where N does not divide 4, and gives ranks
-beyond 4 nothing to say. In the ring rank r puts in 10^r everywhere, so the digits of a sum tell whose parts it holds.
+The demo slices with `tensor_split`: the lesson's `len // N` loses the remainder where N does not divide 4, and gives
+ranks beyond 4 nothing to say. In the ring rank r puts in 10^r everywhere, so the digits of a sum tell whose parts it
+holds.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """What comes back: the gradient of each primitive, by autograd across ranks, against autograd on one process.
 
-Twice where it matters: each rank has its own loss and their sum is minimised, or all ranks compute one and the same loss.
-The lesson's table gives each primitive one backward and mixes the two: its slice for all_gather is right for a replicated
-loss, its sums for broadcast and all_reduce for each rank's own. Both ways are run, so the table shows what each would give.
+Twice where it matters: each rank has its own loss and their sum is minimised, or all ranks compute one and the same
+loss. The lesson's table gives each primitive one backward and mixes the two: its slice for all_gather is right for a
+replicated loss, its sums for broadcast and all_reduce for each rank's own. Both ways are run, so the table shows what
+each would give.
 """
 
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def loss_of_lesson(primitive: Primitive, loss: Loss) -> Loss:
 
 
 def loss_on(rank: int, output: Tensor, loss: Loss) -> Tensor:
-    """A rank's loss: half the sum of w·y², with weights w = 1, 2, ... that grow with the rank where the loss is its own."""
+    """A rank's loss: half the sum of w·y², with weights w = 1, 2, ... that grow with the rank where the loss is its
+    own."""
     weights = torch.arange(1, output.numel() + 1, dtype=output.dtype, device=output.device).reshape(output.shape)
     return (weights * output**2).sum() / 2 * (rank + 1 if loss == "own" else 1)
 
@@ -87,7 +89,8 @@ def one_process(lab: Lab, primitive: Primitive, loss: Loss) -> Tensor:
 
 
 def nothing_recorded(lab: Lab) -> None:
-    """The lesson says that autograd computes the backward of these calls by itself; torch.distributed records nothing."""
+    """The lesson says that autograd computes the backward of these calls by itself; torch.distributed records
+    nothing."""
     x = torch.ones(2, device=lab.device, requires_grad=True)
     gathered = [torch.zeros(2, device=lab.device) for _ in range(lab.world_size)]
     dist.all_gather(gathered, x, group=lab.group)

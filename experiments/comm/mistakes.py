@@ -1,4 +1,5 @@
-"""The classic mistakes of communication, made on purpose by LAB_BUG: a round too few, and a backward that fits another loss."""
+"""The classic mistakes of communication, made on purpose by LAB_BUG: a round too few, and a backward that fits another
+loss."""
 
 from experiments.comm.demo import Move, ring_rounds
 from experiments.comm.gradients import loss_of_lesson
@@ -18,8 +19,8 @@ MISTAKES = {
         Needs(proof=False),
     ),
     "wrong_backward": Mistake(
-        "each primitive keeps the backward that the lesson's table gives it, whatever the loss: all_gather's slice forgets the "
-        "other ranks' losses, all_reduce's all_reduce counts a replicated loss N times",
+        "each primitive keeps the backward that the lesson's table gives it, whatever the loss: all_gather's slice"
+        " forgets the other ranks' losses, all_reduce's all_reduce counts a replicated loss N times",
         "gradients",
         Instead(run={"backward_of": loss_of_lesson}),
         Needs(proof=False),

@@ -94,7 +94,8 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
 
 
 def inputs(lab: Lab, primitive: Primitive) -> list[Tensor]:
-    """What each rank puts in: rank r's tensor holds 10·(r+1), 10·(r+1)+1, ..., so that one sees where a number came from."""
+    """What each rank puts in: rank r's tensor holds 10·(r+1), 10·(r+1)+1, ..., so that one sees where a number came
+    from."""
     shape = (lab.world_size, 2) if primitive.rows else (2,)
     numel = 2 * lab.world_size if primitive.rows else 2
     return [

@@ -1,9 +1,9 @@
 """What a collective costs from 1 KiB to 64 MiB: latency, bandwidth, bytes on the wire, beside gloo's own.
 
-Definitions as in nccl-tests: algbw = S / time, busbw = algbw x 2(N-1)/N for an all_reduce and (N-1)/N for its halves, so
-that the busbw of every algorithm and N can be held against the speed of the link. The time of a call is the slowest rank's,
-the median of a few interleaved rounds. T = rounds·α + bytes/B, fitted to each algorithm's times, splits them into a
-latency α of a round and a bandwidth B of the busiest link.
+Definitions as in nccl-tests: algbw = S / time, busbw = algbw x 2(N-1)/N for an all_reduce and (N-1)/N for its halves,
+so that the busbw of every algorithm and N can be held against the speed of the link. The time of a call is the slowest
+rank's, the median of a few interleaved rounds. T = rounds·α + bytes/B, fitted to each algorithm's times, splits them
+into a latency α of a round and a bandwidth B of the busiest link.
 """
 
 import statistics
@@ -52,7 +52,8 @@ REPEATED_BYTES = 16 * MIB  # small calls are repeated up to this many bytes, and
 
 @dataclass
 class Cost:
-    """One operation by one variant at one size: the slowest rank's seconds a call, and the bytes that this rank sent."""
+    """One operation by one variant at one size: the slowest rank's seconds a call, and the bytes that this rank
+    sent."""
 
     rounds_s: list[float] = field(default_factory=list)
     wire_bytes: float | None = None
@@ -203,7 +204,8 @@ def wall(lab: Lab, costs: Costs, variants: list[str]) -> None:
     )
     server, ring = (series[name][1][lab.world_size - 2] for name in ("server", "ring"))
     lab.say(
-        f"the server sends {server:g}·S at N={lab.world_size}, and S more with each rank; the ring {ring:.3g}·S, under 2·S for any N"
+        f"the server sends {server:g}·S at N={lab.world_size}, and S more with each rank; the ring {ring:.3g}·S, under"
+        " 2·S for any N"
     )
 
 

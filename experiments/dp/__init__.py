@@ -6,20 +6,22 @@ the same arithmetic rearranged. What it costs is the sum: each rank sends the gr
 
   predicted   2(N-1)/N x S bytes a rank and step, under 2S for every N (all_reduce: a reduce_scatter and an all_gather
               of (N-1)/N x S each; Patarasuk and Yuan 2009, theorem 1), and a latency for each call: one a parameter, or
-              one a bucket
-              at rest 16 bytes a parameter on every rank with adamw in float32 (weight, gradient, two moments), 8 with sgd
+              one a bucket at rest 16 bytes a parameter on every rank with adamw in float32 (weight, gradient, two
+              moments), 8 with sgd
   shapes      inputs [B/N, S] a rank, B = LAB_BATCH samples of S = LAB_SEQ bytes; weights and gradients whole on each
 
 The variants differ in how many calls they make, and when:
 
   naive       one a parameter, after the backward pass: right, and slow
   flat        one for all gradients in one flat bucket: fewest calls, and the link idles during the backward pass
-  bucketed    one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs; two ranks on a slow link swap theirs
+  bucketed    one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs; two ranks on a slow link
+              swap theirs
   ring        the same buckets over the ring all_reduce of workers/parallel
   ddp         PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
-On a slow link (LAB_NET_RATE, LAB_NET_DELAY) two lessons more follow, whatever LAB_VARIANT names: bucket sizes from 0 to 64 MiB with
-and without overlap (sweep.py), and a step that is bound by communication with its four remedies (remedies.py).
+On a slow link (LAB_NET_RATE, LAB_NET_DELAY) two lessons more follow, whatever LAB_VARIANT names: bucket sizes from 0 to
+64 MiB with and without overlap (sweep.py), and a step that is bound by communication with its four remedies
+(remedies.py).
 
 With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see line.py).
 """
@@ -134,7 +136,8 @@ def ddp(
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure; then the first lesson's table, if it is its model, and what a slow link teaches, if it is one."""
+    """Predict, prove, measure; then the first lesson's table, if it is its model, and what a slow link teaches, if it
+    is one."""
     predictions = predict(lab.config)
     size, unit = in_unit(gradient_bytes(lab.config))
     sent = size * 2 * (lab.world_size - 1) / lab.world_size

@@ -1,4 +1,5 @@
-"""The classic mistakes of data parallelism, made on purpose by LAB_BUG: three deal the samples wrongly, four are in the variants."""
+"""The classic mistakes of data parallelism, made on purpose by LAB_BUG: three deal the samples wrongly, four are in the
+variants."""
 
 import weakref
 from functools import partial

@@ -5,13 +5,13 @@ A step takes T, of which the passes and the update take C; the rest is communica
   utilisation = C / T                 the share of a step in which ranks compute
   speedup     = N x C / T             over one rank, which sends nothing: 8 ranks at 40 % are 3.2 ranks
 
-C is the same step with nothing sent, on all ranks at once, so that ranks which share cores are slowed alike in both. Four remedies,
-each measured beside the illness: more samples a rank (4 times, in one pass) or more passes before the sum (accumulation, 4
-microbatches), which both compute 4 times as much for the same bytes and make the global batch 4 times as large; 16 bits a gradient
-on the wire, which halves the bytes and rounds the sum; and a link 4 times as fast, where the run's own has a rate (LAB_NET_RATE): the
-kernel keeps a faster lane beside it, and a second group of the same ranks takes that one (workers/rank/fast_lane.py).
-Below stands the limit
-of the last, a link without end, by leaving the sum out: those replicas do not train together, their time alone is of use.
+C is the same step with nothing sent, on all ranks at once, so that ranks which share cores are slowed alike in both.
+Four remedies, each measured beside the illness: more samples a rank (4 times, in one pass) or more passes before the
+sum (accumulation, 4 microbatches), which both compute 4 times as much for the same bytes and make the global batch 4
+times as large; 16 bits a gradient on the wire, which halves the bytes and rounds the sum; and a link 4 times as fast,
+where the run's own has a rate (LAB_NET_RATE): the kernel keeps a faster lane beside it, and a second group of the same
+ranks takes that one (workers/rank/fast_lane.py). Below stands the limit of the last, a link without end, by leaving the
+sum out: those replicas do not train together, their time alone is of use.
 """
 
 from functools import partial
@@ -52,7 +52,8 @@ def remedies(lab: Lab) -> None:
 
 
 def measured(lab: Lab, lane: dist.ProcessGroup | None) -> list[list[Any]]:
-    """The table's lines: the step as it is, with each remedy, and with nothing sent; a faster link where there is a `lane`."""
+    """The table's lines: the step as it is, with each remedy, and with nothing sent; a faster link where there is a
+    `lane`."""
     batches = lab.batches(getattr(torch, lab.config.dtype))
     usual = batches.dealt(0, lab.rank, lab.world_size)
     loads = {"usual": usual, "larger": larger(lab, batches), "accumulated": accumulated(lab, batches)}

@@ -1,10 +1,11 @@
 """Which all_reduce a bucket of `bucketed` takes: the group's own, or on a slow link between two ranks a swap.
 
-gloo's all_reduce sums piece by piece, in two rounds of which one waits for the other, and a slow link idles meanwhile. Two ranks that
-send each other everything and both add (workers/parallel/direct.py) send the same bytes in one round: on a link of 500 Mbit/s 64 MiB
-take gloo's 1221 ms and a swap 1111, of which 1074 are the link's (LAB_NET_RATE=500mbit RUN_MODE=comm LAB_VARIANT=gloo,direct), and in
-buckets the pauses add up (`python -m benchmarks.link dp`). What comes needs room: the gradients once more, as much as DDP takes. On a link
-without a rate the two take as long (`python -m benchmarks.collectives 2`), and for more ranks a swap would send more.
+gloo's all_reduce sums piece by piece, in two rounds of which one waits for the other, and a slow link idles meanwhile.
+Two ranks that send each other everything and both add (workers/parallel/direct.py) send the same bytes in one round: on
+a link of 500 Mbit/s 64 MiB take gloo's 1221 ms and a swap 1111, of which 1074 are the link's (LAB_NET_RATE=500mbit
+RUN_MODE=comm LAB_VARIANT=gloo,direct), and in buckets the pauses add up (`python -m benchmarks.link dp`). What comes
+needs room: the gradients once more, as much as DDP takes. On a link without a rate the two take as long (`python -m
+benchmarks.collectives 2`), and for more ranks a swap would send more.
 """
 
 from functools import partial

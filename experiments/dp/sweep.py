@@ -1,16 +1,16 @@
 """Bucket sizes on a slow link: what a bucket costs, what overlap hides, and where one stops paying for the other.
 
-Small buckets leave early, while most of the backward pass is still to come, but each pays a latency; one bucket for all pays one
-latency and leaves when nothing is left to hide it behind. For each size from 0 (a bucket a parameter) to 64 MiB (one for all, in a
-small model far before) four things are timed in turns:
+Small buckets leave early, while most of the backward pass is still to come, but each pays a latency; one bucket for all
+pays one latency and leaves when nothing is left to hide it behind. For each size from 0 (a bucket a parameter) to 64
+MiB (one for all, in a small model far before) four things are timed in turns:
 
   overlapped   a step whose buckets leave from hooks, during the backward pass
   after        the same step, all buckets leaving behind the backward pass
   sending      the buckets alone, with no pass
   nothing      the passes and the update alone, with nothing sent
 
-  hidden = (after - overlapped) / sending: the share of the communication that took no time of its own. More than the backward
-  pass' own time cannot be hidden, so on a slow enough link it is far from 100 % whatever the buckets are.
+  hidden = (after - overlapped) / sending: the share of the communication that took no time of its own. More than the
+  backward pass' own time cannot be hidden, so on a slow enough link it is far from 100 % whatever the buckets are.
 """
 
 from functools import partial
@@ -23,6 +23,7 @@ from workers.parallel.buckets import GradientBuckets, layout
 from workers.strategies.replica import Replica
 
 SIZES_MIB = (0, 0.25, 1, 4, 16, 64)
+CURVES = {"overlapped": 2, "after": 3, "nothing sent": 5}  # of the chart, by their columns
 COLUMNS = ["MiB", "buckets", "overlapped ms", "after ms", "sending ms", "nothing ms", "hidden %"]
 
 
@@ -45,7 +46,7 @@ def sweep(lab: Lab) -> None:
     mean_mib = [total / MIB / row[1] for row in rows]
     lab.chart(
         "A step by the size of a bucket", "MiB a bucket, on average", "ms a step",
-        {name: [mean_mib, [row[place] for row in rows]] for name, place in (("overlapped", 2), ("after", 3), ("nothing sent", 5))},
+        {name: [mean_mib, [row[place] for row in rows]] for name, place in CURVES.items()},
         log_x=True,
     )  # fmt: skip
     lab.say(verdict(rows), "buckets")
@@ -104,7 +105,10 @@ def verdict(rows: list[list[float]]) -> str:
     ]
     return "; ".join(
         [
-            f"best with {best[1]:.0f} of {best[0]:g} MiB: {best[2]:.0f} ms a step, {round(best[6])} % of sending hidden",
+            (
+                f"best with {best[1]:.0f} of {best[0]:g} MiB: {best[2]:.0f} ms a step, {round(best[6])} % of sending"
+                " hidden"
+            ),
             *others,
         ]
     )

@@ -1,4 +1,5 @@
-"""Fixtures of tests with real containers: the image once a session, one project a session, one folder of runs a test."""
+"""Fixtures of tests with real containers: the image once a session, one project a session, one folder of runs a
+test."""
 
 import os
 import shutil

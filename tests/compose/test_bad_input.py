@@ -1,4 +1,5 @@
-"""What a person can get wrong, in containers: one clear sentence on every rank concerned, its exit code, nothing left behind."""
+"""What a person can get wrong, in containers: one clear sentence on every rank concerned, its exit code, nothing left
+behind."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""`./run` and `make run` in a clone of somebody else: the ranks' real codes, all that they said, nothing left behind."""
+"""`./run` and `make run` in a clone of somebody else: the ranks' real codes, all that they said, nothing left
+behind."""
 
 import os
 import re
@@ -30,7 +31,8 @@ def left_over(clone: Path) -> list[str]:
 
 @contextmanager
 def running(clone: Path, log: Path, variables: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    """`./run` in the background once its ranks train. Signals are as in a terminal: pytest may have inherited others."""
+    """`./run` in the background once its ranks train. Signals are as in a terminal: pytest may have inherited
+    others."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["./run"], cwd=clone, env=clean_environ(variables), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

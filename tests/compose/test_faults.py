@@ -18,8 +18,8 @@ COMPOSE_S = 1.0  # what Compose itself needs to start
 LONG = TINY | {"LAB_STEPS": "2500", "LAB_VARIANT": "flat", "LAB_PROOF": "0"}
 TRAINS = r"measured +\d+ of"
 
-# Fills the container's memory at about 100 MB a second, so that heartbeats still tell of it. What lies in the tmpfs counts
-# like a process' memory, and the kernel kills the largest process: the rank.
+# Fills the container's memory at about 100 MB a second, so that heartbeats still tell of it. What lies in the tmpfs
+# counts like a process' memory, and the kernel kills the largest process: the rank.
 FILL_MEMORY = "i=0; while dd if=/dev/zero of=/tmp/fill$i bs=1M count=10 2>/dev/null; do i=$((i+1)); sleep 0.1; done"
 
 

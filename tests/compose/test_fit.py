@@ -1,4 +1,5 @@
-"""`make fit` at a small size: dp is killed by the kernel, everyone who is left says so, and fsdp trains in the same memory."""
+"""`make fit` at a small size: dp is killed by the kernel, everyone who is left says so, and fsdp trains in the same
+memory."""
 
 import re
 

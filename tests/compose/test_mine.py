@@ -1,4 +1,5 @@
-"""A mode from mine/ in containers, the one that its README shows: proven, explained, and its mistake seen on every rank."""
+"""A mode from mine/ in containers, the one that its README shows: proven, explained, and its mistake seen on every
+rank."""
 
 from collections.abc import Iterator
 

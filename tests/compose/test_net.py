@@ -1,4 +1,5 @@
-"""compose/net.yaml in real containers: a link as slow as asked, a lane 4 times as fast, the capability gone; none without the overlay."""
+"""compose/net.yaml in real containers: a link as slow as asked, a lane 4 times as fast, the capability gone; none
+without the overlay."""
 
 import pytest
 
@@ -9,7 +10,10 @@ pytestmark = pytest.mark.compose
 SLOW = {"LAB_NET_RATE": "100mbit", "LAB_NET_DELAY": "5ms"}
 NET_ADMIN = 1 << 12
 # Of every program in the container: its name and what it may do; the engine's own commands are root's.
-STATUS = "for p in /proc/[0-9]*/status; do sed -n 's/^Name:[[:space:]]*//p; s/^CapPrm:[[:space:]]*//p' $p | paste -sd' ' -; done"
+STATUS = (
+    "for p in /proc/[0-9]*/status; do sed -n 's/^Name:[[:space:]]*//p; s/^CapPrm:[[:space:]]*//p' $p | paste -sd' ' -;"
+    " done"
+)
 
 
 def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Containers) -> None:
@@ -32,7 +36,8 @@ def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Co
     assert compared["link rate"]["predicted"] == 1e8
     # 6 % on an idle machine: benchmarks/link.py
     assert compared["link rate"]["measured"] == pytest.approx(1e8, rel=0.2)
-    # Ranks that hold no capability take the fast lane by a label alone; what they do not label, above, keeps to the rate asked for.
+    # Ranks that hold no capability take the fast lane by a label alone; what they do not label, above, keeps to the
+    # rate asked for.
     assert compared["fast lane rate"]["predicted"] == 4e8
     assert 2.5 < compared["fast lane rate"]["measured"] / compared["link rate"]["measured"] < 5
     assert "a link 4 times as fast (400 Mbit/s asked for, " in log

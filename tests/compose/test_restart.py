@@ -1,4 +1,5 @@
-"""compose/restart.yaml with real SIGKILLs: any rank, at any step, in the middle of a save, and the same final weights."""
+"""compose/restart.yaml with real SIGKILLs: any rank, at any step, in the middle of a save, and the same final
+weights."""
 
 import json
 import random

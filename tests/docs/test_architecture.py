@@ -1,4 +1,5 @@
-"""docs/architecture.md: the map is that of the house, and every variant of every mode is told in two files beside its lesson at most."""
+"""docs/architecture.md: the map is that of the house, and every variant of every mode is told in two files beside its
+lesson at most."""
 
 import re
 

@@ -1,8 +1,8 @@
 """What the pages show is what the commands print: every block is run again.
 
 A block follows a comment `<!-- output of: COMMAND -->`. What differs from run to run (times, dates, small differences,
-the bars of a timeline) is compared by its place alone; words, and with them every verdict, must be the same. A line `...`
-stands for lines that a block leaves out; those that it has stand together and in their order.
+the bars of a timeline) is compared by its place alone; words, and with them every verdict, must be the same. A line
+`...` stands for lines that a block leaves out; those that it has stand together and in their order.
 
     python -m tests.docs.test_outputs        writes the blocks anew, with the same lines left out
 """
@@ -45,7 +45,8 @@ def output_of(command: str) -> str:
 
 
 def shape(text: str) -> list[str]:
-    """The text without its numbers, the widths of its columns, and what is drawn between two bars: who was when where."""
+    """The text without its numbers, the widths of its columns, and what is drawn between two bars: who was when
+    where."""
     plain = (NUMBER.sub("#", re.sub(r"\|[-+.0-9a-z]{32,}\|$", "|drawn|", line)) for line in text.splitlines())
     # Two figures that are equal are written as one: bytes at rest and at the peak.
     return [re.sub(r"# / #", "#", re.sub(r"\s+", " ", line)).strip() for line in plain]
@@ -146,7 +147,8 @@ def write() -> None:
         text = page.read_text()
         anew = BLOCK.sub(
             lambda block: (
-                f"<!-- output of: {block['command']} -->\n{written(block['output'], output_of(block['command']))}<!-- end -->\n"
+                f"<!-- output of: {block['command']} -->\n{written(block['output'], output_of(block['command']))}<!--"
+                " end -->\n"
             ),
             text,
         )

@@ -1,4 +1,5 @@
-"""docs/performance.md: what `make bench` printed is judged as it stands, by the targets and the choices of this code."""
+"""docs/performance.md: what `make bench` printed is judged as it stands, by the targets and the choices of this
+code."""
 
 import re
 
@@ -37,7 +38,8 @@ def test_the_targets_of_a_pipeline_are_judged_as_they_stand() -> None:
 
 
 SHARDED = re.compile(
-    r"^(?:\d +)?(?P<what>zero3|(?:peak|wire) of .*?)  +.*?(?P<seen>[\d.]+)x[^x]*?(?: [\d.]+x \S+)? +(?P<limit>[\d.]+)x +(?P<held>yes|NO)$",
+    r"^(?:\d +)?(?P<what>zero3|(?:peak|wire) of .*?)  +.*?(?P<seen>[\d.]+)x[^x]*?(?: [\d.]+x \S+)? +(?P<limit>[\d.]+)x"
+    r" +(?P<held>yes|NO)$",
     re.MULTILINE,
 )
 
@@ -54,11 +56,13 @@ def test_the_targets_of_sharding_are_judged_as_they_stand() -> None:
 
 
 LINKED = re.compile(
-    r"^(?P<asked>\d+[mg]bit) +[\d.]+ Mbit/s \((?P<off>[-+][\d.]+)%\) +within 6% +(?P<held>yes|NO) +\S+ Mbit/s \(\S+%\)$",
+    r"^(?P<asked>\d+[mg]bit) +[\d.]+ Mbit/s \((?P<off>[-+][\d.]+)%\) +within 6% +(?P<held>yes|NO) +\S+ Mbit/s"
+    r" \(\S+%\)$",
     re.MULTILINE,
 )
 COMPRESSED = re.compile(
-    r"^(?P<name>\w+) +\d+ +(?P<ratio>[\d.]+)x +(?P<limit>[\d.]+x|-) +(?P<held>yes|NO|-) +(?P<off>[-+][\d.]+%|-) +(?:2%|-) +"
+    r"^(?P<name>\w+) +\d+ +(?P<ratio>[\d.]+)x +(?P<limit>[\d.]+x|-) +(?P<held>yes|NO|-) +(?P<off>[-+][\d.]+%|-)"
+    r" +(?:2%|-) +"
     r"(?P<wire>yes|NO|-)$",
     re.MULTILINE,
 )

@@ -36,7 +36,8 @@ def settings(run_mode: str, bug: str) -> dict[str, str]:
 def makers(mode: Mode, bug: str, config: Config) -> list[str]:
     """The variants that can make a mistake with these settings; where all can, the second.
 
-    The first is the naive one, which makes dozens of calls a step: it is left out wherever another makes the mistake too.
+    The first is the naive one, which makes dozens of calls a step: it is left out wherever another makes the mistake
+    too.
     """
     mistake = mode.mistakes[bug]
     able = list(mistake.where.variants or mistake.needs.variants) or list(mode.names[1:2])

@@ -1,4 +1,5 @@
-"""Large batches: the whole experiment at odd sizes, what each k sees, when a recipe has broken down, and what is refused."""
+"""Large batches: the whole experiment at odd sizes, what each k sees, when a recipe has broken down, and what is
+refused."""
 
 import math
 from collections import Counter
@@ -103,7 +104,8 @@ def test_a_text_is_judged_by_samples_that_it_is_not_trained_on(tmp_path: Path) -
 
 @pytest.mark.parametrize(("model", "depth"), [("mlp", "2"), ("gpt", "8")])
 def test_small_steps_add_up_and_wrong_rates_do_not(monkeypatch: pytest.MonkeyPatch, model: str, depth: str) -> None:
-    """A deep model bends its loss more: at a rate of 1e-3 the gpt's ratio is 3.82, and the proof failed correct code."""
+    """A deep model bends its loss more: at a rate of 1e-3 the gpt's ratio is 3.82, and the proof failed correct
+    code."""
     config = sized(config_of(1, LAB_WIDTH="64", LAB_DEPTH=depth, LAB_BATCH="1"), model)
     dense = build_model(config, 1).double()
     stream = Stream(config, 1, K, torch.device("cpu"), torch.float64)
@@ -119,7 +121,8 @@ def test_small_steps_add_up_and_wrong_rates_do_not(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("rate", ["1", "20"])
 def test_the_proof_holds_whatever_the_rate_of_the_sweep(ranks: Ranks, tmp_path: Path, rate: str) -> None:
-    """A step that overshoots would make rounding errors grow, of which the code is not to blame: 1.1e-8 with a rate of 1."""
+    """A step that overshoots would make rounding errors grow, of which the code is not to blame: 1.1e-8 with a rate of
+    1."""
     settings = {"RUN_MODE": "largebatch", "LAB_MODEL": "mlp", "LAB_LR": rate}
     run, _ = run_experiment(ranks, 2, tmp_path, **settings)
     assert failed(run) == set()

@@ -1,4 +1,5 @@
-"""The pace of the server's variants: what is predicted of them; the chart of a straggler; and one slow beyond all noise."""
+"""The pace of the server's variants: what is predicted of them; the chart of a straggler; and one slow beyond all
+noise."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ def lab_of(world_size: int, slow_rank: str | None) -> Any:
 
 
 def test_who_does_not_wait_is_predicted_by_the_steps_granted_and_the_bound() -> None:
-    """Four workers of 10 ms a step, of which one takes 40: each scheme of a run by its own rules, not by the sum of rates, 1300."""
+    """Four workers of 10 ms a step, of which one takes 40: each scheme of a run by its own rules, not by the sum of
+    rates, 1300."""
     lab = lab_of(4, "2:0.25")
     reports = {rank: Report([], steps, 0.01 * steps, 0.32, "") for rank, steps in enumerate((24, 24, 8, 24))}
     reports[2].compute_s *= 4
@@ -60,7 +62,8 @@ def test_perfect_measurements_lie_on_the_curves_of_a_straggler(world_size: int, 
 
 
 def test_who_does_not_wait_for_a_straggler_is_many_times_faster(ranks: Ranks, tmp_path: Path) -> None:
-    """At a fiftieth of its speed: rank 0 does all steps but one while `sync` and a bound of no step wait 12 times for rank 1.
+    """At a fiftieth of its speed: rank 0 does all steps but one while `sync` and a bound of no step wait 12 times for
+    rank 1.
 
     So 12 times the samples a second, less what messages cost; a machine that is busy draws out both.
     """

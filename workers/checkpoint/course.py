@@ -1,8 +1,9 @@
-"""Where a run stands: the batch that each step works on, the samples that this epoch has seen, the steps of each variant.
+"""Where a run stands: the batch that each step works on, the samples that this epoch has seen, the steps of each
+variant.
 
-The samples of a step are a function of (seed, epoch, batch), so a position in the data is these two numbers, and going on means
-going on counting. Beside the position stands what was dealt, sample by sample, before and after a resume: that each was seen
-exactly once an epoch is counted, not concluded from the position.
+The samples of a step are a function of (seed, epoch, batch), so a position in the data is these two numbers, and going
+on means going on counting. Beside the position stands what was dealt, sample by sample, before and after a resume: that
+each was seen exactly once an epoch is counted, not concluded from the position.
 """
 
 from collections import Counter

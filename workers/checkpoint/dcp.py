@@ -1,8 +1,9 @@
 """A strategy's state to torch.distributed.checkpoint and back, whatever the strategy has cut and however.
 
-A Piece becomes a DTensor whose local part is a list of boxes with their offsets (torch's LocalShardsWrapper): DTensor passes DCP's
-questions on to it. DCP files every box under the dense tensor's name and offset, so it can fill the boxes of any other
-cut from them, by any number of ranks. A tensor that several ranks hold whole is written by one of them (`dealt`).
+A Piece becomes a DTensor whose local part is a list of boxes with their offsets (torch's LocalShardsWrapper): DTensor
+passes DCP's questions on to it. DCP files every box under the dense tensor's name and offset, so it can fill the boxes
+of any other cut from them, by any number of ranks. A tensor that several ranks hold whole is written by one of them
+(`dealt`).
 """
 
 import math
@@ -123,7 +124,8 @@ def is_whole(held: Any) -> bool:
 def dealt(everyone: list[dict[str, tuple[bool, int]]], rank: int) -> set[str]:
     """What `rank` writes of {name: (whole, bytes)} of all ranks: its parts, and its share of what several hold whole.
 
-    Each goes to the rank that has least to write so far. DCP would deal so too, but after every rank has copied everything.
+    Each goes to the rank that has least to write so far. DCP would deal so too, but after every rank has copied
+    everything.
     """
     load = [sum(size for whole, size in of_rank.values() if not whole) for of_rank in everyone]
     mine = {name for name, (whole, _) in everyone[rank].items() if not whole}

@@ -1,9 +1,10 @@
-"""The proof of a resume: stopped after step 0 and resumed, steps 1 and 2 end in the weights of a run that was never stopped.
+"""The proof of a resume: stopped after step 0 and resumed, steps 1 and 2 end in the weights of a run that was never
+stopped.
 
-In float64 and on the proof's data, whose epoch has two batches, so that the stop is in the middle of one and the second epoch
-begins behind it. The strategy that resumes is a new one that began from other weights: what the checkpoint does not give back
-stays wrong. It goes the way of a real resume, file by file: DCP, manifest, position. All that is ours has to be equal to the
-bit; PyTorch's DDP lays its buckets out anew after its first step, and so sums in another order.
+In float64 and on the proof's data, whose epoch has two batches, so that the stop is in the middle of one and the second
+epoch begins behind it. The strategy that resumes is a new one that began from other weights: what the checkpoint does
+not give back stays wrong. It goes the way of a real resume, file by file: DCP, manifest, position. All that is ours has
+to be equal to the bit; PyTorch's DDP lays its buckets out anew after its first step, and so sums in another order.
 """
 
 import shutil

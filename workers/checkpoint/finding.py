@@ -1,7 +1,8 @@
 """The checkpoint to go on from: what LAB_RESUME names, the newest that is whole, and of the same model and data.
 
-Whatever a person can get wrong is refused before the ranks join, by every rank for itself, from the manifests alone. After that
-rank 0 reads every byte of the newest one; if a checksum differs, it says so and takes the one before, and all others follow.
+Whatever a person can get wrong is refused before the ranks join, by every rank for itself, from the manifests alone.
+After that rank 0 reads every byte of the newest one; if a checksum differs, it says so and takes the one before, and
+all others follow.
 """
 
 import os
@@ -44,7 +45,8 @@ def _unfit(config: Config) -> list[str]:
     found = candidates(source)
     if config.resume != "auto" and not source.exists():
         return [
-            f"{named}: {source} does not exist: name a run in {config.runs_dir}, or the path of a run or of a checkpoint"
+            f"{named}: {source} does not exist: name a run in {config.runs_dir}, or the path of a run or of a"
+            " checkpoint"
         ]
     if not found:
         return (
@@ -81,7 +83,8 @@ def _unwritable(config: Config) -> list[str]:
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return []
     return [
-        f"LAB_CHECKPOINT_EVERY={config.checkpoint_every}: {nearest} cannot be written by user {os.getuid()}: change its owner"
+        f"LAB_CHECKPOINT_EVERY={config.checkpoint_every}: {nearest} cannot be written by user {os.getuid()}: change its"
+        " owner"
     ]
 
 
@@ -127,7 +130,8 @@ def choose(config: Config, say: Callable[[str], None]) -> Found | None:
 def newest_good(
     source: Path, say: Callable[[str], None], unfit: Callable[[Manifest], str] = lambda _: ""
 ) -> Found | None:
-    """The newest checkpoint of `source` that is whole and not `unfit`; `say` takes a sentence for each that is passed over.
+    """The newest checkpoint of `source` that is whole and not `unfit`; `say` takes a sentence for each that is passed
+    over.
 
     None where there is none at all; raises Unreadable, with all reasons, where none is good.
     """

@@ -1,8 +1,9 @@
 """What a checkpoint says of itself: `manifest.json`, written last, so that a folder with one is whole.
 
-It holds all that a resumed run needs beside the tensors, and what has to be the same for its result to be: the settings that
-define weights and data, the steps done, the position in the data, the losses so far, the generators' states, and the size and
-checksum of every file. JSON, so that a person can read it, and every rank can compare settings without opening a tensor.
+It holds all that a resumed run needs beside the tensors, and what has to be the same for its result to be: the settings
+that define weights and data, the steps done, the position in the data, the losses so far, the generators' states, and
+the size and checksum of every file. JSON, so that a person can read it, and every rank can compare settings without
+opening a tensor.
 """
 
 import hashlib

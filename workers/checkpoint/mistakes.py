@@ -1,7 +1,7 @@
 """The classic mistakes of a save and of a resume, for every mode that makes checkpoints.
 
-save_without_barrier: rank 0 asks nobody and publishes what it sees. Whether the others' files are there then is a race; here they
-always lose it. resume_repeats_epoch: a resumed run forgets how far into its epoch it was.
+save_without_barrier: rank 0 asks nobody and publishes what it sees. Whether the others' files are there then is a race;
+here they always lose it. resume_repeats_epoch: a resumed run forgets how far into its epoch it was.
 """
 
 from pathlib import Path
@@ -11,7 +11,8 @@ from workers.contract import Arrive, Instead, Mistake, Needs
 
 
 def hold_back(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], Arrive]:
-    """Of all ranks but 0: take `files` out of the partial folder, and put them into the published one once it is there."""
+    """Of all ranks but 0: take `files` out of the partial folder, and put them into the published one once it is
+    there."""
     waiting = {path.relative_to(partial): path.read_bytes() for path in files} if rank > 0 else {}
     for name in waiting:
         (partial / name).unlink()

@@ -1,8 +1,8 @@
 """What a failing rank saves by itself: no collective, no wait for the dead, and a bound on it all.
 
-A rank whose variants are all replicated holds everything, so it can write a whole checkpoint alone; one that holds shards cannot, and
-says so. Several ranks may try at once, as when all survivors meet the same broken connection: each writes a folder of its own,
-and the first to give its folder the common name has saved for all.
+A rank whose variants are all replicated holds everything, so it can write a whole checkpoint alone; one that holds
+shards cannot, and says so. Several ranks may try at once, as when all survivors meet the same broken connection: each
+writes a folder of its own, and the first to give its folder the common name has saved for all.
 """
 
 import shutil
@@ -80,7 +80,8 @@ def is_all_of(variant: str, names: Iterable[str], state: dcp.State) -> bool:
 
 
 def padded(losses: list[float | None], steps: int) -> list[float | None]:
-    """The curve as far as this rank knows it, and None for the steps since: it has only its own shares of their losses."""
+    """The curve as far as this rank knows it, and None for the steps since: it has only its own shares of their
+    losses."""
     return losses[:steps] + [None] * (steps - len(losses))
 
 

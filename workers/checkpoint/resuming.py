@@ -1,7 +1,7 @@
 """Going on: rank 0 chooses a checkpoint, every rank loads its part of it, and the run says from where.
 
-Every wait for the others goes over the store, and each rank reads the files by itself: it takes what it needs from whatever ranks
-wrote them, so another WORLD_SIZE is no special case.
+Every wait for the others goes over the store, and each rank reads the files by itself: it takes what it needs from
+whatever ranks wrote them, so another WORLD_SIZE is no special case.
 """
 
 import shutil
@@ -70,7 +70,8 @@ def agree(lab: Lab) -> Found | None:
 
 
 def tidy(lab: Lab, found: Found | None) -> None:
-    """In the run's own folder: half-written checkpoints go, and what was passed over is put aside, for the steps come again."""
+    """In the run's own folder: half-written checkpoints go, and what was passed over is put aside, for the steps come
+    again."""
     assert lab.journal.folder is not None
     own = lab.journal.folder / finding.FOLDER
     for path in own.glob(".step-*"):

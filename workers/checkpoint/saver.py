@@ -1,8 +1,8 @@
 """When to save: every LAB_CHECKPOINT_EVERY steps, before the training goes on or beside it, and the last ones are kept.
 
-A save beside the training (LAB_CHECKPOINT_ASYNC=1) holds it up for a copy of what this rank is going to write; one thread writes the
-copy, over a process group of its own. There is one at a time: the next save waits for the one before. A save that fails does not
-end the run, which goes on with the last good one.
+A save beside the training (LAB_CHECKPOINT_ASYNC=1) holds it up for a copy of what this rank is going to write; one
+thread writes the copy, over a process group of its own. There is one at a time: the next save waits for the one before.
+A save that fails does not end the run, which goes on with the last good one.
 """
 
 import shutil
@@ -83,7 +83,8 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that is under way, if there is one, and say how it ended; raises TimeoutError if it does not."""
+        """Wait for the save that is under way, if there is one, and say how it ended; raises TimeoutError if it does
+        not."""
         if self._pending is None:
             return
         thread, outcome = self._pending
@@ -151,7 +152,8 @@ class Saver:
             self._said_at = now
             size, stood_s = human_bytes(outcome.num_bytes), outcome.held_s
             lab.say(
-                f"checkpoint step {step}, {size} in {outcome.seconds:.2f} s, for which the training stood still {stood_s:.2f} s"
+                f"checkpoint step {step}, {size} in {outcome.seconds:.2f} s, for which the training stood still"
+                f" {stood_s:.2f} s"
             )
 
 

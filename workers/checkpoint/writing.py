@@ -4,9 +4,9 @@
     manifest.json             written last, by rank 0, when all ranks have said that their files are there
     step-00000020/            the same folder under its own name: a rename, which happens or does not
 
-So a process killed at any moment leaves the checkpoint before this one as it was, and a partial folder that the next start
-removes. An error of any rank reaches all, so nobody waits for files that never come; then the partial folder goes at once, since
-the disk may be full of it.
+So a process killed at any moment leaves the checkpoint before this one as it was, and a partial folder that the next
+start removes. An error of any rank reaches all, so nobody waits for files that never come; then the partial folder goes
+at once, since the disk may be full of it.
 """
 
 import errno
@@ -58,7 +58,8 @@ def write(
     folder: Path, draft: Manifest, state: dcp.State, group: dist.ProcessGroup, shares: Mapping[str, list[float | None]],
     *, needed_bytes: int, shards_written: ShardsWritten = all_there,
 ) -> Manifest:  # fmt: skip
-    """Write `state` as `folder/step-<step>`, a collective; returns the manifest as it was published, or raises Unsaved on every rank.
+    """Write `state` as `folder/step-<step>`, a collective; returns the manifest as it was published, or raises Unsaved
+    on every rank.
 
     Args:
         state: what this rank writes, of all variants, under '<variant>/<name>'.
@@ -76,7 +77,10 @@ def write(
         published = replace(
             draft,
             files={name: file for files, _, _ in parts for name, file in files.items()},
-            losses={name: [*before, *summed([of_rank[name] for _, of_rank, _ in parts])] for name, before in draft.losses.items()},
+            losses={
+                name: [*before, *summed([of_rank[name] for _, of_rank, _ in parts])]
+                for name, before in draft.losses.items()
+            },
             generators={name: state for _, _, generators in parts for name, state in generators.items()},
         )  # fmt: skip
         together(group, lambda: publish(partial, published) if rank == 0 else None)

@@ -1,6 +1,7 @@
 """Which host is MASTER_ADDR, and by which of its own addresses and interfaces a rank reaches it.
 
-Everything here is bounded: a resolver that has no answer can keep a thread for half a minute, so it gets one of its own.
+Everything here is bounded: a resolver that has no answer can keep a thread for half a minute, so it gets one of its
+own.
 """
 
 import ipaddress
@@ -51,7 +52,8 @@ def bounded(call: Callable[[], Result], timeout_s: float, refusal: str) -> Resul
 
 
 def resolve(name: str, timeout_s: float) -> Address:
-    """The address of `name`, IPv4 first; raises ClusterError if it is unknown for `resolve_bound(timeout_s)` seconds."""
+    """The address of `name`, IPv4 first; raises ClusterError if it is unknown for `resolve_bound(timeout_s)`
+    seconds."""
     bound_s = min(timeout_s, max(RESOLVE_S, timeout_s / 6))
     deadline = time.monotonic() + bound_s
     refusal = (
@@ -92,7 +94,8 @@ def source_ip(family: int, target_ip: str) -> str | None:
 
 
 def outward_ip(family: int) -> str:
-    """This machine's address on its default route, or "" if it has none (addresses of RFC 5737 and 3849 are nobody's)."""
+    """This machine's address on its default route, or "" if it has none (addresses of RFC 5737 and 3849 are
+    nobody's)."""
     return source_ip(family, "192.0.2.1" if family == socket.AF_INET else "2001:db8::1") or ""
 
 

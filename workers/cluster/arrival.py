@@ -85,7 +85,10 @@ class Arrival:
         """What to say while nobody answers."""
         where = f"{board.name} ({board.ip}):{port}"
         if self.claim.rank == 0:
-            return f"waiting for {where}: MASTER_ADDR is not this host, where rank 0 runs, and no other rank 0 answers there"
+            return (
+                f"waiting for {where}: MASTER_ADDR is not this host, where rank 0 runs, and no other rank 0 answers"
+                " there"
+            )
         if listens:
             return f"waiting for rank 0: {where} accepts connections and does not answer"
         return f"waiting for rank 0: nothing listens at {where}"

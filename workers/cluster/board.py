@@ -132,14 +132,16 @@ class Board:
         return self._told == set(self._asking) and ranks >= set(range(world_size))
 
     def unaware(self, started: set[int]) -> set[int]:
-        """The members that neither have heard the refusal here nor are `started`: still asking, or opening the store."""
+        """The members that neither have heard the refusal here nor are `started`: still asking, or opening the
+        store."""
         heard = {claim.rank for claim, _, _ in self._claims.values() if claim.uid in self._told}
         return set(self._claims) - {self.own.rank} - heard - started
 
     def answer(
         self, claim: Claim, ip: str, udp_port: int, now: float, heard_at: Mapping[int, float] | None = None
     ) -> dict[str, Any]:
-        """The reply to one claim: `refuse`, `wait` or `sealed`. `heard_at` is when each rank was heard since the seal."""
+        """The reply to one claim: `refuse`, `wait` or `sealed`. `heard_at` is when each rank was heard since the
+        seal."""
         self._asking[claim.uid] = claim
         holder = self._claims.get(claim.rank)
         if self.refusal is None and holder is not None and holder[0].uid == claim.uid:
@@ -168,7 +170,10 @@ class Board:
                 fault = f"rank {claim.rank} runs twice, on {hosts[0]} and on {hosts[1]}: give each its own RANK"
             elif self.sealed is not None:  # its predecessor has just died: this run is about to end, the next begins
                 return {
-                    "wait": f"waiting for the end of an earlier run, which had its own rank {claim.rank} on host {holder[0].host}"
+                    "wait": (
+                        f"waiting for the end of an earlier run, which had its own rank {claim.rank} on host"
+                        f" {holder[0].host}"
+                    )
                 }
             elif now - last_sign <= ASKING_S:
                 return {

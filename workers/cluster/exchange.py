@@ -1,7 +1,7 @@
 """What ranks tell each other beside the tensors: small JSON values over the store, bounded and by name.
 
-The lab's own barriers and exchanges go over the store and not over gloo, so that they count in no ledger. Every wait has
-a bound, and who did not come is named.
+The lab's own barriers and exchanges go over the store and not over gloo, so that they count in no ledger. Every wait
+has a bound, and who did not come is named.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Where ranks need not wait for each other, the loss of one is not the end of all: the others part from it and go on.
 
-Rank 0 stays needed, and so does a majority: who hears too few ranks takes itself for the one that is cut off (verdict.py). A rank that
-was given up and wakes learns it from the verdict, which names it, and ends.
+Rank 0 stays needed, and so does a majority: who hears too few ranks takes itself for the one that is cut off
+(verdict.py). A rank that was given up and wakes learns it from the verdict, which names it, and ends.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ class Parting:
         return self.on_left is not None and verdict.exit_code == 3 and bool(lost) and not lost & {0, self._hearing.rank}
 
     def part(self, verdict: Verdict) -> bool:
-        """Go on without the ranks of the verdict, and say its words to the others; False for an echo of what is known."""
+        """Go on without the ranks of the verdict, and say its words to the others; False for an echo of what is
+        known."""
         news = [entry for entry in verdict.lost if entry.rank in self._hearing.peers]
         if not news or self.on_left is None:
             return False

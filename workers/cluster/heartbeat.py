@@ -1,8 +1,9 @@
 """What one rank knows of the others from their heartbeats: whom it hears, whom they hear, where they are.
 
-Each heartbeat carries the sender's whole table of who hears whom, a counter and a bit mask a rank. So two ranks that have
-lost only each other still learn through a third that both are alive, and all come to the same table within a few
-periods. A rank's row is fresh as long as its counter grows, whoever brings it. Times are monotonic seconds of this rank.
+Each heartbeat carries the sender's whole table of who hears whom, a counter and a bit mask a rank. So two ranks that
+have lost only each other still learn through a third that both are alive, and all come to the same table within a few
+periods. A rank's row is fresh as long as its counter grows, whoever brings it. Times are monotonic seconds of this
+rank.
 """
 
 from collections.abc import Iterable
@@ -25,7 +26,8 @@ class Row:
 class Place:
     """Where a rank is in its run; `turn` counts its changes of place, the same on all ranks of a step.
 
-    `calls` are the collectives that it has begun in this place: of two ranks in one place, the one with fewer is behind.
+    `calls` are the collectives that it has begun in this place: of two ranks in one place, the one with fewer is
+    behind.
     """
 
     turn: int = 0

@@ -1,8 +1,9 @@
 """The last words of a rank that the kernel killed for want of memory: said for it, at once, by what outlives it.
 
-The kernel kills the largest process of a container whose memory is full, and gives it no time to speak; its last heartbeat may be
-older than the growth that killed it. So the watch leaves the others' addresses in a file, and the shell that started the rank
-(compose/entrypoint.sh) reads the kernel's count of such kills when the rank is gone, and runs this module.
+The kernel kills the largest process of a container whose memory is full, and gives it no time to speak; its last
+heartbeat may be older than the growth that killed it. So the watch leaves the others' addresses in a file, and the
+shell that started the rank (compose/entrypoint.sh) reads the kernel's count of such kills when the rank is gone, and
+runs this module.
 """
 
 import json

@@ -70,7 +70,8 @@ def start_rank(config: Config, rank: int, port: int) -> "subprocess.Popen[bytes]
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(config.world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
-    # torch's C++ parts print a backtrace with each warning, as when a peer closes its end; its profiler greets at level 5.
+    # torch's C++ parts print a backtrace with each warning, as when a peer closes its end; its profiler greets at level
+    # 5.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
     return subprocess.Popen(
         [sys.executable, "-m", "workers"],

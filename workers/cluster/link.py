@@ -1,11 +1,14 @@
-"""The link: this container's way out, as slow as LAB_NET_RATE and LAB_NET_DELAY ask for; what was asked, refused and done.
+"""The link: this container's way out, as slow as LAB_NET_RATE and LAB_NET_DELAY ask for; what was asked, refused and
+done.
 
-Where compose/net.yaml gave NET_ADMIN, shaping.py puts the kernel's queues before it, as root and before the rank drops its uid. What was
-done is written to a file, which the rank reads: to refuse a link that nobody shaped, and to say what the kernel lacks.
+Where compose/net.yaml gave NET_ADMIN, shaping.py puts the kernel's queues before it, as root and before the rank drops
+its uid. What was done is written to a file, which the rank reads: to refuse a link that nobody shaped, and to say what
+the kernel lacks.
 
-A link with a rate has two lanes. All packets take the first one, at LAB_NET_RATE, but for those whose IPv4 header says LABEL in its TOS
-byte: they take one that is FASTER times as fast. A program needs no privilege to label what its own sockets send (IP_TOS, ip(7)), so a
-rank that has given up every capability can still measure what a faster link would do for it (lane.py).
+A link with a rate has two lanes. All packets take the first one, at LAB_NET_RATE, but for those whose IPv4 header says
+LABEL in its TOS byte: they take one that is FASTER times as fast. A program needs no privilege to label what its own
+sockets send (IP_TOS, ip(7)), so a rank that has given up every capability can still measure what a faster link would do
+for it (lane.py).
 """
 
 import json
@@ -18,8 +21,9 @@ SHAPED = Path("/tmp/ranklab-link")  # of this container alone
 COMMAND = "docker compose -f docker-compose.yaml -f compose/net.yaml up"
 
 FASTER = 4  # times LAB_NET_RATE: the second lane
-# CS1 (RFC 2474), "lower effort": no network beyond gives it more than others. The kernel reads a priority of its own from bits 1 to 4 of
-# the byte (rt_tos2priority), which no class selector sets, so nothing but our filter treats a labelled packet in another way.
+# CS1 (RFC 2474), "lower effort": no network beyond gives it more than others. The kernel reads a priority of its own
+# from bits 1 to 4 of the byte (rt_tos2priority), which no class selector sets, so nothing but our filter treats a
+# labelled packet in another way.
 LABEL = 0x20
 
 

@@ -121,8 +121,8 @@ def _open_store(ip: str, port: int, listening: socket.socket | None = None) -> "
 def init_process_group(cluster: Cluster, config: Config) -> None:
     """The default process group over the cluster's store, with LAB_COLLECTIVE_TIMEOUT_S a collective.
 
-    gloo is bound to the interface that holds this rank's own address. Left alone it takes the address of the host's name,
-    which many machines give as 127.0.1.1. It reads the choice from the environment, where subgroups find it too.
+    gloo is bound to the interface that holds this rank's own address. Left alone it takes the address of the host's
+    name, which many machines give as 127.0.1.1. It reads the choice from the environment, where subgroups find it too.
     """
     import torch.distributed as dist
 

@@ -2,18 +2,19 @@
 
     exec python -m workers.cluster.shaping COMMAND   shape the link, give the capability up, and go on as COMMAND
 
-The entry point runs this where compose/net.yaml gave NET_ADMIN, as root, before the rank drops its uid. Before every interface that
-leads to other ranks stand netem, which holds each packet back for the delay, and behind it token buckets (tbf), which let bytes through
-at their rate. So a packet that waits for its turn has been delayed already, and both are paid once.
+The entry point runs this where compose/net.yaml gave NET_ADMIN, as root, before the rank drops its uid. Before every
+interface that leads to other ranks stand netem, which holds each packet back for the delay, and behind it token buckets
+(tbf), which let bytes through at their rate. So a packet that waits for its turn has been delayed already, and both are
+paid once.
 
               netem   htb, which limits nothing   tbf of LAB_NET_RATE             all packets
   a packet -> delay -> is it labelled?         -> tbf of FASTER x LAB_NET_RATE    those that carry LABEL (link.py)
 
-The rate is that of what ranks send: packets carry 1448 bytes of theirs in 1514, so a bucket lets through 4.6 % more. It holds a
-millisecond's worth. With less the link would idle while the kernel wakes up to open it; with more, messages of that size would
-pass as if there were no limit. Packets that TCP hands over in one piece (up to 64 KiB) are cut where they are larger than that.
-htb says once in the kernel's log that its tbf is "non-work-conserving", which is what a limit is; qdiscs that do not mind (prio) are
-not in every kernel.
+The rate is that of what ranks send: packets carry 1448 bytes of theirs in 1514, so a bucket lets through 4.6 % more. It
+holds a millisecond's worth. With less the link would idle while the kernel wakes up to open it; with more, messages of
+that size would pass as if there were no limit. Packets that TCP hands over in one piece (up to 64 KiB) are cut where
+they are larger than that. htb says once in the kernel's log that its tbf is "non-work-conserving", which is what a
+limit is; qdiscs that do not mind (prio) are not in every kernel.
 """
 
 import ctypes
@@ -70,7 +71,8 @@ def shape(route: Any, config: Config) -> Shaped:
             no_lane = two_lanes(route, index, mtu, rate, place)
             if no_lane and not put(route, "replace", "tbf", index, **place, handle="3:", **bucket(rate, mtu)):
                 raise LinkError(
-                    f"LAB_NET_RATE={config.net_rate}: this kernel has no token bucket (CONFIG_NET_SCH_TBF), leave it unset"
+                    f"LAB_NET_RATE={config.net_rate}: this kernel has no token bucket (CONFIG_NET_SCH_TBF), leave it"
+                    " unset"
                 )
     return Shaped(config.net_rate, config.net_delay, lacks, no_lane)
 
@@ -81,8 +83,8 @@ def two_lanes(route: Any, index: int, mtu: int, rate: float, place: dict[str, An
         return f"{FASTER} times the rate is more than the kernel's token bucket counts, 34gbit"
     if not put(route, "replace", "htb", index, **place, handle="2:", default=1):
         return "this kernel has no classes of packets (CONFIG_NET_SCH_HTB)"
-    # Both bursts are given: pyroute2 would make them 0 at this rate, and a class without one stops after each packet. So is the
-    # quantum, of which the kernel would complain in its log.
+    # Both bursts are given: pyroute2 would make them 0 at this rate, and a class without one stops after each packet.
+    # So is the quantum, of which the kernel would complain in its log.
     burst = round(OPEN_BYTES_S * BURST_S)
     for lane in ("2:1", "2:2"):
         put(
@@ -127,7 +129,8 @@ def put(route: Any, command: str, kind: str, index: int, **parameters: Any) -> b
 
 
 def give_up() -> None:
-    """Lose NET_ADMIN for good: root too gets no capability back from a new program that no_new_privs denies it (capabilities(7))."""
+    """Lose NET_ADMIN for good: root too gets no capability back from a new program that no_new_privs denies it
+    (capabilities(7))."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)  # of this process
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of capabilities 0 to 31, then of the others

@@ -1,4 +1,5 @@
-"""For whom a rank waits: said once it has begun nothing for a while, since only then are others' words newer than its own.
+"""For whom a rank waits: said once it has begun nothing for a while, since only then are others' words newer than its
+own.
 
 A wait that is expected is not said: not while rank 0 does what it alone does, and not one of a length that is normal in
 this run. On cores that ranks share everything takes long, this rank's own work too: what it takes itself, another may
@@ -13,7 +14,8 @@ ALONE = ("one process", "report")  # what rank 0 does while all others wait
 
 
 class Slowness:
-    """Where this rank was last seen, how long it worked in one place at most, and when it last said for whom it waits."""
+    """Where this rank was last seen, how long it worked in one place at most, and when it last said for whom it
+    waits."""
 
     def __init__(self, now: float) -> None:
         self._place, self._since = Place(), now

@@ -92,4 +92,7 @@ def _reason(
             reason += f", with memory at {share:.0%} of its limit in the last one: probably killed for want of memory"
         return reason
     deaf = {other for other in hears if rank not in hears[other] or other not in hears[rank]} - {rank}
-    return f"{name_ranks(deaf)} and rank {rank} no longer hear each other, though both are alive: the link between them is broken"
+    return (
+        f"{name_ranks(deaf)} and rank {rank} no longer hear each other, though both are alive: the link between them is"
+        " broken"
+    )

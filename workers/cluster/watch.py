@@ -1,4 +1,5 @@
-"""The watch of a rank: a thread that beats, listens, names who is lost, and ends the process when the cluster is broken.
+"""The watch of a rank: a thread that beats, listens, names who is lost, and ends the process when the cluster is
+broken.
 
 Every rank sends a small UDP datagram to every other four times a second; there is no hub, so the death of rank 0 is no
 special case. The main thread may be stuck in C++ for as long as gloo likes, so a verdict ends the process from here, by
@@ -58,7 +59,8 @@ class Watch(threading.Thread):
         self.hearing = Hearing(cluster.rank, cluster.members, config.lost_after_s, now + START_GRACE_S)
         self.place = Place(since=now)
         self._work = self.place.step, self.place.phase  # where the main thread is, waits for other ranks left out
-        self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005  hears of it, on this thread
+        # Hears of it, on this thread.
+        self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005
         self._calls_begun: Callable[[], int] = lambda: 0
         self.cpu_seconds = 0.0
         self.post = Post(cluster)
@@ -91,7 +93,8 @@ class Watch(threading.Thread):
         self.place = Place(turn, step, phase, time.monotonic(), self._calls_begun())
 
     def let_leave(self, on_left: Callable[[Lost], None]) -> None:
-        """From now on the loss of any rank but 0 does not end the others: each calls `on_left`, on the watch's thread, and goes on.
+        """From now on the loss of any rank but 0 does not end the others: each calls `on_left`, on the watch's thread,
+        and goes on.
 
         All ranks call this at the same point of the run; a later call puts another `on_left` in the place of the first.
         """
@@ -152,7 +155,8 @@ class Watch(threading.Thread):
                 self._name_slow()
                 self.on_period(*self._work)
             self.cpu_seconds = time.thread_time()
-            # All leave at once as a rule: then quick goodbyes save a quarter of a second; who leaves late is not disturbed.
+            # All leave at once as a rule: then quick goodbyes save a quarter of a second; who leaves late is not
+            # disturbed.
             hurried = self._ending.is_set() and now < self._hurry_until
             due = now + (PERIOD_S / 10 if hurried else PERIOD_S)
             self._wait(due)
@@ -191,8 +195,8 @@ class Watch(threading.Thread):
     def _turn_away(self, board: Board) -> None:
         """On rank 0: end with the board's refusal, once every member knows it or listens for verdicts.
 
-        Until its first beat a member still asks the board or opens the store, which both end with this process: it would
-        wait out its own bound and name something else: 6 of 36 starts did on two busy cores.
+        Until its first beat a member still asks the board or opens the store, which both end with this process: it
+        would wait out its own bound and name something else: 6 of 36 starts did on two busy cores.
         """
         now = time.monotonic()
         self._refused_at = self._refused_at or now

@@ -1,4 +1,5 @@
-"""What the watches of a run tell each other: JSON datagrams from each rank's one UDP socket, to all other ranks at once."""
+"""What the watches of a run tell each other: JSON datagrams from each rank's one UDP socket, to all other ranks at
+once."""
 
 from typing import Any
 

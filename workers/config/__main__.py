@@ -1,4 +1,5 @@
-"""`python -m workers.config`: all variables as the Markdown table of docs/variables.md, and the other things that are made of them.
+"""`python -m workers.config`: all variables as the Markdown table of docs/variables.md, and the other things that are
+made of them.
 
 --check      whether the variables that are set can be run: a sentence for each fault, and exit code 2
 --compose    the lines by which the Compose file passes variables on to a rank
@@ -21,7 +22,10 @@ from workers.config.values import lesson_file, modes
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
 
 COMPOSE_FILE = Path(__file__).parents[2] / "docker-compose.yaml"
-BEGIN = "  # Written by `python -m workers.config --write`; a variable without a value is passed on if, and only if, the shell has it."
+BEGIN = (
+    "  # Written by `python -m workers.config --write`; a variable without a value is passed on if, and only if, the"
+    " shell has it."
+)
 END = "  # End of what is written."
 # A service has values of its own for these, LOCAL_RANK is torchrun's, and what LAB_RUNS_DIR names is mounted at runs/.
 NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DIR")

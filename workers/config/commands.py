@@ -1,7 +1,8 @@
 """What is typed: `ranklab COMMAND ...`, `./run COMMAND ...` and `python -m workers COMMAND ...` are one and the same.
 
-Each command stands in COMMANDS, once; `./run` reads these lines too. `run` and `explain` take settings as words, a mode by its name
-or path alone: `run dp WORLD_SIZE=3` is RUN_MODE=dp WORLD_SIZE=3 in the environment. All others read their words themselves.
+Each command stands in COMMANDS, once; `./run` reads these lines too. `run` and `explain` take settings as words, a mode
+by its name or path alone: `run dp WORLD_SIZE=3` is RUN_MODE=dp WORLD_SIZE=3 in the environment. All others read their
+words themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,8 @@ class Typed(NamedTuple):
 
 
 def read(words: Sequence[str]) -> Typed:
-    """What `words` ask for, "help" if that is it and "run" without any; raises ConfigError for a word that says nothing."""
+    """What `words` ask for, "help" if that is it and "run" without any; raises ConfigError for a word that says
+    nothing."""
     if words and words[0] in HELP:
         return Typed("help")
     named = bool(words) and words[0] in COMMANDS
@@ -59,7 +61,8 @@ def read(words: Sequence[str]) -> Typed:
 
 
 def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that the words stand for; raises ConfigError with a sentence for each that is none, nor one of `commands`."""
+    """The variables that the words stand for; raises ConfigError with a sentence for each that is none, nor one of
+    `commands`."""
     variables = [field.alias for field in Config.model_fields.values() if field.alias]
     found: dict[str, str] = {}
     faults = []
@@ -87,7 +90,10 @@ def help_lines(command: str | None = None) -> list[str]:
     if command is None:
         lines = ["usage: ranklab COMMAND ...", "", *(f"  {name:<12}{each.what}" for name, each in COMMANDS.items()), ""]
         lines += [
-            "`ranklab COMMAND --help` says more. `./run COMMAND` is the same in containers, where a Docker engine answers.",
+            (
+                "`ranklab COMMAND --help` says more. `./run COMMAND` is the same in containers, where a Docker engine"
+                " answers."
+            ),
             "",
         ]
     else:
@@ -95,6 +101,9 @@ def help_lines(command: str | None = None) -> list[str]:
     return [
         *lines,
         f"modes       {', '.join(modes())}, or the path of one such as mine/mode.py",
-        "settings    are variables, as words or in the environment: dp WORLD_SIZE=3 LAB_STEPS=5; `ranklab config` lists them",
+        (
+            "settings    are variables, as words or in the environment: dp WORLD_SIZE=3 LAB_STEPS=5; `ranklab config`"
+            " lists them"
+        ),
         f"exit codes  {EXIT_CODES}",
     ]

@@ -1,12 +1,14 @@
 """A mode's own variables and sizes, read from its lesson without running it.
 
-Settings are checked before torch is imported, and a lesson imports torch. So a lesson states what is its own in one class,
+Settings are checked before torch is imported, and a lesson imports torch. So a lesson states what is its own in one
+class,
 
     class Options(ModeOptions):
-        sizes = {"width": 64}                                                  # defaults of common variables that differ here
+        sizes = {"width": 64}  # defaults of common variables that differ here
         ratio: float = Field(0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that topk sends")
 
-whose lines need nothing but the names of this file: they alone are run here. `config.own(Options)` gives the lesson its values.
+whose lines need nothing but the names of this file: they alone are run here. `config.own(Options)` gives the lesson its
+values.
 """
 
 import ast

@@ -1,4 +1,5 @@
-"""What the text of a variable may be where a type and a range do not say it: a sentence on all else, after its name and value."""
+"""What the text of a variable may be where a type and a range do not say it: a sentence on all else, after its name and
+value."""
 
 import difflib
 import re

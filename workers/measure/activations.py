@@ -1,10 +1,11 @@
 """Activations: the bytes that autograd holds for the backward pass, now and at most.
 
-Every tensor that an operation saves passes through a hook, which counts its storage until the last reference of the graph
-to it is gone: an activation that several operations save counts once, a view as the storage that it keeps alive, and weights
-not at all, since they stay anyway. It is what a pipeline's schedule bounds and what sequence parallelism divides
-(Korthikanti et al. 2022, section 4, counts the same). What torch.utils.checkpoint keeps and computes again would not be seen, for
-it catches these tensors by hooks of its own; what workload/recompute.py keeps is saved by an operation, and so it is.
+Every tensor that an operation saves passes through a hook, which counts its storage until the last reference of the
+graph to it is gone: an activation that several operations save counts once, a view as the storage that it keeps alive,
+and weights not at all, since they stay anyway. It is what a pipeline's schedule bounds and what sequence parallelism
+divides (Korthikanti et al. 2022, section 4, counts the same). What torch.utils.checkpoint keeps and computes again
+would not be seen, for it catches these tensors by hooks of its own; what workload/recompute.py keeps is saved by an
+operation, and so it is.
 """
 
 import gc
@@ -30,7 +31,8 @@ class Held:
 
 
 class SavedActivations:
-    """`with SavedActivations() as saved: ...` then `saved.peak_bytes`; forward passes outside of the block do not count.
+    """`with SavedActivations() as saved: ...` then `saved.peak_bytes`; forward passes outside of the block do not
+    count.
 
     `also` hears of every tensor that is saved and is no weight.
     """

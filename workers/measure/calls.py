@@ -1,12 +1,13 @@
 """The calls: a dispatch mode that sees every collective and every send while it is on.
 
-PyTorch hands each c10d call through its dispatcher, so a TorchDispatchMode sees it whoever made it: the lesson, a gradient
-hook in the backward pass, DDP's reducer in C++, fully_shard, DTensor, a functional collective. Called bytes are the bytes of
-the whole tensor times the operation's algorithmic factor: what the best algorithm sends. Barriers and receives send
-nothing of their own, and are not counted.
+PyTorch hands each c10d call through its dispatcher, so a TorchDispatchMode sees it whoever made it: the lesson, a
+gradient hook in the backward pass, DDP's reducer in C++, fully_shard, DTensor, a functional collective. Called bytes
+are the bytes of the whole tensor times the operation's algorithmic factor: what the best algorithm sends. Barriers and
+receives send nothing of their own, and are not counted.
 
-A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward pass
-runs on the caller's thread; on CUDA autograd hands its threads the mode (at::ThreadLocalState), as the sources say: not measured.
+A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward
+pass runs on the caller's thread; on CUDA autograd hands its threads the mode (at::ThreadLocalState), as the sources
+say: not measured.
 """
 
 from collections.abc import Callable
@@ -110,7 +111,8 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The process group of a call: the first boxed object of a c10d call, the last argument of a functional collective."""
+    """The process group of a call: the first boxed object of a c10d call, the last argument of a functional
+    collective."""
     boxed = [value for value in args if isinstance(value, torch.ScriptObject)]
     return dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(args[-1])
 

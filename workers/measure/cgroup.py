@@ -31,7 +31,8 @@ class ContainerMemory:
         return limit if limit < UNLIMITED_BYTES else None
 
     def used_bytes(self) -> int | None:
-        """Bytes in use by all processes of the container; in v1 only under a limit: else it may be the whole machine."""
+        """Bytes in use by all processes of the container; in v1 only under a limit: else it may be the whole
+        machine."""
         return self._used_without("inactive_file")
 
     def kept_bytes(self) -> int | None:

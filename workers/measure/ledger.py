@@ -1,8 +1,8 @@
 """The ledger: what a stretch of the program called, and what its sockets sent meanwhile, by operation, axis and peer.
 
-Two of the three sources of every byte count stand here side by side: called (calls.py) and wire (sockets.py); the third is
-the prediction (formulas/). Each rank counts what it sends itself. To name the rank at the other end of a connection, all
-ranks tell each other the ends of theirs: so the names are right between containers, and between local ranks, which
+Two of the three sources of every byte count stand here side by side: called (calls.py) and wire (sockets.py); the third
+is the prediction (formulas/). Each rank counts what it sends itself. To name the rank at the other end of a connection,
+all ranks tell each other the ends of theirs: so the names are right between containers, and between local ranks, which
 all have one address. Row r of the matrix "who sent how much to whom" is rank r's `wire`.
 """
 
@@ -59,7 +59,8 @@ class Traffic:
 
 
 class Ledger:
-    """Counts a rank's traffic. `exchange(key, value)` returns all ranks' values in rank order, and must not use the group.
+    """Counts a rank's traffic. `exchange(key, value)` returns all ranks' values in rank order, and must not use the
+    group.
 
     Connections that have `store_port` at either end are the store's and are left out.
     """
@@ -77,8 +78,9 @@ class Ledger:
     def count(self, *, calls: bool = True) -> Iterator[Traffic]:
         """Count inside the block. Every rank must enter and leave it: its end names the peers, by `exchange`.
 
-        What was called is to be waited for inside the block. An error inside the block passes through, uncounted. To see calls costs
-        each operation of this thread some time, and other threads' are not seen: without `calls` the wire alone is read.
+        What was called is to be waited for inside the block. An error inside the block passes through, uncounted. To
+        see calls costs each operation of this thread some time, and other threads' are not seen: without `calls` the
+        wire alone is read.
         """
         traffic = Traffic()
         before = self._connections()
@@ -104,7 +106,8 @@ class Ledger:
     def _name_peers(
         self, traffic: Traffic, before: dict[int, Connection] | str, after: dict[int, Connection] | str
     ) -> None:
-        """Fill in `wire` and `wire_error`: only what all ranks can measure is measured, or the matrix would lack rows."""
+        """Fill in `wire` and `wire_error`: only what all ranks can measure is measured, or the matrix would lack
+        rows."""
         self._count += 1
         mine = after if isinstance(after, str) else [(each.local, each.remote) for each in after.values()]
         ends = self._exchange(f"ledger/{self._count}", before if isinstance(before, str) else mine)
@@ -112,8 +115,9 @@ class Ledger:
         if errors or isinstance(before, str) or isinstance(after, str):
             traffic.wire_error = errors[0]
             return
-        # Both ends together name a connection: the kernel gives two connections one local port if they lead to different places, and
-        # on a machine with some hundred of them it does. A rank that has left meanwhile (None) names none.
+        # Both ends together name a connection: the kernel gives two connections one local port if they lead to
+        # different places, and on a machine with some hundred of them it does. A rank that has left meanwhile (None)
+        # names none.
         owner: dict[tuple[Endpoint, Endpoint], int] = {
             ((near[0], near[1]), (far[0], far[1])): rank for rank, value in enumerate(ends) for near, far in value or ()
         }

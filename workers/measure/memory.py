@@ -7,9 +7,9 @@
             strategy.update()
     memory.rest, memory.peak, memory.history(), memory.line()
 
-At rest is after the update, before the next step: gradients are still held, the batch and what autograd saved are gone. Bytes
-that were alive before the block, a data set's, belong to no class. Classes are told apart afterwards (purposes.py): a storage
-that turns out to be a gradient was one from its first byte.
+At rest is after the update, before the next step: gradients are still held, the batch and what autograd saved are gone.
+Bytes that were alive before the block, a data set's, belong to no class. Classes are told apart afterwards
+(purposes.py): a storage that turns out to be a gradient was one from its first byte.
 
 The process sees the same memory from outside: `seen_outside` puts both side by side.
 """
@@ -34,7 +34,8 @@ ByClass = dict[str, int]  # bytes, by CLASSES
 
 
 class MemoryLedger:
-    """`rest`, `peak`, `history()` and `line()` of the one `step()` inside the block; `peak_bytes` of the whole block."""
+    """`rest`, `peak`, `history()` and `line()` of the one `step()` inside the block; `peak_bytes` of the whole
+    block."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._storages = Storages(torch.device(device).type)
@@ -75,7 +76,8 @@ class MemoryLedger:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once since the block began, those from before among them; on CUDA the allocator's own."""
+        """The most bytes alive at once since the block began, those from before among them; on CUDA the allocator's
+        own."""
         return self._storages.peak_bytes if self._outside.most_bytes is None else self._outside.most_bytes
 
     @property

@@ -1,13 +1,14 @@
 """The same memory as others count it: the process's resident pages, the container's, on CUDA the allocator's.
 
-They see more than tensors (code that is touched for the first time, gloo's and Python's buffers) and whole pages, so what
-counts is their growth since before the strategy was made. What malloc keeps of freed memory is given back before each look, where
-the C library can do that. The peak is the kernel's high-water mark, which starts anew where the kernel lets us.
+They see more than tensors (code that is touched for the first time, gloo's and Python's buffers) and whole pages, so
+what counts is their growth since before the strategy was made. What malloc keeps of freed memory is given back before
+each look, where the C library can do that. The peak is the kernel's high-water mark, which starts anew where the kernel
+lets us.
 
-How far off they are: a model of 10M parameters with AdamW stands as 163.8 MB of tensors and as 164.2 MB of pages, at the peak
-245.8 and 246.2. In a small run the first variant comes out 2 to 4 MB higher, for the code that nobody had run before it (76 MB
-where that is PyTorch's DTensor), and every peak 2 to 10 MB, for what kernels and gloo take beside tensors. A container that
-several ranks share counts all of them.
+How far off they are: a model of 10M parameters with AdamW stands as 163.8 MB of tensors and as 164.2 MB of pages, at
+the peak 245.8 and 246.2. In a small run the first variant comes out 2 to 4 MB higher, for the code that nobody had run
+before it (76 MB where that is PyTorch's DTensor), and every peak 2 to 10 MB, for what kernels and gloo take beside
+tensors. A container that several ranks share counts all of them.
 """
 
 import ctypes

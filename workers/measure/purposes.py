@@ -1,14 +1,15 @@
 """Purposes: what a storage is for, found without a word from the strategy that made it.
 
     parameters      the memory behind every nn.Parameter alive
-    optimizer       what a torch.optim.Optimizer remembers of them, and master weights: the lab's models are of one dtype, so
-                    a parameter that is kept more exactly than another is its master
+    optimizer       what a torch.optim.Optimizer remembers of them, and master weights: the lab's models are of one
+                    dtype, so a parameter that is kept more exactly than another is its master
     gradients       every `.grad`, and what autograd hands over for a parameter: ZeRO-2 consumes it at once
     communication   what a collective, a send or a receive was given
-    activations     all else: what autograd saves for the backward pass, the batch, what an operation leaves for the next
+    activations     all else: what autograd saves for the backward pass, the batch, what an operation leaves for the
+                    next
 
-Who is two things is the stronger one: parameters, optimizer, gradients, saved activations, communication. So a bucket of which
-gradients are views is a gradient although it is summed over the ranks, and a gathered weight is a parameter.
+Who is two things is the stronger one: parameters, optimizer, gradients, saved activations, communication. So a bucket
+of which gradients are views is a gradient although it is summed over the ranks, and a gathered weight is a parameter.
 """
 
 import gc

@@ -1,13 +1,14 @@
 """Boundaries: the tensors that pass between stages, activations forward and gradients back.
 
-gloo ends a send when its receive was posted and filled, so the rules here are about not waiting. Receives are posted before
-they are needed, `AHEAD` of them, each under a tag of its own, so that a transfer runs while the rank computes. A send is
-waited for only when something proves that it is over: the gradient of a microbatch comes back after its activation went
-out. What nothing proves is waited for at the end of the step.
+gloo ends a send when its receive was posted and filled, so the rules here are about not waiting. Receives are posted
+before they are needed, `AHEAD` of them, each under a tag of its own, so that a transfer runs while the rank computes. A
+send is waited for only when something proves that it is over: the gradient of a microbatch comes back after its
+activation went out. What nothing proves is waited for at the end of the step.
 
-NCCL runs messages in the order of their launch and knows no tags. There a receive is launched together with the send that goes
-before it, as Megatron does, or two ranks that both send would wait for each other. Tests prove this rule on the schedules, as they
-do gloo's; on GPUs it was never run. `interleaved` it does not serve: ranks would wait in a circle.
+NCCL runs messages in the order of their launch and knows no tags. There a receive is launched together with the send
+that goes before it, as Megatron does, or two ranks that both send would wait for each other. Tests prove this rule on
+the schedules, as they do gloo's; on GPUs it was never run. `interleaved` it does not serve: ranks would wait in a
+circle.
 """
 
 from collections import deque
@@ -21,8 +22,8 @@ from workers.parallel.peers import Message, Peers
 from workers.parallel.phases import phase
 from workers.parallel.schedules import Action, gives, needs
 
-# Posted receives: their memory does not grow with m, and 4, or all 8 of `python -m benchmarks.pp`, were not faster beyond its
-# spread.
+# Posted receives: their memory does not grow with m, and 4, or all 8 of `python -m benchmarks.pp`, were not faster
+# beyond its spread.
 AHEAD = 2
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +37,8 @@ class Boundaries:
         self._samples: dict[tuple[str, int], Tensor] = {}  # what forward and backward of a stage take: one sample of it
 
     def agree(self, stages: Mapping[int, nn.Module], sample: Tensor) -> None:
-        """Learn all shapes, once: `sample` [1, ...] goes through the first stage, and its shape alone on to the next."""
+        """Learn all shapes, once: `sample` [1, ...] goes through the first stage, and its shape alone on to the
+        next."""
         self.device = sample.device
         wire = self.device if self.peers.batched else torch.device("cpu")  # gloo sends no tensor that lives on a GPU
         outline = torch.empty(16, dtype=torch.long, device=wire)  # dtype, number of dimensions, dimensions

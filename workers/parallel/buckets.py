@@ -26,7 +26,8 @@ from workers.parallel.phases import phase
 
 # Begins to sum a flat tensor over the group, in place; returns a handle to `wait` for, or None if it is done.
 AllReduce = Callable[[Tensor], Any]
-# The same for one bucket alone, made for the shapes of the gradients that lie in it: it may keep something between steps.
+# The same for one bucket alone, made for the shapes of the gradients that lie in it: it may keep something between
+# steps.
 AllReduceOf = Callable[[list[torch.Size]], AllReduce]
 
 

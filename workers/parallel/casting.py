@@ -1,9 +1,9 @@
 """16 bits on the wire: half of float32's bytes, whatever the number of ranks.
 
-bf16 has float32's range and 8 bits of precision; fp16 has 11 bits, and ends at 65504. A sum must not leave that range on any hop, so each
-rank sends at most 1/(N+1) of the largest number (an N-th each could still be rounded up to infinity): what is above stays in the
-residual, where there is one. Sums are added in
-16 bits too, hop by hop, and that rounding is nobody's residual: it is why this is exact up to (N-1) roundings and not to the bit.
+bf16 has float32's range and 8 bits of precision; fp16 has 11 bits, and ends at 65504. A sum must not leave that range
+on any hop, so each rank sends at most 1/(N+1) of the largest number (an N-th each could still be rounded up to
+infinity): what is above stays in the residual, where there is one. Sums are added in 16 bits too, hop by hop, and that
+rounding is nobody's residual: it is why this is exact up to (N-1) roundings and not to the bit.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from workers.parallel.compression import OneMessage
 
 
 class Cast(OneMessage):
-    """Sums in `wire_dtype` (torch.bfloat16 or torch.float16) whatever the bucket is in; 2(N-1)/N·2n bytes for n numbers."""
+    """Sums in `wire_dtype` (torch.bfloat16 or torch.float16) whatever the bucket is in; 2(N-1)/N·2n bytes for n
+    numbers."""
 
     def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype, *, feedback: bool) -> None:
         super().__init__(group, feedback=feedback)

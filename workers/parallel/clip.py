@@ -1,8 +1,9 @@
 """Clipping by the global norm, where no rank holds all gradients.
 
-The norm of a model is that of all its gradients together, so each rank adds up the squares of what is its own, the sums are
-summed over the ranks, and every rank scales by the same factor. A gradient that several ranks hold counts on one of them
-alone: clipping each rank's part by its own norm would turn the gradient's direction (Pascanu et al. 2013, section 3.2).
+The norm of a model is that of all its gradients together, so each rank adds up the squares of what is its own, the sums
+are summed over the ranks, and every rank scales by the same factor. A gradient that several ranks hold counts on one of
+them alone: clipping each rank's part by its own norm would turn the gradient's direction (Pascanu et al. 2013, section
+3.2).
 """
 
 from collections.abc import Iterable

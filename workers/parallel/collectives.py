@@ -6,8 +6,8 @@
     pending.wait()                                             # the other rounds
 
 The sum is repeatable to the bit (its order is fixed) and the same to the bit on every rank (one rank sums a chunk, the
-others get copies). Chunk r of a tensor is the r-th of torch's `tensor_split` along dim 0, so any length will do, even 0, and a
-tensor of rows is cut between rows.
+others get copies). Chunk r of a tensor is the r-th of torch's `tensor_split` along dim 0, so any length will do, even
+0, and a tensor of rows is cut between rows.
 """
 
 from types import ModuleType
@@ -22,8 +22,8 @@ from workers.parallel.peers import Message, Peers, Pending, Steps, split
 ALGORITHMS: dict[str, ModuleType] = {"ring": ring, "direct": direct, "tree": tree, "server": rooted}
 
 
-# Speed against gloo's own, medians of interleaved rounds, on two cores: 4 ranks idle, in brackets 2 ranks on busy cores.
-# `python -m benchmarks.collectives` prints the table that decides.
+# Speed against gloo's own, medians of interleaved rounds, on two cores: 4 ranks idle, in brackets 2 ranks on busy
+# cores. `python -m benchmarks.collectives` prints the table that decides.
 #
 #                            64 KiB      256 KiB     1 MiB       4 MiB       16 MiB      64 MiB
 #   all_reduce      server   4.9  (9)    2.8  (4)    1.6  (3)    1.0  (.9)   0.8  (0.8)  0.7
@@ -34,7 +34,8 @@ ALGORITHMS: dict[str, ModuleType] = {"ring": ring, "direct": direct, "tree": tre
 #                   direct   1.1  (0.1)  0.9  (0.4)  1.2  (.5)   1.4  (0.8)  1.5  (1.5)  2.5  (3.5)
 #
 # Where ranks share cores each message costs a change of context, and the server needs 2(N-1) in all where others need
-# 2N(N-1); what it can take is bounded by its one link, (N-1)·S. gloo's all_reduce of large tensors is at the link's limit.
+# 2N(N-1); what it can take is bounded by its one link, (N-1)·S. gloo's all_reduce of large tensors is at the link's
+# limit.
 NEVER = 1 << 62
 SERVER_UP_TO_BYTES = {
     "all_reduce": (1 << 20, 3 << 20),
@@ -80,7 +81,8 @@ class Collective:
         return self._start("reduce_scatter", whole, chunk, async_op)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Pending:
-        """Fill `output` with all ranks' `tensor`, this rank's being chunk `rank` of it (and may be that chunk itself)."""
+        """Fill `output` with all ranks' `tensor`, this rank's being chunk `rank` of it (and may be that chunk
+        itself)."""
         whole, chunk = _rows(output), _flat(tensor)
         mine = self._check_chunk("tensor", chunk, whole)
         if mine.data_ptr() != chunk.data_ptr():
@@ -98,8 +100,8 @@ class Collective:
         mine = split(whole, self.peers.world_size)[self.peers.rank]
         if (chunk.numel(), chunk.dtype) != (mine.numel(), mine.dtype):
             raise ValueError(
-                f"{name} has {chunk.numel()} elements of {chunk.dtype}; chunk {self.peers.rank} of {self.peers.world_size} "
-                f"of {whole.numel()} elements of {whole.dtype} has {mine.numel()}"
+                f"{name} has {chunk.numel()} elements of {chunk.dtype}; chunk {self.peers.rank} of"
+                f" {self.peers.world_size} of {whole.numel()} elements of {whole.dtype} has {mine.numel()}"
             )
         return mine
 
@@ -161,6 +163,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}, is not contiguous: pass tensor.contiguous()"
+            f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}, is not contiguous: pass"
+            " tensor.contiguous()"
         )
     return tensor.view(-1)

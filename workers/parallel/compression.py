@@ -1,18 +1,21 @@
 """Gradients that are sent as less than they are, and still summed: what stands in for the all_reduce of a bucket.
 
-A compressor C turns a gradient into a message of fewer bytes. It saves nothing unless the message itself is what travels,
-and the sum of messages is what all ranks can read (a compressed gradient that is turned back into a dense tensor before it is
-sent saves no byte). So each method says how its messages are summed: casts, codes on one scale, values at shared places and factors
-of low rank by an all_reduce, whose bytes do not grow with N; top-k and signs, which no all_reduce could add, by an all_gather, whose do.
+A compressor C turns a gradient into a message of fewer bytes. It saves nothing unless the message itself is what
+travels, and the sum of messages is what all ranks can read (a compressed gradient that is turned back into a dense
+tensor before it is sent saves no byte). So each method says how its messages are summed: casts, codes on one scale,
+values at shared places and factors of low rank by an all_reduce, whose bytes do not grow with N; top-k and signs, which
+no all_reduce could add, by an all_gather, whose do.
 
-What C leaves out is not lost but late (error feedback; Seide et al. 2014; Stich et al. 2018, "Sparsified SGD with memory"):
+What C leaves out is not lost but late (error feedback; Seide et al. 2014; Stich et al. 2018, "Sparsified SGD with
+memory"):
 
     values   = e + g            the residual of the steps before, and this step's gradient
     sent     = C(values)
     e        = values - sent    kept by the rank for its next step
 
-Summed over the ranks, sent + residuals after = gradients + residuals before, at every step: the invariant of the proof. Gradients
-here are already weighed by each rank's share of the batch, so the sum over ranks of what is sent is the mean, and none is divided.
+Summed over the ranks, sent + residuals after = gradients + residuals before, at every step: the invariant of the proof.
+Gradients here are already weighed by each rank's share of the batch, so the sum over ranks of what is sent is the mean,
+and none is divided.
 
 The siblings: casting.py, quantised.py, sparse.py, sign.py and lowrank.py.
 """
@@ -35,7 +38,8 @@ class Handle:
 
 
 class Compressor(ABC):
-    """An AllReduce for one bucket that sends less: `compressor(bucket).wait()` leaves the sum of what all ranks sent in `bucket`.
+    """An AllReduce for one bucket that sends less: `compressor(bucket).wait()` leaves the sum of what all ranks sent in
+    `bucket`.
 
     Args:
         group: the ranks that sum.
@@ -61,7 +65,8 @@ class Compressor(ABC):
 
 
 class OneMessage(Compressor):
-    """A compressor whose ranks send once: it encodes, and while the message is on its way it finds what was left out."""
+    """A compressor whose ranks send once: it encodes, and while the message is on its way it finds what was left
+    out."""
 
     def __call__(self, bucket: Tensor) -> Handle:
         values = self.with_residual(bucket)

@@ -1,19 +1,20 @@
 """Communication with a backward pass: every primitive as a linear map between ranks, and its transpose.
 
-`torch.distributed` records nothing for autograd: a loss behind `dist.all_gather` sends no gradient back. Each function here
-does, and its docstring names forward and backward. Which backward is right depends on what the loss is:
+`torch.distributed` records nothing for autograd: a loss behind `dist.all_gather` sends no gradient back. Each function
+here does, and its docstring names forward and backward. Which backward is right depends on what the loss is:
 
   own         each rank has a loss of its own, and what is minimised is their sum, as in data parallel training. The
               backward is then the transpose of the forward, for every primitive.
-  replicated  all ranks compute the same loss from the same tensor, as behind Megatron's g. That loss counts once, and every
-              rank holds its whole gradient already: to sum it over the ranks would count it N times.
+  replicated  all ranks compute the same loss from the same tensor, as behind Megatron's g. That loss counts once, and
+              every rank holds its whole gradient already: to sum it over the ranks would count it N times.
 
-The two differ only where the forward leaves the same tensor on every rank: broadcast, all_gather, all_reduce. Elsewhere the
-parts of a loss differ from rank to rank, and one transpose serves both. Source: Shoeybi et al., "Megatron-LM" (2019),
-section 3, for f and g; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section
-4.2, for all_gather and reduce_scatter as each other's transpose.
+The two differ only where the forward leaves the same tensor on every rank: broadcast, all_gather, all_reduce. Elsewhere
+the parts of a loss differ from rank to rank, and one transpose serves both. Source: Shoeybi et al., "Megatron-LM"
+(2019), section 3, for f and g; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(2022), section 4.2, for all_gather and reduce_scatter as each other's transpose.
 
-Where a rank gets nothing (a gather's other ranks) its output is empty, so that every rank can call `backward` on the sum.
+Where a rank gets nothing (a gather's other ranks) its output is empty, so that every rank can call `backward` on the
+sum.
 """
 
 from collections.abc import Callable
@@ -121,7 +122,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, loss: Loss = "own") -> Tenso
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: identity, on a tensor that all ranks hold. Backward: all_reduce, as every rank used it (Megatron's f)."""
+    """Forward: identity, on a tensor that all ranks hold. Backward: all_reduce, as every rank used it (Megatron's
+    f)."""
     return linear(x, Tensor.clone, lambda gradient: primitives.all_reduce(gradient, group))
 
 

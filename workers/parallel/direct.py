@@ -1,10 +1,10 @@
 """Direct: every rank sends each other rank its part at once, all receives posted first.
 
-The bytes are the ring's, 2(N-1)/N·S for an all_reduce, in two rounds in place of 2(N-1); between two ranks in one: each sends the
-other all of it, S, and both add. It needs a link between every two ranks and scratch memory of (N-1)/N·S, of two ranks S. Where ranks
-share a switch or a machine nothing here is faster: on 4 ranks and two cores it is 2 to 3 times as fast as gloo's reduce_scatter. Source:
-Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (IJHPCA 2005), section 4.3, the pairwise
-exchange with all steps at once.
+The bytes are the ring's, 2(N-1)/N·S for an all_reduce, in two rounds in place of 2(N-1); between two ranks in one: each
+sends the other all of it, S, and both add. It needs a link between every two ranks and scratch memory of (N-1)/N·S, of
+two ranks S. Where ranks share a switch or a machine nothing here is faster: on 4 ranks and two cores it is 2 to 3 times
+as fast as gloo's reduce_scatter. Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
+Operations in MPICH" (IJHPCA 2005), section 4.3, the pairwise exchange with all steps at once.
 """
 
 from collections.abc import Generator
@@ -27,8 +27,9 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
         yield from _swap(peers, tensor)
         return
     chunks, tag = split(tensor, peers.world_size), peers.new_tag()
-    # A peer's finished chunk comes only after it has received our part of that chunk, so its receive can lie in the same
-    # place from the start: a rendezvous less, 20 to 40 % of the time below 4 MiB. NCCL would run the receives first.
+    # A peer's finished chunk comes only after it has received our part of that chunk, so its receive can lie in the
+    # same place from the start: a rendezvous less, 20 to 40 % of the time below 4 MiB. NCCL would run the receives
+    # first.
     early, _ = peers.post(tag, [] if peers.batched else _others(peers, chunks))
     parts_sent = yield from _sum_own(peers, chunks, chunks[peers.rank])
     received, sent = peers.post(
@@ -40,8 +41,9 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
 def _swap(peers: Peers, tensor: Tensor) -> Steps:
     """Sum the flat `tensor` of two ranks; a + b is b + a, to the bit.
 
-    No message waits for another one, so that a slow link never idles: at 500 Mbit/s 64 MiB take 1111 ms, of which 1074 are the link's
-    own, and gloo's two rounds 1221 (LAB_NET_RATE=500mbit RUN_MODE=comm LAB_VARIANT=gloo,direct with 2 ranks).
+    No message waits for another one, so that a slow link never idles: at 500 Mbit/s 64 MiB take 1111 ms, of which 1074
+    are the link's own, and gloo's two rounds 1221 (LAB_NET_RATE=500mbit RUN_MODE=comm LAB_VARIANT=gloo,direct with 2
+    ranks).
     """
     other = 1 - peers.rank
     with peers.scratch(tensor.numel(), tensor) as theirs:
@@ -53,7 +55,8 @@ def _swap(peers: Peers, tensor: Tensor) -> Steps:
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
     """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself.
 
-    The order of summation is fixed, whoever comes first: this rank's own part, then the others in the order of the ring.
+    The order of summation is fixed, whoever comes first: this rank's own part, then the others in the order of the
+    ring.
     """
     sent = yield from _sum_own(peers, split(tensor, peers.world_size), output)
     yield from sent

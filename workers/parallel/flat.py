@@ -1,13 +1,15 @@
 """A flat unit: the parameters of a layer as one vector, of which every rank owns a run.
 
-Sharding a layer tensor by tensor would cost a call for each, and some tensors have fewer rows than there are ranks. Laid end
-to end they are one vector that any number of ranks can share (Zhao et al. 2023, "PyTorch FSDP", section 3.2.1): one call gathers
-the layer, and a rank's share of it may begin in the middle of one matrix and end in the middle of the next.
+Sharding a layer tensor by tensor would cost a call for each, and some tensors have fewer rows than there are ranks.
+Laid end to end they are one vector that any number of ranks can share (Zhao et al. 2023, "PyTorch FSDP", section
+3.2.1): one call gathers the layer, and a rank's share of it may begin in the middle of one matrix and end in the middle
+of the next.
 
-    whole   [N·c]  all parameters of the unit, views of it, c = ceil(P/N); the last N·c - P numbers are padding, so that all
-                   messages are of one size
+    whole   [N·c]  all parameters of the unit, views of it, c = ceil(P/N); the last N·c - P numbers are padding, so
+                   that all messages are of one size
     local   [c]    this rank's chunk of it
-    shard   [<=c]  the chunk without padding: uneven over the ranks, the last may own nothing; its `grad` is the summed gradient
+    shard   [<=c]  the chunk without padding: uneven over the ranks, the last may own nothing; its `grad` is the summed
+            gradient
     master  [<=c]  what the optimizer steps: the shard, or a copy of it in float32 where the weights are lower
 """
 
@@ -27,8 +29,8 @@ class FlatUnit:
 
     Args:
         named: the parameters by name, of one dtype and device; they become views of `whole`, their numbers stay.
-        keeps_whole: whether this rank keeps the whole vector (ZeRO-1 and -2), of which `local` then is a part. Otherwise `local` has
-            memory of its own, and `whole` has some only between `materialize` and `free` (ZeRO-3).
+        keeps_whole: whether this rank keeps the whole vector (ZeRO-1 and -2), of which `local` then is a part.
+            Otherwise `local` has memory of its own, and `whole` only between `materialize` and `free` (ZeRO-3).
         home: where the shard and the optimizer's state live; by default where the parameters are.
     """
 
@@ -114,7 +116,8 @@ class FlatUnit:
         return chunk
 
     def pieces(self, shard: Tensor) -> Iterator[tuple[str, Piece]]:
-        """What this rank's `shard`, as long as `master`, holds of each parameter, by name; those of which it holds nothing are left out."""
+        """What this rank's `shard`, as long as `master`, holds of each parameter, by name; those of which it holds
+        nothing are left out."""
         begin = 0
         for name, shape in self.shapes.items():
             end = begin + shape.numel()
@@ -198,7 +201,8 @@ class FlatUnits:
 
 
 def grouped(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[dict[str, nn.Parameter]], list[int]]:
-    """The parameters of each unit by name, and which unit each layer belongs to: its own, or that of one it shares with."""
+    """The parameters of each unit by name, and which unit each layer belongs to: its own, or that of one it shares
+    with."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[nn.Parameter, int] = {}
     groups: list[dict[str, nn.Parameter]] = []

@@ -4,8 +4,9 @@
     r = m̂ / (√v̂ + ε)
     w = w - γ·φ(‖w‖)/‖r + λw‖·(r + λw)        γ the learning rate, λ the weight decay, φ(z) = min(max(z, low), high)
 
-φ keeps a layer whose weights have grown from taking ever longer steps. Where a norm is zero the ratio is 1, and the layer takes
-Adam's step: with φ(‖w‖) = 0 a fresh layer would never leave zero, and with ‖r + λw‖ = 0 there is nothing to scale.
+φ keeps a layer whose weights have grown from taking ever longer steps. Where a norm is zero the ratio is 1, and the
+layer takes Adam's step: with φ(‖w‖) = 0 a fresh layer would never leave zero, and with ‖r + λw‖ = 0 there is nothing to
+scale.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from workers.parallel.layerwise import Group, Layerwise
 
 
 class Lamb(Layerwise):
-    """See `Layerwise` for `groups`, `lr` (γ) and `sharded_over`; `bounds` are those of φ. Its state is "m", "v" and "step"."""
+    """See `Layerwise` for `groups`, `lr` (γ) and `sharded_over`; `bounds` are those of φ. Its state is "m", "v" and
+    "step"."""
 
     def __init__(
         self, groups: list[Group], lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,

@@ -5,9 +5,9 @@
     w = w - v
 
 The denominator is the sum of two norms, not ‖g + βw‖: decay pulls along w, and where it points against the gradient the
-norm of the sum would nearly vanish and the rate jump. Where a norm is zero the ratio ‖w‖ / (‖g‖ + β‖w‖) is taken as 1, and λ = η, the
-factor that all other layers carry: with ‖w‖ = 0 the formula would hold a fresh layer at zero for ever, and a bare 1 would
-let it run 1/η times as fast as the rest. With ‖g‖ = 0 only decay is left, at that same rate.
+norm of the sum would nearly vanish and the rate jump. Where a norm is zero the ratio ‖w‖ / (‖g‖ + β‖w‖) is taken as 1,
+and λ = η, the factor that all other layers carry: with ‖w‖ = 0 the formula would hold a fresh layer at zero for ever,
+and a bare 1 would let it run 1/η times as fast as the rest. With ‖g‖ = 0 only decay is left, at that same rate.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from workers.parallel.layerwise import Group, Layerwise
 
 
 class Lars(Layerwise):
-    """See `Layerwise` for `groups`, `lr` (γ) and `sharded_over`; `trust` is η. Its state is "momentum", shaped like the weight."""
+    """See `Layerwise` for `groups`, `lr` (γ) and `sharded_over`; `trust` is η. Its state is "momentum", shaped like the
+    weight."""
 
     def __init__(
         self, groups: list[Group], lr: float, *, momentum: float = 0.9, trust: float = 0.001,

@@ -1,15 +1,16 @@
 """Local steps and an outer step: workers train apart, and now and then their weights become one.
 
-Each worker takes H steps of its own from common weights w. Then the mean of what they moved, weighted by the samples that each
-has seen, is taken as a gradient:
+Each worker takes H steps of its own from common weights w. Then the mean of what they moved, weighted by the samples
+that each has seen, is taken as a gradient:
 
     d = sum_k f_k (w - w_k)     f_k: the share of worker k in the samples, sum_k f_k = 1
     v = m·v + d                 momentum
     w = w - lr·(d + m·v)        Nesterov's form, as torch.optim.SGD has it
 
-With lr = 1 and m = 0 the weights are simply averaged: local SGD (Stich 2019, "Local SGD Converges Fast and Communicates Little").
-With momentum it is DiLoCo's outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1). At H = 1, plain SGD and no momentum d is lr
-times the gradient of the mean over the whole batch: data parallelism. What it sends is one all_reduce every H steps.
+With lr = 1 and m = 0 the weights are simply averaged: local SGD (Stich 2019, "Local SGD Converges Fast and Communicates
+Little"). With momentum it is DiLoCo's outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1). At H = 1, plain
+SGD and no momentum d is lr times the gradient of the mean over the whole batch: data parallelism. What it sends is one
+all_reduce every H steps.
 """
 
 import torch
@@ -38,7 +39,8 @@ class OuterStep:
         self._share = 0.0
 
     def step(self, share: float) -> None:
-        """After a local step on the `share` of the global batch that is this worker's: shares of all ranks add up to one."""
+        """After a local step on the `share` of the global batch that is this worker's: shares of all ranks add up to
+        one."""
         self._share += share
         self.done += 1
         if self.done < self.local_steps:

@@ -3,11 +3,12 @@
     M [m, n]  this rank's gradient and residual       P [m, r] = M Q     all-reduced, then orthonormal columns P'
     Q [n, r]  of the step before (warm start)         Q [n, r] = M^T P'  all-reduced;  the sum of M is about P' Q^T
 
-One step of subspace iteration on the sum of all ranks' matrices, since both products are linear in M and both are summed over the
-ranks: P' is the same on all, so the result has rank r, however many ranks there are. Ranks that compress alone, with random
-factors of their own, and then add, get rank N·r and send N times as much or a dense tensor. The starting Q is drawn
-from one seed, and every later one is the last sum: the directions that carried most. Biases and gains, and matrices too small to gain by
-it, travel whole, in the message of P. So a bucket costs two calls: all P and what is whole, and all Q.
+One step of subspace iteration on the sum of all ranks' matrices, since both products are linear in M and both are
+summed over the ranks: P' is the same on all, so the result has rank r, however many ranks there are. Ranks that
+compress alone, with random factors of their own, and then add, get rank N·r and send N times as much or a dense tensor.
+The starting Q is drawn from one seed, and every later one is the last sum: the directions that carried most. Biases and
+gains, and matrices too small to gain by it, travel whole, in the message of P. So a bucket costs two calls: all P and
+what is whole, and all Q.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ class LowRank(Compressor):
             self.factors = Factors(matrices, whole, self.rank, self.seed)
         factors = self.factors
         for matrix, p, q in zip(matrices, factors.ps, factors.qs, strict=True):
-            # The same space; but of the last sum itself M Q would grow as the square of gradients, out of float32's range.
+            # The same space; but of the last sum itself M Q would grow as the square of gradients, out of float32's
+            # range.
             q.copy_(orthonormal(q))
             torch.mm(matrix, q, out=p)
         for tensor, place in zip(whole, factors.whole, strict=True):
@@ -120,8 +122,8 @@ def first_factor(shape: Size, seed: int) -> Tensor:
 def orthonormal(columns: Tensor) -> Tensor:
     """An orthonormal basis of the columns of [m, r], r <= m.
 
-    By Householder's QR, which yields one for zero and for dependent columns too, where Gram-Schmidt divides by nothing; it takes 10 us
-    for [320, 4]. On all ranks it is of the same bits, since P is.
+    By Householder's QR, which yields one for zero and for dependent columns too, where Gram-Schmidt divides by nothing;
+    it takes 10 us for [320, 4]. On all ranks it is of the same bits, since P is.
     """
     wide = columns.to(torch.promote_types(columns.dtype, torch.float32))  # it knows no 16 bits
     basis: Tensor = torch.linalg.qr(wide).Q

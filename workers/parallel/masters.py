@@ -1,9 +1,10 @@
 """float32 weights behind 16-bit ones: what computes is small, what is stepped is exact.
 
-A weight of 1 in bf16 has its next neighbour at 1 + 2^-7: an update of a thousandth is rounded away, at this step and at all that follow.
-Master weights in float32 add up what 16 bits cannot see, and the weights that compute are their rounded copies, made anew after each
-step (Micikevicius et al. 2018, section 3.1). It costs 4 bytes a parameter. Without `kept` the float32 copies live for the update
-alone: then gradients can be unscaled and the update computed in float32, but its result is rounded to 16 bits every time.
+A weight of 1 in bf16 has its next neighbour at 1 + 2^-7: an update of a thousandth is rounded away, at this step and at
+all that follow. Master weights in float32 add up what 16 bits cannot see, and the weights that compute are their
+rounded copies, made anew after each step (Micikevicius et al. 2018, section 3.1). It costs 4 bytes a parameter. Without
+`kept` the float32 copies live for the update alone: then gradients can be unscaled and the update computed in float32,
+but its result is rounded to 16 bits every time.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,8 @@ class Masters:
 
     @torch.no_grad()
     def deliver(self, scale: float) -> None:
-        """Give every master its gradient in float32, divided by the `scale` of the loss: in 16 bits it would underflow again."""
+        """Give every master its gradient in float32, divided by the `scale` of the loss: in 16 bits it would underflow
+        again."""
         for weight, master in zip(self.computing, self.parameters, strict=True):
             if not self.kept:
                 master.data = weight.detach().float()

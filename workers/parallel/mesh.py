@@ -1,11 +1,13 @@
 """One grid of named axes, and a group for each: the ranks that differ along that axis alone.
 
-    Mesh.grid({"dp": 2, "tp": 3}, world)      rank = 3·dp + tp, the last axis innermost, so that tp's ranks are neighbours
+    Mesh.grid({"dp": 2, "tp": 3}, world)      rank = 3·dp + tp, the last axis innermost, so that tp's ranks are
+                                              neighbours
     mesh["tp"]                                the group of this rank's three
     mesh.size("pp"), mesh.index("pp")         1 and 0: an axis that is not there is one rank long
 
-Today's strategies take one axis, of which `mesh.group` is the group; those that stack take what they need by name. The grid is that
-of Megatron-LM (Narayanan et al. 2021, section 3) and of DeviceMesh. Nothing here is global: whoever builds gets it as an argument.
+Today's strategies take one axis, of which `mesh.group` is the group; those that stack take what they need by name. The
+grid is that of Megatron-LM (Narayanan et al. 2021, section 3) and of DeviceMesh. Nothing here is global: whoever builds
+gets it as an argument.
 """
 
 import math
@@ -24,7 +26,8 @@ class Mesh:
 
     @classmethod
     def grid(cls, sizes: Mapping[str, int], world: dist.ProcessGroup, timeout_s: float = 300.0) -> "Mesh":
-        """Lay the ranks of `world` out in rows of these `sizes`; a collective. Raises ValueError if they are not as many."""
+        """Lay the ranks of `world` out in rows of these `sizes`; a collective. Raises ValueError if they are not as
+        many."""
         if math.prod(sizes.values()) != world.size():
             product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise ValueError(

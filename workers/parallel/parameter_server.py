@@ -1,11 +1,11 @@
 """The parameter server as a state machine: weights, a clock for each worker, and the rules of who may go on.
 
-A worker asks to start, computes a gradient at the weights that it is given, and pushes it. Meanwhile others push theirs, so
-what it pushes was computed at old weights: its staleness is the number of updates that were applied in between. Without a
-bound that is asynchronous SGD (Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1, Downpour). With a
-bound it is stale synchronous parallel (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
-Parameter Server", section 2): who has finished c steps may start the next if the slowest has finished c - s at least; s = 0
-is lockstep.
+A worker asks to start, computes a gradient at the weights that it is given, and pushes it. Meanwhile others push
+theirs, so what it pushes was computed at old weights: its staleness is the number of updates that were applied in
+between. Without a bound that is asynchronous SGD (Dean et al. 2012, "Large Scale Distributed Deep Networks", section
+4.1, Downpour). With a bound it is stale synchronous parallel (Ho et al. 2013, "More Effective Distributed ML via a
+Stale Synchronous Parallel Parameter Server", section 2): who has finished c steps may start the next if the slowest has
+finished c - s at least; s = 0 is lockstep.
 
 There is no process, no thread and no clock in here: whoever carries the messages calls in the order in which they come,
 and the same order gives the same weights. A budget of steps ends the run: who is faster takes more of them.
@@ -37,7 +37,8 @@ class Event(NamedTuple):
 
 
 class ParameterServer:
-    """The weights and the rules. `staleness` None sets no bound; `budget` is the number of steps of all workers together."""
+    """The weights and the rules. `staleness` None sets no bound; `budget` is the number of steps of all workers
+    together."""
 
     def __init__(
         self, weights: Tensor, workers: Iterable[int], *, lr: float, budget: int, staleness: int | None = None

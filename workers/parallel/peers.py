@@ -1,12 +1,12 @@
 """Messages between the ranks of one group: what every hand-written collective is made of.
 
-gloo has no eager buffer: a send ends when its receive has been posted and filled, so two ranks that both send first wait
-for ever, at 4 bytes already. Two rules keep every algorithm here free of that: the receives of a round are posted before
-its sends, and nobody waits for a send whose receive its peer posts later.
+gloo has no eager buffer: a send ends when its receive has been posted and filled, so two ranks that both send first
+wait for ever, at 4 bytes already. Two rules keep every algorithm here free of that: the receives of a round are posted
+before its sends, and nobody waits for a send whose receive its peer posts later.
 
 A collective is written as a generator that yields each message at the point where it needs it (`Steps`). Driven to its
-end it is a blocking call; driven to its first yield its messages are under way while the caller computes (`Pending`). No
-thread is needed, gloo moves the bytes on its own.
+end it is a blocking call; driven to its first yield its messages are under way while the caller computes (`Pending`).
+No thread is needed, gloo moves the bytes on its own.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -77,7 +77,8 @@ class Peers:
         return (self.rank + distance) % self.world_size
 
     def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
-        """Begin one round's messages, receives first; empty tensors are not sent. Returns (receives, sends) in order."""
+        """Begin one round's messages, receives first; empty tensors are not sent. Returns (receives, sends) in
+        order."""
         wanted = [(True, peer, tensor) for peer, tensor in receives] + [(False, peer, tensor) for peer, tensor in sends]
         works = self._post_batch(wanted) if self.batched else [self._post(tag, *entry) for entry in wanted]
         verbs = ["receive from" if receiving else "send to" for receiving, _, _ in wanted]
@@ -126,5 +127,6 @@ class Peers:
 
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
-    """Flat views of the contiguous `tensor`, cut along dim 0 as even as it goes: the first a row longer, some may be empty."""
+    """Flat views of the contiguous `tensor`, cut along dim 0 as even as it goes: the first a row longer, some may be
+    empty."""
     return [chunk.view(-1) for chunk in tensor.tensor_split(parts)]

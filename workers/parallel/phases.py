@@ -5,8 +5,8 @@
     with slowed(0.5): step()                # around a step: as on a processor of half the speed
 
 A mark costs under a microsecond, whether somebody records or not, so it may stay in for the timed steps (`python -m
-benchmarks.timeline` shows no difference to a bare step). Times are the processor's: on CUDA a phase ends when its kernels
-are launched, not when they are done.
+benchmarks.timeline` shows no difference to a bare step). Times are the processor's: on CUDA a phase ends when its
+kernels are launched, not when they are done.
 """
 
 import time
@@ -20,7 +20,8 @@ COMPUTE = ("forward", "backward")  # what a slower processor would take longer f
 
 
 class Span(NamedTuple):
-    """A stretch of one rank's time, in seconds of `time.perf_counter`. Spans nest: an all_reduce inside a forward pass."""
+    """A stretch of one rank's time, in seconds of `time.perf_counter`. Spans nest: an all_reduce inside a forward
+    pass."""
 
     kind: str  # data, forward, backward, send, receive, all_reduce, all_gather, reduce_scatter, optimizer or wait
     label: str  # the microbatch, where it has one
@@ -59,7 +60,8 @@ class phase:  # noqa: N801  it is used like a function
 
 @contextmanager
 def recorded() -> Iterator[list[Span]]:
-    """The phases of this thread that end inside the block, in the order of their ends; an inner block hides an outer."""
+    """The phases of this thread that end inside the block, in the order of their ends; an inner block hides an
+    outer."""
     spans: list[Span] = []
     token = _recorder.set(spans)
     try:
@@ -70,10 +72,11 @@ def recorded() -> Iterator[list[Span]]:
 
 @contextmanager
 def slowed(share: float) -> Iterator[None]:
-    """Compute of this thread takes 1/share times as long: a forward or backward phase of c CPU seconds sleeps c(1/share - 1).
+    """Compute of this thread takes 1/share times as long: a forward or backward phase of c CPU seconds sleeps c(1/share
+    - 1).
 
-    The thread's CPU time counts and not the clock's, so that what a phase waited for, a message or a core, is not drawn out.
-    With a share of 1 nothing sleeps. A phase is to begin and end inside the block, or outside.
+    The thread's CPU time counts and not the clock's, so that what a phase waited for, a message or a core, is not drawn
+    out. With a share of 1 nothing sleeps. A phase is to begin and end inside the block, or outside.
     """
     token = _lag.set(1 / share - 1)
     try:

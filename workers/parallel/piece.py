@@ -1,9 +1,9 @@
 """A piece: what one rank holds of a dense tensor, said in the dense tensor's own coordinates.
 
-Every strategy cuts its tensors another way: whole rows, whole columns, a run of a flat vector that begins in the middle of a
-row. Said as boxes of the dense tensor they all fit together again, so a checkpoint of any strategy can be read by any other
-number of ranks. A run of a flat vector is at most 2d - 1 boxes of a tensor of d dims: the end of its first row, whole rows, the
-beginning of its last.
+Every strategy cuts its tensors another way: whole rows, whole columns, a run of a flat vector that begins in the middle
+of a row. Said as boxes of the dense tensor they all fit together again, so a checkpoint of any strategy can be read by
+any other number of ranks. A run of a flat vector is at most 2d - 1 boxes of a tensor of d dims: the end of its first
+row, whole rows, the beginning of its last.
 """
 
 import math

@@ -1,10 +1,10 @@
 """The pipeline: does a schedule's actions with real layers, whatever the schedule is.
 
-Each rank goes down its list. A forward takes its input from the stage before, keeps input and output for the backward pass, and
-gives the output on; a backward takes the gradient of that output, runs autograd through the stage, and gives the gradient of
-the input back. What was kept goes with its backward, so a schedule's order alone decides how much a rank holds. Losses are
-what the caller's function returns for a microbatch: weighed by their share of the batch, microbatches of any sizes add up to
-the gradient of the whole.
+Each rank goes down its list. A forward takes its input from the stage before, keeps input and output for the backward
+pass, and gives the output on; a backward takes the gradient of that output, runs autograd through the stage, and gives
+the gradient of the input back. What was kept goes with its backward, so a schedule's order alone decides how much a
+rank holds. Losses are what the caller's function returns for a microbatch: weighed by their share of the batch,
+microbatches of any sizes add up to the gradient of the whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ class Pipeline:
     """One rank of a pipeline; gradients are added to those that its parameters have.
 
     Args:
-        stages: this rank's, by their number; every rank has as many, and stage s is on rank s % p. The first dimension of
-            all that passes between them counts samples.
+        stages: this rank's, by their number; every rank has as many, and stage s is on rank s % p. The first dimension
+            of all that passes between them counts samples.
         actions: this rank's part of a schedule.
         group: the ranks of the pipeline.
         boundaries: how tensors pass between stages.
@@ -46,8 +46,8 @@ class Pipeline:
     def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
         """Forward and backward of all microbatches; returns the sum of losses, detached, where the last stage is.
 
-        `inputs` are all microbatches' on every rank, though only their sizes count beyond the first stage. A message that
-        fails raises RuntimeError naming its rank.
+        `inputs` are all microbatches' on every rank, though only their sizes count beyond the first stage. A message
+        that fails raises RuntimeError naming its rank.
         """
         if not self.agreed:
             self.boundaries.agree(self.stages, inputs[0][:1])

@@ -1,7 +1,7 @@
 """The nine primitives as functions: a tensor in on every rank, a new tensor out, nothing changed in place.
 
-Thin over `torch.distributed`, which writes into buffers that the caller lays out. "Rows" are tensors [N, ...] with a row a
-rank. Ranks are those of the group. Where a rank gets nothing its result is an empty tensor of the same dtype.
+Thin over `torch.distributed`, which writes into buffers that the caller lays out. "Rows" are tensors [N, ...] with a
+row a rank. Ranks are those of the group. Where a rank gets nothing its result is an empty tensor of the same dtype.
 """
 
 import torch

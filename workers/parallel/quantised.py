@@ -1,8 +1,9 @@
 """8 bits on the wire: codes on one scale, which an all_reduce can add.
 
-Codes of ranks with scales of their own cannot be added, so a bucket has one scale for all ranks: the largest magnitude that
-any of them holds, found by an all_reduce MAX of one number. And the sum has to fit into 8 bits as well: with codes up to
-127 two ranks already reach 254, which int8 wraps to -2. So a code is at most L = 127 // N, and N of them are at most 127.
+Codes of ranks with scales of their own cannot be added, so a bucket has one scale for all ranks: the largest magnitude
+that any of them holds, found by an all_reduce MAX of one number. And the sum has to fit into 8 bits as well: with codes
+up to 127 two ranks already reach 254, which int8 wraps to -2. So a code is at most L = 127 // N, and N of them are at
+most 127.
 
 Why not wider? Bytes a rank sends for n numbers, by what is done about the sum:
 
@@ -13,8 +14,8 @@ Why not wider? Bytes a rank sends for n numbers, by what is done about the sum:
     float32                             4.0 n    6.0 n   7.0 n
 
 The first sends least for every N above 2 and no more at 2; what its coarser codes leave out, the residual brings later.
-Rounding is stochastic (Alistarh et al. 2017, "QSGD", section 3): up with the probability of the remainder, so that a code is right
-on average and small gradients are not always rounded to nothing.
+Rounding is stochastic (Alistarh et al. 2017, "QSGD", section 3): up with the probability of the remainder, so that a
+code is right on average and small gradients are not always rounded to nothing.
 """
 
 from typing import Any
@@ -29,7 +30,8 @@ from workers.parallel.compression import OneMessage
 class Quantised(OneMessage):
     """Codes of int8: value = code x scale, scale = largest magnitude / (127 // N). `seed` is a rank's own.
 
-    A bucket of zeros gives zeros: a scale too small for its dtype's normal numbers is taken as 1, and all codes are 0 then.
+    A bucket of zeros gives zeros: a scale too small for its dtype's normal numbers is taken as 1, and all codes are 0
+    then.
     """
 
     def __init__(self, group: dist.ProcessGroup, seed: int, *, feedback: bool) -> None:

@@ -1,9 +1,9 @@
 """Rooted: rank 0 collects everyone's tensor, sums, and sends the sum back. The parameter server of the lessons.
 
-Two rounds and 2(N-1) messages in all, the fewest there can be: so it is the fastest for small tensors. But all bytes pass
-one link: rank 0 receives (N-1)·S and sends as much, a wall that grows with N where the ring's stays under 2·S. Source: Li
-et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), here with one server and every worker
-in step.
+Two rounds and 2(N-1) messages in all, the fewest there can be: so it is the fastest for small tensors. But all bytes
+pass one link: rank 0 receives (N-1)·S and sends as much, a wall that grows with N where the ring's stays under 2·S.
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), here with one server
+and every worker in step.
 """
 
 from torch import Tensor

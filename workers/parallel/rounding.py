@@ -1,9 +1,9 @@
 """From float32 to 16 bits: to the nearest number, or to one of the two neighbours at random.
 
-To the nearest, an update that is less than half a unit in the last place of its weight is lost, and lost again at every step.
-Stochastic rounding goes up with a probability that is the share of the way: the expected value is exact, so that small updates
-arrive, one in so many (Gupta et al. 2015, section 3.1). bf16 is the upper half of a float32: a random number is added to the lower
-half, whose carry is the step up, and the lower half is cut off.
+To the nearest, an update that is less than half a unit in the last place of its weight is lost, and lost again at every
+step. Stochastic rounding goes up with a probability that is the share of the way: the expected value is exact, so that
+small updates arrive, one in so many (Gupta et al. 2015, section 3.1). bf16 is the upper half of a float32: a random
+number is added to the lower half, whose carry is the step up, and the lower half is cut off.
 """
 
 import math

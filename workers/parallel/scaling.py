@@ -1,9 +1,11 @@
-"""Dynamic loss scaling: gradients that fp16 would round to zero are made larger, and made small again where there is room.
+"""Dynamic loss scaling: gradients that fp16 would round to zero are made larger, and made small again where there is
+room.
 
-fp16 ends at 2^-24, and gradients do not care. A loss that is multiplied by S has gradients S times as large, so that they pass through
-the backward pass, and are divided by S in float32 (Micikevicius et al. 2018, section 3.2). S is a power of two, so that
-nothing is rounded by it. It has to be as large as can be without an overflow, and nobody knows how large that is: so it is halved
-after a step with an inf or a NaN in it, whose update is skipped, and doubled after 2000 good ones.
+fp16 ends at 2^-24, and gradients do not care. A loss that is multiplied by S has gradients S times as large, so that
+they pass through the backward pass, and are divided by S in float32 (Micikevicius et al. 2018, section 3.2). S is a
+power of two, so that nothing is rounded by it. It has to be as large as can be without an overflow, and nobody knows
+how large that is: so it is halved after a step with an inf or a NaN in it, whose update is skipped, and doubled after
+2000 good ones.
 """
 
 from collections.abc import Iterable
@@ -17,8 +19,8 @@ LARGEST = torch.finfo(torch.float32).max  # a scale is a float32 in torch, which
 class LossScale:
     """The scale S and its rule, with the defaults and the semantics of torch.amp.GradScaler.
 
-    Ranks agree on an overflow without a message of its own: their gradients are summed, and an inf on one is an inf or a NaN in
-    the sum.
+    Ranks agree on an overflow without a message of its own: their gradients are summed, and an inf on one is an inf or
+    a NaN in the sum.
     """
 
     def __init__(self, value: float = 65536.0, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:

@@ -1,11 +1,12 @@
 """Sequence parallelism: between the slices of tensor parallelism each rank keeps a part of the rows, not all of them.
 
-What stands between two slices, norms and residual sums, works on each row by itself; with f and g every rank does all of it
-and holds all of it. An all_reduce is a reduce_scatter and then an all_gather: stop between the two, let each rank work on its
-rows there, and go on where the next slice begins. The bytes are the same, the activations between the slices a t-th
-(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
+What stands between two slices, norms and residual sums, works on each row by itself; with f and g every rank does all
+of it and holds all of it. An all_reduce is a reduce_scatter and then an all_gather: stop between the two, let each rank
+work on its rows there, and go on where the next slice begins. The bytes are the same, the activations between the
+slices a t-th (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
 
-What every rank holds whole, but used on its rows alone, has a part of its gradient on each: a norm's gain, a row-parallel bias.
+What every rank holds whole, but used on its rows alone, has a part of its gradient on each: a norm's gain, a
+row-parallel bias.
 """
 
 from typing import Any
@@ -26,15 +27,16 @@ class Sequence:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # gloo's reduce_scatter is an all_reduce and a slice; ours sends (N-1)/N of the bytes, and no more. Its all_gather is as
-        # good as ours, and at 2 ranks better: a step was 0.88x DTensor's in place of 0.94x (`python -m benchmarks.tp`). It takes
-        # equal chunks; others are sent by ours.
+        # gloo's reduce_scatter is an all_reduce and a slice; ours sends (N-1)/N of the bytes, and no more. Its
+        # all_gather is as good as ours, and at 2 ranks better: a step was 0.88x DTensor's in place of 0.94x (`python -m
+        # benchmarks.tp`). It takes equal chunks; others are sent by ours.
         self.scattering = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
         self.gathering = Collective(group, "backend")
         self.num_rows = 0
 
     def own(self, rows: Tensor) -> Tensor:
-        """This rank's chunk of rows that all ranks hold. Backward: zeros for the others, whose gradients are elsewhere."""
+        """This rank's chunk of rows that all ranks hold. Backward: zeros for the others, whose gradients are
+        elsewhere."""
         self.num_rows = len(rows)
         return rows.tensor_split(self.gathering.peers.world_size)[self.gathering.peers.rank]
 
@@ -49,7 +51,8 @@ class Sequence:
 
 
 class Gather(torch.autograd.Function):
-    """Korthikanti's g. Forward: all_gather of the rows. Backward: reduce_scatter of the ranks' parts of the gradient."""
+    """Korthikanti's g. Forward: all_gather of the rows. Backward: reduce_scatter of the ranks' parts of the
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, region: Sequence, num_rows: int) -> Tensor:

@@ -1,7 +1,8 @@
 """A parameter server at work: its rules behind a lock, and a link to each worker with a thread of its own.
 
-The rules stand in parameter_server.py and know neither threads nor messages. Rank 0 is the server and a worker too: it calls. Each
-other worker has a link, a gloo connection of two ends that nobody shares, so that the death of one worker breaks one link.
+The rules stand in parameter_server.py and know neither threads nor messages. Rank 0 is the server and a worker too: it
+calls. Each other worker has a link, a gloo connection of two ends that nobody shares, so that the death of one worker
+breaks one link.
 
     header   [4] float64   asked: what, number of the push, most steps, loss; answered: the steps granted
     vector   [P]           an update, or weights

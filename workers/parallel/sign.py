@@ -1,11 +1,12 @@
-"""One bit a number: its sign, and for the whole bucket the mean magnitude (EF-SignSGD; Karimireddy et al. 2019, algorithm 1).
+"""One bit a number: its sign, and for the whole bucket the mean magnitude (EF-SignSGD; Karimireddy et al. 2019,
+algorithm 1).
 
     C(v) = mean|v| · sign(v)
 
-Signs alone lose the size of a gradient, and where a majority of ranks decides (signSGD; Bernstein et al. 2018) the size of its parts too:
-neither need converge. With the scale and error feedback C is a contraction, and converges as SGD does. So ranks do not
-vote: each sends its own scale, and scaled signs are added. Bits of several ranks cannot be added in place, so they are gathered:
-(N-1)·(n/8 + scale) bytes, less than dense sums while N < 64.
+Signs alone lose the size of a gradient, and where a majority of ranks decides (signSGD; Bernstein et al. 2018) the size
+of its parts too: neither need converge. With the scale and error feedback C is a contraction, and converges as SGD
+does. So ranks do not vote: each sends its own scale, and scaled signs are added. Bits of several ranks cannot be added
+in place, so they are gathered: (N-1)·(n/8 + scale) bytes, less than dense sums while N < 64.
 """
 
 from typing import Any
@@ -19,7 +20,8 @@ PIECE = 1 << 16  # numbers that fit into a core's cache with their magnitudes
 
 
 class Sign(OneMessage):
-    """Eight signs a byte, the first number's in the lowest bit; zero counts as positive. The message ends with the scale."""
+    """Eight signs a byte, the first number's in the lowest bit; zero counts as positive. The message ends with the
+    scale."""
 
     def encode(self, values: Tensor) -> Tensor:
         return torch.cat([packed(values >= 0), mean_magnitude(values).view(1).view(torch.uint8)])
@@ -45,7 +47,8 @@ def read(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def mean_magnitude(values: Tensor) -> Tensor:
-    """In float32 or wider, piece by piece: a norm over 10M float32 in one go adds them in a row, and came out 0.6 % short."""
+    """In float32 or wider, piece by piece: a norm over 10M float32 in one go adds them in a row, and came out 0.6 %
+    short."""
     wide = torch.promote_types(values.dtype, torch.float32)
     return torch.stack([piece.abs().sum(dtype=wide) for piece in values.split(PIECE)]).sum() / len(values)
 

@@ -1,7 +1,8 @@
 """Slices: which part of a dense tensor each rank holds, and how the parts become the dense tensor again.
 
-Parts are runs along one dimension, as even as whole units allow (torch's tensor_split: the first ranks one more). The unit is
-a row or a column, or an attention head of several, which no rank may hold half of: 7 heads on 4 ranks are 2, 2, 2 and 1.
+Parts are runs along one dimension, as even as whole units allow (torch's tensor_split: the first ranks one more). The
+unit is a row or a column, or an attention head of several, which no rank may hold half of: 7 heads on 4 ranks are 2, 2,
+2 and 1.
 """
 
 from dataclasses import dataclass

@@ -1,14 +1,15 @@
 """A few of many numbers: the largest (top-k), or some that all ranks draw alike (random-k).
 
-Top-k (Aji and Heafield 2017; Stich et al. 2018): every rank's largest lie elsewhere, so places travel beside values, 4 bytes each,
-and no all_reduce can add them: all_gather, (N-1)·8k bytes in float32, which grows with N where dense sums stay under 2·4n. It
-stops paying at N·8k = 8n: N = 1/ratio.
+Top-k (Aji and Heafield 2017; Stich et al. 2018): every rank's largest lie elsewhere, so places travel beside values, 4
+bytes each, and no all_reduce can add them: all_gather, (N-1)·8k bytes in float32, which grows with N where dense sums
+stay under 2·4n. It stops paying at N·8k = 8n: N = 1/ratio.
 
-Random-k: one seed for all ranks (with a seed each, sums would add numbers of different places), so places are not sent at all,
-and the k values are added by an all_reduce: 2(N-1)/N·4k bytes, for every N. A number is sent with probability k/n, so the
-expectation of what is sent is k/n of the gradient. Without error feedback it is multiplied by n/k, which makes it unbiased. With
-error feedback it is not: all that is left out comes later anyway, and n/k times too much would be sent now, over and over
-(the proof of Stich et al. needs a contraction, |x - C(x)| <= |x|, which the scaled one is not).
+Random-k: one seed for all ranks (with a seed each, sums would add numbers of different places), so places are not sent
+at all, and the k values are added by an all_reduce: 2(N-1)/N·4k bytes, for every N. A number is sent with probability
+k/n, so the expectation of what is sent is k/n of the gradient. Without error feedback it is multiplied by n/k, which
+makes it unbiased. With error feedback it is not: all that is left out comes later anyway, and n/k times too much would
+be sent now, over and over (the proof of Stich et al. needs a contraction, |x - C(x)| <= |x|, which the scaled one is
+not).
 """
 
 from typing import Any
@@ -29,7 +30,8 @@ def num_kept(numel: int, ratio: float) -> int:
 
 
 class TopK(OneMessage):
-    """The k = ratio·n numbers of largest magnitude, of equal ones the first. The message is k int32 and k values, as bytes."""
+    """The k = ratio·n numbers of largest magnitude, of equal ones the first. The message is k int32 and k values, as
+    bytes."""
 
     def __init__(self, group: dist.ProcessGroup, ratio: float, *, feedback: bool) -> None:
         super().__init__(group, feedback=feedback)
@@ -60,11 +62,12 @@ def read(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """The places of the k numbers of largest magnitude, ascending among those above the k-th; of equals the first are taken.
+    """The places of the k numbers of largest magnitude, ascending among those above the k-th; of equals the first are
+    taken.
 
-    Exact, and a sixth of the time of torch.topk over all: one number in a hundred is looked at to guess a threshold that a
-    quarter more than k pass, all are compared with it piece by piece, and only those that pass are ranked. If fewer than k
-    pass, all are ranked.
+    Exact, and a sixth of the time of torch.topk over all: one number in a hundred is looked at to guess a threshold
+    that a quarter more than k pass, all are compared with it piece by piece, and only those that pass are ranked. If
+    fewer than k pass, all are ranked.
     """
     sample = values[::SAMPLED].abs()
     guess = torch.topk(sample, min(len(sample), k * len(sample) // len(values) * 5 // 4 + 50)).values[-1]
@@ -81,7 +84,8 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 
 class RandomK(OneMessage):
-    """k = ratio·n numbers, at places that every rank draws from the same `seed`, others at each step. The message is k values."""
+    """k = ratio·n numbers, at places that every rank draws from the same `seed`, others at each step. The message is k
+    values."""
 
     def __init__(self, group: dist.ProcessGroup, ratio: float, seed: int, *, feedback: bool) -> None:
         super().__init__(group, feedback=feedback)
@@ -107,8 +111,8 @@ class RandomK(OneMessage):
 def drawn(numel: int, k: int, generator: torch.Generator) -> Tensor:
     """k different places below `numel`, each set of k as probable as any other.
 
-    A shuffle of all would cost a quarter of a second for 10M; so places are drawn with repetition, until there are k different ones, and k
-    of these are kept.
+    A shuffle of all would cost a quarter of a second for 10M; so places are drawn with repetition, until there are k
+    different ones, and k of these are kept.
     """
     if 4 * k > numel:
         return torch.randperm(numel, generator=generator)[:k]

@@ -1,9 +1,9 @@
 """Stages: a model's layers cut into runs, and who holds which parameter afterwards.
 
 Every rank builds the whole model from the seed, keeps its own stages and lets the rest go, so that nothing differs by
-initialisation. Parameters keep their dense names. A weight that two layers share (the embedding and the output layer) may end up
-on two ranks, each with a copy of its own: its gradient is then the sum of both copies' gradients, and both ranks must come
-to the same bits, or the copies drift apart (Narayanan et al. 2021, "Megatron-LM", ties them so too).
+initialisation. Parameters keep their dense names. A weight that two layers share (the embedding and the output layer)
+may end up on two ranks, each with a copy of its own: its gradient is then the sum of both copies' gradients, and both
+ranks must come to the same bits, or the copies drift apart (Narayanan et al. 2021, "Megatron-LM", ties them so too).
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class Stage(nn.Module):
 def divide(num_layers: int, num_stages: int, *, first: int = 0, last: int = 0) -> list[range]:
     """The layers of each stage, as even as it goes (torch's tensor_split: the first stages one more).
 
-    The `first` and `last` layers of the model do not count: they go with the first and the last stage. Raises ValueError if
-    a stage would stay empty.
+    The `first` and `last` layers of the model do not count: they go with the first and the last stage. Raises
+    ValueError if a stage would stay empty.
     """
     counted = num_layers - first - last
     if counted < num_stages:

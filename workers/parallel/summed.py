@@ -1,9 +1,10 @@
-"""Gradients, summed as they come: a unit's sum is begun when its last gradient is there, while the backward pass goes on.
+"""Gradients, summed as they come: a unit's sum is begun when its last gradient is there, while the backward pass goes
+on.
 
-Each rank gets its chunk of the sum, and the rest can go. How many are held at once is the whole point: with no bound ZeRO-2 would
-hold all gradients, and peak above ZeRO-1. One sum is under way at a time; where it moves without the processor's help (NCCL) the
-next unit's gradients are collected meanwhile. Over gloo the ranks' cores do the sending: there a second vector costs
-memory, 5 % of the peak that `python -m benchmarks.fsdp` prints for 4 ranks.
+Each rank gets its chunk of the sum, and the rest can go. How many are held at once is the whole point: with no bound
+ZeRO-2 would hold all gradients, and peak above ZeRO-1. One sum is under way at a time; where it moves without the
+processor's help (NCCL) the next unit's gradients are collected meanwhile. Over gloo the ranks' cores do the sending:
+there a second vector costs memory, 5 % of the peak that `python -m benchmarks.fsdp` prints for 4 ranks.
 """
 
 from typing import NamedTuple
@@ -38,7 +39,8 @@ class Summed:
             self.finish()
 
     def begin(self, unit: FlatUnit, flat: Tensor, *, keeps_flat: bool) -> None:
-        """Begin to sum the unit's `flat` gradients [N·c]; `keeps_flat`: the vector stays, and with it this rank's part."""
+        """Begin to sum the unit's `flat` gradients [N·c]; `keeps_flat`: the vector stays, and with it this rank's
+        part."""
         self.finish()
         own = flat[unit.rank * unit.chunk :][: unit.chunk]
         with phase("reduce_scatter"):

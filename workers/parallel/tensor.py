@@ -1,14 +1,15 @@
 """Tensor parallelism: every rank computes a slice of each matrix product, on the same samples.
 
-A product can be cut in two ways (Shoeybi et al. 2019, "Megatron-LM", section 3). By the rows of the weight, which are its
-outputs: each rank gets some of the outputs, with nothing sent. By the columns, its inputs: each rank gets all outputs, but
-only its part of their sum. One after the other they fit together, since what the first leaves on a rank is what the second
-needs there, and whatever works on each output by itself may stand between: an activation, or a whole attention head.
+A product can be cut in two ways (Shoeybi et al. 2019, "Megatron-LM", section 3). By the rows of the weight, which are
+its outputs: each rank gets some of the outputs, with nothing sent. By the columns, its inputs: each rank gets all
+outputs, but only its part of their sum. One after the other they fit together, since what the first leaves on a rank is
+what the second needs there, and whatever works on each output by itself may stand between: an activation, or a whole
+attention head.
 
     y = W2 gelu(W1 x)        W1 by rows, W2 by columns: one sum over the ranks, after W2
 
-What stands at the two ends is a pair of maps, each the other's transpose, so that a forward pass through one is a backward
-pass through the other (`Region`):
+What stands at the two ends is a pair of maps, each the other's transpose, so that a forward pass through one is a
+backward pass through the other (`Region`):
 
                 between slices              into a slice                        out of a slice
     Whole       everything on every rank    f: as it is; backward all_reduce    g: all_reduce; backward as it is
@@ -38,7 +39,8 @@ class Region(Protocol):
 
 
 class Whole:
-    """Every rank holds all activations between the blocks: Shoeybi's f and g (f and f-bar in Korthikanti's figure 4)."""
+    """Every rank holds all activations between the blocks: Shoeybi's f and g (f and f-bar in Korthikanti's figure
+    4)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -53,7 +55,8 @@ class Whole:
 
 
 class Copy(torch.autograd.Function):
-    """f. Forward: identity. Backward: all_reduce, since every rank used x for its slice, and each has a part of the gradient.
+    """f. Forward: identity. Backward: all_reduce, since every rank used x for its slice, and each has a part of the
+    gradient.
 
     The gradient is summed where it stands. What follows has to make one that nobody else sees, as a linear layer does.
     """
@@ -91,8 +94,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """This rank's outputs of a linear layer: [..., D] to [..., sizes[rank]].
 
-    Named for the columns of the paper's x·A, which are the rows of torch's weight. x has come through `Region.enter`, once for
-    all the layers that take it: one sum of gradients for q, k and v together.
+    Named for the columns of the paper's x·A, which are the rows of torch's weight. x has come through `Region.enter`,
+    once for all the layers that take it: one sum of gradients for q, k and v together.
     """
 
     def __init__(self, dense: nn.Linear, sizes: tuple[int, ...], rank: int) -> None:

@@ -1,9 +1,9 @@
 """The tree: recursive halving, then recursive doubling, log2 N rounds each way in place of the ring's N-1.
 
-In a reduce_scatter ranks at distance P/2 swap halves and add, then quarters at distance P/4, and so on; an all_gather is
-the same backwards. P is the largest power of two within N; rank P+i folds its whole tensor into rank i before, and gets
-the result from it after, which costs those pairs S more each way. Source: Thakur, Rabenseifner, Gropp, "Optimization of
-Collective Communication Operations in MPICH" (IJHPCA 2005), sections 4.4 and 4.5.
+In a reduce_scatter ranks at distance P/2 swap halves and add, then quarters at distance P/4, and so on; an all_gather
+is the same backwards. P is the largest power of two within N; rank P+i folds its whole tensor into rank i before, and
+gets the result from it after, which costs those pairs S more each way. Source: Thakur, Rabenseifner, Gropp,
+"Optimization of Collective Communication Operations in MPICH" (IJHPCA 2005), sections 4.4 and 4.5.
 """
 
 from itertools import accumulate
@@ -115,7 +115,8 @@ def core_size(world_size: int) -> int:
 
 
 def _paired(peers: Peers, paired: Tensor, chunks: list[Tensor]) -> tuple[Core, dict[int, Tensor]]:
-    """Lay the chunks of ranks i and P+i side by side, since rank i stands for both; returns the core and their places."""
+    """Lay the chunks of ranks i and P+i side by side, since rank i stands for both; returns the core and their
+    places."""
     size = core_size(peers.world_size)
     pairs = [[rank for rank in (index, index + size) if rank < peers.world_size] for index in range(size)]
     order = [rank for pair in pairs for rank in pair]

@@ -1,7 +1,8 @@
 """Whole weights, just in time: a unit is unsharded when its layer is about to compute, and resharded when it has.
 
-A gather that is begun one layer ahead costs no waiting where the link is free while the cores compute; one further ahead
-would hold one layer more (`LAB_RESHARD=0` holds them all). ZeRO-1 and -2 keep their weights, and gather them after each step.
+A gather that is begun one layer ahead costs no waiting where the link is free while the cores compute; one further
+ahead would hold one layer more (`LAB_RESHARD=0` holds them all). ZeRO-1 and -2 keep their weights, and gather them
+after each step.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from workers.parallel.phases import phase
 
 
 class Unshard:
-    """The whole weights of `units`, of which every rank has a chunk; all ranks make the same calls in the same order."""
+    """The whole weights of `units`, of which every rank has a chunk; all ranks make the same calls in the same
+    order."""
 
     def __init__(self, units: Sequence[FlatUnit], collective: Collective) -> None:
         self.units, self.collective = units, collective

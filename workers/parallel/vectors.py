@@ -1,4 +1,5 @@
-"""A model as two flat vectors: all weights, and all gradients. What is pushed, fetched or averaged is then one tensor."""
+"""A model as two flat vectors: all weights, and all gradients. What is pushed, fetched or averaged is then one
+tensor."""
 
 from collections.abc import Iterable
 

@@ -1,9 +1,9 @@
 """The two ends of a language model, cut by the rows of the vocabulary: embedding and cross-entropy.
 
-The largest matrices of a small model stand here, and with tied weights they are one, so both ends cut it alike. What a rank
-does not hold is another's: a token of another rank's rows adds zeros to the sum over the ranks; and of the scores, as many as
-the vocabulary for each token, none is ever sent. A softmax needs of the others only its maximum and its sum (Shoeybi et al.
-2019, section 3: b·s numbers for b·s·v).
+The largest matrices of a small model stand here, and with tied weights they are one, so both ends cut it alike. What a
+rank does not hold is another's: a token of another rank's rows adds zeros to the sum over the ranks; and of the scores,
+as many as the vocabulary for each token, none is ever sent. A softmax needs of the others only its maximum and its sum
+(Shoeybi et al. 2019, section 3: b·s numbers for b·s·v).
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ from workers.parallel.tensor import Region, all_reduce
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Tokens to vectors, [rows, ...] to [rows, ..., D], summed over the ranks by `region`; this rank holds some vectors."""
+    """Tokens to vectors, [rows, ...] to [rows, ..., D], summed over the ranks by `region`; this rank holds some
+    vectors."""
 
     def __init__(self, dense: nn.Embedding, sizes: tuple[int, ...], rank: int, region: Region) -> None:
         super().__init__()
@@ -45,11 +46,12 @@ class VocabularyParallelCrossEntropy(nn.Module):
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).flatten(0, -2)
-        return CrossEntropy.apply(scores, targets.flatten(), self.first, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return CrossEntropy.apply(scores, targets.flatten(), self.first, self.group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Forward: two all_reduces, of the maxima, then of the sums and the targets' scores together. Backward: sends nothing."""
+    """Forward: two all_reduces, of the maxima, then of the sums and the targets' scores together. Backward: sends
+    nothing."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
@@ -74,7 +76,8 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def own_tokens(tokens: Tensor, first: int, num_rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Where those of `tokens` stand that are `first` or one of the `num_rows - 1` after it, and which of these each is."""
+    """Where those of `tokens` stand that are `first` or one of the `num_rows - 1` after it, and which of these each
+    is."""
     rows = tokens - first
     own = ((rows >= 0) & (rows < num_rows)).nonzero(as_tuple=True)
     return own, rows[own]

@@ -1,11 +1,14 @@
 """ZeRO: data parallelism in which no rank keeps what another keeps too (Rajbhandari et al. 2020, sections 5 and 7).
 
-A step of Adam in float32 needs 16 bytes a parameter: 4 the weight, 4 the gradient, 8 the optimizer's two moments; and in plain
-data parallelism every rank holds them all. Each stage gives up one more copy, layer by layer, in flat units (flat.py):
+A step of Adam in float32 needs 16 bytes a parameter: 4 the weight, 4 the gradient, 8 the optimizer's two moments; and
+in plain data parallelism every rank holds them all. Each stage gives up one more copy, layer by layer, in flat units
+(flat.py):
 
-    stage 1   optimizer state only for the rank's own part: the gradients are reduce-scattered, each rank steps its part of the
-              weights, and they are gathered. 2(N-1)/N·S bytes a step, as an all_reduce: it is the same two halves
-    stage 2   and of the gradients only the part: each unit's are summed and dropped as the backward pass hands them over
+    stage 1   optimizer state only for the rank's own part: the gradients are reduce-scattered, each rank steps its part
+              of the weights, and they are gathered. 2(N-1)/N·S bytes a step, as an all_reduce: it is the same two
+              halves
+    stage 2   and of the gradients only the part: each unit's are summed and dropped as the backward pass hands them
+              over
     stage 3   and of the weights: a unit is gathered just before it computes, forward and backward, and freed after.
               3(N-1)/N·S, or 2(N-1)/N·S if it stays gathered in between
 
@@ -40,9 +43,8 @@ class Zero(FlatUnits):
     A unit of two layers stays gathered from its first use to its last. The layers run in their order. Gradients are
     summed, never divided.
 
-    Args:
-        reshard: free a unit after its forward pass; False gathers once a step and holds everything in between. Stage 3 alone.
-        home: where shards live; by default on the parameters' own device.
+    Args: reshard: free a unit after its forward pass; False gathers once a step and holds everything in between. Stage
+        3 alone. home: where shards live; by default on the parameters' own device.
     """
 
     unshard_class, summed_class = Unshard, Summed
@@ -68,7 +70,8 @@ class Zero(FlatUnits):
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of a microbatch. Stage 1 sums after the last one alone: it has room for the gradients."""
+        """Around forward and backward of a microbatch. Stage 1 sums after the last one alone: it has room for the
+        gradients."""
         self._last = last
         self._missing = [set(unit.named) for unit in self.units]
         try:
@@ -84,7 +87,8 @@ class Zero(FlatUnits):
         self.summed.finish()
 
     def publish(self) -> None:
-        """After the optimizer's step, or a load: every rank gets the others' new weights, in stage 3 when it needs them."""
+        """After the optimizer's step, or a load: every rank gets the others' new weights, in stage 3 when it needs
+        them."""
         super().publish()
         if self.stage < 3:
             self.unshard.again()
@@ -94,7 +98,8 @@ class Zero(FlatUnits):
     def _watch_layer(self, layer: nn.Module, index: int) -> None:
         """Hear of a layer before and after it runs.
 
-        By a weak reference: torch keeps hooks where Python's garbage collector does not look, and a cycle would never be freed.
+        By a weak reference: torch keeps hooks where Python's garbage collector does not look, and a cycle would never
+        be freed.
         """
         zero = weakref.proxy(self)
         layer.register_forward_pre_hook(lambda *_: zero._before_forward(index))

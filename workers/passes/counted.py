@@ -1,7 +1,8 @@
 """The counted pass: what a step of a variant sends and holds.
 
-One step, after two that warm up, with one variant alive at a time, under the ledger and the meters of memory, whose cost the timed
-pass does not see. A strategy whose steps are not alike says after how many they repeat (`repeats_after`): so many are counted.
+One step, after two that warm up, with one variant alive at a time, under the ledger and the meters of memory, whose
+cost the timed pass does not see. A strategy whose steps are not alike says after how many they repeat
+(`repeats_after`): so many are counted.
 """
 
 import gc

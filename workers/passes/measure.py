@@ -1,7 +1,7 @@
 """All passes over all variants, in their order: prove, time, count, and with LAB_TRACE=1 profile.
 
-Each pass makes its strategies anew, so that none inherits what another left. What is measured is held against what the mode
-predicted; a mode that says no more than its variants is run by `everything`.
+Each pass makes its strategies anew, so that none inherits what another left. What is measured is held against what the
+mode predicted; a mode that says no more than its variants is run by `everything`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,8 @@ def everything(lab: Lab) -> None:
     for prediction in predictions:
         if lab.wants(prediction.variant):
             lab.say(
-                f"{prediction.variant}: {prediction.name} {prediction.formula} = {max(prediction.value):g} {prediction.unit}",
+                f"{prediction.variant}: {prediction.name} {prediction.formula} = {max(prediction.value):g}"
+                f" {prediction.unit}",
                 "predict",
             )
     measured = measure(lab)
@@ -37,8 +38,9 @@ def measure(
     """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks to each proof.
 
     Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on
-    purpose not compute what one process does: each is proven by what stands there in its place. Returns what was measured
-    on this rank; rank 0 tells what was proven and timed when it is, what was counted once it is held against predictions.
+    purpose not compute what one process does: each is proven by what stands there in its place. Returns what was
+    measured on this rank; rank 0 tells what was proven and timed when it is, what was counted once it is held against
+    predictions.
     """
     lab.say(effective_batch(lab.config, lab.mesh.size("dp")), "batch")
     chosen = {each.name: each.build for each in lab.mode.variants if each.build is not None and lab.wants(each.name)}

@@ -1,10 +1,12 @@
 """The profiled pass (LAB_TRACE=1): one step of each variant under torch.profiler, of all ranks in one `trace.json`.
 
 The profiler sees what no mark can: when gloo or NCCL really sent, and so how much of it the backward pass hid. It also
-slows the step, so this pass is apart from the timed one, its cost is said, and without LAB_TRACE nothing here is imported.
+slows the step, so this pass is apart from the timed one, its cost is said, and without LAB_TRACE nothing here is
+imported.
 
-Three clocks meet: marks are in time.perf_counter, the profiler's events in Unix time, and ranks have clocks of their own.
-Each rank takes its events to perf_counter (`unix_ahead_ns`) and from there to rank 0's (`align`, anew: clocks drift apart).
+Three clocks meet: marks are in time.perf_counter, the profiler's events in Unix time, and ranks have clocks of their
+own. Each rank takes its events to perf_counter (`unix_ahead_ns`) and from there to rank 0's (`align`, anew: clocks
+drift apart).
 """
 
 import time

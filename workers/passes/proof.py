@@ -1,8 +1,9 @@
 """The proof: a few steps in float64 with plain SGD, against the dense single process, whatever the timed pass uses.
 
-Rank 0 alone computes the single process, the others wait with a bound. Losses, gradients and updated weights are compared at
-every step, since each alone hides something: Adam divides an error of scale away, and a loss is right for one
-step whatever the gradients are. With adamw or LAB_CLIP one more step compares the clipped gradients and the optimizer's state.
+Rank 0 alone computes the single process, the others wait with a bound. Losses, gradients and updated weights are
+compared at every step, since each alone hides something: Adam divides an error of scale away, and a loss is right for
+one step whatever the gradients are. With adamw or LAB_CLIP one more step compares the clipped gradients and the
+optimizer's state.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The timed pass: LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
 
-It is the training that a checkpoint saves and a resumed run goes on with. Strategies are built anew, so that none inherits what
-the proof left.
+It is the training that a checkpoint saves and a resumed run goes on with. Strategies are built anew, so that none
+inherits what the proof left.
 """
 
 import hashlib
@@ -119,7 +119,8 @@ def saving(
     lab: Lab, strategies: dict[str, Strategy], course: Course, shares: dict[str, list[float | None]],
     checkpoints: "Checkpoints | None",
 ) -> Iterator[Callable[[int], None]]:  # fmt: skip
-    """Around the steps: what to call after each. It saves every LAB_CHECKPOINT_EVERY of them, and counts the samples seen."""
+    """Around the steps: what to call after each. It saves every LAB_CHECKPOINT_EVERY of them, and counts the samples
+    seen."""
     if checkpoints is None:
         yield lambda step: None  # noqa: ARG005
         return
@@ -145,7 +146,8 @@ def saving(
 
 
 def one_process_losses(lab: Lab, batches: Batches, dtype: torch.dtype) -> list[float]:
-    """The loss curve of the dense run, on rank 0 alone; empty without the proof, since a model may not fit into one process."""
+    """The loss curve of the dense run, on rank 0 alone; empty without the proof, since a model may not fit into one
+    process."""
     lab.at(0, "one process")
     steps: Iterator[baseline.Snapshot] = iter(())
     if lab.rank == 0 and lab.config.proof:

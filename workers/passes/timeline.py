@@ -1,7 +1,8 @@
 """The chronicle: from the marks of the timed steps to what each rank did when, where its time went, and the bubble.
 
-Marks are cheap enough to stay in for the timed steps (workers/parallel/phases.py), so the picture is of the very steps whose
-time is reported. One step of each variant is drawn, the one of median length; the bubble is the median of all that were kept.
+Marks are cheap enough to stay in for the timed steps (workers/parallel/phases.py), so the picture is of the very steps
+whose time is reported. One step of each variant is drawn, the one of median length; the bubble is the median of all
+that were kept.
 """
 
 from collections import deque
@@ -68,7 +69,8 @@ def placed(span: Span, shift_s: float) -> list[Any]:
 
 
 def choose(everyone: list[dict[str, list[Bounds]]]) -> tuple[dict[str, tuple[int, float]], dict[str, float | None]]:
-    """For each variant the index and the start of its step of median length, and the median bubble; all ranks' bounds in."""
+    """For each variant the index and the start of its step of median length, and the median bubble; all ranks' bounds
+    in."""
     chosen, bubbles = {}, {}
     for name in everyone[0]:
         steps = list(zip(*(of_rank[name] for of_rank in everyone), strict=True))

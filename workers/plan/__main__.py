@@ -1,8 +1,8 @@
 """Pick and predict: `python -m workers.plan --params 7B --gpus 64 --gpu-memory 80GB [--link 400Gbit]`.
 
 Prints what is assumed, a table of strategies, and the one to take with its reason. Of 16 kinds those are shown that say
-something (Plan.shown). Exit codes: 0 an answer, also if the answer is that nothing fits (a calculator has not failed then), 2
-refused, a sentence for each fault.
+something (Plan.shown). Exit codes: 0 an answer, also if the answer is that nothing fits (a calculator has not failed
+then), 2 refused, a sentence for each fault.
 """
 
 import sys
@@ -36,7 +36,10 @@ def lines(job: Job, told: Sequence[str], chosen: Plan) -> list[str]:
     ]
     if chosen.pick is None:
         least = min(chosen.costs.values(), key=lambda each: each.held_bytes)
-        nothing = f"nothing: {least.layout.name} holds least, {human_bytes(least.held_bytes)} of {human_bytes(job.usable_bytes)} usable"
+        nothing = (
+            f"nothing: {least.layout.name} holds least, {human_bytes(least.held_bytes)} of"
+            f" {human_bytes(job.usable_bytes)} usable"
+        )
         return [*said, f"take       {nothing}", *(f"would fit  {remedy}" for remedy in remedies(job))]
     tool, shown = framework(chosen.pick.layout)
     said += [f"take       {chosen.pick.layout.name}: {reason(chosen, job)}", f"with       {tool}"]
@@ -48,25 +51,25 @@ def assumed(job: Job, told: Sequence[str]) -> list[tuple[str, str]]:
     shape, tokens = job.shape, job.global_samples * job.seq
     held = sum(rest_bytes(0, 1, 1, itemsize=job.itemsize, moments=job.moments, masters=job.masters).values())
     model = (
-        f"{shown_count(job.num_parameters)} parameters: {shape.layers} layers, width {shape.width}, {shape.heads} heads, "
-        f"{job.seq} tokens a sample (12·L·h² = {shown_count(shape.num_parameters)})"
+        f"{shown_count(job.num_parameters)} parameters: {shape.layers} layers, width {shape.width}, {shape.heads}"
+        f" heads, {job.seq} tokens a sample (12·L·h² = {shown_count(shape.num_parameters)})"
     )
     rest = f"{held:g} bytes a parameter, {human_bytes(held * job.num_parameters)} in all before the first activation"
     machine = (
-        f"{job.gpus} GPUs of {human_bytes(job.gpu_memory_bytes)}, {job.reserve:.0%} of it kept free, {job.gpus_per_node} in a node; "
-        f"link {link(job.link)}, in a node {link(job.node_link)}"
+        f"{job.gpus} GPUs of {human_bytes(job.gpu_memory_bytes)}, {job.reserve:.0%} of it kept free,"
+        f" {job.gpus_per_node} in a node; link {link(job.link)}, in a node {link(job.node_link)}"
     )
     step = (
-        f"{job.global_samples} samples, {shown_count(tokens)} tokens: microbatches of {job.samples}, {job.microbatches} a GPU in dp, "
-        f"t·p times as many where t·p GPUs share a replica"
+        f"{job.global_samples} samples, {shown_count(tokens)} tokens: microbatches of {job.samples}, {job.microbatches}"
+        " a GPU in dp, t·p times as many where t·p GPUs share a replica"
     )
     headings = [("model", model), ("at rest", rest), ("machine", machine), *(("measured", text) for text in told)]
     return [*headings, ("step", step), ("compute", compute(job)), ("messages", MESSAGES)]
 
 
 MESSAGES = (
-    "T = rounds·α + bytes/B, rings, one collective a layer; sums hide under the backward pass, ZeRO-3's gathers but a pass's first "
-    "under compute; all else is exposed"
+    "T = rounds·α + bytes/B, rings, one collective a layer; sums hide under the backward pass, ZeRO-3's gathers but a"
+    " pass's first under compute; all else is exposed"
 )
 
 

@@ -1,4 +1,5 @@
-"""From prices to a choice: the cheapest way of each kind, the one to take with its reason, and what would fit if nothing does."""
+"""From prices to a choice: the cheapest way of each kind, the one to take with its reason, and what would fit if
+nothing does."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ class Plan:
 
     @property
     def shown(self) -> list[Cost]:
-        """Rows of the table: all that shard alone; of each product the simplest and the fastest that fit, and the one to take.
+        """Rows of the table: all that shard alone; of each product the simplest and the fastest that fit, and the one
+        to take.
 
         Of a product that does not fit what holds least.
         """
@@ -103,18 +105,27 @@ TOOLS = {
         "Megatron-LM, or PyTorch's parallelize_module with DTensor",
         "Megatron-LM with its distributed optimizer, or DeepSpeed's ZeRO-1",
         "DeepSpeed ZeRO-2 over Megatron's tensor parallelism, as Megatron-DeepSpeed stacks them",
-        "PyTorch's parallelize_module and fully_shard over its DTensors, or DeepSpeed ZeRO-3 over Megatron's tensor parallelism",
+        (
+            "PyTorch's parallelize_module and fully_shard over its DTensors, or DeepSpeed ZeRO-3 over Megatron's tensor"
+            " parallelism"
+        ),
     ),
     (True, False): (
         "torch.distributed.pipelining, DeepSpeed's PipelineModule or Megatron-LM",
         "DeepSpeed's PipelineModule with ZeRO-1, or Megatron-LM with its distributed optimizer",
-        "torch.distributed.pipelining over fully_shard(reshard_after_forward=False); DeepSpeed's pipelines refuse ZeRO-2",
+        (
+            "torch.distributed.pipelining over fully_shard(reshard_after_forward=False); DeepSpeed's pipelines refuse"
+            " ZeRO-2"
+        ),
         "torch.distributed.pipelining over fully_shard; DeepSpeed's pipelines refuse ZeRO-3",
     ),
     (True, True): (
         "Megatron-LM",
         "Megatron-LM with its distributed optimizer, or DeepSpeed's ZeRO-1",
-        "torch.distributed.pipelining over parallelize_module and fully_shard(reshard_after_forward=False), as torchtitan does",
+        (
+            "torch.distributed.pipelining over parallelize_module and fully_shard(reshard_after_forward=False), as"
+            " torchtitan does"
+        ),
         "torch.distributed.pipelining over parallelize_module and fully_shard, as torchtitan does",
     ),
 }
@@ -168,6 +179,7 @@ def offload(job: Job, sharded: Cost, beside: str) -> Iterator[str]:
     if left <= job.usable_bytes and sharded.memory["optimizer"]:
         host = sharded.memory["optimizer"] * job.node_gpus
         yield (
-            f"offload (DeepSpeed ZeRO-Offload, FSDP's CPU offload){beside}: the optimizer's state in {human_bytes(host)} of each "
-            f"node's host memory leaves {human_bytes(left)} a GPU with {sharded.layout.name}, for slower steps"
+            f"offload (DeepSpeed ZeRO-Offload, FSDP's CPU offload){beside}: the optimizer's state in"
+            f" {human_bytes(host)} of each node's host memory leaves {human_bytes(left)} a GPU with"
+            f" {sharded.layout.name}, for slower steps"
         )

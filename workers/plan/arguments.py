@@ -15,7 +15,8 @@ from workers.report.lines import BrokenRecord
 
 
 class Precision(NamedTuple):
-    """Bytes of a weight or gradient, whether there are masters in float32, and the peak that is assumed of a GPU, in FLOP/s."""
+    """Bytes of a weight or gradient, whether there are masters in float32, and the peak that is assumed of a GPU, in
+    FLOP/s."""
 
     itemsize: int
     masters: bool
@@ -23,8 +24,8 @@ class Precision(NamedTuple):
     flops_from: str
 
 
-# NVIDIA's data sheet of the A100: bf16 and fp16 312 TFLOP/s, TF32 156, and float32 without tensor cores 19.5, which is what
-# PyTorch multiplies in unless it is told that TF32 will do.
+# NVIDIA's data sheet of the A100: bf16 and fp16 312 TFLOP/s, TF32 156, and float32 without tensor cores 19.5, which is
+# what PyTorch multiplies in unless it is told that TF32 will do.
 PRECISIONS = {
     "mixed": Precision(2, True, "312T", "an A100's in bf16 or fp16"),
     "fp32": Precision(4, False, "156T", "an A100's in TF32, where PyTorch is allowed it"),
@@ -40,8 +41,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError([message])
 
 
-# Name, how it is read, default, help. A default is text too, so that it can be printed as it would be typed; "" is one that other
-# options decide, as its help says.
+# Name, how it is read, default, help. A default is text too, so that it can be printed as it would be typed; "" is one
+# that other options decide, as its help says.
 SIZES: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
     ("params", sizes.count, None, "parameters of the model, such as 7B, 350M or 1.3B (needed)"),
     ("gpus", sizes.whole, None, "number of GPUs, or of ranks (needed)"),
@@ -93,7 +94,8 @@ def parser() -> Parser:
 
 
 def read(arguments: Sequence[str] | None) -> tuple[Job, list[str]]:
-    """The job, and in words where its guessed and measured numbers are from; raises ConfigError with all faults at once."""
+    """The job, and in words where its guessed and measured numbers are from; raises ConfigError with all faults at
+    once."""
     made = parser()
     asked, unknown = made.parse_known_args(arguments)
     known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
@@ -107,7 +109,8 @@ def read(arguments: Sequence[str] | None) -> tuple[Job, list[str]]:
         words[name] = getattr(asked, name) or default
         if words[name] not in allowed:
             faults.append(
-                f"--{name}={words[name]!r} is not known{suggest(words[name], list(allowed))}, allowed: {', '.join(allowed)}"
+                f"--{name}={words[name]!r} is not known{suggest(words[name], list(allowed))}, allowed:"
+                f" {', '.join(allowed)}"
             )
     measured = _measured(asked.calibrate, faults)
     if not faults:

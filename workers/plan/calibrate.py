@@ -77,7 +77,8 @@ def flops_of(folder: Path, records: Ranks, start: Start) -> Measured:
     usable = {name: max(seconds) for name, seconds in compute.items() if min(seconds) > 0}
     if found is None or not usable or start.run_mode not in ("dp", "fsdp"):
         raise BrokenRecord(
-            f"{folder} is a run of {start.run_mode}: it takes a comm run for the link, or a dp or fsdp run for FLOP/s, come to its end"
+            f"{folder} is a run of {start.run_mode}: it takes a comm run for the link, or a dp or fsdp run for FLOP/s,"
+            " come to its end"
         )
     try:
         num_parameters = count(found[1])

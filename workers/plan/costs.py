@@ -4,11 +4,14 @@ Every number is a formula of workers/measure/formulas with this layout's sizes: 
 M = m·t·p microbatches a step, so that every layout trains the same global batch. What is assumed of time:
 
   compute    6·P FLOP a token (8·P if recomputed), spread evenly, at the given share of the peak
-  messages   rings, T = rounds·α + bytes/B, a collective a layer, a group over nodes at the pace of the link between them
-  hidden     sums of gradients under the backward pass (of the last microbatch, in ZeRO-2 and 3 of each), ZeRO-3's gathers under
-             the compute of each microbatch, but for the first layer's of each pass: in a pipeline of few layers a stage, much; not
-             hidden: ZeRO-1's and 2's gather of new weights, tensor parallelism, and the activations between stages
-  left out   the input of a slice that sequence parallelism gathers again in its backward pass, under compute (Korthikanti 4.2.2)
+  messages   rings, T = rounds·α + bytes/B, a collective a layer, a group over nodes at the pace of the link between
+             them
+  hidden     sums of gradients under the backward pass (of the last microbatch, in ZeRO-2 and 3 of each), ZeRO-3's
+             gathers under the compute of each microbatch, but for the first layer's of each pass: in a pipeline of few
+             layers a stage, much; not hidden: ZeRO-1's and 2's gather of new weights, tensor parallelism, and the
+             activations between stages
+  left out   the input of a slice that sequence parallelism gathers again in its backward pass, under compute
+             (Korthikanti 4.2.2)
 """
 
 from dataclasses import dataclass
@@ -74,7 +77,8 @@ def own_parameters(job: Job, layout: Layout) -> float:
 
 
 def held(job: Job, layout: Layout) -> dict[str, float]:
-    """Memory by class: what stands at rest, the whole layers that ZeRO-3 has gathered, and what the forward pass keeps."""
+    """Memory by class: what stands at rest, the whole layers that ZeRO-3 has gathered, and what the forward pass
+    keeps."""
     own, shape, layers = own_parameters(job, layout), job.shape, job.shape.layers / layout.pipeline
     rest = rest_bytes(
         layout.stage, own, own / layout.replicas, itemsize=job.itemsize, moments=job.moments, masters=job.masters

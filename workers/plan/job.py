@@ -1,4 +1,5 @@
-"""What is asked: a model, a machine, and how a step is made. What was not said is guessed, by rules that are printed."""
+"""What is asked: a model, a machine, and how a step is made. What was not said is guessed, by rules that are
+printed."""
 
 import math
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ ASPECT = 128  # width over layers, as in GPT-3 of 6.7B (4096 over 32) and of 175
 def guessed(
     num_parameters: float, layers: int | None = None, width: int | None = None, heads: int | None = None
 ) -> Shape:
-    """A GPT-like shape of P = 12·L·h² with h = 128·L; whatever is given stays. 7B: 32 layers, 4096 wide; 175B: 96, 12288."""
+    """A GPT-like shape of P = 12·L·h² with h = 128·L; whatever is given stays. 7B: 32 layers, 4096 wide; 175B: 96,
+    12288."""
     layers = layers or guessed_layers(num_parameters, width)
     width = width or guessed_width(math.sqrt(num_parameters / (12 * layers)), heads)
     return Shape(layers, width, heads or guessed_heads(width))
@@ -87,7 +89,8 @@ def guessed_layers(num_parameters: float, width: int | None) -> int:
 
 
 def guessed_width(exact: float, heads: int | None) -> int:
-    """The nearest multiple of the heads; or of 8 heads, each of 128 numbers or, in a narrow model, a smaller power of two."""
+    """The nearest multiple of the heads; or of 8 heads, each of 128 numbers or, in a narrow model, a smaller power of
+    two."""
     if heads is None:
         heads = 8 * min(128, 1 << max(0, int(math.log2(max(1.0, exact / 16)))))
     return heads * max(1, round(exact / heads))

@@ -1,6 +1,7 @@
 """How N ranks can be cut: t that share each layer, p that share the layers, d replicas of that, sharded by ZeRO or not.
 
-Ranks of a tensor-parallel group are neighbours inside of one node, then come the stages of a pipeline, then the replicas.
+Ranks of a tensor-parallel group are neighbours inside of one node, then come the stages of a pipeline, then the
+replicas.
 """
 
 import math
@@ -43,9 +44,9 @@ def sharing(stage: int) -> str:
     return f"zero{stage}" if stage else "dp"
 
 
-# What is weighed: a name, whether layers are cut inside, whether they are cut between, and ZeRO's stage over the replicas. In a
-# pipeline stages 2 and 3 are weighed too: a rank has a p-th of the layers, but sums and gathers them for p times as many
-# microbatches, so that it sends as much as without a pipeline, and the price says so (zero_bytes).
+# What is weighed: a name, whether layers are cut inside, whether they are cut between, and ZeRO's stage over the
+# replicas. In a pipeline stages 2 and 3 are weighed too: a rank has a p-th of the layers, but sums and gathers them for
+# p times as many microbatches, so that it sends as much as without a pipeline, and the price says so (zero_bytes).
 KINDS = tuple(
     (axes + sharing(stage), tensor, pipeline, stage)
     for axes, tensor, pipeline in (

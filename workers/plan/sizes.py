@@ -6,8 +6,8 @@ COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 BINARY = {"k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
 NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-# What is less is nothing, what is more no machine: an exabyte, 10^18 parameters, 10^9 GPUs, layers or tokens. Between them no
-# sum overflows, whatever is multiplied.
+# What is less is nothing, what is more no machine: an exabyte, 10^18 parameters, 10^9 GPUs, layers or tokens. Between
+# them no sum overflows, whatever is multiplied.
 LEAST, MOST, MOST_WHOLE = 1e-9, 1e18, 1e9
 
 
@@ -53,7 +53,8 @@ def nbytes(written: str) -> float:
 
 
 def rate(written: str) -> float:
-    """400Gbit, 400Gbit/s, 400Gbps, 50GB/s or 50GBps as bytes a second: B is a byte, and b alone is refused for what it may be."""
+    """400Gbit, 400Gbit/s, 400Gbps, 50GB/s or 50GBps as bytes a second: B is a byte, and b alone is refused for what it
+    may be."""
     match = re.fullmatch(NUMBER + "([kKmMgGtT]?)(?:((?i:bit)(?:/s)?|bps)|B(?:/s|ps)?)", written.strip())
     if match is None:
         raise NotASize("is not a rate such as 400Gbit, 100mbit or 400Gbps, in bits, or 50GB/s or 50GBps, in bytes")

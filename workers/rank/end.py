@@ -1,7 +1,9 @@
-"""How a run ends: the last of its records brought together, judged and drawn, or its last words when the cluster broke underneath.
+"""How a run ends: the last of its records brought together, judged and drawn, or its last words when the cluster broke
+underneath.
 
-Rank 0 judges a run that came through, and every rank returns its verdict. Of a broken cluster the lowest rank that survives
-writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but a store may be gone.
+Rank 0 judges a run that came through, and every rank returns its verdict. Of a broken cluster the lowest rank that
+survives writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but a store may be
+gone.
 """
 
 import os
@@ -30,8 +32,8 @@ LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 def conclude(lab: Lab, folder: Path, sections: Sections) -> int:
     """Bring the rest of the records together, judge all on rank 0, and return the same exit code on every rank.
 
-    A mistake that was made (LAB_BUG) has to be caught by the check that is meant for it: what did not show would pass for a check
-    that held, and where that check did not run nothing could show.
+    A mistake that was made (LAB_BUG) has to be caught by the check that is meant for it: what did not show would pass
+    for a check that held, and where that check did not run nothing could show.
     """
     if not sections.bring("records"):
         return int(lab.exchange.share("verdict"))
@@ -47,7 +49,8 @@ def conclude(lab: Lab, folder: Path, sections: Sections) -> int:
     written = write_report(folder)
     for line in verdict_lines(run, by_rank, written, sections.told):
         lab.say(line)
-    # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has it.
+    # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has
+    # it.
     return int(lab.exchange.share("verdict", exit_code(run) if written else exit_code(run) or 1))
 
 
@@ -64,7 +67,8 @@ def everything_written(sections: Sections, folder: Path) -> records.Ranks:
 
 
 def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable[[int], None]) -> None:
-    """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then` hears of it."""
+    """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then`
+    hears of it."""
 
     def left(lost: records.Lost) -> None:
         journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the others went on"))

@@ -1,9 +1,11 @@
-"""The fast lane: a second group of all ranks, over a link that is link.FASTER times as fast as the one that was asked for.
+"""The fast lane: a second group of all ranks, over a link that is link.FASTER times as fast as the one that was asked
+for.
 
-The queues before a container's link, which root set up before there was a rank, send labelled packets through a bucket of their own
-(cluster/shaping.py). dist.new_group opens connections of its own, from each rank to each, so the sockets that two ranks have after it and
-had not before are the group's: each rank labels what its ends of them send, acknowledgements too. Whatever else the ranks send, over
-the first group or the store, keeps to the rate that was asked for, and the two lanes take nothing from each other.
+The queues before a container's link, which root set up before there was a rank, send labelled packets through a bucket
+of their own (cluster/shaping.py). dist.new_group opens connections of its own, from each rank to each, so the sockets
+that two ranks have after it and had not before are the group's: each rank labels what its ends of them send,
+acknowledgements too. Whatever else the ranks send, over the first group or the store, keeps to the rate that was asked
+for, and the two lanes take nothing from each other.
 """
 
 import contextlib
@@ -28,7 +30,8 @@ __all__ = ["FASTER", "fast_lane", "measure_lane"]
 
 @contextmanager
 def fast_lane(lab: Lab) -> Iterator[dist.ProcessGroup | str]:
-    """A group of all ranks over the fast lane, gone after the block; or why there is none. All ranks enter and leave together.
+    """A group of all ranks over the fast lane, gone after the block; or why there is none. All ranks enter and leave
+    together.
 
     After an error inside the block the group stays, since to wait for ranks that fail would only take longer.
     """

@@ -1,9 +1,11 @@
-"""How slow the links really are: every rank sends to its right neighbour at once, before the experiment and outside of every count.
+"""How slow the links really are: every rank sends to its right neighbour at once, before the experiment and outside of
+every count.
 
-The rate is the median over windows of a few pieces, in the second half of a long message: what TCP needs to find its pace, the bucket
-that was full at the start, who began when, and a stall on the way are then no part of it. The mean over the last second came out up to 27 %
-short at 10 Mbit/s, where windows of 0.6 s had 9.8 Mbit/s but for one of 7.9. The receiver holds the watch, since a sender is done once its
-kernel took the bytes; so each rank is told what its right neighbour saw. The round trip is that of eight bytes, the median of ten.
+The rate is the median over windows of a few pieces, in the second half of a long message: what TCP needs to find its
+pace, the bucket that was full at the start, who began when, and a stall on the way are then no part of it. The mean
+over the last second came out up to 27 % short at 10 Mbit/s, where windows of 0.6 s had 9.8 Mbit/s but for one of 7.9.
+The receiver holds the watch, since a sender is done once its kernel took the bytes; so each rank is told what its right
+neighbour saw. The round trip is that of eight bytes, the median of ten.
 """
 
 import itertools

@@ -1,4 +1,5 @@
-"""What a rank refuses before it joins: every reason why these settings cannot run in this mode, a sentence each, all at once."""
+"""What a rank refuses before it joins: every reason why these settings cannot run in this mode, a sentence each, all at
+once."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,10 @@ def unknown(config: Config, mode: Mode) -> Iterator[str]:
     for name in config.variant:
         if name not in mode.names:
             allowed = ", ".join(mode.names) or "none, leave it unset"
-            yield f"LAB_VARIANT={name!r} is not a variant of {config.mode_name}{suggest(name, mode.names)}, allowed: {allowed}"
+            yield (
+                f"LAB_VARIANT={name!r} is not a variant of {config.mode_name}{suggest(name, mode.names)}, allowed:"
+                f" {allowed}"
+            )
     if config.bug is not None and config.bug not in mode.mistakes:
         allowed = ", ".join(mode.mistakes) or "none, leave it unset"
         nearest = suggest(config.bug, list(mode.mistakes))
@@ -73,7 +77,8 @@ def unwritable(config: Config) -> list[str]:
     nearest = next(folder for folder in [runs, *runs.absolute().parents] if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         return [
-            f"LAB_RUNS_DIR={str(runs)!r} cannot be written by user {os.getuid()}: change its owner or name another folder"
+            f"LAB_RUNS_DIR={str(runs)!r} cannot be written by user {os.getuid()}: change its owner or name another"
+            " folder"
         ]
     goes_on = config.resume == "auto" and config.run_id is not None and (runs / config.run_id).is_dir()
     if config.run_id is not None and (runs / config.run_id).exists() and not goes_on:

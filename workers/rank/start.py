@@ -94,7 +94,8 @@ def be_rank(config: Config, started_at: float) -> int:
 
 
 def source_version(config: Config) -> str:
-    """A hash of the sources of workers/ and experiments/, and of a mode from elsewhere: ranks of different code must not train together."""
+    """A hash of the sources of workers/ and experiments/, and of a mode from elsewhere: ranks of different code must
+    not train together."""
     top = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted([*top.glob("workers/**/*.py"), *top.glob("experiments/**/*.py")]):

@@ -159,7 +159,8 @@ def framed(traces: Iterable[Any], x_label: str, y_label: str) -> go.Figure:
     return figure
 
 
-# Plotly's empty template, which is in each figure, and the name under which the page has the lab's: 0.8 kB for each of up to 50 charts.
+# Plotly's empty template, which is in each figure, and the name under which the page has the lab's: 0.8 kB for each of
+# up to 50 charts.
 EMPTY, LOOK = '"template":{"data":{"scatter":[{"type":"scatter"}]}}', "RANKLAB_LOOK"
 
 

@@ -4,8 +4,8 @@
     --older-than 7d     those that ended more than 7 days ago (also 12h, 30m)
     --all               every run
 
-A run is a folder in LAB_RUNS_DIR with records or a verdict in it; nothing else is touched. The run of runs/latest goes with --all
-alone, and one that may still be running with none of them.
+A run is a folder in LAB_RUNS_DIR with records or a verdict in it; nothing else is touched. The run of runs/latest goes
+with --all alone, and one that may still be running with none of them.
 """
 
 import argparse
@@ -23,13 +23,14 @@ from workers.report.text import aligned
 from workers.report.units import human_bytes
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86400}
-# A run whose last record no verdict followed is going on, or was killed; its ranks wait LAB_COLLECTIVE_TIMEOUT_S for each other, by
-# default half of this.
+# A run whose last record no verdict followed is going on, or was killed; its ranks wait LAB_COLLECTIVE_TIMEOUT_S for
+# each other, by default half of this.
 SILENT_S = 600
 
 
 class Old(NamedTuple):
-    """A finished or broken run: its folder, when it last wrote a record, its bytes on the disk, and what else is to be said of it."""
+    """A finished or broken run: its folder, when it last wrote a record, its bytes on the disk, and what else is to be
+    said of it."""
 
     folder: Path
     written_at: float
@@ -76,8 +77,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="ranklab clean", allow_abbrev=False,
-        description="List the runs in LAB_RUNS_DIR with their sizes; with an option, remove those that it names. The run of "
-        "runs/latest goes with --all alone, one without a verdict only when it has written nothing for ten minutes.",
+        description="List the runs in LAB_RUNS_DIR with their sizes; with an option, remove those that it names. "
+        "The run of runs/latest goes with --all alone, one without a verdict only when it has written nothing for "
+        "ten minutes.",
     )  # fmt: skip
     one = made.add_mutually_exclusive_group()
     one.add_argument("--keep", type=count, metavar="N", help="remove all but the newest N")

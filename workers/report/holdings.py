@@ -18,7 +18,8 @@ def fullest(held: Iterable[dict[str, int] | None]) -> int | None:
 
 
 def holdings(run: Run, records: Ranks) -> tuple[list[str], list[list[str]]]:
-    """Columns and a row a variant: "at rest / at the peak", one number where they are the same; no column that is empty."""
+    """Columns and a row a variant: "at rest / at the peak", one number where they are the same; no column that is
+    empty."""
     amounts: dict[str, dict[str, list[float]]] = {}
     for variant in run["variants"]:
         rank = fullest(variant["peak_by_class"])

@@ -1,8 +1,9 @@
 """What a rank leaves behind while it runs: its log and its records, in the folder of the run.
 
 A run that is refused before its ranks have joined leaves nothing, so lines that are said earlier wait in memory until
-`open` names the folder. Every line is one write to the file: what a killed rank had said can be read, and no line is half.
-A run that goes on in its own folder keeps one log, and the records of each attempt apart: only the last ones are judged.
+`open` names the folder. Every line is one write to the file: what a killed rank had said can be read, and no line is
+half. A run that goes on in its own folder keeps one log, and the records of each attempt apart: only the last ones are
+judged.
 """
 
 import errno
@@ -32,7 +33,8 @@ class Journal:
         self._lock = threading.RLock()
 
     def open(self, folder: Path, rank: int) -> None:
-        """Begin `rank<r>.jsonl` in `folder`, and begin or go on with `rank<r>.log`; raises OSError where it cannot be written."""
+        """Begin `rank<r>.jsonl` in `folder`, and begin or go on with `rank<r>.log`; raises OSError where it cannot be
+        written."""
         with self._lock:
             folder.mkdir(parents=True, exist_ok=True)
             before = put_aside(folder, [rank])
@@ -62,7 +64,8 @@ class Journal:
 
 
 def put_aside(folder: Path, ranks: Iterable[int]) -> int:
-    """Rename the records of an earlier attempt of these ranks, so that nobody takes them for this one's; how many there were."""
+    """Rename the records of an earlier attempt of these ranks, so that nobody takes them for this one's; how many there
+    were."""
     attempts = 0
     for rank in ranks:
         path = folder / f"rank{rank}.jsonl"

@@ -1,4 +1,5 @@
-"""What a run held in memory, as a section of its page: by class at rest, at the peak and over a step, and rank by rank."""
+"""What a run held in memory, as a section of its page: by class at rest, at the peak and over a step, and rank by
+rank."""
 
 import math
 
@@ -13,8 +14,9 @@ from workers.report.units import byte_unit, human_bytes
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "communication")
 COLOURS = dict(zip(CLASSES, (charts.PALETTE[index] for index in (0, 2, 3, 1, 5)), strict=True))
 NOTE = (
-    "Bytes of tensors, with one variant alive at a time, on the rank that holds most. At rest: after the update, before the next step. "
-    "Activations: all that is in no other class, temporaries too; communication: what collectives, sends and receives were given."
+    "Bytes of tensors, with one variant alive at a time, on the rank that holds most. At rest: after the update, before"
+    " the next step. Activations: all that is in no other class, temporaries too; communication: what collectives,"
+    " sends and receives were given."
 )
 
 

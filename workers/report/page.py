@@ -1,7 +1,8 @@
 """The report of one run, from its records: what was claimed, whether it held, what it cost, and how to repeat it.
 
 The order is the order of questions: did it hold, by how much, what did the losses do, who sent what, how long, who did
-what when, how much memory, and with which settings. Charts never stand alone: the same numbers are in a table or in the records.
+what when, how much memory, and with which settings. Charts never stand alone: the same numbers are in a table or in the
+records.
 """
 
 from collections.abc import Iterator

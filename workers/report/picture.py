@@ -2,8 +2,9 @@
 
     python -m workers.report.picture runs/latest docs/picture.svg
 
-The report's chart gives each variant a scale of its own, to look into it; here one scale shows which step is shorter, and beside it
-stands how much of it the ranks were idle. It is SVG by hand, on a ground of its own, so that it reads in a light page and in a dark one.
+The report's chart gives each variant a scale of its own, to look into it; here one scale shows which step is shorter,
+and beside it stands how much of it the ranks were idle. It is SVG by hand, on a ground of its own, so that it reads in
+a light page and in a dark one.
 """
 
 import argparse
@@ -26,7 +27,8 @@ LEAST_NUMBERED = 9  # pixels: a narrower bar has no room for its number
 MOST_TICKS = 8
 ORDER = list(KINDS)  # outer kinds first: the others lie over them
 STYLE = (
-    "text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue','Noto Sans',Arial,sans-serif;fill:#18202b}"
+    "text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue','Noto"
+    " Sans',Arial,sans-serif;fill:#18202b}"
     ".title{font-size:19px;font-weight:600}.name{font-size:15px;font-weight:600}.soft{fill:#566274}"
     ".number{font-size:11px;fill:#fff;text-anchor:middle}.middle{text-anchor:middle}.end{text-anchor:end}"
     ".name,.told{paint-order:stroke;stroke:#fff;stroke-width:5px}"  # lines of the axis end before them
@@ -66,7 +68,10 @@ def picture(run: Run, records: Ranks) -> str:
     ]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title">',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+                ' aria-labelledby="title">'
+            ),
             f'<title id="title">{html.escape(title)}</title>',
             f"<style>{STYLE}</style>",
             *parts,
@@ -109,7 +114,10 @@ def bar(kind: str, start_s: float, end_s: float, y: float, height: float, longes
     """A rectangle from one moment to another."""
     x = across(start_s, longest_s)
     fill = f' fill="{hue}" stroke="#fff" stroke-width="0.4"' if hue else ""
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{across(end_s, longest_s) - x:.1f}" height="{height:.1f}"{fill}/>'
+    return (
+        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{across(end_s, longest_s) - x:.1f}"'
+        f' height="{height:.1f}"{fill}/>'
+    )
 
 
 def across(moment_s: float, longest_s: float) -> float:

@@ -100,7 +100,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes held by one variant on this rank at the peak of its memory pass, its making and what was there before included."""
+    """Bytes held by one variant on this rank at the peak of its memory pass, its making and what was there before
+    included."""
 
     variant: str
     peak_bytes: int
@@ -142,7 +143,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One timed step of a variant on this rank, on rank 0's clock; 0 is the earliest start of all ranks in that step."""
+    """One timed step of a variant on this rank, on rank 0's clock; 0 is the earliest start of all ranks in that
+    step."""
 
     variant: str
     step: int

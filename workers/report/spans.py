@@ -1,8 +1,9 @@
 """What the ranks wrote of their time, as page and log both show it: who did what when, and who is slowest.
 
-Slowest is the rank with the most time in work of its own: data, forward, backward, optimizer. Time in communication does
-not tell: a collective ends for all at once, so the ranks that wait for a slow one spend it inside the call, and a total
-with communication would name any of them. (DDP waits unmarked inside its backward pass: there ranks come out alike.)
+Slowest is the rank with the most time in work of its own: data, forward, backward, optimizer. Time in communication
+does not tell: a collective ends for all at once, so the ranks that wait for a slow one spend it inside the call, and a
+total with communication would name any of them. (DDP waits unmarked inside its backward pass: there ranks come out
+alike.)
 """
 
 from collections.abc import Sequence

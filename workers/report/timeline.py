@@ -1,8 +1,9 @@
-"""What each rank did when, as sections of a page: a Gantt a variant, how much communication was hidden, and the profile.
+"""What each rank did when, as sections of a page: a Gantt a variant, how much communication was hidden, and the
+profile.
 
 The page may hold 5 MB and Plotly takes 4.8 of them, so the Gantts take what the rest of the page has left. Where the
-bars of all ranks and variants are more than that, the narrowest are joined with their neighbours or left out, those below
-a pixel first.
+bars of all ranks and variants are more than that, the narrowest are joined with their neighbours or left out, those
+below a pixel first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,8 +51,8 @@ def gantts(run: Run, records: Ranks, room_bytes: int) -> Markup:
         )
     key = _key(span.kind for of_ranks in bars.values() for spans in of_ranks for span in spans)
     note = (
-        "One timed step of each variant, the one of median length, on rank 0's clock and on a scale of its own. Numbers "
-        "are microbatches. Drag to zoom, double-click to see all."
+        "One timed step of each variant, the one of median length, on rank 0's clock and on a scale of its own. Numbers"
+        " are microbatches. Drag to zoom, double-click to see all."
     )
     return section("Timeline", key, *parts, communication_hidden(run, records), note=note if parts else "")
 
@@ -119,7 +120,8 @@ def fitted(found: dict[str, OfRanks], most: int) -> dict[str, OfRanks]:
 
 
 def coarse(spans: Sequence[Span], least_s: float) -> list[Span]:
-    """One rank's spans: short ones of a kind that lie close together as one without a label; what stays short left out."""
+    """One rank's spans: short ones of a kind that lie close together as one without a label; what stays short left
+    out."""
     of_kind: dict[str, list[Span]] = {}
     for span in spans:
         row = of_kind.setdefault(span.kind, [])
@@ -139,9 +141,9 @@ def communication_hidden(run: Run, records: Ranks) -> Markup:
         return Markup()
     ranks = [f"rank {rank}" for rank in range(run["world_size"])]
     note = (
-        "Of the time in which a collective or a send of this rank was under way (a send: until it was waited for), the "
-        "share in which the rank computed its backward pass. Seen in one step under the profiler; the spans of all ranks "
-        "are in trace.json, which ui.perfetto.dev opens."
+        "Of the time in which a collective or a send of this rank was under way (a send: until it was waited for), the"
+        " share in which the rank computed its backward pass. Seen in one step under the profiler; the spans of all"
+        " ranks are in trace.json, which ui.perfetto.dev opens."
     )
     shown = table(["variant", *ranks], [[name, *row] for name, row in cells.items()], range(1, len(ranks) + 1))
     return Markup(f'<h3>Communication hidden</h3><p class="sub">{text(note)}</p>{shown}')
@@ -162,10 +164,11 @@ def training_profile(run: Run, records: Ranks) -> Markup:
             word = f"slowest, {ratio:.2f} ×" if rank == slowest and len(of_ranks) > 1 else ""
             rows.append([variant, rank, milliseconds(total), *cells, word])
     note = (
-        "Median milliseconds of a step on each rank, in brackets per cent of their sum; what lies inside another counts "
-        "for the inner one. Slowest is the rank with the most work of its own (data, forward, backward, optimizer), so many "
-        "times that of the fastest: the others wait for it, partly inside their communication."
-    ) + ("" if all_ranks else " Of so many variants the slowest rank alone is shown; the others are in the records.")
+        "Median milliseconds of a step on each rank, in brackets per cent of their sum; what lies inside another counts"
+        " for the inner one. Slowest is the rank with the most work of its own (data, forward, backward, optimizer), so"
+        " many times that of the fastest: the others wait for it, partly inside their communication."
+        + ("" if all_ranks else " Of so many variants the slowest rank alone is shown; the others are in the records.")
+    )
     columns = ["variant", "rank", "ms", *CLASSES, ""]
     return section("Training profile", table(columns, rows, numbers=range(1, len(columns) - 1)), note=note)
 

@@ -89,7 +89,8 @@ class Replica:
 
 
 class Wrapped:
-    """PyTorch's DistributedDataParallel as `Gradients`: it sums inside of `backward`, unless it is told that more microbatches follow."""
+    """PyTorch's DistributedDataParallel as `Gradients`: it sums inside of `backward`, unless it is told that more
+    microbatches follow."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
         self.parallel = parallel

@@ -92,6 +92,7 @@ class Sharded:
 
 
 def as_many_as_all(microbatches: list[Microbatch], config: Config) -> list[Microbatch]:
-    """A rank with fewer samples than microbatches works on its last ones again for nothing: the ranks' calls must meet."""
+    """A rank with fewer samples than microbatches works on its last ones again for nothing: the ranks' calls must
+    meet."""
     idle = config.num_microbatches - len(microbatches)
     return microbatches + [microbatches[-1]._replace(share=0.0)] * idle

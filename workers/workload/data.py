@@ -175,6 +175,7 @@ def refusals(config: Config, num_shards: int) -> list[str]:
     if config.num_microbatches > batch // num_shards:
         most = batch // num_shards
         return [
-            f"LAB_MICROBATCHES={config.num_microbatches} is more than the {most} samples of a rank, allowed: 1 to {most}"
+            f"LAB_MICROBATCHES={config.num_microbatches} is more than the {most} samples of a rank, allowed: 1 to"
+            f" {most}"
         ]
     return []

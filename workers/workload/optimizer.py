@@ -85,7 +85,8 @@ def named_tensors(model: nn.Module, optimizer: Optimizer, kind: str) -> Iterator
 
 
 def live_state(named: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
-    """What a checkpoint holds of these parameters: 'weights.<parameter>' and 'optimizer.<key>.<parameter>', as they are trained on."""
+    """What a checkpoint holds of these parameters: 'weights.<parameter>' and 'optimizer.<key>.<parameter>', as they are
+    trained on."""
     prime(optimizer)
     state: dict[str, Tensor] = {}
     for name, parameter in named:

@@ -1,9 +1,10 @@
-"""Activation checkpointing: a layer keeps its input alone, and computes itself again when the backward pass needs the rest.
+"""Activation checkpointing: a layer keeps its input alone, and computes itself again when the backward pass needs the
+rest.
 
-Memory for the backward pass falls from all that every layer saves to one tensor a layer, for one more forward pass (Chen et al.
-2016, "Training Deep Nets with Sublinear Memory Cost", section 4). torch.utils.checkpoint does the same; its first call imports
-torch's compiler, a second of an idle core and 80 MB of each rank (`python -X importtime -c "import torch._dynamo"`), in a lab that
-counts them. No layer here draws random numbers, so there are none to put back.
+Memory for the backward pass falls from all that every layer saves to one tensor a layer, for one more forward pass
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4). torch.utils.checkpoint does the same;
+its first call imports torch's compiler, a second of an idle core and 80 MB of each rank (`python -X importtime -c
+"import torch._dynamo"`), in a lab that counts them. No layer here draws random numbers, so there are none to put back.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,8 @@ def _keep(*tensors: Tensor) -> Any:
 
 
 class _Pass:
-    """One pass of one layer: it saves places in a list instead of tensors; the first that is asked for fills the list."""
+    """One pass of one layer: it saves places in a list instead of tensors; the first that is asked for fills the
+    list."""
 
     def __init__(self, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         self.layer = layer

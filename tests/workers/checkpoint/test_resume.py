@@ -1,4 +1,5 @@
-"""Stopped and resumed: the weights of a run that was never stopped, to the bit, in every mode, and on any number of ranks."""
+"""Stopped and resumed: the weights of a run that was never stopped, to the bit, in every mode, and on any number of
+ranks."""
 
 import shutil
 from functools import partial
@@ -124,7 +125,8 @@ def test_variants_that_the_checkpoint_lacks_are_skipped_by_name(ranks: Ranks, tm
 
 
 def break_down(group: dist.ProcessGroup, settings: dict[str, str], folder: str, torn: bool) -> str:
-    """A run whose rank 1 raises after three steps, in the middle of an update if `torn`; what it saves without the others."""
+    """A run whose rank 1 raises after three steps, in the middle of an update if `torn`; what it saves without the
+    others."""
     lab = lab_of(group, settings, folder)
     passed = Course.passed
 

@@ -1,8 +1,8 @@
 """A rank that joins, watches and all-reduces: what the tests of the cluster start, signal and kill.
 
 Its environment is that of a rank; its arguments are a version, the number of steps, and what this rank does at step 2:
-nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, or `cut<r>`: its heartbeats to rank r are lost.
-It prints a line a step.
+nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, or `cut<r>`: its heartbeats to rank r are
+lost. It prints a line a step.
 """
 
 import sys

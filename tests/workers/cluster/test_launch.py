@@ -82,7 +82,8 @@ def test_no_rank_outlives_the_launcher(processes: Processes, tmp_path: Path, num
     launcher.until(r"(?s)(pid \d+.*){3}")
     pids = [int(pid) for pid in re.findall(r"pid (\d+)", launcher.text)]
     launcher.process.send_signal(number)
-    # A rank that has no handler of its own dies of the signal, or for Ctrl-C of KeyboardInterrupt, which Python makes a signal's death too.
+    # A rank that has no handler of its own dies of the signal, or for Ctrl-C of KeyboardInterrupt, which Python makes a
+    # signal's death too.
     assert launcher.end(10) == code
     deadline = time.monotonic() + 3
     while any(alive(pid) for pid in pids):

@@ -1,4 +1,5 @@
-"""A worker that is killed in the middle of an asynchronous variant: the others go on, pass, and say which rank left when."""
+"""A worker that is killed in the middle of an asynchronous variant: the others go on, pass, and say which rank left
+when."""
 
 import json
 import re

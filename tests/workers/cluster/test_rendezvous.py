@@ -1,4 +1,5 @@
-"""Real processes that try to join: what does not belong together ends on every rank with the same sentence and code 3."""
+"""Real processes that try to join: what does not belong together ends on every rank with the same sentence and code
+3."""
 
 import http.server
 import re

@@ -18,11 +18,9 @@ def test_who_is_behind_is_named_after_a_while_and_then_now_and_again() -> None:
     slowness.sentence(behind, HERE, 10.0)  # it has come here just now
     said = {second: slowness.sentence(behind, HERE, second) for second in (12.9, 13.0, 13.5, 18.0)}
     assert [bool(sentence) for sentence in said.values()] == [False, True, False, True]
-    assert (
-        said[13.0]
-        == (
-            "waiting for 3.0 s at step 2 in all_reduce for rank 1 (at step 1 in forward for 14.0 s)"  # 1 s when it spoke at 0
-        )
+    assert said[13.0] == (
+        # 1 s when it spoke at 0
+        "waiting for 3.0 s at step 2 in all_reduce for rank 1 (at step 1 in forward for 14.0 s)"
     )
     assert (SLOW_S, SLOW_AGAIN_S) == (3.0, 5.0)
 

@@ -1,4 +1,5 @@
-"""Rank 0's watch on a start that is refused after the seal: it ends only once every member knows why, or listens to it."""
+"""Rank 0's watch on a start that is refused after the seal: it ends only once every member knows why, or listens to
+it."""
 
 import socket
 import threading

@@ -1,4 +1,5 @@
-"""Real ranks that are killed, paused, stopped, and that raise: what every survivor says, how soon, and every exit code."""
+"""Real ranks that are killed, paused, stopped, and that raise: what every survivor says, how soon, and every exit
+code."""
 
 import re
 import signal

@@ -239,8 +239,8 @@ def of_ten_million(_: dist.ProcessGroup, unseen_bytes: int) -> dict[str, tuple[i
     return memory.seen_outside()
 
 
-# Of 164 MB the process is off by 0.4 (0.2 %): pages, and what Python and the kernels' scratch grew by. 3 % leaves room for a
-# kernel with huge pages of 2 MiB, which a storage may begin and end inside of.
+# Of 164 MB the process is off by 0.4 (0.2 %): pages, and what Python and the kernels' scratch grew by. 3 % leaves room
+# for a kernel with huge pages of 2 MiB, which a storage may begin and end inside of.
 TOLERANCE = 0.03
 
 

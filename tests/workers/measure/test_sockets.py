@@ -13,7 +13,8 @@ from workers.measure.sockets import Connection, NoDiagnostics
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::ffff:127.0.0.1"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends of a connection; in the last case an IPv4 client of an IPv6 listener, as gloo and the store make them."""
+    """Both ends of a connection; in the last case an IPv4 client of an IPv6 listener, as gloo and the store make
+    them."""
     family = socket.AF_INET if request.param == "127.0.0.1" else socket.AF_INET6
     mapped = request.param.startswith("::ffff")
     with socket.create_server(

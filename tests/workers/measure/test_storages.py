@@ -77,7 +77,8 @@ def test_activations_live_until_the_backward_pass() -> None:
 
     with torch.no_grad():
         assert growth(forward) == pytest.approx(2, abs=0.001)
-    # exp's result is kept for the backward pass, where sin needs its cosine and the product with the gradient beside it.
+    # exp's result is kept for the backward pass, where sin needs its cosine and the product with the gradient beside
+    # it.
     assert growth(lambda: forward().backward()) == pytest.approx(3, abs=0.001)
 
 

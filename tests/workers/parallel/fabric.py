@@ -1,7 +1,7 @@
 """A fabric in one process: the collectives' messages without gloo, so that 8 ranks cost nothing and a deadlock is seen.
 
-It is stricter than gloo. A send ends only when its receive was posted (gloo's rendezvous), and with `late=True` the bytes
-move as late as they may, when either end is waited for: whoever changes a tensor under way is found out.
+It is stricter than gloo. A send ends only when its receive was posted (gloo's rendezvous), and with `late=True` the
+bytes move as late as they may, when either end is waited for: whoever changes a tensor under way is found out.
 """
 
 from collections import defaultdict

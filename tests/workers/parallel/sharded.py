@@ -47,7 +47,8 @@ def train(optimizer: object, parameters: list[nn.Parameter], dtype: torch.dtype 
 
 
 def trained_in_parts(group: dist.ProcessGroup, kind: type, rate: float, decay: float, told: bool) -> float:
-    """How far a rank's parts end from those of whole weights; `told`: whether the optimizer knows of the other ranks."""
+    """How far a rank's parts end from those of whole weights; `told`: whether the optimizer knows of the other
+    ranks."""
     whole = weights()
     dense = train(kind(groups(whole, decay), rate), whole)
     parts = [nn.Parameter(part(weight, group).clone()) for weight in weights()]

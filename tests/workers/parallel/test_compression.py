@@ -1,4 +1,5 @@
-"""Every compressor: sums that all ranks share, nothing lost, as many bytes as its formula, at sizes and numbers that are odd."""
+"""Every compressor: sums that all ranks share, nothing lost, as many bytes as its formula, at sizes and numbers that
+are odd."""
 
 from collections.abc import Callable
 from typing import Any
@@ -207,7 +208,8 @@ def test_the_mean_magnitude_of_millions_is_not_short() -> None:
 
 
 def sixteen_bits(group: dist.ProcessGroup) -> dict[str, tuple[bool, bool]]:
-    """Gradients of bfloat16: whether sums are of it, and with what is left over near the dense ones after many roundings."""
+    """Gradients of bfloat16: whether sums are of it, and with what is left over near the dense ones after many
+    roundings."""
     found = {}
     for method, make in MAKE.items():
         compressor = make(group, BUCKETS[-1], True)

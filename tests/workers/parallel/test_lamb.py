@@ -38,7 +38,8 @@ def test_two_steps_are_the_papers_formula() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 def test_equal_to_pytorch_optimizer(decay: float) -> None:
-    """Theirs leaves the bias of m and v in r, and the ratio takes any factor of r + λw out again: so its λ is divided by that of r."""
+    """Theirs leaves the bias of m and v in r, and the ratio takes any factor of r + λw out again: so its λ is divided
+    by that of r."""
     from pytorch_optimizer import Lamb as Theirs
 
     ours, theirs = weights(torch.float32)[:1], weights(torch.float32)[:1]  # it would scale a bias, too

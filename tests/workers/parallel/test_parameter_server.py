@@ -1,4 +1,5 @@
-"""The rules of the parameter server without a process: who may start, what counts, who is waited for, and the history's audit."""
+"""The rules of the parameter server without a process: who may start, what counts, who is waited for, and the history's
+audit."""
 
 import pytest
 import torch

@@ -54,7 +54,8 @@ def test_another_thread_is_another_record() -> None:
 
 
 def sleeps_of(monkeypatch: pytest.MonkeyPatch, share: float, kinds: list[str]) -> list[float]:
-    """What is slept for phases of these kinds, each of which takes 3 s of the thread's CPU time and 10 s of the clock's."""
+    """What is slept for phases of these kinds, each of which takes 3 s of the thread's CPU time and 10 s of the
+    clock's."""
     slept: list[float] = []
     cpu, wall = iter(range(0, 300, 3)), iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "thread_time", lambda: float(next(cpu)))

@@ -1,4 +1,5 @@
-"""Schedules without a process: complete, in order, free of deadlock, with the bubble and the memory that are claimed."""
+"""Schedules without a process: complete, in order, free of deadlock, with the bubble and the memory that are
+claimed."""
 
 from collections import Counter, defaultdict
 from fractions import Fraction

@@ -1,4 +1,5 @@
-"""Cutting a model: which layers go where, which rank holds which parameter, and gradients of those that several hold."""
+"""Cutting a model: which layers go where, which rank holds which parameter, and gradients of those that several
+hold."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""f and g, gather and scatter, and the linear layers between them, against one process; what they copy, and what they send."""
+"""f and g, gather and scatter, and the linear layers between them, against one process; what they copy, and what they
+send."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,7 +129,8 @@ def test_f_and_g_copy_nothing(ranks: Ranks) -> None:
 
 @contextmanager
 def named(group: dist.ProcessGroup, description: str) -> Iterator[None]:
-    """`group` under another description: only some of the pool's ranks are here, and all would have to make a new one."""
+    """`group` under another description: only some of the pool's ranks are here, and all would have to make a new
+    one."""
     before = group.group_desc
     group._set_group_desc(description)
     try:

@@ -1,4 +1,5 @@
-"""Embedding and cross-entropy over a vocabulary in parts, against the dense ones, at uneven parts and extreme scores."""
+"""Embedding and cross-entropy over a vocabulary in parts, against the dense ones, at uneven parts and extreme
+scores."""
 
 from typing import Any
 

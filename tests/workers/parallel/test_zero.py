@@ -122,7 +122,8 @@ def sent(group: dist.ProcessGroup, stage: int, reshard: bool) -> list[float]:
     return [sends[0].calls, sends[0].raw_bytes, padded]
 
 
-# Gathers and sums of each unit in a step of two microbatches: 1 and 1; 1 and 2; forward, backward and sum twice; without one gather.
+# Gathers and sums of each unit in a step of two microbatches: 1 and 1; 1 and 2; forward, backward and sum twice;
+# without one gather.
 @pytest.mark.parametrize(("stage", "reshard", "moves"), [(1, True, 2), (2, True, 3), (3, True, 6), (3, False, 4)])
 def test_what_a_step_sends(ranks: Ranks, stage: int, reshard: bool, moves: int) -> None:
     for num_calls, num_bytes, padded in ranks(3, sent, stage, reshard):
@@ -189,7 +190,8 @@ def test_what_is_summed_at_once_is_bounded(ranks: Ranks, batched: bool, vectors:
 
 
 def in_16_bits(group: dist.ProcessGroup) -> list[Any]:
-    """Types of weights, masters and gradients, and whether ten steps that bfloat16 alone would lose moved the masters."""
+    """Types of weights, masters and gradients, and whether ten steps that bfloat16 alone would lose moved the
+    masters."""
     model, zero = built(group, 3, True, dtype=torch.bfloat16)
     before = [master.detach().clone() for master in zero.masters]
     steps(group, model, zero, 1)

@@ -1,4 +1,5 @@
-"""The passes in their order, and when a section of rank 0's log is finished: what is known then is told, not at the end."""
+"""The passes in their order, and when a section of rank 0's log is finished: what is known then is told, not at the
+end."""
 
 from pathlib import Path
 

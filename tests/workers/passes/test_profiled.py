@@ -147,7 +147,8 @@ def test_a_traced_run_leaves_one_trace_of_all_ranks(ranks: Ranks, tmp_path: Path
 
 
 def out_of_order(trace: dict[str, Any], rank: int) -> list[dict[str, Any]]:
-    """What stands on the wrong side of the naive backward pass: its marks, gloo's time and the profiler's are one clock."""
+    """What stands on the wrong side of the naive backward pass: its marks, gloo's time and the profiler's are one
+    clock."""
     found = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank]
     step = next(event for event in found if event["name"] == "naive")
     inside = [event for event in found if step["ts"] <= event["ts"] <= step["ts"] + step["dur"]]

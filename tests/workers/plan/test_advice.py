@@ -64,7 +64,8 @@ def test_each_kind_has_a_framework_and_modes_that_show_it() -> None:
 @pytest.mark.parametrize("gpus", [1, 2, 5, 8])
 @pytest.mark.parametrize("more", ["", "--batch 8", "--recompute", "--gpus-per-node 6"])
 def test_a_remedy_fits_if_it_is_taken(params: str, gpus: int, more: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Five GPUs twice would be ten, two nodes of eight half full: sixteen are named. One GPU knows no ZeRO to offload from."""
+    """Five GPUs twice would be ten, two nodes of eight half full: sixteen are named. One GPU knows no ZeRO to offload
+    from."""
     line = f"--params {params} --gpus {min(gpus, 6) if 'node' in more else gpus} --gpu-memory 24GB {more}"
     asked = job(line)
     said = list(remedies(asked))

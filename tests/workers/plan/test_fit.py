@@ -1,4 +1,5 @@
-"""The arithmetic of `make fit`: what dp and zero3 need, by hand, and a verdict that can fail. The kill is in tests/compose."""
+"""The arithmetic of `make fit`: what dp and zero3 need, by hand, and a verdict that can fail. The kill is in
+tests/compose."""
 
 from pathlib import Path
 

@@ -73,7 +73,8 @@ def test_what_is_given_of_a_shape_stays() -> None:
 
 
 def test_no_single_axis_holds_gpt3_on_128_gpus() -> None:
-    """8 x 16 is Megatron's way; tensor parallelism takes ZeRO-3 beside it, pipelines do not do, and 16 GPUs hold it in no way."""
+    """8 x 16 is Megatron's way; tensor parallelism takes ZeRO-3 beside it, pipelines do not do, and 16 GPUs hold it in
+    no way."""
     chosen = plan(job("--params 175B --gpus 128 --gpu-memory 80GB"))
     assert [name for name, each in chosen.costs.items() if each.fits] == [
         "tp x zero3",
@@ -97,8 +98,8 @@ def tiny(**changed: Any) -> tuple[Config, Job]:
     """The lab's own gpt, and the same on paper."""
     config = Config.read(SIZES | {"RUN_MODE": "dp", "LAB_MICROBATCHES": "2"})
     asked = job(
-        f"--params {outline(config).num_parameters()} --gpus 4 --gpu-memory 1GB --layers 2 --width 32 --heads 4 --seq 8 --batch 2 "
-        "--microbatches 2 --precision fp32 --optimizer sgd"
+        f"--params {outline(config).num_parameters()} --gpus 4 --gpu-memory 1GB --layers 2 --width 32 --heads 4 --seq 8"
+        " --batch 2 --microbatches 2 --precision fp32 --optimizer sgd"
     )
     return config, replace(asked, **changed)
 
@@ -209,7 +210,10 @@ def test_nothing_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = "--gpus 0 --gpu-memory 80Gbit --link 100 --precison mixed --recompute some --utilisation 140% --calibrate /absent"
+    wrong = (
+        "--gpus 0 --gpu-memory 80Gbit --link 100 --precison mixed --recompute some --utilisation 140% --calibrate"
+        " /absent"
+    )
     assert main(wrong.split()) == 2
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("refused    ") for line in lines)

@@ -52,7 +52,8 @@ def test_a_survivor_without_words_is_not_waited_for_without_end(tmp_path: Path) 
 
 
 def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[str, Any]:
-    """The run of a rank alone, of which its gradients alone were checked, by how far they are off; `check` sees the mistake it made."""
+    """The run of a rank alone, of which its gradients alone were checked, by how far they are off; `check` sees the
+    mistake it made."""
     journal = Journal()
     journal.open(folder, 0)
     made = {"name": "lost_shard", "what": "a shard is lost", "check": check}

@@ -86,7 +86,8 @@ def test_a_lanes_sockets_are_labelled_and_no_others(ranks: Ranks, tmp_path: Path
 
 
 def reason(group: dist.ProcessGroup, settings: dict[str, str], folder: str, faults: list[str | None]) -> str:
-    """Why a rank has no lane, where each rank's link was shaped with its own of `faults`, or not at all if that is None."""
+    """Why a rank has no lane, where each rank's link was shaped with its own of `faults`, or not at all if that is
+    None."""
     usual = link.SHAPED
     fault = faults[group.rank()]
     link.SHAPED = Path(folder) / "nothing"

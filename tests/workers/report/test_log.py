@@ -37,10 +37,22 @@ def test_the_log_of_a_good_run() -> None:
         "           naive                      81.7    1.62     9.60 MB   9.60 MB   9.70 MB   held",
         "           bucketed                   50.5    1.00     9.60 MB   9.60 MB   9.61 MB   held",
         "           ddp                        50.5    1.00     9.60 MB   9.60 MB   9.61 MB   shown",
-        "memory     MB at rest / at the peak   parameters   gradients   activations         total   rest by formula       process",
-        "           naive                            6.40        6.40      0 / 7.80   12.8 / 20.6              12.8   13.1 / 21.6   held",
-        "           bucketed                         6.40        6.40      0 / 10.8   12.8 / 23.6              12.8   13.1 / 24.6   held",
-        "           ddp                              6.40        6.40      0 / 13.8   12.8 / 26.6              12.8   13.1 / 27.6   shown",
+        (
+            "memory     MB at rest / at the peak   parameters   gradients   activations         total   rest by formula"
+            "       process"
+        ),
+        (
+            "           naive                            6.40        6.40      0 / 7.80   12.8 / 20.6              12.8"
+            "   13.1 / 21.6   held"
+        ),
+        (
+            "           bucketed                         6.40        6.40      0 / 10.8   12.8 / 23.6              12.8"
+            "   13.1 / 24.6   held"
+        ),
+        (
+            "           ddp                              6.40        6.40      0 / 13.8   12.8 / 26.6              12.8"
+            "   13.1 / 27.6   shown"
+        ),
         "checks     shards disjoint   0   tolerance 0   held",
         "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
         f"PASS       16 checks held · report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up",
@@ -78,8 +90,14 @@ def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
     said = lines(without(Overlap, pipeline_run(2, 2, ("1f1b",))))
     profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
     assert said[profile : profile + 7] == [
-        "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication   optimizer     waiting",
-        "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00 (2)   50.0 (43)",
+        (
+            "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication  "
+            " optimizer     waiting"
+        ),
+        (
+            "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00"
+            " (2)   50.0 (43)"
+        ),
         "timeline   1f1b: bubble 0.37 measured, 0.33 by (p-1)/(m+p-1)",
         "           rank 0 |00000001111111..............aaaaaaaaaaaaaa.......bbbbbbbbbbbbbb+|",
         "           rank 1 |.......0000000aaaaaaaaaaaaaa1111111bbbbbbbbbbbbbb+..............|",
@@ -109,7 +127,10 @@ def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
     )
 
 
-MADE = "mistake    LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that is meant to see it: replicas"
+MADE = (
+    "mistake    LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that is meant to see it:"
+    " replicas"
+)
 
 
 def test_a_mistake_is_told_first_and_who_saw_it_last() -> None:

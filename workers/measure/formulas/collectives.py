@@ -1,8 +1,8 @@
 """Collectives: bytes, rounds and seconds.
 
-S is always the whole tensor, as it stands before a reduce_scatter
-and after an all_gather. Bytes are those that one `rank` sends; what is received is somebody else's sending, and nothing is
-sent by a world of one. Sources, by the names used below:
+S is always the whole tensor, as it stands before a reduce_scatter and after an all_gather. Bytes are those that one
+`rank` sends; what is received is somebody else's sending, and nothing is sent by a world of one. Sources, by the names
+used below:
 
   Thakur    Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH (IJHPCA 2005)
   Patarasuk Patarasuk, Yuan: Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations (JPDC 2009)
@@ -22,9 +22,9 @@ def chunk_bytes(world_size: int, nbytes: int, itemsize: int = 4) -> list[int]:
 def all_reduce_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0, itemsize: int = 4) -> float:
     """Bytes that `rank` sends in an all_reduce of S bytes; 2(N-1)/N·S is the least (Patarasuk, section 3).
 
-    ring, direct and gloo send it, up to the rest of an uneven division. tree: so does each of its P = 2^floor(log2 N) core
-    ranks, on chunks of P, and rank P + i sends its S to rank i before and gets S back after. server: rank 0 sends the sum to
-    everyone, (N-1)·S, and receives as much.
+    ring, direct and gloo send it, up to the rest of an uneven division. tree: so does each of its P = 2^floor(log2 N)
+    core ranks, on chunks of P, and rank P + i sends its S to rank i before and gets S back after. server: rank 0 sends
+    the sum to everyone, (N-1)·S, and receives as much.
     """
     core = 1 << (world_size.bit_length() - 1)
     if algorithm == "gloo":  # a ring, in even segments (gloo/allreduce.cc)
@@ -38,7 +38,8 @@ def all_reduce_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0
         return float(
             nbytes - widths[rank] + _doubling_bytes(widths, rank) + (nbytes if rank + core < world_size else 0)
         )
-    # In the ring rank r ends the first half with the sum of chunk r + 1: it stands where r + 1 stands in a reduce_scatter.
+    # In the ring rank r ends the first half with the sum of chunk r + 1: it stands where r + 1 stands in a
+    # reduce_scatter.
     owner = (rank + (algorithm == "ring")) % world_size
     return sum(
         half(algorithm, world_size, nbytes, owner, itemsize) for half in (reduce_scatter_bytes, all_gather_bytes)
@@ -48,9 +49,10 @@ def all_reduce_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0
 def reduce_scatter_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0, itemsize: int = 4) -> float:
     """Bytes that `rank` sends in a reduce_scatter of S bytes that leaves it chunk `rank`; (N-1)/N·S is the least.
 
-    ring: every chunk but its own, one a round; direct: the same, all at once. tree: rank i stands for P + i too, whose S it
-    gets first and whose chunk it sends last; halving sends all but these two chunks (Thakur, section 4.4). server: the whole to
-    rank 0, which sends each its chunk. gloo's is an all_reduce and a slice (ProcessGroupGloo): 1.5·S at N=4, not 0.75·S.
+    ring: every chunk but its own, one a round; direct: the same, all at once. tree: rank i stands for P + i too, whose
+    S it gets first and whose chunk it sends last; halving sends all but these two chunks (Thakur, section 4.4). server:
+    the whole to rank 0, which sends each its chunk. gloo's is an all_reduce and a slice (ProcessGroupGloo): 1.5·S at
+    N=4, not 0.75·S.
     """
     chunks = chunk_bytes(world_size, nbytes, itemsize)
     core = 1 << (world_size.bit_length() - 1)
@@ -64,9 +66,9 @@ def reduce_scatter_bytes(algorithm: str, world_size: int, nbytes: int, rank: int
 def all_gather_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0, itemsize: int = 4) -> float:
     """Bytes that `rank` sends in an all_gather of chunks that are S bytes together; (N-1)/N·S is the least.
 
-    ring: passes on every chunk but the one that its successor owns; direct: its own chunk to all others. tree: rank P + i
-    sends its chunk to rank i, which doubles with both and sends the S back (Thakur, section 4.2). server: each its chunk to rank
-    0, which sends the whole to everyone. gloo's is a ring (gloo/allgather.cc).
+    ring: passes on every chunk but the one that its successor owns; direct: its own chunk to all others. tree: rank P +
+    i sends its chunk to rank i, which doubles with both and sends the S back (Thakur, section 4.2). server: each its
+    chunk to rank 0, which sends the whole to everyone. gloo's is a ring (gloo/allgather.cc).
     """
     chunks = chunk_bytes(world_size, nbytes, itemsize)
     core = 1 << (world_size.bit_length() - 1)
@@ -85,7 +87,8 @@ def all_gather_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0
 
 
 def _doubling_bytes(widths: list[int], rank: int) -> int:
-    """What `rank` sends while blocks double: its own width, then the aligned 2, 4, ... widths around it, up to half of all."""
+    """What `rank` sends while blocks double: its own width, then the aligned 2, 4, ... widths around it, up to half of
+    all."""
     blocks = [1 << level for level in range(len(widths).bit_length() - 1)]
     return sum(sum(widths[rank // block * block :][:block]) for block in blocks)
 
@@ -93,8 +96,8 @@ def _doubling_bytes(widths: list[int], rank: int) -> int:
 def rooted_bytes(op: str, world_size: int, nbytes: int, rank: int, root: int = 0) -> float:
     """Bytes that `rank` sends in a broadcast, reduce, scatter or gather of a whole of S bytes, as gloo routes them.
 
-    broadcast: a binomial tree (gloo/broadcast.cc): the v-th after the root sends S to v + 2^k, for all 2^k > v. reduce: a
-    ring reduce_scatter, then every chunk to the root (gloo/reduce.cc): up to a third of S more than this was seen at
+    broadcast: a binomial tree (gloo/broadcast.cc): the v-th after the root sends S to v + 2^k, for all 2^k > v. reduce:
+    a ring reduce_scatter, then every chunk to the root (gloo/reduce.cc): up to a third of S more than this was seen at
     12 MiB, where segments of 1 MiB at most do not divide the ring. scatter, gather: direct.
     """
     part = nbytes / world_size
@@ -109,7 +112,8 @@ def rooted_bytes(op: str, world_size: int, nbytes: int, rank: int, root: int = 0
 
 
 def algorithmic_factor(op: str, world_size: int) -> float:
-    """Bytes sent a rank, over the bytes of the whole tensor, by the best algorithm: makes called bytes of bytes in a call.
+    """Bytes sent a rank, over the bytes of the whole tensor, by the best algorithm: makes called bytes of bytes in a
+    call.
 
     Where ranks differ it is their mean: a broadcast or reduce of S sends (N-1)·S in all however it is routed, so
     (N-1)/N·S a rank. An all_to_all keeps its own part, as a scatter's root does. Point-to-point: what is sent is sent.
@@ -150,5 +154,6 @@ def all_reduce_seconds(algorithm: str, world_size: int, nbytes: int, latency_s: 
 
 
 def wire_tolerance(predicted: float, calls: float, group_size: int) -> float:
-    """How far wire bytes may be off: 1 %, and 1 KiB for each call and other rank (gloo's headers are about 577 B of it)."""
+    """How far wire bytes may be off: 1 %, and 1 KiB for each call and other rank (gloo's headers are about 577 B of
+    it)."""
     return 0.01 * predicted + 1024 * calls * (group_size - 1)

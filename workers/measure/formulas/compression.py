@@ -1,7 +1,7 @@
 """Compressed gradients: bytes that a rank sends to sum one bucket, and where sending places stops to pay.
 
-n is the numbers of a bucket, s their bytes each, f = 2(N-1)/N what an all_reduce sends of its tensor: under twice its message
-however many ranks there are. An all_gather's bytes grow with N - 1. Sources, by method:
+n is the numbers of a bucket, s their bytes each, f = 2(N-1)/N what an all_reduce sends of its tensor: under twice its
+message however many ranks there are. An all_gather's bytes grow with N - 1. Sources, by method:
 
   topk, randomk  Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (NeurIPS 2018)
   sign           Karimireddy et al.: Error Feedback Fixes SignSGD (ICML 2019)

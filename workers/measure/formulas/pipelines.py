@@ -4,8 +4,8 @@
 def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
     """The part of all ranks' time that idles: (p-1)/(m+p-1), with chunks (p-1)/(v·m+p-1).
 
-    With chunks a microbatch comes back to a rank after p others. Where there are fewer, m < p, the first rank waits for it:
-    a step takes the time of p + (m-1)/v microbatches (by simulation; Megatron allows multiples of p alone).
+    With chunks a microbatch comes back to a rank after p others. Where there are fewer, m < p, the first rank waits for
+    it: a step takes the time of p + (m-1)/v microbatches (by simulation; Megatron allows multiples of p alone).
     """
     if chunks > 1 and microbatches < ranks:
         return 1 - microbatches / (ranks + (microbatches - 1) / chunks)
@@ -18,7 +18,8 @@ def in_flight(schedule: str, ranks: int, microbatches: int, rank: int) -> int:
 
 
 def pipeline_ends(ranks: int, chunks: int, rank: int) -> int:
-    """Ends of `rank`'s stages with another rank behind them: at each it sends an activation, or a gradient, a microbatch.
+    """Ends of `rank`'s stages with another rank behind them: at each it sends an activation, or a gradient, a
+    microbatch.
 
     One for the first and the last rank and two between, and with v chunks 2v, less the model's own two ends.
     """

@@ -1,8 +1,8 @@
 """What a step takes: compute, messages as T = rounds·α + bytes/B, what of them is hidden, and the bubble.
 
-Estimates, not checks: they tell a strategy that is bound by its link from one that is bound by its cores. Sources: compute Kaplan
-et al. 2020, "Scaling Laws for Neural Language Models", section 2.1; with recomputation Narayanan et al. 2021, "Megatron-LM", section
-5.1; α and B Thakur et al. 2005, section 3 (see collectives.py).
+Estimates, not checks: they tell a strategy that is bound by its link from one that is bound by its cores. Sources:
+compute Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1; with recomputation Narayanan et al.
+2021, "Megatron-LM", section 5.1; α and B Thakur et al. 2005, section 3 (see collectives.py).
 """
 
 # Heading and columns of the table in which `comm` leaves what it fitted, for whoever calculates with it.
@@ -11,7 +11,8 @@ LATENCY, RATE = "α, us", "B, GB/s"
 
 
 def training_flops(num_parameters: float, tokens: float, recompute: str = "none") -> float:
-    """6·P a token, 2 forward and 4 backward; 8·P if the whole forward pass is done again. Attention's own s·s is left out."""
+    """6·P a token, 2 forward and 4 backward; 8·P if the whole forward pass is done again. Attention's own s·s is left
+    out."""
     return (8 if recompute == "full" else 6) * num_parameters * tokens
 
 

@@ -1,18 +1,21 @@
-"""Tensor parallelism: t ranks, L layers, b samples of s positions, width h (Shoeybi et al. 2019, Korthikanti et al. 2022)."""
+"""Tensor parallelism: t ranks, L layers, b samples of s positions, width h (Shoeybi et al. 2019, Korthikanti et al.
+2022)."""
 
 from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes, chunk_bytes, reduce_scatter_bytes
 
 
 def slice_sums(recompute: str = "none") -> int:
-    """all_reduces of a sliced part: g's forward, f's backward, and g's once more if the whole forward pass is done again."""
+    """all_reduces of a sliced part: g's forward, f's backward, and g's once more if the whole forward pass is done
+    again."""
     return 3 if recompute == "full" else 2
 
 
 def tensor_parallel_bytes(world_size: int, num_slices: int, nbytes: int, recompute: str = "none") -> float:
     """What a rank sends for `num_slices` sliced parts between activations of `nbytes`: 2 all_reduces each, g's and f's.
 
-    A layer of gpt is two slices: 2 all_reduces forward and 2 backward of b·s·h, so 8(t-1)/t·b·s·h elements a layer and rank
-    (Shoeybi, section 3, figure 4). Embedding and output layer are one more: the first ends with a g, the other begins with an f.
+    A layer of gpt is two slices: 2 all_reduces forward and 2 backward of b·s·h, so 8(t-1)/t·b·s·h elements a layer and
+    rank (Shoeybi, section 3, figure 4). Embedding and output layer are one more: the first ends with a g, the other
+    begins with an f.
     """
     return slice_sums(recompute) * num_slices * all_reduce_bytes("gloo", world_size, nbytes)
 
@@ -20,8 +23,8 @@ def tensor_parallel_bytes(world_size: int, num_slices: int, nbytes: int, recompu
 def sequence_parallel_bytes(world_size: int, num_slices: int, num_rows: int, row_bytes: int, rank: int) -> float:
     """The same where rank r keeps chunk r of the rows: each all_reduce is a reduce_scatter and an all_gather (direct).
 
-    A rank with a row more sends more of it and gathers more; all together they send what the all_reduces do (Korthikanti,
-    section 4.2.2).
+    A rank with a row more sends more of it and gathers more; all together they send what the all_reduces do
+    (Korthikanti, section 4.2.2).
     """
     halves = (reduce_scatter_bytes, all_gather_bytes)
     pair = sum(half("direct", world_size, num_rows * row_bytes, rank, row_bytes) for half in halves)
@@ -41,7 +44,8 @@ def sequence_parallel_calls(world_size: int, num_slices: int, num_rows: int, ran
 
 
 def column_split_bytes(world_size: int, num_rows: int, inputs: int, outputs: int, itemsize: int) -> float:
-    """What a rank sends for one linear layer that is split by outputs alone: all_gather of them, all_reduce for its input.
+    """What a rank sends for one linear layer that is split by outputs alone: all_gather of them, all_reduce for its
+    input.
 
     The gather takes parts of one size: outputs are rounded up to a multiple of t.
     """
@@ -51,7 +55,8 @@ def column_split_bytes(world_size: int, num_rows: int, inputs: int, outputs: int
 
 
 def parallel_loss_bytes(world_size: int, num_tokens: int, itemsize: int) -> float:
-    """A cross-entropy over split scores: of each token a maximum, a sum and the target's score, b·s numbers in place of b·s·v."""
+    """A cross-entropy over split scores: of each token a maximum, a sum and the target's score, b·s numbers in place of
+    b·s·v."""
     return all_reduce_bytes("gloo", world_size, 3 * num_tokens * itemsize)
 
 
@@ -60,9 +65,9 @@ def sequence_saves_bytes(
 ) -> int:
     """Activations that a rank need not hold for its backward pass if between the blocks it has its own rows alone.
 
-    A norm keeps its input, and a mean and a deviation for each vector: b·s·h + 2·b·s numbers (in Korthikanti's table 2 it is
-    most of the 10·s·b·h that tensor parallelism leaves whole; there is no dropout here). A row is `row_numel` numbers in
-    vectors of `width`. What is gathered for a slice is held whole: to gather it again would send more.
+    A norm keeps its input, and a mean and a deviation for each vector: b·s·h + 2·b·s numbers (in Korthikanti's table 2
+    it is most of the 10·s·b·h that tensor parallelism leaves whole; there is no dropout here). A row is `row_numel`
+    numbers in vectors of `width`. What is gathered for a slice is held whole: to gather it again would send more.
     """
     others = num_rows - chunk_bytes(world_size, num_rows, 1)[rank]
     return num_norms * others * (row_numel + 2 * row_numel // width) * itemsize

@@ -63,7 +63,8 @@ def kept_by_a_layer(width: int, heads: int) -> int:
 
 @pytest.mark.parametrize(("width", "heads"), [(64, 4), (128, 8)])
 def test_the_labs_own_layer_keeps_what_the_formula_says(width: int, heads: int) -> None:
-    """Less dropout's two masks, which it lacks; and two numbers a norm and position, and one of the softmax a head and position."""
+    """Less dropout's two masks, which it lacks; and two numbers a norm and position, and one of the softmax a head and
+    position."""
     tokens = 4 * 32
     formula = layer_activation_bytes(32, 4, width, heads, itemsize=4, recompute="selective")
     assert kept_by_a_layer(width, heads) == formula - 2 * tokens * width + tokens * 4 * (2 * 2 + heads)

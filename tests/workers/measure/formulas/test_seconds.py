@@ -7,7 +7,8 @@ from workers.measure.formulas.seconds import exposed_seconds, message_seconds, s
 
 
 def test_gpt3_took_as_many_operations_as_its_paper_says() -> None:
-    """Brown et al. 2020, table D.1: 3.14e23 for 174.6 billion parameters and 300 billion tokens, at 6 a parameter and token."""
+    """Brown et al. 2020, table D.1: 3.14e23 for 174.6 billion parameters and 300 billion tokens, at 6 a parameter and
+    token."""
     assert training_flops(174.6e9, 300e9) == pytest.approx(3.14e23, rel=1e-3)
     # Narayanan et al. 2021, section 5.1: recomputed, at 140 TFLOP/s on each of 1024 GPUs, 34 days.
     assert round(training_flops(175e9, 300e9, "full") / (1024 * 140e12) / 86400) == 34
