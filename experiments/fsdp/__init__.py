@@ -81,8 +81,7 @@ def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class WholeForAMoment(torch.autograd.Function):
-    """A layer as a function of a rank's shard: it gathers all ranks', so the shard's gradient is a sum over all
-    ranks."""
+    """A layer as a function of a rank's shard: all ranks' are gathered, so the shard's gradient is a sum over ranks."""
 
     @staticmethod
     def forward(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.workers.parallel.simulation import simulate
 from workers.measure.formulas import pipelines as formulas
 from workers.parallel.schedules import (
     Action,
@@ -19,7 +20,6 @@ from workers.parallel.schedules import (
     naive,
     needs,
     one_forward_one_backward,
-    simulate,
 )
 
 pytestmark = pytest.mark.timeout(60)

@@ -93,24 +93,6 @@ def _doubling_bytes(widths: list[int], rank: int) -> int:
     return sum(sum(widths[rank // block * block :][:block]) for block in blocks)
 
 
-def rooted_bytes(op: str, world_size: int, nbytes: int, rank: int, root: int = 0) -> float:
-    """Bytes that `rank` sends in a broadcast, reduce, scatter or gather of a whole of S bytes, as gloo routes them.
-
-    broadcast: a binomial tree (gloo/broadcast.cc): the v-th after the root sends S to v + 2^k, for all 2^k > v. reduce:
-    a ring reduce_scatter, then every chunk to the root (gloo/reduce.cc): up to a third of S more than this was seen at
-    12 MiB, where segments of 1 MiB at most do not divide the ring. scatter, gather: direct.
-    """
-    part = nbytes / world_size
-    if op == "broadcast":
-        place = (rank - root) % world_size
-        steps = (1 << level for level in range(place.bit_length(), world_size.bit_length()))
-        return float(nbytes * sum(place + step < world_size for step in steps))
-    if op == "scatter":
-        return nbytes - part if rank == root else 0.0
-    to_root = 0.0 if rank == root else part
-    return to_root + (nbytes - part if op == "reduce" and world_size > 1 else 0.0)
-
-
 def algorithmic_factor(op: str, world_size: int) -> float:
     """Bytes sent a rank, over the bytes of the whole tensor, by the best algorithm: makes called bytes of bytes in a
     call.
