@@ -71,16 +71,14 @@ class Claim:
 
 
 def _shared(config: Config) -> dict[str, str]:
+    """What all ranks need alike and this one sets: the mode's own variables too."""
     shared = {}
-    for name, entry in type(config).model_fields.items():
-        value = getattr(config, name)
-        if (
-            name not in OWN
-            and not isinstance(value, Path)
-            and not isinstance(entry.default, Path)
-            and value != entry.default
-        ):
-            shared[entry.alias or name] = _text(value)
+    for part in (config, config.options):
+        for name, entry in type(part).model_fields.items():
+            value = getattr(part, name)
+            paths = isinstance(value, Path) or isinstance(entry.default, Path)
+            if entry.alias and name not in OWN and not paths and value != entry.default:
+                shared[entry.alias] = _text(value)
     return shared
 
 

@@ -40,12 +40,11 @@ class Mesh:
         groups = {}
         for dim, axis in enumerate(sizes):
             rows = ranks.movedim(dim, -1).reshape(-1, sizes[axis]).tolist()
-            own = next(row for row in rows if me in row)
-            group = dist.new_group(
-                own, timedelta(seconds=timeout_s), use_local_synchronization=True, group_desc=f"mesh_{axis}"
-            )
-            assert isinstance(group, dist.ProcessGroup)
-            groups[axis] = group
+            # Every rank makes every row's group, in the same order: torch counts them to give each its name.
+            made = [dist.new_group(row, timedelta(seconds=timeout_s), group_desc=f"mesh_{axis}") for row in rows]
+            own = next(group for row, group in zip(rows, made, strict=True) if me in row)
+            assert isinstance(own, dist.ProcessGroup)
+            groups[axis] = own
         return cls(groups)
 
     @property

@@ -138,3 +138,12 @@ def test_a_claim_carries_what_must_agree_and_nothing_else() -> None:
     made = Claim.of(Config.read(environ), "v1", "")
     assert made.settings == {"LAB_STEPS": "7", "LAB_VARIANT": "flat,ring", "LAB_PROOF": "0"}
     assert made.differences(made) is None
+
+
+def test_a_modes_own_variables_must_agree_too() -> None:
+    environ = {"RUN_MODE": "compress", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    shared = [
+        Claim.of(Config.read(environ | {"LAB_RATIO": ratio}), "v1", "10.0.0.2").settings.get("LAB_RATIO")
+        for ratio in ("0.5", "0.01")
+    ]
+    assert shared == ["0.5", None]  # what is the default is not sent

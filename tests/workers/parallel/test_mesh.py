@@ -20,16 +20,20 @@ def places(group: dist.ProcessGroup, sizes: dict[str, int]) -> dict[str, tuple[i
 
 
 def test_the_last_axis_is_the_innermost(ranks: Ranks) -> None:
-    found = ranks(6, places, {"dp": 2, "tp": 3})
-    assert [of_rank["dp"][0] for of_rank in found] == [0, 0, 0, 1, 1, 1]
-    assert [of_rank["tp"][0] for of_rank in found] == [0, 1, 2, 0, 1, 2]
-    assert found[4]["tp"] == (1, 3, [3, 4, 5], 111000.0)
-    assert found[4]["dp"] == (1, 2, [1, 4], 10010.0)
+    found = ranks(8, places, {"dp": 2, "tp": 4})
+    assert [of_rank["dp"][0] for of_rank in found] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [of_rank["tp"][0] for of_rank in found] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert found[5]["tp"] == (1, 4, [4, 5, 6, 7], 11110000.0)
+    assert found[5]["dp"] == (1, 2, [1, 5], 100010.0)
 
 
 def test_three_axes_of_uneven_lengths(ranks: Ranks) -> None:
-    found = ranks(6, places, {"pp": 3, "dp": 1, "tp": 2})
-    assert found[3] == {"pp": (1, 3, [1, 3, 5], 101010.0), "dp": (0, 1, [3], 1000.0), "tp": (1, 2, [2, 3], 1100.0)}
+    found = ranks(8, places, {"pp": 4, "dp": 1, "tp": 2})
+    assert found[5] == {
+        "pp": (2, 4, [1, 3, 5, 7], 10101010.0),
+        "dp": (0, 1, [5], 100000.0),
+        "tp": (1, 2, [4, 5], 110000.0),
+    }
 
 
 def one_axis(group: dist.ProcessGroup, sizes: dict[str, int]) -> tuple[bool, int, int]:
@@ -55,6 +59,6 @@ def test_what_is_no_grid_is_refused(ranks: Ranks) -> None:
     assert ranks(3, refused, {"dp": 2, "tp": 2}, "") == ["a mesh of dp 2 x tp 2 takes 4 ranks, and there are 3"] * 3
 
 
-@pytest.mark.parametrize(("sizes", "words"), [({"dp": 2, "tp": 2}, "name the axis"), ({"dp": 1, "tp": 4}, "4")])
+@pytest.mark.parametrize(("sizes", "words"), [({"dp": 2, "tp": 4}, "name the axis"), ({"dp": 1, "tp": 8}, "8")])
 def test_one_group_is_meant_only_where_one_axis_is_long(ranks: Ranks, sizes: dict[str, int], words: str) -> None:
-    assert all(words in found for found in ranks(4, refused, sizes, ""))
+    assert all(words in found for found in ranks(8, refused, sizes, ""))

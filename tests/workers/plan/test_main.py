@@ -106,7 +106,7 @@ def tiny(**changed: Any) -> tuple[Config, Job]:
 
 def claim(mode: Any, config: Config, variant: str, name: str) -> float:
     predicted: float = max(
-        next(each.value for each in mode.predict(config) if (each.variant, each.name) == (variant, name))
+        next(each.value for each in mode.MODE.predict(config) if (each.variant, each.name) == (variant, name))
     )
     return predicted
 
