@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from workers.config import Config
@@ -107,9 +106,8 @@ def where_it_was(batch: int) -> int:
 class Instead:
     """What takes the place of the right thing where a mistake is made; None leaves it as it is.
 
-    Instead(variants=("flat", "bucketed"), parts={"buckets": StaleBuckets})      flat(model, mesh, config,
-                                                                                 buckets=StaleBuckets)
-    Instead(run={"sampler": None})                                              run(lab, sampler=None)
+    Instead(("flat", "bucketed"), {"buckets": StaleBuckets})    flat(model, mesh, config, buckets=StaleBuckets)
+    Instead(run={"sampler_of": None})                           run(lab, sampler_of=None)
     """
 
     variants: Sequence[str] = ()  # which are made with other parts
@@ -241,9 +239,3 @@ class Mode:
         )
         run = partial(self.run, **where.run) if self.run is not None and where.run else self.run
         return replace(self, variants=made, run=run, **others)
-
-
-def dtype_of(config: Config) -> torch.dtype:
-    """LAB_DTYPE as torch has it."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype

@@ -101,7 +101,9 @@ def source_version(config: Config) -> str:
     for path in sorted([*top.glob("workers/**/*.py"), *top.glob("experiments/**/*.py")]):
         digest.update(str(path.relative_to(top)).encode() + path.read_bytes())
     if is_path(config.run_mode):
-        digest.update(lesson_file(config.run_mode).read_bytes())
+        lesson = lesson_file(config.run_mode)
+        for path in sorted(lesson.parent.glob("**/*.py")) if lesson.name == "__init__.py" else [lesson]:
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
