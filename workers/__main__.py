@@ -9,6 +9,7 @@ a check failed, an error was raised or the disk filled; 2 the settings were refu
 SIGTERM, 130 by Ctrl-C.
 """
 
+import io
 import os
 import runpy
 import sys
@@ -24,6 +25,9 @@ HERE = Path(__file__).parents[1]
 def main(words: Sequence[str] = ()) -> int:
     """Do what was typed, by default start the ranks or be one; returns the exit code."""
     started_at = time.time()
+    for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show is escaped, and ends nothing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         typed = commands.read(words)
         os.environ.update(typed.settings)

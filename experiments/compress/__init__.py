@@ -71,7 +71,7 @@ class Options(ModeOptions):
     ratio: float = Field(
         0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that topk and randomk send"
     )
-    low_rank: int = Field(4, alias="LAB_LOW_RANK", ge=1, description="rank of powersgd's matrices")
+    low_rank: int = Field(4, alias="LAB_LOW_RANK", ge=1, le=10**9, description="rank of powersgd's matrices")
     error_feedback: bool = Field(
         True,
         alias="LAB_ERROR_FEEDBACK",

@@ -57,9 +57,11 @@ class Options(ModeOptions):
     """What only pipelines know."""
 
     sizes = {"microbatches": 4}  # noqa: RUF012  ModeOptions says that it is the class's
-    chunks: int = Field(2, alias="LAB_CHUNKS", ge=1, description="stages that a rank holds in the interleaved schedule")
+    chunks: int = Field(
+        2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedule"
+    )
     sleep_ms: float = Field(
-        0, alias="LAB_SLEEP_MS", ge=0, allow_inf_nan=False,
+        0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
         description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",
     )  # fmt: skip
 

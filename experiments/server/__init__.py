@@ -65,10 +65,18 @@ class Options(ModeOptions):
     """How far apart workers may be."""
 
     staleness: int = Field(
-        2, alias="LAB_STALENESS", ge=0, description="steps that the fastest worker may be ahead of the slowest"
+        2,
+        alias="LAB_STALENESS",
+        ge=0,
+        le=10_000,
+        description="steps that the fastest worker may be ahead of the slowest",
     )
     local_steps: int = Field(
-        4, alias="LAB_LOCAL_STEPS", ge=1, description="steps on a worker's own weights before it sends something"
+        4,
+        alias="LAB_LOCAL_STEPS",
+        ge=1,
+        le=10_000,
+        description="steps on a worker's own weights before it sends something",
     )
 
 

@@ -1,5 +1,6 @@
 """The environment becomes one Config, or all its faults at once."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_MODEL": "gtp"}, "LAB_MODEL='gtp' is not one of line, mlp, gpt (did you mean 'gpt'?)"),
         ({"LAB_PROOF": "maybe"}, "LAB_PROOF='maybe' is neither 0 nor 1"),
         ({"LAB_LR": "nan"}, "LAB_LR='nan' is not a number"),
-        ({"LAB_LR": "0"}, "LAB_LR='0' is out of range: allowed is more than 0"),
+        ({"LAB_LR": "0"}, "LAB_LR='0' is out of range: allowed is more than 0, up to 1000"),
         ({"LAB_RUN_ID": "a/b"}, "LAB_RUN_ID='a/b' is not a run id"),
         ({"LAB_RUN_ID": ".."}, "LAB_RUN_ID='..' is not a run id"),
         ({"LAB_MEMORY": "much"}, "LAB_MEMORY='much' is not a size such as 900m or 2g"),
@@ -76,9 +77,9 @@ def test_what_was_set_repeats_the_run() -> None:
             {"RUN_MODE": "compress", "LAB_RATIO": "1.5"},
             "LAB_RATIO='1.5' is out of range: allowed is more than 0, up to 1",
         ),
-        ({"RUN_MODE": "server", "LAB_STALENESS": "-1"}, "LAB_STALENESS='-1' is out of range: allowed is 0 and more"),
-        ({"RUN_MODE": "server", "LAB_LOCAL_STEPS": "0"}, "LAB_LOCAL_STEPS='0' is out of range: allowed is 1 and more"),
-        ({"RUN_MODE": "compress", "LAB_LOW_RANK": "0"}, "LAB_LOW_RANK='0' is out of range: allowed is 1 and more"),
+        ({"RUN_MODE": "server", "LAB_STALENESS": "-1"}, "LAB_STALENESS='-1' is out of range: allowed is 0 to 10000"),
+        ({"RUN_MODE": "server", "LAB_LOCAL_STEPS": "0"}, "LAB_LOCAL_STEPS='0' is out of range: allowed is 1 to 10000"),
+        ({"RUN_MODE": "compress", "LAB_LOW_RANK": "0"}, "LAB_LOW_RANK='0' is out of range: allowed is 1 to 1000000000"),
         ({"LAB_RATIO": "0.1"}, "LAB_RATIO='0.1' belongs to RUN_MODE=compress: dp has no such setting"),
         (
             {"RUN_MODE": "mine/absent.py"},
@@ -90,6 +91,59 @@ def test_each_fault_is_one_sentence(environ: dict[str, str], words: str) -> None
     found = faults(**environ)
     assert len(found) == 1
     assert found[0].startswith(words)
+
+
+NOT_UTF8 = b"\xff\xfe".decode(errors="surrogateescape")
+HOSTILE = [
+    "x" * 300, "x" * 6000, NOT_UTF8, "a\nb", "a\x01b", "\u202e", "-1", "0", "1000000000", "1" + "0" * 30, "9" * 5000,
+    "1e308", "1e-308", "nan", "inf", "/proc", "/sys", "/dev/zero", "/dev/urandom", "\u0661\u0662", "+5", "0x10", "1_000",
+    " 5 ", "[]", "null", "../..", "-", "--help", "~", ".",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_whatever_stands_in_all_variables_is_refused_in_a_sentence_each(mode: str) -> None:
+    """None longer than a few lines, and all of them of letters that a terminal can show."""
+    names = {*aliases(Config), *aliases(declared(values.lesson_file(mode)))} - {"RUN_MODE"}
+    for value in HOSTILE:
+        told = faults(**{"RUN_MODE": mode} | dict.fromkeys(names, value))
+        assert all(fault.encode().decode().isprintable() and len(fault) < 400 for fault in told), value
+        about = [name for name in names if any(fault.startswith(f"{name}=") for fault in told)]
+        assert len(told) == len(about), value
+
+
+@pytest.mark.parametrize("value", [NOT_UTF8, "a\nb", "a\x1b[2Jb", "\u202etxt"])
+@pytest.mark.parametrize("name", ["LAB_RUNS_DIR", "LAB_STEPS", "LAB_VARIANT", "RUN_MODE"])
+def test_what_no_terminal_shows_is_refused_everywhere(name: str, value: str) -> None:
+    assert faults(**{name: value}) == [f"{name}={value!r} is not printable text in UTF-8"]
+
+
+def test_a_name_that_no_terminal_shows_is_escaped() -> None:
+    assert faults(**{f"LAB_{NOT_UTF8}": "1"})[0].startswith(r"'LAB_\udcff\udcfe' is not a variable of the lab")
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"LAB_SEED": "1" + "0" * 30}, "is out of range: allowed is 0 to 4294967295"),
+        ({"LAB_LR": "1e308"}, "LAB_LR='1e308' is out of range: allowed is more than 0, up to 1000"),
+        ({"LAB_COLLECTIVE_TIMEOUT_S": "1e308"}, "LAB_COLLECTIVE_TIMEOUT_S='1e308' is out of range"),
+        ({"LAB_WIDTH": "9" * 5000}, f"LAB_WIDTH='{'9' * 60}...' (5000 letters) is out of range"),
+        ({"LAB_RUN_ID": "x" * 256}, "is too long for the name of a folder: allowed are up to 200 bytes"),
+        ({"MASTER_ADDR": "x" * 64, "RANK": "0"}, "is not the name or the address of a host"),
+        ({"RUN_MODE": "/" + "x" * 6000}, "is not there: allowed is a Python file"),
+        ({"LAB_SLOW_RANK": "9" * 5000 + ":1"}, "is not a rank and its share of speed"),
+    ],
+)
+def test_values_that_nothing_can_hold_are_refused(environ: dict[str, str], words: str) -> None:
+    found = faults(**environ)
+    assert len(found) == 1
+    assert words in found[0]
+
+
+def test_a_mode_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    assert "is not there" in faults(RUN_MODE=str(tmp_path / "pipe.py"))[0]
 
 
 def test_some_modes_have_sizes_of_their_own_unless_they_are_set() -> None:

@@ -17,9 +17,12 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from workers.config import values
 from workers.config.options import ModeOptions, aliases, declared
-from workers.config.sentences import sentence
+from workers.config.sentences import sentence, shown
 
 MAX_WORLD_SIZE = 8
+MOST = 10**9  # of anything that is counted: beyond any machine, and far from where numbers of 64 bits end
+MOST_SEED = 2**32 - 1  # an epoch's generator is seeded with a million times as much, in 64 bits
+MOST_SECONDS = 10**6  # twelve days; a thread cannot wait for longer than 292 years, nor gloo for longer than it counts
 Own = TypeVar("Own", bound=ModeOptions)
 LINE_POINTS = 32  # the first lesson's: 8, 6, 9 and 9 for four workers
 
@@ -40,37 +43,37 @@ class Config(BaseSettings):
     # fmt: off
     # The cluster: who this rank is, and where the others are.
     run_mode: Annotated[str, AfterValidator(values.known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a mode in experiments/, or the path of one such as mine/mode.py")
-    rank: int | None = Field(None, alias="RANK", ge=0, description="this rank, from 0; unset: start all ranks as local processes")
+    rank: int | None = Field(None, alias="RANK", ge=0, le=MOST, description="this rank, from 0; unset: start all ranks as local processes")
     world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks")
-    master_addr: str | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
+    master_addr: Annotated[str, AfterValidator(values.host_name)] | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
     master_port: int = Field(29500, alias="MASTER_PORT", ge=1, le=65535, description="port of rank 0's store")
-    local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, description="index among the ranks of this machine, as torchrun sets it")
+    local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, le=MOST, description="index among the ranks of this machine, as torchrun sets it")
 
     # What is run.
     variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas; empty: all")
     model: Literal["line", "mlp", "gpt"] = Field("gpt", alias="LAB_MODEL", description="what is trained")
-    width: int = Field(128, alias="LAB_WIDTH", ge=1, description="width of the model")
-    depth: int = Field(8, alias="LAB_DEPTH", ge=1, description="number of layers")
-    heads: int = Field(8, alias="LAB_HEADS", ge=1, description="attention heads of gpt")
-    seq: int = Field(64, alias="LAB_SEQ", ge=1, description="bytes of text in a sample of gpt")
+    width: int = Field(128, alias="LAB_WIDTH", ge=1, le=MOST, description="width of the model")
+    depth: int = Field(8, alias="LAB_DEPTH", ge=1, le=MOST, description="number of layers")
+    heads: int = Field(8, alias="LAB_HEADS", ge=1, le=MOST, description="attention heads of gpt")
+    seq: int = Field(64, alias="LAB_SEQ", ge=1, le=MOST, description="bytes of text in a sample of gpt")
     tie: bool = Field(False, alias="LAB_TIE", description="1: gpt's output layer shares the embedding's weights")
     text: Path | None = Field(None, alias="LAB_TEXT", description="file or folder that gpt reads; unset: Python's own standard library")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", alias="LAB_DTYPE", description="type of weights and gradients in the timed pass")
-    steps: int = Field(20, alias="LAB_STEPS", ge=1, description="steps of the timed pass")
-    batch: int = Field(16, alias="LAB_BATCH", ge=1, description="samples in the global batch (unset with LAB_MODEL=line: 32)")
-    microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1")
+    steps: int = Field(20, alias="LAB_STEPS", ge=1, le=MOST, description="steps of the timed pass")
+    batch: int = Field(16, alias="LAB_BATCH", ge=1, le=MOST, description="samples in the global batch (unset with LAB_MODEL=line: 32)")
+    microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, le=MOST, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1")
     optimizer: Literal["sgd", "adamw"] = Field("sgd", alias="LAB_OPTIMIZER", description="optimizer of the timed pass")
-    lr: float | None = Field(None, alias="LAB_LR", gt=0, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")
-    clip: float | None = Field(None, alias="LAB_CLIP", gt=0, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
-    seed: int = Field(1, alias="LAB_SEED", ge=0, description="seed of weights and data")
+    lr: float | None = Field(None, alias="LAB_LR", gt=0, le=1000, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")
+    clip: float | None = Field(None, alias="LAB_CLIP", gt=0, le=MOST, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
+    seed: int = Field(1, alias="LAB_SEED", ge=0, le=MOST_SEED, description="seed of weights and data")
     proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
     bug: str | None = Field(None, alias="LAB_BUG", description="a classic mistake to make on purpose; `make explain` lists those of a mode")
 
     # How it is run.
     backend: Literal["gloo", "nccl"] = Field("gloo", alias="LAB_BACKEND", description="library that moves the bytes")
     device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
-    threads: int = Field(1, alias="LAB_THREADS", ge=1, description="compute threads of a rank")
-    bucket_mib: float = Field(1, alias="LAB_BUCKET_MIB", gt=0, allow_inf_nan=False, description="size of a gradient bucket in MiB")
+    threads: int = Field(1, alias="LAB_THREADS", ge=1, le=1024, description="compute threads of a rank")
+    bucket_mib: float = Field(1, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB")
 
     recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass")
     net_rate: Annotated[str, AfterValidator(values.rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: as fast as it is")
@@ -79,8 +82,8 @@ class Config(BaseSettings):
     trace: bool = Field(False, alias="LAB_TRACE", description="1: a profiled step of each variant more, and trace.json")
 
     # What survives it.
-    checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, description="steps from one checkpoint to the next; unset: none")
-    checkpoint_keep: int = Field(2, alias="LAB_CHECKPOINT_KEEP", ge=1, description="checkpoints that are kept, the newest ones")
+    checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, le=MOST, description="steps from one checkpoint to the next; unset: none")
+    checkpoint_keep: int = Field(2, alias="LAB_CHECKPOINT_KEEP", ge=1, le=MOST, description="checkpoints that are kept, the newest ones")
     checkpoint_async: bool = Field(False, alias="LAB_CHECKPOINT_ASYNC", description="1: write checkpoints while training goes on")
     resume: str | None = Field(None, alias="LAB_RESUME", description="go on from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
 
@@ -89,11 +92,11 @@ class Config(BaseSettings):
     run_id: Annotated[str, AfterValidator(values.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
 
     # Bounds.
-    join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", gt=0, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
-    lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, allow_inf_nan=False, description="seconds of silence after which a rank is lost")
-    collective_timeout_s: float = Field(300, alias="LAB_COLLECTIVE_TIMEOUT_S", gt=0, allow_inf_nan=False, description="seconds that one collective may take")
-    cpus: float | None = Field(None, alias="LAB_CPUS", gt=0, allow_inf_nan=False, description="cores of one container; unset: no limit")
-    memory: str | None = Field(None, alias="LAB_MEMORY", pattern=r"(?i)^[0-9]+(b|[kmg]b?)?$", description="memory of one container, such as 900m; unset: no limit")
+    join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
+    lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds of silence after which a rank is lost")
+    collective_timeout_s: float = Field(300, alias="LAB_COLLECTIVE_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds that one collective may take")
+    cpus: float | None = Field(None, alias="LAB_CPUS", gt=0, le=10_000, allow_inf_nan=False, description="cores of one container; unset: no limit")
+    memory: str | None = Field(None, alias="LAB_MEMORY", pattern=r"(?i)^[0-9]{1,15}(b|[kmg]b?)?$", description="memory of one container, such as 900m; unset: no limit")
     # fmt: on
 
     options: ModeOptions = Field(
@@ -111,7 +114,8 @@ class Config(BaseSettings):
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """Check `environ` as a whole; raises ConfigError with all faults at once."""
-        mode = environ.get("RUN_MODE", "").strip() or "dp"
+        named = environ.get("RUN_MODE", "").strip() or "dp"
+        mode = named if values.fault_of(values.known_mode, named) == "" else "dp"  # of another no file is touched
         kind = declared(values.lesson_file(mode))
         common, own = aliases(cls), aliases(kind)
         given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
@@ -120,7 +124,9 @@ class Config(BaseSettings):
             for name in sorted(environ)
             if name.startswith("LAB_") and name not in common and name not in own and environ[name].strip()
         ]
-        typed = _typed(given)
+        unprintable = [name for name in given if not given[name].isprintable()]
+        faults += [f"{name}={shown(given[name])} is not printable text in UTF-8" for name in unprintable]
+        typed = _typed({name: given[name] for name in given if name not in unprintable})
         found: dict[str, Any] = {}
         for model, names in ((cls, common), (kind, own)):
             try:
@@ -201,7 +207,7 @@ def _contradictions(config: Config) -> list[str]:
         refusals.append(f"RANK={config.rank} is outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}")
     if config.rank is None and config.master_addr is not None:
         refusals.append(
-            f"MASTER_ADDR={config.master_addr!r} is set and RANK is not: set both to be a rank, neither to start all"
+            f"MASTER_ADDR={shown(config.master_addr)} is set and RANK is not: set both to be a rank, neither to start all"
         )
     if config.rank is not None and config.master_addr is None:
         refusals.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
@@ -219,7 +225,8 @@ def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
     """A sentence for a LAB_ variable that neither the lab nor this mode has."""
     owners = [other for other in values.modes() if name in aliases(declared(values.lesson_file(other)))]
     if owners:
-        return f"{name}={value.strip()!r} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
+        return f"{name}={shown(value.strip())} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
+    name = name if name.isprintable() and len(name) < 80 else shown(name)
     return f"{name} is not a variable of the lab{values.suggest(name, known)}"
 
 

@@ -4,10 +4,19 @@ from typing import Any
 
 from workers.config.values import suggest
 
+MOST_SHOWN = 60  # letters of a value: nobody reads more of one that is wrong
+
+
+def shown(value: object) -> str:
+    """A value in quotes, with letters that no terminal shows escaped, and cut where it is long."""
+    text = str(value)
+    cut = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return repr(cut) + (f" ({len(text)} letters)" if cut != text else "")
+
 
 def sentence(fault: Any, given: str, field: Any) -> str:
     """One of pydantic's faults as a sentence; `given` is the text of the variable that fills pydantic's `field`."""
-    value = f"{field.alias}={given!r}"
+    value = f"{field.alias}={shown(given)}"
     kind = fault["type"]
     if kind == "literal_error":
         allowed = [str(word) for word in field.annotation.__args__]
@@ -22,7 +31,8 @@ def sentence(fault: Any, given: str, field: Any) -> str:
         return f"{value} {fault['ctx']['error']}"
     if kind == "string_pattern_mismatch":
         return f"{value} is not a size such as 900m or 2g"
-    return f"{value} is out of range: allowed is {_range(field)}"
+    bounds = _range(field)
+    return f"{value} is out of range: allowed is {bounds}" if bounds else f"{value} is not {kind.split('_')[0]}"
 
 
 def _range(field: Any) -> str:
@@ -31,4 +41,6 @@ def _range(field: Any) -> str:
         return f"more than {bounds['gt']}, up to {bounds['le']}"
     if "le" in bounds:
         return f"{bounds['ge']} to {bounds['le']}"
-    return f"{bounds['ge']} and more" if "ge" in bounds else f"more than {bounds['gt']}"
+    if "ge" in bounds:
+        return f"{bounds['ge']} and more"
+    return f"more than {bounds['gt']}" if "gt" in bounds else ""

@@ -3,9 +3,11 @@ value."""
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts put a prefix and an ending to it
+MOST_HOST_LETTERS = 253  # RFC 1035, section 2.3.4
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
@@ -33,9 +35,18 @@ def mode_name(run_mode: str) -> str:
     return Path(run_mode).stem if is_path(run_mode) else run_mode
 
 
+def fault_of(check: Callable[[str], object], value: str) -> str:
+    """What `check` says against `value`; empty if nothing."""
+    try:
+        check(value)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
 def known_mode(value: str) -> str:
     if is_path(value):
-        if not lesson_file(value).is_file():
+        if not _is_file(value):
             raise ValueError("is not there: allowed is a Python file, or a folder with __init__.py in it")
         return run_name_of(value)
     if value not in modes():
@@ -44,23 +55,45 @@ def known_mode(value: str) -> str:
     return value
 
 
+def _is_file(run_mode: str) -> bool:
+    try:
+        return lesson_file(run_mode).is_file()
+    except (OSError, ValueError):  # a path too long for any file
+        return False
+
+
 def run_name_of(path: str) -> str:
     """The path itself, if a run can be named by its last part."""
     if not mode_name(path).isidentifier():
         raise ValueError(
             f"is no name of a Python module: {mode_name(path)!r} has to be a word of letters, digits and '_'"
         )
+    if len(mode_name(path).encode()) > MOST_NAME_BYTES - len("-20260131-235959"):
+        raise ValueError("has a name that is too long for the folder of a run")
     return path
 
 
 def run_name(value: str) -> str:
     if value in (".", "..", "latest") or not all(letter.isalnum() or letter in "._-" for letter in value):
         raise ValueError("is not a run id: allowed are letters, digits, '.', '_' and '-', and not 'latest'")
+    if len(value.encode()) > MOST_NAME_BYTES:
+        raise ValueError(f"is too long for the name of a folder: allowed are up to {MOST_NAME_BYTES} bytes")
+    return value
+
+
+def host_name(value: str) -> str:
+    """A name or an address; whether anybody answers to it is found out by asking."""
+    try:
+        value.encode("idna")
+    except UnicodeError:  # a part of more than 63 letters, or none
+        raise ValueError("is not the name or the address of a host") from None
+    if len(value) > MOST_HOST_LETTERS or any(letter.isspace() or letter in "/@?#" for letter in value):
+        raise ValueError("is not the name or the address of a host")
     return value
 
 
 def rate(value: str) -> str:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?[kmg]bit", value):
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?[kmg]bit", value):
         raise ValueError("is not a rate such as 500kbit, 100mbit or 2gbit")
     if not float(value[:-4]):
         raise ValueError("would let nothing through, allowed: more than 0")
@@ -68,14 +101,15 @@ def rate(value: str) -> str:
 
 
 def delay(value: str) -> str:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(us|ms|s)", value):
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(us|ms|s)", value):
         raise ValueError("is not a delay such as 500us, 5ms or 1s")
     return value
 
 
 def slow_rank(value: str) -> str:
     rank, colon, share = value.partition(":")
-    if not (colon and rank.isdecimal() and re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", share)):
+    number = r"[0-9]{1,9}(\.[0-9]{1,9})?|\.[0-9]{1,9}"
+    if not (colon and re.fullmatch("[0-9]{1,9}", rank) and re.fullmatch(number, share)):
         raise ValueError("is not a rank and its share of speed, such as 2:0.5")
     if not 0 < float(share) <= 1:
         raise ValueError("has a speed out of range: allowed is more than 0, up to 1")
