@@ -25,7 +25,7 @@ from experiments.comm.mistakes import MISTAKES
 from workers.config import Config
 from workers.contract import Mode, Variant
 from workers.lab import Lab
-from workers.measure.formulas import Prediction
+from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.parallel.peers import split
 
@@ -82,7 +82,7 @@ def predict(config: Config) -> list[Prediction]:
         Prediction(
             name, "wire bytes all_reduce 4 MiB", "B", sweep.formula("all_reduce", name),
             tuple(all_reduce_bytes(name, ranks, PREDICTED_BYTES, rank) for rank in range(ranks)),
-            1, decides=name not in MODE.by_torch,
+            1, shown=PYTORCHS if name in MODE.by_torch else "",
         )
         for name in MODE.names
     ]  # fmt: skip

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.lab import Lab
+from workers.measure.formulas import PYTORCHS
 from workers.measure.formulas import collectives as formulas
 from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
 from workers.parallel.collectives import Collective, pick
@@ -130,7 +131,7 @@ def compare(lab: Lab, costs: Costs) -> None:
             tolerance = formulas.wire_tolerance(predicted, 1, lab.world_size)
             lab.compare(
                 f"wire bytes {op} {size(nbytes)}", predicted, cost.wire_bytes, tolerance=tolerance, variant=name,
-                formula=formula(op, name), decides=name not in lab.mode.by_torch,
+                formula=formula(op, name), shown=PYTORCHS if name in lab.mode.by_torch else "",
             )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import Size
 
 from workers.config import Config
 from workers.contract import untrainable
-from workers.measure.formulas import Prediction
+from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.compression import FORMULAS, bucket_bytes, bucket_calls
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
@@ -109,7 +109,7 @@ def predict(config: Config) -> list[Prediction]:
     return [
         Prediction(
             name, "wire bytes", "B", FORMULAS[METHOD_OF[name]], (sent_bytes(config, name, ranks),) * ranks,
-            calls(config, name), decides=name not in TORCHS,
+            calls(config, name), shown=PYTORCHS if name in TORCHS else "",
         )
         for name in names
     ] + [at_rest(config, name) for name in names]  # fmt: skip
@@ -125,5 +125,11 @@ def at_rest(config: Config, name: str) -> Prediction:
     value = sum(held.values()) + residual * itemsize * sum(sizes)
     formula = f"{(2 + 2 * adam + residual) * itemsize} x P"
     return Prediction(
-        name, "rest bytes", "B", formula, (float(value),) * config.world_size, 0, decides=name not in TORCHS
+        name,
+        "rest bytes",
+        "B",
+        formula,
+        (float(value),) * config.world_size,
+        0,
+        shown=PYTORCHS if name in TORCHS else "",
     )

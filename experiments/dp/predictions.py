@@ -3,7 +3,7 @@
 import torch
 
 from workers.config import Config
-from workers.measure.formulas import Prediction
+from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
@@ -40,16 +40,16 @@ def predict(config: Config) -> list[Prediction]:
     formula = "2(N-1)/N x S"
 
     def prediction(
-        variant: str, calls: int, value: tuple[float, ...] = (total,) * ranks, *, decides: bool = True
+        variant: str, calls: int, value: tuple[float, ...] = (total,) * ranks, *, shown: str = ""
     ) -> Prediction:
-        return Prediction(variant, "wire bytes", "B", formula, value, calls, decides)
+        return Prediction(variant, "wire bytes", "B", formula, value, calls, shown)
 
     return [
         prediction("naive", len(sizes)),
         prediction("flat", 1),
         prediction("bucketed", len(buckets)),
         prediction("ring", 2 * (ranks - 1) * len(buckets), own),
-        prediction("ddp", len(buckets) + 1, decides=False),  # its first bucket is of 1 MiB
+        prediction("ddp", len(buckets) + 1, shown=PYTORCHS),  # its first bucket is of 1 MiB
         *at_rest(config),
     ]
 
@@ -63,6 +63,6 @@ def at_rest(config: Config) -> list[Prediction]:
     formula = f"{(4 if adam else 2) * itemsize} x P"
     value = (float(sum(held.values())),) * config.world_size
     return [
-        Prediction(name, "rest bytes", "B", formula, value, 0, decides=name != "ddp")
+        Prediction(name, "rest bytes", "B", formula, value, 0, shown=PYTORCHS if name == "ddp" else "")
         for name in ("naive", "flat", "bucketed", "ring", "ddp")
     ]

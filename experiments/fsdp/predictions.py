@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from workers.config import Config
-from workers.measure.formulas import Prediction
+from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import algorithmic_factor
 from workers.measure.formulas.sharding import fully_shard_bytes, rest_bytes, zero_bytes
 from workers.workload.model import outline
@@ -84,7 +84,7 @@ def by_torch(config: Config, gathers: int) -> Prediction:
     moves = parts * (gathers + (2 if config.backend == "gloo" else 1))
     wrapped = len(outline(config).layers) - (config.model == "gpt")  # both ends are one unit
     calls = parts * (gathers + 1) * wrapped
-    return Prediction("fsdp2", "wire bytes", "B", f"{moves}(N-1)/N x S", (total,) * ranks, calls, decides=False)
+    return Prediction("fsdp2", "wire bytes", "B", f"{moves}(N-1)/N x S", (total,) * ranks, calls, PYTORCHS)
 
 
 def at_rest(config: Config, name: str) -> Prediction:
@@ -109,7 +109,7 @@ def at_rest(config: Config, name: str) -> Prediction:
         2: f"({itemsize} + {itemsize + remembered}/N) x P",
         3: f"{2 * itemsize + remembered}/N x P",
     }[stage]
-    return Prediction(name, "rest bytes", "B", formula, value, 0, decides=name in BY_HAND)
+    return Prediction(name, "rest bytes", "B", formula, value, 0, "" if name in BY_HAND else PYTORCHS)
 
 
 def summary(config: Config) -> str:

@@ -208,7 +208,7 @@ def run(lab: Lab) -> None:
         if prediction.name == "calls":
             lab.compare("calls", predicted, seen.traffic.calls, "calls", variant=name, formula=formula)
         if prediction.name == "bubble" and seen.bubble is not None:
-            lab.compare("bubble", predicted, seen.bubble, "", 0.03, name, formula, decides=False)
+            lab.compare("bubble", predicted, seen.bubble, "", 0.03, name, formula, shown=prediction.shown)
 
 
 def holds(config: Config, rank: int) -> str:

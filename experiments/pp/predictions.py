@@ -4,7 +4,7 @@ import torch
 
 from experiments.pp.refusals import cannot
 from workers.config import Config
-from workers.measure.formulas import Prediction
+from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.pipelines import bubble, pipeline_ends
 from workers.workload import model
@@ -37,12 +37,14 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
         calls = tuple(float(end * number + more) for end, more in zip(ends, more_calls, strict=True))
         most = int(max(calls))
         of_chunks = "v·" if stages > 1 else ""
-        predictions.append(Prediction(name, "wire bytes", "B", f"2{of_chunks}A, the ends A less", sent, most, ours))
+        predictions.append(
+            Prediction(name, "wire bytes", "B", f"2{of_chunks}A, the ends A less", sent, most, "" if ours else PYTORCHS)
+        )
         if ours:
             predictions.append(Prediction(name, "calls", "calls", f"2{of_chunks}m, the ends m less", calls, most))
         share = bubble(ranks, number, stages)
         formula = "(p-1)/p" if name == "naive" else f"(p-1)/({of_chunks}m+p-1)"
-        predictions.append(Prediction(name, "bubble", "", formula, (share,) * ranks, most, decides=False))
+        predictions.append(Prediction(name, "bubble", "", formula, (share,) * ranks, most, "a time"))
     return predictions
 
 

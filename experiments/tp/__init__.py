@@ -215,7 +215,7 @@ def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> 
         seen = measured["megatron"].activation_bytes - measured["sequence"].activation_bytes
     lab.compare(
         prediction.name, prediction.value[lab.rank], seen, prediction.unit, variant=prediction.variant,
-        formula=prediction.formula, decides=prediction.decides,
+        formula=prediction.formula, shown=prediction.shown,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from experiments.tp.refusals import cannot
 from workers.config import Config
-from workers.measure.formulas import Prediction
+from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.tensor import (
     column_split_bytes,
@@ -125,7 +125,9 @@ def predict(config: Config) -> list[Prediction]:
     for variant, cost_of, formula, formula_of_calls in formulas:
         nbytes, calls = zip(*(cost_of(sizes, rank) for rank in range(sizes.ranks)), strict=True)
         predictions.append(
-            Prediction(variant, "wire bytes", "B", formula, nbytes, max(calls), decides=variant != "dtensor")
+            Prediction(
+                variant, "wire bytes", "B", formula, nbytes, max(calls), PYTORCHS if variant == "dtensor" else ""
+            )
         )
         if formula_of_calls:
             predictions.append(Prediction(variant, "calls", "calls", formula_of_calls, calls, max(calls)))
@@ -144,8 +146,8 @@ def saved(sizes: Sizes) -> Prediction:
         for rank in range(sizes.ranks)
     )
     formula = "(1-1/t)(b·s·h + 2·b·s) a norm less than megatron"
-    # mlp holds 16-bit outputs in float32 for its loss.
-    return Prediction("sequence", SAVED, "B", formula, values, 0, decides=sizes.config.dtype != "bfloat16")
+    shown = "mlp holds 16-bit outputs in float32 for its loss" if sizes.config.dtype == "bfloat16" else ""
+    return Prediction("sequence", SAVED, "B", formula, values, 0, shown)
 
 
 # --- in words ---

@@ -24,6 +24,7 @@ from workers.workload.model import build_model
 
 STEPS = 3
 TOLERANCE = 1e-12  # for PyTorch's own
+CONTROL = "tests/workers/checkpoint/test_drill.py::test_what_is_not_given_back_is_seen"
 
 
 def drill(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: dist.ProcessGroup) -> None:
@@ -38,9 +39,9 @@ def drill(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: 
             return
         worst, wrongly_seen = max(worst, difference), max(wrongly_seen, wrong)
     if lab.rank == 0:
-        lab.check("resume", worst, TOLERANCE if name in lab.mode.by_torch else 0.0, variant=name)
+        lab.check("resume", worst, TOLERANCE if name in lab.mode.by_torch else 0.0, variant=name, control=CONTROL)
         detail = f"{STEPS} steps, resumed after the first; samples that were not seen exactly once an epoch"
-        lab.check("resumed samples", wrongly_seen, 0, variant=name, detail=detail)
+        lab.check("resumed samples", wrongly_seen, 0, variant=name, detail=detail, control=CONTROL)
 
 
 def stop_and_go(lab: Lab, name: str, build: Build, config: Config, group: dist.ProcessGroup) -> tuple[float, int]:

@@ -24,6 +24,7 @@ from workers.report.units import human_bytes
 
 GRACE_S = 10.0  # a save ends by its group's timeout; a disk that hangs gets so much more
 SAY_EVERY_S = 1.0
+CONTROL = "tests/workers/checkpoint/test_resume.py::test_a_mistake_is_seen_by_its_check"
 
 Shares = Mapping[str, list[float | None]]  # this rank's shares of the losses, by variant
 
@@ -146,7 +147,7 @@ class Saver:
         detail = (
             f"step {step}: {outcome.faults[0] if outcome.faults else 'every file is there, and its checksum right'}"
         )
-        lab.check("checkpoint", len(outcome.faults), 0, detail=detail)
+        lab.check("checkpoint", len(outcome.faults), 0, detail=detail, control=CONTROL)
         now = time.monotonic()
         if now - self._said_at >= SAY_EVERY_S:
             self._said_at = now

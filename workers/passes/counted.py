@@ -49,7 +49,9 @@ def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
     lab.journal.write(records.Classes(name, memory.rest, memory.peak))
     lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
     for comparison, (counted, seen) in memory.seen_outside().items():
-        lab.compare(comparison, counted, seen, variant=name, formula="bytes of tensors", decides=False)
+        lab.compare(
+            comparison, counted, seen, variant=name, formula="bytes of tensors", shown="it holds more than tensors"
+        )
 
 
 def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:

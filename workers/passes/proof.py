@@ -28,6 +28,7 @@ TOLERANCE = 1e-12
 LEARNING_RATE = 0.01  # small: a step that overshoots would make rounding errors grow from step to step
 
 AlsoCheck = Callable[[str, Strategy], None]
+CONTROL = "tests/workers/passes/test_controls.py::test_a_wrong_variant_fails_by_name"
 
 
 def prove(
@@ -58,7 +59,7 @@ def prove(
             differences |= tuned_against(lab, strategy_tuned, name, batches, dense_tuned)
         if lab.rank == 0:
             for check, value in differences.items():
-                lab.check(check, value, TOLERANCE, variant=name)
+                lab.check(check, value, TOLERANCE, variant=name, control=CONTROL)
         if also is not None:
             also(name, strategy)
         if checkpoints is not None and checkpoints.group is not None:

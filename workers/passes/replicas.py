@@ -9,6 +9,8 @@ import torch.distributed as dist
 from workers.contract import Strategy
 from workers.lab import Lab
 
+CONTROLS = "tests/workers/passes/test_controls.py::{}"
+
 
 def check_samples(lab: Lab) -> None:
     """Each sample of the global batch is worked on exactly once a step."""
@@ -24,7 +26,13 @@ def check_samples(lab: Lab) -> None:
         wanted = Counter(batches.full_ids(step))
         off = max(off, *(abs(times[sample] - wanted[sample]) for sample in times | wanted))
     sizes = ", ".join(str(len(of_rank[0])) for of_rank in everyone)
-    lab.check("samples", off, 0, detail=f"shards of {sizes} samples; the difference is the worst sample's count")
+    lab.check(
+        "samples",
+        off,
+        0,
+        detail=f"shards of {sizes} samples; the difference is the worst sample's count",
+        control=CONTROLS.format("test_a_sample_dealt_twice_is_seen"),
+    )
 
 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
@@ -33,4 +41,4 @@ def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
     first = mine.clone()
     dist.broadcast(first, group=lab.group, group_src=0)
     differs = 0.0 if torch.equal(mine, first) else (mine - first).abs().nan_to_num(math.inf).max().item()
-    lab.check("replicas", differs, 0.0, variant=name)
+    lab.check("replicas", differs, 0.0, variant=name, control=CONTROLS.format("test_a_replica_of_its_own_is_seen"))

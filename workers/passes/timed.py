@@ -142,7 +142,13 @@ def saving(
         lab.rescue = None
     if course.first > 0 and lab.rank == 0:
         detail = "samples that were not seen exactly once an epoch, before and after the resume"
-        lab.check("resumed samples", course.wrongly_seen(), 0, detail=detail)
+        lab.check(
+            "resumed samples",
+            course.wrongly_seen(),
+            0,
+            detail=detail,
+            control="tests/workers/checkpoint/test_course.py::test_an_epoch_that_is_begun_anew_is_seen",
+        )
 
 
 def one_process_losses(lab: Lab, batches: Batches, dtype: torch.dtype) -> list[float]:

@@ -26,6 +26,7 @@ from workers.report.log import verdict_lines
 from workers.report.sentences import missed
 
 REPORT_TIMEOUT_S = 60
+CONTROL = "tests/workers/rank/test_end.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
 LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 
 
@@ -41,7 +42,7 @@ def conclude(lab: Lab, folder: Path, sections: Sections) -> int:
     run = judge(by_rank)
     if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
         made = run["mistake"]
-        lab.check("LAB_BUG", 1, 0, detail=f"{made['check']}, which sees {made['name']}, {how}")
+        lab.check("LAB_BUG", 1, 0, detail=f"{made['check']}, which sees {made['name']}, {how}", control=CONTROL)
         by_rank[lab.rank].append(lab.journal.records[-1])
         run = judge(by_rank)
     write_run(folder, run)

@@ -44,9 +44,11 @@ def measure_link(lab: Lab) -> None:
     bits_s = link.bits_s(rate) if rate is not None else None
     trip_s, seen = round_trip_s(lab), measured_bits_s(lab, lab.group, message_bytes(bits_s))
     if bits_s is not None:
-        lab.compare("link rate", bits_s, seen, "bit/s", formula="LAB_NET_RATE", decides=False)
+        lab.compare("link rate", bits_s, seen, "bit/s", formula="LAB_NET_RATE", shown="a time")
     if delay is not None:
-        lab.compare("link round trip", 2 * link.seconds(delay), trip_s, "s", formula="2 x LAB_NET_DELAY", decides=False)
+        lab.compare(
+            "link round trip", 2 * link.seconds(delay), trip_s, "s", formula="2 x LAB_NET_DELAY", shown="a time"
+        )
     everyone = lab.exchange.everyone("link", seen)
     lab.say(
         f"{wanted} asked for; measured {human_bits(min(everyone))} to {human_bits(max(everyone))} a rank, "

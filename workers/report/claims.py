@@ -26,6 +26,7 @@ def merge_checks(records: Ranks) -> list[Run]:
             "tolerance": check.tolerance,
             "passed": _within(check.max_abs_diff, check.tolerance),
             "detail": check.detail,
+            "control": check.control,
         }
         for check in merged.values()
     ]
@@ -56,6 +57,8 @@ def merge_comparisons(records: Ranks) -> list[Run]:
             "decides": entry.decides,
             "rank": rank,
             "formula": entry.formula,
+            "control": entry.control,
+            "shown": entry.shown,
         }
         for rank, entry in merged.values()
     ]

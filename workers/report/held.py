@@ -61,7 +61,7 @@ def comparisons(run: Run) -> Markup:
             quantity(entry["predicted"], entry["unit"]),
             quantity(entry["measured"], entry["unit"]),
             entry["rank"],
-            quantity(entry["tolerance"], entry["unit"]) if entry["decides"] else "",
+            quantity(entry["tolerance"], entry["unit"]) if entry["decides"] else entry.get("shown", ""),
             entry["formula"],
         ]
         for entry in sorted(run["comparisons"], key=lambda entry: entry["passed"])

@@ -43,6 +43,7 @@ class Check:
     max_abs_diff: float
     tolerance: float
     detail: str = ""  # what was seen, where the number alone does not say it
+    control: str = ""  # what makes it fail: `LAB_BUG=<mistake>`, or `tests/<file>::<test>`
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Comparison:
     tolerance: float  # absolute, in `unit`
     formula: str = ""
     decides: bool = True
+    control: str = ""  # as of a Check
+    shown: str = ""  # why it is only shown
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def test_failed_checks_come_before_those_that_held() -> None:
 
 
 def test_a_comparison_of_the_modes_own_has_its_line() -> None:
-    said = lines(plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False)))
+    said = lines(plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False, shown="a time")))
     assert "compared   1f1b bubble   predicted 0.273   measured 0.308   shown" in said
 
 

@@ -1,0 +1,48 @@
+"""A resume that does not give everything back fails the drill by name."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.labs import TINY, failed, lab_of
+from tests.ranks import Ranks
+from workers.checkpoint.drill import drill
+from workers.config import Config
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.mesh import Mesh
+from workers.report import records
+from workers.report.judge import judge
+from workers.report.lines import from_line, to_line
+from workers.strategies.replica import Replica
+from workers.workload.model import Model
+
+SMALL = TINY | {
+    "RUN_MODE": "dp", "LAB_MODEL": "mlp", "LAB_STEPS": "4", "LAB_CHECKPOINT_EVERY": "2", "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}  # fmt: skip
+
+
+class Forgetful(Replica):
+    """A replica that leaves its last parameter out of what it saves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(list(super().state_dict().items())[:-1])
+
+
+def drilled(group: dist.ProcessGroup, folder: str, kind: type[Replica]) -> list[str]:
+    def build(model: Model, mesh: Mesh, config: Config) -> Replica:
+        return kind(model, config, GradientBuckets(model.parameters(), mesh.group, bucket_bytes=1 << 40))
+
+    lab = lab_of(group, SMALL, folder)
+    assert lab.side_group is not None
+    drill(lab, "flat", build, [lab.config.untimed()], lab.side_group)
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+def test_what_is_not_given_back_is_seen(ranks: Ranks, tmp_path: Path) -> None:
+    for kind, fails in ((Forgetful, {"resume"}), (Replica, set())):
+        lines = ranks(2, drilled, str(tmp_path / kind.__name__), kind)
+        run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+        assert failed(run) == fails
