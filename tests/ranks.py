@@ -1,7 +1,8 @@
 """Real gloo ranks for tests: a pool of processes that stay alive between tests.
 
-Importing torch costs a rank 1 to 4 s on two cores, a function call on a waiting rank costs a millisecond. So the pool
-starts once, with one process group for each world size up to `MAX`, and a test sends it a function to run:
+Importing torch costs a rank 1 to 4 s on two cores, a function call on a waiting rank costs a millisecond. So the ranks
+are forked from one process that has imported it, once, with one process group for each world size up to `MAX`, and a
+test sends them a function to run:
 
     def double(group, value): ...            # at module level, so that it can be pickled by name
     assert ranks(3, double, 21) == [42, 42, 42]
@@ -70,7 +71,8 @@ class Ranks:
         return value
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
         meeting = tempfile.mktemp(prefix="ranks-")
         for rank in range(MAX):
             here, there = context.Pipe()
@@ -106,10 +108,7 @@ class Ranks:
 def serve(rank: int, meeting: str, pipe: multiprocessing.connection.Connection) -> None:
     """One rank: join, then run what arrives until None does."""
     import gc
-    import os
 
-    os.environ["OMP_NUM_THREADS"] = "1"  # of all threads, as in a run: workers/__main__.py
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of groups that a test makes; as a run sets it
     import torch.distributed as dist
 
     bound = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
