@@ -1,0 +1,41 @@
+"""Data parallelism: buckets, replicas and the dealing of samples."""
+
+from benchmarks.mutants import Mutant
+
+BUCKETED = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=bucketed LAB_BUCKET_MIB=0.001"
+RING = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=ring LAB_BUCKET_MIB=0.001"
+BUCKETS, REPLICA = "workers/parallel/buckets.py", "workers/strategies/replica.py"
+
+MUTANTS = [
+    Mutant(BUCKETS, "self._armed = last and self.overlap", "self._armed = False", BUCKETED),
+    Mutant(BUCKETS, "self._missing[self._next] == 0:", "self._missing[self._next] <= 1:", BUCKETED),
+    Mutant(
+        BUCKETS,
+        "        view.copy_(parameter.grad)",
+        "        view.copy_(parameter.grad * (2 if view.element_size() == 4 else 1))",
+        BUCKETED,
+    ),
+    Mutant(BUCKETS, "handle.wait()", "handle.is_completed()", RING),
+    Mutant(
+        REPLICA,
+        "        self.optimizer.step()",
+        "        self.optimizer = make_optimizer(self.model.parameters(), self.config)\n        self.optimizer.step()",
+        BUCKETED + " LAB_OPTIMIZER=adamw",
+    ),
+    Mutant(REPLICA, "loss = self.forward(inputs, targets) * share", "loss = self.forward(inputs, targets)", BUCKETED),
+    Mutant(REPLICA, "nn.utils.clip_grad_norm_(", "nn.utils.get_total_norm(", BUCKETED + " LAB_CLIP=0.01"),
+    Mutant(
+        "experiments/dp/__init__.py",
+        "                dist.all_reduce(parameter.grad, group=self.group)",
+        "                [dist.all_reduce(parameter.grad, group=self.group)"
+        " for _ in range(2 if parameter.dtype == torch.float32 else 1)]",
+        "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=naive",
+    ),
+    Mutant("workers/workload/data.py", "start = sum(sizes[:shard])", "start = sum(sizes[: shard - 1])", BUCKETED),
+    Mutant(
+        "workers/parallel/ring.py",
+        "torch.add(incoming, part, out=output if last else incoming)",
+        "torch.add(incoming, part if not last else part * 0, out=output if last else incoming)",
+        RING,
+    ),
+]

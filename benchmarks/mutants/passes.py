@@ -1,0 +1,43 @@
+"""The passes, which all modes share: what is timed trains, what is counted is all."""
+
+from benchmarks.mutants import Mutant
+
+FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
+ADAMW = FLAT + " LAB_OPTIMIZER=adamw"
+TIMED, OPTIMIZER, LEDGER = "workers/passes/timed.py", "workers/workload/optimizer.py", "workers/measure/ledger.py"
+
+MUTANTS = [
+    Mutant(TIMED, "                strategy.update()", "                pass", FLAT),
+    Mutant(TIMED, "course.data_step(step))", "course.data_step(0))", FLAT),
+    Mutant(
+        OPTIMIZER,
+        "parameter.add_(parameter.grad, alpha=-lr)",
+        "parameter.add_(parameter.grad, alpha=-lr if parameter.dtype == torch.float64 else -2 * lr)",
+        FLAT,
+    ),
+    Mutant(
+        OPTIMIZER,
+        "torch.optim.AdamW(parameters, lr=config.learning_rate)",
+        "torch.optim.AdamW(parameters, lr=2 * config.learning_rate, weight_decay=0)",
+        ADAMW,
+        argued="one process is trained by the same optimizer: which one a lesson takes is no claim",
+    ),
+    Mutant(
+        "workers/measure/calls.py",
+        "entry.called_bytes += called_bytes",
+        "entry.called_bytes += 0.75 * called_bytes",
+        FLAT,
+    ),
+    Mutant("workers/measure/calls.py", "entry.calls += 1", "entry.calls += 2", FLAT),
+    Mutant(LEDGER, "if peer != self.rank:\n", "if peer != self.rank and peer != 1:\n", FLAT),
+    Mutant(
+        "workers/measure/sockets.py", "sent - retransmitted + waiting", "(sent - retransmitted + waiting) // 2", FLAT
+    ),
+    Mutant(
+        "workers/measure/difference.py",
+        "largest = math.inf\n",
+        "largest = 0.0\n",
+        FLAT,
+        argued="no variant has a tensor of another shape",
+    ),
+]
