@@ -18,6 +18,7 @@ from torch import Tensor
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS
 from workers.measure.formulas import collectives as formulas
+from workers.measure.formulas.messages import all_reduce_messages, half_messages, wire_tolerance
 from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
 from workers.parallel.collectives import Collective, pick
 from workers.parallel.peers import split
@@ -128,11 +129,19 @@ def compare(lab: Lab, costs: Costs) -> None:
     for (op, nbytes, name), cost in costs.items():
         if nbytes in COMPARED and cost.wire_bytes is not None:
             predicted = BYTES[op](name, lab.world_size, even(nbytes, lab.world_size), lab.rank)
-            tolerance = formulas.wire_tolerance(predicted, 1, lab.world_size)
+            sent = messages(op, name, lab.world_size, even(nbytes, lab.world_size), lab.rank)
+            tolerance = wire_tolerance(predicted, sent)
             lab.compare(
                 f"wire bytes {op} {size(nbytes)}", predicted, cost.wire_bytes, tolerance=tolerance, variant=name,
                 formula=formula(op, name), shown=PYTORCHS if name in lab.mode.by_torch else "",
             )  # fmt: skip
+
+
+def messages(op: str, name: str, world_size: int, nbytes: int, rank: int) -> int:
+    """Messages of `rank` in `op` by the algorithm `name`."""
+    if op == "all_reduce":
+        return all_reduce_messages(name, world_size, nbytes, rank)
+    return half_messages(name, op, world_size, nbytes, rank)
 
 
 def tables(lab: Lab, op: str, costs: Costs, variants: list[str]) -> None:

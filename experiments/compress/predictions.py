@@ -10,6 +10,7 @@ from workers.config import Config
 from workers.contract import untrainable
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.compression import FORMULAS, bucket_bytes, bucket_calls
+from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
 from workers.parallel.lowrank import pays
@@ -102,6 +103,17 @@ def calls(config: Config, variant: str) -> int:
     return 2 * one_by_one if variant == "naive" else one_by_one
 
 
+def messages(config: Config, variant: str, world_size: int) -> int:
+    """Messages of a rank in a step: 2(N-1) an all_gather; of all_reduces the longest may be more than 4(N-1)."""
+    if METHOD_OF[variant] in ("topk", "sign"):
+        return 2 * (world_size - 1) * calls(config, variant)
+    short = gloo_all_reduce_messages(world_size, 1)
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    sent = [sum(shape.numel() for shape in shapes) * itemsize for shapes in bucket_shapes(config, itemsize, variant)]
+    longest = sum(gloo_all_reduce_messages(world_size, nbytes) for nbytes in sent)
+    return longest + short * (calls(config, variant) - len(sent))
+
+
 def predict(config: Config) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
     ranks, impossible = config.world_size, cannot(config)
@@ -110,6 +122,7 @@ def predict(config: Config) -> list[Prediction]:
         Prediction(
             name, "wire bytes", "B", FORMULAS[METHOD_OF[name]], (sent_bytes(config, name, ranks),) * ranks,
             calls(config, name), shown=PYTORCHS if name in TORCHS else "",
+            messages=(messages(config, name, ranks),) * ranks,
         )
         for name in names
     ] + [at_rest(config, name) for name in names]  # fmt: skip

@@ -5,6 +5,7 @@ import torch
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.messages import all_reduce_messages, gloo_all_reduce_messages
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
 from workers.workload.model import outline
@@ -37,19 +38,28 @@ def predict(config: Config) -> list[Prediction]:
     buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
     total = all_reduce_bytes("gloo", ranks, sum(sizes))
     own = tuple(sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks))
-    formula = "2(N-1)/N x S"
+    passed_on = sum(all_reduce_messages("ring", ranks, size, itemsize=itemsize) for size in buckets)
+
+    def summed(variant: str, tensors: list[int]) -> Prediction:
+        messages = sum(gloo_all_reduce_messages(ranks, size) for size in tensors)
+        return prediction(variant, len(tensors), (messages,) * ranks)
 
     def prediction(
-        variant: str, calls: int, value: tuple[float, ...] = (total,) * ranks, *, shown: str = ""
+        variant: str,
+        calls: int,
+        messages: tuple[int, ...],
+        value: tuple[float, ...] = (total,) * ranks,
+        *,
+        shown: str = "",
     ) -> Prediction:
-        return Prediction(variant, "wire bytes", "B", formula, value, calls, shown)
+        return Prediction(variant, "wire bytes", "B", "2(N-1)/N x S", value, calls, shown, messages)
 
     return [
-        prediction("naive", len(sizes)),
-        prediction("flat", 1),
-        prediction("bucketed", len(buckets)),
-        prediction("ring", 2 * (ranks - 1) * len(buckets), own),
-        prediction("ddp", len(buckets) + 1, shown=PYTORCHS),  # its first bucket is of 1 MiB
+        summed("naive", sizes),
+        summed("flat", [sum(sizes)]),
+        summed("bucketed", buckets),
+        prediction("ring", 2 * (ranks - 1) * len(buckets), (passed_on,) * ranks, own),
+        prediction("ddp", len(buckets) + 1, (), shown=PYTORCHS),  # its first bucket is of 1 MiB
         *at_rest(config),
     ]
 

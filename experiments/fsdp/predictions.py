@@ -6,7 +6,8 @@ import torch
 
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
-from workers.measure.formulas.collectives import algorithmic_factor
+from workers.measure.formulas.collectives import algorithmic_factor, all_reduce_bytes
+from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.sharding import fully_shard_bytes, rest_bytes, zero_bytes
 from workers.workload.model import outline
 
@@ -55,25 +56,38 @@ def naively(config: Config) -> Prediction:
     itemsize: int = getattr(torch, config.dtype).itemsize
     moved = chunks(config)
     moved += moved[:1] * tied(config)  # both ends move the unit that they share
-    total = 4 * parts * algorithmic_factor("all_gather", ranks) * ranks * sum(moved) * itemsize
-    calls = 3 * parts * len(moved) + (config.clip is not None)
-    return Prediction("naive", "wire bytes", "B", f"{4 * parts}(N-1)/N x S", (total,) * ranks, calls)
+    norm_bytes, norm_messages, norm_calls = clipping(config)
+    total = 4 * parts * algorithmic_factor("all_gather", ranks) * ranks * sum(moved) * itemsize + norm_bytes
+    calls = 3 * parts * len(moved) + norm_calls
+    gathered = 2 * 2 * (ranks - 1) * len(moved)
+    summed = sum(gloo_all_reduce_messages(ranks, ranks * chunk * itemsize) for chunk in moved)
+    messages = (parts * (gathered + summed) + norm_messages,) * ranks
+    formula = f"{4 * parts}(N-1)/N x S"
+    return Prediction("naive", "wire bytes", "B", formula, (total,) * ranks, calls, messages=messages)
+
+
+def clipping(config: Config) -> tuple[float, int, int]:
+    """Bytes, messages and calls of the global norm, with LAB_CLIP: one number in float64."""
+    if config.clip is None:
+        return 0.0, 0, 0
+    ranks = config.world_size
+    return all_reduce_bytes("gloo", ranks, 8), gloo_all_reduce_messages(ranks, 8), 1
 
 
 def by_stage(config: Config, name: str, gathers: int) -> Prediction:
     """The moves of ours: every rank sends the same."""
     ranks, parts, stage = config.world_size, config.num_microbatches, BY_HAND[name]
     itemsize: int = getattr(torch, config.dtype).itemsize
-    total, calls = 0.0, 0
+    total, messages, calls = clipping(config)
     for index, chunk in enumerate(chunks(config)):
         times = 1 if index == 0 and tied(config) else gathers  # a shared unit stays from its first use to its last
         total += zero_bytes(stage, ranks, ranks * chunk * itemsize, parts, times)
         moves = {1: 2, 2: parts + 1, 3: parts * (times + 1)}[stage]
         calls += moves * (1 if config.backend == "nccl" else ranks - 1)
+        messages += moves * (ranks - 1)
     times = {1: 2, 2: parts + 1, 3: parts * (gathers + 1)}[stage]
-    return Prediction(
-        name, "wire bytes", "B", f"{times}(N-1)/N x S", (total,) * ranks, calls + (config.clip is not None)
-    )
+    formula = f"{times}(N-1)/N x S"
+    return Prediction(name, "wire bytes", "B", formula, (total,) * ranks, calls, messages=(messages,) * ranks)
 
 
 def by_torch(config: Config, gathers: int) -> Prediction:

@@ -10,6 +10,7 @@ from workers.config import Config
 from workers.contract import untrainable
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.workload import data, text
 from workers.workload.model import outline
 
@@ -59,5 +60,7 @@ def predict(config: Config, recipes: Mapping[str, Recipe]) -> list[Prediction]:
         nbytes = outline(own).num_parameters() * getattr(torch, own.dtype).itemsize
         total = all_reduce_bytes("gloo", config.world_size, runs * nbytes)
         formula = f"2(N-1)/N x S x {runs} runs"
-        predictions.append(Prediction(name, "wire bytes", "B", formula, (total,) * config.world_size, 1))
+        messages = (gloo_all_reduce_messages(config.world_size, runs * nbytes),) * config.world_size
+        value = (total,) * config.world_size
+        predictions.append(Prediction(name, "wire bytes", "B", formula, value, 1, messages=messages))
     return predictions

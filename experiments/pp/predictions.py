@@ -6,6 +6,7 @@ from experiments.pp.refusals import cannot
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.pipelines import bubble, pipeline_ends
 from workers.workload import model
 
@@ -32,14 +33,14 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
             continue
         ours = not name.startswith("torch")
         ends = [pipeline_ends(ranks, stages, rank) for rank in range(ranks)]
-        more_bytes, more_calls = beside(config)
+        more_bytes, more_calls, more_messages = beside(config)
         sent = tuple(end * passed_bytes(config) + more for end, more in zip(ends, more_bytes, strict=True))
         calls = tuple(float(end * number + more) for end, more in zip(ends, more_calls, strict=True))
+        messages = tuple(end * number + more for end, more in zip(ends, more_messages, strict=True))
         most = int(max(calls))
         of_chunks = "v·" if stages > 1 else ""
-        predictions.append(
-            Prediction(name, "wire bytes", "B", f"2{of_chunks}A, the ends A less", sent, most, "" if ours else PYTORCHS)
-        )
+        formula, shown = f"2{of_chunks}A, the ends A less", "" if ours else PYTORCHS
+        predictions.append(Prediction(name, "wire bytes", "B", formula, sent, most, shown, messages))
         if ours:
             predictions.append(Prediction(name, "calls", "calls", f"2{of_chunks}m, the ends m less", calls, most))
         share = bubble(ranks, number, stages)
@@ -48,16 +49,19 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
     return predictions
 
 
-def beside(config: Config) -> tuple[list[float], list[int]]:
-    """Bytes and calls of each rank that are not a pipeline's own: a tied gradient, and the norm to clip by."""
+def beside(config: Config) -> tuple[list[float], list[int], list[int]]:
+    """Bytes, calls and messages of each rank that are not a pipeline's own: a tied gradient, and the norm to clip
+    by."""
     ranks = config.world_size
-    nbytes, calls = [0.0] * ranks, [0] * ranks
+    nbytes, calls, messages = [0.0] * ranks, [0] * ranks, [0] * ranks
     if ranks > 1 and config.tie and config.model == "gpt":
         tied: int = model.VOCABULARY * config.width * getattr(torch, config.dtype).itemsize
         for rank in (0, ranks - 1):
             nbytes[rank] += tied
             calls[rank] += 1
+            messages[rank] += 1
     if config.clip is not None:
         nbytes = [value + all_reduce_bytes("gloo", ranks, NORM_BYTES) for value in nbytes]
         calls = [value + 1 for value in calls]
-    return nbytes, calls
+        messages = [value + gloo_all_reduce_messages(ranks, NORM_BYTES) for value in messages]
+    return nbytes, calls, messages

@@ -6,6 +6,7 @@ from workers.config import Config
 from workers.contract import untrainable
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
 from workers.workload.model import outline
@@ -29,10 +30,17 @@ def predict(config: Config) -> list[Prediction]:
     predictions = []
     for name in NAMES:
         itemsize = 4 if name == "fp32" else 2
-        calls = len(layout([numel * itemsize for numel in numels], config.bucket_mib * 2**20))
+        sizes = [numel * itemsize for numel in numels]
+        buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
+        messages = sum(gloo_all_reduce_messages(config.world_size, size) for size in buckets)
         total = all_reduce_bytes("gloo", config.world_size, sum(numels) * itemsize)
         value = (total,) * config.world_size
-        predictions.append(Prediction(name, "wire bytes", "B", f"2(N-1)/N x {itemsize}P", value, calls))
+        predictions.append(
+            Prediction(
+                name, "wire bytes", "B", f"2(N-1)/N x {itemsize}P", value, len(buckets),
+                messages=(messages,) * config.world_size,
+            )
+        )  # fmt: skip
     return predictions + [at_rest(config, name, numels) for name in NAMES]
 
 

@@ -23,7 +23,7 @@ from experiments.server.promises import Report, hold
 from experiments.server.replay import prove
 from experiments.server.worker import Scheme, Worker
 from workers.lab import Lab
-from workers.measure.formulas.collectives import wire_tolerance
+from workers.measure.formulas.messages import wire_tolerance
 from workers.parallel.parameter_server import PUSH, Audit, Event, ParameterServer, audit
 from workers.parallel.phases import recorded, slowed
 from workers.parallel.serving import Client, Link, Local, Remote, Server, Threads
@@ -97,7 +97,7 @@ def run_freely(lab: Lab, links: dict[int, Link], scheme: Scheme, kind: type[Para
         fetches = {rank: len(each.sent) + 1 for rank, each in reports.items()}
         sent = len(worker.sent) if lab.rank else sum(number for rank, number in fetches.items() if rank)
         predicted = sent * weight_bytes(config)
-        tolerance = wire_tolerance(predicted, 4 * sent + 4, 2) if lab.world_size > 1 else 0.0
+        tolerance = wire_tolerance(predicted, 4 * sent + 4) if lab.world_size > 1 else 0.0
         formula = "fetches of others x S" if lab.rank == 0 else "pushes x S"
         lab.compare("wire bytes of the run", predicted, traffic.wire_bytes, "B", tolerance, name, formula)
     return Finished(scheme, rules.history, audit(rules.history, workers), reports)

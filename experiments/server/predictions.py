@@ -7,11 +7,13 @@ from workers.contract import untrainable
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.server import averaging_bytes, server_bytes
 from workers.parallel.buckets import layout
 from workers.workload.model import outline
 
 ASYNCHRONOUS = ("ssp", "downpour")
+COUNT_BYTES = 8  # beside its gradients a worker of `sync` says of how many terms they are the sum
 SHOWN_RANKS = (2, 4, 8, 16, 32, 64)
 
 
@@ -47,22 +49,26 @@ def predict(config: Config, local_steps: int) -> list[Prediction]:
     ranks, nbytes, h = config.world_size, weight_bytes(config), local_steps
     itemsize: int = getattr(torch, config.dtype).itemsize
     sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
-    buckets = len(layout(sizes, config.bucket_mib * 2**20))
+    buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
     dense = (all_reduce_bytes("gloo", ranks, nbytes),) * ranks
     served, seldom = (tuple(server_bytes(ranks, nbytes, rank, steps) for rank in range(ranks)) for steps in (1, h))
+    counted = tuple(sent + (COUNT_BYTES if rank else 0) for rank, sent in enumerate(served))
     averaged = (averaging_bytes(ranks, nbytes, h),) * ranks
-    rows = [
-        ("dp", "2(N-1)/N x S", dense, buckets),
-        ("sync", "S, rank 0 (N-1) x S", served, 2),
-        ("local_sgd", "2(N-1)/N x S / H", averaged, 1),
-        ("diloco", "2(N-1)/N x S / H", averaged, 1),
-        ("ssp", "S, rank 0 (N-1) x S", served, 2),
-        ("downpour", "S / H, rank 0 (N-1) x S / H", seldom, 2),
+    reduced = (sum(gloo_all_reduce_messages(ranks, size) for size in buckets),) * ranks
+    in_rounds = (gloo_all_reduce_messages(ranks, nbytes) / h,) * ranks
+    through_server = tuple(2.0 * (ranks - 1) if rank == 0 else 2.0 for rank in range(ranks))
+    rows: list[tuple[str, str, tuple[float, ...], int, tuple[float, ...]]] = [
+        ("dp", "2(N-1)/N x S", dense, len(buckets), reduced),
+        ("sync", "S + 8 B, rank 0 (N-1) x S", counted, 2, through_server),
+        ("local_sgd", "2(N-1)/N x S / H", averaged, 1, in_rounds),
+        ("diloco", "2(N-1)/N x S / H", averaged, 1, in_rounds),
+        ("ssp", "S, rank 0 (N-1) x S", served, 2, ()),
+        ("downpour", "S / H, rank 0 (N-1) x S / H", seldom, 2, ()),
     ]
     impossible = cannot(config)
     return [
-        Prediction(name, "wire bytes", "B", formula, value, calls)
-        for name, formula, value, calls in rows
+        Prediction(name, "wire bytes", "B", formula, value, calls, messages=messages)
+        for name, formula, value, calls, messages in rows
         if name not in impossible
     ]
 

@@ -10,11 +10,13 @@ from experiments.tp.refusals import cannot
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.tensor import (
     column_split_bytes,
     parallel_loss_bytes,
     sequence_parallel_bytes,
     sequence_parallel_calls,
+    sequence_parallel_messages,
     sequence_saves_bytes,
     tensor_parallel_bytes,
 )
@@ -30,6 +32,7 @@ class Cost(NamedTuple):
 
     nbytes: float
     calls: int
+    messages: int
 
 
 class Sizes:
@@ -56,21 +59,31 @@ class Sizes:
         """All_reduces at both ends of so many slices, forward and backward."""
         nbytes = self.tokens * self.config.width * self.itemsize
         calls = 2 * num_slices * len(self.microbatches)
-        return Cost(tensor_parallel_bytes(self.ranks, num_slices, nbytes), calls)
+        messages = 2 * num_slices * self.all_reduced(self.config.width * self.itemsize)
+        return Cost(tensor_parallel_bytes(self.ranks, num_slices, nbytes), calls, messages)
+
+    def all_reduced(self, token_bytes: int) -> int:
+        """Messages of one all_reduce of so many bytes a token in each microbatch."""
+        seq = self.config.seq if self.is_gpt else 1
+        return sum(gloo_all_reduce_messages(self.ranks, samples * seq * token_bytes) for samples in self.microbatches)
 
     def loss(self, calls: int = 2) -> Cost:
         """The loss over gpt's split scores, which are summed in float32 at least."""
         nbytes = parallel_loss_bytes(self.ranks, self.tokens, max(self.itemsize, 4))
-        return Cost(nbytes, calls * len(self.microbatches)) if self.is_gpt else Cost(0, 0)
+        messages = calls * self.all_reduced(2 * max(self.itemsize, 4))
+        return Cost(nbytes, calls * len(self.microbatches), messages) if self.is_gpt else Cost(0, 0, 0)
 
     def clip(self) -> Cost:
         """With LAB_CLIP the sum of squares, one number in float64."""
-        return Cost(all_reduce_bytes("gloo", self.ranks, 8), 1) if self.config.clip else Cost(0, 0)
+        if not self.config.clip:
+            return Cost(0, 0, 0)
+        return Cost(all_reduce_bytes("gloo", self.ranks, 8), 1, gloo_all_reduce_messages(self.ranks, 8))
 
 
 def total(*costs: Cost) -> Cost:
     """All of them together."""
-    return Cost(sum(cost.nbytes for cost in costs), sum(cost.calls for cost in costs))
+    nbytes, calls, messages = zip(*costs, strict=True)
+    return Cost(sum(nbytes), sum(calls), sum(messages))
 
 
 def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -89,7 +102,10 @@ def naive(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends th
         column_split_bytes(sizes.ranks, sizes.tokens, linear.in_features, linear.out_features, sizes.itemsize)
         for linear in linears
     )
-    return total(Cost(nbytes, 2 * len(linears) * len(sizes.microbatches)), sizes.clip())
+    gathers = len(linears) * len(sizes.microbatches)
+    messages = 2 * (sizes.ranks - 1) * gathers
+    messages += sum(sizes.all_reduced(linear.in_features * sizes.itemsize) for linear in linears)
+    return total(Cost(nbytes, 2 * gathers, messages), sizes.clip())
 
 
 def megatron(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
@@ -99,11 +115,14 @@ def megatron(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
 
 def sequence(sizes: Sizes, rank: int) -> Cost:
     """The same as chunks of rows, each sent by itself; at last the gradients of what every rank holds whole."""
-    nbytes, calls = all_reduce_bytes("gloo", sizes.ranks, sizes.whole_numel() * sizes.itemsize), 1
+    whole_bytes, calls = sizes.whole_numel() * sizes.itemsize, 1
+    nbytes = all_reduce_bytes("gloo", sizes.ranks, whole_bytes)
+    messages = gloo_all_reduce_messages(sizes.ranks, whole_bytes)
     for num_rows, numel in sizes.rows():
         nbytes += sequence_parallel_bytes(sizes.ranks, sizes.num_slices, num_rows, numel * sizes.itemsize, rank)
         calls += sequence_parallel_calls(sizes.ranks, sizes.num_slices, num_rows, rank, sizes.config.backend)
-    return total(Cost(nbytes, calls), sizes.loss(), sizes.clip())
+        messages += sequence_parallel_messages(sizes.ranks, sizes.num_slices, num_rows)
+    return total(Cost(nbytes, calls, messages), sizes.loss(), sizes.clip())
 
 
 def dtensor(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
@@ -123,12 +142,9 @@ def predict(config: Config) -> list[Prediction]:
         ("dtensor", dtensor, "12(t-1)/t x b·s·h x (L+1/3) + loss" if sizes.is_gpt else layers, ""),
     ]
     for variant, cost_of, formula, formula_of_calls in formulas:
-        nbytes, calls = zip(*(cost_of(sizes, rank) for rank in range(sizes.ranks)), strict=True)
-        predictions.append(
-            Prediction(
-                variant, "wire bytes", "B", formula, nbytes, max(calls), PYTORCHS if variant == "dtensor" else ""
-            )
-        )
+        nbytes, calls, messages = zip(*(cost_of(sizes, rank) for rank in range(sizes.ranks)), strict=True)
+        shown = PYTORCHS if variant == "dtensor" else ""
+        predictions.append(Prediction(variant, "wire bytes", "B", formula, nbytes, max(calls), shown, messages))
         if formula_of_calls:
             predictions.append(Prediction(variant, "calls", "calls", formula_of_calls, calls, max(calls)))
     return [prediction for prediction in (*predictions, saved(sizes)) if prediction.variant not in cannot(config)]

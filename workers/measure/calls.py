@@ -2,8 +2,9 @@
 
 PyTorch hands each c10d call through its dispatcher, so a TorchDispatchMode sees it whoever made it: the lesson, a
 gradient hook in the backward pass, DDP's reducer in C++, fully_shard, DTensor, a functional collective. Called bytes
-are the bytes of the whole tensor times the operation's algorithmic factor: what the best algorithm sends. Barriers and
-receives send nothing of their own, and are not counted.
+are what the best algorithm sends of the whole tensor (`sent_bytes`), worked out here and not by formulas/: what is
+predicted is held against them exactly, so neither may come from the other. Barriers and receives send nothing of their
+own, and are not counted.
 
 A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward
 pass runs on the caller's thread; on CUDA autograd hands its threads the mode (at::ThreadLocalState), as the sources
@@ -17,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from workers.measure.formulas.collectives import algorithmic_factor
 
 # Schema name -> the operation, and which argument is (or lists) the whole tensor; RESULT: it is what the call returns.
 RESULT = -1
@@ -95,11 +94,23 @@ class Calls(TorchDispatchMode):
         if op == "gather":  # the argument is this rank's part; all send theirs but the root, args[3]
             called_bytes = float(raw_bytes if args[3] != group.rank() else 0)
         else:
-            called_bytes = raw_bytes * algorithmic_factor(op, group.size())
+            called_bytes = sent_bytes(op, raw_bytes, group.size())
         entry = self._ops.setdefault((op, axis_of(group)), CalledOp(op, axis_of(group)))
         entry.calls += 1
         entry.raw_bytes += raw_bytes
         entry.called_bytes += called_bytes
+
+
+def sent_bytes(op: str, nbytes: int, group_size: int) -> float:
+    """What a rank sends of a tensor of `nbytes` in all: to a peer all of it, to the others all but its own Nth.
+
+    An all_reduce sends the parts once to be summed, and once as sums. Where ranks differ (broadcast, reduce, scatter)
+    it is their mean.
+    """
+    if op == "send":
+        return float(nbytes)
+    others = nbytes - nbytes / group_size
+    return 2 * others if op == "all_reduce" else others
 
 
 def axis_of(group: dist.ProcessGroup) -> str:

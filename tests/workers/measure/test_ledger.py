@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks
 from workers.measure import sockets
-from workers.measure.formulas.collectives import all_reduce_bytes, wire_tolerance
+from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.messages import all_reduce_messages, wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
 from workers.measure.sockets import Connection, NoDiagnostics
 from workers.parallel.collectives import Collective
@@ -47,7 +48,7 @@ def counted(group: dist.ProcessGroup, algorithm: str, repeats: int = 1) -> Traff
 def test_called_and_wire_hold_the_formula(ranks: Ranks, world_size: int, algorithm: str) -> None:
     for rank, traffic in enumerate(ranks(world_size, counted, algorithm, 3)):
         predicted = 3 * all_reduce_bytes(algorithm, world_size, MIB, rank)
-        tolerance = wire_tolerance(predicted, calls=3, group_size=world_size)
+        tolerance = wire_tolerance(predicted, 3 * all_reduce_messages(algorithm, world_size, MIB, rank))
         assert traffic.wire_error is None
         assert traffic.called_bytes == pytest.approx(predicted)
         assert predicted <= traffic.wire_bytes <= predicted + tolerance

@@ -133,9 +133,3 @@ def all_reduce_seconds(algorithm: str, world_size: int, nbytes: int, latency_s: 
     if algorithm == "tree" and world_size.bit_count() > 1:
         serial += nbytes  # the fold is received before the halving begins
     return all_reduce_rounds(algorithm, world_size) * latency_s + serial / bytes_per_s
-
-
-def wire_tolerance(predicted: float, calls: float, group_size: int) -> float:
-    """How far wire bytes may be off: 1 %, and 1 KiB for each call and other rank (gloo's headers are about 577 B of
-    it)."""
-    return 0.01 * predicted + 1024 * calls * (group_size - 1)

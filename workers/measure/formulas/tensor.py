@@ -43,6 +43,11 @@ def sequence_parallel_calls(world_size: int, num_slices: int, num_rows: int, ran
     return 2 * num_slices * ((1 if even and backend == "nccl" else scattered) + (1 if even else gathered))
 
 
+def sequence_parallel_messages(world_size: int, num_slices: int, num_rows: int) -> int:
+    """Its messages over gloo: one to each other rank, and in a gather of equal chunks by the backend two."""
+    return 2 * num_slices * (world_size - 1) * (3 if num_rows % world_size == 0 else 2)
+
+
 def column_split_bytes(world_size: int, num_rows: int, inputs: int, outputs: int, itemsize: int) -> float:
     """What a rank sends for one linear layer that is split by outputs alone: all_gather of them, all_reduce for its
     input.

@@ -21,7 +21,6 @@ from workers.measure.formulas.collectives import (
     busbw_factor,
     chunk_bytes,
     reduce_scatter_bytes,
-    wire_tolerance,
 )
 from workers.parallel.collectives import Collective
 from workers.parallel.peers import Pending
@@ -108,8 +107,3 @@ def test_time_has_a_latency_and_a_bandwidth_part() -> None:
     assert all_reduce_seconds("ring", 4, 10**9, 0, 1e9) == pytest.approx(1.5)
     assert all_reduce_seconds("server", 4, 10**9, 0, 1e9) == pytest.approx(6)
     assert all_reduce_seconds("tree", 3, 10**9, 0, 1e9) == pytest.approx(3)
-
-
-def test_tolerance() -> None:
-    assert wire_tolerance(1e6, calls=2, group_size=4) == 1e4 + 1024 * 2 * 3
-    assert wire_tolerance(1e6, calls=9, group_size=1) == 1e4
