@@ -35,7 +35,13 @@ def held(lab: Lab) -> dict[str, bool]:
 
 @pytest.mark.parametrize(
     ("called", "wire", "fails"),
-    [(1e6, 1e6, set()), (0.75e6, 1e6, {"called bytes"}), (1e6, 1.1e6, {"wire bytes"}), (1e6, 0.0, {"wire bytes"})],
+    [
+        (1e6, 1e6, set()),
+        (1e6 + 1, 1e6, {"called bytes"}),
+        (0.75e6, 1e6, {"called bytes"}),
+        (1e6, 1.1e6, {"wire bytes"}),
+        (1e6, 0.0, {"wire bytes"}),
+    ],
 )
 def test_bytes_beside_their_formula_fail(called: float, wire: float, fails: set[str]) -> None:
     lab = lab_alone()
