@@ -128,7 +128,7 @@ def test_a_name_that_no_terminal_shows_is_escaped() -> None:
         ({"LAB_SEED": "1" + "0" * 30}, "is out of range: allowed is 0 to 4294967295"),
         ({"LAB_LR": "1e308"}, "LAB_LR='1e308' is out of range: allowed is more than 0, up to 1000"),
         ({"LAB_COLLECTIVE_TIMEOUT_S": "1e308"}, "LAB_COLLECTIVE_TIMEOUT_S='1e308' is out of range"),
-        ({"LAB_WIDTH": "9" * 5000}, f"LAB_WIDTH='{'9' * 60}...' (5000 letters) is out of range"),
+        ({"LAB_WIDTH": "9" * 5000}, f"LAB_WIDTH='{'9' * 120}...' (5000 letters) is out of range"),
         ({"LAB_RUN_ID": "x" * 256}, "is too long for the name of a folder: allowed are up to 200 bytes"),
         ({"MASTER_ADDR": "x" * 64, "RANK": "0"}, "is not the name or the address of a host"),
         ({"RUN_MODE": "/" + "x" * 6000}, "is not there: allowed is a Python file"),

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.checkpoint import manifest
+from workers.checkpoint import lease, manifest
 from workers.checkpoint.manifest import Manifest, Unreadable
 from workers.config import Config, ConfigError
+from workers.config.sentences import shown
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
@@ -25,6 +26,7 @@ class Found:
 
     folder: Path
     manifest: Manifest
+    held: int | None = None  # the lease that keeps it there, while it is being read
 
 
 # --- before the ranks join ---
@@ -34,14 +36,17 @@ def refusals(config: Config) -> list[str]:
     """Sentences if LAB_RESUME or LAB_CHECKPOINT_EVERY cannot be what this run does."""
     if config.resume == "auto" and config.run_id is None:
         return ["LAB_RESUME=auto goes on with the run that LAB_RUN_ID names: set LAB_RUN_ID"]
-    wrong = _unfit(config) if config.resume is not None else []
+    try:
+        wrong = _unfit(config) if config.resume is not None else []
+    except OSError as error:  # a path that is too long, or a folder that may not be read
+        wrong = [f"LAB_RESUME={shown(config.resume)} cannot be read: {error.strerror}"]
     if config.checkpoint_every is not None and config.resume == "auto":
         wrong += _unwritable(config)
     return wrong
 
 
 def _unfit(config: Config) -> list[str]:
-    source, named = place(config), f"LAB_RESUME={config.resume!r}"
+    source, named = place(config), f"LAB_RESUME={shown(config.resume)}"
     found = candidates(source)
     if config.resume != "auto" and not source.exists():
         return [
@@ -137,6 +142,7 @@ def newest_good(
     """
     passed: list[str] = []
     for folder in candidates(source):
+        held = lease.hold(folder)
         try:
             saved = manifest.read(folder)
             wrong = unfit(saved) or "; ".join(damage(folder, saved)[:1])
@@ -145,7 +151,8 @@ def newest_good(
         if not wrong:
             for sentence in passed:
                 say(f"{sentence}: taking step {saved.step}")
-            return Found(folder, saved)
+            return Found(folder, saved, held)
+        lease.release(held)
         passed.append(f"{folder} {wrong}")
     if passed:
         raise Unreadable("; ".join(passed))

@@ -101,6 +101,8 @@ def write(folder: Path, manifest: Manifest) -> Path:
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises Unreadable."""
     try:
+        if (folder / FILE).exists() and not (folder / FILE).is_file():
+            raise Unreadable(f"has a {FILE} that is no file")  # a pipe would be waited for
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Unreadable(f"has no {FILE}: it is not a checkpoint of the lab, or only a part of one") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workers.checkpoint import dcp, finding, manifest
+from workers.checkpoint import dcp, finding, lease, manifest
 from workers.checkpoint.course import Course
 from workers.checkpoint.finding import Found
 from workers.checkpoint.manifest import Unreadable
@@ -51,6 +51,7 @@ def agree(lab: Lab) -> Found | None:
     """Rank 0's choice, on every rank; raises ConfigError on all where no checkpoint is good."""
     lab.at(0, "the choice of a checkpoint")
     choice: dict[str, str] = {}
+    found: Found | None = None
     if lab.rank == 0:
         try:
             found = finding.choose(lab.config, lambda text: lab.say(text, "checkpoint"))
@@ -63,8 +64,10 @@ def agree(lab: Lab) -> Found | None:
     if not choice:
         return None
     folder = Path(choice["folder"])
+    held = lease.hold(folder) if found is None else found.held
+    lab.exchange.barrier("leases")  # until here rank 0's keeps it for all
     try:
-        return Found(folder, manifest.read(folder))
+        return Found(folder, manifest.read(folder), held)
     except Unreadable as error:
         raise ConfigError([f"{folder} {error} on rank {lab.rank}: all ranks need the same folder of runs"]) from None
 
@@ -91,6 +94,7 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: Course, found: 
     for name, strategy in strategies.items():
         lab.at(course.first, f"the loading of {name}")
         load(strategy, name, found.folder, lab.group)
+    lease.release(found.held)
     for index, state in enumerate(saved.generators.get(str(lab.rank), [])):
         set_generator(index, state, lab.device)
     epoch, _ = course.position(course.first)

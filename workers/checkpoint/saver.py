@@ -5,16 +5,16 @@ thread writes the copy, over a process group of its own. There is one at a time:
 A save that fails does not end the run, which goes on with the last good one.
 """
 
-import shutil
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
-from workers.checkpoint import dcp, finding, manifest, writing
+from workers.checkpoint import dcp, finding, lease, manifest, writing
 from workers.checkpoint.course import Course
 from workers.checkpoint.manifest import Manifest
 from workers.contract import Strategy
@@ -191,6 +191,7 @@ def manifest_of(lab: Lab, course: Course, step: int) -> Manifest:
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Remove all checkpoints but the `count` newest."""
+    """Remove all checkpoints but the `count` newest, and those that another run is loading."""
     for path in finding.candidates(folder)[count:]:
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # a disk's own trouble: the checkpoint stays
+            lease.remove(path)

@@ -44,11 +44,11 @@ class Claim:
     outward_ip: str = ""
 
     @classmethod
-    def of(cls, config: Config, version: str, outward_ip: str) -> "Claim":
-        """The claim of this process."""
+    def of(cls, config: Config, version: str, outward_ip: str, contents: Mapping[str, str] | None = None) -> "Claim":
+        """The claim of this process; `contents` are checksums of what the settings name, which ranks need alike."""
         assert config.rank is not None, "a rank is started with RANK"
         return cls(
-            config.rank, config.world_size, config.run_mode, version, _shared(config),
+            config.rank, config.world_size, config.run_mode, version, _shared(config) | dict(contents or {}),
             socket.gethostname(), os.getpid(), secrets.token_hex(4), outward_ip,
         )  # fmt: skip
 

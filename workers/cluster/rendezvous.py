@@ -9,7 +9,7 @@ clients and find the board through it. Nothing waits longer than LAB_JOIN_TIMEOU
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -44,15 +44,18 @@ class Cluster:
     desk: Desk | None = None  # on rank 0: latecomers are answered by its watch
 
 
-def join(config: Config, version: str, say: Callable[[str], None]) -> Cluster:
-    """Wait for all ranks and agree with them; raises ClusterError with the sentence that every rank concerned says."""
+def join(
+    config: Config, version: str, say: Callable[[str], None], contents: Mapping[str, str] | None = None
+) -> Cluster:
+    """Wait for all ranks and agree with them, on the checksums `contents` too; raises ClusterError with the sentence
+    that every rank concerned says."""
     assert config.rank is not None and config.master_addr is not None, "a rank has RANK and MASTER_ADDR"  # noqa: PT018
     address = resolve(config.master_addr, config.join_timeout_s)
     import torch.distributed  # noqa: F401 (takes seconds: before the bound begins, and others count on an answer)
 
     started = time.monotonic()
     udp = udp_socket(address.family)
-    claim = Claim.of(config, version, outward_ip(address.family))
+    claim = Claim.of(config, version, outward_ip(address.family), contents)
     arrival = Arrival(config, claim, udp, say, started + config.join_timeout_s, said_at=started)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _join_agent(arrival, address)

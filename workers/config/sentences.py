@@ -4,7 +4,7 @@ from typing import Any
 
 from workers.config.values import suggest
 
-MOST_SHOWN = 60  # letters of a value: nobody reads more of one that is wrong
+MOST_SHOWN = 120  # letters of a value: nobody reads more of one that is wrong
 
 
 def shown(value: object) -> str:

@@ -6,7 +6,6 @@ survives writes `run.json`: records reach rank 0 over the store, since nodes nee
 gone.
 """
 
-import os
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from workers.rank.sections import Sections
 from workers.report import records
 from workers.report.journal import Journal
 from workers.report.judge import exit_code, judge, write_run
+from workers.report.latest import point_latest
 from workers.report.lines import BrokenRecord, read, read_run, to_line, write_atomically
 from workers.report.log import verdict_lines
 from workers.report.sentences import missed
@@ -77,13 +77,6 @@ def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable
         then(lost.rank)
 
     watch.let_leave(left)
-
-
-def point_latest(folder: Path) -> None:
-    """Make runs/latest the newest run; two runs that end at once leave one of the two, never none."""
-    draft = folder.parent / f".latest.{os.getpid()}"
-    draft.symlink_to(folder.name)
-    draft.replace(folder.parent / "latest")
 
 
 def write_report(folder: Path) -> Path | None:

@@ -1,13 +1,21 @@
 """What a rank refuses before it joins: every reason why these settings cannot run in this mode, a sentence each, all at
 once."""
 
+import errno
 import os
+import secrets
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from workers.config import Config, ConfigError
+from workers.config.sentences import shown
 from workers.config.values import suggest
 from workers.contract import Mode
 from workers.rank.modes import modes_that
+from workers.report.latest import LATEST
+
+# The longest path below LAB_RUNS_DIR that a run writes: a run id, a checkpoint's draft, a file of it.
+DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
 
 
 def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
@@ -29,13 +37,13 @@ def unknown(config: Config, mode: Mode) -> Iterator[str]:
         if name not in mode.names:
             allowed = ", ".join(mode.names) or "none, leave it unset"
             yield (
-                f"LAB_VARIANT={name!r} is not a variant of {config.mode_name}{suggest(name, mode.names)}, allowed:"
+                f"LAB_VARIANT={shown(name)} is not a variant of {config.mode_name}{suggest(name, mode.names)}, allowed:"
                 f" {allowed}"
             )
     if config.bug is not None and config.bug not in mode.mistakes:
         allowed = ", ".join(mode.mistakes) or "none, leave it unset"
         nearest = suggest(config.bug, list(mode.mistakes))
-        yield f"LAB_BUG={config.bug!r} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
+        yield f"LAB_BUG={shown(config.bug)} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
 
 
 def idle(config: Config, mode: Mode) -> Iterator[str]:
@@ -74,13 +82,37 @@ def hidden(config: Config, mode: Mode) -> Iterator[str]:
 def unwritable(config: Config) -> list[str]:
     """Why no run can be written where LAB_RUNS_DIR and LAB_RUN_ID say."""
     runs = config.runs_dir
-    nearest = next(folder for folder in [runs, *runs.absolute().parents] if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    try:
+        os.lstat(runs.absolute() / DEEPEST)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return [f"LAB_RUNS_DIR={shown(runs)} is too long for the names of files in it: name another folder"]
+    # A link to nowhere or in a circle is there, too, and is no folder.
+    nearest = next(folder for folder in [runs, *runs.absolute().parents] if os.path.lexists(folder))
+    fault = _no_folder_in(nearest)
+    if fault:
         return [
-            f"LAB_RUNS_DIR={str(runs)!r} cannot be written by user {os.getuid()}: change its owner or name another"
-            " folder"
+            f"LAB_RUNS_DIR={shown(runs)} cannot be written by user {os.getuid()} ({fault}): change its owner or name"
+            " another folder"
         ]
+    if (latest := runs / LATEST).exists() and not latest.is_symlink():
+        return [f"{shown(latest)} is no link to the newest run: rename it or remove it"]
     goes_on = config.resume == "auto" and config.run_id is not None and (runs / config.run_id).is_dir()
-    if config.run_id is not None and (runs / config.run_id).exists() and not goes_on:
+    if config.run_id is not None and os.path.lexists(runs / config.run_id) and not goes_on:
         return [f"LAB_RUN_ID={config.run_id!r} exists already in {runs}: choose another or remove it"]
     return []
+
+
+def _no_folder_in(nearest: Path) -> str:
+    """Why no folder can be made in this one, found out by making one, and removing it; empty if it can.
+
+    Permissions do not say it: /proc and a file system that is mounted to be read have those that allow it.
+    """
+    probe = nearest / f".probe.{secrets.token_hex(8)}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        # A disk that is full is no fault of the settings: the run says so where it meets it, and ends with 1.
+        return "" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    return ""

@@ -29,8 +29,10 @@ from workers.rank.modes import load
 from workers.rank.refusals import refuse
 from workers.rank.sections import Sections
 from workers.report import records
+from workers.report.claim import Taken, claim
 from workers.report.journal import Journal, put_aside
 from workers.report.progress import working
+from workers.workload import text
 
 
 def be_rank(config: Config, started_at: float) -> int:
@@ -41,7 +43,7 @@ def be_rank(config: Config, started_at: float) -> int:
     device = pick_device(config)
     journal = Journal()
     try:
-        cluster = join(config, source_version(config), journal.say)
+        cluster = join(config, source_version(config), journal.say, contents(config))
     except ClusterError as error:
         journal.say(f"broken     {error}")
         return 3
@@ -52,6 +54,7 @@ def be_rank(config: Config, started_at: float) -> int:
     watch.start()
     lab: Lab | None = None
     try:
+        hold(folder, cluster, config)
         journal.open(folder, cluster.rank)
         if cluster.rank == 0:
             put_aside(folder, range(cluster.world_size, MAX_WORLD_SIZE))  # of an attempt with more ranks
@@ -91,6 +94,22 @@ def be_rank(config: Config, started_at: float) -> int:
     watch.finish()
     dist.destroy_process_group()
     return code
+
+
+def contents(config: Config) -> dict[str, str]:
+    """Checksums of what all ranks read, by what they are called in a sentence."""
+    found = text.digest(config)[:12] if config.model == "gpt" else ""
+    return {"the sha256 of the text": found} if found else {}
+
+
+def hold(folder: Path, cluster: Cluster, config: Config) -> None:
+    """Keep the folder to this run as long as this process lives; raises ConfigError where another run has it."""
+    try:
+        claim(folder, cluster.token, goes_on=config.resume == "auto")
+    except Taken:
+        raise ConfigError(
+            [f"LAB_RUN_ID={cluster.run_id!r} is that of another run in {config.runs_dir}: choose another"]
+        ) from None
 
 
 def source_version(config: Config) -> str:

@@ -9,7 +9,6 @@ with --all alone, and one that may still be running with none of them.
 """
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -19,11 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workers.config import Config, ConfigError
+from workers.report.claim import is_held
+from workers.report.latest import point_latest
 from workers.report.text import aligned
 from workers.report.units import human_bytes
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86400}
-# A run whose last record no verdict followed is going on, or was killed; its ranks wait LAB_COLLECTIVE_TIMEOUT_S for
+# A run whose ranks hold its folder is going on; on another machine none can be seen to. There one whose last record no
+# verdict followed is going on, or was killed; its ranks wait LAB_COLLECTIVE_TIMEOUT_S for
 # each other, by default half of this.
 SILENT_S = 600
 
@@ -117,7 +119,7 @@ def old_runs(runs: Path, now: float) -> list[Old]:
         nbytes = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
         checkpoints = len(list(folder.glob("checkpoints/step-*")))
         judged = verdict.is_file() and verdict.stat().st_mtime >= written_at
-        running = not judged and now - written_at < SILENT_S
+        running = is_held(folder) or (not judged and now - written_at < SILENT_S)
         found.append(Old(folder, written_at, nbytes, checkpoints, folder.resolve() == latest, running))
     return sorted(found, key=lambda old: (-old.written_at, old.folder.name))
 
@@ -156,9 +158,7 @@ def mend_latest(runs: Path, left: Sequence[Old]) -> None:
     if newest is None:
         latest.unlink()
         return
-    draft = runs / f".latest.{os.getpid()}"
-    draft.symlink_to(newest)
-    draft.replace(latest)
+    point_latest(runs / newest)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,12 @@ from typing import Any
 from tests.labs import failed
 from workers.cluster.verdict import Verdict
 from workers.lab import Lab
-from workers.rank.end import bury, conclude, last_words, point_latest
+from workers.rank.end import bury, conclude, last_words
 from workers.rank.sections import Sections
 from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import read_run
 from workers.report.records import Check, End, Failed, Lost, Start, select
-
-
-def test_latest_is_the_newest_run(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        point_latest(tmp_path / name)
-        assert (tmp_path / "latest").resolve() == tmp_path / name
 
 
 def broken_rank(folder: Path, rank: int) -> Journal:

@@ -14,7 +14,7 @@ from workers.contract import Instead, Mistake, Mode, Variant
 from workers.rank.device import pick_device
 from workers.rank.modes import load
 from workers.rank.refusals import refuse, unwritable
-from workers.rank.start import source_version, start_record
+from workers.rank.start import hold, source_version, start_record
 
 LOST = Mistake("a shard is lost", "gradients", Instead(run={"shards": 0}))
 MODE = Mode(variants=(Variant("naive"), Variant("ring")), mistakes={"lost_shard": LOST}, refuse=lambda config: [])
@@ -122,10 +122,44 @@ def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert "cannot be written" in fault
 
 
-def test_a_runs_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere; container tests have a user
+@pytest.mark.parametrize("folder", ["/proc", "/sys", "/proc/self/none", "/dev/zero", "/dev/null/runs"])
+def test_a_runs_folder_where_nothing_can_be_made_is_refused(folder: str) -> None:
+    (fault,) = unwritable(config_of(LAB_RUNS_DIR=folder))
+    assert fault.startswith(f"LAB_RUNS_DIR='{folder}' cannot be written by user")
+
+
+@pytest.mark.parametrize("folder", ["x" * 300, "x/" * 3000, "/tmp/" + "x" * 256])
+def test_a_runs_folder_with_too_long_a_name_is_refused(folder: str) -> None:
+    (fault,) = unwritable(config_of(LAB_RUNS_DIR=folder))
+    assert "is too long for the names of files in it" in fault
+    assert len(fault) < 300
+
+
+def test_a_runs_folder_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for name in ("loop", "gone"):
+        (fault,) = unwritable(config_of(LAB_RUNS_DIR=str(tmp_path / name)))
+        assert "cannot be written" in fault
+
+
+def test_a_runs_folder_whose_latest_is_no_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
     (fault,) = unwritable(config_of(LAB_RUNS_DIR=str(tmp_path)))
-    assert fault.startswith(f"LAB_RUNS_DIR='{tmp_path}' cannot be written by user")
+    assert fault.endswith("is no link to the newest run: rename it or remove it")
+
+
+def test_what_is_looked_at_leaves_nothing(tmp_path: Path) -> None:
+    assert unwritable(config_of(LAB_RUNS_DIR=str(tmp_path))) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_run_has_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = (SimpleNamespace(token=token, run_id="mine") for token in ("a", "b"))
+    config = config_of(LAB_RUNS_DIR=str(tmp_path))
+    hold(tmp_path / "mine", first, config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="LAB_RUN_ID='mine' is that of another run"):
+        hold(tmp_path / "mine", second, config)  # type: ignore[arg-type]
 
 
 def test_the_version_is_that_of_the_sources() -> None:

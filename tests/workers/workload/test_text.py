@@ -1,7 +1,8 @@
 """The text of gpt: read the same everywhere, and refused in one sentence where there is none."""
 
+import os
+import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,14 +34,14 @@ def test_no_file_is_opened_once_there_is_enough(tmp_path: Path, monkeypatch: pyt
     for name in "abc":
         (tmp_path / name).write_bytes(name.encode() * 60)
     opened: list[str] = []
-    plain = Path.open
+    plain = os.open
 
-    def counted(path: Path, mode: str) -> Any:
+    def counted(path: Path, flags: int) -> int:
         opened.append(path.name)
-        return plain(path, mode)
+        return plain(path, flags)
 
     monkeypatch.setattr(text, "MAX_BYTES", 100)
-    monkeypatch.setattr(Path, "open", counted)
+    monkeypatch.setattr(os, "open", counted)
     assert text.read(config_of(tmp_path)) == b"a" * 60 + b"b" * 40
     assert opened == ["a", "b"]
 
@@ -80,3 +81,55 @@ def test_one_sample_is_enough(tmp_path: Path) -> None:
     inputs, targets, _ = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64).full(2)
     assert inputs[3].tolist() == list(range(64))
     assert targets[3].tolist() == list(range(1, 65))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (fault,) = text.refusals(config_of(tmp_path / "pipe"))
+    assert "is neither a file nor a folder: a pipe or a device gives each rank another text" in fault
+    assert text.digest(config_of(tmp_path / "pipe")) == ""
+
+
+@pytest.mark.parametrize("device", ["/dev/urandom", "/dev/zero", "/dev/null"])
+def test_a_device_is_refused(device: str) -> None:
+    (fault,) = text.refusals(config_of(Path(device)))
+    assert "is neither a file nor a folder" in fault
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "/x" * 3000, "/proc/self/environ", "/proc/kmsg"])
+def test_what_has_no_bytes_of_its_own_is_refused(path: str) -> None:
+    (fault,) = text.refusals(config_of(Path(path)))
+    assert fault.startswith("LAB_TEXT=")
+    assert len(fault) < 400
+
+
+def test_in_a_folder_only_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"text")
+    os.mkfifo(tmp_path / "a.txt")
+    (tmp_path / "c").symlink_to("/dev/urandom")
+    (tmp_path / "d").symlink_to(tmp_path / "d")
+    (tmp_path / "e").symlink_to(tmp_path)  # a folder within itself
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "f"))
+        assert text.read(config_of(tmp_path)) == b"text"
+
+
+def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (fault,) = text.refusals(config_of(tmp_path / "loop"))
+    assert "cannot be read: Too many levels of symbolic links" in fault
+
+
+def test_a_folder_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "MAX_ENTRIES", 5)
+    for number in range(6):
+        (tmp_path / str(number)).touch()
+    (fault,) = text.refusals(config_of(tmp_path))
+    assert "holds more than 5 files and folders" in fault
+
+
+def test_ranks_compare_a_checksum_of_what_they_read(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"one")
+    before = text.digest(config_of(tmp_path / "text"))
+    (tmp_path / "text").write_bytes(b"two")
+    assert before != text.digest(config_of(tmp_path / "text"))
