@@ -197,6 +197,8 @@ class Mode:
     cannot: Callable[[Config], Mapping[str, str]] = lambda config: {}  # noqa: ARG005
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
     unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does
+    shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
+    at_once: int = 0  # trainings beside each other, each of a stream of samples, where they are not its variants
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
     # What a mistake may replace in the passes.

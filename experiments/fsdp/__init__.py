@@ -200,6 +200,7 @@ def run(lab: Lab) -> None:
 
 
 MODE = Mode(
+    shards=True,
     variants=(
         Variant("naive", naive),
         Variant("zero1", zero1),

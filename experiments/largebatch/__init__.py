@@ -40,7 +40,7 @@ from experiments.largebatch.predictions import predict, refuse
 from experiments.largebatch.proof import K, flat, prove
 from experiments.largebatch.recipes import Recipe, layerwise_adam, layerwise_sgd, sgd
 from experiments.largebatch.samples import Stream
-from experiments.largebatch.sweep import models, sized, sweep
+from experiments.largebatch.sweep import SEEDS, models, sized, sweep
 from workers.config import Config
 from workers.config.options import ModeOptions
 from workers.contract import Counted, Mode, Variant
@@ -144,6 +144,7 @@ def run(lab: Lab, followed: Callable[[Recipe], Recipe] = as_stated) -> None:
 
 
 MODE = Mode(
+    at_once=SEEDS * len(RECIPES),
     variants=tuple(Variant(name) for name in RECIPES),
     run=run,
     title=lambda config: " and ".join(outline(sized(config, name)).describe() for name in models(config)),

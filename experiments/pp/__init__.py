@@ -233,6 +233,7 @@ def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
 
 
 MODE = Mode(
+    shards=True,
     variants=(
         Variant("naive", naive),
         Variant("gpipe", gpipe),

@@ -230,6 +230,7 @@ def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
 
 
 MODE = Mode(
+    shards=True,
     variants=(
         Variant("naive", naive),
         Variant("megatron", megatron),

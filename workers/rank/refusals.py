@@ -11,6 +11,7 @@ from workers.config import Config, ConfigError
 from workers.config.sentences import shown
 from workers.config.values import suggest
 from workers.contract import Mode
+from workers.rank.estimate import too_large
 from workers.rank.modes import modes_that
 from workers.report.latest import LATEST
 
@@ -20,7 +21,9 @@ DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
 
 def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
     """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences that others have found."""
-    refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
+    refusals = [*unknown(config, mode), *idle(config, mode)]
+    # What no machine holds is not asked for: a mode makes an outline of all layers for its answer.
+    refusals += too_large(config, mode) or mode.refuse(config)
     refusals = refusals or [*excluded(config, mode), *hidden(config, mode)]  # of sizes that the mode can take
     refusals += [*unwritable(config), *of_this_rank]
     if config.resume is not None or config.checkpoint_every is not None:

@@ -24,6 +24,7 @@ from workers.measure.ledger import Ledger
 from workers.passes.measure import everything
 from workers.rank.device import pick_device
 from workers.rank.end import bury, conclude, let_leave
+from workers.rank.estimate import too_long
 from workers.rank.link_rate import measure_link
 from workers.rank.modes import load
 from workers.rank.refusals import refuse
@@ -42,6 +43,8 @@ def be_rank(config: Config, started_at: float) -> int:
     mode = mode.mistaken(config.bug)
     device = pick_device(config)
     journal = Journal()
+    for line in too_long(config, mode) if config.rank == 0 else []:
+        journal.say(f"estimate   {line}")
     try:
         cluster = join(config, source_version(config), journal.say, contents(config))
     except ClusterError as error:
