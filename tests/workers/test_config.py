@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from workers.cluster.board import Claim
 from workers.config import Config, ConfigError, values
 from workers.config.__main__ import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table, write
 from workers.config.options import Field, ModeOptions, aliases, declared
@@ -28,6 +29,20 @@ def test_defaults_are_those_of_the_stable_interface() -> None:
     assert (config.model, config.width, config.depth, config.heads, config.seq) == ("gpt", 128, 8, 8, 64)
     assert (config.steps, config.batch, config.num_microbatches, config.dtype) == (20, 16, 1, "float32")
     assert (config.join_timeout_s, config.lost_after_s, config.collective_timeout_s) == (60, 2.5, 300)
+
+
+def test_a_key_is_shown_nowhere() -> None:
+    """Neither in what is recorded, nor in what repeats the run or is told to others, nor in a refusal."""
+    key = "a long secret of ours"
+    config = Config.read(RANK_OF_FOUR | {"LAB_KEY": key, "LAB_STEPS": "7"})
+    assert config.key is not None
+    assert config.key.get_secret_value() == key
+    told = [config.environ(), config.written(), config, Claim.of(config, "v1", "")]
+    assert not any("secret" in str(each) or "LAB_KEY" in str(each) for each in told)
+    assert faults(LAB_KEY="short secret") == [
+        "LAB_KEY=(not shown) is too short for a key: allowed is 16 characters and more"
+    ]
+    assert faults(LAB_KEY=f"\x07{key}") == ["LAB_KEY=(not shown) is not printable text in UTF-8"]
 
 
 def test_empty_counts_as_unset() -> None:

@@ -3,20 +3,25 @@
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from workers.cluster import ClusterError
 from workers.cluster.address import Address, something_listens
 from workers.cluster.board import Claim
-from workers.cluster.board_socket import ask, receive
+from workers.cluster.board_socket import OTHER_KEY, receive, send
+from workers.cluster.dropped import Dropped
+from workers.cluster.messages import fault
+from workers.cluster.opening import Opener
+from workers.cluster.sealed import ANYONE, Seal
 from workers.config import Config
 
 ASK_EVERY_S = 0.1
 SAY_EVERY_S = 3.0
 # A port that accepts connections, while nobody answers as the board for so long, is another program's. A dying
 # earlier run frees it sooner.
-FOREIGN_S = 4.0
+FOREIGN_S = 3.0
+FORGOTTEN_AFTER = 3  # unanswered questions: then the board may be another one
 
 
 @dataclass
@@ -29,6 +34,19 @@ class Arrival:
     say: Callable[[str], None]
     deadline: float
     said_at: float
+    key: bytes
+    dropped: Dropped = field(init=False)
+    seal: Seal = field(init=False)
+    opener: Opener = field(init=False)
+    _board: bytes = ANYONE  # the number of the board, once it has greeted
+    _unanswered: int = 0
+
+    def __post_init__(self) -> None:
+        self.dropped = Dropped(self.say)
+        self.seal = Seal(self.key)
+        self.opener = Opener(self.key, self.seal.sender, self.dropped)
+        if fault(self._question()):
+            raise ClusterError("a setting of this rank is too long to be told to the others: 1024 characters at most")
 
     def progress(self, sentence: str) -> None:
         """Say what is being waited for, every `SAY_EVERY_S`."""
@@ -44,19 +62,39 @@ class Arrival:
     def bound(self) -> str:
         return f"in {self.config.join_timeout_s:g} s (LAB_JOIN_TIMEOUT_S)"
 
+    def _question(self) -> dict[str, Any]:
+        return {"kind": "claim", "claim": asdict(self.claim)}
+
+    def _ask(self, board: Address, port: int) -> None:
+        send(self.udp, self.seal.seal(self._question(), self._board), (board.ip, port))
+
     def ask_once(self, board: Address, port: int) -> dict[str, Any] | None:
         """The board's answer, or None within `ASK_EVERY_S`; raises its refusal."""
-        ask(self.udp, self.claim, (board.ip, port))
+        self._ask(board, port)
         deadline = time.monotonic() + ASK_EVERY_S
         answer: dict[str, Any] | None = None
         while answer is None and time.monotonic() < deadline:
             time.sleep(0.005)
-            for message, _ in receive(self.udp):
-                if message.get("to") == self.claim.uid:
-                    answer = message
+            for datagram, source in receive(self.udp):
+                opened = self.opener.open(datagram, source)
+                if opened is None:
+                    continue
+                if opened.message["kind"] == "greet":
+                    self._board = bytes.fromhex(opened.message["greet"])
+                    self._ask(board, port)
+                else:
+                    answer = opened.message
+        self._unanswered = self._unanswered + 1 if answer is None else 0
+        if self._unanswered >= FORGOTTEN_AFTER:
+            self._board = ANYONE
         if answer is not None and "refuse" in answer:
             raise ClusterError(str(answer["refuse"]))
         return answer
+
+    @property
+    def meets_another_key(self) -> bool:
+        """Whether anybody has answered with another key."""
+        return self.dropped.by_fault[OTHER_KEY] > 0
 
     def ask_until_sealed(self, board: Address, port: int, store_port: int | None) -> dict[str, Any]:
         """Ask until all ranks are there; `store_port` is the TCP port that rank 0 opens too, None under an agent."""
@@ -69,7 +107,7 @@ class Arrival:
                 waiting = self._silence(board, port, listens)
                 foreign_since = (foreign_since or asked_at) if listens else None
                 if foreign_since is not None and time.monotonic() - foreign_since > FOREIGN_S:
-                    raise ClusterError(taken(board, port))
+                    raise ClusterError(self.taken(board, port))
             elif "sealed" in answer:
                 sealed: dict[str, Any] = answer["sealed"]
                 return sealed
@@ -89,11 +127,19 @@ class Arrival:
                 f"waiting for {where}: MASTER_ADDR is not this host, where rank 0 runs, and no other rank 0 answers"
                 " there"
             )
+        if self.meets_another_key:
+            return f"waiting for rank 0: {where} answers with another key: set the same LAB_KEY on all ranks"
         if listens:
             return f"waiting for rank 0: {where} accepts connections and does not answer"
         return f"waiting for rank 0: nothing listens at {where}"
 
-
-def taken(address: Address, port: int) -> str:
-    """The sentence about a port that another program holds, the same on rank 0 and on those who ask."""
-    return f"MASTER_PORT={port} on {address.name} is taken by another program, not by rank 0: choose another port"
+    def taken(self, address: Address, port: int) -> str:
+        """The sentence about a port that is not this run's, the same on rank 0 and on those who ask."""
+        if not self.meets_another_key:
+            return (
+                f"MASTER_PORT={port} on {address.name} is taken by another program, not by rank 0: choose another port"
+            )
+        return (
+            f"MASTER_PORT={port} on {address.name} is held by a rank 0 with another key: set the same LAB_KEY on all"
+            " ranks of a run, or choose another port for another run"
+        )

@@ -1,9 +1,10 @@
 """Rank 0's board: every rank asks it again and again to be let in, and it answers what is wrong or who is missing.
 
-A pure state machine over claims, so that a doubled rank, a differing setting or a fast restart is tested without a
-socket. Ranks ask over UDP rather than in a TCPStore: a store's client cannot be bounded (its constructor waits for ever
-on a port that accepts and stays silent, its `check` on a stopped server), and a rank 0 that cannot open its store can
-still say so. A rank asks every 0.1 s; one that has not asked for `ASKING_S` is gone, and a newcomer may take its place.
+What has no key of the run never comes here (board_socket.py). A pure state machine over claims, so that a doubled rank,
+a differing setting or a fast restart is tested without a socket. Ranks ask over UDP rather than in a TCPStore: a
+store's client cannot be bounded (its constructor waits for ever on a port that accepts and stays silent, its `check` on
+a stopped server), and a rank 0 that cannot open its store can still say so. A rank asks every 0.1 s; one that has not
+asked for `ASKING_S` is gone, and a newcomer may take its place.
 """
 
 import os
@@ -22,9 +23,13 @@ ASKING_S = 1.5
 # A rank that restarts fast is no double of its dead predecessor: that one has to give a sign of life so long after the
 # newcomer's first question. Signs that were on their way are older.
 CROSSING_S = 0.6
-# What ranks may see differently: where they are, their paths, their bounds and their container's limits.
+# A stranger of a larger world is judged only so long after its first question: a second rank 0 may show by then that it
+# belongs to another run.
+STRANGER_S = 2.0
+# What ranks may see differently: where they are, their paths, their bounds and their container's limits. The key is
+# shown to nobody: who has another one is not heard.
 OWN = {
-    "rank", "world_size", "run_mode", "local_rank", "master_addr", "master_port",
+    "rank", "world_size", "run_mode", "local_rank", "master_addr", "master_port", "key",
     "join_timeout_s", "lost_after_s", "collective_timeout_s", "cpus", "memory",
 }  # fmt: skip
 
@@ -93,6 +98,12 @@ def _default(alias: str) -> str:
     return _text(defaults[0]) if defaults and defaults[0] is not None else "unset"
 
 
+def twice(first: Claim, second: Claim) -> str:
+    """The sentence about two processes of one rank."""
+    hosts = [f"host {one.host} (pid {one.pid})" for one in (first, second)]
+    return f"rank {first.rank} runs twice, on {hosts[0]} and on {hosts[1]}: give each its own RANK"
+
+
 @dataclass(frozen=True)
 class Member:
     """A rank of the sealed cluster: where it runs and where it hears heartbeats."""
@@ -117,6 +128,7 @@ class Board:
         self._claims: dict[int, tuple[Claim, str, int]] = {own.rank: (own, ip, udp_port)}
         self._asked_at: dict[int, float] = {}
         self._first_asked: dict[str, float] = {}  # by uid: when a process asked for a place that was taken
+        self._second_host: Claim | None = None  # a rank 0 that came after the seal: another run wants this port
 
     def missing(self, now: float) -> list[int]:
         """The ranks that are not asking to be let in."""
@@ -144,8 +156,12 @@ class Board:
         holder = self._claims.get(claim.rank)
         if self.refusal is None and holder is not None and holder[0].uid == claim.uid:
             self._asked_at[claim.rank] = now
+        elif self.refusal is None and self.sealed is None:
+            reply = self._newcomer(claim, ip, udp_port, now)
+            if reply:
+                return reply
         elif self.refusal is None:
-            reply = self._newcomer(claim, ip, udp_port, now, heard_at)
+            reply = self._latecomer(claim, now, heard_at or self._asked_at)
             if reply:
                 return reply
         if self.refusal is not None:
@@ -155,38 +171,61 @@ class Board:
             return {"sealed": self.sealed}
         return {"wait": f"waiting for {name_ranks(self.missing(now))}"} if self.missing(now) else {"wait": ""}
 
-    def _newcomer(
-        self, claim: Claim, ip: str, udp_port: int, now: float, heard_at: Mapping[int, float] | None
-    ) -> dict[str, Any] | None:
+    def _newcomer(self, claim: Claim, ip: str, udp_port: int, now: float) -> dict[str, Any] | None:
+        """One that asks for the first time, before the seal: it is let in, or all are refused."""
         fault = claim.differences(self.own)
         holder = self._claims.get(claim.rank)
         if fault is None and holder is not None:
             first_asked = self._first_asked.setdefault(claim.uid, now)
-            last_sign = now if claim.rank == self.own.rank else (heard_at or self._asked_at)[claim.rank]
+            last_sign = now if claim.rank == self.own.rank else self._asked_at[claim.rank]
             if last_sign > first_asked + CROSSING_S or claim.rank == self.own.rank:
-                hosts = [f"host {one.host} (pid {one.pid})" for one in (holder[0], claim)]
-                fault = f"rank {claim.rank} runs twice, on {hosts[0]} and on {hosts[1]}: give each its own RANK"
-            elif self.sealed is not None:  # its predecessor has just died: this run is about to end, the next begins
-                return {
-                    "wait": (
-                        f"waiting for the end of an earlier run, which had its own rank {claim.rank} on host"
-                        f" {holder[0].host}"
-                    )
-                }
+                fault = twice(holder[0], claim)
             elif now - last_sign <= ASKING_S:
                 return {
                     "wait": f"waiting for a sign of the rank {claim.rank} that came before, from host {holder[0].host}"
                 }
         if fault is None:
             self._claims[claim.rank], self._asked_at[claim.rank] = (claim, ip, udp_port), now
-        elif self.sealed is not None and now - self._sealed_at > self.window_s:
-            return {"refuse": fault}  # too late to belong to this start: the run goes on without it
         else:
             self.refusal = fault
         return None
 
-    def seal(self, token: str, now: float) -> dict[int, Member]:
-        """Fix the members and tell them to all who ask; every rank must be here."""
+    def _latecomer(self, claim: Claim, now: float, heard_at: Mapping[int, float]) -> dict[str, Any] | None:
+        """One that comes after the seal, when the run is whole: it alone is refused, or waits for the run's end.
+
+        But one of a larger world shows that the ranks were not all meant to be this few: that ends the start for all.
+        """
+        first_asked = self._first_asked.setdefault(claim.uid, now)
+        fault = claim.differences(self.own)
+        if claim.rank == self.own.rank:
+            self._second_host = claim
+            return {
+                "refuse": (
+                    f"this port is rank 0's of the run {self.run_id}, on host {self.own.host} (pid {self.own.pid}):"
+                    " choose another MASTER_PORT for another run"
+                )
+            }
+        if claim.rank in self._claims:
+            holder = self._claims[claim.rank][0]
+            if fault is None and heard_at.get(claim.rank, now) <= first_asked + CROSSING_S:
+                # Its predecessor has just died: this run is about to end, the next begins.
+                return {
+                    "wait": (
+                        f"waiting for the end of an earlier run, which had its own rank {claim.rank} on host"
+                        f" {holder.host}"
+                    )
+                }
+            return {"refuse": fault or twice(holder, claim)}
+        if now - first_asked <= STRANGER_S:
+            return {"wait": f"waiting for a word on {fault}"}
+        of_another_run = self._second_host is not None and self._second_host.world_size == claim.world_size
+        if of_another_run or first_asked - self._sealed_at > self.window_s:
+            return {"refuse": str(fault)}  # it does not belong to this start: the run goes on without it
+        self.refusal = fault
+        return None
+
+    def seal(self, token: str, store_port: int, now: float) -> dict[int, Member]:
+        """Fix the members and tell them, with the port of the store, to all who ask; every rank must be here."""
         assert not self.missing(now), "only a whole cluster is sealed"
         members = {}
         on_loopback = all(is_loopback(ip) for _, ip, _ in self._claims.values())
@@ -198,6 +237,7 @@ class Board:
         self.sealed = {
             "token": token,
             "run_id": self.run_id,
+            "store_port": store_port,
             "members": [asdict(member) for member in members.values()],
         }
         return members

@@ -25,6 +25,7 @@ class Dropped:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.by_fault: Counter[str] = Counter()
         self.by_source: Counter[str] = Counter()
+        self.last_source: dict[str, str] = {}  # by fault: the address
         self._say, self._lines = say, 0
         self._lock = threading.Lock()
 
@@ -32,6 +33,7 @@ class Dropped:
         """Count one message from `source`, an address and a port, and say so if its fault is a new one."""
         with self._lock:
             self.by_fault[fault] += 1
+            self.last_source[fault] = source[0]
             known = source[0] in self.by_source or len(self.by_source) < MAX_SOURCES
             self.by_source[source[0] if known else OTHERS] += 1
             says = self.by_fault[fault] == 1 and self._lines < MAX_LINES

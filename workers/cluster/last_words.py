@@ -1,9 +1,9 @@
 """The last words of a rank that the kernel killed for want of memory: said for it, at once, by what outlives it.
 
 The kernel kills the largest process of a container whose memory is full, and gives it no time to speak; its last
-heartbeat may be older than the growth that killed it. So the watch leaves the others' addresses in a file, and the
-shell that started the rank (compose/entrypoint.sh) reads the kernel's count of such kills when the rank is gone, and
-runs this module.
+heartbeat may be older than the growth that killed it. So the watch leaves the words, sealed, and the others' addresses
+in a file, and the shell that started the rank (compose/entrypoint.sh) reads the kernel's count of such kills when the
+rank is gone, and runs this module.
 """
 
 import json
@@ -16,14 +16,15 @@ from workers.cluster.board_socket import send, udp_socket
 
 # The entry point makes it, empty, where it stays behind; a rank without one leaves nothing.
 PLACE = Path("/tmp/ranklab-last-words")
-SENT_TIMES = 3
 
 
-def leave(rank: int, token: str, family: int, addresses: list[tuple[str, int]], place: Path = PLACE) -> None:
-    """Write down whom to tell, if somebody will be there to read it."""
+def leave(rank: int, words: list[bytes], family: int, addresses: list[tuple[str, int]], place: Path = PLACE) -> None:
+    """Write down what to tell and whom, for this user alone, if somebody will be there to read it."""
     if place.exists():
         written = place.with_suffix(".new")
-        written.write_text(json.dumps({"rank": rank, "token": token, "family": family, "addresses": addresses}))
+        will = {"rank": rank, "words": [word.hex() for word in words], "family": family, "addresses": addresses}
+        written.touch(mode=0o600)
+        written.write_text(json.dumps(will))
         os.replace(written, place)
 
 
@@ -34,9 +35,9 @@ def say(place: Path = PLACE) -> str:
     except (OSError, ValueError):  # it had not met the others yet
         return "this rank was killed by the kernel for want of memory before it met the others"
     udp: socket.socket = udp_socket(will["family"])
-    for _ in range(SENT_TIMES):
+    for word in will["words"]:
         for ip, port in will["addresses"]:
-            send(udp, {"kind": "killed", "rank": will["rank"], "token": will["token"]}, (ip, port))
+            send(udp, bytes.fromhex(word), (ip, port))
     udp.close()
     return f"rank {will['rank']} was killed by the kernel for want of memory: its container's limit is LAB_MEMORY"
 

@@ -5,6 +5,7 @@ go to every rank, a rank that does not end is killed, and none outlives the laun
 """
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ POLL_S = 0.05
 
 def launch(config: Config) -> int:
     """Run WORLD_SIZE local ranks to their end; returns the worst of their exit codes."""
-    port = free_port()
+    port, key = free_port(), config.key.get_secret_value() if config.key else secrets.token_hex(16)
     children: list[subprocess.Popen[bytes]] = []
     stopped_at: list[float] = []
 
@@ -40,7 +41,7 @@ def launch(config: Config) -> int:
     try:
         for rank in range(config.world_size):
             if not stopped_at:
-                children.append(start_rank(config, rank, port))
+                children.append(start_rank(config, rank, port, key))
         printers = [
             threading.Thread(target=pass_on, args=(rank, child.stdout), daemon=True)
             for rank, child in enumerate(children)
@@ -59,16 +60,20 @@ def launch(config: Config) -> int:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port of this machine that nobody uses now, neither by TCP nor by UDP."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            port = int(server.getsockname()[1])
+            with suppress(OSError):
+                udp.bind(("127.0.0.1", port))
+                return port
 
 
-def start_rank(config: Config, rank: int, port: int) -> "subprocess.Popen[bytes]":
+def start_rank(config: Config, rank: int, port: int, key: str) -> "subprocess.Popen[bytes]":
     """One rank as a child process that dies with this one."""
     variables = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(config.world_size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LAB_KEY": key, "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     # torch's C++ parts print a backtrace with each warning, as when a peer closes its end; its profiler greets at level
     # 5.

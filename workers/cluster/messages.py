@@ -95,7 +95,7 @@ claim = record(
 KINDS: dict[str, dict[str, Shape]] = {
     # To the board, and from it.
     "claim": {"claim": lambda value: claim(value) and value["rank"] < value["world_size"]},
-    "greet": {"board": token},
+    "greet": {"greet": token},
     "wait": {"wait": text()},
     "refuse": {"refuse": text()},
     "sealed": {

@@ -1,9 +1,10 @@
 """Ranks find each other: rank 0 keeps a board at MASTER_ADDR:MASTER_PORT, all others ask it until every rank is there.
 
 What cannot run together is refused by the board with one sentence, which every rank says: a doubled RANK, another
-WORLD_SIZE, RUN_MODE, version or setting, a port that is taken, ranks that never came. Only then do they open the
-TCPStore that torch needs, rank 0 as its host. Under torchrun the agent owns MASTER_PORT: the ranks join its store as
-clients and find the board through it. Nothing waits longer than LAB_JOIN_TIMEOUT_S.
+WORLD_SIZE, RUN_MODE, version or setting, a port that is taken, ranks that never came. Who has not the key of the run is
+not heard. Only then do they open the TCPStore that torch needs, on a port that rank 0 draws and tells those whom it has
+let in. Under torchrun the agent owns MASTER_PORT: the ranks look into its store for the board, and for nothing else.
+Nothing waits longer than LAB_JOIN_TIMEOUT_S.
 """
 
 import os
@@ -18,8 +19,12 @@ from workers.cluster import ClusterError
 from workers.cluster.address import Address, bounded, interface_of, is_local, outward_ip, resolve, source_ip
 from workers.cluster.arrival import Arrival
 from workers.cluster.board import Claim, Member
-from workers.cluster.board_socket import Desk, udp_socket
+from workers.cluster.board_socket import Desk, listening_socket, udp_socket
+from workers.cluster.dropped import Dropped
 from workers.cluster.host import gather, open_desk, open_host, seal
+from workers.cluster.key import DERIVED, key_of
+from workers.cluster.opening import Opener
+from workers.cluster.sealed import Seal, drawn
 from workers.config import Config
 
 if TYPE_CHECKING:
@@ -37,10 +42,14 @@ class Cluster:
     rank: int
     world_size: int
     store: "dist.Store"
+    store_port: int
     members: dict[int, Member]
     socket: socket.socket  # UDP, bound: heartbeats come here
     run_id: str
-    token: str  # the same on all ranks of this run, another in every other run
+    token: bytes  # the same on all ranks of this run, another in every other run: the audience of their messages
+    seal: Seal  # this rank's, with the key of the run
+    opener: Opener
+    dropped: Dropped  # what came to this rank and was not believed
     desk: Desk | None = None  # on rank 0: latecomers are answered by its watch
 
 
@@ -54,19 +63,18 @@ def join(
     import torch.distributed  # noqa: F401 (takes seconds: before the bound begins, and others count on an answer)
 
     started = time.monotonic()
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    key = key_of(config, os.environ.get("TORCHELASTIC_RUN_ID", "") if agent else "")
+    if key.derived and config.rank == 0 and config.world_size > 1:
+        say(DERIVED)
     udp = udp_socket(address.family)
     claim = Claim.of(config, version, outward_ip(address.family), contents)
-    arrival = Arrival(config, claim, udp, say, started + config.join_timeout_s, said_at=started)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    arrival = Arrival(config, claim, udp, say, started + config.join_timeout_s, started, key.secret)
+    if agent:
         return _join_agent(arrival, address)
     if config.rank == 0 and is_local(address):
-        listening, desk = open_host(arrival, address)
-        gather(arrival, desk)
-        store = _open_store(address.ip, config.master_port, listening)
-        seal(desk)
-        return _cluster(arrival, store, desk.board.sealed, desk)
-    sealed = arrival.ask_until_sealed(address, config.master_port, config.master_port)
-    return _cluster(arrival, _open_store(address.ip, config.master_port), sealed)
+        return _host(arrival, address, open_host(arrival, address))
+    return _cluster(arrival, address, arrival.ask_until_sealed(address, config.master_port, config.master_port))
 
 
 def _join_agent(arrival: Arrival, address: Address) -> Cluster:
@@ -80,26 +88,48 @@ def _join_agent(arrival: Arrival, address: Address) -> Cluster:
         # Ranks of other nodes know this host as MASTER_ADDR or, if the agent's store is elsewhere, by the way there.
         ip = "" if is_local(address) else source_ip(address.family, address.ip) or ""
         store.set("board", f"{udp.getsockname()[1]} {ip}")
-        desk = open_desk(arrival, address, udp)
-        gather(arrival, desk)
-        seal(desk)
-        return _cluster(arrival, store, desk.board.sealed, desk)
+        return _host(arrival, address._replace(ip=ip or address.ip), open_desk(arrival, address, udp))
     while not store.check(["board"]):
         arrival.progress("waiting for rank 0")
         if arrival.expired:
             raise ClusterError(f"rank 0 of {arrival.claim.world_size} did not come {arrival.bound}")
         time.sleep(0.05)
     port, _, ip = store.get("board").decode().partition(" ")
-    sealed = arrival.ask_until_sealed(address._replace(ip=ip or address.ip), int(port), store_port=None)
-    return _cluster(arrival, store, sealed)
+    board = address._replace(ip=ip or address.ip)
+    return _cluster(arrival, board, arrival.ask_until_sealed(board, int(port), store_port=None))
 
 
-def _cluster(arrival: Arrival, store: "dist.Store", sealed: dict[str, Any] | None, desk: Desk | None = None) -> Cluster:
-    assert sealed is not None
+def _host(arrival: Arrival, address: Address, desk: Desk) -> Cluster:
+    """As rank 0: let all in, open the store, and tell them where."""
+    gather(arrival, desk)
+    listening = listening_socket(address)
+    store_port = int(listening.getsockname()[1])
+    store = _open_store(address.ip, store_port, listening)
+    seal(desk, store_port)
+    assert desk.board.sealed is not None
+    return _cluster(arrival, address, desk.board.sealed, desk, store)
+
+
+def _cluster(
+    arrival: Arrival,
+    board: Address,
+    sealed: dict[str, Any],
+    desk: Desk | None = None,
+    store: "dist.Store | None" = None,
+) -> Cluster:
+    import torch.distributed as dist
+
     members = {entry["rank"]: Member(**entry) for entry in sealed["members"]}
+    token = bytes.fromhex(sealed["token"])
+    arrival.opener.know_run(token)
+    # Who finds the store's port and speaks its protocol cannot name a key of this run: names begin with what only the
+    # key of the run gives.
+    prefix = drawn(arrival.key, f"store of {sealed['token']}")
+    store = dist.PrefixStore(prefix, store or _open_store(board.ip, sealed["store_port"]))
     return Cluster(
-        arrival.claim.rank, len(members), store, members, arrival.udp, sealed["run_id"], sealed["token"], desk
-    )
+        arrival.claim.rank, len(members), store, sealed["store_port"], members, arrival.udp, sealed["run_id"], token,
+        arrival.seal, arrival.opener, arrival.dropped, desk,
+    )  # fmt: skip
 
 
 def _open_store(ip: str, port: int, listening: socket.socket | None = None) -> "dist.Store":

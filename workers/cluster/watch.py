@@ -64,7 +64,8 @@ class Watch(threading.Thread):
         self._calls_begun: Callable[[], int] = lambda: 0
         self.cpu_seconds = 0.0
         self.post = Post(cluster)
-        last_words.leave(cluster.rank, cluster.token, cluster.socket.family, list(self.post.addresses.values()))
+        words = self.post.last_words(cluster.rank)
+        last_words.leave(cluster.rank, words, cluster.socket.family, list(self.post.addresses.values()))
         self._parting = Parting(self.hearing, self.post, say)
         self._slowness = Slowness(now)
         self._pressure = ContainerMemory()

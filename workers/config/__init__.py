@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from workers.config import values
 from workers.config.options import ModeOptions, aliases, declared
-from workers.config.sentences import sentence, shown
+from workers.config.sentences import named_value, sentence, shown
 
 MAX_WORLD_SIZE = 8
 MOST = 10**9  # of anything that is counted: beyond any machine, and far from where numbers of 64 bits end
@@ -46,7 +46,8 @@ class Config(BaseSettings):
     rank: int | None = Field(None, alias="RANK", ge=0, le=MOST, description="this rank, from 0; unset: start all ranks as local processes")
     world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks")
     master_addr: Annotated[str, AfterValidator(values.host_name)] | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
-    master_port: int = Field(29500, alias="MASTER_PORT", ge=1, le=65535, description="port of rank 0's store")
+    master_port: int = Field(29500, alias="MASTER_PORT", ge=1, le=65535, description="port of rank 0")
+    key: Annotated[SecretStr, AfterValidator(values.key)] | None = Field(None, alias="LAB_KEY", exclude=True, repr=False, description="key of the run, the same words on all ranks, 16 characters at least: what is not sealed with it is not believed; unset: drawn by whoever starts all ranks, else derived")
     local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, le=MOST, description="index among the ranks of this machine, as torchrun sets it")
 
     # What is run.
@@ -125,7 +126,7 @@ class Config(BaseSettings):
             if name.startswith("LAB_") and name not in common and name not in own and environ[name].strip()
         ]
         unprintable = [name for name in given if not given[name].isprintable()]
-        faults += [f"{name}={shown(given[name])} is not printable text in UTF-8" for name in unprintable]
+        faults += [f"{named_value(name, given[name])} is not printable text in UTF-8" for name in unprintable]
         typed = _typed({name: given[name] for name in given if name not in unprintable})
         found: dict[str, Any] = {}
         for model, names in ((cls, common), (kind, own)):
@@ -233,7 +234,10 @@ def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
 def _set_in(part: BaseModel) -> dict[str, str]:
     written = {}
     for name in part.model_fields_set:
-        value, alias = getattr(part, name), type(part).model_fields[name].alias or name
+        entry = type(part).model_fields[name]
+        if entry.exclude:  # the key: a run is repeated with another
+            continue
+        value, alias = getattr(part, name), entry.alias or name
         if isinstance(value, tuple):
             value = ",".join(value)
         elif isinstance(value, bool):

@@ -4,6 +4,7 @@ from typing import Any
 
 from workers.config.values import suggest
 
+SECRET = ("LAB_KEY",)
 MOST_SHOWN = 120  # letters of a value: nobody reads more of one that is wrong
 
 
@@ -14,9 +15,14 @@ def shown(value: object) -> str:
     return repr(cut) + (f" ({len(text)} letters)" if cut != text else "")
 
 
+def named_value(name: str, value: object) -> str:
+    """A variable with its value, but not that of a key, since what is printed may be read by others."""
+    return f"{name}=(not shown)" if name in SECRET else f"{name}={shown(value)}"
+
+
 def sentence(fault: Any, given: str, field: Any) -> str:
     """One of pydantic's faults as a sentence; `given` is the text of the variable that fills pydantic's `field`."""
-    value = f"{field.alias}={shown(given)}"
+    value = named_value(field.alias, given)
     kind = fault["type"]
     if kind == "literal_error":
         allowed = [str(word) for word in field.annotation.__args__]

@@ -6,8 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pydantic import SecretStr
+
 MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts put a prefix and an ending to it
 MOST_HOST_LETTERS = 253  # RFC 1035, section 2.3.4
+MIN_KEY = 16  # characters: a word that can be guessed is no key
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
@@ -89,6 +92,12 @@ def host_name(value: str) -> str:
         raise ValueError("is not the name or the address of a host") from None
     if len(value) > MOST_HOST_LETTERS or any(letter.isspace() or letter in "/@?#" for letter in value):
         raise ValueError("is not the name or the address of a host")
+    return value
+
+
+def key(value: SecretStr) -> SecretStr:
+    if len(value.get_secret_value()) < MIN_KEY:
+        raise ValueError(f"is too short for a key: allowed is {MIN_KEY} characters and more")
     return value
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from workers.cluster import link
 from workers.cluster.exchange import Exchange
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
+from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.config import MAX_WORLD_SIZE, Config, ConfigError
 from workers.config.values import is_path, lesson_file
@@ -51,9 +52,7 @@ def be_rank(config: Config, started_at: float) -> int:
         journal.say(f"broken     {error}")
         return 3
     folder = config.runs_dir / cluster.run_id
-    watch = Watch(
-        cluster, config, journal.say, lambda verdict, survivors: bury(verdict, survivors, journal, cluster.rank)
-    )
+    watch = Watch(cluster, config, journal.say, lambda verdict, survivors: ended(verdict, survivors, journal, cluster))
     watch.start()
     lab: Lab | None = None
     try:
@@ -74,7 +73,7 @@ def be_rank(config: Config, started_at: float) -> int:
             config.collective_timeout_s,
             watch.waiting,
         )
-        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=config.master_port)
+        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=cluster.store_port)
         lab = Lab(config, mode, device, world, exchange, ledger, journal, watch.at)
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
@@ -88,6 +87,7 @@ def be_rank(config: Config, started_at: float) -> int:
         gc.freeze()  # what is imported stays: a collection need not walk its 180,000 objects again and again
         (mode.run or everything)(lab)
         lab.at(config.steps, "report")
+        write_dropped(journal, cluster)
         journal.write(records.End(lab.rank, started_at, lab.first_step_at, time.time(), watch.cpu_seconds))
         code = conclude(lab, folder, sections)
     except BaseException as error:
@@ -108,11 +108,23 @@ def contents(config: Config) -> dict[str, str]:
 def hold(folder: Path, cluster: Cluster, config: Config) -> None:
     """Keep the folder to this run as long as this process lives; raises ConfigError where another run has it."""
     try:
-        claim(folder, cluster.token, goes_on=config.resume == "auto")
+        claim(folder, cluster.token.hex(), goes_on=config.resume == "auto")
     except Taken:
         raise ConfigError(
             [f"LAB_RUN_ID={cluster.run_id!r} is that of another run in {config.runs_dir}: choose another"]
         ) from None
+
+
+def ended(verdict: Verdict, survivors: list[int], journal: Journal, cluster: Cluster) -> None:
+    """The cluster broke: what has come until then that was not believed, then the last words."""
+    write_dropped(journal, cluster)
+    bury(verdict, survivors, journal, cluster.rank)
+
+
+def write_dropped(journal: Journal, cluster: Cluster) -> None:
+    """Write down what came to this rank and was not believed, if anything did."""
+    if cluster.dropped.total:
+        journal.write(records.Dropped(dict(cluster.dropped.by_fault), dict(cluster.dropped.by_source)))
 
 
 def source_version(config: Config) -> str:

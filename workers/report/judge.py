@@ -6,6 +6,7 @@ a rank has no last word. The same records give the same verdict, on the cluster 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from statistics import median
@@ -18,6 +19,7 @@ from workers.report.records import (
     Called,
     Classes,
     Digest,
+    Dropped,
     End,
     Failed,
     Left,
@@ -76,6 +78,7 @@ def judge(records: Ranks) -> Run:
         "comparisons": comparisons,
         "lost": sorted([*lost, *left.values()], key=lambda entry: entry["rank"]),
         "errors": errors,
+        "dropped": _dropped(records),
     }
 
 
@@ -120,6 +123,18 @@ def pytorch_own(run: Run) -> str | None:
     """The variant of this run that is PyTorch's own, if it was timed."""
     timed = {variant["name"] for variant in run["variants"] if slowest(variant["step_seconds"])}
     return next((name for name in run["by_torch"] if name in timed), None)
+
+
+def _dropped(records: Ranks) -> Run | None:
+    """What came to all ranks and was not believed; None where nothing did."""
+    by_fault: Counter[str] = Counter()
+    by_source: Counter[str] = Counter()
+    for _, entry in select(records, Dropped):
+        by_fault.update(entry.by_fault)
+        by_source.update(entry.by_source)
+    if not by_fault:
+        return None
+    return {"messages": sum(by_fault.values()), "by_fault": dict(by_fault), "by_source": dict(by_source)}
 
 
 def _verdict(errors: list[Run], lost: list[Run], held: bool) -> str:

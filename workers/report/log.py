@@ -12,6 +12,7 @@ from workers.report.blocks import line
 from workers.report.claims import Run
 from workers.report.records import Ranks
 from workers.report.sentences import (
+    dropped_sentence,
     error_sentences,
     failure_sentence,
     failures,
@@ -57,6 +58,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *blocks.hidden(run, records),
         *(line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
         *(line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]),
+        *([line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
         *(line("error", sentence) for sentence in error_sentences(run)),
         *(line("lost", lost_sentence(lost)) for lost in run["lost"]),
         *([line("mistake", seen_sentence(run))] if run["mistake"] else []),

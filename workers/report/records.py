@@ -229,6 +229,14 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """The messages that came to this rank and were not believed: counted by what was wrong, and by whose address."""
+
+    by_fault: dict[str, int]
+    by_source: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Lost:
     """A rank that is gone, as the survivors agreed."""
 
@@ -288,6 +296,7 @@ Record = (
     | Skipped
     | Table
     | Chart
+    | Dropped
     | Lost
     | Left
     | Failed

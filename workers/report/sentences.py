@@ -54,6 +54,14 @@ def lost_sentence(lost: Run) -> str:
     return f"rank {lost['rank']} lost{step}: {lost['reason']}"
 
 
+def dropped_sentence(run: Run) -> str:
+    """How many messages were not believed, what was wrong with them, and where they came from."""
+    dropped = run["dropped"]
+    faults = ", ".join(f"{count} {fault}" for fault, count in dropped["by_fault"].items())
+    sources = ", ".join(f"{source} ({count})" for source, count in dropped["by_source"].items())
+    return f"{dropped['messages']} that came from outside changed nothing: {faults}; from {sources}"
+
+
 def error_sentences(run: Run) -> list[str]:
     """What ended ranks, a line for all that ended alike."""
     alike: dict[tuple[int, str], list[str]] = {}

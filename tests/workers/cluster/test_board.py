@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from workers.cluster.board import ASKING_S, Board, Claim
+from workers.cluster.board import ASKING_S, STRANGER_S, Board, Claim
 from workers.config import Config
 
 
@@ -25,7 +25,7 @@ def sealed_board() -> Board:
     one = board()
     ask(one, claim(1), 0.0)
     ask(one, claim(2), 0.0)
-    one.seal("token", 0.0)
+    one.seal("token", 29501, 0.0)
     return one
 
 
@@ -33,7 +33,7 @@ def test_the_missing_are_named_until_all_are_there() -> None:
     one = board()
     assert ask(one, claim(2), 0.0) == {"wait": "waiting for rank 1"}
     assert ask(one, claim(1), 0.1) == {"wait": ""}
-    members = one.seal("token", 0.2)
+    members = one.seal("token", 29501, 0.2)
     assert [(member.host, member.ip, member.udp_port) for member in members.values()] == [
         ("host0", "10.0.0.1", 4000), ("host1", "10.0.0.2", 4001), ("host2", "10.0.0.3", 4002)
     ]  # fmt: skip
@@ -94,13 +94,31 @@ def test_the_successor_of_a_dead_rank_waits_for_the_end_of_the_old_run() -> None
     assert one.refusal is None
 
 
-def test_a_late_double_breaks_the_start_and_a_very_late_one_only_itself() -> None:
-    early, late, double = sealed_board(), sealed_board(), claim(1, uid="other")
-    for one, now in ((early, 30.0), (late, 61.0)):
-        assert "wait" in ask(one, double, now, {1: now, 2: now})
-        assert "twice" in str(ask(one, double, now + 1, {1: now + 1, 2: now + 1})["refuse"])
-    assert early.refusal is not None
-    assert late.refusal is None
+def test_a_late_double_ends_only_itself() -> None:
+    one, double = sealed_board(), claim(1, uid="other")
+    assert "wait" in ask(one, double, 30.0, {1: 30.0, 2: 30.0})
+    assert "twice" in str(ask(one, double, 31.0, {1: 31.0, 2: 31.0})["refuse"])
+    assert one.refusal is None
+
+
+def test_another_run_on_the_port_is_turned_away_and_ends_nothing() -> None:
+    """With the same key, and as soon as it likes: its rank 0, its ranks of the same numbers and those beyond."""
+    one, theirs = sealed_board(), {"world_size": 4, "settings": {}, "run_mode": "comm"}
+    strangers = [claim(rank, uid=f"theirs{rank}", **theirs) for rank in range(4)]
+    assert "waiting for a word on" in str(ask(one, strangers[3], 0.1)["wait"])
+    said = str(ask(one, strangers[0], 0.5)["refuse"])
+    assert said.startswith("this port is rank 0's of the run dp-1, on host host0 (pid 100)")
+    assert "RUN_MODE=comm" in str(ask(one, strangers[1], 0.6)["refuse"])
+    assert "WORLD_SIZE=4" in str(ask(one, strangers[3], STRANGER_S + 0.2)["refuse"])
+    assert one.refusal is None
+
+
+@pytest.mark.parametrize(("asked_at", "all_end"), [(1.0, True), (61.0, False)])
+def test_a_rank_of_a_larger_world_without_a_rank_0_breaks_the_start(asked_at: float, all_end: bool) -> None:
+    one, stranger = sealed_board(), claim(3, world_size=4)
+    assert "wait" in ask(one, stranger, asked_at)
+    assert "WORLD_SIZE=4 on rank 3" in str(ask(one, stranger, asked_at + STRANGER_S + 0.1)["refuse"])
+    assert (one.refusal is not None) == all_end
 
 
 def test_rank_0_stays_until_every_rank_has_heard() -> None:
@@ -115,10 +133,11 @@ def test_rank_0_stays_until_every_rank_has_heard() -> None:
 
 
 def test_after_the_seal_rank_0_stays_for_members_that_neither_know_nor_listen() -> None:
-    one = sealed_board()
-    ask(one, claim(2, world_size=4, uid="stranger"), 0.1)  # it has heard, the member of that rank has not
+    one, stranger = sealed_board(), claim(3, world_size=4, uid="stranger")
+    for now in (0.1, STRANGER_S + 0.2):
+        ask(one, stranger, now)  # it has heard, no member has
     assert one.unaware(set()) == {1, 2}
-    ask(one, claim(1), 0.2)
+    ask(one, claim(1), STRANGER_S + 0.3)
     assert one.unaware(set()) == {2}
     assert one.unaware({2}) == set()
 
@@ -127,7 +146,7 @@ def test_ranks_on_rank_0s_machine_are_found_by_others_too() -> None:
     one = Board(claim(0), "127.0.1.1", 4000, "dp-1", 60.0)
     one.answer(claim(1), "127.0.0.1", 4001, 0.0)
     one.answer(claim(2), "10.0.0.3", 4002, 0.0)
-    assert [member.ip for member in one.seal("token", 0.0).values()] == ["10.0.0.9", "10.0.0.9", "10.0.0.3"]
+    assert [member.ip for member in one.seal("token", 29501, 0.0).values()] == ["10.0.0.9", "10.0.0.9", "10.0.0.3"]
 
 
 def test_a_claim_carries_what_must_agree_and_nothing_else() -> None:

@@ -12,14 +12,14 @@ def test_the_others_are_told_at_the_addresses_that_were_left(tmp_path: Path) -> 
     place = tmp_path / "words"
     place.touch()
     with udp_socket(socket.AF_INET, "127.0.0.1") as other:
-        last_words.leave(2, "token", socket.AF_INET, [other.getsockname()], place)
+        last_words.leave(2, [b"one", b"two"], socket.AF_INET, [other.getsockname()], place)
+        assert place.stat().st_mode & 0o077 == 0
         assert "rank 2 was killed by the kernel for want of memory" in last_words.say(place)
-        told = [message for message, _ in receive(other)]
-    assert told == [{"kind": "killed", "rank": 2, "token": "token"}] * last_words.SENT_TIMES
+        assert [datagram for datagram, _ in receive(other)] == [b"one", b"two"]
 
 
 def test_nothing_is_left_where_nobody_would_read_it(tmp_path: Path) -> None:
-    last_words.leave(2, "token", socket.AF_INET, [], tmp_path / "words")
+    last_words.leave(2, [], socket.AF_INET, [], tmp_path / "words")
     assert list(tmp_path.iterdir()) == []
     assert "before it met the others" in last_words.say(tmp_path / "words")
 

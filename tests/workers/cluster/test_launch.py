@@ -93,12 +93,17 @@ def test_no_rank_outlives_the_launcher(processes: Processes, tmp_path: Path, num
 
 def test_a_rank_is_told_who_it_is() -> None:
     port = free_port()
-    child: subprocess.Popen[bytes] = start_rank(Config.read({"WORLD_SIZE": "2"}), 1, port)
+    child: subprocess.Popen[bytes] = start_rank(Config.read({"WORLD_SIZE": "2"}), 1, port, "0123456789abcdef")
     try:
         environ = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
     finally:
         child.kill()
         child.wait()
-    assert {b"RANK=1", b"LOCAL_RANK=1", b"WORLD_SIZE=2", b"MASTER_ADDR=127.0.0.1", b"MASTER_PORT=%d" % port} <= set(
-        environ
-    )
+    assert {
+        b"RANK=1",
+        b"LOCAL_RANK=1",
+        b"WORLD_SIZE=2",
+        b"MASTER_ADDR=127.0.0.1",
+        b"MASTER_PORT=%d" % port,
+        b"LAB_KEY=0123456789abcdef",
+    } <= set(environ)

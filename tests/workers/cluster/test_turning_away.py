@@ -4,20 +4,24 @@ it."""
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from workers.cluster import watch as watches
-from workers.cluster.board import Board, Claim, Member
-from workers.cluster.board_socket import Desk, ask, send, udp_socket
+from workers.cluster.board import STRANGER_S, Board, Claim, Member
+from workers.cluster.board_socket import Desk, send, udp_socket
+from workers.cluster.dropped import Dropped
+from workers.cluster.opening import Opener
 from workers.cluster.rendezvous import Cluster
+from workers.cluster.sealed import Seal
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import PERIOD_S, Watch
 from workers.config import Config
 
 CONFIG = Config(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1")  # type: ignore[call-arg]
+KEY, TOKEN = b"k" * 32, b"the run."
 HOST, MEMBER = [Claim(rank, 2, "dp", "v1", uid=f"uid{rank}") for rank in (0, 1)]
 
 
@@ -27,11 +31,13 @@ class Started:
     def __init__(self) -> None:
         self.own, self.of_member, at_desk = [udp_socket(socket.AF_INET, "127.0.0.1") for _ in range(3)]
         self.board = Board(HOST, "127.0.0.1", self.own.getsockname()[1], "dp-1", window_s=60.0)
-        self.desk = Desk(self.board, at_desk)
+        dropped = Dropped(print)
+        self.desk = Desk(self.board, at_desk, KEY, dropped)
         ip, port = self.of_member.getsockname()
         self.board.answer(MEMBER, ip, port, 0.0)
-        members: dict[int, Member] = self.board.seal("token", 0.0)
-        cluster = Cluster(0, 2, None, members, self.own, "dp-1", "token", self.desk)  # type: ignore[arg-type]
+        members: dict[int, Member] = self.board.seal(TOKEN.hex(), 29501, 0.0)
+        opener = Opener(KEY, TOKEN, dropped)
+        cluster = Cluster(0, 2, None, 29501, members, self.own, "dp-1", TOKEN, Seal(KEY), opener, dropped, self.desk)  # type: ignore[arg-type]
         self.watch = Watch(cluster, CONFIG, print, lambda *_: None)
         self.ended, self.verdict = threading.Event(), Verdict(0, "")
         self.watch._departure.leave = self._leave  # type: ignore[assignment, method-assign]
@@ -52,7 +58,8 @@ class Started:
 def started() -> Iterator[Started]:
     """The watch runs, and a stranger of another WORLD_SIZE has come after the seal."""
     one = Started()
-    one.board.answer(replace(HOST, rank=2, world_size=3, uid="stranger"), "127.0.0.1", 9, 0.1)
+    for now in (0.1, STRANGER_S + 0.2):
+        one.board.answer(replace(HOST, rank=2, world_size=3, uid="stranger"), "127.0.0.1", 9, now)
     one.watch.start()
     yield one
     if not one.ended.is_set():
@@ -63,13 +70,14 @@ def started() -> Iterator[Started]:
 def beat(started: Started) -> None:
     message: dict[str, Any] = {
         "kind": "beat", "rank": 1, "turn": 0, "calls": 0, "step": 0, "phase": "start", "in_phase_s": 0.0, "memory": None,
-        "ended": 0, "rows": {"1": [1, 3]}, "token": "token",
+        "ended": 0, "rows": {"1": [1, 3]},
     }  # fmt: skip
-    send(started.of_member, message, started.own.getsockname())
+    send(started.of_member, Seal(KEY).seal(message, TOKEN), started.own.getsockname())
 
 
 def question(started: Started) -> None:
-    ask(started.of_member, MEMBER, started.desk.udp.getsockname())
+    knock = {"kind": "claim", "claim": asdict(MEMBER)}
+    send(started.of_member, Seal(KEY).seal(knock, started.desk._seal.sender), started.desk.udp.getsockname())
 
 
 @pytest.mark.parametrize("sign", [beat, question])
