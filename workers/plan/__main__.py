@@ -55,13 +55,15 @@ def assumed(job: Job, told: Sequence[str]) -> list[tuple[str, str]]:
         f" heads, {job.seq} tokens a sample (12·L·h² = {shown_count(shape.num_parameters)})"
     )
     rest = f"{held:g} bytes a parameter, {human_bytes(held * job.num_parameters)} in all before the first activation"
+    if job.masters:
+        rest += f"; {held + 4 - job.itemsize:g} in tp, where Megatron-LM sums gradients in float32"
     machine = (
         f"{job.gpus} GPUs of {human_bytes(job.gpu_memory_bytes)}, {job.reserve:.0%} of it kept free,"
         f" {job.gpus_per_node} in a node; link {link(job.link)}, in a node {link(job.node_link)}"
     )
     step = (
-        f"{job.global_samples} samples, {shown_count(tokens)} tokens: microbatches of {job.samples}, {job.microbatches}"
-        " a GPU in dp, t·p times as many where t·p GPUs share a replica"
+        f"{job.global_samples} samples, {shown_count(tokens)} tokens: microbatches of {job.samples},"
+        f" {job.global_samples / job.samples:g}/d a replica of d"
     )
     headings = [("model", model), ("at rest", rest), ("machine", machine), *(("measured", text) for text in told)]
     return [*headings, ("step", step), ("compute", compute(job)), ("messages", MESSAGES)]
@@ -103,7 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print("\n".join(f"refused    {fault}" for fault in error.faults))
         return 2
-    print("\n".join(lines(job, told, plan(job))))
+    chosen = plan(job)
+    if not chosen.costs:
+        batch = f"--global-batch={job.global_samples} in microbatches of {job.samples}"
+        print(f"refused    {batch} cannot be dealt equally to any number of replicas that {job.gpus} GPUs make")
+        return 2
+    print("\n".join(lines(job, told, chosen)))
     return 0
 
 

@@ -135,7 +135,7 @@ def remedies(job: Job) -> Iterator[str]:
     """What would make something fit: less to keep, more GPUs, the host's memory, larger GPUs."""
     changes: list[tuple[str, Callable[[Job], Job]]] = [
         ("--recompute", lambda given: replace(given, recompute="full")),
-        ("--batch 1", lambda given: replace(given, samples=1, microbatches=given.samples * given.microbatches)),
+        ("--batch 1", lambda given: replace(given, samples=1)),
     ]
     useful, leanest = [change for change in changes if change[1](job) != job], job
     for name, change in useful:
@@ -148,7 +148,7 @@ def remedies(job: Job) -> Iterator[str]:
     yield from more_gpus(job, leanest, all_changes)
     weighed, beside = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
     least = min(weighed.values(), key=lambda each: each.held_bytes)
-    yield from offload(job, weighed.get("zero3", weighed["dp"]), beside)
+    yield from offload(job, weighed.get("zero3", least), beside)
     yield f"GPUs of {human_bytes(least.held_bytes / (1 - job.reserve))}{beside}: {least.layout.name} holds least"
 
 
@@ -162,7 +162,7 @@ def more_gpus(job: Job, leanest: Job, all_changes: str) -> Iterator[str]:
     gpus = full_nodes(job, job.gpus * 2)
     while gpus <= MOST_GPUS:
         for given, words in ((job, ""), (leanest, all_changes)):
-            if (pick := plan(replace(given, gpus=gpus)).pick) is not None:
+            if (pick := plan(given.on(gpus)).pick) is not None:
                 yield f"--gpus {gpus}{words}: then {fitted(pick)}"
                 return
         gpus = full_nodes(job, gpus * 2)

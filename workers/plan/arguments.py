@@ -59,7 +59,8 @@ SIZES: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
     ("heads", sizes.whole, "", "attention heads [guessed from --params]"),
     ("seq", sizes.whole, "2048", "tokens in a sample"),
     ("batch", sizes.whole, "1", "samples in one microbatch of a GPU"),
-    ("microbatches", sizes.whole, "4", "microbatches of a GPU in a step of dp; the global batch is the same for all"),
+    ("microbatches", sizes.whole, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
+    ("global-batch", sizes.whole, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
     ("reserve", sizes.share, "10%", "share of the memory left to CUDA, NCCL and fragmentation"),
 )  # fmt: skip
 
@@ -155,6 +156,16 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
         faults.append(
             f"--gpus={values['gpus']} does not fill nodes of --gpus-per-node={values['gpus-per-node']}: name a multiple"
         )
+    if "global-batch" in values and "microbatches" in values:
+        faults.append(
+            f"--global-batch={values['global-batch']} and --microbatches={values['microbatches']} both say how much is"
+            " trained in a step: name one"
+        )
+    elif values.get("global-batch", values["batch"]) % values["batch"]:
+        faults.append(
+            f"--global-batch={values['global-batch']} is no multiple of --batch={values['batch']}, the samples of a"
+            " microbatch"
+        )
     if values["reserve"] == 1:
         faults.append("--reserve=100% leaves no memory to the model, allowed: less than 1 (100%)")
     return faults
@@ -173,9 +184,10 @@ def _job(
         told.append(run.told)
         far, near = (run.link, run.link) if run.link else (far, near)
         flops, flops_from, utilisation = (run.flops, "measured", 1.0) if run.flops else (flops, flops_from, utilisation)
+    trained = values["batch"] * values.get("microbatches", 4) * values["gpus"]
     made = Job(
-        values["params"], values["gpus"], values["gpu-memory"], shape, values["seq"], values["batch"], values["microbatches"],
-        far, near, values["gpus-per-node"], flops, flops_from, utilisation, precision.itemsize, precision.masters,
+        values["params"], values["gpus"], values["gpu-memory"], shape, values["seq"], values["batch"],
+        values.get("global-batch", trained), "global-batch" not in values, far, near, values["gpus-per-node"], flops, flops_from, utilisation, precision.itemsize, precision.masters,
         OPTIMIZERS[words["optimizer"]], words["recompute"], sequence_parallel, values["reserve"],
     )  # fmt: skip
     return made, told

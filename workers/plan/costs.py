@@ -1,17 +1,18 @@
 """What one layout costs a rank: memory by class, bytes a step, the bubble, and an estimate of the step.
 
-Every number is a formula of workers/measure/formulas with this layout's sizes: a rank holds P/(t·p) parameters and runs
-M = m·t·p microbatches a step, so that every layout trains the same global batch. What is assumed of time:
+Every number is a formula of workers/measure/formulas with this layout's sizes: a rank of the fullest stage holds
+P/t·⌈L/p⌉/L parameters, and each of d replicas runs M = B/(b·d) microbatches a step, so that every layout trains the same
+global batch of B samples. Where layers are cut inside, plainly or with ZeRO-1, it is Megatron-LM that is priced: its
+gradients are summed in float32. What is assumed of time:
 
-  compute    6·P FLOP a token (8·P if recomputed), spread evenly, at the given share of the peak
+  compute    6·P FLOP a token (8·P if recomputed), at the given share of the peak, at the pace of the fullest stage
   messages   rings, T = rounds·α + bytes/B, a collective a layer, a group over nodes at the pace of the link between
              them
   hidden     sums of gradients under the backward pass (of the last microbatch, in ZeRO-2 and 3 of each), ZeRO-3's
              gathers under the compute of each microbatch, but for the first layer's of each pass: in a pipeline of few
              layers a stage, much; not hidden: ZeRO-1's and 2's gather of new weights, tensor parallelism, and the
              activations between stages
-  left out   the input of a slice that sequence parallelism gathers again in its backward pass, under compute
-             (Korthikanti 4.2.2)
+             the input of a slice that sequence parallelism gathers again in its backward pass (Korthikanti 4.2.2)
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_ro
 from workers.measure.formulas.pipelines import bubble, in_flight, pipeline_ends
 from workers.measure.formulas.seconds import exposed_seconds, message_seconds, step_seconds, training_flops
 from workers.measure.formulas.sharding import WHOLE_LAYERS, rest_bytes, zero_bytes
-from workers.measure.formulas.tensor import slice_sums, tensor_parallel_bytes
+from workers.measure.formulas.tensor import gathered_again_bytes, slice_sums, tensor_parallel_bytes
 from workers.plan.job import Job, Link
 from workers.plan.layouts import Layout
 
@@ -58,6 +59,7 @@ def cost(job: Job, layout: Layout) -> Cost:
     memory = held(job, layout)
     idle = bubble(layout.pipeline, microbatches(job, layout))
     compute_s = training_flops(job.num_parameters, job.global_samples * job.seq, job.recompute)
+    compute_s *= layers(job, layout) * layout.pipeline / job.shape.layers  # every rank waits for the fullest stage
     compute_s /= job.gpus * job.flops * job.utilisation
     exposed = data_exposed_s(job, layout, compute_s) + inside_s(job, layout)
     return Cost(
@@ -67,22 +69,33 @@ def cost(job: Job, layout: Layout) -> Cost:
 
 
 def microbatches(job: Job, layout: Layout) -> int:
-    """M: a replica of t·p ranks runs the microbatches of all of them."""
-    return job.microbatches * layout.tensor * layout.pipeline
+    """M = B/(b·d)."""
+    return job.global_samples // (job.samples * layout.replicas)
+
+
+def layers(job: Job, layout: Layout) -> int:
+    """Of the fullest stage: ⌈L/p⌉."""
+    return -(-job.shape.layers // layout.pipeline)
 
 
 def own_parameters(job: Job, layout: Layout) -> float:
-    """Of one rank before ZeRO shards them."""
-    return job.num_parameters / (layout.tensor * layout.pipeline)
+    """Of one rank of the fullest stage, before ZeRO shards them."""
+    return job.num_parameters / layout.tensor * layers(job, layout) / job.shape.layers
+
+
+def gradient_itemsize(job: Job, layout: Layout) -> int:
+    """Bytes of a gradient: 4 where Megatron-LM sums those of 16-bit weights, else a weight's."""
+    return 4 if layout.megatron and job.masters else job.itemsize
 
 
 def held(job: Job, layout: Layout) -> dict[str, float]:
     """Memory by class: what stands at rest, the whole layers that ZeRO-3 has gathered, and what the forward pass
     keeps."""
-    own, shape, layers = own_parameters(job, layout), job.shape, job.shape.layers / layout.pipeline
+    own, shape, depth = own_parameters(job, layout), job.shape, layers(job, layout)
     rest = rest_bytes(
-        layout.stage, own, own / layout.replicas, itemsize=job.itemsize, moments=job.moments, masters=job.masters
-    )
+        layout.stage, own, own / layout.replicas, itemsize=job.itemsize, moments=job.moments, masters=job.masters,
+        gradient_itemsize=gradient_itemsize(job, layout),
+    )  # fmt: skip
     layer, whole = (
         layer_activation_bytes(
             job.seq, job.samples, shape.width, shape.heads, itemsize=job.itemsize, tensor_ranks=layout.tensor,
@@ -91,8 +104,8 @@ def held(job: Job, layout: Layout) -> dict[str, float]:
         for recompute in (job.recompute, "none")
     )  # fmt: skip
     flying = in_flight("1f1b", layout.pipeline, microbatches(job, layout), 0) if layout.pipeline > 1 else 1
-    kept = stage_activation_bytes(layer, layers, flying, whole if job.recompute == "full" else 0.0)
-    gathered = WHOLE_LAYERS * own / layers * job.itemsize if layout.stage == 3 and layout.replicas > 1 else 0.0
+    kept = stage_activation_bytes(layer, depth, flying, whole if job.recompute == "full" else 0.0)
+    gathered = WHOLE_LAYERS * own / depth * job.itemsize if layout.stage == 3 and layout.replicas > 1 else 0.0
     return rest | {"gathered": gathered, "activations": kept}
 
 
@@ -103,16 +116,31 @@ def boundary_bytes(job: Job) -> float:
 
 def sent(job: Job, layout: Layout) -> dict[str, float]:
     """Bytes that a rank sends in a step over its replicas, its tensor-parallel group and its pipeline."""
-    gradients, parts = own_parameters(job, layout) * job.itemsize, microbatches(job, layout)
-    if layout.stage:
+    weights, parts = own_parameters(job, layout) * job.itemsize, microbatches(job, layout)
+    gradients = own_parameters(job, layout) * gradient_itemsize(job, layout)
+    if layout.stage == 1:  # a sum of gradients and a gather of weights
+        data = zero_bytes(1, layout.replicas, (gradients + weights) / 2, parts)
+    elif layout.stage:
         data = zero_bytes(layout.stage, layout.replicas, gradients, parts)
     else:
         data = all_reduce_bytes("gloo", layout.replicas, int(gradients))
-    slices = SLICES * job.shape.layers / layout.pipeline
-    tensor = slices * parts * tensor_parallel_bytes(layout.tensor, 1, int(boundary_bytes(job)), job.recompute)
+    tensor = waited_for(job, layout) + gathered_again(job, layout)
     ends = pipeline_ends(layout.pipeline, 1, 1 if layout.pipeline > 2 else 0)
     cut = boundary_bytes(job) / (layout.tensor if job.sequence_parallel else 1)
     return {"data": data, "tensor": tensor, "pipeline": ends * parts * cut}
+
+
+def waited_for(job: Job, layout: Layout) -> float:
+    """Bytes of a step that slices wait for: what g and f sum."""
+    slices = SLICES * layers(job, layout) * microbatches(job, layout)
+    return slices * tensor_parallel_bytes(layout.tensor, 1, int(boundary_bytes(job)), job.recompute)
+
+
+def gathered_again(job: Job, layout: Layout) -> float:
+    """And with sequence parallelism the inputs that backward passes gather again, under their compute."""
+    slices = SLICES * layers(job, layout) * microbatches(job, layout)
+    again = gathered_again_bytes(layout.tensor, 1, int(boundary_bytes(job)))
+    return slices * again if job.sequence_parallel else 0.0
 
 
 def link_of(job: Job, ranks_apart: int) -> Link:
@@ -126,8 +154,8 @@ def data_exposed_s(job: Job, layout: Layout, compute_s: float) -> float:
         return 0.0
     link, nbytes = link_of(job, job.gpus), sent(job, layout)["data"]
     parts = microbatches(job, layout)
-    layers = job.shape.layers / layout.pipeline
-    half = all_reduce_rounds("ring", layout.replicas) / 2 * layers  # of a sum or of a gather, of all layers
+    depth = layers(job, layout)
+    half = all_reduce_rounds("ring", layout.replicas) / 2 * depth  # of a sum or of a gather, of all layers
     if layout.stage == 0:
         all_s = message_seconds(2 * half, nbytes, link.latency_s, link.bytes_per_s)
         return exposed_seconds(all_s, compute_s * BACKWARD / parts)
@@ -135,7 +163,7 @@ def data_exposed_s(job: Job, layout: Layout, compute_s: float) -> float:
     move_s = message_seconds(half, nbytes / moves, link.latency_s, link.bytes_per_s)
     if layout.stage == 3:
         # Forward and backward: nothing computes yet beside the gather of the layer that a pass begins with.
-        first_s = 2 * parts * move_s / layers
+        first_s = 2 * parts * move_s / depth
         return first_s + exposed_seconds(moves * move_s - first_s, compute_s)
     sums_s = exposed_seconds(move_s, compute_s * BACKWARD / parts) * (parts if layout.stage == 2 else 1)
     return sums_s + move_s
@@ -145,8 +173,8 @@ def inside_s(job: Job, layout: Layout) -> float:
     """Messages that a layer or a stage waits for: tensor parallelism's sums, and activations between stages."""
     nbytes, parts = sent(job, layout), microbatches(job, layout)
     near, far = job.node_link, link_of(job, layout.tensor * layout.pipeline)
-    slices = SLICES * job.shape.layers / layout.pipeline
+    slices = SLICES * layers(job, layout)
     rounds = slices * parts * slice_sums(job.recompute) * all_reduce_rounds("ring", layout.tensor)
     cuts = 2 * parts if layout.pipeline > 1 else 0
-    tensor_s = message_seconds(rounds, nbytes["tensor"], near.latency_s, near.bytes_per_s)
+    tensor_s = message_seconds(rounds, waited_for(job, layout), near.latency_s, near.bytes_per_s)
     return tensor_s + message_seconds(cuts, nbytes["pipeline"], far.latency_s, far.bytes_per_s)

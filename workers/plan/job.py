@@ -2,7 +2,7 @@
 printed."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Job:
     shape: Shape
     seq: int
     samples: int  # of one microbatch
-    microbatches: int  # a GPU in plain data parallelism; the global batch is the same for every strategy
+    global_samples: int  # of a step, over all GPUs, the same for every strategy
+    grows: bool  # with the GPUs, where it was not given
     link: Link  # between nodes
     node_link: Link  # inside a node
     gpus_per_node: int
@@ -52,14 +53,14 @@ class Job:
     reserve: float  # share of the memory that is left to the GPU's runtime, its libraries and fragmentation
 
     @property
-    def global_samples(self) -> int:
-        """Samples of a step, over all GPUs."""
-        return self.samples * self.microbatches * self.gpus
-
-    @property
     def node_gpus(self) -> int:
         """GPUs that share a node. Neighbours share one wherever they stand only if their number divides this."""
         return min(self.gpus, self.gpus_per_node)
+
+    def on(self, gpus: int) -> "Job":
+        """The same on more GPUs: with a batch as much larger, unless it was given."""
+        factor = gpus / self.gpus if self.grows else 1
+        return replace(self, gpus=gpus, global_samples=round(self.global_samples * factor))
 
     @property
     def usable_bytes(self) -> float:

@@ -1,7 +1,8 @@
 """How N ranks can be cut: t that share each layer, p that share the layers, d replicas of that, sharded by ZeRO or not.
 
 Ranks of a tensor-parallel group are neighbours inside of one node, then come the stages of a pipeline, then the
-replicas.
+replicas. Stages may hold unequal numbers of layers, as those of Llama 3 405B do (126 layers in 16 stages): the fullest
+sets the pace. Every replica gets the same number of microbatches.
 """
 
 import math
@@ -34,6 +35,11 @@ class Layout:
         return (*self.axes, self.stage)
 
     @property
+    def megatron(self) -> bool:
+        """Whether it is Megatron-LM's, plainly or with its distributed optimizer."""
+        return self.tensor > 1 and self.stage < 2
+
+    @property
     def axes(self) -> tuple[bool, bool]:
         """Whether there are pipelines, and cut layers."""
         return (self.pipeline > 1, self.tensor > 1)
@@ -62,9 +68,10 @@ KINDS = tuple(
 def layouts(job: Job, tensor: bool, pipeline: bool, stage: int) -> Iterator[Layout]:
     """All ways of one kind that these sizes allow; with one replica there is nothing to shard over."""
     for t in _divisors(math.gcd(job.node_gpus, job.shape.heads)) if tensor else [1]:
-        for p in _divisors(math.gcd(job.gpus // t, job.shape.layers)) if pipeline else [1]:
+        for p in _divisors(job.gpus // t) if pipeline else [1]:
             replicas = job.gpus // (t * p)
-            if stage == 0 or replicas > 1:
+            dealt = job.global_samples % (job.samples * replicas) == 0
+            if p <= job.shape.layers and dealt and (stage == 0 or replicas > 1):
                 yield Layout(t, p, replicas, stage)
 
 
@@ -77,7 +84,10 @@ def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:
         reasons.append(f"t divides the {job.node_gpus} GPUs of a node and the {job.shape.heads} heads")
     if pipeline:
         shared, alone = ("t·p", "p ") if tensor else ("p", "")
-        reasons.append(f"{shared} divides the {job.gpus} GPUs and {alone}the {job.shape.layers} layers")
+        reasons.append(f"{shared} divides the {job.gpus} GPUs, and {alone}is at most the {job.shape.layers} layers")
+    if not job.grows:
+        batch = f"batch of {job.global_samples} samples in microbatches of {job.samples}"
+        reasons.append(f"the replicas share the {batch} equally")
     if stage > 0 and any(layouts(job, tensor, pipeline, 0)):
         reasons.append("ZeRO needs two replicas")
     return ", ".join(reasons)

@@ -40,7 +40,7 @@ def mixed_precision_bytes(num_parameters: float) -> float:
 
 def rest_bytes(
     stage: int, num_parameters: float, held: float, *, itemsize: int = 4, moments: int = 2, masters: bool = False,
-    num_tensors: int = 0,
+    num_tensors: int = 0, gradient_itemsize: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Bytes of weights, gradients and optimizer state on one rank, by class; `held` parameters are its own, P/N if
     shards are even.
@@ -49,11 +49,13 @@ def rest_bytes(
     two `moments` 16P, (8+8/N)P, (4+12/N)P, 16P/N. With `masters` weights and gradients are of `itemsize` and the
     optimizer keeps the weights and its moments in float32: in half precision (4+12)P, (4+12/N)P, (2+14/N)P, 16P/N. SGD
     has no moments. torch's AdamW counts its steps once a tensor that it steps: 4 bytes for each of `num_tensors`.
+    `gradient_itemsize` is a gradient's where it is no weight's: Megatron-LM sums gradients of bf16 weights in float32,
+    18 bytes a parameter, 6+12/N with its distributed optimizer (NVIDIA's documentation of it, table of memory).
     """
     weights, gradients, stepped = (held if stage >= first else num_parameters for first in (3, 2, 1))
     remembered = moments * (4 if masters else itemsize) + (4 if masters else 0)
     return {
         "parameters": itemsize * weights,
-        "gradients": itemsize * gradients,
+        "gradients": (gradient_itemsize or itemsize) * gradients,
         "optimizer": remembered * stepped + 4 * num_tensors,
     }

@@ -24,11 +24,21 @@ def sequence_parallel_bytes(world_size: int, num_slices: int, num_rows: int, row
     """The same where rank r keeps chunk r of the rows: each all_reduce is a reduce_scatter and an all_gather (direct).
 
     A rank with a row more sends more of it and gathers more; all together they send what the all_reduces do
-    (Korthikanti, section 4.2.2).
+    (Korthikanti, section 4.2.2). Its slices hold their gathered input for the backward pass.
     """
     halves = (reduce_scatter_bytes, all_gather_bytes)
     pair = sum(half("direct", world_size, num_rows * row_bytes, rank, row_bytes) for half in halves)
     return 2 * num_slices * pair
+
+
+def gathered_again_bytes(world_size: int, num_slices: int, nbytes: int) -> float:
+    """What a rank sends more where no slice holds its gathered input, and each gathers it once more in its backward
+    pass.
+
+    That is the price of 34/t bytes of activations in place of 26/t + 8 (Korthikanti, section 4.2.2): five all_gathers
+    and reduce_scatters of each slice in place of four.
+    """
+    return num_slices * all_gather_bytes("gloo", world_size, nbytes)
 
 
 def sequence_parallel_calls(world_size: int, num_slices: int, num_rows: int, rank: int, backend: str) -> int:
