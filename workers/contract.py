@@ -21,6 +21,7 @@ from workers.measure.formulas import Prediction
 from workers.measure.ledger import Traffic
 from workers.workload import data, text
 from workers.workload import model as models
+from workers.workload.baseline import Losses
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import outline
 
@@ -67,6 +68,22 @@ class Variant:
     name: str
     build: Build | None = None
     by_torch: bool = False  # PyTorch's own, which the others are held against
+
+
+OneProcess: TypeAlias = Callable[..., Losses]  # (model, batches, config, steps, parts=) as workload/baseline.losses
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the timed steps of a variant are held to, where that is not one process that takes the same steps.
+
+    Held(alone=partial(losses, masters=True))               another one process, whose losses it has to have
+    Held(why="leaves numbers out, so losses differ")        nothing: its losses are only shown
+    """
+
+    alone: OneProcess | None = None
+    why: str = ""
+    replicas: bool = True  # whether ranks that hold a weight whole hold the same numbers after the last step
 
 
 @dataclass(frozen=True)

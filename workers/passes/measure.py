@@ -6,7 +6,7 @@ mode predicted; a mode that says no more than its variants is run by `everything
 
 from collections.abc import Callable, Mapping
 
-from workers.contract import Build, Measured, Strategy
+from workers.contract import Build, Held, Measured, Strategy
 from workers.lab import Lab
 from workers.passes.counted import count
 from workers.passes.proof import prove
@@ -34,13 +34,14 @@ def measure(
     *,
     also: Callable[[str, Strategy], None] | None = None,
     proofs: Mapping[str, Callable[[str, Build], None]] | None = None,
+    held: Mapping[str, Held] | None = None,
 ) -> dict[str, Measured]:
     """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks to each proof.
 
     Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on
-    purpose not compute what one process does: each is proven by what stands there in its place. Returns what was
-    measured on this rank; rank 0 tells what was proven and timed when it is, what was counted once it is held against
-    predictions.
+    purpose not compute what one process does: each is proven by what stands there in its place, and its timed steps
+    are held to what `held` says, or only shown. Returns what was measured on this rank; rank 0 tells what was proven
+    and timed when it is, what was counted once it is held against predictions.
     """
     lab.say(effective_batch(lab.config, lab.mesh.size("dp")), "batch")
     chosen = {each.name: each.build for each in lab.mode.variants if each.build is not None and lab.wants(each.name)}
@@ -57,7 +58,8 @@ def measure(
     if lab.config.proof:
         prove(lab, chosen, also, proofs or {}, checkpoints)
         lab.finished("proof")
-    bubbles = time_steps(lab, chosen, checkpoints)
+    otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
+    bubbles = time_steps(lab, chosen, otherwise | dict(held or {}), checkpoints)
     lab.finished("times")
     counted = count(lab, chosen)
     if lab.config.trace:

@@ -106,7 +106,7 @@ def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, den
     }
 
 
-def summed_loss(lab: Lab, share: Tensor | None) -> float:
+def summed_loss(lab: Lab, share: Tensor | float | None) -> float:
     """The mean loss of the global batch, from every rank's share."""
-    shares = lab.exchange.everyone("loss", None if share is None else share.item())
+    shares = lab.exchange.everyone("loss", None if share is None else float(share))
     return math.fsum(value for value in shares if value is not None)

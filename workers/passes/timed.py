@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from workers.checkpoint.course import Course
-from workers.contract import Build, Strategy
+from workers.contract import Build, Held, Strategy
 from workers.lab import Lab
 from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded, slowed
 from workers.passes.counted import WARMUP_STEPS
+from workers.passes.holding import Curves, Holding
 from workers.passes.timeline import Chronicle
 from workers.report import records
 from workers.report.progress import Progress
-from workers.workload import baseline
 from workers.workload.data import Batches
 
 if TYPE_CHECKING:
@@ -61,15 +61,14 @@ class Stopwatch:
 
 
 def time_steps(
-    lab: Lab, variants: Mapping[str, Build], checkpoints: "Checkpoints | None" = None
+    lab: Lab, variants: Mapping[str, Build], held: Mapping[str, Held], checkpoints: "Checkpoints | None" = None
 ) -> dict[str, float | None]:
     """Train all variants side by side up to step LAB_STEPS; the first two steps are not timed where there are more.
 
-    Returns the bubble of each variant, on rank 0.
+    They are held against one process, or to what `held` says instead. Returns the bubble of each variant, on rank 0.
     """
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
-    dense = one_process_losses(lab, batches, dtype)
     if lab.config.slow_rank is not None:
         slow, share = lab.config.slow_rank.split(":")
         lab.say(
@@ -80,6 +79,7 @@ def time_steps(
     strategies = {name: build(lab.model(dtype), lab.mesh, lab.config) for name, build in variants.items()}
     watch = Stopwatch(list(variants))
     course = begun(lab, batches, strategies, checkpoints)
+    holding = Holding(lab, course, strategies, dtype, held)
     steps = range(course.first, lab.config.steps)
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
         clock = align(lab.group)
@@ -89,13 +89,15 @@ def time_steps(
             for step in steps:
                 for name in rotated(list(variants), step):
                     if course.done[name] == step:  # a rank that saved by itself may have been between two variants
-                        watch.step(name, strategies[name], lab, course, step)
+                        with holding.audit.around(name, strategies[name], step, course.data_step(step)) as shares:
+                            watch.step(name, strategies[name], lab, course, step)
+                            shares.append(watch.shares[name][-1])
                 passed(step)
                 progress.advance()
     warmup = WARMUP_STEPS if len(steps) > WARMUP_STEPS else 0
     for name in variants:
         lab.journal.write(records.Steps(name, watch.wall[name][warmup:], watch.cpu[name][warmup:]))
-    write_losses(lab, dense, course, watch.shares)
+    holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
     if checkpoints is not None:
         write_digests(lab, strategies)
     return watch.chronicle.write(lab, clock) if steps else {}
@@ -151,36 +153,30 @@ def saving(
         )
 
 
-def one_process_losses(lab: Lab, batches: Batches, dtype: torch.dtype) -> list[float]:
-    """The loss curve of the dense run, on rank 0 alone; empty without the proof, since a model may not fit into one
-    process."""
-    lab.at(0, "one process")
-    steps: Iterator[baseline.Snapshot] = iter(())
-    if lab.rank == 0 and lab.config.proof:
-        steps = baseline.train(lab.model(dtype), batches, lab.config, lab.config.steps)
-    losses = [snapshot.loss for snapshot in steps]
-    lab.exchange.barrier("one process")
-    return losses
-
-
 def rotated(names: list[str], step: int) -> list[str]:
     """Every variant is first as often as it is last: none profits from its place."""
     first = step % len(names) if names else 0
     return names[first:] + names[:first]
 
 
-def write_losses(lab: Lab, dense: list[float], course: Course, shares: dict[str, list[float | None]]) -> None:
-    """The loss curves: one process, and each variant as the sum over its ranks, behind what a checkpoint held of it."""
+def write_losses(
+    lab: Lab, alone: Mapping[str, list[float]], course: Course, shares: dict[str, list[float | None]]
+) -> Curves:
+    """The loss curves: one process, and each variant as the sum over its ranks, behind what a checkpoint held of it;
+    returns those of the variants on rank 0, None where no rank knows a loss."""
     everyone = lab.exchange.gather("losses", shares)
     if everyone is None:
-        return
-    if dense:
-        lab.journal.write(records.Losses("one process", dense))
+        return {}
+    for name, values in alone.items():
+        lab.journal.write(records.Losses(name, values))
+    curves: Curves = {}
     for name in shares:
         columns = itertools.zip_longest(*(of_rank[name] for of_rank in everyone))
-        before = [math.nan if value is None else value for value in course.losses[name]]
-        values = [math.fsum(value for value in column if value is not None) for column in columns]
-        lab.journal.write(records.Losses(name, before + values))
+        known = [math.fsum(value for value in column if value is not None) for column in columns]
+        curves[name] = [*course.losses[name], *known]
+        shown = [math.nan if value is None else value for value in curves[name]]
+        lab.journal.write(records.Losses(name, shown))
+    return curves
 
 
 def write_digests(lab: Lab, strategies: dict[str, Strategy]) -> None:

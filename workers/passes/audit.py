@@ -1,0 +1,155 @@
+"""Sampled steps of the timed pass, audited: the state before, the same batch in one process, and the state after.
+
+The proof is made in float64 with a small rate, on strategies that are thrown away: what only float32 does, or only the
+strategies that are timed, it does not see. So before the first step, the last one and one in between that LAB_SEED
+draws, rank 0 gathers weights and optimizer state (`Strategy.full`); after it again. From the weights before, one
+process computes loss and gradient of the whole batch in LAB_DTYPE, and workers/passes/update.py what becomes of weights
+and state. Variants that hold the same weights to the bit share that computation, as all do before the first step. None
+of it is in the timed interval: ranks wait for each other before a step begins.
+"""
+
+import hashlib
+import math
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from workers.contract import Strategy
+from workers.lab import Lab
+from workers.passes import update
+from workers.passes.alone import Alone
+from workers.passes.proof import summed_loss
+from workers.passes.update import Off, share
+from workers.workload import baseline
+from workers.workload.data import Batches
+from workers.workload.model import Model
+
+State = dict[str, Tensor]
+Gradient = tuple[float, State]  # the loss of a batch, and its gradient
+Finding = tuple[Off, str]  # how far something is off, and where
+MISSING = {"weights": Off(math.inf, 0.0)}
+
+
+def sampled(first: int, steps: int, seed: int) -> list[int]:
+    """The steps from `first` to below `steps` that are audited: both ends, and one in between."""
+    between = range(first + 1, steps - 1)
+    drawn = [random.Random(seed).choice(between)] if between else []
+    return sorted({first, *drawn, steps - 1}) if first < steps else []
+
+
+class Audit:
+    """The audited steps of some variants, each held against its one process: all ranks go `around` every step."""
+
+    def __init__(self, lab: Lab, batches: Batches, alone: Mapping[str, Alone | None], first: int) -> None:
+        self.lab, self.batches, self.alone = lab, batches, alone
+        self.steps = sampled(first, lab.config.steps, lab.config.seed)
+        self.done: dict[str, list[int]] = {name: [] for name in alone}
+        self.found: dict[str, dict[str, Finding]] = {name: {} for name in alone}  # each kind's worst
+        self._known: tuple[str, Gradient] | None = None  # the last gradient, by what it was computed from
+
+    @contextmanager
+    def around(self, name: str, strategy: Strategy, step: int, data_step: int) -> Iterator[list[float | None]]:
+        """Around one step of a variant, which works on the batch `data_step`; its share of the loss goes into what is
+        yielded."""
+        shares: list[float | None] = []
+        if step not in self.steps or name not in self.alone:
+            yield shares
+            return
+        self.lab.at(step, f"audit of {name}")
+        before = gathered(self.lab, strategy)
+        yield shares
+        self.lab.at(step, f"audit of {name}")
+        loss = summed_loss(self.lab, shares[0])
+        after = gathered(self.lab, strategy)
+        self.done[name].append(step)
+        if self.lab.rank == 0:
+            self._judge(name, step, data_step, loss, before, after)
+
+    def _judge(self, name: str, step: int, data_step: int, loss: float, before: State, after: State) -> None:
+        """Note how far loss, weights and state are off, each where it is worst."""
+        found, alone = self.found[name], self.alone[name]
+        assert alone is not None
+        wanted, gradients = self._gradient(before, data_step)
+        length = norm(gradients)
+        if not (math.isfinite(wanted) and math.isfinite(length)):
+            return  # one process has no numbers there either
+        if step < len(alone.allowed):
+            keep(found, "loss", Off(abs(loss - wanted), alone.allowed[step]), f"step {step}")
+        all_grown = length / (math.hypot(*alone.gradients.values()) or length or 1.0)
+        for label, gradient in gradients.items():
+            own_grown = gradient.double().norm().item() / (alone.gradients[label] or math.inf)
+            rounding = max(1.0, all_grown, own_grown) * alone.rounding[label]
+            held = of_parameter(before, after, label)
+            offs = self._parameter(step, gradient, rounding, *held) if held else MISSING
+            for kind, off in offs.items():
+                keep(found, kind, off, f"step {step}, {label}")
+
+    def _parameter(self, step: int, gradient: Tensor, rounding: float, before: State, after: State) -> dict[str, Off]:
+        """How far one parameter is off, and its state."""
+        config, weight, found = self.lab.config, before.pop("weights"), after.pop("weights")
+        gradient = gradient.to(weight.dtype)  # of float32 masters
+        if config.optimizer == "sgd":
+            return update.sgd(weight, gradient, found, rounding, config)
+        return update.adamw(weight, gradient, before, found, after, step, rounding, config)
+
+    def _gradient(self, before: State, data_step: int) -> Gradient:
+        """Loss and gradient of the whole batch at these weights, in one process and LAB_DTYPE."""
+        model = self.lab.model(getattr(torch, self.lab.config.dtype))
+        load(model, before)
+        key = f"{data_step} {digest(model)}"
+        if self._known is None or self._known[0] != key:
+            loss = baseline.backward(model, [self.batches.full(data_step)], self.lab.config)
+            self._known = key, (loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        return self._known[1]
+
+
+def gathered(lab: Lab, strategy: Strategy) -> State:
+    """A copy of all weights and of the optimizer's state under 'weights.<name>' and 'optimizer.<key>.<name>', on rank
+    0; nothing elsewhere."""
+    copies: State = {}
+    for kind in ("weights", "optimizer"):
+        for label, tensor in strategy.full(kind):
+            if lab.rank == 0:
+                copies[f"{kind}.{label}"] = tensor.detach().clone()
+    return copies
+
+
+def of_parameter(before: State, after: State, label: str) -> tuple[State, State] | None:
+    """What belongs to one parameter, by key, where its weight is there before and after, alike in shape."""
+    keys = ("weights", *(f"optimizer.{key}" for key in ("step", "exp_avg", "exp_avg_sq")))
+    held = [
+        {key.removeprefix("optimizer."): state[f"{key}.{label}"] for key in keys if f"{key}.{label}" in state}
+        for state in (before, after)
+    ]
+    shapes = {state["weights"].shape if "weights" in state else None for state in held}
+    return (held[0], held[1]) if len(shapes) == 1 and None not in shapes else None
+
+
+@torch.no_grad()
+def load(model: Model, state: State) -> None:
+    """Fill the model, rounding what is held in a finer type."""
+    for name, parameter in model.named_parameters():
+        if f"weights.{name}" in state:
+            parameter.copy_(state[f"weights.{name}"])
+
+
+def digest(model: Model) -> str:
+    """A checksum of all weights."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def norm(tensors: State) -> float:
+    """Of all together."""
+    return math.hypot(*(tensor.double().norm().item() for tensor in tensors.values()))
+
+
+def keep(found: dict[str, Finding], kind: str, off: Off, where: str) -> None:
+    """Note what is farther off, for what is allowed, than all before."""
+    if kind not in found or share(off) > share(found[kind][0]):
+        found[kind] = off, where
