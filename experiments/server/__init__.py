@@ -22,11 +22,13 @@ their weights one again: a hundredth of the bytes.
               2012)
 
 `dp` and `sync` are proven against one process, `local_sgd` and `diloco` against one process at H = 1 and against their
-formula for all workers in one process at the H given. What is asynchronous repeats only in an order of events that is
-given: it is proven in one drawn by LAB_SEED, and a real run is held to its promises (asynchronous.py).
+formula for all workers in one process at the H given, the timed pass too. What is asynchronous repeats only in an order
+of events that is given: it is proven in one drawn by LAB_SEED; of a real run the order is written down, and one process
+that shares no code with the workers computes in it what they should have (asynchronous.py).
 LAB_SLOW_RANK=2:0.5 makes a straggler.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -38,8 +40,8 @@ from experiments.server import asynchronous, staleness
 from experiments.server.mistakes import MISTAKES
 from experiments.server.pace import in_step
 from experiments.server.predictions import cannot, predict, refuse, show_bytes
-from experiments.server.rounds import Rounds, prove_rounds
-from experiments.server.worker import Scheme
+from experiments.server.rounds import Rounds, hold_timed, prove_rounds
+from experiments.server.worker import Scheme, Worker
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Strategy, Variant
@@ -163,26 +165,26 @@ class Served(Replica):
 # --- in rounds ---
 
 
-def local_sgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
+def local_sgd(model: Model, mesh: Mesh, config: Config, outer: type[OuterStep] = OuterStep) -> Strategy:
     """H steps apart, then the mean of the weights."""
     begin_alike(model, mesh.group, config)
-    return Apart(model, mesh.group, config, *AVERAGE)
+    return Apart(model, config, partial(outer, group=mesh.group, lr=AVERAGE[0], momentum=AVERAGE[1]))
 
 
-def diloco(model: Model, mesh: Mesh, config: Config) -> Strategy:
+def diloco(model: Model, mesh: Mesh, config: Config, outer: type[OuterStep] = OuterStep) -> Strategy:
     """H steps apart, then a step with momentum along what the workers moved in the mean."""
     begin_alike(model, mesh.group, config)
-    return Apart(model, mesh.group, config, *DILOCO)
+    return Apart(model, config, partial(outer, group=mesh.group, lr=DILOCO[0], momentum=DILOCO[1]))
 
 
 class Apart(Replica):
     """A worker that steps by its own gradients, with an optimizer of its own, and now and then meets the others."""
 
-    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, lr: float, momentum: float) -> None:
+    def __init__(self, model: Model, config: Config, outer: Callable[..., OuterStep]) -> None:
         self.vectors = Vectors(model.parameters())
         super().__init__(model, config, Alone(self.vectors))
         self.repeats_after = config.own(Options).local_steps  # steps, the last of which makes a call
-        self.outer = OuterStep(self.vectors.weights, group, self.repeats_after, lr=lr, momentum=momentum)
+        self.outer = outer(self.vectors.weights, local_steps=self.repeats_after)
         self.share = 0.0
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
@@ -209,24 +211,20 @@ def schemes(config: Config) -> list[Scheme]:
 # --- the run ---
 
 
-def run(lab: Lab, rules: type[ParameterServer] = ParameterServer) -> None:
+def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[Worker] = Worker) -> None:
     """What waits is proven and measured; then what does not, with which ranks may leave; last what staleness does."""
     local_steps = lab.config.own(Options).local_steps
     predictions = lab.mode.predict(lab.config)
     show_bytes(lab, local_steps)
     if lab.config.proof:
         check_samples(lab)
-    measured = measure(
-        lab,
-        also=partial(check_replicas, lab),
-        proofs={
-            "local_sgd": partial(prove_rounds, lab, Rounds(local_steps, *AVERAGE)),
-            "diloco": partial(prove_rounds, lab, Rounds(local_steps, *DILOCO)),
-        },
-    )
+    rounds = {"local_sgd": Rounds(local_steps, *AVERAGE), "diloco": Rounds(local_steps, *DILOCO)}
+    proofs = {name: partial(prove_rounds, lab, each) for name, each in rounds.items()}
+    measured = measure(lab, also=partial(check_replicas, lab), proofs=proofs)
+    hold_timed(lab, rounds)
     lab.compare_traffic(predictions, measured)
     rates = in_step(lab, [name for name in ("dp", "sync") if name in measured])
-    asynchronous.run(lab, schemes(lab.config), rules, rates)
+    asynchronous.run(lab, schemes(lab.config), rules, worker, rates)
     staleness.show(lab)
 
 
@@ -252,5 +250,7 @@ MODE = Mode(
         "workers/parallel/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
         "experiments/server/worker.py: what a worker of ssp and downpour does, which waits for no step",
         "workers/parallel/parameter_server.py: the server's rules of who may go on",
+        "experiments/server/reference.py: one process that computes what a worker should, and shares nothing with it",
+        "experiments/server/witness.py: what happened at the server, written down by one who is not the server",
     ),
 )

@@ -2,24 +2,27 @@
 
 What they compute is on purpose not what one process computes, but for H = 1. So they are proven twice: at H = 1
 against one process with the whole batch, and at the H given, on one layer, against all workers in one process, written
-down from the formula with nothing sent.
+down from the formula with nothing sent and nothing shared with the workers (reference.py). The first rounds of the
+timed pass are held against the same process in LAB_DTYPE.
 """
 
-import copy
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from experiments.server.reference import OneProcess
 from workers.config import Config
 from workers.contract import Build
 from workers.lab import Lab
+from workers.measure.difference import larger
 from workers.passes.replicas import check_replicas
-from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model, build_model
-from workers.workload.optimizer import make_optimizer
 
 TOLERANCE = 1e-12
+CONTROL = "tests/experiments/test_server.py::test_a_wrong_mean_fails_losses_and_weights_at_every_h"
 LEARNING_RATE = 0.01
 MOST_PROVEN = 12  # local steps of the proof: two rounds of them are run, whatever H is
 
@@ -61,11 +64,11 @@ def check_against(
     config = config.with_own(local_steps=rounds.local_steps)
     when, steps = f" at H = {rounds.local_steps}{when}", 2 * rounds.local_steps
     batches = lab.batches(torch.float64, proof=True)
-    wanted = (
-        in_one_process(model_of(lab, config), batches, config, rounds, workers, steps)
-        if lab.rank == 0
-        else ([], torch.zeros(0))
-    )
+    wanted: tuple[list[float], Tensor] = ([], torch.zeros(0))
+    if lab.rank == 0:
+        dealt = config.model_copy(update={"world_size": workers})
+        one = OneProcess(model_of(lab, config), dealt, proof=True, device=lab.device, dtype=torch.float64)
+        wanted = in_one_process(one, rounds, steps)
     strategy = build(model_of(lab, config), lab.mesh, config)
     losses = []
     for step in range(steps):
@@ -80,68 +83,92 @@ def check_against(
     if everyone is not None:
         summed = [sum(of_step) for of_step in zip(*everyone, strict=True)]
         worst = max(abs(one - other) for one, other in zip(summed, wanted[0], strict=True))
-        lab.check(f"losses{when}", worst, TOLERANCE, variant=name)
+        lab.check(f"losses{when}", worst, TOLERANCE, variant=name, control=CONTROL)
         difference = (weights - wanted[1]).abs().max().item()
-        lab.check(f"weights{when}", difference, TOLERANCE, variant=name)
+        lab.check(f"weights{when}", difference, TOLERANCE, variant=name, control=CONTROL)
     check_replicas(lab, name, strategy)
 
 
-def in_one_process(
-    model: Model, batches: Batches, config: Config, rounds: Rounds, workers: int, steps: int
-) -> tuple[list[float], Tensor]:
-    """`workers` workers one after the other, by the formula: the batch's loss at each step, the common weights [P]."""
-    local_steps, lr, momentum = rounds
-    names = [name for name, _ in model.named_parameters()]
-    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    common, velocity = start, {name: torch.zeros_like(weight) for name, weight in start.items()}
-    replicas = [Single(model, config) for _ in range(workers)]
-    losses = []
-    for step in range(steps):
-        shards = [batches.dealt(step, worker, workers) for worker in range(workers)]
-        losses.append(sum(replica.step(shard) for replica, shard in zip(replicas, shards, strict=True)))
-        if (step + 1) % local_steps:
-            continue
-        samples = [replica.seen for replica in replicas]
-        for name in names:
-            moved = sum(
-                number / sum(samples) * (common[name] - replica.weights[name])
-                for number, replica in zip(samples, replicas, strict=True)
-            )
-            velocity[name] = momentum * velocity[name] + moved
-            common = common | {name: common[name] - lr * (moved + momentum * velocity[name])}
-        for replica in replicas:
-            replica.begin_round(common)
-    return losses, torch.cat([common[name].flatten() for name in names])
+def in_one_process(one: OneProcess, rounds: Rounds, steps: int) -> tuple[list[float], Tensor]:
+    """All workers of `one`, one after the other: the batch's loss at each step, and the common weights [P] at the end.
+
+    A round as local SGD has it (Stich 2019, algorithm 1) and DiLoCo (Douillard et al. 2023, algorithm 1): every worker
+    goes on from the common weights; what they moved in the mean over samples is the outer gradient. A last round that
+    is not complete moves only its workers.
+    """
+    config, parameters, (local_steps, lr, momentum) = one.config, list(one.model.parameters()), rounds
+    optimizers = [local_optimizer(parameters, config) for _ in range(config.world_size)]
+    common = parameters_to_vector(parameters).detach()
+    velocity, losses = torch.zeros_like(common), [0.0] * steps
+    for begin in range(0, steps, local_steps):
+        moved, samples = torch.zeros_like(common), 0
+        for rank, optimizer in enumerate(optimizers):
+            vector_to_parameters(common.clone(), parameters)
+            seen = 0
+            for step in range(begin, min(begin + local_steps, steps)):
+                inputs, targets = one.samples(step, rank)
+                losses[step] += local_step(one, optimizer, inputs, targets)
+                seen += len(inputs)
+            moved += seen * (common - parameters_to_vector(parameters).detach())
+            samples += seen
+        if begin + local_steps > steps:
+            break
+        moved /= samples
+        velocity = momentum * velocity + moved
+        common = common - lr * (moved + momentum * velocity)
+    return losses, common
 
 
-class Single:
-    """One of several workers in one process: its own copy of the model, its optimizer, the samples seen this round."""
+def hold_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
+    """The losses of the timed pass up to the step that sees the second outer step (the first, where it has no
+    momentum), against all workers in one process."""
+    lab.at(0, "rounds in one process")
+    config, dtype, found = lab.config, getattr(torch, lab.config.dtype), lab.losses()
+    for name in (name for name in rounds if name in found and config.proof):
+        steps = min(config.steps, rounds[name].local_steps * (2 if rounds[name].momentum else 1) + 1)
+        one = OneProcess(lab.model(dtype), config, proof=False, device=lab.device, dtype=dtype)
+        wanted, _ = in_one_process(one, rounds[name], steps)
+        worst = 0.0
+        for own, other in zip(wanted, found[name], strict=False):
+            worst = larger(worst, abs(own - other))
+        tolerance = max(wanted) * loss_rounding(dtype, config, steps, config.batch * one.terms)
+        detail = f"steps 0 to {steps - 1} of {config.steps}, against {lab.world_size} workers in one process"
+        lab.check("timed losses", worst, tolerance, variant=name, detail=detail, control=CONTROL)
+    lab.exchange.barrier("rounds in one process")
 
-    def __init__(self, model: Model, config: Config) -> None:
-        self.model, self.config = copy.deepcopy(model), config
-        self.model.recompute = False
-        self.optimizer = make_optimizer(self.model.parameters(), config)
-        self.seen = 0
 
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+def loss_rounding(dtype: torch.dtype, config: Config, steps: int, terms: int) -> float:
+    """What rounding may put between two losses of the same mean, as a share of them.
 
-    def step(self, shard: list[Microbatch]) -> float:
-        """A step on the mean over `shard`; returns its share of the batch's loss."""
-        terms = sum(part.targets.numel() for part in shard)
-        self.optimizer.zero_grad()
-        total = torch.stack([self.model(part.inputs, part.targets) for part in shard]).sum()
-        (total / terms).backward()
-        if self.config.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
-        self.seen += len(torch.cat([part.inputs for part in shard]))
-        return total.item() * shard[0].share
+    The sum of the terms, in float32 or finer and in another order: half an eps for each level of a tree, twice. And
+    the passes in `dtype`, of about 20 results in each layer whose roundings have nothing to do with each other, nor
+    those of one step with another's or of one term with another's: their root, over that of the terms.
+    """
+    summing = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (1 + math.log2(terms))
+    passes = torch.finfo(dtype).eps / 2 * math.sqrt(20 * (config.depth + 2) * steps / terms)
+    return summing + passes
 
-    def begin_round(self, common: dict[str, Tensor]) -> None:
-        """Go on from the common weights."""
-        self.seen = 0
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(common[name])
+
+def local_step(one: OneProcess, optimizer: torch.optim.Optimizer | None, inputs: Tensor, targets: Tensor) -> float:
+    """A worker's own step on the mean over its samples, plain SGD without an `optimizer`; returns its share of the
+    batch's loss."""
+    parameters, config = list(one.model.parameters()), one.config
+    for parameter in parameters:
+        parameter.grad = None
+    total = one.model(inputs, targets)
+    (total / targets.numel()).backward()
+    if config.clip is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+    if optimizer is not None:
+        optimizer.step()
+    else:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.data -= config.learning_rate * parameter.grad
+    share: float = total.item() / (config.batch * one.terms)
+    return share
+
+
+def local_optimizer(parameters: list[torch.nn.Parameter], config: Config) -> torch.optim.Optimizer | None:
+    """AdamW, with a state for each worker; None is plain SGD."""
+    return torch.optim.AdamW(parameters, lr=config.learning_rate) if config.optimizer == "adamw" else None

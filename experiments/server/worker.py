@@ -1,13 +1,17 @@
-"""A worker of an asynchronous run: ask to start, take some steps from the weights that come, push what they come to."""
+"""A worker of an asynchronous run: ask to start, take some steps from the weights that come, push what they come to.
 
+It notes what it had and what it gave: by that one process holds it to its samples and to its gradients (replay.py).
+"""
+
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from experiments.server.witness import checksum
 from workers.config import Config
-from workers.parallel.parameter_server import checksum
 from workers.parallel.phases import phase
 from workers.parallel.serving import Client
 from workers.parallel.vectors import Vectors
@@ -38,16 +42,30 @@ class Worker:
         self.model, self.vectors = model, Vectors(model.parameters())
         self.batches, self.rank, self.num_workers, self.lr, self.noted = batches, rank, config.world_size, lr, noted
         self.steps = 0
-        self.sent: list[float] = []  # checksums of the updates pushed
+        self.fetched: list[float] = []  # checksums of the weights that it began from, a push each
+        self.sent: list[float] = []  # and of the updates pushed
+        self.samples: list[str] = []  # and digests of the samples behind them
+        self._taken = hashlib.blake2b(digest_size=8)  # samples since the last fetch
 
     def train(self, client: Client, most: int) -> None:
         """Work until the server has no more steps to grant; the weights are the final ones then."""
         update = torch.zeros_like(self.vectors.weights)
-        while granted := client.start(most, self.vectors.weights):
+        while granted := self.fetch(client, most):
+            self.fetched.append(checksum(self.vectors.weights))
             loss = self.accumulate(update, granted)
-            self.sent.append(checksum(update))
+            self.note(update)
             client.push(len(self.sent), update, loss)
         client.finish(self.vectors.weights)
+
+    def fetch(self, client: Client, most: int) -> int:
+        """Take the server's weights, for up to `most` steps; returns how many it grants."""
+        return client.start(most, self.vectors.weights)
+
+    def note(self, update: Tensor) -> None:
+        """Write down what is about to be pushed, and the samples that it is made of."""
+        self.sent.append(checksum(update))
+        self.samples.append(self._taken.hexdigest())
+        self._taken = hashlib.blake2b(digest_size=8)
 
     def accumulate(self, update: Tensor, steps: int) -> float:
         """Fill `update` with the sum of the gradients of `steps` steps, and return the mean loss.
@@ -76,4 +94,11 @@ class Worker:
             with phase("backward", str(index)):
                 loss.backward()
             summed += loss.item()
+            self.take_note(inputs, targets)
         return summed / sum(part.share * part.targets.numel() for part in microbatches)
+
+    def take_note(self, inputs: Tensor, targets: Tensor) -> None:
+        """Add samples to the digest, one after the other, so that it does not depend on how they were split."""
+        for pair in zip(inputs.cpu(), targets.cpu(), strict=True):
+            for tensor in pair:
+                self._taken.update(tensor.double().numpy().tobytes())

@@ -6,14 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.server import MODE, promises, staleness
+from experiments.server import MODE, staleness
 from experiments.server.promises import Report, miscounted
+from experiments.server.reference import OneProcess
 from experiments.server.rounds import Rounds, in_one_process
+from experiments.server.witness import Witness, audit, checksum
 from tests.labs import TINY, failed, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.measure.formulas.server import largest_stable_rate
-from workers.parallel.parameter_server import ParameterServer, audit, checksum
+from workers.parallel.parameter_server import ParameterServer
 from workers.parallel.serving import Link, Local, Remote, Server, Threads
 from workers.rank.refusals import refuse
 from workers.report.records import Chart, Said, Table, select
@@ -21,6 +23,7 @@ from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model
 
+CPU = torch.device("cpu")
 TINY_MLP = {"LAB_MODEL": "mlp", "LAB_WIDTH": "8", "LAB_DEPTH": "2"}
 
 
@@ -49,8 +52,11 @@ def test_every_world_comes_to_a_verdict(
         assert {skip["variant"] for skip in run["skipped"]} == {"ssp", "downpour"}
         assert {("sync", "optimizer state"), ("diloco", "weights at H = 4 as trained")} < proven
         return
+    rehearsed = {"losses", "gradients", "weights", "samples", "order of events"}
+    real = {"who may start", "updates", "fetched weights", "weights of the run", "final weights", "samples of the run"}
     for name in ("ssp", "downpour"):
-        assert {(name, what) for what in ("weights", "order of events", "updates", "final weights")} < proven
+        assert {(name, what) for what in rehearsed | real} < proven
+        assert (name, "gradients of the run") in {(check["variant"], check["name"]) for check in run["checks"]}
     steps = int(settings.get("LAB_STEPS", 4)) * world_size
     seen = next(table for _, table in select(by_rank, Table) if table.title.startswith("What the server saw"))
     assert [sum(map(int, row[1].split(", "))) for row in seen.rows] == [steps, steps]
@@ -101,14 +107,25 @@ def test_what_would_be_skipped_is_not_predicted(settings: dict[str, str]) -> Non
 
 def test_one_worker_with_one_local_step_is_one_process() -> None:
     """The reference of the rounds' proof against the baseline: so H = 1 is held against dp itself."""
-    config = config_of(**TINY_MLP, LAB_LOCAL_STEPS="1")
-    batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-    alone, rounds = build_model(config, 1).double(), Rounds(1, lr=1.0, momentum=0.0)
-    losses, weights = in_one_process(alone, batches, config, rounds, workers=1, steps=3)
+    config = config_of(**TINY_MLP, LAB_LOCAL_STEPS="1", WORLD_SIZE="1")
+    batches = Batches(config, proof=True, device=CPU, dtype=torch.float64)
+    one = OneProcess(build_model(config, 1).double(), config, proof=True, device=CPU, dtype=torch.float64)
+    losses, weights = in_one_process(one, Rounds(1, lr=1.0, momentum=0.0), steps=3)
     dense = list(train(build_model(config, 1).double(), batches, config, 3))
     assert losses == pytest.approx([snapshot.loss for snapshot in dense], abs=1e-14)
     wanted = torch.cat([weight.flatten() for weight in dense[-1].weights.values()])
     torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-14)
+
+
+def test_a_wrong_mean_fails_losses_and_weights_at_every_h(ranks: Ranks, tmp_path: Path) -> None:
+    settings = TINY_MLP | {"LAB_VARIANT": "local_sgd,diloco", "LAB_LOCAL_STEPS": "2", "LAB_BUG": "mean_of_workers"}
+    run, _ = run_experiment(
+        ranks, 3, tmp_path, RUN_MODE="server", LAB_OPTIMIZER="adamw", LAB_DTYPE="float64", **settings
+    )
+    failed_of = {(check["variant"], check["name"]) for check in run["checks"] if not check["passed"]}
+    at_h = {f"{what} at {h}" for what in ("losses", "weights") for h in ("H = 1", "H = 2", "H = 2 as trained")}
+    for name in ("local_sgd", "diloco"):
+        assert {(name, what) for what in at_h | {"timed losses"}} <= failed_of
 
 
 def test_a_trace_says_what_is_not_in_it(ranks: Ranks, tmp_path: Path) -> None:
@@ -120,22 +137,21 @@ def test_a_trace_says_what_is_not_in_it(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_an_update_that_does_not_count_once_is_seen() -> None:
-    rules = ParameterServer(torch.zeros(2), range(2), lr=1.0, budget=3)
+    witness = Witness(torch.zeros(2), range(2), 1.0, set(), 0)
     updates = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
     for number, update in enumerate(updates, 1):
-        rules.start(0)
-        rules.push(0, number, update)
-    seen, sent = audit(rules.history, range(2)), [checksum(update) for update in updates]
+        witness.started(0, 1)
+        witness.pushed(0, number, update, 0.0)
+    seen, sent = audit(witness.seen, range(2)), [checksum(update) for update in updates]
 
     def report(sent: list[float], steps: int = 2) -> dict[int, Report]:
-        return {0: Report(sent, steps, 1.0, 1.0, "")}
+        return {0: Report([], sent, [], steps, 1.0, 1.0, "")}
 
     assert miscounted(seen, report(sent)) == 0
     assert miscounted(seen, report([*sent, 1.0])) == 1, "one did not arrive"
     assert miscounted(seen, report(sent[:1])) == 1, "one was applied twice"
     assert miscounted(seen, report(sent[::-1])) == 2, "in another order"
     assert miscounted(seen, report(sent, steps=3)) == 1
-    assert promises.Report([], 0, 0.0, 0.0, "a").weights != report(sent)[0].weights
 
 
 def served(group: dist.ProcessGroup, name: str, deed: str) -> list[float] | str:

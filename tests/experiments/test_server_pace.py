@@ -30,7 +30,7 @@ def test_who_does_not_wait_is_predicted_by_the_steps_granted_and_the_bound() -> 
     """Four workers of 10 ms a step, of which one takes 40: each scheme of a run by its own rules, not by the sum of
     rates, 1300."""
     lab = lab_of(4, "2:0.25")
-    reports = {rank: Report([], steps, 0.01 * steps, 0.32, "") for rank, steps in enumerate((24, 24, 8, 24))}
+    reports = {rank: Report([], [], [], steps, 0.01 * steps, 0.32, "") for rank, steps in enumerate((24, 24, 8, 24))}
     reports[2].compute_s *= 4
     ssp, downpour = (apart(lab, scheme, reports) for scheme in schemes(lab.config))
     assert downpour.predicted == downpour.measured == pytest.approx(1000)  # 80 steps of 4 samples in the straggler's 8

@@ -46,9 +46,18 @@ class OuterStep:
         if self.done < self.local_steps:
             return
         moved = torch.sub(self.common, self.weights).mul_(self._share / self.done)
-        dist.all_reduce(moved, group=self.group)
+        self.average(moved)
         if self.velocity is not None:
-            moved.add_(self.velocity.mul_(self.momentum).add_(moved), alpha=self.momentum)
+            moved = self.along(moved)
         self.common.add_(moved, alpha=-self.lr)
         self.weights.copy_(self.common)
         self.done, self._share = 0, 0.0
+
+    def average(self, moved: Tensor) -> None:
+        """Of what each worker moved, weighed already, the sum over all."""
+        dist.all_reduce(moved, group=self.group)
+
+    def along(self, moved: Tensor) -> Tensor:
+        """The direction of the outer step: `moved` and a look ahead along the momentum, as Nesterov's."""
+        assert self.velocity is not None
+        return moved.add_(self.velocity.mul_(self.momentum).add_(moved), alpha=self.momentum)

@@ -16,7 +16,6 @@ and the same order gives the same weights. A budget of steps ends the run: who i
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,14 +25,12 @@ START, PUSH, LEAVE = "start", "push", "leave"
 
 
 class Event(NamedTuple):
-    """What happened to one worker; a run is judged by the history of all."""
+    """What happened to one worker."""
 
     kind: str  # START, PUSH or LEAVE
     worker: int
     steps: int  # granted, delivered or lost
     number: int = 0  # of a push: its worker's first is 1
-    checksum: float = 0.0  # of a push: the sum of the update's numbers
-    loss: float = 0.0  # of a push: what its worker saw
 
 
 class ParameterServer:
@@ -77,7 +74,7 @@ class ParameterServer:
         """Whether `push` may be applied now: always, unless an order of events is kept."""
         return True
 
-    def push(self, worker: int, number: int, update: Tensor, loss: float = 0.0) -> None:
+    def push(self, worker: int, number: int, update: Tensor) -> None:
         """Apply the `number`-th update of `worker`: each exactly once, without gap or repetition, or ValueError."""
         if worker not in self.clocks:
             raise ValueError(f"rank {worker} has left: its update is not applied")
@@ -87,7 +84,7 @@ class ParameterServer:
         steps = self._granted.pop(worker)
         self.weights.add_(update, alpha=-self.lr)
         self.clocks[worker] += steps
-        self.history.append(Event(PUSH, worker, steps, number, checksum(update), loss))
+        self.history.append(Event(PUSH, worker, steps, number))
 
     def may_finish(self) -> bool:
         """Whether the weights are final: nothing is left to grant, and nothing under way."""
@@ -126,11 +123,6 @@ class Ordered(ParameterServer):
         return self._is_next(PUSH, worker)
 
 
-def checksum(update: Tensor) -> float:
-    """By which an update is known again: the sum of its numbers, in float64."""
-    return float(update.sum(dtype=torch.float64))
-
-
 def draw_order(seed: int, rules: ParameterServer, most: int = 1) -> list[tuple[str, int]]:
     """An order of events that `rules` allow, drawn by `seed`; any worker that may go on is as likely to be the next.
 
@@ -149,39 +141,3 @@ def draw_order(seed: int, rules: ParameterServer, most: int = 1) -> list[tuple[s
             rules.start(worker, most)
         busy ^= {worker}
     return [(event.kind, event.worker) for event in rules.history]
-
-
-@dataclass
-class Audit:
-    """What a history says of the promises, read without the server's own counters."""
-
-    lead: int  # the most finished steps that any worker was ahead of the slowest at a start
-    staleness: list[int]  # of each push: updates of others since its worker took the weights
-    steps: dict[int, int]  # finished by each worker
-    checksums: dict[int, list[float]]  # of each worker's updates, in the order in which they were applied
-    wrong_numbers: int  # pushes that are not their worker's next
-
-    @property
-    def mean_staleness(self) -> float:
-        return sum(self.staleness) / len(self.staleness) if self.staleness else 0.0
-
-
-def audit(history: Iterable[Event], workers: Iterable[int]) -> Audit:
-    """Read the `history` of `workers` from its beginning."""
-    clocks = dict.fromkeys(workers, 0)
-    found = Audit(0, [], dict(clocks), {worker: [] for worker in clocks}, 0)
-    taken_at: dict[int, int] = {}
-    for event in history:
-        worker = event.worker
-        if event.kind == START:
-            found.lead = max(found.lead, clocks[worker] - min(clocks.values()))
-            taken_at[worker] = len(found.staleness)
-        elif event.kind == PUSH:
-            found.staleness.append(len(found.staleness) - taken_at[worker])
-            found.checksums[worker].append(event.checksum)
-            found.wrong_numbers += event.number != len(found.checksums[worker])
-            clocks[worker] += event.steps
-            found.steps[worker] += event.steps
-        else:
-            del clocks[worker]
-    return found

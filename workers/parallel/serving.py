@@ -23,11 +23,21 @@ ASK_START, ASK_PUSH, ASK_FINISH = 0, 1, 2
 JOIN_S = 0.2  # how often it is looked whether a worker has left
 
 
+class Witness(Protocol):
+    """Who sees what happens at a server, in the order in which it happens; called behind the server's lock."""
+
+    def started(self, worker: int, steps: int) -> None: ...
+
+    def pushed(self, worker: int, number: int, update: Tensor, loss: float) -> None: ...
+
+    def left(self, worker: int) -> None: ...
+
+
 class Server:
     """The rules behind a lock, for any thread to ask. Every wait is bounded, and names for whom the server waited."""
 
-    def __init__(self, rules: ParameterServer, timeout_s: float) -> None:
-        self.rules, self.timeout_s = rules, timeout_s
+    def __init__(self, rules: ParameterServer, timeout_s: float, witness: Witness | None = None) -> None:
+        self.rules, self.timeout_s, self.witness = rules, timeout_s, witness
         self._changed = threading.Condition()
 
     def start(self, worker: int, most: int, weights: Tensor) -> int:
@@ -36,6 +46,8 @@ class Server:
             self._wait(worker, lambda: self.rules.may_start(worker), "start a step")
             granted = self.rules.start(worker, most)
             weights.copy_(self.rules.weights)
+            if self.witness is not None and granted:
+                self.witness.started(worker, granted)
             self._changed.notify_all()
             return granted
 
@@ -43,7 +55,9 @@ class Server:
         """Apply an update."""
         with self._changed:
             self._wait(worker, lambda: self.rules.may_push(worker), "push")
-            self.rules.push(worker, number, update, loss)
+            self.rules.push(worker, number, update)
+            if self.witness is not None:
+                self.witness.pushed(worker, number, update, loss)
             self._changed.notify_all()
 
     def finish(self, worker: int, weights: Tensor) -> None:
@@ -55,6 +69,8 @@ class Server:
     def leave(self, worker: int) -> None:
         """From now on nobody waits for `worker`."""
         with self._changed:
+            if self.witness is not None and worker in self.rules.clocks:
+                self.witness.left(worker)
             self.rules.leave(worker)
             self._changed.notify_all()
 

@@ -1,12 +1,11 @@
-"""The rules of the parameter server without a process: who may start, what counts, who is waited for, and the history's
-audit."""
+"""The rules of the parameter server without a process: who may start, what counts, who is waited for."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.parallel.parameter_server import LEAVE, PUSH, START, Event, Ordered, ParameterServer, audit, draw_order
+from workers.parallel.parameter_server import LEAVE, PUSH, START, Event, Ordered, ParameterServer, draw_order
 
 ONE = torch.ones(2)
 
@@ -56,8 +55,6 @@ def test_a_worker_that_leaves_holds_up_nobody_and_loses_what_was_under_way() -> 
     step(server, 0, 2)
     step(server, 1, 2)
     assert server.spent and server.may_finish() and server.weights.tolist() == [-2.0, -2.0]
-    seen = audit(server.history, range(3))
-    assert seen.steps == {0: 2, 1: 2, 2: 0} and seen.lead == 0
 
 
 def test_every_update_counts_once_or_is_refused() -> None:
@@ -84,24 +81,18 @@ def test_the_budget_ends_the_run_for_all_once_nothing_is_under_way() -> None:
     assert server.may_finish() and server.clocks == {0: 4, 1: 1}
 
 
-def test_staleness_is_the_updates_between_a_fetch_and_its_push() -> None:
-    server = server_of(3)
-    for worker in (0, 1, 2):
-        server.start(worker)
-    for worker in (2, 0, 1):
-        server.push(worker, 1, ONE)
-    assert audit(server.history, range(3)).staleness == [0, 1, 2]
-    assert audit(server.history, range(3)).mean_staleness == 1.0
-
-
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(1, 30), st.integers(0, 100))
 def test_any_order_that_the_rules_allow_keeps_the_bound_and_spends_the_budget(
     workers: int, staleness: int, budget: int, seed: int
 ) -> None:
     server = server_of(workers, budget, staleness)
     order = draw_order(seed, server)
-    seen = audit(server.history, range(workers))
-    assert seen.lead <= staleness and seen.wrong_numbers == 0 and sum(seen.steps.values()) == budget
+    clocks, finished = dict.fromkeys(range(workers), 0), 0
+    for event in server.history:
+        assert event.kind == PUSH or clocks[event.worker] - min(clocks.values()) <= staleness
+        clocks[event.worker] += event.steps * (event.kind == PUSH)
+        finished += event.kind == PUSH
+    assert sum(clocks.values()) == finished == budget
     assert order == draw_order(seed, server_of(workers, budget, staleness))
     assert sum(kind == PUSH for kind, _ in order) == budget
 
@@ -119,15 +110,3 @@ def test_an_order_that_is_given_is_kept() -> None:
     server.push(1, 1, ONE)
     assert [(event.kind, event.worker) for event in server.history] == order
     assert server.start(1) == 0
-
-
-def test_the_audit_sees_what_breaks_a_promise() -> None:
-    server = server_of(2)
-    for number in (1, 2, 3):
-        step(server, 0, number)
-    step(server, 1, 1)
-    assert audit(server.history, range(2)).lead == 2
-    pushes = [event for event in server.history if event.kind == PUSH]
-    assert audit([*server.history, server.history[-2], pushes[-1]], range(2)).wrong_numbers == 1, "applied twice"
-    gap = [event._replace(number=7) if event.number == 2 else event for event in server.history]
-    assert audit(gap, range(2)).wrong_numbers == 1
