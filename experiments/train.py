@@ -27,6 +27,7 @@ from workers.lab import Lab
 from workers.measure.formulas import Prediction
 
 LENGTH, BATCH, SEED, EPOCHS = 1000, 4, 42, 2  # the lesson's
+GATHER = "tests/experiments/test_train.py::test_a_wrong_gather_fails_by_name"
 
 
 class Numbers(Dataset[Tensor]):
@@ -83,7 +84,9 @@ def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = 
             batches = list(loader)
             show(lab, epoch, batches[0])
             epochs.append([int(sample) for batch in batches for sample in batch])
-    lab.compare(prediction.name, prediction.value[lab.rank], traffic.called_bytes, formula=prediction.formula)
+    lab.compare(
+        prediction.name, prediction.value[lab.rank], traffic.called_bytes, formula=prediction.formula, control=GATHER
+    )
     everyone = lab.exchange.gather("shards", epochs)
     if everyone is not None:
         check(lab, everyone)
@@ -92,12 +95,28 @@ def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = 
 def show(lab: Lab, epoch: int, batch: Tensor) -> None:
     """The lesson's computation on the first batch, gathered on all ranks, and its printed lines."""
     data = batch.to(lab.device)
+    result, gathered = computed(lab, data)
+    lab.say(f"rank {lab.rank}, epoch {epoch}, batch 0", all_ranks=True)
+    for name, tensor in {"Local data": data, "Local result": result, "Gathered result": gathered}.items():
+        lab.say(f"{name}: {tensor.tolist()}, shape {list(tensor.shape)}", all_ranks=True)
+    wanted = [
+        sample * (rank + 1) for rank in range(lab.world_size) for sample in by_hand(epoch, rank, lab.world_size)[:BATCH]
+    ]
+    lab.check(
+        "gathered",
+        places_apart(gathered.tolist(), wanted),
+        0,
+        detail="places that differ from rank + 1 times the samples of our own arithmetic",
+        control=GATHER,
+    )
+
+
+def computed(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
+    """Each rank's samples times its rank + 1: this rank's [4], and those of all ranks [4 N]."""
     result = data * (lab.rank + 1)
     gathered = [torch.zeros_like(result) for _ in range(lab.world_size)]
     dist.all_gather(gathered, result, group=lab.group)
-    lab.say(f"rank {lab.rank}, epoch {epoch}, batch 0", all_ranks=True)
-    for name, tensor in {"Local data": data, "Local result": result, "Gathered result": torch.cat(gathered)}.items():
-        lab.say(f"{name}: {tensor.tolist()}, shape {list(tensor.shape)}", all_ranks=True)
+    return result, torch.cat(gathered)
 
 
 def check(lab: Lab, everyone: list[list[list[int]]]) -> None:
@@ -114,6 +133,7 @@ def check(lab: Lab, everyone: list[list[list[int]]]) -> None:
             sum(map(places_apart, shards, hand)),
             0,
             detail=f"epoch {epoch}: places that differ from our own arithmetic",
+            control="tests/experiments/test_train.py::test_shards_of_blocks_fail_by_name",
         )
     first, second = everyone[0][:2]
     same = len(first) - places_apart(first, second)

@@ -1,11 +1,24 @@
 """The DistributedSampler lesson: its printed figures, our arithmetic against PyTorch's, and the checks' controls."""
 
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from experiments import train
+from tests.labs import failed, lab_of
+from tests.ranks import Ranks
 from workers.config import Config, ConfigError
+from workers.lab import Lab
 from workers.rank.refusals import refuse
+from workers.report import records
+from workers.report.judge import judge
+from workers.report.lines import from_line, to_line
 
 
 def test_the_lessons_printed_batches() -> None:
@@ -49,3 +62,59 @@ def test_no_sampler_needs_two_ranks() -> None:
         refuse(alone, train.MODE)
     refuse(alone.model_copy(update={"world_size": 2}), train.MODE)
     refuse(alone.model_copy(update={"bug": "no_set_epoch"}), train.MODE)
+
+
+class Blocks:
+    """Deals each rank a block of the order in place of every N-th sample: disjoint and complete, but another's."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.epoch = rank, world_size, 0
+
+    def __iter__(self) -> Any:
+        order = train.by_hand(self.epoch, 0, 1)
+        size = len(order) // self.world_size
+        return iter(order[self.rank * size : self.rank * size + size])
+
+
+def told(sampler: Blocks, epoch: int) -> None:
+    sampler.epoch = epoch
+
+
+def stale(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
+    """Gathers what was not multiplied."""
+    gathered = [torch.zeros_like(data) for _ in range(lab.world_size)]
+    dist.all_gather(gathered, data, group=lab.group)
+    return data * (lab.rank + 1), torch.cat(gathered)
+
+
+def twice(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
+    """Gathers once too often."""
+    train_computed(lab, data)
+    return train_computed(lab, data)
+
+
+train_computed = train.computed
+
+
+def wrongly(group: dist.ProcessGroup, folder: str, computed: Any, parts: dict[str, Any]) -> list[str]:
+    settings = {"RUN_MODE": "train", "WORLD_SIZE": str(group.size()), "MASTER_ADDR": "127.0.0.1"}
+    lab = lab_of(group, settings, folder)
+    with patch.object(train, "computed", computed):
+        train.run(lab, **parts)
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+def failed_with(ranks: Ranks, folder: Path, computed: Any = train_computed, **parts: Any) -> set[str]:
+    lines = ranks(2, wrongly, str(folder), computed, parts)
+    return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
+
+
+def test_shards_of_blocks_fail_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    assert failed_with(ranks, tmp_path, sampler_of=Blocks, begin_epoch=told) == {"by hand", "gathered"}
+
+
+def test_a_wrong_gather_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    assert failed_with(ranks, tmp_path / "stale", stale) == {"gathered"}
+    assert failed_with(ranks, tmp_path / "twice", twice) == {"called bytes"}
+    assert failed_with(ranks, tmp_path / "right") == set()
