@@ -38,7 +38,7 @@ FLOORS: dict[str, list[str]] = {
     "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
     "workers.__main__": [CONFIG, CLUSTER, RANK],
     "experiments": [
-        CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", WORKLOAD, STRATEGIES, LAB, PASSES,
+        CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
         f"{CHECKPOINT}.mistakes", f"{RANK}.fast_lane",
     ],
     "experiments.__main__": [CONFIG, RANK],

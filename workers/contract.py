@@ -19,6 +19,7 @@ from workers.config import Config
 from workers.config.options import ModeOptions
 from workers.measure.formulas import Prediction
 from workers.measure.ledger import Traffic
+from workers.measure.order import Order
 from workers.workload import data, text
 from workers.workload import model as models
 from workers.workload.baseline import Losses
@@ -30,6 +31,8 @@ class Strategy(Protocol):
     """One way of training a model on many ranks.
 
     Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat.
+    With an attribute `layers`, this rank's by their number in the model, its passes and gradients are seen in the order
+    of a step (measure/order.py).
     """
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
@@ -95,6 +98,7 @@ class Counted:
     activation_bytes: int
     rest: dict[str, int]  # bytes by class (measure/purposes.py) between two steps
     peak: dict[str, int]  # and when the step held most
+    order: Order  # what happened in it
 
 
 @dataclass(frozen=True)

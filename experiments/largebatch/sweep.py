@@ -15,6 +15,7 @@ from experiments.largebatch.samples import Stream
 from workers.config import Config
 from workers.contract import Counted
 from workers.lab import Lab
+from workers.measure.order import Order
 from workers.workload.model import build_model
 
 MODELS = ("mlp", "gpt")
@@ -100,7 +101,7 @@ def count(lab: Lab, config: Config, recipes: Mapping[str, Recipe], streams: dict
     lockstep = Lockstep(list(runs.values()), lab.group)
     with lab.count() as traffic:
         train(lab, lockstep, 1)
-    return Counted(traffic, 0, {}, {})
+    return Counted(traffic, 0, {}, {}, Order({}))
 
 
 def untrained(lab: Lab, config: Config, streams: dict[int, Stream]) -> float:

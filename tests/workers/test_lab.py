@@ -9,6 +9,7 @@ from workers.lab import Lab
 from workers.measure.calls import CalledOp
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.ledger import Traffic, WireBytes
+from workers.measure.order import Order
 from workers.measure.purposes import CLASSES
 from workers.report.journal import Journal
 from workers.report.records import Comparison
@@ -25,7 +26,7 @@ def lab_alone(**mistakes: str) -> Lab:
 
 def counted(called_bytes: float, wire_bytes: float, rest_bytes: int) -> dict[str, Any]:
     traffic = Traffic([CalledOp("all_reduce", "", 1, called_bytes, called_bytes)], {1: WireBytes(wire_bytes)})
-    return {"flat": Counted(traffic, 0, dict.fromkeys(CLASSES, 0) | {"parameters": rest_bytes}, {})}
+    return {"flat": Counted(traffic, 0, dict.fromkeys(CLASSES, 0) | {"parameters": rest_bytes}, {}, Order({}))}
 
 
 def held(lab: Lab) -> dict[str, bool]:

@@ -86,7 +86,7 @@ class Calls(TorchDispatchMode):
         name = func._schema.name  # type: ignore[attr-defined]
         if name in OPERATIONS:
             op, position = OPERATIONS[name]
-            self._count(op, _nbytes(result if position == RESULT else args[position]), args)
+            self._count(op, nbytes_of(result if position == RESULT else args[position]), args)
         return result
 
     def _count(self, op: str, raw_bytes: int, args: tuple[Any, ...]) -> None:
@@ -128,8 +128,8 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(args[-1])
 
 
-def _nbytes(tensors: Any) -> int:
+def nbytes_of(tensors: Any) -> int:
     """Bytes of a tensor, or of all tensors in lists of lists."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
-    return sum(map(_nbytes, tensors))
+    return sum(map(nbytes_of, tensors))

@@ -25,6 +25,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from workers.measure.order import Order
 from workers.measure.outside import outside
 from workers.measure.purposes import BEFORE, CLASSES, SAVED, Owners, class_of, label_before
 from workers.measure.storages import Storages
@@ -54,15 +55,18 @@ class MemoryLedger:
         self._storages.__exit__(kind, error, trace)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around one step; afterwards the rank is at rest."""
+    def step(self, order: Order | None = None) -> Iterator[None]:
+        """Around one step, recorded in `order`; afterwards the rank is at rest."""
+        order = order or Order({})
         owners = Owners(self._storages)
         owners.label()
         self._outside.begin_step()
-        with owners.watched():
+        with owners.watched(), order.watched():
+            self._storages.listener = order
             self._began = time.perf_counter()
             yield
             self._ended = time.perf_counter()
+            self._storages.listener = None
         self._outside.end_step()
         owners.label()
         del owners

@@ -3,6 +3,7 @@
     with phase("forward", "3"): ...         # in a mechanism: microbatch 3
     with recorded() as spans: step()        # around a step: what ran in it, and when
     with slowed(0.5): step()                # around a step: as on a processor of half the speed
+    with heard(listener): step()            # around a step: each begin and end, when it comes
 
 A mark costs under a microsecond, whether somebody records or not, so it may stay in for the timed steps (`python -m
 benchmarks.timeline` shows no difference to a bare step). Times are the processor's: on CUDA a phase ends when its
@@ -10,7 +11,7 @@ kernels are launched, not when they are done.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
@@ -31,6 +32,7 @@ class Span(NamedTuple):
 
 # Ambient, as torch's own profiler is: a mechanism should not have to hand a recorder down to where the time goes.
 _recorder: ContextVar[list[Span] | None] = ContextVar("recorder", default=None)
+_listener: ContextVar[Callable[[str, str, str], None] | None] = ContextVar("listener", default=None)
 _lag: ContextVar[float] = ContextVar("lag", default=0.0)  # seconds to sleep for a second of compute
 
 
@@ -43,6 +45,9 @@ class phase:  # noqa: N801  it is used like a function
         self.kind, self.label = kind, label
 
     def __enter__(self) -> None:
+        listener = _listener.get()
+        if listener is not None:
+            listener("begin", self.kind, self.label)
         self.start_s = time.perf_counter()
         if _lag.get() and self.kind in COMPUTE:
             self.busy_s = time.thread_time()
@@ -56,6 +61,9 @@ class phase:  # noqa: N801  it is used like a function
         spans = _recorder.get()
         if spans is not None:
             spans.append(Span(self.kind, self.label, self.start_s, time.perf_counter()))
+        listener = _listener.get()
+        if listener is not None:
+            listener("end", self.kind, self.label)
 
 
 @contextmanager
@@ -68,6 +76,16 @@ def recorded() -> Iterator[list[Span]]:
         yield spans
     finally:
         _recorder.reset(token)
+
+
+@contextmanager
+def heard(listener: Callable[[str, str, str], None]) -> Iterator[None]:
+    """Tell `listener` ("begin" or "end", kind, label) of every phase of this thread inside the block."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 @contextmanager

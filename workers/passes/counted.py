@@ -15,6 +15,8 @@ from workers.lab import Lab
 from workers.measure.activations import SavedActivations
 from workers.measure.ledger import Traffic
 from workers.measure.memory import MemoryLedger
+from workers.measure.order import Order
+from workers.parallel.phases import heard
 from workers.report import records
 from workers.workload.data import Batches
 
@@ -33,10 +35,16 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
             strategy = build(lab.model(dtype), lab.mesh, lab.config.untimed())
             train(lab, strategy, batches, range(WARMUP_STEPS))
             steps = getattr(strategy, "repeats_after", 1)
-            with lab.count() as traffic, SavedActivations(memory.saves) as activations, memory.step():
+            order = Order(getattr(strategy, "layers", {}))
+            with (
+                lab.count() as traffic,
+                SavedActivations(memory.saves) as activations,
+                memory.step(order),
+                heard(order.mark),
+            ):
                 train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + steps))
             del strategy
-        counted[name] = Counted(traffic.per(steps), activations.peak_bytes, memory.rest, memory.peak)
+        counted[name] = Counted(traffic.per(steps), activations.peak_bytes, memory.rest, memory.peak, order)
         write_traffic(lab, name, counted[name].traffic)
         lab.journal.write(records.Activations(name, activations.peak_bytes))
         write_memory(lab, name, memory)

@@ -37,6 +37,11 @@ class Pipelined:
         sum_shared(self.parts, self.peers)
         return loss
 
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """This rank's layers, by number in the model."""
+        return {int(index): layer for stage in self.parts.stages.values() for index, layer in stage.layers.items()}
+
     def update(self) -> None:
         """Clip by the norm of all ranks' gradients, in which a tied one counts on the first of its ranks, and step."""
         if self.config.clip is not None:

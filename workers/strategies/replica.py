@@ -71,6 +71,11 @@ class Replica:
         self.gradients.finish()
         return torch.stack(shares).sum()
 
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """All layers, by number."""
+        return dict(enumerate(self.model.layers))
+
     def update(self) -> None:
         """Every replica takes the same step; the norm to clip by is global, since the gradients are."""
         if self.config.clip is not None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.config import Config
 from workers.parallel.clip import clip_gradients
@@ -49,6 +49,11 @@ class Sharded:
             shares.append(loss.detach())
         self.zero.finish()
         return torch.stack(shares).sum()
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """All layers, by number."""
+        return dict(enumerate(self.model.layers))
 
     def update(self) -> None:
         """Clip by the norm of all shards together, step this rank's, and give the others what is new."""

@@ -58,6 +58,11 @@ class TensorParallel:
             self.sum_gradients()
         return torch.stack(shares).sum() if self.has_share else None
 
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """All layers, by number; of most this rank has a slice."""
+        return dict(enumerate(self.model.layers))
+
     def sum_gradients(self) -> None:
         """Sum the gradients of what every rank holds whole, in one call."""
         whole = [parameter for _, parameter in self.whole()]
