@@ -31,8 +31,8 @@ class Unshard:
                 pending.wait()
 
     def begin(self, index: int) -> None:
-        """Begin to gather the unit, if there is such a one and it is not there yet."""
-        if not 0 <= index < len(self.units) or self.there[index]:
+        """Begin to gather the unit, if it is not there yet."""
+        if self.there[index]:
             return
         unit = self.units[index]
         with phase("all_gather"):

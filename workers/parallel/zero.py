@@ -63,8 +63,8 @@ class Zero(FlatUnits):
         self._in_backward = self._last = False
         self._watch_gradients()
         if stage == 3:
-            for layer, index in zip(layers, self.unit_of, strict=True):
-                self._watch_layer(layer, index)
+            for place, layer in enumerate(layers):
+                self._watch_layer(layer, place)
 
     # --- one step ---
 
@@ -95,34 +95,40 @@ class Zero(FlatUnits):
 
     # --- what happens in the passes ---
 
-    def _watch_layer(self, layer: nn.Module, index: int) -> None:
+    def _watch_layer(self, layer: nn.Module, place: int) -> None:
         """Hear of a layer before and after it runs.
 
         By a weak reference: torch keeps hooks where Python's garbage collector does not look, and a cycle would never
         be freed.
         """
         zero = weakref.proxy(self)
-        layer.register_forward_pre_hook(lambda *_: zero._before_forward(index))
-        layer.register_forward_hook(lambda _layer, _inputs, output: zero._after_forward(index, output))
+        layer.register_forward_pre_hook(lambda *_: zero._before_forward(place))
+        layer.register_forward_hook(lambda _layer, _inputs, output: zero._after_forward(place, output))
 
-    def _before_forward(self, index: int) -> None:
-        self.unshard.need(index)
+    def _before_forward(self, place: int) -> None:
+        self.unshard.need(self.unit_of[place])
         if not self._in_backward:  # where a layer is computed again, the one before it comes next
-            self.unshard.begin(index + 1)
+            self._begin(place + 1)
 
-    def _after_forward(self, index: int, output: Tensor) -> None:
+    def _after_forward(self, place: int, output: Tensor) -> None:
         if self._in_backward:
             return
         if output.requires_grad:  # the output's gradient comes just before the layer's own
             zero = weakref.proxy(self)
-            output.register_hook(lambda _gradient: zero._before_backward(index))
-        if self.reshard and index not in self._shared:
-            self.unshard.reshard(index)
+            output.register_hook(lambda _gradient: zero._before_backward(place))
+        if self.reshard and self.unit_of[place] not in self._shared:
+            self.unshard.reshard(self.unit_of[place])
 
-    def _before_backward(self, index: int) -> None:
+    def _before_backward(self, place: int) -> None:
         self._in_backward = True
-        self.unshard.need(index)
-        self.unshard.begin(index - 1)
+        self.unshard.need(self.unit_of[place])
+        self._begin(place - 1)
+
+    def _begin(self, place: int) -> None:
+        """Gather ahead what the layer in this place needs, if there is one: behind tied ends it is not the next
+        unit's."""
+        if 0 <= place < len(self.unit_of):
+            self.unshard.begin(self.unit_of[place])
 
     def _watch_gradients(self) -> None:
         """Hear of every gradient once it is accumulated."""
