@@ -38,6 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.dp import line
 from experiments.dp.mistakes import MISTAKES
+from experiments.dp.overlap import check_overlap
+from experiments.dp.peak import compare_peak
 from experiments.dp.predictions import cannot, gradient_bytes, in_unit, predict
 from experiments.dp.remedies import remedies
 from experiments.dp.summing import summing, tell
@@ -153,6 +155,7 @@ def run(lab: Lab) -> None:
         check_samples(lab)
     measured = measure(lab, also=partial(check_replicas, lab))
     lab.compare_traffic(predictions, measured)
+    compare_peak(lab, measured)
     lab.compare_rest(predictions, measured)
     for prediction in predictions:
         if prediction.calls and prediction.variant in measured and prediction.variant in ("naive", "flat", "bucketed"):
@@ -160,6 +163,7 @@ def run(lab: Lab) -> None:
             lab.compare(
                 "calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula
             )
+    check_overlap(lab, measured)
     if lab.config.model == "line":
         line.lesson(lab, flat)
     if lab.world_size > 1 and (lab.config.net_rate is not None or lab.config.net_delay is not None):

@@ -1,5 +1,5 @@
-"""The classic mistakes of data parallelism, made on purpose by LAB_BUG: three deal the samples wrongly, four are in the
-variants."""
+"""The classic mistakes of data parallelism, made on purpose by LAB_BUG: three deal the samples wrongly, six are in
+the variants."""
 
 import weakref
 from functools import partial
@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from workers.config import Config
 from workers.contract import Instead, Mistake, Needs
-from workers.parallel.buckets import GradientBuckets, place
+from workers.parallel.buckets import GradientBuckets, layout, place
 from workers.strategies.replica import begin_apart
 from workers.workload.data import Batches, permutation, shard_sizes
+from workers.workload.model import outline
 
 EVERY = ("naive", "flat", "bucketed", "ring", "ddp")
 
@@ -63,6 +64,24 @@ class RacingBuckets(GradientBuckets):
             self._handles[-1].wait()
 
 
+class LateBuckets(GradientBuckets):
+    """Listens to no hook: the sums are right, and all of them wait for the end of the backward pass."""
+
+    def _complete(self, index: int) -> None:
+        """Leave it to `finish`."""
+
+
+class HoardingBuckets(GradientBuckets):
+    """Launches from hooks, but nothing before the last bucket is full."""
+
+    def _complete(self, index: int) -> None:
+        if self._armed:
+            self._missing[index] -= 1
+        if not any(self._missing):
+            while self._next < len(self.buckets):
+                self._launch_next()
+
+
 # --- the settings that hide one ---
 
 
@@ -84,6 +103,13 @@ def equal_epochs(config: Config) -> str:
 def begins_at_zero(config: Config) -> str:
     """The line's weights are drawn by nobody."""
     return "LAB_MODEL=line: all its ranks begin at zero" if config.model == "line" else ""
+
+
+def one_bucket(config: Config) -> str:
+    """The only bucket is launched by the last gradient either way."""
+    sizes = [parameter.numel() * parameter.itemsize for parameter in outline(config).parameters()]
+    single = len(layout(sizes, config.bucket_mib * 2**20)) == 1
+    return "LAB_BUCKET_MIB: all gradients are in one bucket, lower it" if single else ""
 
 
 MISTAKES = {
@@ -119,6 +145,18 @@ MISTAKES = {
         "a bucket is launched by a hook that runs before the gradient is written to it",
         "gradients",
         Instead(("bucketed", "ring"), {"buckets": RacingBuckets}),
+    ),
+    "late_launch": Mistake(
+        "all buckets are launched after the backward pass: every sum is right, and the link idles meanwhile",
+        "launched early",
+        Instead(("bucketed", "ring"), {"buckets": LateBuckets}),
+        Needs(proof=False),
+    ),
+    "hoarded_buckets": Mistake(
+        "no bucket is launched before the last one is full: within the backward pass still, and nothing is hidden",
+        "launch order",
+        Instead(("bucketed", "ring"), {"buckets": HoardingBuckets}),
+        Needs(proof=False, unless=one_bucket),
     ),
     "no_broadcast": Mistake(
         "every rank begins from weights of its own",

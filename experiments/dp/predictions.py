@@ -31,11 +31,19 @@ def in_unit(nbytes: int) -> tuple[float, str]:
     return (nbytes / 1e6, "MB") if nbytes >= 1e5 else (nbytes, "B")
 
 
+def bucket_sizes(config: Config) -> list[int]:
+    """Numbers in each bucket."""
+    sizes = [parameter.numel() for parameter in outline(config).parameters()]
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    nbytes = [size * itemsize for size in sizes]
+    return [sum(sizes[index] for index in bucket) for bucket in layout(nbytes, config.bucket_mib * 2**20)]
+
+
 def predict(config: Config) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
     ranks, itemsize = config.world_size, getattr(torch, config.dtype).itemsize
     sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
-    buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
+    buckets = [size * itemsize for size in bucket_sizes(config)]
     total = all_reduce_bytes("gloo", ranks, sum(sizes))
     own = tuple(sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks))
     passed_on = sum(all_reduce_messages("ring", ranks, size, itemsize=itemsize) for size in buckets)

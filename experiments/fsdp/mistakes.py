@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.fsdp.predictions import units
 from workers.config import Config
 from workers.contract import Instead, Mistake, Needs
 from workers.parallel.clip import EPSILON
@@ -39,6 +40,54 @@ class LostTail(FlatUnit):
 
     def owned(self) -> int:
         return min(self.numel // self.num_ranks, super().owned())
+
+
+class AllAtOnce(Unshard):
+    """Gathers all that is still to come with the first layer that needs something."""
+
+    def begin(self, index: int) -> None:
+        for each in range(index, len(self.units)):
+            super().begin(each)
+
+
+class LateSums(Summed):
+    """Collects the gradients of all units, and sums them when the backward pass is over."""
+
+    def __init__(self, collective: Collective) -> None:
+        super().__init__(collective)
+        self.waiting: list[tuple[FlatUnit, Tensor, bool]] = []
+
+    def make_room(self) -> None:
+        """There is always room."""
+
+    def begin(self, unit: FlatUnit, flat: Tensor, *, keeps_flat: bool) -> None:
+        self.waiting.append((unit, flat, keeps_flat))
+
+    def finish(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for unit, flat, keeps_flat in waiting:
+            super().begin(unit, flat, keeps_flat=keeps_flat)
+        super().finish()
+
+
+class KeptScratch(Summed):
+    """Gives no memory back, since the next sum will need it too."""
+
+    def __init__(self, collective: Collective) -> None:
+        super().__init__(collective)
+        collective.peers.release = lambda: None  # type: ignore[method-assign]
+
+
+class GatherAll(Zero):
+    unshard_class = AllAtOnce
+
+
+class SumLate(Zero):
+    summed_class = LateSums
+
+
+class KeepScratch(Zero):
+    summed_class = KeptScratch
 
 
 class ForgotReshard(Zero):
@@ -81,6 +130,16 @@ def clip_alone(gradients: list[Tensor], bound: float, group: dist.ProcessGroup |
         gradient.mul_(min(1.0, bound / (norm + EPSILON)))
 
 
+def few_units(config: Config) -> str:
+    """Where there is nothing beyond the next layer, no one can gather too much."""
+    return "these sizes: it takes 4 layers" if len(outline(config).layers) < 4 else ""
+
+
+def one_unit(config: Config) -> str:
+    """The sum of the only layer begins last either way."""
+    return "these sizes: it takes 2 layers" if len(units(config)) < 2 else ""
+
+
 def nothing_left_over(config: Config) -> str:
     """Where all layers divide evenly there is no tail to lose."""
     sizes = (sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers)
@@ -89,6 +148,24 @@ def nothing_left_over(config: Config) -> str:
 
 
 MISTAKES = {
+    "gather_all": Mistake(
+        "the first layer that needs weights gathers all that follow: every step is right, and the whole model is there",
+        "whole units",
+        Instead(GATHERING, {"zero": GatherAll}),
+        Needs(ranks=1, proof=False, unless=few_units),
+    ),
+    "late_sums": Mistake(
+        "gradients are collected and summed when the backward pass is over: zero2 and zero3 hold all of them",
+        "sums",
+        Instead(("zero2", "zero3", "zero3_kept"), {"zero": SumLate}),
+        Needs(proof=False, unless=one_unit),
+    ),
+    "kept_scratch": Mistake(
+        "what the other ranks send for a sum is never given back: (N-1)/N of the largest layer, at rest",
+        "scratch",
+        Instead(BY_HAND, {"zero": KeepScratch}),
+        Needs(proof=False),
+    ),
     "forgot_reshard": Mistake(
         "gathered weights are never freed: every step is right, and every rank holds the whole model",
         "rest bytes",

@@ -23,20 +23,23 @@ Ranks that share cores show no bubble, since one computes while another waits: L
 takes no core.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from experiments.pp.mistakes import MISTAKES
+from experiments.pp.order import broken, most_held, passes
 from experiments.pp.predictions import passed_bytes, predict
 from experiments.pp.pretend import pretend_compute
 from experiments.pp.refusals import cannot, refuse
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
-from workers.contract import Mode, Strategy, Variant
+from workers.contract import Measured, Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas.pipelines import bubble, in_flight
 from workers.parallel import schedules
@@ -47,10 +50,13 @@ from workers.parallel.phases import phase
 from workers.parallel.pipeline import Pipeline
 from workers.parallel.stages import Parts
 from workers.passes.measure import measure
+from workers.passes.outline import saved_bytes
 from workers.strategies.engines import ByHand, Weigh, divided, joined
 from workers.strategies.pipelined import Pipelined, parts_of, runs_of
 from workers.workload.data import Microbatch
 from workers.workload.model import Model, outline
+
+Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # of p ranks and m microbatches
 
 
 class Options(ModeOptions):
@@ -127,36 +133,32 @@ class InTurn:
 # --- microbatches, in the order of a schedule ---
 
 
-def gpipe(
-    model: Model, mesh: Mesh, config: Config, boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided
-) -> Strategy:
+def gpipe(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """All microbatches forward, then all backward."""
-    schedule = schedules.gpipe(mesh.group.size(), config.num_microbatches)
-    return by_hand(model, mesh, config, schedule, boundaries=boundaries, weigh=weigh)
+    return by_hand(model, mesh, config, schedules.gpipe(mesh.group.size(), config.num_microbatches), **parts)
 
 
 def one_forward_one_backward(
-    model: Model, mesh: Mesh, config: Config, boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided
+    model: Model, mesh: Mesh, config: Config, schedule: Scheduled = schedules.one_forward_one_backward, **parts: Any
 ) -> Strategy:
     """Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."""
-    schedule = schedules.one_forward_one_backward(mesh.group.size(), config.num_microbatches)
-    return by_hand(model, mesh, config, schedule, boundaries=boundaries, weigh=weigh)
+    return by_hand(model, mesh, config, schedule(mesh.group.size(), config.num_microbatches), **parts)
 
 
-def interleaved(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
+def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """The same, with LAB_CHUNKS thinner stages a rank."""
     chunks = config.own(Options).chunks
     schedule = schedules.interleaved(mesh.group.size(), config.num_microbatches, chunks)
-    return by_hand(model, mesh, config, schedule, chunks=chunks, weigh=weigh)
+    return by_hand(model, mesh, config, schedule, chunks=chunks, **parts)
 
 
 def by_hand(
-    model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *,
-    chunks: int = 1, boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided,
+    model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *, chunks: int = 1,
+    boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided, piped: type[Pipeline] = Pipeline,
 ) -> Strategy:  # fmt: skip
-    """Our pipeline does this rank's part of `schedule` on its stages."""
+    """Our pipeline does this rank's part of `schedule` on its stages; the other parts a mistake replaces."""
     parts = stages_of(model, mesh.group, config, chunks)
-    pipeline = Pipeline(parts.stages, schedule[mesh.group.rank()], mesh.group, boundaries)
+    pipeline = piped(parts.stages, schedule[mesh.group.rank()], mesh.group, boundaries)
     return Pipelined(parts, ByHand(pipeline, model.loss, weigh), mesh.group, config)
 
 
@@ -202,6 +204,8 @@ def run(lab: Lab) -> None:
     measured = measure(lab, also=partial(check_in_flight, lab))
     predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
     lab.compare_traffic(predictions, measured)
+    for name in [name for name in measured if name not in lab.mode.by_torch]:
+        check_order(lab, name, measured[name])
     for prediction in predictions:
         name, predicted, formula = prediction.variant, prediction.value[lab.rank], prediction.formula
         seen = measured[name]
@@ -224,12 +228,43 @@ def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
     held, microbatches = strategy.engine.most_in_flight, lab.config.num_microbatches
     if held is None:
         return
-    if name == "interleaved":
-        schedule = schedules.interleaved(lab.world_size, microbatches, lab.config.own(Options).chunks)
-        allowed = schedules.most_in_flight(schedule[lab.rank])
-    else:
-        allowed = in_flight(name, lab.world_size, microbatches, lab.rank)
+    allowed = in_flight(name, lab.world_size, microbatches, lab.rank, lab.config.own(Options).chunks)
     lab.check("in flight", max(0, held - allowed), 0, name, f"{held} microbatches held at most, {allowed} allowed")
+
+
+def check_order(lab: Lab, name: str, measured: Measured) -> None:
+    """The passes come in the order of the schedule, and what they save is gone after their backward."""
+    chunks = lab.config.own(Options).chunks if name == "interleaved" else 1
+    number = 1 if name == "naive" else lab.config.num_microbatches
+    done = passes(measured.order)
+    faults = broken(name, done, lab.rank, lab.world_size, number, chunks)
+    lab.check("schedule", len(faults), 0, name, "; ".join(faults) or f"{len(done)} passes in the order of {name}")
+    if not faults:
+        predicted = most_held(done, saved_by_pass(lab, chunks, number))
+        formula = "what the microbatches in flight save in one process"
+        lab.compare(
+            "activation bytes", predicted, measured.activation_bytes, tolerance=0.01 * predicted, variant=name,
+            formula=formula,
+        )  # fmt: skip
+
+
+def saved_by_pass(lab: Lab, chunks: int, number: int) -> dict[tuple[int, int], int]:
+    """Bytes that one process saves of each microbatch of `number` in each chunk of this rank."""
+    config = lab.config.model_copy(update={"microbatches": number})
+    batches = lab.mode.batches(config, proof=False, device=lab.device, dtype=getattr(torch, config.dtype))
+    microbatches = lab.dealt(batches, 0)
+    runs = runs_of(config.model, len(outline(config).layers), chunks * lab.world_size)[lab.rank :: lab.world_size]
+    sizes = {len(microbatch.inputs): microbatch for microbatch in microbatches}
+    saved = {
+        (chunk, size): saved_bytes(lab, run, microbatch)
+        for chunk, run in enumerate(runs)
+        for size, microbatch in sizes.items()
+    }
+    return {
+        (chunk, index): saved[chunk, len(microbatch.inputs)]
+        for chunk in range(chunks)
+        for index, microbatch in enumerate(microbatches)
+    }
 
 
 MODE = Mode(

@@ -1,14 +1,19 @@
-"""The classic mistakes of pipelines, made on purpose by LAB_BUG: what a loss counts, and what passes between stages."""
+"""The classic mistakes of pipelines, made on purpose by LAB_BUG: what a loss counts, what passes between
+stages, and in which order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from workers.config import Config
 from workers.contract import Instead, Mistake, Needs
 from workers.parallel.boundaries import Boundaries
-from workers.parallel.schedules import Action
+from workers.parallel.pipeline import Loss, Pipeline
+from workers.parallel.schedules import Action, Schedule, gpipe, one_forward_one_backward
 from workers.workload.data import shard_sizes
 
 PIPELINED = ("gpipe", "1f1b", "interleaved", "torch_gpipe", "torch_1f1b")
@@ -45,6 +50,41 @@ class StaleBoundaries(Boundaries):
         return self.shared[: len(received)].detach()
 
 
+class Clinging(Pipeline):
+    """Keeps every pass of a step to its end, as if its backward could be asked for again."""
+
+    def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
+        self._clung: list[Tensor] = []
+        return super().step(inputs, loss)
+
+    def _backward(self, action: Action) -> None:
+        self._clung.append(self._held[action.stage, action.microbatch][1])
+        with retained():
+            super()._backward(action)
+
+
+@contextmanager
+def retained() -> Iterator[None]:
+    """Inside autograd frees nothing that it has used."""
+    backward = torch.autograd.backward
+    torch.autograd.backward = partial(backward, retain_graph=True)
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+
+
+def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
+    """1f1b, in which each rank runs ahead by a microbatch more."""
+    schedule = []
+    for rank, actions in enumerate(one_forward_one_backward(ranks, microbatches)):
+        forwards, backwards = ([each for each in actions if each.kind == kind] for kind in ("forward", "backward"))
+        ahead = min(ranks - rank, microbatches)
+        turns = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
+        schedule.append(forwards[:ahead] + turns + backwards[microbatches - ahead :])
+    return schedule
+
+
 # --- the settings that hide one ---
 
 
@@ -67,7 +107,35 @@ def one_in_flight(config: Config) -> str:
     return "1f1b on 2 ranks: its second rank holds one microbatch at a time" if alone else ""
 
 
+def nothing_behind(config: Config) -> str:
+    """1f1b of as many microbatches as ranks and fewer leaves nothing to run ahead with."""
+    most = config.num_microbatches
+    return (
+        f"LAB_MICROBATCHES={most}: it takes more than WORLD_SIZE={config.world_size}"
+        if most <= config.world_size
+        else ""
+    )
+
+
 MISTAKES = {
+    "gpipes_order": Mistake(
+        "1f1b does all forwards first, as gpipe does: the same numbers and the same bubble, and all m are held",
+        "schedule",
+        Instead(("1f1b",), {"schedule": gpipe}),
+        Needs(ranks=1, proof=False, microbatches=2),
+    ),
+    "one_more_ahead": Mistake(
+        "1f1b runs ahead by one microbatch more than there are ranks behind: it holds one more",
+        "in flight",
+        Instead(("1f1b",), {"schedule": one_more_ahead}),
+        Needs(microbatches=2, unless=nothing_behind),
+    ),
+    "clinging_passes": Mistake(
+        "a stage keeps what a microbatch saved until the step ends: the order of 1f1b, and the memory of gpipe",
+        "activation bytes",
+        Instead(("1f1b", "interleaved"), {"piped": Clinging}),
+        Needs(proof=False, microbatches=2, unless=nothing_behind),
+    ),
     "undivided_loss": Mistake(
         "each microbatch's mean loss is not divided by their number: gradients m times too large",
         "gradients",

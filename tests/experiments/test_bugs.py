@@ -14,6 +14,7 @@ from workers.rank.modes import load
 WORLD_SIZE = 3
 # What a mistake's needs do not say: sizes that it shows at.
 SIZES = {
+    "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},
     "lost_shard_tail": {"LAB_WIDTH": "20"},
     "lr_unscaled": {"LAB_MODEL": "mlp"},
 }

@@ -12,8 +12,16 @@ def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
-def in_flight(schedule: str, ranks: int, microbatches: int, rank: int) -> int:
-    """Microbatches that `rank` holds for their backward pass at most: min(m, p-r) in 1f1b, m in gpipe, 1 in naive."""
+def in_flight(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> int:
+    """Microbatches that `rank` holds for their backward pass at most, and passes forward that it makes before the first
+    backward: min(m, p-r) in 1f1b, m in gpipe, 1 in naive.
+
+    With chunks each counts apart: 2(p-1-r) + (v-1)·g ahead and the one in turn, of v·m. g is the size of the first
+    group, p where m is a multiple of it (Narayanan et al. 2021, section 2.2.2), else the larger share of m in m//p.
+    """
+    if schedule == "interleaved":
+        group = -(-microbatches // max(1, microbatches // ranks))
+        return min(chunks * microbatches, 2 * (ranks - 1 - rank) + (chunks - 1) * group + 1)
     return {"naive": 1, "gpipe": microbatches, "1f1b": min(microbatches, ranks - rank)}[schedule]
 
 

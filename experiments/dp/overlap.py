@@ -1,0 +1,78 @@
+"""Overlap, decided from the order of a step and not from the clock: which sums began before the backward pass was over.
+
+A sum belongs to the gradients that lie in the memory which it sends. Autograd says when it hands each of them over, so
+nothing here asks the buckets what they did, or how they are laid out.
+"""
+
+from collections.abc import Mapping
+
+from experiments.dp.predictions import bucket_sizes
+from workers.contract import Measured
+from workers.lab import Lab
+from workers.measure.order import Order
+
+EARLY = ("bucketed", "ring")  # their first messages leave from hooks
+SENDS = ("all_reduce", "send")
+
+
+def launches(order: Order) -> dict[int, set[str]]:
+    """The gradients of each sum, by the place of its first call: those that lie in the storage which it sends."""
+    held: dict[int, set[str]] = {}
+    for name, storage in order.gradients.items():
+        held.setdefault(storage, set()).add(name)
+    found: dict[int, set[str]] = {}
+    for place, event in enumerate(order.events):
+        if event.what == "call" and event.name in SENDS:
+            for storage in event.storages & set(held):
+                found[place] = held.pop(storage)
+    return found
+
+
+def early(order: Order) -> int:
+    """Sums that began before the last backward pass was over."""
+    over = max(order.where("end", "backward"), default=-1)
+    return sum(1 for place in launches(order) if place < over)
+
+
+def untimely(order: Order) -> list[int]:
+    """The places of sums that began before their gradients were there, or later than at once.
+
+    At once is before autograd hands over any further gradient, but never before the sums ahead, since all ranks must
+    launch in one order.
+    """
+    written = {event.label: place for place, event in enumerate(order.events) if event.what == "gradient"}
+    found, ready = [], -1
+    for place, names in launches(order).items():
+        own = max(written.get(name, len(order.events)) for name in names)
+        ready = max(ready, own)
+        waited = [other for other in written.values() if ready < other < place]
+        if place < own or waited:
+            found.append(place)
+    return found
+
+
+def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
+    """Hold when the sums of each variant began against what it claims: from hooks at once, or after the backward
+    pass."""
+    sizes = bucket_sizes(lab.config)
+    for name, seen in measured.items():
+        if name == "ddp":
+            over = max(seen.order.where("end", "backward"), default=0)
+            began = sum(1 for place in seen.order.where("call", "all_reduce") if place < over)
+            lab.compare(
+                "launched early", len(sizes) + 1, began, "buckets", variant=name, formula="all buckets",
+                shown="it is PyTorch's own",
+            )  # fmt: skip
+            continue
+        silent = name == "ring" and lab.world_size == 1  # it has nobody to send to
+        predicted = len(sizes) if name in EARLY and not silent else 0
+        shows = name != "ring" or min(sizes) >= lab.world_size
+        lab.compare(
+            "launched early", predicted, early(seen.order), "buckets", variant=name,
+            formula="all buckets" if name in EARLY else "none",
+            shown="" if shows else "of a bucket with fewer numbers than ranks some ranks send nothing at first",
+        )  # fmt: skip
+        if name in EARLY and shows:
+            wrong = untimely(seen.order)
+            detail = f"{len(wrong)} of {len(launches(seen.order))} buckets launched too soon, or later than at once"
+            lab.check("launch order", len(wrong), 0, name, detail)

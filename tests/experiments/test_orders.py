@@ -1,0 +1,290 @@
+"""What each mode claims of the order of a step, on orders made up here: the right one holds, a wrong one is named."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments import dp
+from experiments.dp import overlap
+from experiments.fsdp import order as sharded
+from experiments.pp.mistakes import one_more_ahead
+from experiments.pp.order import Pass, broken, most_held, passes
+from experiments.tp import order as sliced
+from tests.labs import TINY, failed, one_rank, run_experiment
+from tests.ranks import Ranks
+from workers.config import Config
+from workers.contract import Strategy, Variant
+from workers.measure.formulas.pipelines import in_flight
+from workers.measure.order import Event, Order
+from workers.parallel import schedules
+from workers.parallel.mesh import Mesh
+from workers.rank.modes import load
+from workers.report.judge import judge
+from workers.report.lines import from_line
+from workers.strategies.replica import Replica
+from workers.workload.data import Microbatch
+from workers.workload.model import Model
+
+SUM, GATHER, SCATTER = sliced.SUM, sliced.GATHER, sliced.SCATTER
+
+
+def made_up(
+    events: Sequence[Event], gradients: dict[str, int] | None = None, weights: dict[str, int] | None = None
+) -> Order:
+    order = Order({})
+    order.events, order.gradients, order.weights = list(events), gradients or {}, weights or {}
+    return order
+
+
+def config_of(run_mode: str, **settings: str) -> Config:
+    return Config.read(TINY | {"RUN_MODE": run_mode, "WORLD_SIZE": "2"} | settings)
+
+
+def call(op: str, storage: int = 0) -> Event:
+    return Event("call", op, "", 4, frozenset({storage}))
+
+
+def gradient(name: str) -> Event:
+    return Event("gradient", "", name)
+
+
+OVER = Event("end", "backward", "0")
+
+
+# --- dp: two buckets, 7 of the last layer and 8 of the first ---
+
+LAST, FIRST = call(SUM, 7), call(SUM, 8)
+WRITTEN = [gradient("1.w"), gradient("1.b"), gradient("0.w"), gradient("0.b")]
+BUCKETS = {"1.w": 7, "1.b": 7, "0.w": 8, "0.b": 8}
+
+
+@pytest.mark.parametrize(
+    ("events", "early", "untimely"),
+    [
+        ([*WRITTEN[:2], LAST, *WRITTEN[2:], FIRST, OVER], 2, 0),
+        ([*WRITTEN, OVER, LAST, FIRST], 0, 1),  # that there is time for the first one's sum is all over
+        ([*WRITTEN, LAST, FIRST, OVER], 2, 1),  # early, but later than at once
+        ([WRITTEN[0], LAST, *WRITTEN[1:], FIRST, OVER], 2, 1),  # before its gradients are there
+        ([*WRITTEN[2:], *WRITTEN[:2], LAST, FIRST, OVER], 2, 0),  # ready, but not before those ahead of it
+    ],
+    ids=["at_once", "after", "late", "too_soon", "in_turn"],
+)
+def test_dp_when_buckets_are_launched(events: list[Event], early: int, untimely: int) -> None:
+    order = made_up(events, BUCKETS)
+    assert overlap.early(order) == early
+    assert len(overlap.untimely(order)) == untimely
+
+
+# --- pp: every schedule against the rules of the papers, and each rule broken ---
+
+
+SIZES = list(itertools.product(range(1, 9), (1, 2, 3, 4, 5, 7, 8, 12, 13)))
+
+
+def of_rank(actions: list[schedules.Action], ranks: int) -> list[Pass]:
+    return [Pass(action.kind, action.stage // ranks, action.microbatch) for action in actions]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_pp_our_schedules_keep_the_rules_of_the_papers(ranks: int, microbatches: int) -> None:
+    made = {
+        ("gpipe", 1): schedules.gpipe(ranks, microbatches),
+        ("1f1b", 1): schedules.one_forward_one_backward(ranks, microbatches),
+        ("interleaved", 2): schedules.interleaved(ranks, microbatches, 2),
+        ("interleaved", 3): schedules.interleaved(ranks, microbatches, 3),
+    }
+    for (name, chunks), schedule in made.items():
+        for rank, actions in enumerate(schedule):
+            assert broken(name, of_rank(actions, ranks), rank, ranks, microbatches, chunks) == []
+            assert schedules.most_in_flight(actions) == in_flight(name, ranks, microbatches, rank, chunks)
+
+
+def swapped(done: list[Pass], one: int, other: int) -> list[Pass]:
+    done = list(done)
+    done[one], done[other] = done[other], done[one]
+    return done
+
+
+def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
+    ranks, many = 3, 6
+    right = of_rank(schedules.one_forward_one_backward(ranks, many)[1], ranks)
+    gpipe = of_rank(schedules.gpipe(ranks, many)[1], ranks)
+    assert broken("1f1b", gpipe, 1, ranks, many, 1) == [
+        "6 forwards come before the first backward, where the rule says 2"
+    ]
+    assert broken("gpipe", right, 1, ranks, many, 1)[0].startswith("2 forwards come before")
+    more = of_rank(one_more_ahead(ranks, many)[1], ranks)
+    assert broken("1f1b", more, 1, ranks, many, 1) == [
+        "3 forwards come before the first backward, where the rule says 2"
+    ]
+    assert broken("1f1b", right[:-1], 1, ranks, many, 1) == [
+        "a microbatch does not go once forward and once backward through each chunk"
+    ]
+    assert "forwards are not in the order" in broken("1f1b", swapped(right, 0, 1), 1, ranks, many, 1)[0]
+    assert any("take turns" in fault for fault in broken("1f1b", swapped(right, 3, 4), 1, ranks, many, 1))
+    late = [each for each in right if each != right[2]] + [right[2]]
+    assert any("backwards are not in the order" in fault for fault in broken("1f1b", late, 1, ranks, many, 1))
+    chunked = of_rank(schedules.interleaved(ranks, many, 2)[1], ranks)
+    other_way = [each._replace(chunk=1 - each.chunk) if each.kind == "backward" else each for each in chunked]
+    assert broken("interleaved", chunked, 1, ranks, many, 2) == []
+    assert broken("interleaved", other_way, 1, ranks, many, 2) != []
+
+
+def test_pp_passes_are_known_by_their_layers() -> None:
+    def forward(microbatch: str, *layers: str) -> list[Event]:
+        ran = [Event("begin", "layer", layer) for layer in layers]
+        return [Event("begin", "forward", microbatch), *ran, Event("end", "forward", microbatch)]
+
+    def backward(microbatch: str, *names: str) -> list[Event]:
+        return [Event("begin", "backward", microbatch), *map(gradient, names), Event("end", "backward", microbatch)]
+
+    events = [*forward("0", "0", "1"), *forward("0", "4"), *backward("0", "4.w"), *backward("0", "1.w", "0.b", "0.w")]
+    assert passes(made_up(events)) == [
+        ("forward", 0, 0), ("forward", 1, 0), ("backward", 1, 0), ("backward", 0, 0)
+    ]  # fmt: skip
+    assert most_held(passes(made_up(events)), {(0, 0): 30, (1, 0): 4}) == 34
+
+
+# --- tp: the collectives of a layer ---
+
+
+def through(forward: Sequence[Sequence[str]], backward: Sequence[str]) -> Order:
+    """A pass whose layers call so many; the last of `forward` is the loss."""
+    events = [Event("begin", "forward", "0")]
+    for index, ops in enumerate(forward[:-1]):
+        events += [Event("begin", "layer", str(index)), *map(call, ops), Event("end", "layer", str(index))]
+    events += [*map(call, forward[-1]), Event("end", "forward", "0")]
+    return made_up([*events, Event("begin", "backward", "0"), *map(call, backward), OVER])
+
+
+def test_tp_a_collective_in_the_wrong_place_is_named() -> None:
+    config = config_of("tp", LAB_DEPTH="1")
+    block = (GATHER, SCATTER, GATHER, SCATTER)
+    back = (SCATTER, *block, GATHER)
+    right = [(SCATTER,), block, (GATHER,), (SUM, SUM)]
+    assert sliced.misplaced("sequence", through(right, back), config) == []
+    early = [(SCATTER, GATHER), (SCATTER, GATHER, SCATTER, GATHER), (), (SUM, SUM)]  # as soon as they are scattered
+    assert (
+        "layer 0 calls reduce_scatter, all_gather forward"
+        in sliced.misplaced("sequence", through(early, back), config)[0]
+    )
+    assert "part at call 0" in sliced.misplaced("sequence", through(right, back[::-1]), config)[0]
+    whole = [(SUM,), (SUM, SUM), (), (SUM, SUM)]
+    assert sliced.misplaced("megatron", through(whole, (SUM,) * 3), config) == []
+    assert (
+        "5 calls backward, not 3" in sliced.misplaced("megatron", through(whole, (SUM,) * 5), config)[0]
+    )  # q, k and v each
+    each = [(), (GATHER,) * 6, (GATHER,), ()]
+    assert sliced.misplaced("naive", through(each, (SUM,) * 7), config) == []
+
+
+# --- fsdp: whose weights are whole ---
+
+WEIGHTS = {f"{layer}.w": 100 + layer for layer in range(5)}  # of TINY's 3 layers, and both ends
+
+
+def held(layer: int, nbytes: int) -> Event:
+    return Event("held", "", "", nbytes, frozenset({100 + layer}))
+
+
+def gathered(ahead: int, *, last: int = 4) -> Order:
+    """A step in which each layer is gathered, and so many of those after it, and freed when it has computed."""
+    events, whole = [], set[int]()
+    for forward in (True, False):
+        events.append(Event("begin", "forward" if forward else "backward", "0"))
+        for layer in range(last + 1) if forward else range(last, -1, -1):
+            step = 1 if forward else -1
+            for near in range(layer, layer + step * (ahead + 1), step):
+                if 0 <= near <= last and near not in whole:
+                    whole.add(near)
+                    events.append(held(near, 64))
+            events.append(Event("begin", "layer", str(layer)) if forward else gradient(f"{layer}.w"))
+            whole.discard(layer)
+            events.append(held(layer, 0))
+        events.append(Event("end", "forward" if forward else "backward", "0"))
+    return made_up(events, weights=WEIGHTS)
+
+
+def test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named() -> None:
+    config = config_of("fsdp")
+    assert sharded.wrongly_whole("zero3", gathered(1), config, reshard=True) == []
+    assert sharded.most_whole(gathered(1)) == sharded.allowed_whole("zero3", config, reshard=True) == 2
+    too_many = gathered(2)
+    assert sharded.most_whole(too_many) == 3
+    assert "at layer 0 forward layers 0, 1, 2 are whole, not 0, 1" in sharded.wrongly_whole(
+        "zero3", too_many, config, reshard=True
+    )
+    nothing_ahead = sharded.wrongly_whole("zero3", gathered(0), config, reshard=True)
+    assert "at layer 4 backward layers 4 are whole, not 3, 4" in nothing_ahead
+    kept = gathered(1)
+    kept.events = [event for event in kept.events if event != held(0, 0)]
+    assert "1 units are whole after the step" in sharded.wrongly_whole("zero3", kept, config, reshard=True)
+
+
+def test_fsdp_sums_that_wait_are_named() -> None:
+    config = config_of("fsdp")
+    names = [f"{layer}.{name}" for layer in range(4, -1, -1) for name in "wb"]
+    begin = Event("begin", "backward", "0")
+    at_once = [
+        event
+        for name in names
+        for event in ([gradient(name), call("send")] if name.endswith("b") else [gradient(name)])
+    ]
+    later = [*map(gradient, names), *[call("send")] * 5]
+    assert sharded.unsummed(made_up([begin, *at_once, OVER]), config, 2) == []
+    assert len(sharded.unsummed(made_up([begin, *later, OVER]), config, 2)) == 4  # the last one's is at once
+    assert len(sharded.unsummed(made_up([begin, *at_once, OVER, begin, *later, OVER]), config, 1)) == 4
+    gathers = made_up(
+        [begin, *(call("send", 100) if event.what == "call" else event for event in at_once), OVER], weights=WEIGHTS
+    )
+    assert len(sharded.unsummed(gathers, config, 3)) == 5
+
+
+# --- memory: what is kept too long shows in the peak ---
+
+
+class Retaining(Replica):
+    """Asks autograd to keep each microbatch's graph, and keeps its loss."""
+
+    def backward(self, microbatches: list[Microbatch]) -> torch.Tensor:
+        self.gradients.zero()
+        losses: list[torch.Tensor] = []
+        for inputs, targets, share in microbatches:
+            with self.gradients.accumulate(last=len(losses) == len(microbatches) - 1):
+                losses.append(self.forward(inputs, targets) * share)
+                losses[-1].backward(retain_graph=True)
+        self.gradients.finish()
+        return torch.stack(losses).sum().detach()
+
+
+def retaining(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+    """One rank of a run whose `flat` keeps the graphs."""
+
+    def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
+        strategy = dp.flat(model, mesh, config)
+        strategy.__class__ = Retaining
+        return strategy
+
+    return one_rank(group, settings, folder, replace(load("dp"), variants=(Variant("flat", flat),)))
+
+
+@pytest.mark.timeout(120)
+def test_dp_graphs_that_are_kept_show_in_the_peak(ranks: Ranks, tmp_path: Path) -> None:
+    settings = TINY | {"RUN_MODE": "dp", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "flat"}
+    settings |= {"LAB_MODEL": "mlp", "LAB_MICROBATCHES": "4", "LAB_STEPS": "1", "LAB_PROOF": "0"}
+    lines = ranks(2, retaining, settings, str(tmp_path))
+    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert "peak bytes" in failed(run)
+
+
+@pytest.mark.timeout(120)
+def test_fsdp_gradients_that_wait_show_in_the_peak(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"RUN_MODE": "fsdp", "LAB_VARIANT": "zero2", "LAB_BUG": "late_sums", "LAB_PROOF": "0", "LAB_STEPS": "1"}
+    settings |= {"LAB_BATCH": "2", "LAB_MODEL": "mlp", "LAB_WIDTH": "32"}
+    run, _ = run_experiment(ranks, 2, tmp_path, **settings)
+    assert failed(run) == {"peak bytes", "sums"}

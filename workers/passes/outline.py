@@ -1,0 +1,140 @@
+"""What a model's layers hold by themselves: one process's passes over this rank's samples, with no strategy around.
+
+Activations are what a formula knows least about: which tensors an operation saves is torch's affair. So they are
+counted where nothing is split, gathered or scheduled, and what a strategy adds or saves is predicted on top of them
+(workers/measure/formulas/peaks.py).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.lab import Lab
+from workers.measure.activations import SavedActivations
+from workers.measure.formulas.peaks import Happening
+from workers.measure.purposes import label_before
+from workers.measure.storages import Storages
+from workers.passes.counted import WARMUP_STEPS
+from workers.workload.data import Microbatch
+from workers.workload.model import Model
+
+
+def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
+    """What one forward pass of `microbatch` through the layers `run` leaves for its backward pass; behind the last
+    layer the loss, too.
+
+    What comes in from the layer before is made up: as many numbers, of the same type.
+    """
+    dtype = getattr(torch, lab.config.dtype)
+    model = lab.model(dtype)
+    hidden, targets, share = microbatch
+    if run.start:
+        shape = (*hidden.shape, lab.config.width) if model.name == "gpt" else hidden.shape
+        hidden = torch.zeros(shape, dtype=dtype, device=lab.device).requires_grad_()
+    with SavedActivations() as saved:
+        for layer in model.layers[run.start : run.stop]:
+            hidden = layer(hidden)
+        if run.stop == len(model.layers):
+            hidden = model.loss(hidden, targets) * share
+    return saved.live_bytes
+
+
+def outlined(
+    lab: Lab,
+    *,
+    again: bool = False,
+    recompute: bool | None = None,
+    dealt: Callable[[list[Microbatch]], list[Microbatch]] = list,
+) -> list[Happening]:
+    """A step's passes over this rank's microbatches in one process, which drops each gradient when it has it.
+
+    again: every layer is computed again as a whole for its backward pass. recompute: LAB_RECOMPUTE's way, by default as
+    it is set. dealt: what a strategy makes of its microbatches.
+    """
+    dtype = getattr(torch, lab.config.dtype)
+    model, batches = lab.model(dtype), lab.batches(dtype)
+    model.recompute = model.recompute if recompute is None else recompute
+    watch = Watch(lab.device)
+    watch.over(model, again=again)
+    label_before(watch.storages)
+    watch.begin()
+    with watch.storages:
+        microbatches = dealt(lab.dealt(batches, WARMUP_STEPS))
+        watch.note("dealt")
+        for inputs, targets, share in microbatches:
+            (model(inputs, targets) * share).backward()
+            watch.note("passed")
+    del microbatches
+    return watch.happenings
+
+
+class Watch:
+    """Notes what happens in a model's passes, and what is alive then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.storages = Storages(device.type)
+        self.happenings: list[Happening] = []
+
+    def begin(self) -> None:
+        """All that is alive now does not count."""
+        self.before = self.storages.live_bytes
+        self.storages.peak_bytes = self.before
+
+    def note(self, what: str, layer: int = -1, name: str = "", numel: int = 0) -> None:
+        """Something happens."""
+        live, highest = self.storages.live_bytes, self.storages.peak_bytes
+        self.happenings.append(Happening(what, layer, name, numel, highest - self.before, live - self.before))
+        self.storages.peak_bytes = live
+
+    def over(self, model: Model, *, again: bool) -> None:
+        """Hear of the layers of `model`, and of its gradients."""
+        seen: set[nn.Parameter] = set()
+        for index, layer in enumerate(model.layers):
+            if again:
+                anchor = torch.zeros((), requires_grad=True)  # bytes of text have no gradient, and no graph without
+                layer.forward = partial(Again.apply, layer.forward, partial(self.note, "computed", index), anchor)
+            layer.register_forward_pre_hook(lambda *_, index=index: self.note("layer", index))
+            layer.register_forward_hook(partial(self._left, index))
+            for name, parameter in layer.named_parameters():
+                if parameter not in seen:
+                    self._gradient(parameter, index, f"{index}.{name}")
+                seen.add(parameter)
+
+    def _left(self, index: int, _layer: nn.Module, _args: Any, output: Tensor) -> None:
+        self.note("left", index)
+        if output.requires_grad:
+            output.register_hook(lambda _: self.note("output", index))
+
+    def _gradient(self, parameter: nn.Parameter, layer: int, name: str) -> None:
+        numel = parameter.numel()
+
+        def dropped(parameter: Tensor) -> None:
+            parameter.grad = None
+            self.note("taken", layer, name, numel)
+
+        parameter.register_hook(lambda _: self.note("gradient", layer, name, numel))
+        parameter.register_post_accumulate_grad_hook(dropped)
+
+
+class Again(torch.autograd.Function):
+    """A layer that keeps its input alone, and is computed once more, all of it, for its backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[[Tensor], Tensor], computed: Callable[[], None], _anchor: Tensor, hidden: Tensor
+    ) -> Tensor:
+        ctx.compute, ctx.computed = compute, computed
+        ctx.save_for_backward(hidden)
+        return compute(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor | None]:
+        hidden = ctx.saved_tensors[0].detach()
+        hidden.requires_grad_(hidden.is_floating_point())
+        with torch.enable_grad():
+            ctx.compute(hidden).backward(gradient)
+        ctx.computed()
+        return None, None, None, hidden.grad
