@@ -38,4 +38,16 @@ MUTANTS = [
         "torch.add(incoming, part if not last else part * 0, out=output if last else incoming)",
         RING,
     ),
+    Mutant(
+        BUCKETS,
+        "self._next < len(self.buckets) and self._missing[self._next] == 0:",
+        "self._next < len(self.buckets) and not any(self._missing):",
+        BUCKETED,
+    ),
+    Mutant(
+        "experiments/dp/__init__.py",
+        'float("inf"), overlap=False)',
+        'float("inf"), overlap=True)',
+        "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat",
+    ),
 ]

@@ -1,0 +1,30 @@
+"""Pipelines: the order of passes, what is held between forward and backward, and what a loss counts."""
+
+from benchmarks.mutants import Mutant
+
+RUN = "RUN_MODE=pp LAB_MODEL=mlp LAB_DEPTH=6 LAB_MICROBATCHES=6 LAB_VARIANT="
+SCHEDULES, PIPELINE = "workers/parallel/schedules.py", "workers/parallel/pipeline.py"
+
+MUTANTS = [
+    Mutant(SCHEDULES, "ahead=ranks - 1 - rank)", "ahead=ranks - rank)", RUN + "1f1b"),
+    Mutant(SCHEDULES, "ahead=microbatches)", "ahead=microbatches - 1)", RUN + "gpipe"),
+    Mutant(SCHEDULES, "+ 2 * (ranks - 1 - rank)", "+ 2 * (ranks - rank)", RUN + "interleaved"),
+    Mutant(
+        PIPELINE,
+        "self._held.pop((action.stage, action.microbatch))",
+        "self._held[action.stage, action.microbatch]",
+        RUN + "1f1b",
+    ),
+    Mutant(
+        PIPELINE,
+        "                output = self._loss(microbatch, output)",
+        "                output = self._loss(0, output)",
+        RUN + "gpipe",
+    ),
+    Mutant(
+        "workers/parallel/stages.py",
+        "                total += copies[rank]",
+        "                total = copies[rank]",
+        "RUN_MODE=pp LAB_TIE=1 LAB_DEPTH=3 LAB_WIDTH=16 LAB_SEQ=8 LAB_VARIANT=1f1b",
+    ),
+]

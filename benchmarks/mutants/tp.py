@@ -1,0 +1,36 @@
+"""Tensor parallelism: what stands at the ends of a slice, and what is summed over the ranks."""
+
+from benchmarks.mutants import Mutant
+
+GPT = "RUN_MODE=tp LAB_DEPTH=1 LAB_WIDTH=16 LAB_HEADS=4 LAB_SEQ=8 LAB_VARIANT="
+TENSOR, SEQUENCE = "workers/parallel/tensor.py", "workers/parallel/sequence.py"
+
+MUTANTS = [
+    Mutant(
+        TENSOR,
+        "return all_reduce(gradients[0].contiguous(), ctx.group), None",
+        "return gradients[0].contiguous(), None",
+        GPT + "megatron",
+    ),
+    Mutant(TENSOR, "total.add_(self.bias)", "total", GPT + "megatron"),
+    Mutant(
+        SEQUENCE,
+        "        return reduce_scatter(gradients[0], ctx.region.scattering), None, None",
+        "        rows = gradients[0].tensor_split(ctx.region.scattering.peers.world_size)\n"
+        "        return rows[ctx.region.scattering.peers.rank].contiguous(), None, None",
+        GPT + "sequence",
+    ),
+    Mutant(
+        "workers/parallel/vocabulary.py",
+        "        probabilities[own, columns] -= gradients[0]",
+        "        probabilities[own, columns] += gradients[0]",
+        GPT + "megatron",
+    ),
+    Mutant(
+        "experiments/tp/__init__.py",
+        "    enter_before(project, region)",
+        "    None",
+        GPT + "megatron",
+    ),
+    Mutant("workers/strategies/tensor.py", "        if self.by_rows:", "        if False:", GPT + "sequence"),
+]
