@@ -159,6 +159,14 @@ def test_a_claim_carries_what_must_agree_and_nothing_else() -> None:
     assert made.differences(made) is None
 
 
+def test_ranks_of_different_texts_do_not_train_together() -> None:
+    config = Config.read({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"})
+    one, other = (Claim.of(config, "v1", "", {"the sha256 of the text": value}) for value in ("ab", "cd"))
+    assert "the sha256 of the text=ab" in str(one.differences(other))
+    assert "the sha256 of the text=cd" in str(one.differences(other))
+    assert one.differences(one) is None
+
+
 def test_a_modes_own_variables_must_agree_too() -> None:
     environ = {"RUN_MODE": "compress", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
     shared = [
