@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.distributed as dist
+
 from workers.config import Config
 from workers.parallel import rates
 from workers.parallel.lamb import Lamb
@@ -34,7 +36,7 @@ class Recipe:
     """`target(k)` times the base rate for k times the batch, at once or after warm-up, with a fresh `optimizer`."""
 
     target: Callable[[float], float]
-    optimizer: Callable[[Model, Config], Stepper]
+    optimizer: Callable[..., Stepper]  # (model, config), and for LARS and LAMB `sharded_over`, see `Layerwise`
     warms_up: bool = False
 
     def factor(self, k: int, step: int, steps: int) -> float:
@@ -58,14 +60,23 @@ def sgd(model: Model, config: Config) -> Stepper:
     return PlainSGD(model.parameters(), base_rate(config))
 
 
-def layerwise_sgd(model: Model, config: Config) -> Stepper:  # noqa: ARG001  it has a base rate of its own
+def layerwise_sgd(
+    model: Model,
+    config: Config,  # noqa: ARG001  it has a base rate of its own
+    sharded_over: dist.ProcessGroup | None = None,
+) -> Stepper:
     """LARS, biases and gains apart."""
-    return Lars(decayed_apart(model.parameters(), LARS_DECAY), LARS_RATE, trust=LARS_TRUST)
+    groups = decayed_apart(model.parameters(), LARS_DECAY)
+    return Lars(groups, LARS_RATE, trust=LARS_TRUST, sharded_over=sharded_over)
 
 
-def layerwise_adam(model: Model, config: Config) -> Stepper:  # noqa: ARG001
+def layerwise_adam(
+    model: Model,
+    config: Config,  # noqa: ARG001
+    sharded_over: dist.ProcessGroup | None = None,
+) -> Stepper:
     """LAMB, biases and gains apart."""
-    return Lamb(decayed_apart(model.parameters(), LAMB_DECAY), LAMB_RATE)
+    return Lamb(decayed_apart(model.parameters(), LAMB_DECAY), LAMB_RATE, sharded_over=sharded_over)
 
 
 def standing_for(recipes: Mapping[str, Recipe], k: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from experiments.largebatch.audit import Audit
 from experiments.largebatch.lockstep import Lockstep, Trainee
 from experiments.largebatch.recipes import Recipe, distinct, standing_for
 from experiments.largebatch.samples import Stream
@@ -22,6 +23,7 @@ MODELS = ("mlp", "gpt")
 DEPTHS = {"mlp": 2, "gpt": 1}  # unless set
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 SEEDS = 3
+CONTROLS = "tests/experiments/test_largebatch.py::{}"
 
 
 def models(config: Config) -> tuple[str, ...]:
@@ -66,7 +68,8 @@ def sweep(lab: Lab, config: Config, recipes: Mapping[str, Recipe]) -> Found:
         check_samples(lab, streams[config.seed], k)
         runs = trainees(lab, config, recipes, streams, k)
         num[k], lockstep = len(runs), Lockstep(list(runs.values()), lab.group)
-        seconds[k] = lab.seconds(partial(train, lab, lockstep, config.steps // k))
+        audit = Audit(lab, config.model, runs, config.steps // k)
+        seconds[k] = lab.seconds(partial(train, lab, lockstep, config.steps // k, audit)) - audit.seconds
         check_replicas(lab, lockstep, config.model)
         for name, ran in standing_for(recipes, k).items():
             losses[name][k] = [runs[ran, seed].held_out_loss() for seed in seeds]
@@ -86,13 +89,15 @@ def trainees(
     }
 
 
-def train(lab: Lab, lockstep: Lockstep, steps: int) -> None:
-    """Forward, backward and update of all, step by step."""
+def train(lab: Lab, lockstep: Lockstep, steps: int, audit: Audit | None = None) -> None:
+    """Forward, backward and update of all, step by step; an audit looks at some."""
     for step in range(steps):
         lab.at(step, f"batches of {lockstep.trainees[0].k} times the base")
         lockstep.backward(step)
         lockstep.update(step)
         lab.stepped()
+        if audit is not None:
+            audit.hold(step, lab.world_size)
 
 
 def count(lab: Lab, config: Config, recipes: Mapping[str, Recipe], streams: dict[int, Stream]) -> Counted:
@@ -121,7 +126,13 @@ def check_samples(lab: Lab, stream: Stream, k: int) -> None:
     if everyone is not None:
         times = Counter(sample for of_rank in everyone for sample in of_rank)
         wrong = sum(abs(times[sample] - 1) for sample in {*times, *range(k * stream.config.batch)})
-        lab.check("effective batch", wrong, 0, detail="samples of a step that do not count exactly once")
+        lab.check(
+            "effective batch",
+            wrong,
+            0,
+            detail="samples of a step that do not count exactly once",
+            control=CONTROLS.format("test_samples_of_another_step_fail_the_run"),
+        )
 
 
 def check_replicas(lab: Lab, lockstep: Lockstep, model: str) -> None:
@@ -131,4 +142,4 @@ def check_replicas(lab: Lab, lockstep: Lockstep, model: str) -> None:
     dist.broadcast(first, group=lab.group, group_src=0)
     same = torch.equal(mine.isnan(), first.isnan())
     differs = (mine.nan_to_num() - first.nan_to_num()).abs().max().item() if same else math.inf
-    lab.check("replicas", differs, 0.0, variant=model)
+    lab.check("replicas", differs, 0.0, variant=model, control=CONTROLS.format("test_a_sweep_that_parts_fails_the_run"))

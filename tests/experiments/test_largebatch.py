@@ -4,23 +4,32 @@ refused."""
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from experiments.largebatch import MODE, RECIPES, SMALL, apart
+from experiments.largebatch import MODE, RECIPES, SMALL, apart, recipes
 from experiments.largebatch.findings import broken, cell, rule, widest_spread
+from experiments.largebatch.lockstep import Lockstep, Trainee
 from experiments.largebatch.proof import K
 from experiments.largebatch.recipes import base_rate, distinct
 from experiments.largebatch.samples import Stream
 from experiments.largebatch.sweep import multiples, sized
-from tests.labs import TINY, failed, run_experiment
+from tests.labs import TINY, failed, one_rank, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.parallel import rates
+from workers.parallel.lamb import Lamb
+from workers.parallel.lars import Lars
+from workers.parallel.layerwise import Layerwise
 from workers.rank.modes import load
 from workers.rank.refusals import refuse
 from workers.report import records
+from workers.report.judge import judge
+from workers.report.lines import from_line
 from workers.workload.model import build_model
 
 pytestmark = pytest.mark.timeout(120)
@@ -135,7 +144,7 @@ def test_a_rate_that_is_not_scaled_is_seen_whatever_the_rate_of_the_sweep(
 ) -> None:
     settings = {"LAB_MODEL": "mlp", "LAB_BUG": "lr_unscaled", "LAB_VARIANT": "linear", "LAB_LR": rate}
     run, _ = run_experiment(ranks, 2, tmp_path, **({"RUN_MODE": "largebatch"} | settings))
-    assert failed(run) == {"learning rate", "gradients", "weights"}
+    assert failed(run) - {"trained weights"} == {"learning rate", "gradients", "weights"}
     measured = {claim["max_abs_diff"] for claim in run["checks"] if claim["name"] == "learning rate"}
     assert max(measured) == pytest.approx(1 - 1 / K)
 
@@ -199,3 +208,187 @@ def test_a_rate_is_no_fault_of_a_variant_that_does_not_exist() -> None:
 
 def test_the_lesson_gives_the_base_rate_that_it_takes() -> None:
     assert f"LAB_LR is SGD's base rate; unset: {base_rate(config_of()):g}." in load("largebatch").idea
+
+
+# --- what the run says of a line that is wrong: each fault takes the place of what the ranks run ---
+
+
+def forgetting_decay(rates_of: Any) -> Any:
+    """LARS whose norms leave the decay out."""
+    return lambda self, weights, gradients, decay: rates_of(self, weights, gradients, 0.0)
+
+
+def constant(value: float) -> Any:
+    """One rate for all layers, in place of a ratio."""
+    return lambda right: lambda self, weights, *rest: [torch.tensor(value)] * len(weights)
+
+
+def own_norms(norms: Any) -> Any:
+    """Of each rank's own part."""
+
+    def alone(self: Layerwise, *lists: list[Tensor]) -> list[Tensor]:
+        over, self.sharded_over = self.sharded_over, None
+        found: list[Tensor] = norms(self, *lists)
+        self.sharded_over = over
+        return found
+
+    return alone
+
+
+def biased(adam: Any) -> Any:
+    """Moments whose bias stays."""
+
+    def wrong(self: Lamb, parameter: Tensor) -> Tensor:
+        adam(self, parameter)
+        state = self.state[parameter]
+        found: Tensor = state["m"] / (state["v"].sqrt() + self.eps)
+        return found
+
+    return wrong
+
+
+def setting(**others: Any) -> Any:
+    """An optimizer that is made with other constants."""
+    return lambda made: lambda *args, **given: made(*args, **(given | others))
+
+
+def undecayed(made: Any) -> Any:
+    return lambda parameters, weight_decay: made(parameters, 0.0)
+
+
+def of_the_first_step(places: Any) -> Any:
+    return lambda self, k, step, *rest, **given: places(self, k, 0, *rest, **given)
+
+
+def one_late(warmup: Any) -> Any:
+    return lambda target, step, warmup_steps: warmup(target, step + 1, warmup_steps)
+
+
+def summed(dealt: Any) -> Any:
+    """Loss terms that are weighed as those of the base batch, whatever k is."""
+    return lambda self, k, *rest, **given: [p._replace(share=p.share * k) for p in dealt(self, k, *rest, **given)]
+
+
+def on_one_batch(backward: Any) -> Any:
+    """In the sweep's type alone, as the proof would see it."""
+
+    def wrong(self: Lockstep, step: int) -> None:
+        in_proof = self.trainees[0].stream.dtype == torch.float64
+        backward(self, step if in_proof else 0)
+
+    return wrong
+
+
+def in_the_sweep(fault: Any) -> Any:
+    """What `fault(trainee, step)` does before an update, in the sweep's type alone."""
+
+    def around(update: Any) -> Any:
+        def wrong(self: Trainee, step: int) -> None:
+            if self.stream.dtype != torch.float64:
+                fault(self, step)
+            update(self, step)
+
+        return wrong
+
+    return around
+
+
+def forget(trainee: Trainee, step: int) -> None:  # noqa: ARG001
+    trainee.optimizer.state.clear()  # type: ignore[attr-defined]
+
+
+def double(trainee: Trainee, step: int) -> None:  # noqa: ARG001
+    for parameter in trainee.model.parameters():
+        if parameter.grad is not None:
+            parameter.data.sub_(parameter.grad, alpha=0.05)
+
+
+def part_ways(trainee: Trainee, step: int) -> None:  # noqa: ARG001
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(trainee.model.parameters()).add_(1e-3)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "decay left out of LARS' norms": (Lars, "rates", forgetting_decay),
+    "no trust ratio": (Lars, "rates", constant(0.02)),
+    "no momentum": (recipes, "Lars", setting(momentum=0.0)),
+    "no decay": (recipes, "decayed_apart", undecayed),
+    "no bias correction": (Lamb, "adam", biased),
+    "no ratio": (Lamb, "ratios", constant(1.0)),
+    "no bound": (recipes, "Lamb", setting(bounds=(0.0, math.inf))),
+    "zero moves at no rate": (Lars, "rates", constant(1.0)),
+    "norms of a rank's own": (Layerwise, "norms", own_norms),
+    "warm-up a step early": (rates, "warmup", one_late),
+    "always the first samples": (Stream, "places", of_the_first_step),
+    "a sum and no mean": (Stream, "dealt", summed),
+    "one batch for ever": (Lockstep, "backward", on_one_batch),
+    "moments forgotten": (Trainee, "update", in_the_sweep(forget)),
+    "twice the step": (Trainee, "update", in_the_sweep(double)),
+    "replicas apart": (Trainee, "update", in_the_sweep(part_ways)),
+}
+
+
+def faulty(group: dist.ProcessGroup, fault: str, settings: dict[str, str], folder: str) -> list[str]:
+    """One rank of a run with a wrong line."""
+    owner, name, wrong = FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrong(getattr(owner, name)))
+        return one_rank(group, settings, folder)
+
+
+def seen(ranks: Ranks, folder: Path, fault: str, variant: str, model: str = "mlp") -> set[str]:
+    """What fails of a run of two ranks with this fault."""
+    own = folder / f"{fault} {variant}"  # ranks that meet in one folder twice would read old answers
+    own.mkdir()
+    settings = TINY | {"RUN_MODE": "largebatch", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_MODEL": model}
+    lines = ranks(2, faulty, fault, settings | {"LAB_VARIANT": variant}, str(own))
+    return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "variant"),
+    [
+        ("decay left out of LARS' norms", "lars"),
+        ("no trust ratio", "lars"),
+        ("no momentum", "lars"),
+        ("no decay", "lars"),
+        ("no decay", "lamb"),
+        ("no bias correction", "lamb"),
+        ("no ratio", "lamb"),
+        ("warm-up a step early", "lars"),
+    ],
+)
+def test_a_term_that_is_missing_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
+    assert "weights" in seen(ranks, tmp_path, fault, variant)
+
+
+@pytest.mark.parametrize(("fault", "variant"), [("no bound", "lamb"), ("zero moves at no rate", "lars")])
+def test_a_corner_that_is_wrong_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
+    assert "layers" in seen(ranks, tmp_path, fault, variant)
+
+
+@pytest.mark.parametrize("variant", ["lars", "lamb"])
+def test_norms_of_a_rank_alone_fail_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+    assert seen(ranks, tmp_path, "norms of a rank's own", variant) == {"global norms"}
+
+
+def test_samples_of_another_step_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "gradients" in seen(ranks, tmp_path, "always the first samples", "linear")
+
+
+def test_a_gradient_that_is_no_mean_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert {"gradients", "k steps of η against one of kη"} <= seen(ranks, tmp_path, "a sum and no mean", "linear")
+
+
+def test_a_sweep_on_one_batch_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert seen(ranks, tmp_path, "one batch for ever", "linear") == {"trained gradients"}
+
+
+@pytest.mark.parametrize(("fault", "variant"), [("moments forgotten", "lars,lamb"), ("twice the step", "linear")])
+def test_a_sweep_that_forgets_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
+    assert seen(ranks, tmp_path, fault, variant) == {"trained weights"}
+
+
+def test_a_sweep_that_parts_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "replicas" in seen(ranks, tmp_path, "replicas apart", "linear")
