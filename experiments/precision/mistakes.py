@@ -20,6 +20,6 @@ MISTAKES = {
         "that what is left after unscaling is far too small",
         "clipped gradients",
         Instead(SCALED, {"deliver": clip_then_unscale}),
-        Needs(ranks=1, clip=True),
+        Needs(ranks=1),
     )
 }

@@ -1,5 +1,6 @@
 """16 bits: the whole experiment, checks that can fail, and what is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from experiments import precision
 from experiments.precision import MODE, MixedPrecision
 from experiments.precision.formats import described, kept
 from experiments.precision.predictions import SCALED, at_rest
 from experiments.precision.proof import EXACT, MOST_HALVINGS, backward, epsilons, summed
-from tests.labs import TINY, built, failed, run_experiment
+from tests.labs import TINY, built, failed, one_rank, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config, ConfigError
+from workers.parallel.masters import Masters
+from workers.parallel.rounding import stochastic_bf16
+from workers.parallel.scaling import LossScale
 from workers.rank.refusals import refuse
 from workers.report import records
+from workers.report.judge import judge
+from workers.report.lines import from_line
 from workers.strategies.replica import Replica
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
@@ -45,7 +52,10 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
         assert name == "fp32" or (name, "update") in names
         assert ((name, "unscaled") in names) == (name in SCALED)
         assert ((name, "float64 gradients") in names) == (name not in ("fp32", "fp16"))
-        assert ((name, "clipped gradients") in names) == ("LAB_CLIP" in settings)
+        assert ((name, "clipped gradients") in names) == ("LAB_CLIP" in settings or name in SCALED)
+        assert ((name, "loss scale") in names) == ((name, "skipped") in names) == (name in SCALED)
+        assert ((name, "copied back") in names) == (name in SCALED or name == "bf16_master")
+        assert ((name, "rounded at random") in names) == (name == "bf16_stochastic")
     table = next(r for r in by_rank[0] if isinstance(r, records.Table) and "steps lost" in r.title)
     assert {row[0] for row in table.rows} == set(chosen)
     if world_size == 1:
@@ -165,7 +175,6 @@ def test_the_proof_waits_until_the_scale_fits(ranks: Ranks) -> None:
     [
         ({"LAB_DTYPE": "bfloat16"}, "allowed: float32"),
         ({"LAB_RESUME": "auto", "LAB_RUN_ID": "before"}, "LAB_RESUME=auto"),
-        ({"LAB_BUG": "unscaled_clip"}, "LAB_CLIP unset"),
         ({"LAB_BUG": "unscaled_clip", "LAB_CLIP": "1", "LAB_VARIANT": "bf16_master"}, "fp16_scaled or fp16_master"),
         ({"LAB_BUG": "unscaled_clip", "LAB_CLIP": "1", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
     ],
@@ -175,3 +184,167 @@ def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: 
         refuse(config_of(3, **settings), MODE)
     (sentence,) = refused.value.faults
     assert words in sentence
+
+
+# --- what the run says of a line that is wrong: each fault takes the place of what the ranks run ---
+
+
+def never_halved(adjust: Any) -> Any:
+    def wrong(self: LossScale, *, overflowed: bool) -> None:
+        value = self.value
+        adjust(self, overflowed=overflowed)
+        self.value = max(self.value, value)
+
+    return wrong
+
+
+def never_grown(adjust: Any) -> Any:
+    def wrong(self: LossScale, *, overflowed: bool) -> None:
+        value = self.value
+        adjust(self, overflowed=overflowed)
+        self.value = min(self.value, value)
+
+    return wrong
+
+
+def good_steps_kept(adjust: Any) -> Any:
+    """An overflow does not begin the count anew."""
+
+    def wrong(self: LossScale, *, overflowed: bool) -> None:
+        gone = self.good_steps
+        adjust(self, overflowed=overflowed)
+        self.good_steps = gone if overflowed else self.good_steps
+
+    return wrong
+
+
+def begun_small(made: Any) -> Any:
+    return lambda self: made(self, value=1024.0)
+
+
+def of_the_first(all_finite: Any) -> Any:
+    """Looks at one gradient of many."""
+    return lambda gradients: all_finite(gradients[:1])
+
+
+def always(value: bool) -> Any:
+    return lambda right: lambda gradients: value
+
+
+def not_at_all(right: Any) -> Any:  # noqa: ARG001
+    return lambda *args, **given: None
+
+
+def half_of_it(deliver: Any) -> Any:
+    return lambda self, scale: deliver(self, 2 * scale)
+
+
+def rounded_by(rounded: Callable[[torch.Tensor, torch.Generator], torch.Tensor]) -> Any:
+    return lambda right: rounded
+
+
+def cut_off(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:  # noqa: ARG001
+    """Towards zero, always."""
+    return values.view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+
+def to_nearest(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:  # noqa: ARG001
+    return values.to(torch.bfloat16)
+
+
+def same_draws(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:  # noqa: ARG001
+    return stochastic_bf16(values, torch.Generator().manual_seed(1))
+
+
+def last_rank_silent(backward: Any) -> Any:
+    """One rank's samples are counted half."""
+
+    def wrong(self: Replica, parts: list[Any]) -> Any:
+        if dist.get_rank() == 1:
+            parts = [part._replace(share=part.share / 2) for part in parts]
+        return backward(self, parts)
+
+    return wrong
+
+
+def off_by_a_bit(backward: Any) -> Any:
+    """A scale of 3 times a power of two, which rounds."""
+
+    def wrong(self: Replica, parts: list[Any]) -> Any:
+        scale = self.scale
+        self.scale = 3 * scale if scale > 1 else scale
+        loss = backward(self, parts)
+        for parameter in self.model.parameters():
+            if scale > 1 and parameter.grad is not None:
+                parameter.grad.div_(3)
+        self.scale = scale
+        return loss
+
+    return wrong
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "never halved": (LossScale, "adjust", never_halved),
+    "never grown": (LossScale, "adjust", never_grown),
+    "good steps kept": (LossScale, "adjust", good_steps_kept),
+    "begun small": (LossScale, "__init__", begun_small),
+    "a step with inf taken": (precision, "all_finite", always(True)),
+    "one gradient looked at": (precision, "all_finite", of_the_first),
+    "no step taken": (precision, "all_finite", always(False)),
+    "masters not copied back": (Masters, "refresh", not_at_all),
+    "scale divided out twice over": (Masters, "deliver", half_of_it),
+    "always down": (precision, "stochastic_bf16", rounded_by(cut_off)),
+    "to the nearest": (precision, "stochastic_bf16", rounded_by(to_nearest)),
+    "the same draws": (precision, "stochastic_bf16", rounded_by(same_draws)),
+    "half of a rank": (Replica, "backward", last_rank_silent),
+    "a scale that rounds": (Replica, "backward", off_by_a_bit),
+}
+
+
+def faulty(group: dist.ProcessGroup, fault: str, settings: dict[str, str], folder: str) -> list[str]:
+    """One rank of a run with a wrong line."""
+    owner, name, wrong = FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrong(getattr(owner, name)))
+        return one_rank(group, settings, folder)
+
+
+def seen(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
+    """What fails of a run of two ranks with this fault."""
+    own = folder / f"{fault} {variant}"  # ranks that meet in one folder twice would read old answers
+    own.mkdir()
+    settings = TINY | {"RUN_MODE": "precision", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_STEPS": "1"}
+    given = settings | {"LAB_MODEL": "mlp", "LAB_VARIANT": variant}
+    lines = ranks(2, faulty, fault, given, str(own))
+    return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
+
+
+@pytest.mark.parametrize("fault", ["never halved", "never grown", "good steps kept", "begun small"])
+def test_a_scale_that_breaks_the_rule_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    assert "loss scale" in seen(ranks, tmp_path, fault, "fp16_master")
+
+
+@pytest.mark.parametrize("fault", ["a step with inf taken", "one gradient looked at", "no step taken"])
+@pytest.mark.parametrize("variant", ["fp16_scaled", "fp16_master"])
+def test_a_step_that_should_be_skipped_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
+    assert "skipped" in seen(ranks, tmp_path, fault, variant)
+
+
+def test_masters_that_go_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "copied back" in seen(ranks, tmp_path, "masters not copied back", "fp16_master")
+    assert "copied back" in seen(ranks, tmp_path, "masters not copied back", "bf16_master")
+    assert {"update", "weights"} <= seen(ranks, tmp_path, "masters not copied back", "fp16_scaled")
+
+
+def test_a_scale_that_stays_in_gradients_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "given" in seen(ranks, tmp_path, "scale divided out twice over", "fp16_master")
+
+
+@pytest.mark.parametrize("fault", ["always down", "to the nearest", "the same draws"])
+def test_rounding_that_is_biased_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    assert seen(ranks, tmp_path, fault, "bf16_stochastic") == {"rounded at random"}
+
+
+def test_gradients_that_are_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert {"gradients", "float64 gradients"} <= seen(ranks, tmp_path, "half of a rank", "bf16_master")
+    assert "unscaled" in seen(ranks, tmp_path, "a scale that rounds", "fp16_master")

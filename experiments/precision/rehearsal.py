@@ -1,0 +1,161 @@
+"""Overflows made on purpose, and what has to follow: the scale, the step that is not taken, the weights.
+
+A run of a few steps may never overflow, and never takes 2000 good steps in a row. So a scaled variant is rehearsed: a
+loss of one rank that is 2^40 times too large, a single inf and a single NaN in the summed gradient, and good steps
+between them, two of which are made the 2000th. Of each step
+
+    loss scale         scale and count of good steps are those of torch's own rule (torch._amp_update_scale_, which
+                       GradScaler calls), for the gradients that were seen
+    skipped            where one is no number, no weight moves and the optimizer is not asked; else it is
+    clipped gradients  what the optimizer is given is clip(g/S): the scale is gone before the norm is bound
+    weights            over all steps that are taken, w - lr·clip(g/S) in float64 from the first weights on
+    copied back        what computes is what was stepped, rounded to the nearest
+
+The norm is bound by LAB_CLIP or CLIP, so that every run sees in which order it clips and unscales.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from experiments.precision.proof import (
+    COPIED_BACK,
+    LEARNING_RATE,
+    SAME_ARITHMETIC,
+    Witness,
+    backward,
+    dtype_of,
+    epsilons,
+    flat,
+    not_copied,
+    summed,
+)  # fmt: skip
+from experiments.precision.seen import remembered
+from workers.contract import Build
+from workers.lab import Lab
+from workers.parallel.rounding import ulp
+from workers.strategies.replica import Replica
+from workers.workload.data import Microbatch
+
+CLIP = 0.05
+TOO_LARGE = 2.0**40  # fp16 holds 2^-24 to 2^16: what is neither zero nor out of it before is out of it then
+SCALE, GROWTH, BACKOFF, INTERVAL = 65536.0, 2.0, 0.5, 2000  # torch.amp.GradScaler's defaults
+# What each step is, and how many good steps are made to have gone before it; None: those that have.
+STEPS: tuple[tuple[str, int | None], ...] = (
+    ("a rank", None), ("good", None), ("one inf", INTERVAL - 1), ("good", None), ("good", INTERVAL - 1),
+    ("good", None), ("one nan", None), ("good", None),
+)  # fmt: skip
+CONTROLS = "tests/experiments/test_precision.py::{}"
+CONTROL_OF = {
+    "loss scale": CONTROLS.format("test_a_scale_that_breaks_the_rule_fails_the_run"),
+    "skipped": CONTROLS.format("test_a_step_that_should_be_skipped_fails_the_run"),
+    "clipped gradients": "",  # LAB_BUG=unscaled_clip
+    "weights": CONTROLS.format("test_masters_that_go_wrong_fail_the_run"),
+    "copied back": COPIED_BACK,
+}
+
+
+class Rule:
+    """The scale as torch minds it."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.good = torch.tensor(scale), torch.tensor(0, dtype=torch.int32)
+
+    def adjust(self, *, overflowed: bool) -> None:
+        torch._amp_update_scale_(self.scale, self.good, torch.tensor(float(overflowed)), GROWTH, BACKOFF, INTERVAL)
+
+
+class Rehearsal:
+    """A scaled strategy, the rule, and the largest of each difference so far."""
+
+    def __init__(self, strategy: Replica, witness: Witness, clip: float) -> None:
+        self.strategy, self.witness, self.clip = strategy, witness, clip
+        self.mind = strategy.loss_scale  # type: ignore[attr-defined]
+        self.rule = Rule(strategy.scale)
+        self.exact = flat(remembered(strategy))  # by the formula
+        self.unit = torch.zeros_like(self.exact)  # in the last place, the largest on the way
+        self.taken = 0
+        self.worst = dict.fromkeys(CONTROL_OF, 0.0)
+
+    def saw(self, check: str, value: float) -> None:
+        self.worst[check] = max(self.worst[check], value if math.isfinite(value) else math.inf)
+
+    def pretend(self, good_steps: int) -> None:
+        """So many have gone without an overflow."""
+        self.mind.good_steps = good_steps
+        self.rule.good.fill_(good_steps)
+
+    def update(self, *, wanted: bool) -> None:
+        """One update of gradients that hold an overflow if it is `wanted`, and may hold one if not."""
+        gradient, before, scaled_by = summed(self.strategy), self.weights(), self.strategy.scale
+        self.witness.given = None
+        self.strategy.update()
+        overflowed = not bool(gradient.isfinite().all())
+        self.rule.adjust(overflowed=overflowed)
+        for scale in (self.strategy.scale, self.mind.value):
+            self.saw("loss scale", abs(math.log2(scale / self.rule.scale.item())) if scale > 0 else math.inf)
+        self.saw("loss scale", abs(self.mind.good_steps - int(self.rule.good)))
+        if overflowed:
+            self.saw("skipped", (self.weights() - before).abs().nan_to_num(math.inf).max().item())
+        if overflowed == (self.witness.given is not None) or (wanted and not overflowed) or scaled_by == 0:
+            self.saw("skipped", math.inf)  # a step is taken, or not, against the rule; or nothing was rehearsed
+        if self.witness.given is not None and not overflowed:
+            self.follow(gradient, self.witness.given)
+        self.saw("copied back", not_copied(self.strategy))
+
+    def follow(self, gradient: Tensor, given: Tensor) -> None:
+        """The step of one process."""
+        clipped = gradient * min(1.0, self.clip / gradient.norm().item())
+        self.saw("clipped gradients", epsilons(given, clipped, dtype_of(self.strategy)))
+        self.exact = self.exact - LEARNING_RATE * given
+        self.taken += 1
+        held = remembered(self.strategy)
+        self.unit = torch.maximum(self.unit, ulp(self.exact, held[0].dtype))
+        units = (flat(held) - self.exact).abs() / self.unit
+        self.saw("weights", units.nan_to_num(math.inf).max().item() / self.taken)
+
+    def weights(self) -> Tensor:
+        """All that an update may move: what computes, and masters."""
+        return torch.cat([flat(self.strategy.model.parameters()), flat(remembered(self.strategy))])
+
+
+def rehearse(lab: Lab, name: str, build: Build) -> None:
+    """All steps of one scaled variant, on every rank; nothing is sent but gradients."""
+    clip = lab.config.clip or CLIP
+    config = lab.config.model_copy(update={"optimizer": "sgd", "lr": LEARNING_RATE, "clip": clip})
+    strategy = build(lab.model(torch.float32), lab.mesh, config)
+    assert isinstance(strategy, Replica)
+    witness = Witness(strategy.optimizer.param_groups[0]["params"], LEARNING_RATE)
+    strategy.optimizer = witness
+    begins = abs(math.log2(strategy.scale / SCALE))
+    parts = lab.dealt(lab.batches(torch.float32, proof=True), 0)
+    backward(strategy, parts)  # down to a scale that good steps bear
+    found = Rehearsal(strategy, witness, clip)
+    found.saw("loss scale", begins)
+    for step, (kind, gone) in enumerate(STEPS):
+        lab.at(step, f"overflows of {name}")
+        if gone is not None:
+            found.pretend(gone)
+        overflow(strategy, kind, parts, mine=step % lab.world_size == lab.rank)
+        found.update(wanted=kind != "good")
+    overflows = sum(kind != "good" for kind, _ in STEPS)
+    told = {
+        "loss scale": (0.0, f"after {len(STEPS)} steps with {overflows} overflows, in powers of two and good steps"),
+        "skipped": (0.0, "of weights in steps that are not taken; infinite where the wrong ones are"),
+        "clipped gradients": (SAME_ARITHMETIC, f"in epsilons of {dtype_of(strategy)}"),
+        "weights": (1.0, f"a step taken, of {found.taken}, in units in the last place"),
+        "copied back": (0.0, "of the weights that compute"),
+    }
+    for check, (tolerance, detail) in told.items():
+        lab.check(check, found.worst[check], tolerance, name, detail, control=CONTROL_OF[check])
+
+
+def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: bool) -> None:
+    """One backward pass, good or with something in it that is no number; `mine` if this rank is the one that errs."""
+    if kind == "a rank" and mine:
+        parts = [part._replace(share=part.share * TOO_LARGE) for part in parts]
+    strategy.backward(parts)
+    if kind.startswith("one"):
+        last = [parameter.grad for parameter in strategy.model.parameters() if parameter.grad is not None][-1]
+        last.view(-1)[-1] = float(kind.removeprefix("one "))
