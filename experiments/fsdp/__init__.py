@@ -32,14 +32,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.fsdp.mistakes import MISTAKES
-from experiments.fsdp.order import AHEAD, allowed_whole, most_whole, unsummed, wrongly_whole
+from experiments.fsdp.order import check_order
 from experiments.fsdp.peak import compare_peak
 from experiments.fsdp.predictions import BY_HAND, holds, predict, published, summary
 from experiments.fsdp.torchs import fully_sharded
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
-from workers.contract import Measured, Mode, Strategy, Variant, untrainable
+from workers.contract import Mode, Strategy, Variant, untrainable
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
 from workers.parallel.flat import FlatUnit, FlatUnits
@@ -196,32 +196,12 @@ def run(lab: Lab) -> None:
     compare_peak(lab, measured, reshard=lab.config.own(Options).reshard)
     lab.compare_rest(predictions, measured)
     for name in [name for name in measured if name in BY_HAND]:
-        check_order(lab, name, measured[name])
+        check_order(lab, name, measured[name], reshard=lab.config.own(Options).reshard)
     for prediction in predictions:
         name = prediction.variant
         if prediction.name == "wire bytes" and name in BY_HAND and name in measured:
             calls = measured[name].traffic.calls
             lab.compare("calls", prediction.calls, calls, "calls", variant=name, formula=prediction.formula)
-
-
-def check_order(lab: Lab, name: str, measured: Measured) -> None:
-    """A layer at a time: whole weights come and go with the passes, and gradients are summed as they are handed
-    over."""
-    config, order, reshard = lab.config, measured.order, lab.config.own(Options).reshard
-    if name in AHEAD:
-        lab.compare(
-            "whole units", allowed_whole(name, config, reshard=reshard), most_whole(order), "units", variant=name,
-            formula="the layer that computes" + ", and the next one" * AHEAD[name] + ", at most",
-        )  # fmt: skip
-        faults = wrongly_whole(name, order, config, reshard=reshard)
-        lab.check(
-            "a layer at a time", len(faults), 0, name, faults[0] if faults else "whole when it computes",
-            control="tests/experiments/test_orders.py::test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named",
-        )  # fmt: skip
-    if lab.world_size > 1:  # alone nothing is sent, and nothing shows
-        late = unsummed(order, config, BY_HAND[name])
-        lab.check("sums", len(late), 0, name, late[0] if late else "each begins with its last gradient")
-    lab.check("scratch", measured.rest["communication"], 0, name, "bytes of messages that are kept between two steps")
 
 
 MODE = Mode(

@@ -6,14 +6,14 @@ hooks; that its gradients are there, when autograd hands them over. None of it a
 
 from collections.abc import Iterator, Mapping
 
-from experiments.fsdp.predictions import tied
+from experiments.fsdp.predictions import BY_HAND, tied
 from workers.config import Config
+from workers.contract import Measured
+from workers.lab import Lab
 from workers.measure.order import Event, Order
 from workers.workload.model import outline
 
 AHEAD = {"naive": 0, "zero3": 1, "zero3_kept": 1}  # layers whose weights are whole beside the one that computes
-SUMMED = {"naive": "all_reduce", "zero1": "reduce_scatter", "zero2": "reduce_scatter", "zero3": "reduce_scatter",
-          "zero3_kept": "reduce_scatter"}  # fmt: skip
 
 
 class Units:
@@ -115,3 +115,23 @@ def way(backward: bool) -> str:
 def listed(layers: set[int]) -> str:
     """`1, 2`, or none."""
     return ", ".join(map(str, sorted(layers))) or "none"
+
+
+def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> None:
+    """A layer at a time: whole weights come and go with the passes, and gradients are summed as they are handed
+    over."""
+    config, order = lab.config, measured.order
+    if name in AHEAD:
+        lab.compare(
+            "whole units", allowed_whole(name, config, reshard=reshard), most_whole(order), "units", variant=name,
+            formula="the layer that computes" + ", and the next one" * AHEAD[name] + ", at most",
+        )  # fmt: skip
+        faults = wrongly_whole(name, order, config, reshard=reshard)
+        lab.check(
+            "a layer at a time", len(faults), 0, name, faults[0] if faults else "whole when it computes",
+            control="tests/experiments/test_orders.py::test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named",
+        )  # fmt: skip
+    if lab.world_size > 1:  # alone nothing is sent, and nothing shows
+        late = unsummed(order, config, BY_HAND[name])
+        lab.check("sums", len(late), 0, name, late[0] if late else "each begins with its last gradient")
+    lab.check("scratch", measured.rest["communication"], 0, name, "bytes of messages that are kept between two steps")

@@ -32,14 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from experiments.pp.mistakes import MISTAKES
-from experiments.pp.order import broken, most_held, passes
+from experiments.pp.order import check_order
 from experiments.pp.predictions import passed_bytes, predict
 from experiments.pp.pretend import pretend_compute
 from experiments.pp.refusals import cannot, refuse
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
-from workers.contract import Measured, Mode, Strategy, Variant
+from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas.pipelines import bubble, in_flight
 from workers.parallel import schedules
@@ -50,7 +50,6 @@ from workers.parallel.phases import phase
 from workers.parallel.pipeline import Pipeline
 from workers.parallel.stages import Parts
 from workers.passes.measure import measure
-from workers.passes.outline import saved_bytes
 from workers.strategies.engines import ByHand, Weigh, divided, joined
 from workers.strategies.pipelined import Pipelined, parts_of, runs_of
 from workers.workload.data import Microbatch
@@ -205,7 +204,8 @@ def run(lab: Lab) -> None:
     predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
     lab.compare_traffic(predictions, measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
-        check_order(lab, name, measured[name])
+        chunks = config.own(Options).chunks if name == "interleaved" else 1
+        check_order(lab, name, measured[name], chunks)
     for prediction in predictions:
         name, predicted, formula = prediction.variant, prediction.value[lab.rank], prediction.formula
         seen = measured[name]
@@ -230,41 +230,6 @@ def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
         return
     allowed = in_flight(name, lab.world_size, microbatches, lab.rank, lab.config.own(Options).chunks)
     lab.check("in flight", max(0, held - allowed), 0, name, f"{held} microbatches held at most, {allowed} allowed")
-
-
-def check_order(lab: Lab, name: str, measured: Measured) -> None:
-    """The passes come in the order of the schedule, and what they save is gone after their backward."""
-    chunks = lab.config.own(Options).chunks if name == "interleaved" else 1
-    number = 1 if name == "naive" else lab.config.num_microbatches
-    done = passes(measured.order)
-    faults = broken(name, done, lab.rank, lab.world_size, number, chunks)
-    lab.check("schedule", len(faults), 0, name, "; ".join(faults) or f"{len(done)} passes in the order of {name}")
-    if not faults:
-        predicted = most_held(done, saved_by_pass(lab, chunks, number))
-        formula = "what the microbatches in flight save in one process"
-        lab.compare(
-            "activation bytes", predicted, measured.activation_bytes, tolerance=0.01 * predicted, variant=name,
-            formula=formula,
-        )  # fmt: skip
-
-
-def saved_by_pass(lab: Lab, chunks: int, number: int) -> dict[tuple[int, int], int]:
-    """Bytes that one process saves of each microbatch of `number` in each chunk of this rank."""
-    config = lab.config.model_copy(update={"microbatches": number})
-    batches = lab.mode.batches(config, proof=False, device=lab.device, dtype=getattr(torch, config.dtype))
-    microbatches = lab.dealt(batches, 0)
-    runs = runs_of(config.model, len(outline(config).layers), chunks * lab.world_size)[lab.rank :: lab.world_size]
-    sizes = {len(microbatch.inputs): microbatch for microbatch in microbatches}
-    saved = {
-        (chunk, size): saved_bytes(lab, run, microbatch)
-        for chunk, run in enumerate(runs)
-        for size, microbatch in sizes.items()
-    }
-    return {
-        (chunk, index): saved[chunk, len(microbatch.inputs)]
-        for chunk in range(chunks)
-        for index, microbatch in enumerate(microbatches)
-    }
 
 
 MODE = Mode(

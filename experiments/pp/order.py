@@ -14,9 +14,16 @@ hands over; its microbatch is the mark of whoever runs it.
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
+from workers.contract import Measured
+from workers.lab import Lab
 from workers.measure.formulas.pipelines import in_flight
 from workers.measure.order import Order
+from workers.passes.outline import saved_bytes
+from workers.strategies.pipelined import runs_of
 from workers.workload.data import shard_sizes
+from workers.workload.model import outline
 
 
 class Pass(NamedTuple):
@@ -82,3 +89,37 @@ def most_held(done: list[Pass], nbytes: dict[tuple[int, int], int]) -> int:
         held += nbytes[chunk, microbatch] * (1 if kind == "forward" else -1)
         most = max(most, held)
     return most
+
+
+def check_order(lab: Lab, name: str, measured: Measured, chunks: int) -> None:
+    """The passes come in the order of the schedule, and what they save is gone after their backward."""
+    number = 1 if name == "naive" else lab.config.num_microbatches
+    done = passes(measured.order)
+    faults = broken(name, done, lab.rank, lab.world_size, number, chunks)
+    lab.check("schedule", len(faults), 0, name, "; ".join(faults) or f"{len(done)} passes in the order of {name}")
+    if not faults:
+        predicted = most_held(done, saved_by_pass(lab, chunks, number))
+        formula = "what the microbatches in flight save in one process"
+        lab.compare(
+            "activation bytes", predicted, measured.activation_bytes, tolerance=0.01 * predicted, variant=name,
+            formula=formula,
+        )  # fmt: skip
+
+
+def saved_by_pass(lab: Lab, chunks: int, number: int) -> dict[tuple[int, int], int]:
+    """Bytes that one process saves of each microbatch of `number` in each chunk of this rank."""
+    config = lab.config.model_copy(update={"microbatches": number})
+    batches = lab.mode.batches(config, proof=False, device=lab.device, dtype=getattr(torch, config.dtype))
+    microbatches = lab.dealt(batches, 0)
+    runs = runs_of(config.model, len(outline(config).layers), chunks * lab.world_size)[lab.rank :: lab.world_size]
+    sizes = {len(microbatch.inputs): microbatch for microbatch in microbatches}
+    saved = {
+        (chunk, size): saved_bytes(lab, run, microbatch)
+        for chunk, run in enumerate(runs)
+        for size, microbatch in sizes.items()
+    }
+    return {
+        (chunk, index): saved[chunk, len(microbatch.inputs)]
+        for chunk in range(chunks)
+        for index, microbatch in enumerate(microbatches)
+    }

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.tp.mistakes import MISTAKES
-from experiments.tp.order import misplaced
+from experiments.tp.order import check_order
 from experiments.tp.predictions import SAVED, holds, predict, summary, untied_linears
 from experiments.tp.refusals import cannot, refuse
 from experiments.tp.rows import rows_first
@@ -46,7 +46,6 @@ from workers.config import Config
 from workers.contract import Measured, Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
-from workers.measure.order import Order
 from workers.parallel.mesh import Mesh
 from workers.parallel.phases import phase
 from workers.parallel.sequence import Sequence
@@ -208,15 +207,6 @@ def run(lab: Lab) -> None:
     for prediction in predictions:
         if prediction.name != "wire bytes":
             compare(lab, prediction, measured)
-
-
-def check_order(lab: Lab, name: str, order: Order) -> None:
-    """Every pass makes the collectives that are drawn for its layers, in that order, and no other."""
-    faults = misplaced(name, order, lab.config)
-    number = len(order.where("begin", "forward"))
-    detail = faults[0] if faults else f"{number} passes forward and backward, all collectives where they belong"
-    control = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
-    lab.check("order of calls", len(faults), 0, name, detail, control=control)
 
 
 def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> None:

@@ -6,6 +6,7 @@ two slices, attention and MLP; g ends a slice on the way forward, f begins it an
 
 from experiments.tp.predictions import untied_linears
 from workers.config import Config
+from workers.lab import Lab
 from workers.measure.order import Event, Order
 from workers.workload.model import outline
 
@@ -96,3 +97,12 @@ def place(layer: int, end: int) -> str:
 def words(ops: Ops) -> str:
     """`all_gather, reduce_scatter`, or nothing."""
     return ", ".join(ops) or "nothing"
+
+
+def check_order(lab: Lab, name: str, order: Order) -> None:
+    """Every pass makes the collectives that are drawn for its layers, in that order, and no other."""
+    faults = misplaced(name, order, lab.config)
+    number = len(order.where("begin", "forward"))
+    detail = faults[0] if faults else f"{number} passes forward and backward, all collectives where they belong"
+    control = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
+    lab.check("order of calls", len(faults), 0, name, detail, control=control)

@@ -17,6 +17,7 @@ from experiments.pp.order import Pass, broken, most_held, passes
 from experiments.tp import order as sliced
 from tests.labs import TINY, failed, one_rank, run_experiment
 from tests.ranks import Ranks
+from tests.workers.parallel.simulation import most_in_flight
 from workers.config import Config
 from workers.contract import Strategy, Variant
 from workers.measure.formulas.pipelines import in_flight
@@ -83,7 +84,7 @@ def test_dp_when_buckets_are_launched(events: list[Event], early: int, untimely:
 # --- pp: every schedule against the rules of the papers, and each rule broken ---
 
 
-SIZES = list(itertools.product(range(1, 9), (1, 2, 3, 4, 5, 7, 8, 12, 13)))
+SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 13)))
 
 
 def of_rank(actions: list[schedules.Action], ranks: int) -> list[Pass]:
@@ -101,7 +102,7 @@ def test_pp_our_schedules_keep_the_rules_of_the_papers(ranks: int, microbatches:
     for (name, chunks), schedule in made.items():
         for rank, actions in enumerate(schedule):
             assert broken(name, of_rank(actions, ranks), rank, ranks, microbatches, chunks) == []
-            assert schedules.most_in_flight(actions) == in_flight(name, ranks, microbatches, rank, chunks)
+            assert most_in_flight(actions) == in_flight(name, ranks, microbatches, rank, chunks)
 
 
 def swapped(done: list[Pass], one: int, other: int) -> list[Pass]:

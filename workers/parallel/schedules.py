@@ -101,12 +101,3 @@ def gives(action: Action, num_stages: int) -> Action | None:
     kind, stage, microbatch = action
     neighbour = stage + 1 if kind == "forward" else stage - 1
     return Action(kind, neighbour, microbatch) if 0 <= neighbour < num_stages else None
-
-
-def most_in_flight(actions: list[Action]) -> int:
-    """How many microbatches a rank holds at most between their forward and their backward; with chunks, each apart."""
-    held = most = 0
-    for action in actions:
-        held += 1 if action.kind == "forward" else -1
-        most = max(most, held)
-    return most

@@ -30,3 +30,12 @@ def simulate(schedule: Schedule, forward_s: float, backward_s: float) -> list[li
             missing = needs(actions[len(own)], num_stages)
             raise ValueError(f"rank {rank} waits for ever, in {actions[len(own)]}, for {missing}")
     return spans
+
+
+def most_in_flight(actions: list[Action]) -> int:
+    """How many microbatches a rank holds at most between their forward and their backward; with chunks, each apart."""
+    held = most = 0
+    for action in actions:
+        held += 1 if action.kind == "forward" else -1
+        most = max(most, held)
+    return most

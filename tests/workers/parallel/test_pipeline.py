@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import MAX, Ranks
+from tests.workers.parallel.simulation import most_in_flight
 from workers.parallel import schedules
 from workers.parallel.boundaries import Boundaries, drawn, outlined
 from workers.parallel.phases import recorded
@@ -95,7 +96,7 @@ def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: st
         for key, gradient in gradients.items():
             assert (gradient - wanted[key]).abs().max() <= 1e-12, key
         seen |= set(gradients)
-        assert in_flight == schedules.most_in_flight(schedule[rank])
+        assert in_flight == most_in_flight(schedule[rank])
     assert seen == set(wanted)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.parallel.simulation import simulate
+from tests.workers.parallel.simulation import most_in_flight, simulate
 from workers.measure.formulas import pipelines as formulas
 from workers.parallel.schedules import (
     Action,
@@ -16,7 +16,6 @@ from workers.parallel.schedules import (
     gives,
     gpipe,
     interleaved,
-    most_in_flight,
     naive,
     needs,
     one_forward_one_backward,

@@ -51,7 +51,7 @@ def adamw_scratch_bytes(sizes: Sequence[int], itemsize: int) -> float:
     """What torch's AdamW adds on the CPU, where it steps parameters of these sizes one after another: the root of a
     second moment and that divided by its bias correction, and of the parameter before still the latter."""
     before = [0, *sizes]
-    return float(max(last + 2 * size for last, size in zip(before, sizes, strict=False)) * itemsize)
+    return float(max((last + 2 * size for last, size in zip(before, sizes, strict=False)), default=0) * itemsize)
 
 
 class Replicated:
