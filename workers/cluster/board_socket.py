@@ -22,12 +22,12 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OTHER_KEY = "sealed with another key"
 
 
-def send(udp: socket.socket, datagram: bytes, address: tuple[str, int]) -> None:
-    """Send one datagram; what the network loses is sent again by whoever needs it."""
+def send(udp: socket.socket, datagram: bytes, address: tuple[str, int]) -> int:
+    """Send one datagram; what the network loses is sent again by whoever needs it. Returns the bytes that left."""
     try:
-        udp.sendto(datagram, address)
+        return udp.sendto(datagram, address)
     except OSError:  # no route, a full buffer: as good as lost on the way
-        return
+        return 0
 
 
 def receive(udp: socket.socket) -> Iterator[tuple[bytes, tuple[str, int]]]:

@@ -62,7 +62,7 @@ class Watch(threading.Thread):
         # Hears of it, on this thread.
         self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005
         self._calls_begun: Callable[[], int] = lambda: 0
-        self.cpu_seconds = 0.0
+        self.cpu_seconds, self.woken = 0.0, 0
         self.post = Post(cluster)
         words = self.post.last_words(cluster.rank)
         last_words.leave(cluster.rank, words, cluster.socket.family, list(self.post.addresses.values()))
@@ -147,6 +147,7 @@ class Watch(threading.Thread):
         due = time.monotonic()
         while not self._ended.is_set():
             now = time.monotonic()
+            self.woken += 1
             self._listen(frozen_s=now - due)
             self._send_beat()
             if self._ending.is_set():

@@ -28,6 +28,7 @@ class Post:
     def __init__(self, cluster: Cluster) -> None:
         self._socket, self._token = cluster.socket, cluster.token
         self._seal, self._opener = cluster.seal, cluster.opener
+        self.sent_bytes = 0
         self.addresses = {
             rank: (member.ip, member.udp_port) for rank, member in cluster.members.items() if rank != cluster.rank
         }
@@ -39,7 +40,7 @@ class Post:
         """Send one message to every other rank."""
         datagram = self._seal.seal(message, self._token)
         for address in self.addresses.values():
-            send(self._socket, datagram, address)
+            self.sent_bytes += send(self._socket, datagram, address)
 
     def tell_verdict(self, verdict: Verdict, stopped: bool) -> None:
         """Send the words that this rank leaves by, or parts from others."""

@@ -1,0 +1,30 @@
+"""A rank of the lab that kills itself once it has come to a step: `python -m tests.workers.cluster.dying_rank PHASE STEP`.
+
+It stands still there for three heartbeats first, so that the others know where it was, however fast the machine is.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from workers.__main__ import main
+from workers.cluster.watch import PERIOD_S, Watch
+
+
+def die_at(phase: str, step: int) -> None:
+    """Let this process' watch kill it at `step` of `phase`."""
+    at = Watch.at
+
+    def then_die(watch: Watch, now: int, where: str) -> None:
+        at(watch, now, where)
+        if where == phase and now >= step:
+            time.sleep(3 * PERIOD_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Watch.at = then_die  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    die_at(sys.argv[1], int(sys.argv[2]))
+    sys.exit(main())
