@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from workers.cluster.signals import EXIT_CODES, Signals
+from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 
 LAST_WORDS_S = 90.0  # for the report of a broken run; a signal cuts it short
@@ -23,13 +24,13 @@ class Departure:
     """Ends this process once, whichever thread comes first."""
 
     def __init__(
-        self, signals: Signals, say: Callable[[str], None], on_verdict: Callable[[Verdict, list[int]], None]
+        self, signals: Signals, say: Callable[[str], None], on_verdict: Callable[[Verdict, Succession], None]
     ) -> None:
         self._signals, self._say, self._on_verdict = signals, say, on_verdict
         self._leaving = threading.Lock()
 
-    def leave(self, verdict: Verdict, survivors: list[int]) -> NoReturn:
-        """Say the verdict, let the entry point write it down, and exit with its code."""
+    def leave(self, verdict: Verdict, succession: Succession | None) -> NoReturn:
+        """Say the verdict, let the entry point write it down if there is anything to write, and exit with its code."""
         if not self._leaving.acquire(blocking=False):
             if verdict.exit_code in EXIT_CODES.values():
                 exit_now(verdict.exit_code)
@@ -39,7 +40,8 @@ class Departure:
         with contextlib.suppress(Exception):  # nobody reads what is printed
             self._say(verdict.sentence)
         with contextlib.suppress(Exception):  # a full disk must not keep a rank of a broken cluster alive
-            self._on_verdict(verdict, survivors)
+            if succession is not None:
+                self._on_verdict(verdict, succession)
         exit_now(verdict.exit_code)
 
     def _cut_short(self, exit_code: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from workers.cluster.pulse import count_at
 from workers.cluster.verdict import Seen
 
 
@@ -56,6 +57,7 @@ class Hearing:
         self.rank, self.lost_after_s = rank, lost_after_s
         self.peers = {other: Peer(heard_at=now) for other in ranks if other != rank}
         self.rows = {other: Row(fresh_at=now) for other in self.peers}
+        self.accepted = self.bound = 0  # masks of those that have come so far in the verdict: agreement.py
         self.ended = 0  # mask of those that came to a normal end
         self.killed: set[int] = set()  # by the kernel, as their last words tell
         self._count = 0
@@ -65,12 +67,13 @@ class Hearing:
 
     def beat(self, place: Place, memory_share: float | None, now: float) -> dict[str, Any]:
         """This rank's next heartbeat."""
-        self._count += 1
+        self._count = max(self._count + 1, count_at(now))
         rows = {str(rank): [row.count, row.mask] for rank, row in self.rows.items()}
         rows[str(self.rank)] = [self._count, to_mask(self.heard(now))]
         return {
             "kind": "beat", "rank": self.rank, "turn": place.turn, "calls": place.calls, "step": place.step, "phase": place.phase,
-            "in_phase_s": round(now - place.since, 2), "memory": memory_share, "ended": self.ended, "rows": rows,
+            "in_phase_s": round(now - place.since, 2), "memory": memory_share,
+            "accepted": self.accepted, "bound": self.bound, "ended": self.ended, "rows": rows,
         }  # fmt: skip
 
     def take(self, beat: dict[str, Any], now: float) -> None:
@@ -82,6 +85,8 @@ class Hearing:
         peer.turn, peer.calls = beat["turn"], beat["calls"]
         peer.seen = Seen(beat["step"], beat["phase"], beat["memory"])
         self.ended |= beat["ended"]
+        self.accepted |= beat["accepted"]
+        self.bound |= beat["bound"]
         for name, (count, mask) in beat["rows"].items():
             row = self.rows.get(int(name))
             if row is not None and count > row.count:

@@ -7,6 +7,7 @@ the wake-up descriptor is written by the handler in C. Must be opened and closed
 import select
 import signal
 import socket
+from contextlib import suppress
 
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
@@ -30,9 +31,14 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def wait(self, timeout_s: float, *others: socket.socket) -> signal.Signals | None:
-        """The first stop signal within `timeout_s`; None earlier if one of `others` can be read."""
-        ready, _, _ = select.select([self._receiver, *others], [], [], max(0.0, timeout_s))
+    def wake(self) -> None:
+        """End a `wait` that is under way, on another thread, with None."""
+        with suppress(OSError):  # it is full: whoever waits wakes anyway
+            self._sender.send(b"\0")
+
+    def wait(self, timeout_s: float) -> signal.Signals | None:
+        """The first stop signal within `timeout_s`; None earlier after `wake`."""
+        ready, _, _ = select.select([self._receiver], [], [], max(0.0, timeout_s))
         if self._receiver not in ready:
             return None
         return next((signal.Signals(number) for number in self._receiver.recv(64) if number in EXIT_CODES), None)

@@ -15,32 +15,34 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from workers.cluster import ClusterError, last_words
+from workers.cluster import last_words, name_ranks
+from workers.cluster.agreement import Agreement
 from workers.cluster.board import Board
 from workers.cluster.exiting import Departure
+from workers.cluster.failing import failed, may_be_a_loss
 from workers.cluster.going_on import Parting
-from workers.cluster.heartbeat import Hearing, Place, to_mask
+from workers.cluster.heartbeat import Hearing, Place, to_mask, to_ranks
 from workers.cluster.host import LINGER_S
+from workers.cluster.pulse import PERIOD_S
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.slowness import Slowness
+from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict, condemn
 from workers.cluster.watch_socket import SENT_TIMES, Post
-from workers.config import Config, ConfigError
+from workers.config import Config
 from workers.measure.cgroup import ContainerMemory
 from workers.report.records import Lost
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-PERIOD_S = 0.25
 FROZEN_S = 1.0  # the longest gap between two beats under four times as many busy threads as cores was 0.33 s
 START_GRACE_S = 1.0  # the others' watches start up to this much later
 SETTLE_S = 0.75  # a stamp, a beat and a look, a period each: then every table shows the same break
 FOLLOW_S = 0.5  # how long the others leave the word to the lowest survivor
 OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
-# Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
-BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "timed out", "peer", "in vain")
+AFTER = "after the verdict, which stands"
 
 
 class Watch(threading.Thread):
@@ -51,7 +53,7 @@ class Watch(threading.Thread):
         cluster: Cluster,
         config: Config,
         say: Callable[[str], None],
-        on_verdict: Callable[[Verdict, list[int]], None],
+        on_verdict: Callable[[Verdict, Succession], None],
     ) -> None:
         super().__init__(name="watch", daemon=True)
         self.cluster, self.config, self.say = cluster, config, say
@@ -67,6 +69,9 @@ class Watch(threading.Thread):
         words = self.post.last_words(cluster.rank)
         last_words.leave(cluster.rank, words, cluster.socket.family, list(self.post.addresses.values()))
         self._parting = Parting(self.hearing, self.post, say)
+        self._agreement = Agreement(self.hearing)
+        self._failure: tuple[Verdict, Verdict] | None = None  # of the main thread: own, and to the others
+        self.outlived: set[int] = set()  # the ranks that were lost after the verdict
         self._slowness = Slowness(now)
         self._pressure = ContainerMemory()
         self._broken_at: float | None = None
@@ -114,52 +119,81 @@ class Watch(threading.Thread):
         place = self.place
         return replace(place, calls=self._calls_begun() - place.calls)
 
+    def agree(self) -> None:
+        """Accept the verdict that rank 0 gave; returns once no rank can end otherwise.
+
+        Raises TimeoutError naming the ranks that have not accepted it in LAB_COLLECTIVE_TIMEOUT_S.
+        """
+        self._agreement.accept()
+        self._hurry()
+        if self.is_alive() and not self._agreement.wait(self.config.collective_timeout_s):
+            missing = self._agreement.missing() or self.hearing.peers
+            bound_s = self.config.collective_timeout_s
+            raise TimeoutError(f"waited for {name_ranks(missing)} at the verdict for {bound_s:g} s in vain")
+
     def finish(self) -> None:
         """A normal end: say goodbye until all who still run have heard it.
 
         Rank 0, the store's host, leaves last, though after LAB_COLLECTIVE_TIMEOUT_S it waits for nobody any more.
         """
-        now = time.monotonic()
-        self._end_by, self._hurry_until = now + self.config.collective_timeout_s, now + 2 * PERIOD_S
+        self._end_by = time.monotonic() + self.config.collective_timeout_s
         self._ending.set()
+        self._hurry()
         if self.is_alive():
             self._ended.wait()
         self._signals.close()
         self.post.close()
 
+    def _hurry(self) -> None:
+        """All come here at once as a rule: then quick beats save a quarter of a second; who is late disturbs nobody."""
+        self._hurry_until = time.monotonic() + 2 * PERIOD_S
+        self._signals.wake()
+
     def fail(self, error: BaseException) -> NoReturn:
-        """The main thread raised: end with the verdict on the rank that caused it, or as the one that failed."""
-        if self.hearing.peers and _may_be_a_loss(error):
+        """The main thread raised: end with the verdict on the rank that caused it, or as the one that failed.
+
+        The watch's thread does it, after it has heard what the others say: a rank that was paused and given up finds
+        its connections closed, and may not take that for a failure of its own.
+        """
+        suspects = may_be_a_loss(error)
+        if self.hearing.peers and suspects:
             # If it is one, the thread ends the process meanwhile.
             time.sleep(self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S)
         place = self._here()
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-        waited_for = self.hearing.behind(place, time.monotonic()) if _may_be_a_loss(error) else []
-        if waited_for:
-            text += f"; it waited for {', '.join(waited_for)}"
-        code = 2 if isinstance(error, ConfigError) else 3 if isinstance(error, ClusterError) else 1
-        sentence = f"rank {self.cluster.rank} failed at step {place.step} in {place.phase}: {text}"
-        lost = Lost(self.cluster.rank, place.step, f"failed: {text}")
-        self._leave(Verdict(code, sentence), Verdict(2 if code == 2 else 3, sentence, (lost,)))
+        waited_for = self.hearing.behind(place, time.monotonic()) if suspects else []
+        failure = failed(self.cluster.rank, place, error, waited_for)
+        if not self.is_alive():
+            self._end(*failure)
+        self._failure = failure
+        self._signals.wake()
+        while True:  # the thread ends the process
+            time.sleep(PERIOD_S)
 
     def run(self) -> None:
-        """Beat until the end."""
+        """Beat until the end; a watch that cannot go on ends its rank, which nobody else would."""
+        try:
+            self._beat_until_ended()
+        except Exception as error:
+            self._end(*failed(self.cluster.rank, replace(self.place, phase="its watch"), error, []))
+
+    def _beat_until_ended(self) -> None:
         due = time.monotonic()
         while not self._ended.is_set():
             now = time.monotonic()
             self.woken += 1
             self._listen(frozen_s=now - due)
+            self._agreement.look()
             self._send_beat()
+            if self._failure is not None:
+                self._end(*self._failure)
             if self._ending.is_set():
                 self._end_when_heard()
-            else:
+            elif not self._agreement.committed:
                 self._judge()
                 self._name_slow()
                 self.on_period(*self._work)
             self.cpu_seconds = time.thread_time()
-            # All leave at once as a rule: then quick goodbyes save a quarter of a second; who leaves late is not
-            # disturbed.
-            hurried = self._ending.is_set() and now < self._hurry_until
+            hurried = (self._ending.is_set() or self._agreement.under_way) and now < self._hurry_until
             due = now + (PERIOD_S / 10 if hurried else PERIOD_S)
             self._wait(due)
 
@@ -169,10 +203,10 @@ class Watch(threading.Thread):
             place, rank = self.place, self.cluster.rank
             sentence = f"rank {rank} was stopped by {number.name} at step {place.step} in {place.phase}"
             lost = Lost(rank, place.step, f"stopped by {number.name}")
-            self._leave(Verdict(EXIT_CODES[number], sentence), Verdict(3, sentence, (lost,)), stopped=True)
+            self._end(Verdict(EXIT_CODES[number], sentence), Verdict(3, sentence, (lost,)), stopped=True)
 
     def _send_beat(self) -> None:
-        self.post.tell(self.hearing.beat(self._here(), self._pressure.share(), time.monotonic()))
+        self.post.tell_beat(self.hearing.beat(self._here(), self._pressure.share(), time.monotonic()))
 
     def _listen(self, frozen_s: float) -> None:
         """Take in all that has come; after a freeze the verdict on this rank may be waiting there."""
@@ -182,7 +216,7 @@ class Watch(threading.Thread):
                 self.hearing.take(message, time.monotonic())
             elif message["kind"] == "killed":
                 self.hearing.killed.add(message["rank"])
-        if not self._ending.is_set():
+        if not (self._agreement.committed or self._ending.is_set()):
             for message in messages:
                 if message["kind"] == "verdict":
                     self._adopt(Verdict.from_json(message["verdict"]), message["stopped"])
@@ -191,7 +225,7 @@ class Watch(threading.Thread):
         desk = self.cluster.desk
         if desk is not None:
             desk.serve(self._parting.heard_at | {rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
-            if desk.board.refusal is not None and not self._ending.is_set():
+            if desk.board.refusal is not None and not self._agreement.bound:
                 self._turn_away(desk.board)
 
     def _turn_away(self, board: Board) -> None:
@@ -215,9 +249,10 @@ class Watch(threading.Thread):
             self._part(verdict)
             return
         own = verdict
-        if self.cluster.rank in {lost.rank for lost in verdict.lost}:
+        given_up = self.cluster.rank in {lost.rank for lost in verdict.lost}
+        if given_up:
             own = replace(verdict, sentence=f"rank {self.cluster.rank} was given up by the others: {verdict.sentence}")
-        self._leave(own, verdict, stopped)
+        self._leave(own, verdict, stopped, given_up)
 
     def _judge(self) -> None:
         now = time.monotonic()
@@ -231,10 +266,22 @@ class Watch(threading.Thread):
         speaker = min(set(hears) - lost or set(hears))
         if now - self._broken_at < SETTLE_S + (0.0 if speaker == self.cluster.rank else FOLLOW_S):
             return
-        if self._parting.allows(verdict):
+        if self._agreement.bound:
+            self._outlive(verdict)
+        elif self._parting.allows(verdict):
             self._part(verdict)
         else:
             self._leave(verdict, verdict)
+
+    def _outlive(self, verdict: Verdict) -> None:
+        """Ranks were lost that had accepted the verdict: it stands, and nobody waits for them."""
+        named, peers = {entry.rank for entry in verdict.lost}, set(self.hearing.peers)
+        lost = named & peers or peers - self.hearing.heard(time.monotonic())  # the one cut off may be this rank
+        self.say(f"{verdict.sentence}: {AFTER}")
+        self.outlived |= lost
+        for rank in lost:
+            self.hearing.forget(rank)  # its address stays: it may wake, and hear that the verdict stands
+        self._broken_at = None
 
     def _part(self, verdict: Verdict) -> None:
         if self._parting.part(verdict):
@@ -256,22 +303,27 @@ class Watch(threading.Thread):
             and not (peer.acknowledged >> rank & 1 and (rank != 0 or self.hearing.ended >> other & 1))
         ]  # fmt: skip
         if not waiting or now > self._end_by:
+            silent = set(self.hearing.peers) - to_ranks(self.hearing.ended) - set(waiting)
+            if silent and self._agreement.committed:
+                self.say(f"{name_ranks(silent)} lost: {AFTER}")
+                self.outlived |= silent
             for _ in range(SENT_TIMES):
                 self._send_beat()
             self._ended.set()
 
-    def _leave(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
+    def _end(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
+        """An end of this rank's own. If it is bound to the verdict it changes that for nobody else."""
+        if self._agreement.bound:
+            self.hearing.ended |= to_mask([self.cluster.rank])
+            for _ in range(SENT_TIMES):
+                self._send_beat()
+            self._departure.leave(own, None)
+        self._leave(own, to_others, stopped)
+
+    def _leave(self, own: Verdict, to_others: Verdict, stopped: bool = False, given_up: bool = False) -> NoReturn:
         """Tell the others and end the process."""
         self.post.tell_verdict(to_others, stopped)
         lost = {entry.rank for entry in to_others.lost}
         survivors = sorted(self.hearing.heard(time.monotonic()) & self.hearing.present() - lost)
-        self._departure.leave(own, survivors)
-
-
-def _may_be_a_loss(error: BaseException | None) -> bool:
-    """Whether a lost rank can be the cause of `error`, itself or in what it was raised from."""
-    while error is not None:
-        if isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in BLAMELESS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+        cut_off = self.cluster.rank in lost and own is to_others
+        self._departure.leave(own, Succession(survivors, self.hearing, self.post, given_up=given_up, cut_off=cut_off))

@@ -1,7 +1,8 @@
 """How a run ends: the last of its records brought together, judged and drawn, or its last words when the cluster broke
 underneath.
 
-Rank 0 judges a run that came through, and every rank returns its verdict. Of a broken cluster the lowest rank that
+Rank 0 judges a run that came through and lays verdict and report ready; only when all ranks have agreed on the verdict
+(cluster/agreement.py) are they put in place, and every rank returns it. Of a broken cluster the lowest rank that
 survives writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but a store may be
 gone.
 """
@@ -10,19 +11,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from workers.cluster.exchange import Exchange
+from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.lab import Lab
 from workers.rank.sections import Sections
 from workers.report import records
-from workers.report.journal import Journal
-from workers.report.judge import exit_code, judge, write_run
-from workers.report.latest import point_latest
+from workers.report.journal import Journal, Unwritable
+from workers.report.judge import exit_code, judge
 from workers.report.lines import BrokenRecord, read, read_run, to_line, write_atomically
 from workers.report.log import verdict_lines
+from workers.report.outcome import Outcome
 from workers.report.sentences import missed
 
 REPORT_TIMEOUT_S = 60
@@ -30,29 +33,36 @@ CONTROL = "tests/workers/rank/test_end.py::test_a_mistake_that_did_not_show_does
 LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 
 
-def conclude(lab: Lab, folder: Path, sections: Sections) -> int:
-    """Bring the rest of the records together, judge all on rank 0, and return the same exit code on every rank.
+def conclude(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[], None]) -> int:
+    """Bring the rest of the records together, judge all on rank 0, and return the same exit code on every rank, once
+    all ranks `agree` on it.
 
     A mistake that was made (LAB_BUG) has to be caught by the check that is meant for it: what did not show would pass
     for a check that held, and where that check did not run nothing could show.
     """
     if not sections.bring("records"):
-        return int(lab.exchange.share("verdict"))
-    by_rank = everything_written(sections, folder)
+        code = int(lab.exchange.share("verdict"))
+        agree()
+        return code
+    by_rank = everything_written(sections, outcome.folder)
     run = judge(by_rank)
     if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
         made = run["mistake"]
         lab.check("LAB_BUG", 1, 0, detail=f"{made['check']}, which sees {made['name']}, {how}", control=CONTROL)
         by_rank[lab.rank].append(lab.journal.records[-1])
         run = judge(by_rank)
-    write_run(folder, run)
-    point_latest(folder)
-    written = write_report(folder)
-    for line in verdict_lines(run, by_rank, written, sections.told):
-        lab.say(line)
+    outcome.lay_ready(run)
+    written = outcome.folder / "report.html" if draw(outcome.folder, outcome.page) else None
     # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has
     # it.
-    return int(lab.exchange.share("verdict", exit_code(run) if written else exit_code(run) or 1))
+    code = exit_code(run) if written else exit_code(run) or 1
+    lab.exchange.share("verdict", code)
+    agree()
+    outcome.publish()
+    with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
+        for line in verdict_lines(run, by_rank, written, sections.told):
+            lab.say(line)
+    return code
 
 
 def everything_written(sections: Sections, folder: Path) -> records.Ranks:
@@ -79,27 +89,35 @@ def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable
     watch.let_leave(left)
 
 
-def write_report(folder: Path) -> Path | None:
-    """Draw report.html in a child process, so that no rank imports Plotly; None if that failed."""
-    command = [sys.executable, "-m", "workers.report", "--page-only", str(folder)]
+def draw(folder: Path, page: Path) -> bool:
+    """Draw the report in a child process, so that no rank imports Plotly; whether it was written."""
+    command = [sys.executable, "-m", "workers.report", "--page-only", "--page", str(page), str(folder)]
     try:
         subprocess.run(command, check=True, timeout=REPORT_TIMEOUT_S, stdout=subprocess.DEVNULL)
     except (subprocess.SubprocessError, OSError):
-        return None
-    return folder / "report.html"
+        return False
+    return True
 
 
-def bury(verdict: Verdict, survivors: list[int], journal: Journal, rank: int) -> None:
-    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives."""
+def bury(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome) -> None:
+    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives.
+
+    A rank that was given up has no part in it: what it knows is as old as its last heartbeat.
+    """
+    if succession.given_up:
+        outcome.discard()
+        return
     for lost in verdict.lost:
         journal.write(lost)
     journal.write(records.Failed(verdict.exit_code, verdict.sentence))
-    folder = journal.folder
-    if folder is None or rank != min(survivors, default=rank):
+    if journal.folder is None or not succession.turn(outcome.claimed):
         return
-    write_run(folder, judge(last_words(folder, survivors) | {rank: journal.records}))
-    point_latest(folder)
-    write_report(folder)
+    run = judge(last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records})
+    mine = outcome.write(run)
+    succession.tell()
+    if mine:
+        outcome.discard()
+        draw(outcome.folder, outcome.folder / "report.html")
 
 
 def last_words(folder: Path, survivors: list[int]) -> records.Ranks:

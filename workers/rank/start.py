@@ -15,6 +15,7 @@ import torch.distributed as dist
 from workers.cluster import link
 from workers.cluster.exchange import Exchange
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
+from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.config import MAX_WORLD_SIZE, Config, ConfigError
@@ -33,6 +34,7 @@ from workers.rank.sections import Sections
 from workers.report import records
 from workers.report.claim import Taken, claim
 from workers.report.journal import Journal, put_aside
+from workers.report.outcome import Outcome
 from workers.report.progress import working
 from workers.workload import text
 
@@ -52,7 +54,8 @@ def be_rank(config: Config, started_at: float) -> int:
         journal.say(f"broken     {error}")
         return 3
     folder = config.runs_dir / cluster.run_id
-    watch = Watch(cluster, config, journal.say, lambda verdict, survivors: ended(verdict, survivors, journal, cluster))
+    outcome = Outcome(folder, cluster.token.hex())
+    watch = Watch(cluster, config, journal.say, partial(ended, journal=journal, outcome=outcome, cluster=cluster))
     watch.start()
     lab: Lab | None = None
     try:
@@ -89,12 +92,14 @@ def be_rank(config: Config, started_at: float) -> int:
         lab.at(config.steps, "report")
         write_dropped(journal, cluster)
         journal.write(records.End(lab.rank, started_at, lab.first_step_at, time.time(), watch.cpu_seconds))
-        code = conclude(lab, folder, sections)
+        code = conclude(lab, outcome, sections, watch.agree)
     except BaseException as error:
         if lab is not None and lab.rescue is not None and not isinstance(error, ConfigError | ClusterError):
             lab.rescue()
         return watch.fail(error)
     watch.finish()
+    if 0 in watch.outlived:  # after all had agreed, perhaps before it could put its verdict in place
+        outcome.publish()
     dist.destroy_process_group()
     return code
 
@@ -115,10 +120,11 @@ def hold(folder: Path, cluster: Cluster, config: Config) -> None:
         ) from None
 
 
-def ended(verdict: Verdict, survivors: list[int], journal: Journal, cluster: Cluster) -> None:
+def ended(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome, cluster: Cluster) -> None:
     """The cluster broke: what has come until then that was not believed, then the last words."""
-    write_dropped(journal, cluster)
-    bury(verdict, survivors, journal, cluster.rank)
+    if not succession.given_up:
+        write_dropped(journal, cluster)
+    bury(verdict, succession, journal, outcome)
 
 
 def write_dropped(journal: Journal, cluster: Cluster) -> None:

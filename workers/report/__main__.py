@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"{len(asked.runs)} runs were named: one is judged again, two are drawn together")
     if len(asked.runs) == 2 and (asked.junit or asked.page_only):
         parser().error("--junit and --page-only go with one run, and two were named")
+    if asked.page and not asked.page_only:
+        parser().error("--page says where --page-only writes, and --page-only is not there")
     try:
         judged = [(folder, *read_and_judge(folder)) for folder in asked.runs]
         if len(judged) == 2:
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"report     {write_comparison(*judged)}")
             return 0
         folder, run, records = judged[0]
-        return rebuild(folder, run, records, asked.junit, asked.page_only)
+        return rebuild(folder, run, records, asked.junit, asked.page_only, asked.page)
     except BrokenRecord as error:
         print(f"refused    {error}", file=sys.stderr)
         return 2
@@ -59,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--page-only", action="store_true", help="write report.html and nothing else; returns 0 if it was written"
     )
+    made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
     return made
 
 
@@ -71,11 +74,11 @@ def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
         raise BrokenRecord(f"{folder}: {error}") from None
 
 
-def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_only: bool) -> int:
+def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_only: bool, path: Path | None) -> int:
     """Write what was asked for, and print the verdict as rank 0 did."""
     from workers.report.page import write_page  # Plotly takes half a second: not for --help
 
-    page = write_page(folder, run, records)
+    page = write_page(folder, run, records, path)
     if page_only:
         return 0
     write_run(folder, run)

@@ -90,9 +90,14 @@ def exit_code(run: Run) -> int:
     return EXIT_CODES[run["verdict"]]
 
 
+def as_lines(run: Run) -> list[str]:
+    """The text of `run.json`; NaN and infinity become null, since JSON has no word for them."""
+    return [json.dumps(_finite(run), indent=1, allow_nan=False), "\n"]
+
+
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json`; NaN and infinity become null, since JSON has no word for them."""
-    write_atomically(folder / "run.json", [json.dumps(_finite(run), indent=1, allow_nan=False), "\n"])
+    """Write `run.json` in place of the one that is there: for a run that is over (outcome.py)."""
+    write_atomically(folder / "run.json", as_lines(run))
 
 
 def first(records: Ranks) -> Start:

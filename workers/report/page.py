@@ -33,9 +33,9 @@ MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
 MOST_BYTES = 4_990_000  # of a page; what the rest leaves of it goes to the timelines
 
 
-def write_page(folder: Path, run: Run, records: Ranks) -> Path:
-    """Write `report.html` into the folder of the run; returns its path."""
-    path = folder / "report.html"
+def write_page(folder: Path, run: Run, records: Ranks, path: Path | None = None) -> Path:
+    """Write `report.html` into the folder of the run, or to another path; returns it."""
+    path = path or folder / "report.html"
     write_atomically(path, [page(run, records)])
     return path
 

@@ -4,13 +4,16 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workers.cluster.board_socket import udp_socket
 from workers.cluster.launch import free_port
 
 TOP = Path(__file__).parents[3]
@@ -20,7 +23,7 @@ END_S = 45.0
 class Rank:
     """One started process, its lines as they come and the times at which they came."""
 
-    def __init__(self, command: list[str], variables: dict[str, str]) -> None:
+    def __init__(self, command: list[str], variables: dict[str, str], handed: Sequence[int] = ()) -> None:
         clean = {
             name: value
             for name, value in os.environ.items()
@@ -33,8 +36,9 @@ class Rank:
             "PYTHONPATH": str(TOP),
         }
         self.process = subprocess.Popen(
-            command, cwd=TOP, env=clean | quiet | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            command, cwd=TOP, env=clean | quiet | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, pass_fds=handed,
+        )  # fmt: skip
         self.lines: list[tuple[float, str]] = []
         self.ended_at = 0.0
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -45,6 +49,12 @@ class Rank:
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
         self.ended_at = time.monotonic()
+
+    def tell(self, line: str) -> None:
+        """A line of its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
 
     @property
     def text(self) -> str:
@@ -93,6 +103,21 @@ class Processes:
 
     def world(self, world_size: int, **how: Any) -> list[Rank]:
         return [self.rank(rank, world_size, **how) for rank in range(world_size)]
+
+    def watches(self, world_size: int, folder: Path, **variables: str) -> list[Rank]:
+        """Start `one_watch.py` as all ranks: they meet at once, without torch."""
+        sockets = [udp_socket(socket.AF_INET, "127.0.0.1") for _ in range(world_size)]
+        ports = [str(each.getsockname()[1]) for each in sockets]
+        for rank, each in enumerate(sockets):
+            environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"} | variables
+            command = [sys.executable, "-m", "tests.workers.cluster.one_watch", str(folder), str(each.fileno()), *ports]
+            self.all.append(Rank(command, environ, [each.fileno()]))
+            each.close()
+        for started in self.all:
+            started.until("up")
+        for started in self.all:
+            started.tell("start")
+        return self.all
 
     def run(self, command: list[str], variables: dict[str, str]) -> Rank:
         started = Rank(command, variables)

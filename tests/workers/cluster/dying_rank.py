@@ -9,7 +9,8 @@ import sys
 import time
 
 from workers.__main__ import main
-from workers.cluster.watch import PERIOD_S, Watch
+from workers.cluster.pulse import PERIOD_S
+from workers.cluster.watch import Watch
 
 
 def die_at(phase: str, step: int) -> None:
@@ -22,7 +23,7 @@ def die_at(phase: str, step: int) -> None:
             time.sleep(3 * PERIOD_S)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Watch.at = then_die  # type: ignore[method-assign]
+    Watch.at = then_die  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

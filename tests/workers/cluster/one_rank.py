@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
+from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.config import Config
@@ -33,8 +34,9 @@ def main(version: str, steps: int, deed: str) -> int:
         return 3
     say(f"joined {cluster.run_id} " + " ".join(f"{member.rank}@{member.ip}" for member in cluster.members.values()))
 
-    def on_verdict(verdict: Verdict, survivors: list[int]) -> None:
-        say(f"verdict {verdict.exit_code} lost {[lost.rank for lost in verdict.lost]} survivors {survivors}")
+    def on_verdict(verdict: Verdict, succession: Succession) -> None:
+        lost = [entry.rank for entry in verdict.lost]
+        say(f"verdict {verdict.exit_code} lost {lost} survivors {succession.survivors}")
 
     watch = Watch(cluster, config, say, on_verdict)
     heard, started = set[str](), time.monotonic()

@@ -14,10 +14,11 @@ from workers.cluster.board import STRANGER_S, Board, Claim, Member
 from workers.cluster.board_socket import Desk, send, udp_socket
 from workers.cluster.dropped import Dropped
 from workers.cluster.opening import Opener
+from workers.cluster.pulse import PERIOD_S
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.sealed import Seal
 from workers.cluster.verdict import Verdict
-from workers.cluster.watch import PERIOD_S, Watch
+from workers.cluster.watch import Watch
 from workers.config import Config
 
 CONFIG = Config(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1")  # type: ignore[call-arg]
@@ -70,7 +71,7 @@ def started() -> Iterator[Started]:
 def beat(started: Started) -> None:
     message: dict[str, Any] = {
         "kind": "beat", "rank": 1, "turn": 0, "calls": 0, "step": 0, "phase": "start", "in_phase_s": 0.0, "memory": None,
-        "ended": 0, "rows": {"1": [1, 3]},
+        "accepted": 0, "bound": 0, "ended": 0, "rows": {"1": [1, 3]},
     }  # fmt: skip
     send(started.of_member, Seal(KEY).seal(message, TOKEN), started.own.getsockname())
 

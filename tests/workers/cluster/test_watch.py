@@ -11,7 +11,8 @@ import pytest
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
 from workers.cluster.heartbeat import Place
-from workers.cluster.watch import PERIOD_S, Watch
+from workers.cluster.pulse import PERIOD_S
+from workers.cluster.watch import Watch
 from workers.cluster.watch_socket import SENT_TIMES
 
 NAMED_WITHIN_S = 5.0

@@ -14,6 +14,7 @@ from workers.rank.sections import Sections
 from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import read_run
+from workers.report.outcome import Outcome
 from workers.report.records import Check, End, Failed, Lost, Start, select
 
 
@@ -24,19 +25,37 @@ def broken_rank(folder: Path, rank: int) -> Journal:
     return journal
 
 
+def survivor(rank: int, writes: bool, given_up: bool = False) -> Any:
+    """In place of a Succession: whether it is this rank's turn."""
+    return SimpleNamespace(
+        rank=rank, survivors=[1, 2], given_up=given_up, turn=lambda _written: writes, tell=lambda: None
+    )
+
+
 def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    outcome = Outcome(folder, "token")
     verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
     journals = {rank: broken_rank(folder, rank) for rank in (0, 1, 2)}
-    bury(verdict, [1, 2], journals[2], 2)
+    bury(verdict, survivor(2, writes=False), journals[2], outcome)
     assert not (folder / "run.json").exists(), "rank 2 is not the lowest"
-    bury(verdict, [1, 2], journals[1], 1)
+    bury(verdict, survivor(1, writes=True), journals[1], outcome)
     assert (folder / "run.json").exists() and (folder / "report.html").exists()
     words = last_words(folder, [1, 2])
     assert {rank for rank, _ in select(words, Failed)} == {1, 2}
     run = judge(words)
     assert run["verdict"] == "lost"
     assert [(lost["rank"], lost["step"]) for lost in run["lost"]] == [(0, 5)]
+
+
+def test_a_rank_that_was_given_up_writes_no_word_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    journal, outcome = broken_rank(folder, 0), Outcome(folder, "token")
+    outcome.lay_ready({"verdict": "pass"})
+    verdict = Verdict(3, "rank 0 was given up by the others", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    bury(verdict, survivor(0, writes=True, given_up=True), journal, outcome)
+    assert [path.name for path in sorted(folder.iterdir())] == ["rank0.jsonl", "rank0.log"]
+    assert not list(select(read_run(folder), Failed))
 
 
 def test_a_survivor_without_words_is_not_waited_for_without_end(tmp_path: Path) -> None:
@@ -56,7 +75,7 @@ def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[
     exchange: Any = SimpleNamespace(gather=lambda _key, lines: [lines], share=lambda _key, code: code, world_size=1)
     lab: Any = SimpleNamespace(rank=0, exchange=exchange, journal=journal, say=lambda _line: None)
     lab.check, lab.mistake_for = partial(Lab.check, lab), lambda _check: ""
-    assert conclude(lab, folder, Sections(exchange, journal)) == 1
+    assert conclude(lab, Outcome(folder, "token"), Sections(exchange, journal), lambda: None) == 1
     run = json.loads((folder / "run.json").read_text())
     assert run == judge(read_run(folder)), "the records alone give the same verdict later"
     return run  # type: ignore[no-any-return]

@@ -1,0 +1,34 @@
+"""A rank whose main thread raised: what it ends with, what others say of it, and whether a loss may be the cause."""
+
+from collections.abc import Iterable
+
+from workers.cluster import ClusterError
+from workers.cluster.heartbeat import Place
+from workers.cluster.verdict import Verdict
+from workers.config import ConfigError
+from workers.report.records import Lost
+
+# Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
+BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer", "in vain")
+
+
+def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
+    """The verdict that `rank` ends with, and the one that it tells the others."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+    if waits := ", ".join(waited_for):
+        text += f"; it waited for {waits}"
+    code = 2 if isinstance(error, ConfigError) else 3 if isinstance(error, ClusterError) else 1
+    sentence = f"rank {rank} failed at step {place.step} in {place.phase}: {text}"
+    lost = Lost(rank, place.step, f"failed: {text}")
+    return Verdict(code, sentence), Verdict(2 if code == 2 else 3, sentence, (lost,))
+
+
+def may_be_a_loss(error: BaseException | None) -> bool:
+    """Whether a lost rank can be the cause of `error`, itself or in what it was raised from."""
+    while error is not None:
+        if isinstance(error, ConnectionError):
+            return True
+        if isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in BLAMELESS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
