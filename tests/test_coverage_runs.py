@@ -32,10 +32,10 @@ PROVEN = r"proof +float64, against one process +gradients +weights +losses"
 TINY_COMPRESS = "LAB_DEPTH=1"
 ALIKE = "LAB_SLEEP_MS=30 LAB_STEPS=3"  # microbatches as long as each other: on busy cores one is too short to be drawn
 HOLDS = {
-    "RUN_MODE=comm": Shown((r"\nall_to_all", r"a ring all_reduce|A ring all_reduce", r"all_reduce")),
-    "RUN_MODE=comm LAB_VARIANT=server": Shown((r"server: \(N-1\)",)),
-    "RUN_MODE=comm LAB_VARIANT=ring": Shown((r"ring: 2\(N-1\)/N", r"add", r"copy")),
-    "RUN_MODE=comm LAB_BUG=wrong_backward": Shown((r"WRONG",), "gradients", "LAB_VARIANT=ring"),
+    "RUN_MODE=comm": Shown((r"\nall_to_all", r"A ring all_reduce", r"all_reduce"), more="LAB_SWEEP_MIB=0.25"),
+    "RUN_MODE=comm LAB_VARIANT=server": Shown((r"server: \(N-1\)",), more="LAB_SWEEP_MIB=0.25"),
+    "RUN_MODE=comm LAB_VARIANT=ring": Shown((r"ring: 2\(N-1\)/N", r"add", r"copy"), more="LAB_SWEEP_MIB=0.25"),
+    "RUN_MODE=comm LAB_BUG=wrong_backward": Shown((r"WRONG",), "gradients", "LAB_VARIANT=ring LAB_SWEEP_MIB=0.25"),
     "RUN_MODE=train": Shown((r"dealt twice, so that shards are equally long|no sample dealt twice", r"Local data")),
     "RUN_MODE=train LAB_BUG=no_set_epoch": Shown((), "reshuffled"),
     "RUN_MODE=train LAB_BUG=no_sampler": Shown((), "shards"),

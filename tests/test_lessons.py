@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.comm import demo
 from experiments.dp import OneByOne, line
 from experiments.dp.remedies import COLUMNS, row
 from tests.ranks import Ranks
+from workers.measure.formulas.collectives import all_reduce_rounds
 from workers.measure.formulas.sharding import MIXED_PRECISION, mixed_precision_bytes
 from workers.parallel import rates
 from workers.parallel.buckets import GradientBuckets
@@ -154,9 +154,7 @@ def test_first_lesson_a_mean_of_means_weighs_a_shard_of_6_by_a_third_more_than_o
 
 
 def test_first_lesson_a_ring_of_four_takes_3_rounds_and_3() -> None:
-    rounds = demo.ring_rounds(4)
-    assert [action for action, _ in rounds] == ["add"] * 3 + ["copy"] * 3
-    assert rounds[0][1] == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 0, 3)]  # round 1: worker r sends chunk r to r + 1
+    assert all_reduce_rounds("ring", 4) == 3 + 3  # who sends which chunk: test_comm.py::test_the_rings_rounds
 
 
 def test_second_lessons_rule_of_memory_forgets_half() -> None:

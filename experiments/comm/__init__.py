@@ -6,30 +6,40 @@ busiest link. The algorithms of workers/parallel give the same sum to every rank
 
   predicted   S = bytes of the tensor, N = ranks; bytes sent by a rank in an all_reduce
               ring, direct   2(N-1)/N·S  under 2·S for every N, in 2(N-1) rounds (ring) or 2 (direct; 1 for N = 2)
-              tree           2(N-1)/N·S  in 2·log2 N rounds; 2·S more beside it where N is no power of two
+              tree           2(N-1)/N·S  in 2·log2 N rounds; 2·S more beside it where N is no power of two. It is
+                             Rabenseifner's halving and doubling; NCCL's tree is another one, of two binary trees
               server         (N-1)·S on rank 0, which grows with N: the wall of a parameter server
               gloo           2(N-1)/N·S, and for its reduce_scatter twice what is needed
   shapes      x [2], rows [N, 2] for the primitives; [S/4] float32 in the sweep
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from experiments.comm import demo, gradients, primitives, sweep
-from experiments.comm.demo import Rounds, ring_rounds
 from experiments.comm.gradients import Convention, as_it_is
 from experiments.comm.mistakes import MISTAKES
 from workers.config import Config
+from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Variant
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.parallel.collectives import ALGORITHMS, Algorithm, Collective
 from workers.parallel.peers import split
 
 PREDICTED_BYTES = 4 << 20
+
+
+class Options(ModeOptions):
+    """What this mode alone knows."""
+
+    sweep_mib: float = Field(
+        64, alias="LAB_SWEEP_MIB", ge=0.25, le=64, description="MiB of the largest tensor that comm sweeps"
+    )
 
 
 def naive(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -51,20 +61,20 @@ def naive(tensor: Tensor, group: dist.ProcessGroup) -> None:
         dist.recv(tensor, group=group, group_src=0)
 
 
-def everyones_sum(lab: Lab) -> None:
-    """The naive all_reduce beside the variants: rank r puts in 10^r everywhere, and every rank has to hold 1...1 in the
-    end."""
+def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
+    """The naive all_reduce beside the variants, on the numbers of the ring."""
     ways: dict[str, Callable[[Tensor], object]] = {"naive": lambda tensor: naive(tensor, lab.group)}
-    ways |= {name: sweep.collective(lab.group, name).all_reduce for name in lab.mode.names if lab.wants(name)}
-    wanted, rows = sum(10**rank for rank in range(lab.world_size)), []
+    ways |= {name: collective.all_reduce for name, collective in collectives.items()}
+    rows, control = [], "tests/experiments/test_comm.py::test_a_sum_that_rank_0_keeps_is_seen"
     for name, all_reduce in ways.items():
         lab.at(0, f"the sum by {name}")
-        tensor = torch.full((2 * lab.world_size + 1,), 10**lab.rank, device=lab.device)
+        tensor, wanted = demo.marked(lab)
         all_reduce(tensor)
         held = demo.digits(split(tensor, lab.world_size))
-        lab.check("sum", float((tensor - wanted).abs().max()), 0.0, detail=f"{name}: {held} where {wanted} is right")
+        lab.check("sum", float((tensor - wanted).abs().max()), 0.0, name, f"{held} in the end", control=control)
         rows.append([name, held])
-    lab.table("One all_reduce in every way: rank r puts in 10^r", ["by", "rank 0 then holds, chunk by chunk"], rows)
+    title = "One all_reduce in every way: in chunk c rank r puts in (c+1)·10^r"
+    lab.table(title, ["by", "rank 0 then holds, chunk by chunk"], rows)
 
 
 # --- the run ---
@@ -88,7 +98,9 @@ def predict(config: Config) -> list[Prediction]:
     ]  # fmt: skip
 
 
-def run(lab: Lab, rounds: Rounds = ring_rounds, backward_of: Convention = as_it_is) -> None:
+def run(
+    lab: Lab, algorithms: Mapping[str, Algorithm] = ALGORITHMS, backward_of: Convention = as_it_is
+) -> None:  # fmt: skip
     """The lesson, from one message to the price of the largest."""
     for prediction in predict(lab.config):
         lab.say(
@@ -99,18 +111,24 @@ def run(lab: Lab, rounds: Rounds = ring_rounds, backward_of: Convention = as_it_
     primitives.forward(lab)
     gradients.backward(lab, backward_of)
     demo.broadcast_slice_gather(lab)
-    everyones_sum(lab)
-    demo.ring(lab, rounds)
-    sweep.run(lab)
+    collectives = {
+        name: Collective(lab.group, "backend" if name in MODE.by_torch else name, algorithms)
+        for name in MODE.names
+        if lab.wants(name)
+    }
+    everyones_sum(lab, collectives)
+    demo.ring(lab, algorithms["ring"])
+    sweep.run(lab, collectives, int(lab.config.own(Options).sweep_mib * sweep.MIB))
 
 
 MODE = Mode(
+    options=Options,
     variants=(
         Variant("gloo", by_torch=True),
         Variant("ring"),  # round the ring, a chunk at a time: workers/parallel/ring.py
         Variant("direct"),  # all to all at once: direct.py beside it
-        Variant("tree"),  # halves, quarters, ... and back: tree.py
-        Variant("server"),  # through rank 0: server.py
+        Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
+        Variant("server"),  # through rank 0: rooted.py
     ),
     run=run,
     title=title,
@@ -121,8 +139,9 @@ MODE = Mode(
     reading=(
         "experiments/comm/__init__.py: an all_reduce of sends and receives, naive, and what a run goes through",
         "experiments/comm/primitives.py and gradients.py: who holds what before and after, and what comes back",
-        "experiments/comm/demo.py: the lesson's broadcast, slice and gather, and a ring chunk by chunk",
-        "workers/parallel/peers.py, then ring.py, direct.py, tree.py or server.py beside it: a variant is the two",
+        "experiments/comm/demo.py: the lesson's broadcast, slice and gather, and the ring message by message",
+        "workers/parallel/peers.py, then ring.py, direct.py, tree.py or rooted.py beside it: a variant is the two",
+        "experiments/comm/contents.py: what goes in and has to come out, by rank, place and repeat",
         "experiments/comm/sweep.py: latency, bandwidth and bytes from 1 KiB to 64 MiB",
     ),
 )

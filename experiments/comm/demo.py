@@ -1,20 +1,18 @@
 """Two small programs to follow number by number: the lesson's broadcast, slice and gather, and a ring all_reduce.
 
 The demo slices with `tensor_split`: the lesson's `len // N` loses the remainder where N does not divide 4, and gives
-ranks beyond 4 nothing to say. In the ring rank r puts in 10^r everywhere, so the digits of a sum tell whose parts it
-holds.
+ranks beyond 4 nothing to say. The ring is the variant's own (workers/parallel/ring.py): its messages tell by their
+digits which chunk they are and whose parts they hold.
 """
-
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from workers.lab import Lab
-from workers.parallel.collectives import Collective
-from workers.parallel.peers import split
+from workers.parallel import ring as ring_by_hand
+from workers.parallel.collectives import Algorithm, Collective
+from workers.parallel.peers import Addressed, Message, Peers, Pending, split
 
 
 def broadcast_slice_gather(lab: Lab) -> None:
@@ -34,63 +32,52 @@ def broadcast_slice_gather(lab: Lab) -> None:
     lab.say(f"rank {lab.rank} final gathered result: {full_result.tolist()}", all_ranks=True)
     numbers = torch.arange(4) + 36 + lab.config.seed
     wanted = torch.cat([part * (rank + 1) for rank, part in enumerate(split(numbers, lab.world_size))])
-    lab.check("demo", float((full_result.cpu() - wanted).abs().max()), 0.0, detail=f"gathered {full_result.tolist()}")
+    wrong = float((full_result.cpu() - wanted).abs().max())
+    control = "tests/experiments/test_comm.py::test_a_wrong_primitive_is_seen"
+    lab.check("demo", wrong, 0.0, detail=f"gathered {full_result.tolist()}", control=control)
 
 
-class Move(NamedTuple):
-    """In one round of the ring: `sender` passes `chunk` on to `receiver`."""
+class Told(Peers):
+    """Peers that note the messages of each round: (receiver, first number of what is sent)."""
 
-    sender: int
-    receiver: int
-    chunk: int
+    def __init__(self, group: dist.ProcessGroup, chunks: list[Tensor]) -> None:
+        super().__init__(group)
+        self.chunks, self.sent, self.held = chunks, list[tuple[int, int]](), list[str]()
 
-
-Rounds: TypeAlias = Callable[[int], list[tuple[str, list[Move]]]]  # of a world of so many ranks
-
-
-def ring_rounds(world_size: int) -> list[tuple[str, list[Move]]]:
-    """Each round of a ring all_reduce: what its receivers do, and who sends which chunk to whom."""
-    ranks = range(world_size)
-    add = [
-        [Move(rank, (rank + 1) % world_size, (rank - turn) % world_size) for rank in ranks]
-        for turn in range(world_size - 1)
-    ]
-    copy = [
-        [Move(rank, (rank + 1) % world_size, (rank + 1 - turn) % world_size) for rank in ranks]
-        for turn in range(world_size - 1)
-    ]
-    return [("add", moves) for moves in add] + [("copy", moves) for moves in copy]
+    def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
+        """As `Peers.post`; what the chunks hold now is what the round before left."""
+        sends = list(sends)
+        self.held.append(digits(self.chunks))
+        self.sent += [(peer, int(tensor[0])) for peer, tensor in sends]
+        return super().post(tag, receives, sends)
 
 
-def ring(lab: Lab, rounds: Rounds = ring_rounds) -> None:
-    """A ring all_reduce of 2N + 1 numbers, told round by round."""
-    tensor = torch.full((2 * lab.world_size + 1,), 10**lab.rank, device=lab.device)
+def marked(lab: Lab) -> tuple[Tensor, Tensor]:
+    """2N + 1 numbers to sum, and their sum: in chunk c rank r puts in (c+1)·10^r, so the digit names the chunk, and its
+    places the ranks whose parts are in it."""
+    ranks, digit = range(lab.world_size), torch.empty(2 * lab.world_size + 1, dtype=torch.long, device=lab.device)
+    for number, chunk in enumerate(split(digit, lab.world_size), 1):
+        chunk.fill_(number)
+    return digit * 10**lab.rank, digit * sum(10**rank for rank in ranks)
+
+
+def ring(lab: Lab, algorithm: Algorithm = ring_by_hand) -> None:
+    """The ring all_reduce of the variant `ring`, told round by round."""
+    tensor, wanted = marked(lab)
     chunks = split(tensor, lab.world_size)
-    rows: list[list[object]] = [["", "", "", digits(chunks)]]
-    for number, (action, moves) in enumerate(rounds(lab.world_size), 1):
-        lab.at(number, "ring")
-        play(lab, action, moves, chunks)
-        told = ", ".join(f"{move.sender} -> {move.receiver}: chunk {move.chunk}" for move in moves)
-        rows.append([number, action, told, digits(chunks)])
-    lab.table(
-        "A ring all_reduce, round by round", ["round", "receivers", "who sends which chunk", "rank 0 then holds"], rows
-    )
-    wanted = sum(10**rank for rank in range(lab.world_size))
-    lab.check("ring", float((tensor - wanted).abs().max()), 0.0, detail=f"{digits(chunks)} where {wanted} is right")
-
-
-def play(lab: Lab, action: str, moves: list[Move], chunks: list[Tensor]) -> None:
-    """This rank's two moves of a round: the receive is posted before the send, or all would wait for all."""
-    sent = next(move for move in moves if move.sender == lab.rank)
-    received = next(move for move in moves if move.receiver == lab.rank)
-    arriving = torch.empty_like(chunks[received.chunk])
-    operations = [
-        dist.P2POp(dist.irecv, arriving, group=lab.group, group_peer=received.sender),
-        dist.P2POp(dist.isend, chunks[sent.chunk].clone(), group=lab.group, group_peer=sent.receiver),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    chunks[received.chunk].copy_(arriving + chunks[received.chunk] if action == "add" else arriving)
+    peers = Told(lab.group, chunks)
+    lab.at(0, "ring")
+    Pending(algorithm.all_reduce(peers, tensor)).wait()
+    held = [*peers.held, digits(chunks)]
+    rows: list[list[object]] = [["", "", "", held[0]]]
+    finished = set(wanted.tolist())
+    for number, moves in enumerate(zip(*lab.exchange.everyone("ring", peers.sent), strict=True), 1):
+        told = ", ".join(f"{sender} -> {receiver}: {value}" for sender, (receiver, value) in enumerate(moves))
+        action = "copy" if {value for _, value in moves} <= finished else "add"
+        rows.append([number, action, told, held[number]])
+    columns = ["round", "receivers", "who sends what to whom", "rank 0 then holds"]
+    lab.table("A ring all_reduce, round by round: the digit is the chunk, its places are the ranks", columns, rows)
+    lab.check("ring", float((tensor - wanted).abs().max()), 0.0, detail=f"{digits(chunks)} in the end")
 
 
 def digits(chunks: list[Tensor]) -> str:

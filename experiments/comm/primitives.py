@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.comm.contents import poisoned
 from workers.lab import Lab
+from workers.measure.difference import larger
 from workers.parallel import differentiable as ours
 
 ROOT = 0
@@ -93,26 +95,29 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-def inputs(lab: Lab, primitive: Primitive) -> list[Tensor]:
+def inputs(lab: Lab, primitive: Primitive, repeat: int = 0) -> list[Tensor]:
     """What each rank puts in: rank r's tensor holds 10·(r+1), 10·(r+1)+1, ..., so that one sees where a number came
-    from."""
+    from; a hundred more in each repeat."""
     shape = (lab.world_size, 2) if primitive.rows else (2,)
     numel = 2 * lab.world_size if primitive.rows else 2
     return [
-        (torch.arange(numel, dtype=torch.float64, device=lab.device) + 10 * (rank + 1)).reshape(shape)
+        (torch.arange(numel, dtype=torch.float64, device=lab.device) + 10 * (rank + 1) + 100 * repeat).reshape(shape)
         for rank in range(lab.world_size)
     ]
 
 
 def forward(lab: Lab) -> None:
-    """What each rank holds before and after, printed and checked."""
-    rows = []
+    """What each rank holds before and after, printed and checked; twice, in memory that is NaN before it is written."""
+    rows, control = [], "tests/experiments/test_comm.py::test_a_wrong_primitive_is_seen"
     for primitive in PRIMITIVES:
         lab.at(0, primitive.name)
-        before = inputs(lab, primitive)
-        after = primitive.call(before[lab.rank], lab.group, "own")
-        wanted = primitive.dense(before)
-        lab.check("forward", off(after, wanted[lab.rank]), 0.0, detail=primitive.name)
+        wrong = 0.0
+        for repeat in (1, 0):
+            before = inputs(lab, primitive, repeat)
+            with poisoned():
+                after = primitive.call(before[lab.rank], lab.group, "own")
+            wrong = larger(wrong, off(after, primitive.dense(before)[lab.rank]))
+        lab.check("forward", wrong, 0.0, detail=primitive.name, control=control)
         shown = lab.exchange.gather(primitive.name, text(after))
         rows += [
             [primitive.name if rank == 0 else "", rank, text(before[rank]), held]

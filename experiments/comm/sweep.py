@@ -7,21 +7,19 @@ into a latency α of a round and a bandwidth B of the busiest link.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
+from experiments.comm.contents import Trial, uneven
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS
 from workers.measure.formulas import collectives as formulas
 from workers.measure.formulas.messages import all_reduce_messages, half_messages, wire_tolerance
 from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
 from workers.parallel.collectives import Collective, pick
-from workers.parallel.peers import split
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -59,6 +57,7 @@ class Cost:
 
     rounds_s: list[float] = field(default_factory=list)
     wire_bytes: float | None = None
+    off: float = 0.0  # the largest difference that any call left
 
     @property
     def seconds(self) -> float:
@@ -69,44 +68,46 @@ class Cost:
 Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
 
 
-def run(lab: Lab) -> None:
-    """Sweep, hold the bytes against the formula, and show where the time goes."""
-    variants = [name for name in lab.mode.names if lab.wants(name)]
-    collectives = {name: collective(lab.group, name) for name in variants}
+def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> None:
+    """Sweep, hold the contents and the bytes against the formula, and show where the time goes."""
+    variants, sizes = list(collectives), [nbytes for nbytes in SIZES if nbytes <= largest_bytes]
     costs: Costs = {}
-    for index, nbytes in enumerate(SIZES):
+    for index, nbytes in enumerate(sizes):
         for op in BYTES:
             lab.at(index, f"{op} of {size(nbytes)}")
             costs |= {(op, nbytes, name): cost for name, cost in price(lab, op, nbytes, collectives).items()}
+    check_contents(lab, costs, collectives)
     compare(lab, costs)
     for op in BYTES:
         timed = [name for name in variants if op == "all_reduce" or name in TIMED_HALVES]
         if timed:
-            tables(lab, op, costs, timed)
+            tables(lab, op, costs, timed, sizes)
     if lab.world_size > 1:
-        fits(lab, costs, variants)
-        wall(lab, costs, variants)
+        fits(lab, costs, variants, sizes)
+        wall(lab, costs, variants, sizes[-1])
 
 
-def collective(group: dist.ProcessGroup, variant: str) -> Collective:
-    """The collectives of one variant."""
-    return Collective(group, "backend" if variant == "gloo" else variant)
+def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective]) -> dict[str, Cost]:
+    """The bytes of one call, which also warms up, and the time of a few rounds in which the variants take turns.
 
-
-def price(lab: Lab, op: str, nbytes: int, collectives: dict[str, Collective]) -> dict[str, Cost]:
-    """The bytes of one call, which also warms up, and the time of a few rounds in which the variants take turns."""
-    whole = torch.zeros(even(nbytes, lab.world_size) // 4, device=lab.device)
-    chunk = torch.zeros_like(split(whole, lab.world_size)[lab.rank])
+    Each call has numbers of its own; they are laid out before what is timed, and what came of them is looked at after.
+    """
+    repeats = max(1, min(16, REPEATED_BYTES // nbytes))
+    numel = even(nbytes, lab.world_size) // 4
+    trials = [Trial.of(op, lab.rank, lab.world_size, numel, lab.device) for _ in range(repeats)]
     timed = [name for name in collectives if op == "all_reduce" or name in TIMED_HALVES]
     costs = {name: Cost() for name in collectives if name in timed or nbytes in COMPARED}
     for name, cost in costs.items():
+        prepare(trials[:1], collectives[name], 0)
         with lab.count() as traffic:
-            call(collectives[name], op, whole, chunk)
+            trials[0].run(collectives[name])
         cost.wire_bytes = traffic.wire_bytes if traffic.wire_error is None else None
-    for _ in range(3 if nbytes < 16 * MIB else 2):
+        cost.off = trials[0].off()
+    for turn in range(3 if nbytes < 16 * MIB else 2):
         for name in timed:
-            run_once = partial(call, collectives[name], op, whole, chunk)
-            costs[name].rounds_s.append(lab.seconds(run_once, max(1, min(16, REPEATED_BYTES // nbytes))))
+            prepare(trials, collectives[name], 1 + turn * repeats)
+            costs[name].rounds_s.append(lab.seconds(partial(run_next, iter(trials), collectives[name]), repeats))
+            costs[name].off = max(costs[name].off, *(trial.off() for trial in trials))
     everyone = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
     slowest = [max(seconds) for seconds in zip(*everyone, strict=True)]
     for cost in costs.values():
@@ -114,14 +115,28 @@ def price(lab: Lab, op: str, nbytes: int, collectives: dict[str, Collective]) ->
     return costs
 
 
-def call(variant: Collective, op: str, whole: Tensor, chunk: Tensor) -> None:
-    """`op` on `whole`, of which `chunk` is this rank's part."""
-    if op == "all_reduce":
-        variant.all_reduce(whole)
-    elif op == "reduce_scatter":
-        variant.reduce_scatter(chunk, whole)
-    else:
-        variant.all_gather(whole, chunk)
+def prepare(trials: list[Trial], collective: Collective, first: int) -> None:
+    """New numbers for each call, from repeat `first` on, and scratch memory that holds none of the last ones."""
+    for repeat, trial in enumerate(trials, first):
+        trial.prepare(repeat)
+    collective.peers.spoil()
+
+
+def run_next(trials: Iterator[Trial], collective: Collective) -> None:
+    """One of several calls in a row."""
+    next(trials).run(collective)
+
+
+def check_contents(lab: Lab, costs: Costs, collectives: Mapping[str, Collective]) -> None:
+    """What every call left, at all sizes of the sweep and at lengths that nothing divides, is the formula's."""
+    for name, collective in collectives.items():
+        for op in BYTES:
+            lab.at(0, f"contents of {op} by {name}")
+            worst = max(
+                uneven(collective, op, lab.device),
+                *(cost.off for (other, _, of), cost in costs.items() if (other, of) == (op, name)),
+            )
+            lab.check("contents", worst, 0.0, variant=name, detail=f"{op}, every call at every size")
 
 
 def compare(lab: Lab, costs: Costs) -> None:
@@ -144,11 +159,11 @@ def messages(op: str, name: str, world_size: int, nbytes: int, rank: int) -> int
     return half_messages(name, op, world_size, nbytes, rank)
 
 
-def tables(lab: Lab, op: str, costs: Costs, variants: list[str]) -> None:
+def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> None:
     """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's."""
     factor = formulas.busbw_factor(op, lab.world_size)
     rows: list[list[object]] = []
-    for nbytes in SIZES:
+    for nbytes in sizes:
         picked = pick(op, nbytes, lab.world_size).replace("backend", "gloo")
         for name in variants:
             cost, whole = costs[op, nbytes, name], even(nbytes, lab.world_size)
@@ -161,22 +176,22 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str]) -> None:
                 [size(nbytes), name, f"{cost.seconds * 1e6:.0f}", *speed, *bytes_, "picked" if name == picked else ""]
             )
     lab.table(op, ["size", "variant", "us", "algbw GB/s", "busbw GB/s", "predicted B", "wire B", "by size"], rows)
-    megabytes = [nbytes / 1e6 for nbytes in SIZES]
-    times = {name: [costs[op, nbytes, name].seconds for nbytes in SIZES] for name in variants}
+    megabytes = [nbytes / 1e6 for nbytes in sizes]
+    times = {name: [costs[op, nbytes, name].seconds for nbytes in sizes] for name in variants}
     milliseconds = {name: [megabytes, [seconds * 1e3 for seconds in column]] for name, column in times.items()}
     busbw = {
-        name: [megabytes, [factor * nbytes / seconds / 1e9 for nbytes, seconds in zip(SIZES, column, strict=True)]]
+        name: [megabytes, [factor * nbytes / seconds / 1e9 for nbytes, seconds in zip(sizes, column, strict=True)]]
         for name, column in times.items()
     }
     lab.chart(f"{op}: time of a call", "MB", "ms", milliseconds, log_x=True, log_y=True)
     lab.chart(f"{op}: busbw", "MB", "GB/s", busbw, log_x=True)
 
 
-def fits(lab: Lab, costs: Costs, variants: list[str]) -> None:
+def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
     """Latency of a round and bandwidth of the busiest link, for each algorithm's all_reduce."""
     rows: list[list[object]] = []
     for name in variants:
-        times = [costs["all_reduce", nbytes, name].seconds for nbytes in SIZES]
+        times = {nbytes: costs["all_reduce", nbytes, name].seconds for nbytes in sizes}
         latency_s, bytes_per_s, off = fit(name, lab.world_size, times)
         rounds = formulas.all_reduce_rounds(name, lab.world_size)
         rows.append([name, rounds, shown(latency_s * 1e6), shown(bytes_per_s / 1e9), f"{off:.0%}"])
@@ -184,18 +199,19 @@ def fits(lab: Lab, costs: Costs, variants: list[str]) -> None:
     lab.table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], rows)
 
 
-def fit(name: str, world_size: int, times: list[float]) -> tuple[float, float, float]:
-    """(α, B, median relative error) by least squares of the relative errors, since times span five powers of ten."""
+def fit(name: str, world_size: int, times: Mapping[int, float]) -> tuple[float, float, float]:
+    """(α, B, median relative error) by least squares of the relative errors, since times span five powers of ten;
+    `times` are seconds by bytes."""
     rounds = formulas.all_reduce_seconds(name, world_size, 0, 1.0, 1.0)
-    serial = [formulas.all_reduce_seconds(name, world_size, nbytes, 0.0, 1.0) for nbytes in SIZES]
-    terms = torch.tensor([[rounds / t, sent / t] for sent, t in zip(serial, times, strict=True)], dtype=torch.float64)
+    serial = {nbytes: formulas.all_reduce_seconds(name, world_size, nbytes, 0.0, 1.0) for nbytes in times}
+    terms = torch.tensor([[rounds / t, serial[nbytes] / t] for nbytes, t in times.items()], dtype=torch.float64)
     ones = torch.ones(len(times), 1, dtype=torch.float64)
     latency_s, s_per_byte = torch.linalg.lstsq(terms, ones).solution.flatten().tolist()
     off = statistics.median(abs(row[0] * latency_s + row[1] * s_per_byte - 1) for row in terms.tolist())
     return latency_s, 1 / s_per_byte, off
 
 
-def wall(lab: Lab, costs: Costs, variants: list[str]) -> None:
+def wall(lab: Lab, costs: Costs, variants: list[str], largest: int) -> None:
     """The busiest rank's bytes over S, for any N by the formula, and as counted on rank 0 at this one."""
     worlds = list(range(2, 9))
     series = {
@@ -206,9 +222,9 @@ def wall(lab: Lab, costs: Costs, variants: list[str]) -> None:
         for name in ("ring", "tree", "server")
     }
     for name in ("ring", "server"):
-        counted = costs["all_reduce", SIZES[-1], name].wire_bytes if name in variants else None
+        counted = costs["all_reduce", largest, name].wire_bytes if name in variants else None
         if counted is not None:
-            series[f"{name}, counted"] = [[float(lab.world_size)], [counted / SIZES[-1]]]
+            series[f"{name}, counted"] = [[float(lab.world_size)], [counted / largest]]
     lab.chart(
         "The server's wall: bytes that the busiest rank sends in an all_reduce, over S", "ranks", "bytes / S", series
     )

@@ -18,6 +18,7 @@ SIZES = {
     "lost_shard_tail": {"LAB_WIDTH": "20"},
     "lr_unscaled": {"LAB_MODEL": "mlp"},
 }
+SHORTER = {"comm": {"LAB_SWEEP_MIB": "0.25"}}
 BUGS = [(mode, bug) for mode in modes() for bug in load(mode).mistakes]
 
 
@@ -25,7 +26,7 @@ def settings(run_mode: str, bug: str) -> dict[str, str]:
     """The run in which a mistake has to show: by its needs, with enough variants and no more."""
     mode = load(run_mode)
     needs = mode.mistakes[bug].needs
-    given = {"RUN_MODE": run_mode, "LAB_BUG": bug} | SIZES.get(bug, {})
+    given = {"RUN_MODE": run_mode, "LAB_BUG": bug} | SIZES.get(bug, {}) | SHORTER.get(run_mode, {})
     given |= {"LAB_CLIP": "0.05"} if needs.clip else {}
     given |= {"LAB_CHECKPOINT_EVERY": "2"} if needs.saves else {}
     config = Config.read(TINY | {"WORLD_SIZE": str(WORLD_SIZE)} | given)
@@ -49,7 +50,8 @@ def makers(mode: Mode, bug: str, config: Config) -> list[str]:
 @pytest.mark.parametrize("run_mode", modes())
 def test_without_a_bug_every_check_holds(ranks: Ranks, tmp_path: Path, run_mode: str) -> None:
     made = {name for bug in load(run_mode).mistakes for name in settings(run_mode, bug)["LAB_VARIANT"].split(",")}
-    run, _ = run_experiment(ranks, WORLD_SIZE, tmp_path, RUN_MODE=run_mode, LAB_VARIANT=",".join(sorted(made)))
+    given = SHORTER.get(run_mode, {}) | {"RUN_MODE": run_mode, "LAB_VARIANT": ",".join(sorted(made))}
+    run, _ = run_experiment(ranks, WORLD_SIZE, tmp_path, **given)
     assert failed(run) == set()
     assert run["verdict"] == "pass"
 

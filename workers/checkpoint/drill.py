@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from workers.checkpoint import finding, resuming, writing
 from workers.checkpoint.course import Course
+from workers.checkpoint.manifest import Manifest
 from workers.checkpoint.saver import manifest_of, state_of
 from workers.config import Config
 from workers.contract import Build, Strategy
@@ -29,23 +30,28 @@ CONTROL = "tests/workers/checkpoint/test_drill.py::test_what_is_not_given_back_i
 
 def drill(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: dist.ProcessGroup) -> None:
     """Check one variant under each of `settings`, saved over `group`."""
-    worst, wrongly_seen = 0.0, 0
+    worst, wrongly_seen, wrongly_drawn = 0.0, 0, 0.0
     for config in settings:
         lab.at(0, f"drill of {name}")
         try:
-            difference, wrong = stop_and_go(lab, name, build, config, group)
+            difference, wrong, drawn = stop_and_go(lab, name, build, config, group)
         except writing.Unsaved as error:
             lab.say(f"whether {name} resumes rightly is not proven: nothing can be written ({error})", "checkpoint")
             return
-        worst, wrongly_seen = max(worst, difference), max(wrongly_seen, wrong)
+        worst, wrongly_seen, wrongly_drawn = max(worst, difference), max(wrongly_seen, wrong), max(wrongly_drawn, drawn)
+    detail = "the next random numbers after a resume, beside those that the checkpoint foretold"
+    lab.check("resumed generators", wrongly_drawn, 0.0, variant=name, detail=detail, control=resuming.CONTROL)
     if lab.rank == 0:
         lab.check("resume", worst, TOLERANCE if name in lab.mode.by_torch else 0.0, variant=name, control=CONTROL)
         detail = f"{STEPS} steps, resumed after the first; samples that were not seen exactly once an epoch"
         lab.check("resumed samples", wrongly_seen, 0, variant=name, detail=detail, control=CONTROL)
 
 
-def stop_and_go(lab: Lab, name: str, build: Build, config: Config, group: dist.ProcessGroup) -> tuple[float, int]:
-    """The largest difference of a weight, on rank 0, and the samples that were wrongly seen."""
+def stop_and_go(
+    lab: Lab, name: str, build: Build, config: Config, group: dist.ProcessGroup
+) -> tuple[float, int, float]:
+    """The largest difference of a weight, on rank 0, the samples that were wrongly seen, and how far the random numbers
+    are."""
     assert lab.journal.folder is not None
     # The next start tidies it away, should this one be killed.
     folder = lab.journal.folder / finding.FOLDER / ".step-drill"
@@ -60,6 +66,7 @@ def stop_and_go(lab: Lab, name: str, build: Build, config: Config, group: dist.P
         train(lab, name, strategy, course, range(1, STEPS))
         wanted = {label: tensor.clone() for label, tensor in strategy.full("weights") if lab.rank == 0}
         del strategy, state
+        drawn = drawn_after(lab, saved)
         other = build(build_model(config, config.seed + 1).to(lab.device, torch.float64), lab.mesh, config)
         resumed = Course(batches, [name], saved, lab.mode.resumed_batch)
         resuming.load(other, name, folder / saved.name, lab.group)
@@ -68,7 +75,21 @@ def stop_and_go(lab: Lab, name: str, build: Build, config: Config, group: dist.P
         if lab.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     train(lab, name, other, resumed, range(resumed.first, STEPS))
-    return difference(other.full("weights"), wanted if lab.rank == 0 else None), resumed.wrongly_seen()
+    off = difference(other.full("weights"), wanted if lab.rank == 0 else None)
+    return off, resumed.wrongly_seen(), drawn
+
+
+def drawn_after(lab: Lab, saved: Manifest) -> float:
+    """How far a resumed rank's random numbers are from the foretold ones; the run's own stream goes on as it was."""
+    kept = writing.generator_states(lab.device)
+    try:
+        torch.rand(1, device=lab.device)  # what a run that goes on draws, and one that resumes must not see
+        torch.rand(1)
+        resuming.give_back_generators(lab, saved)
+        return resuming.wrongly_drawn(lab, saved)
+    finally:
+        for index, state in enumerate(kept):
+            resuming.set_generator(index, state, lab.device)
 
 
 def train(lab: Lab, name: str, strategy: Strategy, course: Course, steps: range) -> None:

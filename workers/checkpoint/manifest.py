@@ -16,7 +16,7 @@ from workers.config import Config
 from workers.report.lines import has_type
 from workers.workload import text
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "manifest.json"
 DEFINING = (
     "run_mode", "model", "width", "depth", "heads", "seq", "tie", "dtype", "optimizer", "clip", "seed",
@@ -44,6 +44,8 @@ class Manifest:
     seen: list[int]  # samples of this epoch that were trained on
     losses: dict[str, list[float | None]]  # of each step from 0 on; None where no rank knew all shares
     generators: dict[str, list[str]]  # by rank: states of torch's generators, CPU first, in hex
+    # By rank: the numbers that each of these generators gives next, drawn from a copy: a resumed run must draw them.
+    draws: dict[str, list[list[float]]]
     files: dict[str, list[Any]]  # by path within the checkpoint: [bytes, sha256]
 
     @property

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from workers.checkpoint import dcp, finding, lease, manifest
 from workers.checkpoint.course import Course
 from workers.checkpoint.finding import Found
-from workers.checkpoint.manifest import Unreadable
+from workers.checkpoint.manifest import Manifest, Unreadable
 from workers.config import ConfigError
 from workers.contract import Strategy
 from workers.lab import Lab
 from workers.report import records
+
+CONTROL = "tests/workers/checkpoint/test_drill.py::test_generators_that_are_not_given_back_are_seen"
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,10 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: Course, found: 
         lab.at(course.first, f"the loading of {name}")
         load(strategy, name, found.folder, lab.group)
     lease.release(found.held)
-    for index, state in enumerate(saved.generators.get(str(lab.rank), [])):
-        set_generator(index, state, lab.device)
+    give_back_generators(lab, saved)
+    if str(lab.rank) in saved.draws:
+        detail = "the next random numbers, beside those that the checkpoint foretold"
+        lab.check("resumed generators", wrongly_drawn(lab, saved), 0.0, detail=detail, control=CONTROL)
     epoch, _ = course.position(course.first)
     lab.say(f"resumed from epoch {epoch}, step {course.first} ({found.folder})", "resume")
     then, now = saved.versions.get("lab"), own_version(lab)
@@ -112,6 +116,28 @@ def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGrou
     state = strategy.state_dict()
     dcp.load({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
     strategy.load_state_dict(state)
+
+
+def give_back_generators(lab: Lab, saved: Manifest) -> None:
+    """Go on with the random numbers of this rank, if there was such a rank."""
+    for index, state in enumerate(saved.generators.get(str(lab.rank), [])):
+        set_generator(index, state, lab.device)
+
+
+def wrongly_drawn(lab: Lab, saved: Manifest) -> float:
+    """How far this rank's next random numbers are from those that were foretold; they are given back after."""
+    before, worst = generators(lab.device), 0.0
+    for (device, state), foretold in zip(before, saved.draws[str(lab.rank)], strict=False):
+        drawn = torch.rand(len(foretold), device=device, dtype=torch.float64).cpu()
+        worst = max(worst, float((drawn - torch.tensor(foretold, dtype=torch.float64)).abs().max()))
+        torch.set_rng_state(state) if device.type == "cpu" else torch.cuda.set_rng_state(state, device)
+    return worst
+
+
+def generators(device: torch.device) -> list[tuple[torch.device, torch.Tensor]]:
+    """torch's generators on this rank and their states, the CPU's first."""
+    found = [(torch.device("cpu"), torch.get_rng_state())]
+    return found + ([(device, torch.cuda.get_rng_state(device))] if device.type == "cuda" else [])
 
 
 def set_generator(index: int, state: str, device: torch.device) -> None:

@@ -186,6 +186,7 @@ def manifest_of(lab: Lab, course: Course, step: int) -> Manifest:
         seen=list(course.seen),
         losses={name: list(values) for name, values in course.losses.items()},
         generators={str(lab.rank): writing.generator_states(lab.device)},
+        draws={str(lab.rank): writing.next_draws(lab.device)},
         files={},
     )
 

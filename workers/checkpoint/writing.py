@@ -29,6 +29,7 @@ from workers.report.units import human_bytes
 
 Result = TypeVar("Result")
 ENTRY_BYTES = 2048  # torch's archive around a tensor, and its line in the metadata
+DRAWS = 4  # numbers of each generator that a checkpoint foretells
 SPARE_BYTES = 1 << 20  # a checkpoint leaves so much of the disk to the logs and records of the run
 
 
@@ -73,15 +74,16 @@ def write(
         together(group, lambda: _prepare(partial, needed_bytes) if rank == 0 else None)
         own = dcp.save(state, partial, group)
         done, arrive = shards_written(own, partial, rank)
-        parts = together(group, lambda: (described(done, partial), dict(shares), draft.generators))
+        parts = together(group, lambda: (described(done, partial), dict(shares), draft.generators, draft.draws))
         published = replace(
             draft,
-            files={name: file for files, _, _ in parts for name, file in files.items()},
+            files={name: file for files, *_ in parts for name, file in files.items()},
             losses={
-                name: [*before, *summed([of_rank[name] for _, of_rank, _ in parts])]
+                name: [*before, *summed([of_rank[name] for _, of_rank, *_ in parts])]
                 for name, before in draft.losses.items()
             },
-            generators={name: state for _, _, generators in parts for name, state in generators.items()},
+            generators={name: state for _, _, generators, _ in parts for name, state in generators.items()},
+            draws={name: values for *_, draws in parts for name, values in draws.items()},
         )  # fmt: skip
         together(group, lambda: publish(partial, published) if rank == 0 else None)
         arrive(folder / draft.name)
@@ -168,3 +170,11 @@ def generator_states(device: torch.device) -> list[str]:
     """torch's generators on this rank, the CPU's first."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
     return [bytes(state.tolist()).hex() for state in states]
+
+
+def next_draws(device: torch.device) -> list[list[float]]:
+    """The numbers that each of these generators gives next, from a copy that is thrown away."""
+    copies = [torch.Generator().set_state(torch.get_rng_state())]
+    if device.type == "cuda":
+        copies.append(torch.Generator(device).set_state(torch.cuda.get_rng_state(device)))
+    return [torch.rand(DRAWS, generator=copy, device=copy.device, dtype=torch.float64).tolist() for copy in copies]

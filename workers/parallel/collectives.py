@@ -10,7 +10,8 @@ others get copies). Chunk r of a tensor is the r-th of torch's `tensor_split` al
 0, and a tensor of rows is cut between rows.
 """
 
-from types import ModuleType
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,18 @@ from torch import Tensor
 from workers.parallel import direct, ring, rooted, tree
 from workers.parallel.peers import Message, Peers, Pending, Steps, split
 
-ALGORITHMS: dict[str, ModuleType] = {"ring": ring, "direct": direct, "tree": tree, "server": rooted}
+
+class Algorithm(Protocol):
+    """What a file of an algorithm has; tensors are flat, or whole rows, and contiguous."""
+
+    def all_reduce(self, peers: Peers, tensor: Tensor, /) -> Steps: ...
+
+    def reduce_scatter(self, peers: Peers, tensor: Tensor, output: Tensor, /) -> Steps: ...
+
+    def all_gather(self, peers: Peers, tensor: Tensor, /) -> Steps: ...
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"ring": ring, "direct": direct, "tree": tree, "server": rooted}
 
 
 # Speed against gloo's own, medians of interleaved rounds, on two cores: 4 ranks idle, in brackets 2 ranks on busy
@@ -61,11 +73,13 @@ class Collective:
     is not, raises ValueError. A message that fails or times out raises RuntimeError naming its rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, algorithm: str = "auto") -> None:
-        if algorithm not in (*ALGORITHMS, "backend", "auto"):
-            raise ValueError(f"algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}, backend, auto")
+    def __init__(
+        self, group: dist.ProcessGroup, algorithm: str = "auto", algorithms: Mapping[str, Algorithm] = ALGORITHMS
+    ) -> None:
+        if algorithm not in (*algorithms, "backend", "auto"):
+            raise ValueError(f"algorithm {algorithm!r} is not one of {', '.join(algorithms)}, backend, auto")
         self.peers = Peers(group)
-        self.algorithm = algorithm
+        self.algorithm, self.algorithms = algorithm, algorithms
 
     def all_reduce(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Pending:
         """Sum `tensor` over all ranks, in place, or into `out` of the same size."""
@@ -114,7 +128,7 @@ class Collective:
         elif whole.is_cuda and not self.peers.batched:
             steps = self._over_host(name, op, whole, result)
         else:
-            steps = _by_hand(name, op, whole, result, self.peers)
+            steps = _by_hand(self.algorithms[name], op, whole, result, self.peers)
         pending = Pending(steps)
         if not async_op:
             pending.wait()
@@ -124,16 +138,14 @@ class Collective:
         """gloo sends no tensor that lives on a GPU."""
         host = whole.cpu()
         host_result = host if result is whole else torch.empty_like(result, device="cpu")
-        yield from _by_hand(name, op, host, host_result, self.peers)
+        yield from _by_hand(self.algorithms[name], op, host, host_result, self.peers)
         result.copy_(host_result)
 
 
-def _by_hand(name: str, op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
-    module = ALGORITHMS[name]
-    steps: Steps = (
-        module.reduce_scatter(peers, whole, result) if op == "reduce_scatter" else getattr(module, op)(peers, whole)
-    )
-    return steps
+def _by_hand(algorithm: Algorithm, op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
+    if op == "reduce_scatter":
+        return algorithm.reduce_scatter(peers, whole, result)
+    return algorithm.all_reduce(peers, whole) if op == "all_reduce" else algorithm.all_gather(peers, whole)
 
 
 def _backend(op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:

@@ -121,6 +121,12 @@ class Peers:
         finally:
             self._free.append(buffer)
 
+    def spoil(self) -> None:
+        """Overwrite the scratch memory that no call uses now with bytes that are NaN in every floating type: its
+        content is unknown, and who reads it before it is written is seen."""
+        for buffer in self._free:
+            buffer.fill_(255)
+
     def release(self) -> None:
         """Let go of the scratch memory that no call uses now."""
         self._free = []

@@ -1,5 +1,9 @@
 """The tree: recursive halving, then recursive doubling, log2 N rounds each way in place of the ring's N-1.
 
+This is Rabenseifner's algorithm, whose rounds pair ranks like the levels of a tree. It is not what NCCL calls tree:
+that is two binary trees, each of which reduces half of the tensor up and broadcasts it down (Sanders, Speck, Träff,
+"Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 2009).
+
 In a reduce_scatter ranks at distance P/2 swap halves and add, then quarters at distance P/4, and so on; an all_gather
 is the same backwards. P is the largest power of two within N; rank P+i folds its whole tensor into rank i before, and
 gets the result from it after, which costs those pairs S more each way. Source: Thakur, Rabenseifner, Gropp,

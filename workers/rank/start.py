@@ -27,6 +27,7 @@ from workers.passes.measure import everything
 from workers.rank.device import pick_device
 from workers.rank.end import bury, conclude, let_leave
 from workers.rank.estimate import too_long
+from workers.rank.known_amount import check_ledger
 from workers.rank.link_rate import measure_link
 from workers.rank.modes import load
 from workers.rank.refusals import refuse
@@ -86,6 +87,7 @@ def be_rank(config: Config, started_at: float) -> int:
         greet(lab, cluster, folder)
         if config.bug is not None:
             lab.finished("mistake")
+        check_ledger(lab)
         measure_link(lab)
         gc.freeze()  # what is imported stays: a collection need not walk its 180,000 objects again and again
         (mode.run or everything)(lab)

@@ -21,8 +21,9 @@ def manifest_of(step: int, config: Config | None = None, **changed: Any) -> Mani
     """After `step` steps of one variant, `flat`, whose epoch has 8 batches of 3 samples."""
     settings = manifest.defining(config or config_of())
     made = Manifest(
-        schema=1, run_id="a", world_size=1, settings=settings, data="", versions={}, step=step, steps={"flat": step},
-        epoch=step // 8, batch=step % 8, seen=list(range(3 * (step % 8))), losses={"flat": [1.0] * step}, generators={}, files={},
+        schema=manifest.SCHEMA, run_id="a", world_size=1, settings=settings, data="", versions={}, step=step, steps={"flat": step},
+        epoch=step // 8, batch=step % 8, seen=list(range(3 * (step % 8))), losses={"flat": [1.0] * step}, generators={}, draws={},
+        files={},
     )  # fmt: skip
     return replace(made, **changed)
 

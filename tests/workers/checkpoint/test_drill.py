@@ -2,11 +2,15 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from tests.labs import TINY, failed, lab_of
 from tests.ranks import Ranks
+from workers.checkpoint import resuming
 from workers.checkpoint.drill import drill
 from workers.config import Config
 from workers.parallel.buckets import GradientBuckets
@@ -30,13 +34,16 @@ class Forgetful(Replica):
         return dict(list(super().state_dict().items())[:-1])
 
 
-def drilled(group: dist.ProcessGroup, folder: str, kind: type[Replica]) -> list[str]:
+def drilled(group: dist.ProcessGroup, folder: str, kind: type[Replica], lost: str = "") -> list[str]:
     def build(model: Model, mesh: Mesh, config: Config) -> Replica:
         return kind(model, config, GradientBuckets(model.parameters(), mesh.group, bucket_bytes=1 << 40))
 
     lab = lab_of(group, SMALL, folder)
     assert lab.side_group is not None
-    drill(lab, "flat", build, [lab.config.untimed()], lab.side_group)
+    stream = torch.get_rng_state()
+    with patch.object(resuming, lost or "CONTROL", resuming.CONTROL if not lost else lambda *_: None):
+        drill(lab, "flat", build, [lab.config.untimed()], lab.side_group)
+    assert torch.equal(stream, torch.get_rng_state()) or lost, "the run's own stream goes on as it was"
     lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 
@@ -46,3 +53,10 @@ def test_what_is_not_given_back_is_seen(ranks: Ranks, tmp_path: Path) -> None:
         lines = ranks(2, drilled, str(tmp_path / kind.__name__), kind)
         run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
         assert failed(run) == fails
+
+
+@pytest.mark.parametrize("lost", ["give_back_generators", "set_generator"])
+def test_generators_that_are_not_given_back_are_seen(ranks: Ranks, tmp_path: Path, lost: str) -> None:
+    lines = ranks(2, drilled, str(tmp_path), Replica, lost)
+    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert failed(run) == {"resumed generators"}

@@ -64,7 +64,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a manifest": (lambda folder: os.truncate(folder / manifest.FILE, 100), "manifest.json that cannot be read"),
     "another json": (lambda folder: (folder / manifest.FILE).write_text("[1]"), "manifest.json that is not of the lab"),
     "a wrong field": (lambda folder: change(folder, step="x"), "missing or unknown fields: step"),
-    "another schema": (lambda folder: change(folder, schema=2), "is of schema 2, and this code reads 1"),
+    "another schema": (lambda folder: change(folder, schema=1), "is of schema 1, and this code reads 2"),
     "other settings": (lambda folder: change(folder, settings={}), "was saved with RUN_MODE=unset"),
     "a shard nobody listed": (
         lambda folder: change(folder, files={k: v for k, v in manifest.read(folder).files.items() if k == ".metadata"}),

@@ -109,7 +109,8 @@ def busbw_factor(op: str, world_size: int) -> float:
 
 
 def all_reduce_rounds(algorithm: str, world_size: int) -> int:
-    """Messages that follow each other in an all_reduce, each costing a latency: 2(N-1) in a ring, 2·log2 P in a tree.
+    """Messages that follow each other in an all_reduce, each costing a latency: 2(N-1) in a ring, 2·log2 P in a tree
+    (Rabenseifner's, not NCCL's).
 
     direct: 2, and 1 between two ranks, which send each other everything.
     """

@@ -1,0 +1,39 @@
+"""Communication: what a collective leaves behind, the meter that counts it, and random numbers that a resume gives
+back."""
+
+from benchmarks.mutants import Mutant
+
+SWEEP = "RUN_MODE=comm LAB_SWEEP_MIB=0.25 LAB_VARIANT="
+RINGS, DIRECTS, TREES, SERVERS = (SWEEP + name for name in ("ring", "direct", "tree", "server"))
+FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
+SAVING = FLAT + " LAB_CHECKPOINT_EVERY=2"
+RING, DIRECT, TREE, ROOTED, PRIMITIVES, DIFFERENTIABLE = (
+    f"workers/parallel/{name}.py" for name in ("ring", "direct", "tree", "rooted", "primitives", "differentiable")
+)
+CALLS, LEDGER, SOCKETS = (f"workers/measure/{name}.py" for name in ("calls", "ledger", "sockets"))
+RESUMING, WRITING = (f"workers/checkpoint/{name}.py" for name in ("resuming", "writing"))
+
+MUTANTS = [
+    Mutant(RING, "torch.add(incoming, part, out", "torch.add(incoming, part * (not last), out", RINGS),
+    Mutant(DIRECT, "_sum([chunks[peers.rank], *parts], output)", "_sum([*parts, parts[0] * 0], output)", DIRECTS),
+    Mutant(DIRECT, "for block in blocks[2:]:", "for block in blocks[3:]:", DIRECTS),
+    Mutant(DIRECT, "(peer, chunks[peer]) for peer", "(peer, chunks[peer].clone()) for peer", DIRECTS),
+    Mutant(TREE, "self.tensor.add_(incoming)", "self.tensor.add_(0)", TREES),
+    Mutant(TREE, "kept.add_(incoming)", "kept.copy_(incoming)", TREES),
+    Mutant(TREE, "chunks[rank].copy_(place)", "chunks[rank].add_(place)", TREES),
+    Mutant(ROOTED, "tensor.add_(buffers[worker % 2])", "tensor.add_(even)", SERVERS),
+    Mutant(ROOTED, "output.copy_(chunks[SERVER])", "output.add_(chunks[SERVER])", SERVERS),
+    Mutant(PRIMITIVES, "return torch.stack(received)", "return rows.clone()", RINGS),
+    Mutant(
+        DIFFERENTIABLE,
+        'return primitives.all_reduce(gradient, group) if loss == "own" else gradient',
+        "return primitives.all_reduce(gradient, group)",
+        RINGS,
+    ),
+    Mutant(CALLS, "return 2 * others if", "return 1.5 * others if", FLAT),
+    Mutant(CALLS, "return float(nbytes)", "return 0.75 * nbytes", FLAT),
+    Mutant(LEDGER, "            if peer != self.rank:", "            if peer not in (self.rank, 1):", FLAT),
+    Mutant(SOCKETS, "sent - retransmitted + waiting, ", "(sent - retransmitted + waiting) // 2, ", FLAT),
+    Mutant(RESUMING, "torch.set_rng_state(tensor)", "torch.get_rng_state()", SAVING),
+    Mutant(WRITING, "states = [torch.get_rng_state()]", "states = [torch.Generator().get_state()]", SAVING),
+]
