@@ -132,10 +132,8 @@ def check_contents(lab: Lab, costs: Costs, collectives: Mapping[str, Collective]
     for name, collective in collectives.items():
         for op in BYTES:
             lab.at(0, f"contents of {op} by {name}")
-            worst = max(
-                uneven(collective, op, lab.device),
-                *(cost.off for (other, _, of), cost in costs.items() if (other, of) == (op, name)),
-            )
+            swept = [cost.off for (other, _, of), cost in costs.items() if (other, of) == (op, name)]
+            worst = max([uneven(collective, op, lab.device), *swept])
             lab.check("contents", worst, 0.0, variant=name, detail=f"{op}, every call at every size")
 
 

@@ -255,7 +255,7 @@ def test_refusals_and_predictions() -> None:
         with pytest.raises(ConfigError, match=r"it takes [23] ranks"):
             refuse(alone, comm.MODE)
         refuse(alone.model_copy(update={"bug": None}), comm.MODE)
-        refuse(alone.model_copy(update={"world_size": 2, "proof": False}), comm.MODE)
+        refuse(alone.model_copy(update={"world_size": 3, "proof": False}), comm.MODE)
     predictions = {
         entry.variant: entry
         for entry in comm.MODE.predict(Config.model_validate({"run_mode": "comm", "world_size": 4}))
