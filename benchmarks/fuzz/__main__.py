@@ -10,7 +10,7 @@ from benchmarks import fuzz
 
 def main(words: Sequence[str]) -> int:
     """Run the fuzz that the first word names with the other words; returns its exit code, 2 for an unknown one."""
-    names = sorted(module.name for module in pkgutil.iter_modules(fuzz.__path__) if module.name != "__main__")
+    names = sorted(module.name for module in pkgutil.iter_modules(fuzz.__path__) if not module.name.startswith("_"))
     if not words or words[0] not in names:
         print(f"usage: python -m benchmarks.fuzz NAME, where NAME is one of {', '.join(names)}")
         return 2

@@ -1,16 +1,21 @@
 """Real processes that try to join: what does not belong together ends on every rank with the same sentence and code
 3."""
 
+import contextlib
 import http.server
+import os
 import re
 import signal
 import socket
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
+from workers.cluster.sealed import ANYONE, Seal
 
 
 def refusals(ranks: list[Rank]) -> set[str]:
@@ -45,11 +50,12 @@ def test_a_doubled_rank_is_said_on_every_rank(processes: Processes) -> None:
 
 
 def test_a_doubled_rank_that_comes_late_ends_alone(processes: Processes) -> None:
-    ranks = processes.world(2, steps=120)
+    ranks = processes.world(2, steps=4000)
     for rank in ranks:
         rank.until("step 1")
     assert "rank 1 runs twice" in refusals([processes.rank(1, 2)]).pop()
-    assert [rank.end() for rank in ranks] == [0, 0]
+    after = len(ranks[0].lines)
+    ranks[0].until(f"step {after + 20}")
 
 
 @pytest.mark.parametrize("joined_first", [False, True])
@@ -105,6 +111,42 @@ def test_a_taken_port_is_said_on_all_ranks(processes: Processes, kind: str) -> N
         f"MASTER_PORT={processes.port} on 127.0.0.1 is taken by another program, not by rank 0: choose another port"
     }
     assert all(rank.after_import_s < 12 for rank in processes.all)
+
+
+def test_a_rank_with_another_key_is_said_so_on_both_ends(processes: Processes) -> None:
+    keys = [f"the key of {name} ......" for name in ("ours", "theirs")]
+    ranks = [processes.rank(rank, 2, LAB_KEY=key, LAB_JOIN_TIMEOUT_S="12") for rank, key in enumerate(keys)]
+    assert [rank.end() for rank in ranks] == [3, 3]
+    assert re.search(r"rank 1 of 2 did not come in 12 s .*; \d+ questions came that were sealed with another key, the last"
+                     r" one from 127.0.0.1: set the same LAB_KEY on all ranks", ranks[0].text)  # fmt: skip
+    assert "is held by a rank 0 with another key: set the same LAB_KEY on all ranks of a run" in ranks[1].text
+    assert "theirs" not in ranks[0].text + ranks[1].text
+
+
+def test_garbage_while_ranks_join_run_and_end_changes_nothing(processes: Processes) -> None:
+    """To the board's port and to both heartbeat ports; rank 0 counts what came to it."""
+    ranks = [processes.rank(0, 2, steps=20)]
+    ranks[0].until("waiting for rank 1")
+    ranks.append(processes.rank(1, 2, steps=20))
+    wrong = [b"", b"[" * 9000, b'{"claim": {"rank": [1]}}', Seal(bytes(32)).seal({"kind": "killed", "rank": 1}, ANYONE)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        while any(rank.process.poll() is None for rank in ranks):
+            ports = {processes.port, *(port for rank in ranks for port in udp_ports(rank.process.pid))}
+            for datagram in wrong:
+                for port in ports:
+                    udp.sendto(datagram, ("127.0.0.1", port))
+            time.sleep(0.2)
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].text
+    assert "dropped    a message not sealed, from 127.0.0.1" in ranks[0].text
+
+
+def udp_ports(pid: int) -> list[int]:
+    """The UDP ports of a process, from the kernel's table."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        inodes = {os.readlink(f"/proc/{pid}/fd/{fd}").strip("socket:[]") for fd in os.listdir(f"/proc/{pid}/fd")}
+    rows = [line.split() for line in Path("/proc/net/udp").read_text().splitlines()[1:]]
+    return [int(row[1].partition(":")[2], 16) for row in rows if row[9] in inodes]
 
 
 def test_an_address_of_nobody_fails_in_time(processes: Processes) -> None:
