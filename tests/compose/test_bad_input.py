@@ -106,8 +106,7 @@ def test_a_disk_that_is_full(image: str, tmp_path: Path) -> None:
     cluster = Containers(image, tmp_path, overlay)
     try:
         codes = cluster.run(2, LAB_VARIANT="flat", **TINY)
-        assert 1 in codes.values(), cluster.logs()  # the rank whose disk it was; another may have lost it first
-        assert set(codes.values()) <= {1, 3}, cluster.logs()
+        assert set(codes.values()) == {1}, cluster.logs()
         assert all("No space left on device" in cluster.log(rank) for rank in codes), cluster.logs()
         assert "Traceback" not in cluster.logs()
     finally:

@@ -1,5 +1,6 @@
 """A rank whose main thread raised: what it ends with, what others say of it, and whether a loss may be the cause."""
 
+import errno
 from collections.abc import Iterable
 
 from workers.cluster import ClusterError
@@ -12,6 +13,9 @@ from workers.report.records import Lost
 BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer", "in vain")
 
 
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
 def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
     """The verdict that `rank` ends with, and the one that it tells the others."""
     text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
@@ -20,7 +24,20 @@ def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[s
     code = 2 if isinstance(error, ConfigError) else 3 if isinstance(error, ClusterError) else 1
     sentence = f"rank {rank} failed at step {place.step} in {place.phase}: {text}"
     lost = Lost(rank, place.step, f"failed: {text}")
-    return Verdict(code, sentence), Verdict(2 if code == 2 else 3, sentence, (lost,))
+    told = code if code == 2 or disk_refuses(error) else 3
+    return Verdict(code, sentence), Verdict(told, sentence, (lost,))
+
+
+def disk_refuses(error: BaseException | None) -> bool:
+    """Whether a disk that is full, or that cannot be written any more, stands behind `error`.
+
+    It is the run's disk and no rank's own: all end alike, those too that were only waiting.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def may_be_a_loss(error: BaseException | None) -> bool:
