@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from workers.cluster.parent import Parent
 from workers.config import Config, ConfigError, commands
 
 HERE = Path(__file__).parents[1]
@@ -58,9 +59,10 @@ def run(config: Config, started_at: float) -> int:
     # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all
     # cores: a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    parent = Parent()  # hears of a rank that dies while this one still imports torch
     from workers.rank.start import be_rank  # torch comes in here: faults above are said without waiting for it
 
-    return be_rank(config, started_at)
+    return be_rank(config, started_at, parent)
 
 
 def be_module(module: str, words: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from workers.cluster import link
 from workers.cluster.exchange import Exchange
+from workers.cluster.parent import Parent
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
@@ -40,7 +41,7 @@ from workers.report.progress import working
 from workers.workload import text
 
 
-def be_rank(config: Config, started_at: float) -> int:
+def be_rank(config: Config, started_at: float, parent: Parent) -> int:
     """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time."""
     mode = load(config.run_mode)
     refuse(config, mode, link.refusals(config))
@@ -49,11 +50,13 @@ def be_rank(config: Config, started_at: float) -> int:
     journal = Journal()
     for line in too_long(config, mode) if config.rank == 0 else []:
         journal.say(f"estimate   {line}")
+    parent.begin_to_wait()
     try:
         cluster = join(config, source_version(config), journal.say, contents(config))
     except ClusterError as error:
         journal.say(f"broken     {error}")
         return 3
+    parent.joined()
     folder = config.runs_dir / cluster.run_id
     outcome = Outcome(folder, cluster.token.hex())
     watch = Watch(cluster, config, journal.say, partial(ended, journal=journal, outcome=outcome, cluster=cluster))

@@ -1,8 +1,8 @@
 """The launcher: its code is the worst of its ranks', its lines say whose they are, and nothing outlives it."""
 
+import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,21 +10,33 @@ from pathlib import Path
 import pytest
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
+from workers.cluster import parent
 from workers.cluster.launch import free_port, start_rank, worst
 from workers.config import Config
 
 # A stand-in for `python -m workers`: the launcher starts whatever package of this name lies in the working directory.
 RANK = """
-import os, sys, time, signal
+import importlib.util, os, sys, time, signal
 rank = int(os.environ["RANK"])
 print("hello", os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"], flush=True)
 deed = os.environ["DEED"]
 if deed == "codes": sys.exit([0, 3, 1][rank])
 if deed == "kill" and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+if deed in ("dies", "crash"):
+    spec = importlib.util.spec_from_file_location("parent", os.environ["PARENT"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    parent = module.Parent()
+    if deed == "crash" and rank == 1: os.kill(os.getpid(), signal.SIGSEGV)
+    if deed == "dies" and rank == 1: print("broken     MASTER_PORT is taken", flush=True); sys.exit(3)
+    if deed == "dies" and rank == 2: time.sleep(1.0); print("imported", flush=True)
+    if deed == "dies": parent.begin_to_wait()
+    time.sleep(60)
 if deed == "stay": print("pid", os.getpid(), flush=True); time.sleep(60)
 """
 LAUNCH = """
 import os, sys
+from workers.cluster import parent
 from workers.cluster.launch import launch
 from workers.config import Config
 os.chdir({folder!r})
@@ -38,7 +50,7 @@ def launched(processes: Processes, folder: Path, deed: str) -> Rank:
     (folder / "workers" / "__init__.py").touch()
     (folder / "workers" / "__main__.py").write_text(RANK)
     program = LAUNCH.format(folder=str(folder))
-    return processes.run([sys.executable, "-c", program], {"WORLD_SIZE": "3", "DEED": deed})
+    return processes.run([sys.executable, "-c", program], {"WORLD_SIZE": "3", "DEED": deed, "PARENT": parent.__file__})
 
 
 @pytest.mark.parametrize(
@@ -61,11 +73,46 @@ def test_the_worst_code(codes: list[int], expected: int) -> None:
 def test_lines_carry_their_rank_and_the_worst_code_returns(processes: Processes, tmp_path: Path) -> None:
     launcher = launched(processes, tmp_path, "codes")
     assert launcher.end() == 1
-    assert sorted(processes.all[0].text.splitlines()) == [f"rank {rank} | hello 3 127.0.0.1" for rank in range(3)]
+    lines = [line for line in processes.all[0].text.splitlines() if " | " in line]
+    assert sorted(lines) == [f"rank {rank} | hello 3 127.0.0.1" for rank in range(3)]
 
 
 def test_a_killed_rank_counts_as_its_signal(processes: Processes, tmp_path: Path) -> None:
     assert launched(processes, tmp_path, "kill").end() == 137
+
+
+@pytest.mark.parametrize(
+    ("deed", "code", "sentence"),
+    [
+        ("crash", 3, "rank 1 was killed by SIGSEGV before all ranks had joined"),
+        ("dies", 3, "rank 1 ended with exit code 3 before all ranks had joined: broken     MASTER_PORT is taken"),
+    ],
+)
+def test_a_rank_that_dies_before_it_has_joined_is_named_at_once_and_ends_the_others(
+    processes: Processes, tmp_path: Path, deed: str, code: int, sentence: str
+) -> None:
+    launcher = launched(processes, tmp_path, deed)
+    assert launcher.end(20) == code, "no rank sleeps for its 60 s"
+    lines = launcher.text.splitlines()
+    assert {sentence, f"rank 0 | broken     {sentence}", f"rank 2 | broken     {sentence}"} <= set(lines)
+    if deed == "dies":
+        assert lines.index("rank 2 | imported") < lines.index(f"rank 2 | broken     {sentence}"), (
+            "it was not waiting yet"
+        )
+
+
+def test_a_rank_that_has_joined_leaves_the_word_to_the_watch() -> None:
+    child = parent.Child()
+    assert not child.joined()
+    os.environ[parent.VARIABLE] = str(child.theirs.detach())
+    rank = parent.Parent()
+    assert parent.VARIABLE not in os.environ, "no process of the rank's own takes the line for its own"
+    rank.joined()
+    rank.begin_to_wait()
+    child.tell("rank 1 was killed by SIGKILL", False)
+    time.sleep(0.2)  # this process is still here
+    assert child.joined()
+    child.close()
 
 
 def alive(pid: int) -> bool:
@@ -93,12 +140,13 @@ def test_no_rank_outlives_the_launcher(processes: Processes, tmp_path: Path, num
 
 def test_a_rank_is_told_who_it_is() -> None:
     port = free_port()
-    child: subprocess.Popen[bytes] = start_rank(Config.read({"WORLD_SIZE": "2"}), 1, port, "0123456789abcdef")
+    child, line = start_rank(Config.read({"WORLD_SIZE": "2"}), 1, port, "0123456789abcdef")
     try:
         environ = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
     finally:
         child.kill()
         child.wait()
+        line.close()
     assert {
         b"RANK=1",
         b"LOCAL_RANK=1",

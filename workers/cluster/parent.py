@@ -1,0 +1,83 @@
+"""What the launcher knows of local ranks, for those that have not met yet: a rank whose sibling has died ends at once.
+
+The launcher hands each rank one end of a socket and names it in the environment. A rank tells it that it has joined;
+until then it ends with 3 as soon as it is told who died, even while torch is being imported. After that the watch
+speaks. A rank that refused its settings or said why it broke has spoken for itself, and the others come to the same
+words by themselves while they can: they heed the launcher only when they begin to wait for the one that is gone.
+"""
+
+import json
+import os
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+VARIABLE = "RANKLAB_PARENT"  # the number of a rank's descriptor
+
+
+class Parent:
+    """A rank's end; where no launcher has started it, nothing is ever heard."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits = self._joined = False
+        self._word: dict[str, Any] | None = None
+        self._socket: socket.socket | None = None
+        number = os.environ.pop(VARIABLE, "")
+        if number:
+            with suppress(OSError, ValueError):  # a variable that somebody else has set
+                self._socket = socket.socket(fileno=int(number))
+        if self._socket is not None:
+            threading.Thread(target=self._listen, args=(self._socket,), name="parent", daemon=True).start()
+
+    def begin_to_wait(self) -> None:
+        """From now on this rank waits for all others."""
+        with self._lock:
+            self._waits = True
+            self._heed()
+
+    def joined(self) -> None:
+        """All ranks have met: whoever dies from now on is missed by the watch."""
+        with self._lock:
+            self._joined = True
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.send(b"joined")
+
+    def _listen(self, from_parent: socket.socket) -> None:
+        with suppress(OSError, ValueError):
+            while data := from_parent.recv(65536):
+                with self._lock:
+                    self._word = self._word or json.loads(data)  # what comes later comes of it
+                    self._heed()
+
+    def _heed(self) -> None:
+        """End, if there is a reason to."""
+        if self._word is None or self._joined or (self._word["spoke"] and not self._waits):
+            return
+        print(f"broken     {self._word['sentence']}", flush=True)
+        os._exit(3)
+
+
+class Child:
+    """The launcher's end of one rank's socket."""
+
+    def __init__(self) -> None:
+        self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._joined = False
+
+    def joined(self) -> bool:
+        """Whether the rank has told that it has met the others."""
+        with suppress(OSError):
+            self._joined = self._joined or self._socket.recv(64) == b"joined"
+        return self._joined
+
+    def tell(self, sentence: str, spoke: bool) -> None:
+        """Who died, and whether that rank has said why itself."""
+        with suppress(OSError):  # it has ended too
+            self._socket.send(json.dumps({"sentence": sentence[:1024], "spoke": spoke}).encode())
+
+    def close(self) -> None:
+        self._socket.close()
