@@ -1,42 +1,75 @@
-"""Gradients that a method can say whole: what comes out has to be the dense sum, and nothing may be left over."""
+"""Gradients that a method can say whole, or has to bear: what comes out, and what is left over.
+
+One of a kind that suits the method has to come out as the dense sum, with nothing left; one of zeros as zeros, though
+its scale is zero; and of one beyond the range of 16 bits casts send what fits N times, and keep the rest.
+"""
 
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 
 from experiments.compress.predictions import own
-from experiments.compress.witness import watched
+from experiments.compress.witness import Witness, watched
 from workers.contract import Build
 from workers.lab import Lab
 from workers.workload.model import Model
 
+TOLERANCE = 1e-12  # over the largest number that is summed
+CONTROLS = "tests/experiments/test_compress.py::{}"
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-def limit_difference(lab: Lab, method: str, build: Build) -> float:
-    """The largest difference to the dense sum or number left over, for the gradient that suits the method.
+
+def check_limits(lab: Lab, name: str, method: str, build: Build) -> None:
+    """Each gradient through a strategy of its own."""
+    low_rank = own(lab.config).low_rank
+    shape = Size((4 * low_rank + 8, 3 * low_rank + 6))  # two factors of it are smaller
+    gradient = whole(method, lab.rank, lab.world_size, shape, low_rank)
+    control = CONTROLS.format("test_a_limit_that_is_missed_fails_the_run")
+    off = max(passed(lab, build, shape, each) for each in (gradient, torch.zeros_like(gradient)))
+    lab.check("limit", off, TOLERANCE, name, control=control)
+    if method in CASTS:
+        # Twice what one rank may send, the same sign on all: N of them would be beyond it on the way.
+        beyond = torch.full_like(gradient, 2 * torch.finfo(CASTS[method]).max / (lab.world_size + 1))
+        witness = sent(lab, build, shape, beyond)
+        left = witness.rest if own(lab.config).error_feedback else beyond - witness.total / lab.world_size
+        detail = "twice what a rank may send of 16 bits: a number, and half of it is left"
+        off = (left / beyond - 0.5).abs().nan_to_num(torch.inf).max().item()
+        # The limit itself is rounded to 16 bits, and N of them to the sum, by half an epsilon each.
+        roundings = (lab.world_size + 1) * torch.finfo(CASTS[method]).eps / 2
+        lab.check("range", off, roundings, name, detail, control=control)
+
+
+def passed(lab: Lab, build: Build, shape: Size, gradient: Tensor) -> float:
+    """The largest difference to the dense sum or number left over, over the largest number of the sum."""
+    witness = sent(lab, build, shape, gradient)
+    dense, rest = gradient.to(lab.device), witness.rest.clone()
+    for tensor in (dense, rest):
+        dist.all_reduce(tensor, group=lab.group)
+    off = torch.maximum((witness.total - dense).abs().max(), rest.abs().max())
+    most = dense.abs().max().item()
+    return off.nan_to_num(torch.inf).item() / (most if most > 0 else 1.0)
+
+
+def sent(lab: Lab, build: Build, shape: Size, gradient: Tensor, ratio: float = 1.0) -> Witness:
+    """What becomes of this rank's gradient [n], flat, of one matrix of `shape`."""
+    layer = nn.Linear(shape[1], shape[0], bias=False)
+    model = Model("limit", [layer], nn.Identity()).to(lab.device, torch.float64)
+    strategy = build(model, lab.mesh, lab.config.with_own(ratio=ratio))
+    gradients, [witness] = watched(strategy)
+    gradients.zero()
+    with gradients.accumulate(last=True):
+        (layer.weight.flatten() @ gradient.to(lab.device)).backward()  # of which it is the gradient
+    gradients.finish()
+    return witness
+
+
+def whole(method: str, rank: int, world_size: int, shape: Size, low_rank: int) -> Tensor:
+    """This rank's gradient that the method can say whole, flat, float64.
 
     bf16, fp16: small integers. int8: integers up to the number of levels. topk, randomk: any, at ratio 1. sign: one
     magnitude a rank. powersgd: matrices of half its rank, in one column space, so that their sum has it too; of its
     whole rank the drawn Q all but misses a direction (2.6e-12 at rank 320).
     """
-    low_rank = own(lab.config).low_rank
-    shape = Size((4 * low_rank + 8, 3 * low_rank + 6))  # two factors of it are smaller
-    layer = nn.Linear(shape[1], shape[0], bias=False)
-    model = Model("limit", [layer], nn.Identity()).to(lab.device, torch.float64)
-    strategy = build(model, lab.mesh, lab.config.with_own(ratio=1.0))
-    gradients, [witness] = watched(strategy)
-    gradient = whole(method, lab.rank, lab.world_size, shape, low_rank).to(lab.device)
-    gradients.zero()
-    with gradients.accumulate(last=True):
-        (layer.weight.flatten() @ gradient).backward()  # of which it is the gradient
-    gradients.finish()
-    dense, rest = gradient.clone(), witness.rest.clone()
-    for tensor in (dense, rest):
-        dist.all_reduce(tensor, group=lab.group)
-    return (torch.maximum((witness.total - dense).abs().max(), rest.abs().max()) / dense.abs().max()).item()
-
-
-def whole(method: str, rank: int, world_size: int, shape: Size, low_rank: int) -> Tensor:
-    """This rank's gradient, flat, float64."""
     generator = torch.Generator().manual_seed(rank)
     shared = torch.Generator().manual_seed(world_size)
     if method == "int8":

@@ -78,12 +78,17 @@ def smallest_side(config: Config) -> int:
     return min(min(p.shape[0], p.shape[1:].numel()) for p in outline(config).parameters() if p.dim() > 1)
 
 
-def bucket_shapes(config: Config, itemsize: int, variant: str = "") -> list[list[Size]]:
-    """The shapes of the gradients in each bucket, in the order of the bucket; `naive` has a bucket a gradient."""
-    shapes = [parameter.shape for parameter in outline(config).parameters()]
-    sizes = [shape.numel() * itemsize for shape in shapes]
+def bucket_members(config: Config, itemsize: int, variant: str = "") -> list[list[int]]:
+    """Which parameters lie in each bucket, by their number, in its order; `naive` has a bucket a gradient."""
+    sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
     bucket_mib = 0 if variant == "naive" else config.bucket_mib
-    return [[shapes[index] for index in bucket] for bucket in layout(sizes, bucket_mib * 2**20)]
+    return layout(sizes, bucket_mib * 2**20)
+
+
+def bucket_shapes(config: Config, itemsize: int, variant: str = "") -> list[list[Size]]:
+    """The shapes of the gradients in each bucket, in the order of the bucket."""
+    shapes = [parameter.shape for parameter in outline(config).parameters()]
+    return [[shapes[index] for index in bucket] for bucket in bucket_members(config, itemsize, variant)]
 
 
 def sent_bytes(config: Config, variant: str, world_size: int) -> float:

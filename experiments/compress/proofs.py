@@ -1,12 +1,18 @@
 """How a compressor is proven that does not compute what one process computes.
 
-Three steps in float64, watched at every bucket. Rank 0 gets all ranks' gradients and residuals, and computes in one
-process what each should have sent (reference.py; for PowerSGD what its sum has to satisfy, subspace.py). Then
+Four steps in float64, watched at every bucket. Rank 0 gets all ranks' gradients, keeps residuals of its own, and
+computes in one process what each should have sent (reference.py; for PowerSGD what its sum has to satisfy,
+subspace.py). Then
 
+  gradients        what the ranks' gradients add up to, before anything is left out, is that of one process
   formula          the sum that all ranks hold is the sum of what each should have sent, by the paper's formula
+  residuals        what a step finds as its residual is what the step before left, to the bit, three times
   sent + residual  what was sent and what is left over all ranks is what came in: gradients, and residuals of before
+  weights          the weights of all steps are those of one process that steps by these sums
   rank             PowerSGD: no matrix of the sum has more than rank r
   limit            a gradient that the method can say whole comes out as the dense sum (limits.py)
+  range            a gradient beyond 16 bits: the sum stays a number (limits.py)
+  drawn            what is drawn at random has no side that it prefers (draws.py)
   replicas         all ranks hold the same weights, to the bit
 """
 
@@ -14,20 +20,55 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
-from experiments.compress.limits import limit_difference
-from experiments.compress.predictions import METHODS, OURS, bucket_shapes, own
+from experiments.compress.draws import check_draws
+from experiments.compress.limits import check_limits
+from experiments.compress.predictions import METHODS, OURS, bucket_members, bucket_shapes, own
 from experiments.compress.reference import ROUNDING, TINY, Reference, added, largest
-from experiments.compress.subspace import Projection
+from experiments.compress.subspace import Projection, factored
 from experiments.compress.witness import Witness, watched
+from workers.config import Config
 from workers.contract import Build
 from workers.lab import Lab
-from workers.parallel.lowrank import pays
 from workers.passes.replicas import check_replicas
+from workers.workload.model import Model
 
-STEPS = 3
+STEPS = 4
 LEARNING_RATE = 0.01
 TOLERANCE = 1e-12  # over the largest number that is summed
 RANK_RTOL = 1e-10  # singular values below it, over the largest one, are rounding
+CONTROLS = "tests/experiments/test_compress.py::{}"
+CONTROL_OF = {
+    "gradients": CONTROLS.format("test_what_is_wrong_before_it_is_compressed_fails_the_run"),
+    "weights": CONTROLS.format("test_what_is_wrong_before_it_is_compressed_fails_the_run"),
+    "residuals": CONTROLS.format("test_residuals_that_go_wrong_fail_the_run"),
+}  # the others are those of mistakes.py
+
+
+class OneProcess:
+    """The dense model on rank 0: its gradients, before they are compressed, and the steps that it takes by the sums."""
+
+    def __init__(self, lab: Lab, config: Config, name: str) -> None:
+        self.model: Model = lab.model(torch.float64)
+        self.batches = lab.batches(torch.float64, proof=True)
+        self.parameters = list(self.model.parameters())
+        self.members = bucket_members(config, 8, name)
+
+    def gradients(self, step: int) -> list[Tensor]:
+        """Of the whole batch, a flat tensor a bucket."""
+        self.model.zero_grad()
+        inputs, targets, share = self.batches.full(step)
+        (self.model(inputs, targets) * share).backward()
+        found = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
+        return [torch.cat([found[index].flatten() for index in bucket]) for bucket in self.members]
+
+    @torch.no_grad()
+    def step(self, sums: list[Tensor]) -> None:
+        """w - lr·sum, a flat sum a bucket."""
+        for bucket, total in zip(self.members, sums, strict=True):
+            weights = [self.parameters[index] for index in bucket]
+            pieces = total.split([weight.numel() for weight in weights])
+            for weight, piece in zip(weights, pieces, strict=True):
+                weight.sub_(LEARNING_RATE * piece.view_as(weight))
 
 
 def by_the_formula(lab: Lab, name: str, build: Build) -> None:
@@ -38,49 +79,73 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
     _, witnesses = watched(strategy)
     shapes = bucket_shapes(config, 8, name)
     references = [
-        Projection(config, of) if method == "powersgd" else Reference(method, config, feedback=feedback)
+        Projection(config, of, feedback=feedback)
+        if method == "powersgd"
+        else Reference(method, config, feedback=feedback)
         for of in shapes
     ]
-    batches = lab.batches(torch.float64, proof=True)
-    worst = {"formula": 0.0} | ({"sent + residual": 0.0} if feedback else {})
+    alone, batches = OneProcess(lab, config, name), lab.batches(torch.float64, proof=True)
+    worst = dict.fromkeys(("gradients", "formula", *(["sent + residual"] if feedback else []), "weights"), 0.0)
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
         strategy.backward(lab.dealt(batches, step))
         strategy.update()
         lab.stepped()
-        for witness, reference in zip(witnesses, references, strict=True):
-            found = differences(lab, witness, reference)
+        wanted = alone.gradients(step) if lab.rank == 0 else [None] * len(witnesses)
+        for witness, reference, dense in zip(witnesses, references, wanted, strict=True):
+            found = differences(lab, witness, reference, dense)
             worst = {check: max(value, found.get(check, 0.0)) for check, value in worst.items()}
+        if lab.rank == 0:
+            alone.step([witness.total for witness in witnesses])
+            pairs = zip(strategy.full("weights"), alone.parameters, strict=True)
+            off = max(largest(mine - weight.detach()) for (_, mine), weight in pairs)
+            worst["weights"] = max(worst["weights"], off)
     for check, value in worst.items() if lab.rank == 0 else ():
         rounding = (lab.world_size - 1) * ROUNDING.get(method, 0.0) if check == "formula" else 0.0
-        lab.check(check, value, TOLERANCE + rounding, name)
+        lab.check(check, value, TOLERANCE + rounding, name, control=CONTROL_OF.get(check, ""))
+    if feedback:
+        lost = max(witness.lost for witness in witnesses)
+        lab.check("residuals", lost, 0.0, name, f"over {STEPS - 1} steps", control=CONTROL_OF["residuals"])
     if method == "powersgd" and lab.rank == 0:
-        low_rank = own(config).low_rank
-        ranks = [rank_of(witness.total, of, low_rank) for witness, of in zip(witnesses, shapes, strict=True)]
-        detail = f"ranks above {low_rank} of a matrix of the sum"
-        lab.check("rank", max(0, max(ranks) - low_rank), 0, name, detail)
-    lab.check("limit", limit_difference(lab, method, build), TOLERANCE, name)
+        check_rank(lab, name, witnesses, shapes)
+    check_limits(lab, name, method, build)
+    check_draws(lab, name, method, build)
     check_replicas(lab, name, strategy)
 
 
-def differences(lab: Lab, witness: Witness, reference: Reference | Projection) -> dict[str, float]:
-    """Of one bucket's last step, on rank 0: how far its claims are off, over what is summed."""
-    values = [torch.empty_like(witness.values) for _ in range(lab.world_size)] if lab.rank == 0 else None
-    dist.gather(witness.values, values, group=lab.group, group_dst=0)
-    rest = witness.rest.clone()
-    dist.reduce(rest, group=lab.group, group_dst=0)
-    if values is None:
+def differences(
+    lab: Lab, witness: Witness, reference: Reference | Projection, dense: Tensor | None
+) -> dict[str, float]:
+    """Of one bucket's last step, on rank 0: how far its claims are off, over what is summed; `dense` is the gradient of
+    one process."""
+    gradients = [torch.empty_like(witness.gradient) for _ in range(lab.world_size)] if lab.rank == 0 else None
+    dist.gather(witness.gradient, gradients, group=lab.group, group_dst=0)
+    kept = torch.stack([witness.before, witness.rest, witness.before.abs()])
+    dist.reduce(kept, group=lab.group, group_dst=0)
+    if gradients is None or dense is None:
         return {}
-    formula, sent = reference.judge(values, witness.total)
-    left = sent + rest - added(values)
+    before, rest, size = kept
+    came_in = added(gradients) + before
+    size = size + added([each.abs() for each in gradients])
+    # What was sent is what the messages say: rounding on the wire, hop by hop, is nobody's residual.
+    formula, sent = reference.judge(gradients, witness.total)
     return {
+        "gradients": largest(added(gradients) - dense) / max(largest(dense), TINY),
         "formula": formula,
-        "sent + residual": largest(left) / max(largest(added([each.abs() for each in values])), TINY),
+        "sent + residual": largest(sent + rest - came_in) / max(largest(size), TINY),
     }
+
+
+def check_rank(lab: Lab, name: str, witnesses: list[Witness], shapes: list[list[Size]]) -> None:
+    """No matrix of the last sum has a rank above LAB_LOW_RANK."""
+    low_rank = own(lab.config).low_rank
+    ranks = [rank_of(witness.total, of, low_rank) for witness, of in zip(witnesses, shapes, strict=True)]
+    detail = f"ranks above {low_rank} of a matrix of the sum"
+    lab.check("rank", max(0, max(ranks) - low_rank), 0, name, detail)
 
 
 def rank_of(total: Tensor, shapes: list[Size], rank: int) -> int:
     """The highest rank of any matrix of a bucket's sum that was sent in factors of `rank`."""
     pieces = total.split([shape.numel() for shape in shapes])
-    matrices = [piece.view(shape[0], -1) for shape, piece in zip(shapes, pieces, strict=True) if pays(shape, rank)]
+    matrices = [piece.view(shape[0], -1) for shape, piece in zip(shapes, pieces, strict=True) if factored(shape, rank)]
     return max((int(torch.linalg.matrix_rank(matrix, rtol=RANK_RTOL)) for matrix in matrices), default=0)

@@ -1,8 +1,9 @@
 """What each rank sends of a bucket, by the papers' formulas, in one process: dense tensors, loops, nothing distributed.
 
-The compressors of workers/parallel are held against it step by step. It shares with them the seeds and the way in which
-random places are drawn, and no more. PowerSGD, whose paper leaves a choice, is held by what it has to satisfy
-(subspace.py).
+The compressors of workers/parallel are held against it step by step. It gets the ranks' gradients and no more: the
+residuals are its own (Karimireddy et al. 2019, algorithm 2: v = e + g, e = v - C(v)), so that what a rank forgets, or
+keeps twice, shows in the next step's sum. It shares the seeds with them, and no code. Where a paper leaves a choice, it
+is held by what it has to satisfy: the places of random-k by the sum (and draws.py), PowerSGD in subspace.py.
 """
 
 import math
@@ -12,24 +13,30 @@ from torch import Tensor
 
 from experiments.compress.predictions import own
 from workers.config import Config
-from workers.parallel.sparse import drawn
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one addition on the wire, over the summands
 TINY = torch.finfo(torch.float64).tiny
 
 
 class Reference:
-    """One bucket of all ranks. It remembers what the method remembers: random generators."""
+    """One bucket of all ranks. It remembers what the method remembers: residuals and random generators."""
 
     def __init__(self, method: str, config: Config, *, feedback: bool) -> None:
         self.method, self.ratio, self.feedback = method, own(config).ratio, feedback
-        self.drawing = torch.Generator().manual_seed(config.seed)
         ranks = range(config.world_size)
         self.rounding = [torch.Generator().manual_seed(rank_seed(config.seed, rank)) for rank in ranks]
+        self.residuals: list[Tensor] = []
 
-    def judge(self, values: list[Tensor], total: Tensor) -> tuple[float, Tensor]:
-        """How far the ranks' `total` [n] is from the sum of what each should have sent, over it, and that sum."""
-        sent = self.sent(values)
+    def judge(self, gradients: list[Tensor], total: Tensor) -> tuple[float, Tensor]:
+        """How far the ranks' `total` [n] is from the sum of what each should have sent, over it, and that sum.
+
+        `gradients` [n] a rank, float64.
+        """
+        residuals = self.residuals or [torch.zeros_like(each) for each in gradients]
+        values = [gradient + residual for gradient, residual in zip(gradients, residuals, strict=True)]
+        sent = self.randomk(values, total) if self.method == "randomk" else self.sent(values)
+        if self.feedback:
+            self.residuals = [value - of_rank for value, of_rank in zip(values, sent, strict=True)]
         size = added([each.abs() for each in sent])
         if self.method not in ROUNDING:  # a rounding is relative to its own number, all else to the largest one
             size = size.max()
@@ -71,11 +78,11 @@ class Reference:
             sent.append(masked(value, candidates[order[: self.kept(values)]]))
         return sent
 
-    def randomk(self, values: list[Tensor]) -> list[Tensor]:
-        numel, k = len(values[0]), self.kept(values)
-        places = drawn(numel, k, self.drawing)
-        scale = 1.0 if self.feedback else numel / k  # unbiased where nothing comes later
-        return [masked(value, places) * scale for value in values]
+    def randomk(self, values: list[Tensor], total: Tensor) -> list[Tensor]:
+        """At most k places, which are those where there is a sum: all ranks have to have drawn the same."""
+        places, k = total.nonzero().flatten(), self.kept(values)
+        scale = 1.0 if self.feedback else len(total) / k  # unbiased where nothing comes later
+        return [masked(value, places[:k]) * scale for value in values]
 
     def sign(self, values: list[Tensor]) -> list[Tensor]:
         return [torch.where(value >= 0, value.abs().mean(), -value.abs().mean()) for value in values]

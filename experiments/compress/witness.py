@@ -14,15 +14,19 @@ from workers.strategies.replica import Replica
 class Witness:
     """An AllReduce that stands before another, and knows of the last step on this rank, flat:"""
 
-    values: Tensor  # gradient, and residual before
-    rest: Tensor  # residual after
+    gradient: Tensor  # as the backward pass left it
+    before: Tensor  # residual that the step found
+    rest: Tensor  # residual that it left
     total: Tensor  # what all ranks then hold as their sum
 
     def __init__(self, watched: Any) -> None:
         self.watched = watched
+        self.lost = 0.0  # the largest difference of a residual found from the one that the step before left
 
     def __call__(self, bucket: Tensor) -> Handle:
-        self.values = bucket + self.residual(bucket)
+        self.gradient, self.before = bucket.clone(), self.residual(bucket).clone()
+        left = getattr(self, "rest", torch.zeros_like(bucket))
+        self.lost = max(self.lost, (self.before - left).abs().nan_to_num(torch.inf).max().item())
         handle = self.watched(bucket)
 
         def end() -> None:

@@ -1,6 +1,7 @@
 """Compression, the whole experiment: proven by its formulas, as many bytes as predicted, at odd sizes and settings."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,26 @@ from experiments.compress.mistakes import PerRank
 from experiments.compress.predictions import METHODS, PLAIN, bucket_shapes, predict, sent_bytes, smallest_side
 from experiments.compress.shown import summary
 from experiments.compress.subspace import Projection
-from tests.labs import TINY, failed, run_experiment
+from tests.labs import TINY, failed, one_rank, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config, ConfigError
+from workers.parallel import sparse
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.casting import Cast
+from workers.parallel.compression import Compressor
 from workers.parallel.lowrank import LowRank
+from workers.parallel.quantised import Quantised
+from workers.parallel.sign import Sign
+from workers.parallel.sparse import TopK
 from workers.rank.refusals import refuse
 from workers.report import records
+from workers.report.judge import judge
+from workers.report.lines import from_line
+from workers.strategies.replica import Replica
 from workers.workload.model import outline
 
 OURS = ("naive", "dense", *METHODS)
-PROOF = {"formula", "limit", "replicas"}
+PROOF = {"gradients", "formula", "weights", "limit", "replicas"}
 
 
 def config_of(world_size: int, **settings: str) -> Config:
@@ -58,7 +69,8 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
         wanted = {"wire bytes", "rest bytes", "calls"} | (
             PROOF if name != "dense" else {"gradients", "weights", "losses"}
         )
-        wanted |= {"sent + residual"} if feedback and name in METHODS else set()
+        wanted |= {"sent + residual", "residuals"} if feedback and name in METHODS else set()
+        wanted |= {"range"} if name in ("bf16", "fp16") else {"drawn"} if name in ("int8", "randomk") else set()
         wanted |= {"rank"} if name == "powersgd" else set()
         assert {(name, claim) for claim in wanted} <= names
     assert skipped == impossible(settings)
@@ -156,7 +168,7 @@ def judged(group: dist.ProcessGroup, kind: type[LowRank], ranks_of_steps: list[i
     """How far each step's sum is off, for matrices of these ranks and one gain."""
     config = config_of(group.size(), LAB_LOW_RANK="3")
     compressor = kind(group, [MATRIX, GAIN], 3, config.seed, feedback=False)
-    projection = Projection(config, [MATRIX, GAIN])
+    projection = Projection(config, [MATRIX, GAIN], feedback=False)
     found = []
     for step, rank in enumerate(ranks_of_steps):
         everyone = [flat(100 * step + member, rank) for member in range(group.size())]
@@ -187,7 +199,8 @@ def test_another_sum_is_told(ranks: Ranks, kind: type[LowRank]) -> None:
 
 def test_a_sum_that_is_no_number_is_told() -> None:
     values = [flat(member, 12) for member in range(2)]
-    assert Projection(config_of(2), [MATRIX, GAIN]).judge(values, torch.full_like(values[0], torch.nan))[0] == math.inf
+    projection = Projection(config_of(2), [MATRIX, GAIN], feedback=False)
+    assert projection.judge(values, torch.full_like(values[0], torch.nan))[0] == math.inf
 
 
 def test_defaults_are_refused_nowhere() -> None:
@@ -206,4 +219,202 @@ def test_a_mistake_is_seen_only_where_it_is_made(ranks: Ranks, tmp_path: Path, b
     makers = {"unshared_seed": {"randomk"}, "int8_overflow": {"int8"}, "per_rank_powersgd": {"powersgd"}}
     assert wrong == makers.get(bug, {"int8", "randomk", "powersgd"})
     if bug == "no_error_feedback":
-        assert failed(run) - {"rest bytes"} == {"sent + residual"}
+        assert failed(run) - {"rest bytes"} == {"sent + residual", "formula"}
+
+
+# --- what the run says of a line that is wrong: each fault takes the place of what the ranks run ---
+
+
+def fading(with_residual: Any) -> Any:
+    """Half of the residual is forgotten."""
+
+    def wrong(self: Compressor, bucket: Tensor) -> Tensor:
+        if self.residual is not None:
+            self.residual.mul_(0.5)
+        found: Tensor = with_residual(self, bucket)
+        return found
+
+    return wrong
+
+
+def between_steps(zero: Any) -> Any:
+    """Residuals are cleared with the gradients."""
+
+    def wrong(self: GradientBuckets) -> None:
+        zero(self)
+        for each in self.all_reduces:
+            kept = getattr(getattr(each, "watched", None), "residual", None)
+            if kept is not None:
+                kept.zero_()
+
+    return wrong
+
+
+def not_taken_out(take_out: Any) -> Any:  # noqa: ARG001
+    return lambda self, message, values: None
+
+
+def smallest(largest: Any) -> Any:  # noqa: ARG001
+    return lambda values, k: values.abs().argsort()[:k]
+
+
+def first_places(drawn: Any) -> Any:  # noqa: ARG001
+    return lambda numel, k, generator: torch.arange(k)
+
+
+def same_places(drawn: Any) -> Any:
+    return lambda numel, k, generator: drawn(numel, k, torch.Generator().manual_seed(1))
+
+
+def codes_of(draws: Any) -> Any:
+    """Codes that `draws(compressor, values)` rounds, in place of numbers between 0 and 1."""
+
+    def around(encode: Any) -> Any:  # noqa: ARG001
+        def wrong(self: Quantised, values: Tensor) -> Tensor:
+            self.scale = self.shared_scale(values)
+            codes: Tensor = (values / self.scale + draws(self, values)).floor().clamp(-self.levels, self.levels)
+            return codes.to(torch.int8)
+
+        return wrong
+
+    return around
+
+
+def nothing(self: Quantised, values: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.zeros_like(values)
+
+
+def a_half(self: Quantised, values: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.full_like(values, 0.5)
+
+
+def no_guard(shared_scale: Any) -> Any:  # noqa: ARG001
+    def wrong(self: Quantised, values: Tensor) -> float:
+        largest = values.abs().max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return float(largest / self.levels) or math.nan
+
+    return wrong
+
+
+def unbounded(made: Any) -> Any:
+    def wrong(self: Cast, *args: Any, **given: Any) -> None:
+        made(self, *args, **given)
+        self.limit = math.inf
+
+    return wrong
+
+
+def largest_magnitude(mean_magnitude: Any) -> Any:  # noqa: ARG001
+    return lambda values: values.abs().max()
+
+
+def cold(call: Any) -> Any:
+    """Factors drawn anew at each step."""
+
+    def wrong(self: LowRank, bucket: Tensor) -> Any:
+        if self.factors is not None:
+            self.factors, self.seed = None, self.seed + 1
+        return call(self, bucket)
+
+    return wrong
+
+
+def half_of_a_rank(backward: Any) -> Any:
+    def wrong(self: Replica, parts: list[Any]) -> Any:
+        if dist.get_rank() == 1:
+            parts = [part._replace(share=part.share / 2) for part in parts]
+        return backward(self, parts)
+
+    return wrong
+
+
+def twice(update: Any) -> Any:
+    def wrong(self: Replica) -> None:
+        update(self)
+        update(self)
+
+    return wrong
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "half a residual": (Compressor, "with_residual", fading),
+    "residuals cleared": (GradientBuckets, "zero", between_steps),
+    "sent and kept": (TopK, "take_out", not_taken_out),
+    "the smallest": (sparse, "largest", smallest),
+    "the first places": (sparse, "drawn", first_places),
+    "the same places": (sparse, "drawn", same_places),
+    "always down": (Quantised, "encode", codes_of(nothing)),
+    "to the nearest": (Quantised, "encode", codes_of(a_half)),
+    "no guard": (Quantised, "shared_scale", no_guard),
+    "no bound": (Cast, "__init__", unbounded),
+    "the largest": (sys.modules[Sign.__module__], "mean_magnitude", largest_magnitude),
+    "cold": (LowRank, "__call__", cold),
+    "half of a rank": (Replica, "backward", half_of_a_rank),
+    "twice": (Replica, "update", twice),
+}
+
+
+def faulty(group: dist.ProcessGroup, fault: str, settings: dict[str, str], folder: str) -> list[str]:
+    """One rank of a run with a wrong line."""
+    owner, name, wrong = FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrong(getattr(owner, name)))
+        return one_rank(group, settings, folder)
+
+
+def seen(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
+    """What fails of a run of two ranks with this fault."""
+    own = folder / f"{fault} {variant}"  # ranks that meet in one folder twice would read old answers
+    own.mkdir()
+    settings = TINY | {"RUN_MODE": "compress", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_STEPS": "1"}
+    given = settings | {"LAB_MODEL": "mlp", "LAB_VARIANT": variant, "LAB_RATIO": "0.1"}
+    lines = ranks(2, faulty, fault, given, str(own))
+    return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
+
+
+@pytest.mark.parametrize("variant", ["bf16", "int8", "topk", "randomk", "sign", "powersgd"])
+def test_residuals_that_go_wrong_fail_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+    assert {"sent + residual", "formula"} <= seen(ranks, tmp_path, "half a residual", variant)
+    assert {"residuals", "formula"} <= seen(ranks, tmp_path, "residuals cleared", variant)
+
+
+@pytest.mark.parametrize(
+    ("fault", "variant", "check"),
+    [
+        ("sent and kept", "topk", "sent + residual"),
+        ("the smallest", "topk", "formula"),
+        ("the largest", "sign", "formula"),
+        ("cold", "powersgd", "formula"),
+    ],
+)
+def test_a_formula_that_is_another_fails_the_run(
+    ranks: Ranks, tmp_path: Path, fault: str, variant: str, check: str
+) -> None:
+    assert check in seen(ranks, tmp_path, fault, variant)
+
+
+@pytest.mark.parametrize(
+    ("fault", "variant"),
+    [
+        ("the first places", "randomk"),
+        ("the same places", "randomk"),
+        ("always down", "int8"),
+        ("to the nearest", "int8"),
+    ],
+)
+def test_draws_that_prefer_fail_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
+    found = seen(ranks, tmp_path, fault, variant)
+    assert "drawn" in found
+    assert found == {"drawn"} or variant == "int8"  # whose draws the formula knows
+
+
+def test_a_limit_that_is_missed_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "limit" in seen(ranks, tmp_path, "no guard", "int8")
+    assert {"range"} == seen(ranks, tmp_path, "no bound", "fp16")
+    assert {"range"} == seen(ranks, tmp_path, "no bound", "bf16")
+
+
+def test_what_is_wrong_before_it_is_compressed_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "gradients" in seen(ranks, tmp_path, "half of a rank", "topk")
+    assert "weights" in seen(ranks, tmp_path, "twice", "topk")

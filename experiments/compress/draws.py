@@ -1,0 +1,81 @@
+"""What is drawn at random, held to what it claims: no side is preferred, and no step repeats another.
+
+Sums are held to the formula with the draws that the compressor makes, whatever these are; so the draws have to be
+looked at by themselves. Each figure is counted against its expectation, in deviations of as many fair draws: more than
+SIGMAS of them is no chance (one in 10^9), and the numbers come from the seed, so a run that holds holds again.
+
+    int8     of n numbers a share f above a code, n·f go up (Alistarh et al. 2017, section 3.1: unbiased)
+    randomk  k different places, the same on all ranks; over the steps their mean is the middle, and two steps share
+             k²/n of them, which a hypergeometric draw would (Stich et al. 2018, section 2.2)
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Size, Tensor
+
+from experiments.compress.limits import sent
+from experiments.compress.witness import watched
+from workers.contract import Build
+from workers.lab import Lab
+from workers.strategies.replica import Replica
+from workers.workload.model import Model
+
+SIGMAS = 6.0
+SHAPE = Size((64, 32))
+SHARES = (0.125, 0.5, 0.75)
+RATIO, STEPS = 0.25, 4  # of the places, and how many draws of them
+CONTROL = "tests/experiments/test_compress.py::test_draws_that_prefer_fail_the_run"
+
+
+def check_draws(lab: Lab, name: str, method: str, build: Build) -> None:
+    """The largest deviation, in sigmas, of a method that draws."""
+    if method not in ("int8", "randomk"):
+        return
+    off = rounded_up(lab, build) if method == "int8" else places(lab, build)
+    lab.check("drawn", off, SIGMAS, name, "the worst figure, in deviations of as many fair draws", control=CONTROL)
+
+
+def rounded_up(lab: Lab, build: Build) -> float:
+    """Codes of the whole range and a share above, the same on all ranks; the largest is a whole code."""
+    worst, levels, numel = 0.0, 127 // lab.world_size, SHAPE.numel()
+    codes = torch.arange(numel, dtype=torch.float64) % (2 * levels - 1) - levels + 1  # from -(L - 1) to L - 1
+    for share in SHARES:
+        values = codes + share
+        values[codes == levels - 1] = levels  # which makes the scale one
+        fair = values != levels
+        total = sent(lab, build, SHAPE, values).total
+        ups = (total - lab.world_size * codes)[fair].round().sum().item()
+        worst = max(worst, deviation(ups, lab.world_size * int(fair.sum()) * share, 1 - share))
+    return worst
+
+
+def places(lab: Lab, build: Build) -> float:
+    """Where there is a sum, step after step, of gradients without a zero."""
+    numel = SHAPE.numel()
+    layer = torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+    model = Model("draws", [layer], torch.nn.Identity()).to(lab.device, torch.float64)
+    strategy = build(model, lab.mesh, lab.config.with_own(ratio=RATIO, error_feedback=False))
+    assert isinstance(strategy, Replica)
+    buckets, [witness] = watched(strategy)
+    drawn: list[Tensor] = []
+    for _ in range(STEPS):
+        buckets.zero()
+        with buckets.accumulate(last=True):
+            (layer.weight.sum() * (lab.rank + 1)).backward()
+        buckets.finish()
+        drawn.append(witness.total.nonzero().flatten())
+    k = round(RATIO * numel)
+    if any(len(each) != k for each in drawn):
+        return math.inf
+    left = 1 - k / numel  # a draw without repetition varies less, by about what is left
+    middle = torch.cat(drawn).double().mean().item() - (numel - 1) / 2
+    spread = math.sqrt((numel**2 - 1) / 12 * left / (STEPS * k))
+    shared = [int(torch.isin(one, other).sum()) for one, other in itertools.pairwise(drawn)]
+    return max(abs(middle) / spread, *(deviation(same, k * k / numel, left * left) for same in shared))
+
+
+def deviation(count: float, expected: float, of: float) -> float:
+    """How far a count is from its expectation, in deviations √(expected·of)."""
+    return abs(count - expected) / math.sqrt(expected * of)
