@@ -1,0 +1,41 @@
+"""Large batches: rates, LARS, LAMB, the dealing of samples and the sweep."""
+
+from benchmarks.mutants import Mutant
+
+LARS, LAMB = (f"RUN_MODE=largebatch LAB_MODEL=mlp LAB_STEPS=8 LAB_VARIANT={name}" for name in ("lars", "lamb"))
+PLAIN = "RUN_MODE=largebatch LAB_MODEL=mlp LAB_STEPS=8 LAB_VARIANT=warmup"
+PARALLEL, MODE = "workers/parallel", "experiments/largebatch"
+
+MUTANTS = [
+    Mutant(f"{PARALLEL}/lars.py", "w / (g + decay * w)", "w / g", LARS),
+    Mutant(f"{PARALLEL}/lars.py", "mul_(self.momentum).add_(", "mul_(0).add_(", LARS),
+    Mutant(f"{PARALLEL}/lars.py", "(w > 0) & (g > 0)", "g > 0", LARS),
+    Mutant(f"{PARALLEL}/lamb.py", 'state["m"] / (1 - first ** state["step"])', 'state["m"] / 1', LAMB),
+    Mutant(f"{PARALLEL}/lamb.py", "w.clamp(*self.bounds) / u", "w / u", LAMB),
+    Mutant(
+        f"{PARALLEL}/lamb.py",
+        'self.adam(parameter).add_(parameter, alpha=group["weight_decay"])',
+        "self.adam(parameter)",
+        LAMB,
+    ),
+    Mutant(f"{PARALLEL}/layerwise.py", "dist.all_reduce(squares, group=self.sharded_over)", "pass", LARS),
+    Mutant(
+        f"{PARALLEL}/layerwise.py", "if parameter.dim() > 1 else vectors", "if parameter.dim() > 0 else vectors", LAMB
+    ),
+    Mutant(
+        f"{PARALLEL}/rates.py",
+        "(target - 1.0) * step / warmup_steps",
+        "(target - 1.0) * (step + 1) / warmup_steps",
+        PLAIN,
+    ),
+    Mutant(f"{PARALLEL}/rates.py", 'factor * group["base_lr"]', 'factor * group["lr"]', PLAIN),
+    Mutant(f"{MODE}/recipes.py", "return steps // 4", "return steps // 2", PLAIN),
+    Mutant(f"{MODE}/samples.py", "start = step * batch + sum(sizes[:shard])", "start = sum(sizes[:shard])", PLAIN),
+    Mutant(f"{MODE}/sweep.py", "        lockstep.backward(step)", "        lockstep.backward(0)", PLAIN),
+    Mutant(
+        f"{MODE}/lockstep.py",
+        "set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, self.steps))",
+        "set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, 8))",
+        PLAIN,
+    ),
+]

@@ -1,0 +1,27 @@
+"""16 bits: the scale of the loss, masters, and rounding at random."""
+
+from benchmarks.mutants import Mutant
+
+MASTER = "RUN_MODE=precision LAB_MODEL=mlp LAB_STEPS=1 LAB_VARIANT=fp16_master"
+STOCHASTIC = "RUN_MODE=precision LAB_MODEL=mlp LAB_STEPS=1 LAB_VARIANT=bf16_stochastic"
+PARALLEL, MODE = "workers/parallel", "experiments/precision"
+
+MUTANTS = [
+    Mutant(f"{PARALLEL}/scaling.py", "self.value *= self.backoff", "pass", MASTER),
+    Mutant(f"{PARALLEL}/scaling.py", "self.good_steps == self.interval", "self.good_steps > self.interval", MASTER),
+    Mutant(f"{PARALLEL}/scaling.py", "gradient.isfinite().all()", "True", MASTER),
+    Mutant(f"{PARALLEL}/scaling.py", "gradient.isfinite().all()", "gradient[0].isfinite().all()", MASTER),
+    Mutant(f"{PARALLEL}/masters.py", "weight.copy_(self.rounded(master))", "pass", MASTER),
+    Mutant(f"{PARALLEL}/masters.py", "weight.grad.float().div_(scale)", "weight.grad.div(scale).float()", MASTER),
+    Mutant(f"{PARALLEL}/masters.py", "weight.grad.float().div_(scale)", "weight.grad.float()", MASTER),
+    Mutant(
+        f"{PARALLEL}/rounding.py",
+        "values.view(torch.int32) + noise",
+        "values.view(torch.int32) + 0 * noise",
+        STOCHASTIC,
+    ),
+    Mutant(f"{PARALLEL}/rounding.py", "randint(0, 1 << 16,", "randint(0, 1 << 15,", STOCHASTIC),
+    Mutant(f"{MODE}/__init__.py", "taken = self.loss_scale is None or all_finite(summed)", "taken = True", MASTER),
+    Mutant(f"{MODE}/__init__.py", "self.loss_scale.adjust(overflowed=not taken)", "pass", MASTER),
+    Mutant(f"{MODE}/__init__.py", "            self.scale = self.loss_scale.value\n\n", "\n", MASTER),
+]
