@@ -15,6 +15,9 @@ import random
 from workers.lab import Lab
 from workers.measure.formulas.server import largest_stable_rate
 
+CONTROL = (
+    "tests/experiments/test_server.py::test_late_gradients_are_as_stable_as_the_formula_says_and_the_check_can_fail"
+)
 POINTS, UPDATES = 32, 200
 STALENESS = (0, 1, 2, 4, 8, 16)
 RATES = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -44,6 +47,7 @@ def show(lab: Lab) -> None:
             "",
             0.02 * predicted,
             formula="2 sin(pi/(2(2tau+1))) / curvature",
+            control=CONTROL,
         )
     columns = ["staleness", *(f"lr {lr:g}" for lr in RATES), "largest stable lr", "found by trying"]
     lab.table(f"The line after {UPDATES} updates, each from weights that are some updates old: loss", columns, rows)

@@ -1,5 +1,7 @@
 """The parameter server and its like, as whole runs: what is proven, what is promised, what is refused."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,17 +9,21 @@ import torch
 import torch.distributed as dist
 
 from experiments.server import MODE, staleness
+from experiments.server import run as run_server
 from experiments.server.promises import Report, miscounted
 from experiments.server.reference import OneProcess
 from experiments.server.rounds import Rounds, in_one_process
 from experiments.server.witness import Witness, audit, checksum
-from tests.labs import TINY, failed, run_experiment
+from experiments.server.worker import Worker
+from tests.labs import TINY, failed, one_rank, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.measure.formulas.server import largest_stable_rate
 from workers.parallel.parameter_server import ParameterServer
-from workers.parallel.serving import Link, Local, Remote, Server, Threads
+from workers.parallel.serving import Client, Link, Local, Remote, Server, Threads
 from workers.rank.refusals import refuse
+from workers.report.judge import judge
+from workers.report.lines import from_line
 from workers.report.records import Chart, Said, Table, select
 from workers.workload.baseline import train
 from workers.workload.data import Batches
@@ -205,3 +211,22 @@ def test_late_gradients_are_as_stable_as_the_formula_says_and_the_check_can_fail
         weights = [w - lr * 2 * (line[0] * w + line[1] * b), b - lr * 2 * (line[1] * w + b)]
         fresh = line[0] * weights[0] ** 2 + 2 * line[1] * weights[0] * weights[1] + weights[1] ** 2
     assert staleness.losses(line, lr, 0, 5)[-1] == pytest.approx(fresh, rel=1e-12)
+
+
+def chatted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+    class Chatty(Worker):
+        """Sends what nobody asked for."""
+
+        def train(self, client: Client, most: int) -> None:
+            super().train(client, most)
+            dist.all_reduce(torch.zeros(100_000), group=group)
+
+    mode = replace(MODE, run=partial(run_server, worker=Chatty))
+    return one_rank(group, settings, folder, mode)
+
+
+def test_bytes_that_nobody_asked_for_fail_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    settings = TINY | TINY_MLP | {"RUN_MODE": "server", "LAB_VARIANT": "ssp", "LAB_PROOF": "0", "WORLD_SIZE": "2"}
+    lines = ranks(2, chatted, settings | {"MASTER_ADDR": "127.0.0.1"}, str(tmp_path), timeout_s=100)
+    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert failed(run) == {"wire bytes of the run"}
