@@ -85,13 +85,14 @@ class Run:
 def quiet(runs: Path, key: str, deadline: float) -> dict[str, Any]:
     """The outcome of the run that nobody disturbs."""
     run = Run(runs, key, free_port())
-    for _ in range(3):
-        run.start(run.port)
-    while run.alive and time.monotonic() < deadline:
-        time.sleep(0.1)
-    found = run.outcome()
-    run.end()
-    return found
+    try:
+        for _ in range(3):
+            run.start(run.port)
+        while run.alive and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return run.outcome()
+    finally:
+        run.end()
 
 
 def under_fire(runs: Path, key: str, deadline: float, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
@@ -99,6 +100,7 @@ def under_fire(runs: Path, key: str, deadline: float, sent: Counter[tuple[str, s
     run = Run(runs, key, free_port())
     run_key = key_of(Config.read({"LAB_KEY": key})).secret
     with ExitStack() as kept, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        kept.callback(run.end)
         udp.bind((HERE, 0))
         tap = Tap(run.port, udp.getsockname())
         wrong = Wrong(SEED, run_key, tap)
@@ -123,9 +125,7 @@ def under_fire(runs: Path, key: str, deadline: float, sent: Counter[tuple[str, s
                 run.start(tap.port)
             time.sleep(BATCH / PER_S)
         callers.join(2.0)
-    found = run.outcome()
-    run.end()
-    return found
+        return run.outcome()
 
 
 def targets(tap: Tap) -> list[int]:
