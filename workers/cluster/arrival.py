@@ -20,7 +20,7 @@ ASK_EVERY_S = 0.1
 SAY_EVERY_S = 3.0
 # A port that accepts connections, while nobody answers as the board for so long, is another program's. A dying
 # earlier run frees it sooner.
-FOREIGN_S = 3.0
+FOREIGN_S = 4.0
 FORGOTTEN_AFTER = 3  # unanswered questions: then the board may be another one
 
 
