@@ -6,9 +6,20 @@ FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
 ADAMW = FLAT + " LAB_OPTIMIZER=adamw"
 TIMED, OPTIMIZER, LEDGER = "workers/passes/timed.py", "workers/workload/optimizer.py", "workers/measure/ledger.py"
 
+STRATEGY, ZERO2 = "workers/strategies/replica.py", "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero2 LAB_DTYPE=bfloat16"
+
 MUTANTS = [
+    Mutant(TIMED, "if course.done[name] == step:", "if course.done[name] == step != 2:", FLAT),
+    Mutant(
+        STRATEGY,
+        "        self.optimizer.step()\n",
+        "        self.optimizer = make_optimizer(self.model.parameters(), self.config)\n"
+        "        self.optimizer.step()\n",
+        ADAMW,
+    ),
+    Mutant("workers/parallel/flat.py", "            self.shard.copy_(self.master)\n", "", ZERO2),
     Mutant(TIMED, "                strategy.update()", "                pass", FLAT),
-    Mutant(TIMED, "course.data_step(step))", "course.data_step(0))", FLAT),
+    Mutant(TIMED, "course.batches, course.data_step(step))", "course.batches, course.data_step(0))", FLAT),
     Mutant(
         OPTIMIZER,
         "parameter.add_(parameter.grad, alpha=-lr)",
@@ -20,7 +31,6 @@ MUTANTS = [
         "torch.optim.AdamW(parameters, lr=config.learning_rate)",
         "torch.optim.AdamW(parameters, lr=2 * config.learning_rate, weight_decay=0)",
         ADAMW,
-        argued="one process is trained by the same optimizer: which one a lesson takes is no claim",
     ),
     Mutant(
         "workers/measure/calls.py",

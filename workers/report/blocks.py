@@ -15,6 +15,8 @@ from workers.report.units import difference, human_bytes, milliseconds, quantity
 
 PROOF = ("gradients", "weights", "losses")
 TRAFFIC = ("wire bytes", "called bytes")
+# What the timed steps are held to, by the names of their checks: passes/holding.py.
+TIMED = ("timed losses", "audited loss", "audited weights", "audited optimizer", "timed replicas", "timed steps")
 
 
 def proof(run: Run) -> list[str]:
@@ -25,17 +27,30 @@ def proof(run: Run) -> list[str]:
             proven.setdefault(check["variant"], {})[check["name"]] = check
     if not proven:
         return [line("proof", proof_note(run))] if proof_note(run) else []
-    tolerances = sorted({check["tolerance"] for row in proven.values() for check in row.values()})
-    allowed = " to ".join(f"{tolerance:g}" for tolerance in (tolerances[0], tolerances[-1])[: len(tolerances)])
+    tolerances = sorted({check["tolerance"] for row in proven.values() for check in row.values() if not unit(check)})
+    allowed = " to ".join(f"{tolerance:g}" for tolerance in (*tolerances[:1], *tolerances[1:][-1:]))
     rows = [
         [
             name or "all",
             *(difference(row[kind]["max_abs_diff"]) if kind in row else "-" for kind in PROOF),
-            _held(row.values()),
+            " ".join(
+                [_held(row.values()), *dict.fromkeys(_own_tolerance(each) for each in row.values() if unit(each))]
+            ),
         ]
         for name, row in proven.items()
     ]
-    return _block("proof", ["float64, against one process", *PROOF, f"(tolerance {allowed})"], rows)
+    heading = "float64, against one process" if allowed else "against one process"
+    return _block("proof", [heading, *PROOF, f"(tolerance {allowed})" if allowed else ""], rows)
+
+
+def unit(check: Run) -> str:
+    """What a difference is counted in, where it is no plain number, such as "in epsilons of bfloat16"."""
+    return str(check["detail"]).replace("torch.", "") if str(check["detail"]).startswith("in ") else ""
+
+
+def _own_tolerance(check: Run) -> str:
+    """Of a difference that has a unit."""
+    return f"(tolerance {check['tolerance']:g} {unit(check)})"
 
 
 def times(run: Run) -> list[str]:
@@ -58,10 +73,12 @@ def measured(run: Run, records: Ranks) -> list[str]:
         ratio = f"{seconds / own_s:.2f}" if seconds and own_s else "-"
         traffic = [human_bytes(max((c["predicted"] for c in claims), default=None))]
         traffic += [human_bytes(slowest(variant[kind])) for kind in ("called_bytes", "wire_bytes")]
-        rows.append([variant["name"], milliseconds(seconds), *([ratio] if own else []), *traffic, _held(claims)])
+        rows.append(
+            [variant["name"], milliseconds(seconds), *([ratio] if own else []), *traffic, _held(claims) + _wide(claims)]
+        )
     config = first(records).config
     columns = [
-        f"{config.get('LAB_STEPS')} steps in {config.get('LAB_DTYPE')}",
+        f"{config.get('LAB_STEPS')} steps, LAB_DTYPE={config.get('LAB_DTYPE')}",
         "ms a step",
         *([f"x {own}"] if own else []),
         "predicted",
@@ -83,11 +100,38 @@ def memory(run: Run, records: Ranks) -> list[str]:
 def more_checks(run: Run) -> list[str]:
     """The checks that held and that the table of the proof does not show, a line each."""
     rows = [
-        [claim_name(check), difference(check["max_abs_diff"]), f"tolerance {check['tolerance']:g}", "held"]
+        [claim_name(check), difference(check["max_abs_diff"]), f"tolerance {_shown(check)}", "held"]
         for check in run["checks"]
-        if check["passed"] and check["name"] not in PROOF
+        if check["passed"] and check["name"] not in (*PROOF, *TIMED)
     ]
     return _block("checks", None, rows)
+
+
+def timed(run: Run) -> list[str]:
+    """A row a variant: what its timed steps are off, of what is allowed."""
+    found: dict[str, dict[str, Run]] = {}
+    for check in run["checks"]:
+        if check["name"] in TIMED:
+            found.setdefault(check["variant"], {})[check["name"]] = check
+    kinds = [kind for kind in TIMED if any(kind in row for row in found.values())]
+    rows = [
+        [name, *(_of_allowed(row[kind]) if kind in row else "-" for kind in kinds), _held(row.values())]
+        for name, row in found.items()
+    ]
+    proven = any(kind in TIMED[:4] for kind in kinds)
+    heading = "off, of what rounding allows" if proven else "not held against one process: LAB_PROOF=0"
+    return _block("timed", [heading, *kinds, ""], rows)
+
+
+def _of_allowed(check: Run) -> str:
+    """A difference beside its tolerance, where it has one."""
+    off = difference(check["max_abs_diff"])
+    return f"{off} of {difference(check['tolerance'])}" if check["tolerance"] else off
+
+
+def _shown(check: Run) -> str:
+    """A tolerance with its unit, to three digits."""
+    return f"{check['tolerance']:.3g} {unit(check)}".rstrip()
 
 
 def compared(run: Run) -> list[str]:
@@ -123,6 +167,12 @@ def hidden(run: Run, records: Ranks) -> list[str]:
     rows = [[variant, *cells] for variant, cells in spans.hidden(records, run["world_size"]).items()]
     columns = ["communication behind the backward pass", *(f"rank {rank}" for rank in range(run["world_size"]))]
     return _block("hidden", columns, rows)
+
+
+def _wide(claims: Iterable[Run]) -> str:
+    """How far bytes may be off, where that is more than a tenth of what is predicted: each message has a header."""
+    wide = [c["tolerance"] for c in claims if c["decides"] and c["tolerance"] > 0.1 * c["predicted"]]
+    return f", ± {human_bytes(max(wide))}" if wide else ""
 
 
 def _held(claims: Iterable[Run]) -> str:

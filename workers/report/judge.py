@@ -42,8 +42,9 @@ def judge(records: Ranks) -> Run:
     """The run as `run.json` holds it, from the records of each rank; raises BrokenRecord if they are not of one run.
 
     Lists inside a variant have one entry a rank, None where that rank wrote no such record. Beyond the fields that
-    scripts rely on, `proven` says whether the proof was made and held, `errors` what ended a rank, and a comparison
-    names the `rank` that was farthest off and whether it `decides`.
+    scripts rely on, `proven` says whether the proof was made and held, `timed_held` whether the timed steps were held
+    against one process (LAB_PROOF=0 leaves it out), `errors` what ended a rank, and a comparison names the `rank` that
+    was farthest off and whether it `decides`.
     """
     start = first(records)
     checks, comparisons = merge_checks(records), merge_comparisons(records)
@@ -61,6 +62,7 @@ def judge(records: Ranks) -> Run:
         "world_size": start.world_size,
         "verdict": verdict,
         "proven": verdict == "pass" and proof_on and bool(checks),
+        "timed_held": any(check["name"] == "timed losses" for check in checks),
         "config": start.config,
         "versions": start.versions,
         "by_torch": list(start.by_torch),

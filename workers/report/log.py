@@ -52,6 +52,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
             for each in untold(SECTIONS[name](run, records), told)
         ),
         *(line("FAILED", failure_sentence(claim)) for claim in failures(run)),
+        *blocks.timed(run),
         *blocks.more_checks(run),
         *blocks.compared(run),
         *blocks.profile(run, records),

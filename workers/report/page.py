@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.report import charts, costs, held, memory, timeline
-from workers.report.blocks import PROOF
+from workers.report.blocks import PROOF, unit
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.lines import write_atomically
@@ -96,10 +96,13 @@ def chip_of(run: Run) -> Markup:
 
 def _tiles(run: Run) -> Iterator[tuple[str, str]]:
     """The few numbers that a reader should take away."""
-    proof = [check for check in run["checks"] if check["name"] in PROOF]
+    proof = [check for check in run["checks"] if check["name"] in PROOF and not unit(check)]
     if proof:
         worst = max(proof, key=lambda check: (not check["passed"], check["max_abs_diff"]))
-        yield difference(worst["max_abs_diff"]), f"largest difference from one process, {worst['tolerance']:g} allowed"
+        names = {check["name"] for check in proof}
+        # Where there are no losses nothing was trained: primitives are compared, not a run with one process.
+        what = "from one process" if "losses" in names else f"of {' and '.join(sorted(names))}"
+        yield difference(worst["max_abs_diff"]), f"largest difference {what}, {worst['tolerance']:g} allowed"
     own = pytorch_own(run)
     times = {variant["name"]: slowest(variant["step_seconds"]) for variant in run["variants"]}
     by_hand = {name: seconds for name, seconds in times.items() if seconds and name != own}

@@ -33,10 +33,10 @@ def test_the_log_of_a_good_run() -> None:
         "           naive                          2.8e-17     5.6e-17   0        held",
         "           bucketed                       2.8e-17     5.6e-17   0        held",
         "           ddp                            2.8e-17     5.6e-17   0        held",
-        "measured   20 steps in float32   ms a step   x ddp   predicted    called      wire",
-        "           naive                      81.7    1.62     9.60 MB   9.60 MB   9.70 MB   held",
-        "           bucketed                   50.5    1.00     9.60 MB   9.60 MB   9.61 MB   held",
-        "           ddp                        50.5    1.00     9.60 MB   9.60 MB   9.61 MB   shown",
+        "measured   20 steps, LAB_DTYPE=float32   ms a step   x ddp   predicted    called      wire",
+        "           naive                              81.7    1.62     9.60 MB   9.60 MB   9.70 MB   held",
+        "           bucketed                           50.5    1.00     9.60 MB   9.60 MB   9.61 MB   held",
+        "           ddp                                50.5    1.00     9.60 MB   9.60 MB   9.61 MB   shown",
         (
             "memory     MB at rest / at the peak   parameters   gradients   activations         total   rest by formula"
             "       process"
@@ -190,3 +190,26 @@ def test_times_are_told_before_the_bytes_are_known() -> None:
     (line,) = SECTIONS["times"](judge(good_run()), good_run())
     assert line == "measured   naive 81.7, bucketed 50.5, ddp 50.5 ms a step; bytes and memory are counted now"
     assert SECTIONS["times"](judge(without(Steps, good_run())), good_run()) == []
+
+
+def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:
+    held = plus(plus(good_run(), Check("ring", "timed losses", 2e-7, 1e-5)), Check("ring", "timed steps", 0.0, 0.0))
+    table = next(number for number, line in enumerate(lines(held)) if line.startswith("timed"))
+    assert [line.split() for line in lines(held)[table : table + 2]] == [
+        ["timed", "off,", "of", "what", "rounding", "allows", "timed", "losses", "timed", "steps"],
+        ["ring", "2.0e-07", "of", "1.0e-05", "0", "held"],
+    ]
+    unproven = lines(plus(good_run(), Check("ring", "timed steps", 0.0, 0.0)))
+    assert any(line.startswith("timed      not held against one process: LAB_PROOF=0") for line in unproven)
+
+
+def test_a_difference_that_has_a_unit_is_shown_with_it() -> None:
+    said = lines(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, "in epsilons of torch.bfloat16")))
+    assert next(line for line in said if line.startswith("proof")).endswith("(tolerance 1e-12)")
+    assert any(line.endswith("held (tolerance 8 in epsilons of bfloat16)") for line in said)
+
+
+def test_bytes_that_headers_outweigh_are_shown_with_what_is_allowed() -> None:
+    small = Comparison("line", "wire bytes", "B", 12.0, 592.0, 1024.0)
+    said = lines(plus(plus(good_run(), small), Wire("line", 1, 592, 0)))
+    assert any(line.split()[-4:] == ["held,", "±", "1.02", "kB"] for line in said if line.split()[:1] == ["line"])

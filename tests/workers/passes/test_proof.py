@@ -1,0 +1,46 @@
+"""The proof under AdamW: two steps, of which the weights are compared too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.labs import failed, one_rank
+from tests.ranks import Ranks
+from tests.workers.passes.test_audit import ADAMW, SIZES
+from workers.config import Config
+from workers.contract import Mode, Strategy, Variant
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.mesh import Mesh
+from workers.report.judge import judge
+from workers.report.lines import from_line
+from workers.strategies.replica import Replica, begin_alike
+from workers.workload.model import Model
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class WithoutDecay(Replica):
+    """Moments are right, and the weights are not: no check of gradients or state sees it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.config.optimizer == "adamw":
+            self.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    begin_alike(model, mesh.group, config)
+    return WithoutDecay(model, config, GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False))
+
+
+def trained(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+    return one_rank(group, settings, folder, Mode(variants=(Variant("flat", flat),)))
+
+
+def test_weights_under_adamw_are_compared(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | SIZES | ADAMW
+    lines = ranks(2, trained, settings, str(tmp_path))
+    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert failed(run) == {"weights after two steps", "audited weights"}
