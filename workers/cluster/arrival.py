@@ -99,9 +99,11 @@ class Arrival:
     def ask_until_sealed(self, board: Address, port: int, store_port: int | None) -> dict[str, Any]:
         """Ask until all ranks are there; `store_port` is the TCP port that rank 0 opens too, None under an agent."""
         foreign_since: float | None = None
+        let_in_at: float | None = None  # when rank 0 last answered as one that waits for others with this rank
         while True:
             asked_at = time.monotonic()
             answer = self.ask_once(board, port)
+            let_in_at = self._look_at_rank_0(answer, let_in_at, asked_at)
             if answer is None:
                 listens = store_port is not None and something_listens(board, store_port)
                 waiting = self._silence(board, port, listens)
@@ -118,6 +120,18 @@ class Arrival:
                 raise ClusterError(f"rank {self.claim.rank} was not let in {self.bound}: {waiting}")
             self.progress(waiting)
             time.sleep(max(0.0, asked_at + ASK_EVERY_S - time.monotonic()))
+
+    def _look_at_rank_0(self, answer: dict[str, Any] | None, let_in_at: float | None, asked_at: float) -> float | None:
+        """When rank 0 was last known to gather ranks, this one among them; raises ClusterError where it has gone."""
+        now, lost_after_s = time.monotonic(), self.config.lost_after_s
+        if answer is not None:
+            wait = answer.get("wait")
+            return now if wait is not None and (wait == "" or wait.startswith("waiting for rank")) else None
+        if let_in_at is not None and now - asked_at > 1.0:  # this rank was frozen itself
+            return now
+        if let_in_at is not None and now - let_in_at > lost_after_s:
+            raise ClusterError(f"rank 0 lost before all ranks had joined: no answer for {lost_after_s:g} s")
+        return let_in_at
 
     def _silence(self, board: Address, port: int, listens: bool) -> str:
         """What to say while nobody answers."""

@@ -123,6 +123,7 @@ class Board:
         self.refusal: str | None = None
         self.sealed: dict[str, Any] | None = None
         self._asking: dict[str, Claim] = {}  # by uid: all processes that ever asked
+        self.frozen_until = 0.0  # rank 0 did not listen itself until then: nobody's silence counts before
         self._told: set[str] = set()  # those that have heard the refusal
         self._sealed_at = 0.0
         self._claims: dict[int, tuple[Claim, str, int]] = {own.rank: (own, ip, udp_port)}
@@ -134,6 +135,17 @@ class Board:
         """The ranks that are not asking to be let in."""
         here = {rank for rank, asked in self._asked_at.items() if now - asked <= ASKING_S} | {self.own.rank}
         return [rank for rank in range(self.own.world_size) if rank not in here]
+
+    def silent(self, now: float, lost_after_s: float) -> list[int]:
+        """The ranks that have asked, and for so long no more: a question is a heartbeat until all have met."""
+        return sorted(
+            rank for rank, asked in self._asked_at.items() if now - max(asked, self.frozen_until) > lost_after_s
+        )
+
+    def give_up(self, ranks: list[int], lost_after_s: float) -> None:
+        """End the start for all: these have gone before all had joined, and nobody tells them."""
+        self.refusal = f"{name_ranks(ranks)} lost before all ranks had joined: no question for {lost_after_s:g} s"
+        self._told |= {self._claims[rank][0].uid for rank in ranks}
 
     def all_told(self) -> bool:
         """Whether every rank has heard the refusal, those of the largest WORLD_SIZE that anyone believes in."""
@@ -226,7 +238,7 @@ class Board:
 
     def seal(self, token: str, store_port: int, now: float) -> dict[int, Member]:
         """Fix the members and tell them, with the port of the store, to all who ask; every rank must be here."""
-        assert not self.missing(now), "only a whole cluster is sealed"
+        assert len(self._claims) == self.own.world_size, "only a whole cluster is sealed"
         members = {}
         on_loopback = all(is_loopback(ip) for _, ip, _ in self._claims.values())
         for rank, (claim, ip, udp_port) in sorted(self._claims.items()):

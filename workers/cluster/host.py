@@ -2,9 +2,10 @@
 
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from workers.cluster import ClusterError, name_ranks
 from workers.cluster.address import Address, is_local, source_ip
@@ -12,6 +13,7 @@ from workers.cluster.arrival import FOREIGN_S, Arrival
 from workers.cluster.board import Board
 from workers.cluster.board_socket import OTHER_KEY, Desk, listening_socket, open_ports, own_ip, udp_socket
 
+FROZEN_S = 1.0  # between two looks at the board, which come a hundred times a second
 LINGER_S = 6.0  # how long rank 0 stays for ranks that are still importing torch, to tell them why there is no run
 
 
@@ -75,10 +77,16 @@ def _if_free(kept: ExitStack, open_it: Callable[[], socket.socket]) -> socket.so
 
 def gather(arrival: Arrival, desk: Desk) -> None:
     """Answer until every rank is here; raises the board's refusal once the others have heard it."""
-    board = desk.board
+    board, lost_after_s, listened_at = desk.board, arrival.config.lost_after_s, time.monotonic()
     while board.refusal is None and (missing := board.missing(time.monotonic())):
         desk.serve()
-        if arrival.expired:
+        now = time.monotonic()
+        if now - listened_at > FROZEN_S:
+            board.frozen_until = now
+        listened_at = now
+        if silent := board.silent(now, lost_after_s):
+            board.give_up(silent, lost_after_s)
+        elif arrival.expired:
             board.refusal = (
                 f"{name_ranks(missing)} of {board.own.world_size} did not come {arrival.bound}{_strangers(arrival)}"
             )
@@ -88,6 +96,24 @@ def gather(arrival: Arrival, desk: Desk) -> None:
     if board.refusal is not None:
         desk.linger(LINGER_S)
         raise ClusterError(board.refusal)
+
+
+@contextmanager
+def answering(desk: Desk) -> Iterator[None]:
+    """Answer on a thread, while this one opens the store: those who ask would take rank 0 for lost."""
+    done = threading.Event()
+
+    def answer() -> None:
+        while not done.wait(0.05):
+            desk.serve()
+
+    thread = threading.Thread(target=answer, name="desk", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _strangers(arrival: Arrival) -> str:

@@ -21,7 +21,7 @@ from workers.cluster.arrival import Arrival
 from workers.cluster.board import Claim, Member
 from workers.cluster.board_socket import Desk, listening_socket, udp_socket
 from workers.cluster.dropped import Dropped
-from workers.cluster.host import gather, open_desk, open_host, seal
+from workers.cluster.host import answering, gather, open_desk, open_host, seal
 from workers.cluster.key import DERIVED, key_of
 from workers.cluster.opening import Opener
 from workers.cluster.sealed import Seal, drawn
@@ -104,7 +104,9 @@ def _host(arrival: Arrival, address: Address, desk: Desk) -> Cluster:
     gather(arrival, desk)
     listening = listening_socket(address)
     store_port = int(listening.getsockname()[1])
-    store = _open_store(address.ip, store_port, listening)
+    with answering(desk):
+        store = _open_store(address.ip, store_port, listening)
+    gather(arrival, desk)  # this rank may have been paused meanwhile, and given up
     seal(desk, store_port)
     assert desk.board.sealed is not None
     return _cluster(arrival, address, desk.board.sealed, desk, store)

@@ -174,3 +174,18 @@ def test_a_modes_own_variables_must_agree_too() -> None:
         for ratio in ("0.5", "0.01")
     ]
     assert shared == ["0.5", None]  # what is the default is not sent
+
+
+def test_a_rank_that_came_and_asks_no_more_is_given_up_before_all_have_joined() -> None:
+    board = Board(Claim(0, 3, "dp", "v1", uid="uid0"), "127.0.0.1", 1, "dp-1", window_s=60.0)
+    one, other = (Claim(rank, 3, "dp", "v1", uid=f"uid{rank}") for rank in (1, 2))
+    board.answer(one, "127.0.0.1", 2, 10.0)
+    assert board.silent(12.4, 2.5) == [], "and rank 2 has never come: it is missing, not lost"
+    assert board.silent(12.6, 2.5) == [1]
+    board.frozen_until = 12.0
+    assert board.silent(12.6, 2.5) == [], "rank 0 has not listened itself"
+    board.give_up([1], 2.5)
+    assert board.refusal == "rank 1 lost before all ranks had joined: no question for 2.5 s"
+    assert not board.all_told()
+    assert "refuse" in board.answer(other, "127.0.0.1", 3, 12.7)
+    assert board.all_told(), "nobody waits for the one that is gone"

@@ -1,0 +1,167 @@
+"""Runs beside twenty busy loops: nobody is given up who computes, and who is killed is named within 5 s.
+
+    python -m benchmarks.loaded [RUNS] [--kills]
+
+A run is WORLD_SIZE real processes on the real path: the rendezvous with the board and the store, gloo, heartbeats with
+the process that repeats them, steps of all_reduce, the agreement on a verdict and the goodbyes. What it leaves out is a
+lesson and its report. Importing torch takes a core for a second, so ranks are forked from this process, which has
+imported it and has used no thread of its own. In every fourth run a rank keeps the interpreter's lock for 4 s in a call
+of C. With --kills one rank is killed in the middle of each run: the time is from the kill to the sentence on each
+survivor.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.rounds import table
+from workers.cluster.launch import free_port
+from workers.cluster.rendezvous import init_process_group, join
+from workers.cluster.succession import Succession
+from workers.cluster.verdict import Verdict
+from workers.cluster.watch import Watch
+from workers.config import Config
+from workers.report.outcome import Outcome
+
+RUNS, BUSY, WORLD_SIZE = 200, 20, 4
+STEPS, STEP_S = 40, 0.05
+HELD_S = 4.0
+NAMED_WITHIN_S = 5.0
+RUN_TIMEOUT_S = 120.0
+BUSY_LOOP = [sys.executable, "-S", "-c", "while True: pass"]
+
+
+def rank_of_run(config: Config, folder: Path, deed: str, told: Connection) -> None:
+    """One rank, from the rendezvous to its end; tells (what, when) as it goes."""
+
+    def tell(what: str, value: Any = None) -> None:
+        told.send((what, value, time.monotonic()))
+
+    def on_verdict(verdict: Verdict, succession: Succession) -> None:
+        tell("verdict", [lost.rank for lost in verdict.lost])
+        outcome = Outcome(folder, "loaded")
+        if not succession.given_up and succession.turn(outcome.claimed):
+            outcome.write({"verdict": "lost"})
+            succession.tell()
+
+    cluster = join(config, "loaded", lambda _text: None)
+    watch = Watch(cluster, config, lambda _text: None, on_verdict)
+    watch.start()
+    try:
+        init_process_group(cluster, config)
+        for step in range(STEPS):
+            watch.at(step, "compute")
+            time.sleep(STEP_S)
+            if deed == "hold" and step == STEPS // 2:
+                ctypes.PyDLL(None).usleep(int(HELD_S * 1e6))
+            watch.at(step, "all_reduce")
+            total = torch.ones(4)
+            dist.all_reduce(total)
+            tell("step", step)
+        watch.agree()
+    except Exception as error:
+        watch.fail(error)
+    watch.finish()
+    tell("passed")
+    os._exit(0)
+
+
+def one_run(number: int, folder: Path, kills: bool) -> dict[str, Any]:
+    """What became of one run: the exit codes, whom survivors named, and how long after the kill each of them did."""
+    draw = random.Random(number)
+    victim, kill_at = draw.randrange(WORLD_SIZE), draw.randrange(2, STEPS - 5)
+    holder = draw.randrange(WORLD_SIZE) if number % 4 == 0 and not kills else None
+    port, context = free_port(), multiprocessing.get_context("fork")
+    ears, processes = [], []
+    for rank in range(WORLD_SIZE):
+        config = Config.read(
+            {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        )
+        ear, told = context.Pipe(duplex=False)
+        arguments = (config, folder, "hold" if rank == holder else "", told)
+        processes.append(context.Process(target=rank_of_run, args=arguments, daemon=True))
+        processes[-1].start()
+        told.close()
+        ears.append(ear)
+    killed_at: float | None = None
+    named: dict[int, tuple[list[int], float]] = {}
+    open_ears, deadline = set(ears), time.monotonic() + RUN_TIMEOUT_S
+    while open_ears and time.monotonic() < deadline:
+        ready = wait(list(open_ears), timeout=1.0)
+        for rank, ear in enumerate(ears):
+            if ear not in ready:
+                continue
+            try:
+                what, value, at = ear.recv()
+            except EOFError:
+                open_ears.discard(ear)
+                continue
+            if what == "verdict":
+                named[rank] = value, at
+            if kills and killed_at is None and what == "step" and rank == victim and value >= kill_at:
+                os.kill(processes[victim].pid or 0, signal.SIGKILL)
+                killed_at = time.monotonic()
+    for process in processes:
+        process.join(5)
+        process.kill()
+        process.join()
+    delays = [at - killed_at for _, at in named.values()] if killed_at is not None else []
+    return {
+        "codes": [process.exitcode for process in processes],
+        "named": {rank: lost for rank, (lost, _) in named.items()},
+        "victim": victim if kills else None,
+        "named_after_s": delays,
+        "run": json.loads((folder / "run.json").read_text())["verdict"] if (folder / "run.json").exists() else "",
+    }
+
+
+def is_right(run: dict[str, Any]) -> bool:
+    """Whether all ranks passed, or all survivors named the one that was killed and nobody else, and wrote it once."""
+    victim = run["victim"]
+    if victim is None:
+        return run["codes"] == [0] * WORLD_SIZE and not run["named"]
+    others = [code for rank, code in enumerate(run["codes"]) if rank != victim]
+    told = len(run["named"]) == WORLD_SIZE - 1 and all(lost == [victim] for lost in run["named"].values())
+    return told and others == [3] * (WORLD_SIZE - 1) and run["run"] == "lost"
+
+
+def main(words: list[str]) -> int:
+    """Print the table; 0 if nobody was given up falsely, and every kill was named in time."""
+    kills, numbers = "--kills" in words, [int(word) for word in words if word.isdigit()]
+    runs, results = numbers[0] if numbers else RUNS, []
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ExitStack() as stack:
+        for _ in range(BUSY):
+            loop = subprocess.Popen(BUSY_LOOP)
+            stack.callback(loop.wait)
+            stack.callback(loop.kill)
+        for number in range(runs):
+            with tempfile.TemporaryDirectory() as folder:
+                results.append(one_run(number, Path(folder), kills))
+            if not is_right(results[-1]):
+                print(f"run {number}: {results[-1]}", flush=True)
+    wrong = sum(not is_right(result) for result in results)
+    delays = [delay for result in results for delay in result["named_after_s"]]
+    rows = [["runs", str(runs), ""], ["ranks given up falsely, or runs that ended otherwise", str(wrong), "0"]]
+    if kills and delays:
+        rows.append(["from a kill to its sentence, the longest", f"{max(delays):.1f} s", f"{NAMED_WITHIN_S:g} s"])
+    print(table([f"{BUSY} busy loops on {os.cpu_count()} cores", "measured", "at most"], rows))
+    return int(wrong > 0 or any(delay > NAMED_WITHIN_S for delay in delays))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
