@@ -92,8 +92,11 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         strategy.update()
         lab.stepped()
         wanted = alone.gradients(step) if lab.rank == 0 else [None] * len(witnesses)
+        # Of the largest gradient of all: that of a key's bias is nothing but rounding.
+        size = max([TINY, *(largest(dense) for dense in wanted if dense is not None)])
         for witness, reference, dense in zip(witnesses, references, wanted, strict=True):
             found = differences(lab, witness, reference, dense)
+            found["gradients"] = found.get("gradients", 0.0) / size
             worst = {check: max(value, found.get(check, 0.0)) for check, value in worst.items()}
         if lab.rank == 0:
             alone.step([witness.total for witness in witnesses])
@@ -116,8 +119,8 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
 def differences(
     lab: Lab, witness: Witness, reference: Reference | Projection, dense: Tensor | None
 ) -> dict[str, float]:
-    """Of one bucket's last step, on rank 0: how far its claims are off, over what is summed; `dense` is the gradient of
-    one process."""
+    """Of one bucket's last step, on rank 0: how far its claims are off, over what is summed; the gradients, of which
+    `dense` is that of one process, by what they are."""
     gradients = [torch.empty_like(witness.gradient) for _ in range(lab.world_size)] if lab.rank == 0 else None
     dist.gather(witness.gradient, gradients, group=lab.group, group_dst=0)
     kept = torch.stack([witness.before, witness.rest, witness.before.abs()])
@@ -130,7 +133,7 @@ def differences(
     # What was sent is what the messages say: rounding on the wire, hop by hop, is nobody's residual.
     formula, sent = reference.judge(gradients, witness.total)
     return {
-        "gradients": largest(added(gradients) - dense) / max(largest(dense), TINY),
+        "gradients": largest(added(gradients) - dense),
         "formula": formula,
         "sent + residual": largest(sent + rest - came_in) / max(largest(size), TINY),
     }
