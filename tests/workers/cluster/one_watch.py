@@ -48,7 +48,7 @@ def met(config: Config, own: socket.socket, ports: list[int]) -> Cluster:
 
 
 def main(folder: Path, own: socket.socket, ports: list[int]) -> int:
-    config, outcome, started = Config.read(), Outcome(folder, "token"), time.monotonic()
+    config, outcome = Config.read(), Outcome(folder, "token")
     rank, lingers = config.rank, [0.0]
 
     def on_verdict(verdict: Verdict, succession: Succession) -> None:
@@ -61,6 +61,7 @@ def main(folder: Path, own: socket.socket, ports: list[int]) -> int:
 
     say("up")  # a busy machine takes seconds for the imports, more for one rank than for another
     sys.stdin.readline()
+    started = time.monotonic()
     watch = Watch(met(config, own, ports), config, say, on_verdict)
     watch.start()
     say(f"watches {watch.post.pulse.process.pid if watch.post.pulse.process else 0}")
