@@ -44,7 +44,7 @@ from experiments.server.rounds import Rounds, hold_timed, prove_rounds
 from experiments.server.worker import Scheme, Worker
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
-from workers.contract import Mode, Strategy, Variant
+from workers.contract import Held, Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.local_sgd import OuterStep
@@ -220,7 +220,9 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
         check_samples(lab)
     rounds = {"local_sgd": Rounds(local_steps, *AVERAGE), "diloco": Rounds(local_steps, *DILOCO)}
     proofs = {name: partial(prove_rounds, lab, each) for name, each in rounds.items()}
-    measured = measure(lab, also=partial(check_replicas, lab), proofs=proofs)
+    # In the middle of a round each worker has weights of its own; the losses are held by hold_timed.
+    together = Held(why="held against all workers in one process", replicas=lab.config.steps % local_steps == 0)
+    measured = measure(lab, also=partial(check_replicas, lab), proofs=proofs, held=dict.fromkeys(rounds, together))
     hold_timed(lab, rounds)
     lab.compare_traffic(predictions, measured)
     rates = in_step(lab, [name for name in ("dp", "sync") if name in measured])
