@@ -25,7 +25,7 @@ from experiments.largebatch.reference import State, gradients, put, rate_of
 from workers.lab import Lab
 from workers.workload.model import Model, build_model
 
-# In epsilons of LAB_DTYPE. Gradients: n roundings of half an epsilon add up to √n/2 if they are independent, 64 for the
+# In epsilons of LAB_DTYPE. Gradients: n roundings of half an epsilon add up to √n/2 if they are independent, 45 for the
 # 512 samples of 16 numbers of the largest batch. Sweeps of three ranks reached 1.3 in float32, diverging ones among
 # them; another batch's gradient is off by about its own size, 8e6 epsilons of float32 and 128 of bfloat16.
 GRADIENTS = 64.0
