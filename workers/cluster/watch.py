@@ -303,7 +303,8 @@ class Watch(threading.Thread):
             and not (peer.acknowledged >> rank & 1 and (rank != 0 or self.hearing.ended >> other & 1))
         ]  # fmt: skip
         if not waiting or now > self._end_by:
-            silent = set(self.hearing.peers) - to_ranks(self.hearing.ended) - set(waiting)
+            gone = {rank for rank, peer in self.hearing.peers.items() if now - peer.heard_at > self.config.lost_after_s}
+            silent = gone - to_ranks(self.hearing.ended)  # who has heard this goodbye may be at work on its own
             if silent and self._agreement.committed:
                 self.say(f"{name_ranks(silent)} lost: {AFTER}")
                 self.outlived |= silent

@@ -1,6 +1,7 @@
 """Sealing and opening: what has the key, is for this run, comes once and is as its kind is written is believed; nothing
 else is."""
 
+import itertools
 import json
 import os
 import pickle
@@ -84,6 +85,7 @@ def test_what_is_sealed_is_believed_once() -> None:
         (sealed_raw(b'{"kind":"killed","rank":true}'), "not as its kind is written"),
         (sealed_raw(b'{"kind":"killed","rank":1,"rank2":1}'), "not as its kind is written"),
     ],
+    ids=itertools.count(),
 )
 def test_what_is_wrong_is_counted_by_its_fault(datagram: bytes, words: str) -> None:
     heard = Heard()
