@@ -145,10 +145,11 @@ def _open_store(ip: str, port: int, listening: socket.socket | None = None) -> "
             return dist.TCPStore(ip, port, None, False, timeout, wait_for_workers=False)
         return dist.TCPStore(ip, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
 
-    # The constructor's own timeout does not hold against a port that accepts and stays silent.
+    # The constructor's own timeout does not hold against a port that accepts and stays silent; where it does, it comes
+    # first, or the process would end under a thread that is in C++ and abort.
     refusal = f"the store of rank 0 at {ip}:{port} did not answer in {STORE_TIMEOUT_S:g} s"
     try:
-        return bounded(build, STORE_TIMEOUT_S, refusal)
+        return bounded(build, STORE_TIMEOUT_S + 2.0, refusal)
     except RuntimeError:
         raise ClusterError(refusal) from None
 

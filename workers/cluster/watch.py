@@ -76,6 +76,7 @@ class Watch(threading.Thread):
         self._pressure = ContainerMemory()
         self._broken_at: float | None = None
         self._refused_at: float | None = None
+        self._failed_at: float | None = None
         self._end_by = self._hurry_until = 0.0
         self._ending, self._ended = threading.Event(), threading.Event()
         self._signals = Signals()
@@ -184,7 +185,7 @@ class Watch(threading.Thread):
             self._listen(frozen_s=now - due)
             self._agreement.look()
             self._send_beat()
-            if self._failure is not None:
+            if self._failure is not None and self._all_listen():
                 self._end(*self._failure)
             if self._ending.is_set():
                 self._end_when_heard()
@@ -227,6 +228,16 @@ class Watch(threading.Thread):
             desk.serve(self._parting.heard_at | {rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
             if desk.board.refusal is not None and not self._agreement.bound:
                 self._turn_away(desk.board)
+
+    def _all_listen(self) -> bool:
+        """Whether every other rank hears verdicts, or has had LINGER_S to begin.
+
+        Until its first beat a rank opens the store, which ends with rank 0's process: it would wait out its own bound
+        and name that, where a disk that was full from the start is what all should say.
+        """
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        return self.hearing.started() >= set(self.hearing.peers) or now - self._failed_at > LINGER_S
 
     def _turn_away(self, board: Board) -> None:
         """On rank 0: end with the board's refusal, once every member knows it or listens for verdicts.
