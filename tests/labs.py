@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.controls import uncontrolled
 from tests.ranks import Ranks, side_groups
 from workers.cluster.exchange import Exchange
 from workers.config import Config
@@ -36,7 +37,9 @@ def run_experiment(
     refuse(config, load(config.run_mode))
     lines = ranks(world_size, one_rank, settings, str(folder), timeout_s=100)
     by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
-    return judge(by_rank), by_rank
+    run = judge(by_rank)
+    assert uncontrolled(run, load(config.run_mode)) == [], "claims that no mistake and no test makes fail"
+    return run, by_rank
 
 
 def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None) -> list[str]:

@@ -185,6 +185,11 @@ class Lab:
         if not any(prediction.name == "rest bytes" for prediction in predictions):
             self.finished("memory")  # nothing is held against it
 
+    def compare_calls(self, variant: str, predicted: float, traffic: Traffic, formula: str = "") -> None:
+        """Hold the number of calls in a step of a variant against its prediction, exactly."""
+        control = "tests/workers/test_lab.py::test_calls_beside_their_formula_fail"
+        self.compare("calls", predicted, traffic.calls, "calls", variant=variant, formula=formula, control=control)
+
     def compare_rest(self, predictions: list[Prediction], measured: Mapping[str, Counted]) -> None:
         """Hold the bytes of each variant between two steps against its prediction, within 1 %.
 

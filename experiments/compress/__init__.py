@@ -198,8 +198,7 @@ def run(lab: Lab) -> None:
     lab.compare_rest(predictions, measured)
     for prediction in predictions:
         if prediction.calls and prediction.decides and prediction.variant in measured:
-            calls = measured[prediction.variant].traffic.calls
-            lab.compare("calls", prediction.calls, calls, unit="calls", variant=prediction.variant)
+            lab.compare_calls(prediction.variant, prediction.calls, measured[prediction.variant].traffic)
     show(lab, measured)
 
 

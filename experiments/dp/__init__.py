@@ -159,10 +159,7 @@ def run(lab: Lab) -> None:
     lab.compare_rest(predictions, measured)
     for prediction in predictions:
         if prediction.calls and prediction.variant in measured and prediction.variant in ("naive", "flat", "bucketed"):
-            calls = measured[prediction.variant].traffic.calls
-            lab.compare(
-                "calls", prediction.calls, calls, unit="calls", variant=prediction.variant, formula=prediction.formula
-            )
+            lab.compare_calls(prediction.variant, prediction.calls, measured[prediction.variant].traffic)
     check_overlap(lab, measured)
     if lab.config.model == "line":
         line.lesson(lab, flat)

@@ -200,8 +200,7 @@ def run(lab: Lab) -> None:
     for prediction in predictions:
         name = prediction.variant
         if prediction.name == "wire bytes" and name in BY_HAND and name in measured:
-            calls = measured[name].traffic.calls
-            lab.compare("calls", prediction.calls, calls, "calls", variant=name, formula=prediction.formula)
+            lab.compare_calls(name, prediction.calls, measured[name].traffic)
 
 
 MODE = Mode(

@@ -210,7 +210,7 @@ def run(lab: Lab) -> None:
         name, predicted, formula = prediction.variant, prediction.value[lab.rank], prediction.formula
         seen = measured[name]
         if prediction.name == "calls":
-            lab.compare("calls", predicted, seen.traffic.calls, "calls", variant=name, formula=formula)
+            lab.compare_calls(name, predicted, seen.traffic, formula)
         if prediction.name == "bubble" and seen.bubble is not None:
             lab.compare("bubble", predicted, seen.bubble, "", 0.03, name, formula, shown=prediction.shown)
 

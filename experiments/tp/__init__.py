@@ -213,12 +213,14 @@ def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> 
     """Hold calls, or what `sequence` saves over `megatron`, against the prediction."""
     if not {prediction.variant, "megatron" if prediction.name == SAVED else prediction.variant} <= set(measured):
         return
-    seen = float(measured[prediction.variant].traffic.calls)
-    if prediction.name == SAVED:
-        seen = measured["megatron"].activation_bytes - measured["sequence"].activation_bytes
+    predicted = prediction.value[lab.rank]
+    if prediction.name != SAVED:
+        lab.compare_calls(prediction.variant, predicted, measured[prediction.variant].traffic, prediction.formula)
+        return
     lab.compare(
-        prediction.name, prediction.value[lab.rank], seen, prediction.unit, variant=prediction.variant,
-        formula=prediction.formula, shown=prediction.shown,
+        SAVED, predicted, measured["megatron"].activation_bytes - measured["sequence"].activation_bytes,
+        variant=prediction.variant, formula=prediction.formula, shown=prediction.shown,
+        control="tests/experiments/test_tp.py::test_activations_that_are_not_saved_fail",
     )  # fmt: skip
 
 

@@ -337,6 +337,15 @@ def twice(update: Any) -> Any:
     return wrong
 
 
+def loud(backward: Any) -> Any:
+    """PyTorch's own tells another loss."""
+
+    def told(self: Replica, microbatches: Any) -> Any:
+        return backward(self, microbatches) * (1 if self.forward is self.model else 2)
+
+    return told
+
+
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "half a residual": (Compressor, "with_residual", fading),
     "residuals cleared": (GradientBuckets, "zero", between_steps),
@@ -352,6 +361,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "cold": (LowRank, "__call__", cold),
     "half of a rank": (Replica, "backward", half_of_a_rank),
     "twice": (Replica, "update", twice),
+    "loud": (Replica, "backward", loud),
 }
 
 
@@ -418,3 +428,8 @@ def test_a_limit_that_is_missed_fails_the_run(ranks: Ranks, tmp_path: Path) -> N
 def test_what_is_wrong_before_it_is_compressed_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert "gradients" in seen(ranks, tmp_path, "half of a rank", "topk")
     assert "weights" in seen(ranks, tmp_path, "twice", "topk")
+
+
+def test_what_pytorchs_own_does_not_do_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "gradients beside ours" in seen(ranks, tmp_path, "cold", "ddp_powersgd")
+    assert {"losses beside ours"} == seen(ranks, tmp_path, "loud", "ddp_fp16")

@@ -165,7 +165,10 @@ def test_a_state_that_was_saved_goes_on_alike(ranks: Ranks) -> None:
 # --- mistakes ---
 
 
-@pytest.mark.parametrize("bug", list(MISTAKES))
+WRONG_NUMBERS = [bug for bug, mistake in MISTAKES.items() if mistake.check in ("losses", "gradients", "weights")]
+
+
+@pytest.mark.parametrize("bug", WRONG_NUMBERS)
 def test_each_mistake_is_seen_where_it_is_made_and_only_there(ranks: Ranks, bug: str) -> None:
     config = config_of(3, LAB_BUG=bug)
     found, *_ = ranks(3, differences, config, MODE.names)

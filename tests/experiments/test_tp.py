@@ -2,19 +2,23 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.tp import MODE
+from experiments.tp import MODE, SAVED, compare
 from experiments.tp.mistakes import MISTAKES
 from tests.labs import built, copy_state
 from tests.ranks import Ranks
+from tests.workers.test_lab import held, lab_alone
 from workers.config import Config, ConfigError
 from workers.measure.activations import SavedActivations
 from workers.measure.calls import Calls
+from workers.measure.formulas import Prediction
 from workers.rank.refusals import refuse
 from workers.strategies.tensor import TensorParallel, local
 from workers.workload.baseline import train
@@ -318,3 +322,12 @@ def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
 @pytest.mark.parametrize("name", MODE.names)
 def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, name: str) -> None:
     assert ranks(2, left_alive, config_of(2), name) == [0, 0]
+
+
+@pytest.mark.parametrize(("saved", "holds"), [(100, True), (99, False), (0, False)])
+def test_activations_that_are_not_saved_fail(saved: int, holds: bool) -> None:
+    lab = lab_alone()
+    held_bytes = {"megatron": 500, "sequence": 500 - saved}
+    measured: Any = {name: SimpleNamespace(activation_bytes=nbytes) for name, nbytes in held_bytes.items()}
+    compare(lab, Prediction("sequence", SAVED, "B", "", (100.0, 100.0), 0), measured)
+    assert held(lab) == {SAVED: holds}

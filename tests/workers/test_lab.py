@@ -70,3 +70,10 @@ def test_what_is_shown_says_why_and_decides_nothing() -> None:
     (entry,) = lab.journal.records
     assert isinstance(entry, Comparison)
     assert (entry.decides, entry.shown, entry.control) == (False, PYTORCHS, "")
+
+
+@pytest.mark.parametrize("predicted", [1, 2])
+def test_calls_beside_their_formula_fail(predicted: int) -> None:
+    lab = lab_alone()
+    lab.compare_calls("flat", predicted, counted(0, 0, 0)["flat"].traffic)
+    assert held(lab) == {"calls": predicted == 1}

@@ -11,7 +11,7 @@ is held to. In 16 bits a strategy may step float32 copies of its weights: then t
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -120,13 +120,22 @@ def in_float32(lab: Lab, strategies: Mapping[str, Strategy], dtype: torch.dtype)
     return set(lab.exchange.share("types", sorted(found)))
 
 
+def own_weights(lab: Lab, strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that this rank holds whole; of a mode that saves nothing, what its strategy gives as dense."""
+    if lab.mode.unsaved and not hasattr(strategy, "state_dict"):
+        yield from strategy.full("weights")
+        return
+    for label, weight in strategy.state_dict().items():
+        if label.startswith("weights.") and isinstance(weight, torch.Tensor):
+            yield label, weight
+
+
 def check_alike(lab: Lab, name: str, strategy: Strategy) -> None:
     """Ranks that hold a weight whole hold the same, to the bit, by the checksum of each."""
     lab.at(lab.config.steps, f"the weights of {name}")
     mine = {
         label: hashlib.sha256(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-        for label, weight in strategy.state_dict().items()
-        if label.startswith("weights.") and isinstance(weight, torch.Tensor)
+        for label, weight in own_weights(lab, strategy)
     }
     everyone = lab.exchange.gather("checksums", mine)
     if everyone is None:
