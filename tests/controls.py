@@ -31,5 +31,7 @@ def there(control: str, mode: Mode) -> bool:
 
 @cache
 def test_of(control: str) -> bool:
-    path, _, name = control.partition("::")
-    return (TOP / path).is_file() and re.search(rf"^def {name}\(", (TOP / path).read_text(), re.MULTILINE) is not None
+    path, _, test = control.partition("::")
+    name, _, case = test.removesuffix("]").partition("[")
+    source = (TOP / path).read_text() if (TOP / path).is_file() else ""
+    return re.search(rf"^def {name}\(", source, re.MULTILINE) is not None and case in source

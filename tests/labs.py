@@ -38,7 +38,7 @@ def run_experiment(
     lines = ranks(world_size, one_rank, settings, str(folder), timeout_s=100)
     by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
     run = judge(by_rank)
-    assert uncontrolled(run, load(config.run_mode)) == [], "claims that no mistake and no test makes fail"
+    assert not (found := uncontrolled(run, load(config.run_mode))), f"no mistake and no test makes fail: {found}"
     return run, by_rank
 
 

@@ -86,7 +86,7 @@ class Holding:
         """Every step that was to be done, and every one that was to be audited."""
         steps, audit = self.lab.config.steps, self.audit
         planned = [step for step in audit.steps if step >= self.starts[name]] if name in audit.done else []
-        missing = abs(steps - self.starts[name] - done) + len(set(planned) ^ set(audit.done.get(name, [])))
+        missing = abs(max(0, steps - self.starts[name]) - done) + len(set(planned) ^ set(audit.done.get(name, [])))
         told = f", audited: {', '.join(map(str, planned))}" if planned else ""
         detail = f"steps {self.starts[name]} to {steps - 1}{told}" if self.starts[name] < steps else "none left to do"
         self.lab.check("timed steps", missing, 0, variant=name, detail=detail, control=CONTROLS["steps"])
