@@ -84,8 +84,8 @@ def sampled(group: dist.ProcessGroup, folder: str, batches: type[Batches]) -> li
 
 
 def test_a_sample_dealt_twice_is_seen(ranks: Ranks, tmp_path: Path) -> None:
-    assert failed(run_of(ranks(2, sampled, str(tmp_path), DealtTwice))) == {"samples"}
-    assert failed(run_of(ranks(2, sampled, str(tmp_path), Batches))) == set()
+    assert failed(run_of(ranks(2, sampled, str(tmp_path / "twice"), DealtTwice))) == {"samples"}
+    assert failed(run_of(ranks(2, sampled, str(tmp_path / "once"), Batches))) == set()
 
 
 def replicated(group: dist.ProcessGroup, folder: str, drift: float) -> list[str]:
