@@ -17,6 +17,8 @@ from experiments import comm
 from experiments.comm import contents, gradients, sweep
 from experiments.comm.mistakes import Like
 from tests.ranks import Ranks
+from tests.workers.test_lab import held as holding
+from tests.workers.test_lab import lab_alone
 from workers.config import Config, ConfigError
 from workers.measure.formulas.collectives import all_reduce_seconds
 from workers.parallel import primitives
@@ -287,3 +289,11 @@ def test_the_whole_mode(tmp_path: Path) -> None:
     link = calibrate(tmp_path / "run").link  # what `python -m workers.plan` takes from it
     assert link is not None
     assert 0 <= link.latency_s < 0.1 and 1e7 < link.bytes_per_s < 1e12
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.02, False), (0.5, False)])
+def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
+    lab, nbytes = lab_alone(), 4 * sweep.MIB
+    predicted = sweep.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
+    sweep.compare(lab, {("all_reduce", nbytes, "ring"): sweep.Cost(wire_bytes=factor * predicted)})
+    assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}
