@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.tp import MODE, SAVED, compare
+from experiments.tp import MODE, compare
 from experiments.tp.mistakes import MISTAKES
+from experiments.tp.predictions import SAVED
 from tests.labs import built, copy_state
 from tests.ranks import Ranks
 from tests.workers.test_lab import held, lab_alone
