@@ -65,6 +65,10 @@ class Rank:
         """How long it ran after torch was imported."""
         return self.ended_at - self.lines[0][0]
 
+    def said_after_s(self, words: str) -> float:
+        """How long after torch was imported the first line with these words came."""
+        return next(at for at, line in self.lines if words in line) - self.lines[0][0]
+
     def until(self, pattern: str, timeout_s: float = END_S) -> None:
         """Wait for a line that matches; fails with all that was printed."""
         deadline = time.monotonic() + timeout_s

@@ -110,7 +110,8 @@ def test_a_taken_port_is_said_on_all_ranks(processes: Processes, kind: str) -> N
     assert said == {
         f"MASTER_PORT={processes.port} on 127.0.0.1 is taken by another program, not by rank 0: choose another port"
     }
-    assert all(rank.after_import_s < 12 for rank in processes.all)
+    # What counts is when it is said: rank 0 stays some seconds for ranks that are still importing torch.
+    assert all(rank.said_after_s("is taken by another program") < 12 for rank in processes.all)
 
 
 def test_a_rank_with_another_key_is_said_so_on_both_ends(processes: Processes) -> None:
