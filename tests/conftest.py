@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.labs import Runs
 from tests.ranks import Ranks
 
 
@@ -14,6 +15,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Whole experiments in the pool; each is made once."""
+    return Runs(ranks, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,29 @@ def run_experiment(
     run = judge(by_rank)
     assert not (found := uncontrolled(run, load(config.run_mode))), f"no mistake and no test makes fail: {found}"
     return run, by_rank
+
+
+class Ran(NamedTuple):
+    """A run that was made: run.json, the records of each rank, and the folder with its logs."""
+
+    judged: dict[str, Any]
+    records: dict[int, list[records.Record]]
+    folder: Path
+
+
+class Runs:
+    """The runs of a session of tests: what is asked for twice is run once. `runs(3, RUN_MODE="dp").judged`."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self._ranks, self._folder = ranks, folder
+        self._made: dict[tuple[object, ...], Ran] = {}
+
+    def __call__(self, world_size: int, **environ: str) -> Ran:
+        asked = (world_size, *sorted(environ.items()))
+        if asked not in self._made:
+            folder = self._folder / str(len(self._made))
+            self._made[asked] = Ran(*run_experiment(self._ranks, world_size, folder, **environ), folder)
+        return self._made[asked]
 
 
 def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None) -> list[str]:

@@ -1,0 +1,47 @@
+"""The runs that a mode is tried by: whole, and with one of its mistakes where that mistake has to show."""
+
+from tests.labs import TINY
+from workers.config import Config
+from workers.contract import Mode
+from workers.rank.modes import load
+
+WORLD_SIZE = 3
+# What a mistake's needs do not say: sizes that it shows at.
+SIZES = {
+    "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},
+    "lost_shard_tail": {"LAB_WIDTH": "20"},
+    "lr_unscaled": {"LAB_MODEL": "mlp"},
+}
+SHORTER = {"comm": {"LAB_SWEEP_MIB": "0.25"}}
+# All variants of a mode in seconds: 21 of compress make a layer each three times as long, largebatch compares curves.
+WHOLE = SHORTER | {"compress": {"LAB_DEPTH": "1"}, "largebatch": {"LAB_MODEL": "mlp", "LAB_STEPS": "32"}}
+
+
+def whole(run_mode: str) -> dict[str, str]:
+    """The run of a mode with all of its variants and nothing wrong."""
+    return {"RUN_MODE": run_mode} | WHOLE.get(run_mode, {})
+
+
+def mistaken(run_mode: str, bug: str) -> dict[str, str]:
+    """The run in which a mistake has to show: by its needs, with enough variants and no more."""
+    mode = load(run_mode)
+    needs = mode.mistakes[bug].needs
+    given = {"RUN_MODE": run_mode, "LAB_BUG": bug} | SIZES.get(bug, {}) | SHORTER.get(run_mode, {})
+    given |= {"LAB_CLIP": "0.05"} if needs.clip else {}
+    given |= {"LAB_CHECKPOINT_EVERY": "2"} if needs.saves else {}
+    config = Config.read(TINY | {"WORLD_SIZE": str(WORLD_SIZE)} | given)
+    if config.num_microbatches < needs.microbatches:
+        given["LAB_MICROBATCHES"] = str(needs.microbatches)
+    return given | {"LAB_VARIANT": ",".join(makers(mode, bug, config))}
+
+
+def makers(mode: Mode, bug: str, config: Config) -> list[str]:
+    """The variants that can make a mistake with these settings; where all can, the second.
+
+    The first is the naive one, which makes dozens of calls a step: it is left out wherever another makes the mistake
+    too.
+    """
+    mistake = mode.mistakes[bug]
+    able = list(mistake.where.variants or mistake.needs.variants) or list(mode.names[1:2])
+    able = [name for name in able if name not in mode.cannot(config)]
+    return [name for name in able if name != mode.names[0]] or able
