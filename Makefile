@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run fit explain plan test lint bench build down clean
+.PHONY: help run fit explain plan test coverage lint bench build down clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -18,9 +18,13 @@ explain: ## the lesson of RUN_MODE without the run; with LAB_BUG what breaks, an
 plan: ## every strategy on paper, and which to take: make plan PLAN="--params 7B --gpus 64 --gpu-memory 80GB"
 	@./run plan $(PLAN)
 
-test: ## all tests, with coverage; container tests where an engine answers
+test: ## all tests; container tests where an engine answers
 	./install dev
 	! docker info >/dev/null 2>&1 || docker compose build
+	.venv/bin/python -m pytest -n 2 --dist loadgroup
+
+coverage: ## the same with the lines that no test runs, in every process; a third longer
+	./install dev
 	.venv/bin/coverage erase
 	.venv/bin/coverage run -m pytest -n 2 --dist loadgroup
 	.venv/bin/coverage combine --quiet

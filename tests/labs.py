@@ -1,9 +1,11 @@
 """A whole experiment inside the pool of ranks: everything of a run but its containers and its heartbeats."""
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -63,6 +65,26 @@ class Runs:
             folder = self._folder / str(len(self._made))
             self._made[asked] = Ran(*run_experiment(self._ranks, world_size, folder, **environ), folder)
         return self._made[asked]
+
+
+def failed_with(ranks: Ranks, folder: Path, faults: str, fault: str, **environ: str) -> set[str]:
+    """What fails of a tiny run of two ranks with a wrong line: FAULTS of the module `faults` has its owner, its name and
+    what is to take its place."""
+    own = folder / "-".join([fault, *environ.values()])  # ranks that meet in one folder twice would read old answers
+    own.mkdir()
+    settings = TINY | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_MODEL": "mlp"} | environ
+    lines = ranks(2, one_faulty_rank, faults, fault, settings, str(own))
+    return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
+
+
+def one_faulty_rank(
+    group: dist.ProcessGroup, faults: str, fault: str, settings: dict[str, str], folder: str
+) -> list[str]:
+    """What each rank of such a run does."""
+    owner, name, wrong = importlib.import_module(faults).FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrong(getattr(owner, name)))
+        return one_rank(group, settings, folder)
 
 
 def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None) -> list[str]:

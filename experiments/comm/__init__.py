@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.comm import demo, gradients, primitives, sweep
+from experiments.comm import costs, demo, gradients, primitives, sweep
 from experiments.comm.gradients import Convention, as_it_is
 from experiments.comm.mistakes import MISTAKES
 from workers.config import Config
@@ -118,7 +118,7 @@ def run(
     }
     everyones_sum(lab, collectives)
     demo.ring(lab, algorithms["ring"])
-    sweep.run(lab, collectives, int(lab.config.own(Options).sweep_mib * sweep.MIB))
+    sweep.run(lab, collectives, int(lab.config.own(Options).sweep_mib * costs.MIB))
 
 
 MODE = Mode(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments import comm
-from experiments.comm import contents, gradients, sweep
+from experiments.comm import contents, costs, figures, gradients, sweep
 from experiments.comm.mistakes import Like
 from tests.ranks import Ranks
 from tests.workers.test_lab import held as holding
@@ -169,7 +169,7 @@ def test_one_number_too_much_and_a_place_too_far_are_seen(ranks: Ranks, op: str,
 @pytest.mark.parametrize("world_size", [3, 5])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_contents_hold_where_nothing_divides(ranks: Ranks, world_size: int, name: str) -> None:
-    for op in sweep.BYTES:
+    for op in costs.BYTES:
         assert ranks(world_size, worst_of, name, op, "") == [0.0] * world_size
 
 
@@ -245,7 +245,7 @@ def test_the_rings_rounds(ranks: Ranks, world_size: int) -> None:
 @pytest.mark.parametrize("name", comm.MODE.names)
 def test_the_fit_finds_latency_and_bandwidth_again(name: str) -> None:
     times = {nbytes: all_reduce_seconds(name, 4, nbytes, 5e-4, 2e9) for nbytes in sweep.SIZES}
-    latency_s, bytes_per_s, off = sweep.fit(name, 4, times)
+    latency_s, bytes_per_s, off = figures.fit(name, 4, times)
     assert latency_s == pytest.approx(5e-4)
     assert bytes_per_s == pytest.approx(2e9)
     assert off < 1e-6
@@ -293,7 +293,7 @@ def test_the_whole_mode(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.02, False), (0.5, False)])
 def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
-    lab, nbytes = lab_alone(), 4 * sweep.MIB
-    predicted = sweep.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
-    sweep.compare(lab, {("all_reduce", nbytes, "ring"): sweep.Cost(wire_bytes=factor * predicted)})
+    lab, nbytes = lab_alone(), 4 * costs.MIB
+    predicted = costs.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
+    sweep.compare(lab, {("all_reduce", nbytes, "ring"): costs.Cost(wire_bytes=factor * predicted)})
     assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}

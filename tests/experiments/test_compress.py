@@ -15,7 +15,7 @@ from experiments.compress.mistakes import PerRank
 from experiments.compress.predictions import METHODS, PLAIN, bucket_shapes, predict, sent_bytes, smallest_side
 from experiments.compress.shown import summary
 from experiments.compress.subspace import Projection
-from tests.labs import TINY, failed, one_rank, run_experiment
+from tests.labs import TINY, failed, failed_with, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.parallel import sparse
@@ -28,8 +28,6 @@ from workers.parallel.sign import Sign
 from workers.parallel.sparse import TopK
 from workers.rank.refusals import refuse
 from workers.report import records
-from workers.report.judge import judge
-from workers.report.lines import from_line
 from workers.strategies.replica import Replica
 from workers.workload.model import outline
 
@@ -365,22 +363,11 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def faulty(group: dist.ProcessGroup, fault: str, settings: dict[str, str], folder: str) -> list[str]:
-    """One rank of a run with a wrong line."""
-    owner, name, wrong = FAULTS[fault]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, wrong(getattr(owner, name)))
-        return one_rank(group, settings, folder)
-
-
 def seen(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
     """What fails of a run of two ranks with this fault."""
-    own = folder / f"{fault} {variant}"  # ranks that meet in one folder twice would read old answers
-    own.mkdir()
-    settings = TINY | {"RUN_MODE": "compress", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_STEPS": "1"}
-    given = settings | {"LAB_MODEL": "mlp", "LAB_VARIANT": variant, "LAB_RATIO": "0.1"}
-    lines = ranks(2, faulty, fault, given, str(own))
-    return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
+    return failed_with(
+        ranks, folder, __name__, fault, RUN_MODE="compress", LAB_VARIANT=variant, LAB_STEPS="1", LAB_RATIO="0.1"
+    )
 
 
 @pytest.mark.parametrize("variant", ["bf16", "int8", "topk", "randomk", "sign", "powersgd"])

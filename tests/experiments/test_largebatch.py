@@ -18,7 +18,7 @@ from experiments.largebatch.proof import K
 from experiments.largebatch.recipes import base_rate, distinct
 from experiments.largebatch.samples import Stream
 from experiments.largebatch.sweep import multiples, sized
-from tests.labs import TINY, failed, one_rank, run_experiment
+from tests.labs import TINY, failed, failed_with, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.parallel import rates
@@ -28,8 +28,6 @@ from workers.parallel.layerwise import Layerwise
 from workers.rank.modes import load
 from workers.rank.refusals import refuse
 from workers.report import records
-from workers.report.judge import judge
-from workers.report.lines import from_line
 from workers.workload.model import build_model
 
 pytestmark = pytest.mark.timeout(120)
@@ -329,21 +327,10 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def faulty(group: dist.ProcessGroup, fault: str, settings: dict[str, str], folder: str) -> list[str]:
-    """One rank of a run with a wrong line."""
-    owner, name, wrong = FAULTS[fault]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, wrong(getattr(owner, name)))
-        return one_rank(group, settings, folder)
-
-
 def seen(ranks: Ranks, folder: Path, fault: str, variant: str, model: str = "mlp") -> set[str]:
     """What fails of a run of two ranks with this fault."""
-    own = folder / f"{fault} {variant}"  # ranks that meet in one folder twice would read old answers
-    own.mkdir()
-    settings = TINY | {"RUN_MODE": "largebatch", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_MODEL": model}
-    lines = ranks(2, faulty, fault, settings | {"LAB_VARIANT": variant}, str(own))
-    return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
+    asked = {"RUN_MODE": "largebatch", "LAB_VARIANT": variant, "LAB_MODEL": model}
+    return failed_with(ranks, folder, __name__, fault, **asked)
 
 
 @pytest.mark.parametrize(

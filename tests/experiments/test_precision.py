@@ -13,7 +13,7 @@ from experiments.precision import MODE, MixedPrecision
 from experiments.precision.formats import described, kept
 from experiments.precision.predictions import SCALED, at_rest
 from experiments.precision.proof import EXACT, MOST_HALVINGS, backward, epsilons, summed
-from tests.labs import TINY, built, failed, one_rank, run_experiment
+from tests.labs import TINY, built, failed, failed_with, run_experiment
 from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.parallel.masters import Masters
@@ -21,8 +21,6 @@ from workers.parallel.rounding import stochastic_bf16
 from workers.parallel.scaling import LossScale
 from workers.rank.refusals import refuse
 from workers.report import records
-from workers.report.judge import judge
-from workers.report.lines import from_line
 from workers.strategies.replica import Replica
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
@@ -301,22 +299,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def faulty(group: dist.ProcessGroup, fault: str, settings: dict[str, str], folder: str) -> list[str]:
-    """One rank of a run with a wrong line."""
-    owner, name, wrong = FAULTS[fault]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, wrong(getattr(owner, name)))
-        return one_rank(group, settings, folder)
-
-
 def seen(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
     """What fails of a run of two ranks with this fault."""
-    own = folder / f"{fault} {variant}"  # ranks that meet in one folder twice would read old answers
-    own.mkdir()
-    settings = TINY | {"RUN_MODE": "precision", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_STEPS": "1"}
-    given = settings | {"LAB_MODEL": "mlp", "LAB_VARIANT": variant}
-    lines = ranks(2, faulty, fault, given, str(own))
-    return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
+    return failed_with(ranks, folder, __name__, fault, RUN_MODE="precision", LAB_VARIANT=variant, LAB_STEPS="1")
 
 
 @pytest.mark.parametrize("fault", ["never halved", "never grown", "good steps kept", "begun small"])

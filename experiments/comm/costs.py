@@ -1,0 +1,42 @@
+"""What one collective costs at one size: the slowest rank's seconds a call, and the bytes that a rank sends."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from workers.measure.formulas import collectives as formulas
+
+KIB, MIB = 1 << 10, 1 << 20
+BYTES: dict[str, Callable[[str, int, int, int], float]] = {
+    "all_reduce": formulas.all_reduce_bytes,
+    "reduce_scatter": formulas.reduce_scatter_bytes,
+    "all_gather": formulas.all_gather_bytes,
+}
+
+
+@dataclass
+class Cost:
+    """One operation by one variant at one size: the slowest rank's seconds a call, and the bytes that this rank
+    sent."""
+
+    rounds_s: list[float] = field(default_factory=list)
+    wire_bytes: float | None = None
+    off: float = 0.0  # the largest difference that any call left
+
+    @property
+    def seconds(self) -> float:
+        """The median round."""
+        return statistics.median(self.rounds_s)
+
+
+Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
+
+
+def size(nbytes: int) -> str:
+    """1024 as "1 KiB"."""
+    return f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
+
+
+def even(nbytes: int, world_size: int) -> int:
+    """The next smaller size of which every rank has an equal chunk of whole floats, as gloo's reduce_scatter wants."""
+    return nbytes - nbytes % (4 * world_size)
