@@ -40,6 +40,7 @@ from torch import Size, Tensor
 
 from experiments.compress import torchs
 from experiments.compress.mistakes import MISTAKES
+from experiments.compress.peak import compare_peak
 from experiments.compress.predictions import OURS, cannot, predict, refuse
 from experiments.compress.proofs import by_the_formula
 from experiments.compress.reference import rank_seed
@@ -196,6 +197,7 @@ def run(lab: Lab) -> None:
     )
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
+    compare_peak(lab, measured)
     for prediction in predictions:
         if prediction.calls and prediction.decides and prediction.variant in measured:
             lab.compare_calls(prediction.variant, prediction.calls, measured[prediction.variant].traffic)

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from experiments.precision.draws import check_draws
 from experiments.precision.formats import converted, show_formats
 from experiments.precision.mistakes import MISTAKES
+from experiments.precision.peak import compare_peak
 from experiments.precision.predictions import SCALED, predict, refuse
 from experiments.precision.proof import prove
 from experiments.precision.rehearsal import rehearse
@@ -203,6 +204,7 @@ def run(lab: Lab) -> None:
     measured = measure(lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(hold, lab)))
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
+    compare_peak(lab, measured)
     show_gradients(lab)
     show_seen(
         lab,

@@ -40,11 +40,21 @@ def config_of(world_size: int, **settings: str) -> Config:
 
 
 MIXES: list[tuple[int, dict[str, str]]] = [
-    (1, {"LAB_OPTIMIZER": "adamw"}),
-    (3, {"LAB_MICROBATCHES": "2", "LAB_CLIP": "0.1", "LAB_TIE": "1", "LAB_BUCKET_MIB": "0.02", "LAB_RATIO": "0.3"}),
+    (1, {"LAB_OPTIMIZER": "adamw", "LAB_DEPTH": "1"}),
+    (
+        3,
+        {
+            "LAB_MICROBATCHES": "2",
+            "LAB_CLIP": "0.1",
+            "LAB_TIE": "1",
+            "LAB_BUCKET_MIB": "0.02",
+            "LAB_RATIO": "0.3",
+            "LAB_DEPTH": "1",
+        },
+    ),
     (4, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7"}),
     (2, {"LAB_MODEL": "line", "LAB_RATIO": "1e-9"}),
-    (2, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw"}),
+    (2, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_DEPTH": "1"}),
     # Few bytes of text in a step: matrices of less than rank 4, then of more, in factors of 4.
     (2, {"LAB_BATCH": "2", "LAB_SEQ": "4", "LAB_VARIANT": "powersgd,powersgd_plain,ddp_powersgd"}),
     (1, {"LAB_BATCH": "1", "LAB_SEQ": "4", "LAB_WIDTH": "64", "LAB_DEPTH": "1", "LAB_VARIANT": "powersgd"}),
@@ -211,7 +221,7 @@ def test_defaults_are_refused_nowhere() -> None:
 
 @pytest.mark.parametrize("bug", ["unshared_seed", "int8_overflow", "per_rank_powersgd", "no_error_feedback"])
 def test_a_mistake_is_seen_only_where_it_is_made(ranks: Ranks, tmp_path: Path, bug: str) -> None:
-    settings = {"LAB_BUG": bug, "LAB_VARIANT": "int8,randomk,powersgd", "LAB_STEPS": "1"}
+    settings = {"LAB_BUG": bug, "LAB_VARIANT": "int8,randomk,powersgd", "LAB_STEPS": "1", "LAB_DEPTH": "1"}
     run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="compress", **settings)
     wrong = {claim["variant"] for claim in run["checks"] if not claim["passed"]}
     makers = {"unshared_seed": {"randomk"}, "int8_overflow": {"int8"}, "per_rank_powersgd": {"powersgd"}}
@@ -344,7 +354,20 @@ def loud(backward: Any) -> Any:
     return told
 
 
+def copied(exchange: Any) -> Any:
+    """A copy of the message in float64 beside it."""
+
+    def wrong(self: Cast, message: Tensor) -> Any:
+        beside = [message.double()]
+        found = exchange(self, message)
+        beside.clear()
+        return found
+
+    return wrong
+
+
 FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "copied": (Cast, "exchange", copied),
     "half a residual": (Compressor, "with_residual", fading),
     "residuals cleared": (GradientBuckets, "zero", between_steps),
     "sent and kept": (TopK, "take_out", not_taken_out),
@@ -420,3 +443,7 @@ def test_what_is_wrong_before_it_is_compressed_fails_the_run(ranks: Ranks, tmp_p
 def test_what_pytorchs_own_does_not_do_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert "gradients beside ours" in seen(ranks, tmp_path, "cold", "ddp_powersgd")
     assert {"losses beside ours"} == seen(ranks, tmp_path, "loud", "ddp_fp16")
+
+
+def test_a_message_that_is_copied_shows_in_the_peak(ranks: Ranks, tmp_path: Path) -> None:
+    assert seen(ranks, tmp_path, "copied", "bf16") == {"peak bytes"}

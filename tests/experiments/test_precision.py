@@ -281,7 +281,19 @@ def off_by_a_bit(backward: Any) -> Any:
     return wrong
 
 
+def in_float32_twice(deliver: Any) -> Any:
+    """Gradients in float32 beside those that are divided."""
+
+    def wrong(self: Masters, scale: float) -> None:
+        kept = [weight.grad.float() for weight in self.computing if weight.grad is not None]
+        deliver(self, scale)
+        kept.clear()
+
+    return wrong
+
+
 FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "gradients in float32 twice": (Masters, "deliver", in_float32_twice),
     "never halved": (LossScale, "adjust", never_halved),
     "never grown": (LossScale, "adjust", never_grown),
     "good steps kept": (LossScale, "adjust", good_steps_kept),
@@ -333,3 +345,7 @@ def test_rounding_that_is_biased_fails_the_run(ranks: Ranks, tmp_path: Path, fau
 def test_gradients_that_are_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert {"gradients", "float64 gradients"} <= seen(ranks, tmp_path, "half of a rank", "bf16_master")
     assert "unscaled" in seen(ranks, tmp_path, "a scale that rounds", "fp16_master")
+
+
+def test_copies_that_are_not_let_go_show_in_the_peak(ranks: Ranks, tmp_path: Path) -> None:
+    assert seen(ranks, tmp_path, "gradients in float32 twice", "fp16_scaled") == {"peak bytes"}
