@@ -86,7 +86,7 @@ class Copied:
         self._folder = tempfile.TemporaryDirectory(prefix="mutant-")
         top = Path(self._folder.name)
         for name in ("workers", "experiments"):
-            shutil.copytree(TOP / name, top / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(TOP / name, top / name)  # with its bytecode: a line that changes is compiled anew
         return top
 
     def __exit__(self, *_: object) -> None:
@@ -100,7 +100,7 @@ def run_in(top: Path, run: str) -> tuple[int, str]:
     environ = clean | settings | {"LAB_RUNS_DIR": str(top / "runs"), "PYTHONPATH": str(top)}
     try:
         done = subprocess.run(
-            [sys.executable, "-B", "-m", "workers"], cwd=top, env=environ, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "workers"], cwd=top, env=environ, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, check=False, timeout=RUN_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -3,8 +3,8 @@
 from benchmarks.mutants import Mutant
 
 
-def of(variant: str) -> str:
-    return f"RUN_MODE=compress LAB_MODEL=mlp LAB_STEPS=1 LAB_RATIO=0.1 LAB_VARIANT={variant}"
+def of(variant: str, ratio: float = 0.1) -> str:
+    return f"RUN_MODE=compress LAB_MODEL=mlp LAB_STEPS=1 LAB_RATIO={ratio} LAB_VARIANT={variant}"
 
 
 PARALLEL = "workers/parallel"
@@ -39,7 +39,7 @@ MUTANTS = [
         f"{PARALLEL}/sparse.py",
         "return torch.randperm(numel, generator=generator)[:k]",
         "return torch.arange(k)",
-        of("randomk"),
+        of("randomk", ratio=0.5),  # below a quarter places are drawn with repetition
     ),
     Mutant(
         f"{PARALLEL}/sparse.py",

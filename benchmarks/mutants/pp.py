@@ -7,7 +7,8 @@ SCHEDULES, PIPELINE = "workers/parallel/schedules.py", "workers/parallel/pipelin
 
 MUTANTS = [
     Mutant(SCHEDULES, "ahead=ranks - 1 - rank)", "ahead=ranks - rank)", RUN + "1f1b"),
-    Mutant(SCHEDULES, "ahead=microbatches)", "ahead=microbatches - 1)", RUN + "gpipe"),
+    # With one less it is the same order: one forward, then the first backward.
+    Mutant(SCHEDULES, "ahead=microbatches)", "ahead=microbatches - 2)", RUN + "gpipe"),
     Mutant(SCHEDULES, "+ 2 * (ranks - 1 - rank)", "+ 2 * (ranks - rank)", RUN + "interleaved"),
     Mutant(
         PIPELINE,

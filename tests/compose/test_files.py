@@ -72,9 +72,13 @@ def test_four_ranks_by_default(variables: dict[str, str]) -> None:
 def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
     assert compose_lines() in (TOP / "docker-compose.yaml").read_text(), "python -m workers.config --write mends it"
     passed_on = raw("docker-compose.yaml")["x-environment"]
-    assert set(passed_on) == {*names(), "MASTER_ADDR"} - {"RANK", "LOCAL_RANK", "LAB_RUNS_DIR"}
+    assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST"} - {"RANK", "LOCAL_RANK", "LAB_RUNS_DIR"}
     bare = {name for name, value in passed_on.items() if value is None}
-    assert set(passed_on) - bare == {"WORLD_SIZE", "MASTER_ADDR"}  # these alone have a value in the file
+    assert set(passed_on) - bare == {
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "RANKS_ON_HOST",
+    }  # these alone have a value in the file
 
 
 @needs_compose

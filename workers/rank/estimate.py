@@ -69,16 +69,16 @@ class Estimate:
 
 def too_large(config: Config, mode: Mode) -> list[str]:
     """A sentence if the run needs more memory than is there, by more than this estimate is unsure of."""
-    here, there = ranks_here(config), there_bytes()
-    needed = estimate(config, mode, here)
-    if there is None or needed.nbytes <= UNSURE * there:
-        return []
-    most = max(needed.held, key=lambda name: needed.held[name])
-    ranks = "1 rank" if here == 1 else f"{here} ranks"
-    return [
-        f"{ranks} of these settings need about {human_bytes(needed.nbytes)} of memory here, {most} of it"
-        f" {human_bytes(needed.held[most])}, and {human_bytes(there)} are free: lower {LOWER[most]}"
-    ]
+    for here, there in rooms(config):
+        needed = estimate(config, mode, here)
+        if needed.nbytes > UNSURE * there:
+            most = max(needed.held, key=lambda name: needed.held[name])
+            ranks = "1 rank" if here == 1 else f"{here} ranks"
+            return [
+                f"{ranks} of these settings need about {human_bytes(needed.nbytes)} of memory here, {most} of it"
+                f" {human_bytes(needed.held[most])}, and {human_bytes(there)} are free: lower {LOWER[most]}"
+            ]
+    return []
 
 
 def too_long(config: Config, mode: Mode) -> list[str]:
@@ -162,15 +162,22 @@ def seconds(config: Config, num_variants: int, count: float, here: int) -> float
     return config.steps * (num_variants * step_s + alone_s)
 
 
-def there_bytes() -> float | None:
-    """Memory of this machine that is free or can be made so, or of this container; None where nobody says."""
-    limit = ContainerMemory().limit_bytes
+def rooms(config: Config) -> list[tuple[int, float]]:
+    """Ranks that share a memory, and its bytes: the limit of this container, and what is free of the machine, which
+    ranks in other containers fill too (RANKS_ON_HOST, from the Compose file)."""
+    here, limit, free = ranks_here(config), ContainerMemory().limit_bytes, free_bytes()
+    beside = os.environ.get("RANKS_ON_HOST", "")
+    on_host = min(int(beside), config.world_size) if beside.isdecimal() else 0
+    return [(ranks, there) for ranks, there in ((here, limit), (max(here, on_host), free)) if there is not None]
+
+
+def free_bytes() -> float | None:
+    """Memory of this machine that is free or can be made so; None where nobody says."""
     try:
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        free = 1024.0 * int(lines["MemAvailable"].split()[0])
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
-        return None if limit is None else float(limit)
-    return free if limit is None else min(free, limit)
+        return None
 
 
 def ranks_here(config: Config) -> int:

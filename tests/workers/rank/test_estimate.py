@@ -1,13 +1,14 @@
 """What a run takes, by formula: the parameters that the model has, and no machine's worth of what cannot be."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from workers.config import Config
 from workers.config.values import modes
 from workers.rank import estimate as estimates
-from workers.rank.estimate import estimate, num_parameters, ranks_here, too_large, too_long
+from workers.rank.estimate import estimate, num_parameters, ranks_here, rooms, too_large, too_long
 from workers.rank.modes import load
 from workers.workload.model import outline
 
@@ -60,7 +61,7 @@ def test_what_this_estimate_is_unsure_of_is_not_refused(monkeypatch: pytest.Monk
     config, mode = Config.read({}), load("dp")
     needed = estimate(config, mode, 4).nbytes
     for there, refused in ((needed, False), (needed / 1.4, False), (needed / 1.6, True)):
-        monkeypatch.setattr(estimates, "there_bytes", lambda there=there: there)
+        monkeypatch.setattr(estimates, "rooms", lambda _, there=there: [(4, there)])
         assert bool(too_large(config, mode)) == refused
 
 
@@ -81,6 +82,15 @@ def test_beyond_an_hour_a_run_is_told_and_not_refused() -> None:
     (line,) = too_long(config, load("dp"))
     assert line.startswith("these settings may take about ")
     assert too_large(config, load("dp")) == []
+
+
+def test_a_machine_holds_the_ranks_of_all_containers_and_a_container_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.read({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "worker0"})
+    monkeypatch.setattr(estimates, "free_bytes", lambda: 8 * GIB)
+    assert rooms(config)[-1] == (1, 8 * GIB)
+    monkeypatch.setenv("RANKS_ON_HOST", "4")
+    monkeypatch.setattr(estimates, "ContainerMemory", lambda: SimpleNamespace(limit_bytes=int(GIB)))
+    assert rooms(config) == [(1, GIB), (4, 8 * GIB)]
 
 
 def test_ranks_that_share_this_memory(monkeypatch: pytest.MonkeyPatch) -> None:
