@@ -30,7 +30,8 @@ WANTED = 0.95
 
 def main(names: Sequence[str]) -> int:
     """Run the mutants of the files that are named, by default of all; prints a row each as it is done."""
-    found = [mutant for name in names or files() for mutant in of_file(name)]
+    by_file = {name: of_file(name) for name in names or files()}
+    found = [mutant for mutants_of_it in by_file.values() for mutant in mutants_of_it]
     broken = [run for run in dict.fromkeys(each.run for each in found) if not holds(run)]
     if broken:
         print("\n".join(f"without any mutant this run does not pass: {run}" for run in broken))
@@ -43,12 +44,19 @@ def main(names: Sequence[str]) -> int:
             survivors.append(mutant)
         words = seen or f"nothing: {mutant.argued or 'NOT ARGUED'}"
         print(
-            f"| `{mutant.file}`: `{mutant.was.strip()}` -> `{mutant.now.strip()}` | {mutant.run} | {words} |",
-            flush=True,
+            f"| `{mutant.file}`: `{shown(mutant.was)}` -> `{shown(mutant.now)}` | {mutant.run} | {words} |", flush=True
         )
     caught = len(found) - len(survivors)
-    print(f"\n{caught} of {len(found)} are seen by their run, {caught / len(found):.0%}")
+    print("\n| file | wrong lines | seen by their run |\n|---|---|---|")
+    for name, mutants_of_it in by_file.items():
+        print(f"| {name} | {len(mutants_of_it)} | {sum(each not in survivors for each in mutants_of_it)} |")
+    print(f"| all | {len(found)} | {caught}, {caught / len(found):.0%} |")
     return int(caught < WANTED * len(found) or not all(mutant.argued for mutant in survivors))
+
+
+def shown(line: str) -> str:
+    """On one line, as a cell of a table."""
+    return " ".join(line.split()).replace("|", "\\|")
 
 
 def files() -> list[str]:
