@@ -10,10 +10,9 @@ tables to agree, up to 0.75 s for the words to go round. The thread wakes once a
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from workers.cluster import last_words, name_ranks
 from workers.cluster.agreement import Agreement
@@ -21,28 +20,25 @@ from workers.cluster.board import Board
 from workers.cluster.exiting import Departure
 from workers.cluster.failing import failed, may_be_a_loss
 from workers.cluster.going_on import Parting
-from workers.cluster.heartbeat import Hearing, Place, to_mask, to_ranks
+from workers.cluster.goodbye import Goodbye
+from workers.cluster.heartbeat import Hearing, to_mask
 from workers.cluster.host import LINGER_S
+from workers.cluster.judging import FOLLOW_S, SETTLE_S, Judging
 from workers.cluster.pulse import PERIOD_S
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.slowness import Slowness
 from workers.cluster.succession import Succession
-from workers.cluster.verdict import Verdict, condemn
+from workers.cluster.verdict import Verdict
 from workers.cluster.watch_socket import SENT_TIMES, Post
+from workers.cluster.whereabouts import Whereabouts
 from workers.config import Config
 from workers.measure.cgroup import ContainerMemory
 from workers.report.records import Lost
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 FROZEN_S = 1.0  # the longest gap between two beats under four times as many busy threads as cores was 0.33 s
 START_GRACE_S = 1.0  # the others' watches start up to this much later
-SETTLE_S = 0.75  # a stamp, a beat and a look, a period each: then every table shows the same break
-FOLLOW_S = 0.5  # how long the others leave the word to the lowest survivor
 OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
-AFTER = "after the verdict, which stands"
 
 
 class Watch(threading.Thread):
@@ -59,11 +55,9 @@ class Watch(threading.Thread):
         self.cluster, self.config, self.say = cluster, config, say
         now = time.monotonic()
         self.hearing = Hearing(cluster.rank, cluster.members, config.lost_after_s, now + START_GRACE_S)
-        self.place = Place(since=now)
-        self._work = self.place.step, self.place.phase  # where the main thread is, waits for other ranks left out
+        self.main = Whereabouts()
         # Hears of it, on this thread.
         self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005
-        self._calls_begun: Callable[[], int] = lambda: 0
         self.cpu_seconds, self.woken = 0.0, 0
         self.post = Post(cluster)
         words = self.post.last_words(cluster.rank)
@@ -71,10 +65,10 @@ class Watch(threading.Thread):
         self._parting = Parting(self.hearing, self.post, say)
         self._agreement = Agreement(self.hearing)
         self._failure: tuple[Verdict, Verdict] | None = None  # of the main thread: own, and to the others
-        self.outlived: set[int] = set()  # the ranks that were lost after the verdict
+        self.goodbye = Goodbye(cluster.rank, self.hearing, config.lost_after_s, say)
         self._slowness = Slowness(now)
         self._pressure = ContainerMemory()
-        self._broken_at: float | None = None
+        self._judging = Judging(cluster.rank, self.hearing)
         self._refused_at: float | None = None
         self._failed_at: float | None = None
         self._end_by = self._hurry_until = 0.0
@@ -83,42 +77,13 @@ class Watch(threading.Thread):
         self._signals.open()
         self._departure = Departure(self._signals, say, on_verdict)
 
-    def follow(self, group: "dist.ProcessGroup") -> None:
-        """From now on count the collectives that this rank begins in `group`: gloo and NCCL number them."""
-        self._calls_begun = group._get_sequence_number_for_group  # type: ignore[attr-defined]
-
-    def at(self, step: int, phase: str) -> None:
-        """Note where the main thread is. Ranks must change place together: who has done so less often is behind.
-
-        Once ranks may leave, each goes at its own pace, and nobody is behind.
-        """
-        self._work = step, phase
-        self._move(step, phase)
-
-    def _move(self, step: int, phase: str) -> None:
-        turn = self.place.turn + (self._parting.on_left is None)
-        self.place = Place(turn, step, phase, time.monotonic(), self._calls_begun())
-
     def let_leave(self, on_left: Callable[[Lost], None]) -> None:
         """From now on the loss of any rank but 0 does not end the others: each calls `on_left`, on the watch's thread,
         and goes on.
 
         All ranks call this at the same point of the run; a later call puts another `on_left` in the place of the first.
         """
-        self._parting.on_left = on_left
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait for the other ranks, outside of any collective."""
-        before = self.place
-        self._move(before.step, f"the wait at {what}")
-        yield
-        self._move(before.step, before.phase)
-
-    def _here(self) -> Place:
-        """Where the main thread is, with the collectives that it began there."""
-        place = self.place
-        return replace(place, calls=self._calls_begun() - place.calls)
+        self._parting.on_left, self.main.together = on_left, False
 
     def agree(self) -> None:
         """Accept the verdict that rank 0 gave; returns once no rank can end otherwise.
@@ -160,7 +125,7 @@ class Watch(threading.Thread):
         if self.hearing.peers and suspects:
             # If it is one, the thread ends the process meanwhile.
             time.sleep(self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S)
-        place = self._here()
+        place = self.main.here()
         waited_for = self.hearing.behind(place, time.monotonic()) if suspects else []
         failure = failed(self.cluster.rank, place, error, waited_for)
         if not self.is_alive():
@@ -175,7 +140,7 @@ class Watch(threading.Thread):
         try:
             self._beat_until_ended()
         except Exception as error:
-            self._end(*failed(self.cluster.rank, replace(self.place, phase="its watch"), error, []))
+            self._end(*failed(self.cluster.rank, replace(self.main.place, phase="its watch"), error, []))
 
     def _beat_until_ended(self) -> None:
         due = time.monotonic()
@@ -192,7 +157,7 @@ class Watch(threading.Thread):
             elif not self._agreement.committed:
                 self._judge()
                 self._name_slow()
-                self.on_period(*self._work)
+                self.on_period(*self.main.work)
             self.cpu_seconds = time.thread_time()
             hurried = (self._ending.is_set() or self._agreement.under_way) and now < self._hurry_until
             due = now + (PERIOD_S / 10 if hurried else PERIOD_S)
@@ -201,13 +166,13 @@ class Watch(threading.Thread):
     def _wait(self, due: float) -> None:
         number = self._signals.wait(due - time.monotonic())
         if number is not None:
-            place, rank = self.place, self.cluster.rank
+            place, rank = self.main.place, self.cluster.rank
             sentence = f"rank {rank} was stopped by {number.name} at step {place.step} in {place.phase}"
             lost = Lost(rank, place.step, f"stopped by {number.name}")
             self._end(Verdict(EXIT_CODES[number], sentence), Verdict(3, sentence, (lost,)), stopped=True)
 
     def _send_beat(self) -> None:
-        self.post.tell_beat(self.hearing.beat(self._here(), self._pressure.share(), time.monotonic()))
+        self.post.tell_beat(self.hearing.beat(self.main.here(), self._pressure.share(), time.monotonic()))
 
     def _listen(self, frozen_s: float) -> None:
         """Take in all that has come; after a freeze the verdict on this rank may be waiting there."""
@@ -267,58 +232,28 @@ class Watch(threading.Thread):
 
     def _judge(self) -> None:
         now = time.monotonic()
-        hears = self.hearing.hears(now)
-        verdict = condemn(hears, self.hearing.present(), self.hearing.seen(self.place, now))
+        verdict = self._judging.verdict(self.main.place, now)
         if verdict is None:
-            self._broken_at = None
-            return
-        self._broken_at = self._broken_at or now
-        lost = {entry.rank for entry in verdict.lost}
-        speaker = min(set(hears) - lost or set(hears))
-        if now - self._broken_at < SETTLE_S + (0.0 if speaker == self.cluster.rank else FOLLOW_S):
             return
         if self._agreement.bound:
-            self._outlive(verdict)
+            self.goodbye.outlive(verdict, now)
+            self._judging.settled()
         elif self._parting.allows(verdict):
             self._part(verdict)
         else:
             self._leave(verdict, verdict)
 
-    def _outlive(self, verdict: Verdict) -> None:
-        """Ranks were lost that had accepted the verdict: it stands, and nobody waits for them."""
-        named, peers = {entry.rank for entry in verdict.lost}, set(self.hearing.peers)
-        lost = named & peers or peers - self.hearing.heard(time.monotonic())  # the one cut off may be this rank
-        self.say(f"{verdict.sentence}: {AFTER}")
-        self.outlived |= lost
-        for rank in lost:
-            self.hearing.forget(rank)  # its address stays: it may wake, and hear that the verdict stands
-        self._broken_at = None
-
     def _part(self, verdict: Verdict) -> None:
         if self._parting.part(verdict):
-            self._broken_at = None
+            self._judging.settled()
 
     def _name_slow(self) -> None:
-        sentence = self._slowness.sentence(self.hearing, self._here(), time.monotonic())
+        sentence = self._slowness.sentence(self.hearing, self.main.here(), time.monotonic())
         if sentence:
             self.say(sentence)
 
     def _end_when_heard(self) -> None:
-        """Done once every rank that still sends has heard the goodbye, and on rank 0 has said its own."""
-        rank = self.cluster.rank
-        self.hearing.ended |= to_mask([rank])
-        now = time.monotonic()
-        waiting = [
-            other for other, peer in self.hearing.peers.items()
-            if now - peer.heard_at <= self.config.lost_after_s
-            and not (peer.acknowledged >> rank & 1 and (rank != 0 or self.hearing.ended >> other & 1))
-        ]  # fmt: skip
-        if not waiting or now > self._end_by:
-            gone = {rank for rank, peer in self.hearing.peers.items() if now - peer.heard_at > self.config.lost_after_s}
-            silent = gone - to_ranks(self.hearing.ended)  # who has heard this goodbye may be at work on its own
-            if silent and self._agreement.committed:
-                self.say(f"{name_ranks(silent)} lost: {AFTER}")
-                self.outlived |= silent
+        if self.goodbye.heard(time.monotonic(), self._end_by, committed=self._agreement.committed):
             for _ in range(SENT_TIMES):
                 self._send_beat()
             self._ended.set()

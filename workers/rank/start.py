@@ -72,16 +72,16 @@ def be_rank(config: Config, started_at: float, parent: Parent) -> int:
         init_process_group(cluster, config)
         world = dist.group.WORLD
         assert world is not None
-        watch.follow(world)
+        watch.main.follow(world)
         exchange = Exchange(
             dist.PrefixStore("lab", cluster.store),
             cluster.rank,
             cluster.world_size,
             config.collective_timeout_s,
-            watch.waiting,
+            watch.main.waiting,
         )
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=cluster.store_port)
-        lab = Lab(config, mode, device, world, exchange, ledger, journal, watch.at)
+        lab = Lab(config, mode, device, world, exchange, ledger, journal, watch.main.at)
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
         lab.let_leave = partial(let_leave, watch, exchange, journal)
@@ -103,7 +103,7 @@ def be_rank(config: Config, started_at: float, parent: Parent) -> int:
             lab.rescue()
         return watch.fail(error)
     watch.finish()
-    if 0 in watch.outlived:  # after all had agreed, perhaps before it could put its verdict in place
+    if 0 in watch.goodbye.outlived:  # after all had agreed, perhaps before it could put its verdict in place
         outcome.publish()
     dist.destroy_process_group()
     return code

@@ -10,20 +10,20 @@ import time
 
 from workers.__main__ import main
 from workers.cluster.pulse import PERIOD_S
-from workers.cluster.watch import Watch
+from workers.cluster.whereabouts import Whereabouts
 
 
 def die_at(phase: str, step: int) -> None:
-    """Let this process' watch kill it at `step` of `phase`."""
-    at = Watch.at
+    """Let this process kill itself at `step` of `phase`."""
+    at = Whereabouts.at
 
-    def then_die(watch: Watch, now: int, where: str) -> None:
-        at(watch, now, where)
+    def then_die(main_thread: Whereabouts, now: int, where: str) -> None:
+        at(main_thread, now, where)
         if where == phase and now >= step:
             time.sleep(3 * PERIOD_S)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Watch.at = then_die  # type: ignore[method-assign, assignment]
+    Whereabouts.at = then_die  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main(version: str, steps: int, deed: str) -> int:
 def train(watch: Watch, cluster: Cluster, config: Config, steps: int, deed: str) -> None:
     init_process_group(cluster, config)
     for step in range(steps):
-        watch.at(step, "compute")
+        watch.main.at(step, "compute")
         time.sleep(STEP_S)
         if step == 2 and deed == "raise":
             raise ValueError("a made-up failure")
@@ -65,13 +65,13 @@ def train(watch: Watch, cluster: Cluster, config: Config, steps: int, deed: str)
             del watch.post.addresses[int(deed[-1])]
         if step == 2 and deed == "sleep":
             time.sleep(6.0)
-        watch.at(step, "all_reduce")
+        watch.main.at(step, "all_reduce")
         total = torch.ones(4)
         dist.all_reduce(total)
         assert total[0] == cluster.world_size
         say(f"step {step}")
     if deed == "leave_late":
-        watch.at(steps, "compute")
+        watch.main.at(steps, "compute")
         time.sleep(2 * config.lost_after_s)
 
 

@@ -82,7 +82,7 @@ def main(folder: Path, own: socket.socket, ports: list[int]) -> int:
                 raise BrokenPipeError(32, "Broken pipe")
             elif word == "finish":
                 watch.finish()
-                if 0 in watch.outlived:
+                if 0 in watch.goodbye.outlived:
                     say(f"published {outcome.publish()}")
                 say(
                     f"woke {watch.woken} times in {time.monotonic() - started:.3f} s and sent {watch.post.sent_bytes} B"

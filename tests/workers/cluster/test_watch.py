@@ -5,15 +5,12 @@ import re
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
-from workers.cluster.heartbeat import Place
 from workers.cluster.pulse import PERIOD_S
-from workers.cluster.watch import Watch
 from workers.cluster.watch_socket import SENT_TIMES
 
 NAMED_WITHIN_S = 5.0
@@ -140,16 +137,6 @@ def test_a_slow_rank_is_named_and_nothing_ends(processes: Processes) -> None:
     assert "waiting for rank 0" not in ranks[1].text.partition("joined")[2]
     for rank, phase in zip(ranks, ("all_reduce", "compute"), strict=True):
         assert re.search(f"(?m)^heard of .*{phase}", rank.text), "whoever asks hears each period where the rank is"
-
-
-def test_a_wait_for_others_is_no_work() -> None:
-    watch = Watch.__new__(Watch)
-    watch.place, watch._calls_begun = Place(), lambda: 0
-    watch._parting = SimpleNamespace(on_left=None)  # type: ignore[assignment]
-    watch.at(3, "proof of ring")
-    with watch.waiting("loss"):
-        assert (watch.place.phase, watch._work) == ("the wait at loss", (3, "proof of ring"))
-    assert (watch.place.phase, watch._work) == ("proof of ring", (3, "proof of ring"))
 
 
 def test_ranks_may_leave_at_different_times_and_the_watch_is_cheap(processes: Processes, tmp_path: Path) -> None:

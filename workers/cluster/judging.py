@@ -1,0 +1,38 @@
+"""When a silence becomes a verdict: once every table shows the same break, and by the lowest survivor first.
+
+A rank that fell silent is missing in its neighbours' tables at moments that differ by a stamp, a beat and a look. Who
+judged at once might name one rank where two were lost, or another rank than its neighbour does. So a break has to stand
+for SETTLE_S; then the lowest of those who agree speaks, and the others leave it FOLLOW_S to be heard, to repeat its
+words.
+"""
+
+from workers.cluster.heartbeat import Hearing, Place
+from workers.cluster.verdict import Verdict, condemn
+
+SETTLE_S = 0.75  # a stamp, a beat and a look, a period each: then every table shows the same break
+FOLLOW_S = 0.5  # how long the others leave the word to the lowest survivor
+
+
+class Judging:
+    """What one rank makes of what it hears."""
+
+    def __init__(self, rank: int, hearing: Hearing) -> None:
+        self.rank, self.hearing = rank, hearing
+        self._broken_at: float | None = None
+
+    def verdict(self, place: Place, now: float) -> Verdict | None:
+        """Who is lost, if that has stood for long enough; None while the cluster is whole, or for a moment more."""
+        hears = self.hearing.hears(now)
+        found = condemn(hears, self.hearing.present(), self.hearing.seen(place, now))
+        if found is None:
+            self._broken_at = None
+            return None
+        self._broken_at = self._broken_at or now
+        lost = {entry.rank for entry in found.lost}
+        speaker = min(set(hears) - lost or set(hears))
+        patience_s = SETTLE_S + (0.0 if speaker == self.rank else FOLLOW_S)
+        return found if now - self._broken_at >= patience_s else None
+
+    def settled(self) -> None:
+        """What was found has been acted on, and those who are left go on."""
+        self._broken_at = None
