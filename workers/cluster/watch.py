@@ -105,8 +105,10 @@ class Watch(threading.Thread):
         self._end_by = time.monotonic() + self.config.collective_timeout_s
         self._ending.set()
         self._hurry()
+        # Not until its last line: torch's process group may go with the thread, which aborts the process if the
+        # interpreter ends meanwhile (half of all runs did that did not import torch's compiler).
         if self.is_alive():
-            self._ended.wait()
+            self.join()
         self._signals.close()
         self.post.close()
 
@@ -144,7 +146,7 @@ class Watch(threading.Thread):
 
     def _beat_until_ended(self) -> None:
         due = time.monotonic()
-        while not self._ended.is_set():
+        while True:
             now = time.monotonic()
             self.woken += 1
             self._listen(frozen_s=now - due)
@@ -159,6 +161,8 @@ class Watch(threading.Thread):
                 self._name_slow()
                 self.on_period(*self.main.work)
             self.cpu_seconds = time.thread_time()
+            if self._ended.is_set():
+                return
             hurried = (self._ending.is_set() or self._agreement.under_way) and now < self._hurry_until
             due = now + (PERIOD_S / 10 if hurried else PERIOD_S)
             self._wait(due)

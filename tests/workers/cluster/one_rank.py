@@ -47,6 +47,7 @@ def main(version: str, steps: int, deed: str) -> int:
     except Exception as error:
         watch.fail(error)
     watch.finish()
+    assert not watch.is_alive(), "a thread that is left behind takes the process group with it"
     say(f"heard of {', '.join(sorted(heard))}")
     say(
         f"finished, the watch woke {watch.woken} times in {time.monotonic() - started:.3f} s and sent {watch.post.sent_bytes} B"
