@@ -1,4 +1,4 @@
-"""Runs beside twenty busy loops: nobody is given up who computes, and who is killed is named within 5 s.
+"""Runs beside twenty busy loops, two at a time: nobody is given up who computes, and who is killed is named within 5 s.
 
     python -m benchmarks.loaded [RUNS] [--kills]
 
@@ -20,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from workers.cluster.watch import Watch
 from workers.config import Config
 from workers.report.outcome import Outcome
 
-RUNS, BUSY, WORLD_SIZE = 200, 20, 4
+RUNS, AT_ONCE, BUSY, WORLD_SIZE = 200, 2, 20, 4
 STEPS, STEP_S = 40, 0.05
 HELD_S = 4.0
 NAMED_WITHIN_S = 5.0
@@ -80,8 +82,13 @@ def rank_of_run(config: Config, folder: Path, deed: str, told: Connection) -> No
     os._exit(0)
 
 
-def one_run(number: int, folder: Path, kills: bool) -> dict[str, Any]:
+def one_run(number: int, *, kills: bool) -> dict[str, Any]:
     """What became of one run: the exit codes, whom survivors named, and how long after the kill each of them did."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_in(Path(folder), number, kills)
+
+
+def run_in(folder: Path, number: int, kills: bool) -> dict[str, Any]:
     draw = random.Random(number)
     victim, kill_at = draw.randrange(WORLD_SIZE), draw.randrange(2, STEPS - 5)
     holder = draw.randrange(WORLD_SIZE) if number % 4 == 0 and not kills else None
@@ -149,11 +156,11 @@ def main(words: list[str]) -> int:
             loop = subprocess.Popen(BUSY_LOOP)
             stack.callback(loop.wait)
             stack.callback(loop.kill)
-        for number in range(runs):
-            with tempfile.TemporaryDirectory() as folder:
-                results.append(one_run(number, Path(folder), kills))
-            if not is_right(results[-1]):
-                print(f"run {number}: {results[-1]}", flush=True)
+        sides = stack.enter_context(ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("fork")))
+        for number, result in enumerate(sides.map(partial(one_run, kills=kills), range(runs))):
+            results.append(result)
+            if not is_right(result):
+                print(f"run {number}: {result}", flush=True)
     wrong = sum(not is_right(result) for result in results)
     delays = [delay for result in results for delay in result["named_after_s"]]
     rows = [["runs", str(runs), ""], ["ranks given up falsely, or runs that ended otherwise", str(wrong), "0"]]

@@ -33,7 +33,7 @@ def test_the_other_modes_hold_with_three_ranks(cluster: Containers, mode: str, s
 SMALL_GPT = {"LAB_MODEL": "gpt", "LAB_WIDTH": "32", "LAB_HEADS": "4", "LAB_DEPTH": "3", "LAB_STEPS": "3"}
 
 
-@pytest.mark.parametrize(("mode", "variants"), [("tp", {"sequence", "dtensor"}), ("pp", {"gpipe", "1f1b"})])
+@pytest.mark.parametrize(("mode", "variants"), [("tp", {"megatron", "sequence"}), ("pp", {"gpipe", "1f1b"})])
 def test_a_model_cut_over_three_ranks_is_proven_and_traced(cluster: Containers, mode: str, variants: set[str]) -> None:
     codes = cluster.run(3, RUN_MODE=mode, LAB_VARIANT=",".join(sorted(variants)), LAB_TRACE="1", **SMALL_GPT)
     assert set(codes.values()) == {0}, cluster.logs()

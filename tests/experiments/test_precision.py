@@ -339,7 +339,8 @@ def test_a_scale_that_stays_in_gradients_fails_the_run(ranks: Ranks, tmp_path: P
 
 @pytest.mark.parametrize("fault", ["always down", "to the nearest", "the same draws"])
 def test_rounding_that_is_biased_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
-    assert seen(ranks, tmp_path, fault, "bf16_stochastic") == {"rounded at random"}
+    found = seen(ranks, tmp_path, fault, "bf16_stochastic")
+    assert found - {"peak bytes"} == {"rounded at random"}  # what rounds in another way needs less beside it
 
 
 def test_gradients_that_are_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
