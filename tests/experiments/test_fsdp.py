@@ -31,7 +31,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
     (1, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}),
     (4, {"LAB_MODEL": "line", "LAB_OPTIMIZER": "adamw"}),  # two parameters: two ranks own none
     (5, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "naive,zero1,zero2,zero3"}),
-    (8, {"LAB_BATCH": "17", "LAB_WIDTH": "20", "LAB_VARIANT": "naive,zero1,zero2,zero3"}),
+    (8, {"LAB_BATCH": "17", "LAB_WIDTH": "20", "LAB_DEPTH": "1", "LAB_VARIANT": "naive,zero1,zero2,zero3"}),
 ]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.warm import Warm
 from workers.cluster.board_socket import udp_socket
 from workers.cluster.launch import free_port
 
@@ -35,10 +36,15 @@ class Rank:
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": str(TOP),
         }
-        self.process = subprocess.Popen(
-            command, cwd=TOP, env=clean | quiet | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, pass_fds=handed,
-        )  # fmt: skip
+        environ = clean | quiet | variables
+        self.process: subprocess.Popen[str] | Warm
+        if command[:2] == [sys.executable, "-m"] and not handed:
+            self.process = Warm(command[2], command[3:], environ)
+        else:
+            self.process = subprocess.Popen(
+                command, cwd=TOP, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, pass_fds=handed,
+            )  # fmt: skip
         self.lines: list[tuple[float, str]] = []
         self.ended_at = 0.0
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -1,0 +1,80 @@
+"""A Python program that starts with torch imported: forked from a process that did so once, and else as if by `python -m`.
+
+Importing torch takes a core for 2 s, and the tests of the cluster start more than a hundred ranks. Like `Popen`, as far
+as these need it. What it leaves out is the interpreter's own end, which whole runs have.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
+from typing import Any
+
+
+class Warm:
+    """`Warm("tests.workers.cluster.one_rank", arguments, environ)`: its pid, its standard input and its output."""
+
+    def __init__(self, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        self.stdin, self.stdout = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
+        self._process = context.Process(target=run, args=(module, arguments, environ, Ends(theirs_in, theirs_out)))
+        self._process.start()
+        os.close(theirs_in)
+        os.close(theirs_out)
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code as Popen has it, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The exit code; raises subprocess.TimeoutExpired."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout_s or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Nothing if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """By SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Ends:
+    """The program's ends of two pipes, on their way to it."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self.read, self.write = read, write
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrived, (reduction.DupFd(self.read), reduction.DupFd(self.write))
+
+
+def arrived(read: Any, write: Any) -> Ends:
+    """In the program."""
+    return Ends(read.detach(), write.detach())
+
+
+def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends: Ends) -> None:
+    """What `python -m module arguments` does, with this environment and these streams."""
+    os.environ.clear()
+    os.environ.update(environ)
+    for descriptor, number in ((ends.read, 0), (ends.write, 1), (ends.write, 2)):
+        os.dup2(descriptor, number)
+    os.close(ends.read)
+    os.close(ends.write)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
