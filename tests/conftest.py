@@ -26,7 +26,7 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run beside each other (`pytest -n 2 --dist loadgroup`): one pool of ranks, one container test at a
-    time."""
+    time, which `make test` runs after all else."""
     for item in items:
         alone = item.nodeid.partition("::")[0]
         if item.get_closest_marker("compose"):
