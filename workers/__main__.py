@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workers.cluster.parent import Parent
-from workers.config import Config, ConfigError, commands
+from workers.config import Config, ConfigError, commands, engines
 
 HERE = Path(__file__).parents[1]
 
@@ -37,7 +37,9 @@ def main(words: Sequence[str] = ()) -> int:
             return 0
         if typed.command != "run":
             return be_module(commands.COMMANDS[typed.command].module, typed.words)
-        return run(Config.read(), started_at)
+        engine = engines.taken(os.environ)
+        os.environ.update(engine.variables)
+        return run(Config.read(found_before=engine.faults), started_at, engine.told)
     except ConfigError as error:
         for fault in error.faults:
             print(f"refused    {fault}", flush=True)
@@ -46,8 +48,8 @@ def main(words: Sequence[str] = ()) -> int:
         return 130
 
 
-def run(config: Config, started_at: float) -> int:
-    """Start the ranks, or be one; returns the exit code."""
+def run(config: Config, started_at: float, engine: str = "") -> int:
+    """Start the ranks, or be one, as `engine` says; returns the exit code."""
     if config.rank is None:
         from workers.cluster.launch import launch
 
@@ -62,7 +64,7 @@ def run(config: Config, started_at: float) -> int:
     parent = Parent()  # hears of a rank that dies while this one still imports torch
     from workers.rank.start import be_rank  # torch comes in here: faults above are said without waiting for it
 
-    return be_rank(config, started_at, parent)
+    return be_rank(config, started_at, parent, engine)
 
 
 def be_module(module: str, words: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ knows stand in its lesson (options.py). A name that is in neither is refused, wi
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -113,14 +113,14 @@ class Config(BaseSettings):
         return (init_settings,)
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """Check `environ` as a whole; raises ConfigError with all faults at once."""
+    def read(cls, environ: Mapping[str, str] = os.environ, found_before: Sequence[str] = ()) -> Self:
+        """Check `environ` as a whole; raises ConfigError with all faults at once, `found_before` among them."""
         named = environ.get("RUN_MODE", "").strip() or "dp"
         mode = named if values.fault_of(values.known_mode, named) == "" else "dp"  # of another no file is touched
         kind = declared(values.lesson_file(mode))
         common, own = aliases(cls), aliases(kind)
         given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
-        faults = [
+        faults = [*found_before] + [
             _stranger(name, environ[name], mode, [*common, *own])
             for name in sorted(environ)
             if name.startswith("LAB_") and name not in common and name not in own and environ[name].strip()

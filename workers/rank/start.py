@@ -41,13 +41,16 @@ from workers.report.progress import working
 from workers.workload import text
 
 
-def be_rank(config: Config, started_at: float, parent: Parent) -> int:
-    """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time."""
+def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "") -> int:
+    """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time,
+    `engine` a line that tells who says which rank this is."""
     mode = load(config.run_mode)
     refuse(config, mode, link.refusals(config))
     mode = mode.mistaken(config.bug)
     device = pick_device(config)
     journal = Journal()
+    if engine:
+        journal.say(f"engine     {engine}")
     for line in too_long(config, mode) if config.rank == 0 else []:
         journal.say(f"estimate   {line}")
     parent.begin_to_wait()

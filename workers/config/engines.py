@@ -1,0 +1,168 @@
+"""Who a rank is, by the engine that started it: its names become RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    torchrun, Compose, Swarm, Ray   RANK, WORLD_SIZE, MASTER_ADDR: as they stand
+    Slurm                           SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; rank 0 is on the first node of the step
+    Open MPI                        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; across nodes MASTER_ADDR has to be given
+    Kubernetes                      JOB_COMPLETION_INDEX, pod 0 by the name of this pod; WORLD_SIZE is the manifest's
+    SkyPilot, dstack                SKYPILOT_NODE_RANK, DSTACK_NODE_RANK and their siblings, a rank a node
+
+A rank that its engine's variables do not reach would start a world of its own, and three such worlds pass side by side:
+`srun -n 3` and `mpirun -np 2` did. So the first engine of this table that has started several ranks is taken and said;
+what contradicts it, or is not a rank although the engine starts several, is refused.
+"""
+
+import re
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that kernels give away, which begin at 32768
+
+
+class Engine(NamedTuple):
+    """The variables of one engine: this rank's number and how many there are, the same on this machine; and how rank 0
+    is found, host and port."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    master: Callable[[Mapping[str, str]], tuple[str, str]]
+    starts: str  # how it starts ranks
+
+
+class Taken(NamedTuple):
+    """What an engine says a rank is: variables in the names of all others, a line that tells so, and faults."""
+
+    variables: dict[str, str]
+    told: str = ""
+    faults: tuple[str, ...] = ()
+
+
+def taken(environ: Mapping[str, str]) -> Taken:
+    """Map the variables of the engine that started this process; nothing where none did, or torchrun."""
+    given = {name: value.strip() for name, value in environ.items() if value.strip()}
+    if "TORCHELASTIC_RUN_ID" in given:  # its own names are right, whatever runs its agents
+        return Taken({})
+    if "SLURM_STEP_ID" not in given:  # a batch script, or a shell within an allocation: not a task of a step
+        given.pop("SLURM_PROCID", None)
+        given.setdefault("SLURM_NTASKS", given.get("SLURM_NNODES", ""))
+    for engine in ENGINES:
+        found = of_engine(engine, given)
+        if found is not None:
+            return found
+    return Taken({})
+
+
+def of_engine(engine: Engine, given: Mapping[str, str]) -> Taken | None:
+    """What `engine` says; None if it did not start several ranks."""
+    rank, size = given.get(engine.rank, ""), given.get(engine.size, "")
+    if not (rank or size) or (engine.size == "WORLD_SIZE" and not rank):
+        return None
+    if size == "1" and engine.size != "WORLD_SIZE":  # it starts one process, and that one starts all ranks
+        return None
+    if not rank.isdecimal() or not size.isdecimal():
+        return Taken({}, faults=(unranked(engine, given),))
+    faults = tuple(contradictions(engine, given))
+    if faults:
+        return Taken({}, faults=faults)
+    addr, port = (given.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    found, own_port = engine.master(given) if not (addr and port) else ("", "")
+    if not (addr or found):
+        return Taken({}, faults=(f"{engine.name} does not say where rank 0 is: set MASTER_ADDR to its host",))
+    variables = {
+        "RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": addr or found, "MASTER_PORT": port or own_port,
+        "LOCAL_RANK": given.get(engine.local_rank, ""),
+        "LOCAL_WORLD_SIZE": local_size(given.get(engine.local_size, "")),
+    }  # fmt: skip
+    told = f"{engine.name}: rank {rank} by {engine.rank}, {size} ranks by {engine.size}, rank 0 at {addr or found}"
+    return Taken({name: value for name, value in variables.items() if value}, told)
+
+
+def unranked(engine: Engine, given: Mapping[str, str]) -> str:
+    """An engine that starts several ranks started this process as none of them."""
+    named = ", ".join(f"{name}={given[name]}" for name in (engine.rank, engine.size) if name in given)
+    missing = engine.size if engine.rank in given else engine.rank
+    return (
+        f"{named} is set and {missing} is not, so this is no rank of {engine.name}: start the ranks by {engine.starts}"
+    )
+
+
+def contradictions(engine: Engine, given: Mapping[str, str]) -> Iterator[str]:
+    """Where the names that all engines share say something else."""
+    for shared, its in (("RANK", engine.rank), ("WORLD_SIZE", engine.size)):
+        if shared in given and shared != its and given[shared] != given[its]:
+            yield f"{shared}={given[shared]} and {its}={given[its]} differ: unset {shared}, {engine.name} sets {its}"
+
+
+def local_size(text: str) -> str:
+    """Of "4" itself; of Slurm's "4(x2),3", tasks by node, the most."""
+    counts = [int(part.partition("(")[0]) for part in text.split(",") if part.partition("(")[0].isdecimal()]
+    return str(max(counts)) if counts else ""
+
+
+def first_host(hosts: str) -> str:
+    """Of Slurm's list of hosts, such as rack[1-2]node[03-05,9],login: rack1node03."""
+    (first,) = re.findall(r"^(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def port_of(job: str) -> str:
+    """Of each job another port as a rule, since jobs share nodes; the same on all of its ranks."""
+    return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
+
+
+def slurms(given: Mapping[str, str]) -> tuple[str, str]:
+    """The first node of the step has rank 0; a step has a number of its own within the job."""
+    hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST", "")
+    return first_host(hosts), port_of(f"{given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '')}")
+
+
+def open_mpis(given: Mapping[str, str]) -> tuple[str, str]:
+    """Nobody tells a rank where rank 0 is, unless all are on one machine."""
+    alone = given.get("OMPI_COMM_WORLD_LOCAL_SIZE") == given.get("OMPI_COMM_WORLD_SIZE")
+    return "127.0.0.1" if alone else "", port_of(given.get("PMIX_NAMESPACE", ""))
+
+
+def kubernetes(given: Mapping[str, str]) -> tuple[str, str]:
+    """Pods of an Indexed Job are called <job>-<index>; a headless Service names each <job>-<index>.<service>."""
+    pod, _, domain = socket.getfqdn().partition(".")
+    job, _, index = pod.rpartition("-")
+    return f"{job}-0.{domain}" if domain and index == given.get("JOB_COMPLETION_INDEX") else "", ""
+
+
+def skypilots(given: Mapping[str, str]) -> tuple[str, str]:
+    """The addresses of all nodes, a line each, the head first."""
+    return given.get("SKYPILOT_NODE_IPS", "").partition("\n")[0].strip(), ""
+
+
+def dstacks(given: Mapping[str, str]) -> tuple[str, str]:
+    """It says so."""
+    return given.get("DSTACK_MASTER_NODE_IP", ""), ""
+
+
+# mpirun starts its daemons by srun inside of a Slurm job, so its own variables come first.
+ENGINES = (
+    Engine(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", open_mpis, "mpirun -np 4 python -m workers",
+    ),
+    Engine(
+        "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", slurms,
+        "srun python -m workers",
+    ),
+    Engine(
+        "Kubernetes", "JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", kubernetes,
+        "an Indexed Job whose pods have WORLD_SIZE",
+    ),
+    Engine(
+        "SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", skypilots,
+        "a task that runs python -m workers on each node",
+    ),
+    Engine(
+        "dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "LOCAL_RANK", "LOCAL_WORLD_SIZE", dstacks,
+        "a task with nodes, which runs python -m workers on each",
+    ),
+)  # fmt: skip
