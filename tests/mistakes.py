@@ -26,6 +26,11 @@ def whole(run_mode: str) -> dict[str, str]:
     return {"RUN_MODE": run_mode} | WHOLE.get(run_mode, {})
 
 
+def sound(run_mode: str) -> dict[str, str]:
+    """The run of a mode at the sizes at which its mistakes are made, with none: else a check might fail without one."""
+    return {"RUN_MODE": run_mode} | SMALLER.get(run_mode, {})
+
+
 def mistaken(run_mode: str, bug: str) -> dict[str, str]:
     """The run in which a mistake has to show: by its needs, with enough variants and no more."""
     mode = load(run_mode)
