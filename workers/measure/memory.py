@@ -71,6 +71,7 @@ class MemoryLedger:
         owners.label()
         del owners
         gc.collect()  # what a cycle keeps goes at the collector's whim
+        Owners(self._storages).let_go()
         self._rested = time.perf_counter()
         self._outside.at_rest()
 

@@ -47,15 +47,22 @@ class Owners:
 
     def label(self) -> None:
         """Label what they hold now."""
+        for tensor, label in self._held():
+            self._storages.add(tensor, label)
+
+    def let_go(self) -> None:
+        """Wait until messages that nobody here owns are dead: gloo's thread holds one a little longer than its call."""
+        self._storages.let_go([tensor for tensor, _ in self._held()])
+
+    def _held(self) -> Iterator[tuple[Tensor, str]]:
+        """Each tensor with its purpose."""
         model_itemsize = min((parameter.itemsize for parameter in self.parameters), default=0)
         for parameter in self.parameters:
-            self._storages.add(parameter, "optimizer" if parameter.itemsize > model_itemsize else "parameters")
+            yield parameter, "optimizer" if parameter.itemsize > model_itemsize else "parameters"
             if parameter.grad is not None:
-                self._storages.add(parameter.grad, "gradients")
+                yield parameter.grad, "gradients"
         for state in [state for optimizer in self.optimizers for state in optimizer.state.values()]:
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self._storages.add(value, "optimizer")
+            yield from ((value, "optimizer") for value in state.values() if isinstance(value, Tensor))
 
     @contextmanager
     def watched(self) -> Iterator[None]:

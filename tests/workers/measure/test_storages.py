@@ -1,6 +1,8 @@
 """The peak of storages alive, to the byte."""
 
 import gc
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.ranks import Ranks
 from workers.measure.calls import Calls
 from workers.measure.memory import MemoryLedger
+from workers.measure.storages import COMMUNICATION
 
 MIB = 1 << 20
 
@@ -137,6 +140,42 @@ def test_what_fully_shard_frees_is_seen_beside_its_calls(ranks: Ranks) -> None:
     assert calls == 4  # an all_gather a layer
     assert kept >= 4  # four layers of 1 MiB, whole
     assert freed < kept - 1
+
+
+def let_go_later(message: list[torch.Tensor], after_s: float) -> None:
+    time.sleep(after_s)
+    message.clear()
+
+
+def test_a_message_that_another_thread_lets_go_of_late_is_not_held_at_rest() -> None:
+    with MemoryLedger() as memory:
+        with memory.step():
+            message = [floats(1)]
+            memory._storages.add(message[0], COMMUNICATION)
+            threading.Thread(target=let_go_later, args=(message, 0.2)).start()
+        assert not message
+    assert memory.rest[COMMUNICATION] == 0
+    assert memory.peak[COMMUNICATION] == MIB
+
+
+def test_a_message_that_is_kept_is_held_at_rest() -> None:
+    with MemoryLedger() as memory, memory.step():
+        kept = floats(1)
+        memory._storages.add(kept, COMMUNICATION)
+    assert memory.rest[COMMUNICATION] == MIB
+
+
+def test_a_gradient_that_was_sent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with MemoryLedger() as memory:
+        weight = torch.nn.Parameter(floats(1))
+        with memory.step():
+            weight.sum().backward()
+            assert weight.grad is not None
+            memory._storages.add(weight.grad, COMMUNICATION)
+    assert not waits
+    assert memory.rest["gradients"] == MIB
 
 
 def test_an_error_inside_passes_through() -> None:
