@@ -94,14 +94,15 @@ class Lab:
 
     def check(
         self, name: str, max_abs_diff: float, tolerance: float, variant: str = "", detail: str = "", *,
-        control: str = "",
+        unit: str = "", control: str = "",
     ) -> None:  # fmt: skip
         """A claim of this rank: holds if `max_abs_diff <= tolerance`. The run passes if all claims of all ranks hold.
 
-        `control` is the test that makes it fail, as `tests/<file>::<test>`, where no mistake of the mode is meant to.
+        `unit` names what both count where they are no plain numbers, such as "epsilons of bfloat16". `control` is the
+        test that makes it fail, as `tests/<file>::<test>`, where no mistake of the mode is meant to.
         """
         control = self.mistake_for(name) or control
-        self.journal.write(records.Check(variant, name, float(max_abs_diff), float(tolerance), detail, control))
+        self.journal.write(records.Check(variant, name, float(max_abs_diff), float(tolerance), detail, control, unit))
 
     def mistake_for(self, check: str) -> str:
         """The first mistake of the mode that this check is meant to see, as LAB_BUG names it; empty if there is

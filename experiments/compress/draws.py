@@ -34,7 +34,7 @@ def check_draws(lab: Lab, name: str, method: str, build: Build) -> None:
     if method not in ("int8", "randomk"):
         return
     off = rounded_up(lab, build) if method == "int8" else max(places(lab, build, ratio) for ratio in RATIOS)
-    lab.check("drawn", off, SIGMAS, name, "the worst figure, in deviations of as many fair draws", control=CONTROL)
+    lab.check("drawn", off, SIGMAS, name, "the worst figure, of as many fair draws", unit="deviations", control=CONTROL)
 
 
 def rounded_up(lab: Lab, build: Build) -> float:

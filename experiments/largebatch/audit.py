@@ -94,13 +94,14 @@ class Audit:
             summed = [p.grad if p.grad is not None else torch.zeros_like(p) for p in each.trainee.model.parameters()]
             if not all(bool(tensor.isfinite().all()) for tensor in wanted):
                 continue  # a recipe that diverged: what it sums is no number in one process either
-            detail = f"in epsilons of {stream.dtype}, step {step} of k = {self.k}"
+            detail, unit = f"step {step} of k = {self.k}", f"epsilons of {stream.config.dtype}"
             self.lab.check(
                 "trained gradients",
                 apart(summed, wanted) / eps,
                 GRADIENTS,
                 name,
                 detail,
+                unit=unit,
                 control=CONTROLS.format("test_a_sweep_on_one_batch_fails_the_run"),
             )
             rate = rate_of(each.name, base_rate(stream.config), self.k, step, self.steps)
@@ -113,6 +114,7 @@ class Audit:
                 WEIGHTS,
                 name,
                 detail,
+                unit=unit,
                 control=CONTROLS.format("test_a_sweep_that_forgets_fails_the_run"),
             )
         self.remember(step + 1)

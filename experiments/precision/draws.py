@@ -36,8 +36,8 @@ def check_draws(lab: Lab, name: str, build: Build) -> None:
         ups = [ups_of(strategy, share) for _ in range(rounds)]
         agreed = torch.cat([one == other for one, other in itertools.pairwise(ups)])
         worst = max(worst, deviation(torch.cat(ups), share), deviation(agreed, share**2 + (1 - share) ** 2))
-    detail = "the worst of three shares of a unit, in deviations of as many draws"
-    lab.check("rounded at random", worst, SIGMAS, name, detail, control=CONTROL)
+    detail = "the worst of three shares of a unit, of as many draws"
+    lab.check("rounded at random", worst, SIGMAS, name, detail, unit="deviations", control=CONTROL)
 
 
 @torch.no_grad()

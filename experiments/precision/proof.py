@@ -13,7 +13,7 @@
 Scaled variants are rehearsed beside that: overflows are made on purpose (rehearsal.py).
 
 Gradients are compared by the norm of the difference over the norm, in units of the format's epsilon; the tolerances are
-in those units. Plain SGD, as in every proof: Adam would divide an error of scale away.
+in these. Plain SGD, as in every proof: Adam would divide an error of scale away.
 """
 
 import copy
@@ -42,6 +42,7 @@ NEAREST = 0.5 + 2.0**-14
 # Rounded at random, or twice: fp16 rounds lr·g as well, where it ends, by half a unit of a weight that is as small.
 WHOLE = 1.0
 CONTROLS = "tests/experiments/test_precision.py::{}"
+LAST_PLACE = "units in the last place"
 COPIED_BACK = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
 LEARNING_RATE = 2.0**-7  # a power of two: its product with a gradient is exact, so that an update is rounded once
 STEPS = 2
@@ -106,7 +107,7 @@ def check_gradients(lab: Lab, name: str, strategy: Replica, batches: Batches, st
                 epsilons(found, wanted, dtype),
                 tolerance,
                 variant=name,
-                detail=f"in epsilons of {dtype}",
+                unit=of_type("epsilons", dtype),
                 control=CONTROLS.format("test_gradients_that_are_wrong_fail_the_run"),
             )
 
@@ -120,7 +121,8 @@ def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start
     tolerance = WHOLE if name in ("bf16_stochastic", "fp16") else NEAREST
     control = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
     if given is None:
-        lab.check("update", math.inf, tolerance, variant=name, detail="no step was taken", control=control)
+        unit = of_type(LAST_PLACE, after[0].dtype)
+        lab.check("update", math.inf, tolerance, name, "no step was taken", unit=unit, control=control)
         return flat(after)
     if strategy.config.clip is None:
         off = (given - wanted).abs().nan_to_num(math.inf).max().item()
@@ -128,17 +130,21 @@ def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start
         lab.check("given", off, 0.0, variant=name, detail="to the optimizer, of what was summed", control=control)
     else:
         clipped = wanted * min(1.0, strategy.config.clip / wanted.norm().item())
-        off, detail = epsilons(given, clipped, dtype), f"in epsilons of {dtype}"
-        lab.check("clipped gradients", off, SAME_ARITHMETIC, variant=name, detail=detail)  # LAB_BUG=unscaled_clip
+        off = epsilons(given, clipped, dtype)  # LAB_BUG=unscaled_clip
+        lab.check("clipped gradients", off, SAME_ARITHMETIC, variant=name, unit=of_type("epsilons", dtype))
     control = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
     exact = start - LEARNING_RATE * given
-    unit = after[0].dtype
-    off = ((flat(after) - exact).abs() / ulp(exact, unit)).max().item()
-    detail = f"in units in the last place of {unit}"
-    lab.check("update", off, tolerance, variant=name, detail=detail, control=control)
-    if after[0].dtype != dtype:
+    stored = after[0].dtype
+    off = ((flat(after) - exact).abs() / ulp(exact, stored)).max().item()
+    lab.check("update", off, tolerance, variant=name, unit=of_type(LAST_PLACE, stored), control=control)
+    if stored != dtype:
         lab.check("copied back", not_copied(strategy), 0.0, variant=name, control=COPIED_BACK)
     return flat(after)
+
+
+def of_type(unit: str, dtype: torch.dtype) -> str:
+    """`epsilons of bfloat16`."""
+    return f"{unit} of {str(dtype).removeprefix('torch.')}"
 
 
 def not_copied(strategy: Replica) -> float:

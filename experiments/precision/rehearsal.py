@@ -21,6 +21,7 @@ from torch import Tensor
 
 from experiments.precision.proof import (
     COPIED_BACK,
+    LAST_PLACE,
     LEARNING_RATE,
     SAME_ARITHMETIC,
     Witness,
@@ -29,6 +30,7 @@ from experiments.precision.proof import (
     epsilons,
     flat,
     not_copied,
+    of_type,
     summed,
 )  # fmt: skip
 from experiments.precision.seen import remembered
@@ -141,14 +143,14 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
         found.update(wanted=kind != "good")
     overflows = sum(kind != "good" for kind, _ in STEPS)
     told = {
-        "loss scale": (0.0, f"after {len(STEPS)} steps with {overflows} overflows, in powers of two and good steps"),
-        "skipped": (0.0, "of weights in steps that are not taken; infinite where the wrong ones are"),
-        "clipped gradients": (SAME_ARITHMETIC, f"in epsilons of {dtype_of(strategy)}"),
-        "weights": (1.0, f"a step taken, of {found.taken}, in units in the last place"),
-        "copied back": (0.0, "of the weights that compute"),
+        "loss scale": (0.0, "powers of two and good steps", f"after {len(STEPS)} steps with {overflows} overflows"),
+        "skipped": (0.0, "", "of weights in steps that are not taken; infinite where the wrong ones are"),
+        "clipped gradients": (SAME_ARITHMETIC, of_type("epsilons", dtype_of(strategy)), ""),
+        "weights": (1.0, LAST_PLACE, f"a step taken, of {found.taken}"),
+        "copied back": (0.0, "", "of the weights that compute"),
     }
-    for check, (tolerance, detail) in told.items():
-        lab.check(check, found.worst[check], tolerance, name, detail, control=CONTROL_OF[check])
+    for check, (tolerance, unit, detail) in told.items():
+        lab.check(check, found.worst[check], tolerance, name, detail, unit=unit, control=CONTROL_OF[check])
 
 
 def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: bool) -> None:

@@ -11,7 +11,7 @@ from workers.report.holdings import COMPARISONS, REST, holdings
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.records import Ranks
 from workers.report.sentences import claim_name, proof_note
-from workers.report.units import difference, human_bytes, milliseconds, quantity, share
+from workers.report.units import allowed, difference, human_bytes, milliseconds, quantity, share
 
 PROOF = ("gradients", "weights", "losses")
 TRAFFIC = ("wire bytes", "called bytes")
@@ -27,30 +27,28 @@ def proof(run: Run) -> list[str]:
             proven.setdefault(check["variant"], {})[check["name"]] = check
     if not proven:
         return [line("proof", proof_note(run))] if proof_note(run) else []
-    tolerances = sorted({check["tolerance"] for row in proven.values() for check in row.values() if not unit(check)})
-    allowed = " to ".join(f"{tolerance:g}" for tolerance in (*tolerances[:1], *tolerances[1:][-1:]))
+    tolerances = sorted({check["tolerance"] for row in proven.values() for check in row.values() if not check["unit"]})
+    plain = " to ".join(f"{tolerance:g}" for tolerance in (*tolerances[:1], *tolerances[1:][-1:]))
     rows = [
         [
             name or "all",
             *(difference(row[kind]["max_abs_diff"]) if kind in row else "-" for kind in PROOF),
             " ".join(
-                [_held(row.values()), *dict.fromkeys(_own_tolerance(each) for each in row.values() if unit(each))]
+                [_held(row.values()), *dict.fromkeys(_own_tolerance(each) for each in row.values() if each["unit"])]
             ),
         ]
         for name, row in proven.items()
     ]
-    heading = "float64, against one process" if allowed else "against one process"
-    return _block("proof", [heading, *PROOF, f"(tolerance {allowed})" if allowed else ""], rows)
-
-
-def unit(check: Run) -> str:
-    """What a difference is counted in, where it is no plain number, such as "in epsilons of bfloat16"."""
-    return str(check["detail"]).replace("torch.", "") if str(check["detail"]).startswith("in ") else ""
+    units = any(check["unit"] for row in proven.values() for check in row.values())
+    heading = f"{'float64, ' if plain and not units else ''}against one process"
+    return _block(
+        "proof", [heading, *PROOF, f"(tolerance {plain}{' in float64' if units else ''})" if plain else ""], rows
+    )
 
 
 def _own_tolerance(check: Run) -> str:
     """Of a difference that has a unit."""
-    return f"(tolerance {check['tolerance']:g} {unit(check)})"
+    return f"(tolerance {allowed(check)})"
 
 
 def times(run: Run) -> list[str]:
@@ -100,7 +98,7 @@ def memory(run: Run, records: Ranks) -> list[str]:
 def more_checks(run: Run) -> list[str]:
     """The checks that held and that the table of the proof does not show, a line each."""
     rows = [
-        [claim_name(check), difference(check["max_abs_diff"]), f"tolerance {_shown(check)}", "held"]
+        [claim_name(check), difference(check["max_abs_diff"]), f"tolerance {allowed(check)}", "held"]
         for check in run["checks"]
         if check["passed"] and check["name"] not in (*PROOF, *TIMED)
     ]
@@ -127,11 +125,6 @@ def _of_allowed(check: Run) -> str:
     """A difference beside its tolerance, where it has one."""
     off = difference(check["max_abs_diff"])
     return f"{off} of {difference(check['tolerance'])}" if check["tolerance"] else off
-
-
-def _shown(check: Run) -> str:
-    """A tolerance with its unit, to three digits."""
-    return f"{check['tolerance']:.3g} {unit(check)}".rstrip()
 
 
 def compared(run: Run) -> list[str]:

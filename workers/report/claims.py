@@ -24,6 +24,7 @@ def merge_checks(records: Ranks) -> list[Run]:
             "name": check.name,
             "max_abs_diff": check.max_abs_diff,
             "tolerance": check.tolerance,
+            "unit": check.unit,
             "passed": _within(check.max_abs_diff, check.tolerance),
             "detail": check.detail,
             "control": check.control,

@@ -5,7 +5,7 @@ from typing import Any
 from workers.report.blocks import PROOF
 from workers.report.claims import Run
 from workers.report.markup import Markup, chip, section, table, text
-from workers.report.units import difference, quantity
+from workers.report.units import allowed, difference, quantity
 
 
 def checks(run: Run) -> Markup:
@@ -18,7 +18,7 @@ def checks(run: Run) -> Markup:
             check["variant"] or "all",
             check["name"],
             difference(check["max_abs_diff"]),
-            f"{check['tolerance']:g}",
+            allowed(check),
             check["detail"],
         ]
         for check in sorted(run["checks"], key=lambda check: check["passed"])
@@ -28,22 +28,29 @@ def checks(run: Run) -> Markup:
         "Checks",
         table(["", "variant", *PROOF, "allowed"], proof, numbers=(2, 3, 4, 5)),
         table(["", "variant", "check", "largest difference", "allowed", ""], rest, numbers=(3, 4)),
-        note="The largest difference from one process that sees the whole batch, in float64 after a few steps."
-        if proof
-        else "",
+        note=_note([check for check in run["checks"] if check["name"] in PROOF]),
     )
+
+
+def _note(proof: list[Run]) -> str:
+    """What the proof's numbers are."""
+    if not proof:
+        return ""
+    units = {bool(check["unit"]) for check in proof}
+    plain = ", in float64" if units == {False} else ", in float64 where no unit is named" if units != {True} else ""
+    return f"The largest difference from one process that sees the whole batch{plain}, after a few steps."
 
 
 def _proof_row(variant: str, run: Run) -> list[Any]:
     found = {check["name"]: check for check in run["checks"] if check["variant"] == variant and check["name"] in PROOF}
-    allowed = {f"{check['tolerance']:g}" for check in found.values()}
     cells = [difference(found[name]["max_abs_diff"]) if name in found else "" for name in PROOF]
     marked = [
         Markup(f'<b class="bad">{text(cell)}</b>') if name in found and not found[name]["passed"] else cell
         for name, cell in zip(PROOF, cells, strict=True)
     ]
     worst = min(found.values(), key=lambda check: check["passed"])
-    return [verdict_chip(worst), variant or "all", *marked, ", ".join(sorted(allowed))]
+    bounds = sorted({allowed(check) for check in found.values()})
+    return [verdict_chip(worst), variant or "all", *marked, ", ".join(bounds)]
 
 
 def verdict_chip(claim: Run) -> Markup:

@@ -7,7 +7,7 @@ from pathlib import Path
 from workers.report.claims import Run
 from workers.report.lines import write_atomically
 from workers.report.sentences import claim_name, failure_sentence, lost_sentence
-from workers.report.units import difference, quantity
+from workers.report.units import allowed, difference, quantity
 
 UNPRINTABLE = re.compile(
     "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
@@ -56,7 +56,7 @@ def _case(suite: ET.Element, run: Run, variant: str, name: str) -> ET.Element:
 
 def _told(claim: Run) -> str:
     if "max_abs_diff" in claim:
-        return f"{claim_name(claim)} differs by {difference(claim['max_abs_diff'])}, {claim['tolerance']:g} allowed"
+        return f"{claim_name(claim)} differs by {difference(claim['max_abs_diff'])}, {allowed(claim)} allowed"
     measured, predicted = (quantity(claim[kind], claim["unit"]) for kind in ("measured", "predicted"))
     return f"{claim_name(claim)} predicted {predicted}, measured {measured}"
 

@@ -44,6 +44,7 @@ class Check:
     tolerance: float
     detail: str = ""  # what was seen, where the number alone does not say it
     control: str = ""  # what makes it fail: `LAB_BUG=<mistake>`, or `tests/<file>::<test>`
+    unit: str = ""  # of both, where they are no plain numbers: "epsilons of bfloat16"
 
 
 @dataclass(frozen=True)

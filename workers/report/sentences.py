@@ -5,7 +5,7 @@ import shlex
 from workers.report.claims import Run
 from workers.report.judge import first
 from workers.report.records import Ranks
-from workers.report.units import difference, quantity
+from workers.report.units import allowed, difference, quantity
 
 
 def headline(run: Run) -> str:
@@ -37,10 +37,9 @@ def failure_sentence(claim: Run) -> str:
 def _off(claim: Run) -> str:
     """By how much a claim does not hold."""
     if "max_abs_diff" in claim:
-        return f"differs by {difference(claim['max_abs_diff'])} where {claim['tolerance']:g} is allowed"
-    predicted, allowed = quantity(claim["predicted"], claim["unit"]), quantity(claim["tolerance"], claim["unit"])
-    measured = quantity(claim["measured"], claim["unit"])
-    return f"predicted {predicted} ± {allowed}, rank {claim['rank']} measured {measured}"
+        return f"differs by {difference(claim['max_abs_diff'])} where {allowed(claim)} is allowed"
+    predicted, measured, bound = (quantity(claim[key], claim["unit"]) for key in ("predicted", "measured", "tolerance"))
+    return f"predicted {predicted} ± {bound}, rank {claim['rank']} measured {measured}"
 
 
 def claim_name(claim: Run) -> str:

@@ -1,6 +1,7 @@
 """Numbers as people read them: three digits and a unit, MB being 10^6 bytes as network vendors and the papers count."""
 
 import math
+from typing import Any
 
 BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -53,6 +54,11 @@ def three_digits(value: float) -> str:
 def difference(value: float) -> str:
     """A largest difference: "0" only if it is exactly nothing, else two digits such as "2.8e-17"."""
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def allowed(check: dict[str, Any]) -> str:
+    """A check's tolerance with its unit, such as "8 epsilons of bfloat16"."""
+    return f"{check['tolerance']:.3g} {check['unit']}".rstrip()
 
 
 def quantity(value: float, unit: str) -> str:

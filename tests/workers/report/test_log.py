@@ -204,9 +204,10 @@ def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:
 
 
 def test_a_difference_that_has_a_unit_is_shown_with_it() -> None:
-    said = lines(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, "in epsilons of torch.bfloat16")))
-    assert next(line for line in said if line.startswith("proof")).endswith("(tolerance 1e-12)")
-    assert any(line.endswith("held (tolerance 8 in epsilons of bfloat16)") for line in said)
+    said = lines(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit="epsilons of bfloat16")))
+    heading = next(line for line in said if line.startswith("proof"))
+    assert heading.startswith("proof      against one process ") and heading.endswith("(tolerance 1e-12 in float64)")
+    assert any(line.endswith("held (tolerance 8 epsilons of bfloat16)") for line in said)
 
 
 def test_bytes_that_headers_outweigh_are_shown_with_what_is_allowed() -> None:

@@ -61,6 +61,28 @@ def test_the_page_answers_every_question() -> None:
     assert "What went wrong" not in shown
 
 
+UNIT = "epsilons of bfloat16"
+
+
+def test_a_difference_that_has_a_unit_is_shown_with_it_and_heads_no_page_of_plain_ones() -> None:
+    plain = drawn(good_run())
+    assert "largest difference from one process, 1e-12 allowed" in plain
+    assert "whole batch, in float64, after a few steps" in plain
+    mixed = drawn(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit=UNIT)))
+    assert "largest difference from one process in float64, 1e-12 allowed" in mixed
+    assert f">8 {UNIT}<" in mixed
+    assert "whole batch, in float64 where no unit is named, after" in mixed
+
+
+def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the_page() -> None:
+    records = without(Check, good_run())
+    for check in (Check("bf16", "gradients", 2.5, 8.0, unit=UNIT), Check("bf16", "weights", 0.5, 1.0, unit="units")):
+        records = plus(records, check)
+    shown = drawn(records)
+    assert ">5.0e-01</b><span>largest difference of gradients and weights, 1 units allowed<" in shown
+    assert "float64" not in shown[: shown.index("<h2>Losses")]
+
+
 def test_activations_stand_beside_the_peak_of_all_memory() -> None:
     shown = drawn(plus(good_run(), Activations("naive", 2_500_000), rank=1))
     assert "Activations held for the backward pass" in shown
