@@ -142,20 +142,40 @@ def test_what_fully_shard_frees_is_seen_beside_its_calls(ranks: Ranks) -> None:
     assert freed < kept - 1
 
 
-def let_go_later(message: list[torch.Tensor], after_s: float) -> None:
-    time.sleep(after_s)
+def let_go_when(said: threading.Event, message: list[torch.Tensor]) -> None:
+    said.wait()
     message.clear()
 
 
-def test_a_message_that_another_thread_lets_go_of_late_is_not_held_at_rest() -> None:
+@pytest.mark.parametrize("within", [True, False], ids=["within the step", "after it"])
+def test_a_message_that_another_thread_lets_go_of_late_ended_when_it_was_last_met(within: bool) -> None:
+    said = threading.Event()
     with MemoryLedger() as memory:
         with memory.step():
             message = [floats(1)]
             memory._storages.add(message[0], COMMUNICATION)
-            threading.Thread(target=let_go_later, args=(message, 0.2)).start()
-        assert not message
+            holder = threading.Thread(target=let_go_when, args=(said, message))
+            holder.start()
+            kept = floats(2)  # the message is there still, and nobody's
+            if within:
+                said.set()
+                holder.join()
+        said.set()
+        holder.join()
+    assert memory.rest == memory.peak | {COMMUNICATION: 0}
+    assert memory.peak["activations"] == 2 * MIB and memory.peak[COMMUNICATION] == 0
+    del kept
+
+
+def test_a_message_that_the_rank_itself_lets_go_of_was_there_until_then() -> None:
+    with MemoryLedger() as memory, memory.step():
+        message = floats(1)
+        memory._storages.add(message, COMMUNICATION)
+        kept = floats(2)
+        del message
+    assert memory.peak[COMMUNICATION] + memory.peak["activations"] == 3 * MIB
     assert memory.rest[COMMUNICATION] == 0
-    assert memory.peak[COMMUNICATION] == MIB
+    del kept
 
 
 def test_a_message_that_is_kept_is_held_at_rest() -> None:
