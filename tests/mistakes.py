@@ -11,31 +11,30 @@ SIZES = {
     "gather_all": {"LAB_DEPTH": "4"},
     "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},
     "lost_shard_tail": {"LAB_WIDTH": "20"},
-    "lr_unscaled": {"LAB_MODEL": "mlp"},
 }
-# An mlp takes a quarter of a gpt's time: in the modes whose mistakes do not ask what a layer is.
-SMALL = {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"}
-SHORTER = {"comm": {"LAB_SWEEP_MIB": "0.25"}}
-SMALLER = SHORTER | dict.fromkeys(("dp", "fsdp", "compress", "precision"), SMALL)
-# All variants of a mode in seconds: 21 of compress make a layer each three times as long, largebatch compares curves.
-WHOLE = SHORTER | {"compress": {"LAB_DEPTH": "1"}, "largebatch": {"LAB_MODEL": "mlp", "LAB_STEPS": "32"}}
+# In seconds: an mlp takes a quarter of a gpt's time, in the modes whose checks do not ask what a layer is; largebatch
+# compares curves.
+SMALL = {
+    "comm": {"LAB_SWEEP_MIB": "0.25"},
+    "largebatch": {"LAB_MODEL": "mlp", "LAB_STEPS": "32"},
+    "compress": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
+    "precision": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
+    "dp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
+    "fsdp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
+}
 
 
 def whole(run_mode: str) -> dict[str, str]:
-    """The run of a mode with all of its variants and nothing wrong."""
-    return {"RUN_MODE": run_mode} | WHOLE.get(run_mode, {})
-
-
-def sound(run_mode: str) -> dict[str, str]:
-    """The run of a mode at the sizes at which its mistakes are made, with none: else a check might fail without one."""
-    return {"RUN_MODE": run_mode} | SMALLER.get(run_mode, {})
+    """The run of a mode with all of its variants and nothing wrong, at the sizes at which its mistakes are made: else a
+    check might fail without one."""
+    return {"RUN_MODE": run_mode} | SMALL.get(run_mode, {})
 
 
 def mistaken(run_mode: str, bug: str) -> dict[str, str]:
     """The run in which a mistake has to show: by its needs, with enough variants and no more."""
     mode = load(run_mode)
     needs = mode.mistakes[bug].needs
-    given = {"RUN_MODE": run_mode, "LAB_BUG": bug} | SMALLER.get(run_mode, {}) | SIZES.get(bug, {})
+    given = whole(run_mode) | {"LAB_BUG": bug} | SIZES.get(bug, {})
     given |= {"LAB_CLIP": "0.05"} if needs.clip else {}
     given |= {"LAB_CHECKPOINT_EVERY": "2"} if needs.saves else {}
     config = Config.read(TINY | {"WORLD_SIZE": str(WORLD_SIZE)} | given)

@@ -13,7 +13,15 @@ import pytest
 from workers.rank.modes import load
 
 README = Path(__file__).parent.parent / "mine" / "README.md"
-SMALL = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "2", "LAB_SEQ": "8", "LAB_STEPS": "3", "WORLD_SIZE": "3"}
+SMALL = {
+    "LAB_MODEL": "mlp",
+    "LAB_WIDTH": "16",
+    "LAB_DEPTH": "2",
+    "LAB_HEADS": "2",
+    "LAB_SEQ": "8",
+    "LAB_STEPS": "3",
+    "WORLD_SIZE": "2",
+}
 
 
 def shown() -> str:

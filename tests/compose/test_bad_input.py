@@ -62,16 +62,10 @@ WRONG_TOGETHER = {
                 "LAB_TEXT='texts/absent.txt' does not exist",
             ],
         ),
-        ({"LAB_MODEL": "gpt", "LAB_TEXT": "texts/.gitkeep"}, ["LAB_TEXT='texts/.gitkeep' is empty"]),
         ({"LAB_MODEL": "gpt", "LAB_TEXT": "/etc/hostname"}, ["LAB_TEXT='/etc/hostname' holds", "LAB_SEQ=64"]),
         ({"LAB_BACKEND": "nccl"}, ["LAB_BACKEND=nccl"]),
-        (
-            {"RUN_MODE": "pp", "LAB_DEPTH": "1", "LAB_MICROBATCHES": "17"},
-            ["LAB_DEPTH=1 ", "WORLD_SIZE=2", "LAB_MICROBATCHES=17 is more than the 16 samples"],
-        ),
-        ({"RUN_MODE": "tp", "LAB_MODEL": "gpt", "LAB_HEADS": "1"}, ["LAB_HEADS=1 ", "WORLD_SIZE=2"]),
     ],
-    ids=["all at once", "empty text", "short text", "no gpu", "too few layers", "too few heads"],
+    ids=["all at once", "short text", "no gpu"],
 )
 def test_every_rank_refuses(cluster: Containers, variables: dict[str, str], sentences: list[str]) -> None:
     assert_refused(cluster, cluster.run(2, **TINY | variables), *sentences)

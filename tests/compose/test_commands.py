@@ -50,14 +50,19 @@ def running(clone: Path, log: Path, variables: Mapping[str, str]) -> Iterator["s
         process.wait()
 
 
-def test_a_run_leaves_files_of_the_clones_owner_and_no_containers(clone: Path) -> None:
-    done = run(clone, **SMALL)
+def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed(clone: Path) -> None:
+    done = run(clone, "./run", "dp", *(f"{name}={value}" for name, value in SMALL.items()))
     assert done.returncode == 0, done.stdout
     assert "PASS" in done.stdout
     assert len(list(clone.glob("runs/*/run.json"))) >= 1
     strangers = {str(path) for path in clone.rglob("*") if (path.lstat().st_uid, path.lstat().st_gid) != (1234, 1234)}
     assert strangers == set()
     assert left_over(clone) == []
+    listed = run(clone, "./run", "clean")
+    assert "1 run in runs/" in listed.stdout, listed.stdout
+    removed = run(clone, "./run", "clean", "--all")
+    assert "removed from runs/, 0 left" in removed.stdout, removed.stdout
+    assert [path.name for path in (clone / "runs").iterdir()] == [".gitkeep"]
 
 
 def test_make_run_prints_the_code_that_make_cannot_return(clone: Path) -> None:
@@ -88,15 +93,6 @@ def test_run_returns_2_for_what_is_refused(clone: Path, variables: dict[str, str
     assert done.returncode == 2, done.stdout
     assert sentence in done.stdout
     assert left_over(clone) == []
-
-
-def test_the_runs_of_a_clone_are_listed_and_removed_as_their_owner(clone: Path) -> None:
-    assert run(clone, "./run", "dp", *(f"{name}={value}" for name, value in SMALL.items())).returncode == 0
-    listed = run(clone, "./run", "clean")
-    assert "1 run in runs/" in listed.stdout, listed.stdout
-    removed = run(clone, "./run", "clean", "--all")
-    assert "removed from runs/, 0 left" in removed.stdout, removed.stdout
-    assert [path.name for path in (clone / "runs").iterdir()] == [".gitkeep"]
 
 
 def test_run_returns_3_and_prints_the_late_words_of_survivors(clone: Path, tmp_path: Path) -> None:

@@ -58,11 +58,8 @@ FAULTS: dict[str, tuple[Callable[[Containers, int], None], str, int | None]] = {
     ("fault", "victim"),
     [
         ("kill", 0),
-        ("kill", 2),
-        ("pause", 0),
         ("pause", 2),
         ("disconnect", 0),
-        ("disconnect", 2),
         ("stop", 0),
         ("memory", 2),
     ],

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.labs import Runs, failed
-from tests.mistakes import WORLD_SIZE, mistaken, sound
+from tests.mistakes import WORLD_SIZE, mistaken, whole
 from workers.config.values import modes
 from workers.rank.modes import load
 
@@ -12,7 +12,7 @@ BUGS = [(mode, bug) for mode in modes() for bug in load(mode).mistakes]
 
 @pytest.mark.parametrize("run_mode", modes())
 def test_without_a_bug_every_check_holds(runs: Runs, run_mode: str) -> None:
-    run = runs(WORLD_SIZE, **sound(run_mode)).judged
+    run = runs(WORLD_SIZE, **whole(run_mode)).judged
     assert failed(run) == set()
     assert run["verdict"] == "pass"
 

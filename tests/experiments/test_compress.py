@@ -52,9 +52,9 @@ MIXES: list[tuple[int, dict[str, str]]] = [
             "LAB_DEPTH": "1",
         },
     ),
-    (4, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7"}),
+    (4, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7", "LAB_DEPTH": "1"}),
     (2, {"LAB_MODEL": "line", "LAB_RATIO": "1e-9"}),
-    (2, {"LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_DEPTH": "1"}),
+    (2, {"LAB_MODEL": "mlp", "LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_DEPTH": "1"}),
     # Few bytes of text in a step: matrices of less than rank 4, then of more, in factors of 4.
     (2, {"LAB_BATCH": "2", "LAB_SEQ": "4", "LAB_VARIANT": "powersgd,powersgd_plain,ddp_powersgd"}),
     (1, {"LAB_BATCH": "1", "LAB_SEQ": "4", "LAB_WIDTH": "64", "LAB_DEPTH": "1", "LAB_VARIANT": "powersgd"}),
@@ -67,7 +67,9 @@ MIXES: list[tuple[int, dict[str, str]]] = [
     ids=["alone", "buckets", "forgetting", "line", "bfloat16", "few bytes", "fewer"],
 )
 def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
-    run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "compress"} | settings))
+    run, by_rank = run_experiment(
+        ranks, world_size, tmp_path, **({"RUN_MODE": "compress", "LAB_STEPS": "2"} | settings)
+    )
     assert failed(run) == set()
     config = config_of(world_size, **settings)
     feedback = config.own(compress.Options).error_feedback
@@ -96,7 +98,12 @@ def impossible(settings: dict[str, str]) -> set[str]:
 
 
 def test_feedback_ends_lower_than_none_and_the_residual_is_in_memory(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"LAB_VARIANT": "dense,sign,sign_plain,topk,topk_plain", "LAB_STEPS": "40", "LAB_PROOF": "0"}
+    settings = {
+        "LAB_VARIANT": "dense,sign,sign_plain,topk,topk_plain",
+        "LAB_STEPS": "40",
+        "LAB_PROOF": "0",
+        "LAB_DEPTH": "1",
+    }
     run, by_rank = run_experiment(ranks, 2, tmp_path, RUN_MODE="compress", **settings)
     assert run["verdict"] == "pass"
     last = {record.variant: record.values[-1] for record in by_rank[0] if isinstance(record, records.Losses)}

@@ -8,7 +8,7 @@ from workers.report.records import Losses, select
 
 
 def losses(ranks: Ranks, folder: Path, **environ: str) -> dict[str, list[float]]:
-    _, records = run_experiment(ranks, 3, folder, RUN_MODE="dp", LAB_BATCH="7", **environ)
+    _, records = run_experiment(ranks, 3, folder, RUN_MODE="dp", LAB_BATCH="7", LAB_DEPTH="1", **environ)
     return {loss.variant: loss.values for _, loss in select(records, Losses)}
 
 

@@ -20,10 +20,10 @@ from workers.report import records
 
 SMALL = {
     "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_CHECKPOINT_KEEP": "9", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",
-    "LAB_DTYPE": "float64", "LAB_BATCH": "11", "LAB_PROOF": "0", "LAB_DEPTH": "3",
+    "LAB_DTYPE": "float64", "LAB_BATCH": "11", "LAB_PROOF": "0", "LAB_DEPTH": "1",
 }  # fmt: skip
-# Sharding and replicas ask nothing of a layer; a cut needs one with heads.
-MODELS = {"dp": {"LAB_MODEL": "mlp"}, "fsdp": {"LAB_MODEL": "mlp"}}
+# Sharding and replicas ask nothing of a layer, a cut through layers needs one with heads, one between them several.
+MODELS = {key: {"LAB_MODEL": "mlp", "LAB_DEPTH": "3"} for key in ("dp", "fsdp")} | {"pp": {"LAB_DEPTH": "3"}}
 VARIANTS = {"dp": "bucketed,ring,ddp", "fsdp": "naive,zero1,zero3,fsdp2", "tp": "naive,megatron", "pp": "1f1b"}
 Records = dict[int, list[records.Record]]
 
@@ -162,7 +162,11 @@ def test_a_failing_rank_saves_what_it_safely_can(
     ranks: Ranks, tmp_path: Path, mode: str, variant: str, torn: bool, sentence: str
 ) -> None:
     settings = (
-        {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | TINY | SMALL | {"RUN_MODE": mode, "LAB_VARIANT": variant}
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        | TINY
+        | SMALL
+        | MODELS.get(mode, {})
+        | {"RUN_MODE": mode, "LAB_VARIANT": variant}
     )
     said = ranks(2, break_down, settings, str(tmp_path / "a"), torn)
     assert sentence in said[1]
@@ -171,9 +175,8 @@ def test_a_failing_rank_saves_what_it_safely_can(
     found = finding.newest_good(tmp_path / "a", pytest.fail)
     assert found is not None and found.manifest.step == 3
     assert found.manifest.losses["flat"][2] is None  # it knows its own share alone
-    whole, _ = run_experiment(ranks, 2, tmp_path / "whole", **SMALL | {"LAB_VARIANT": variant})
-    resumed, _ = run_experiment(
-        ranks, 2, tmp_path / "b", **SMALL | {"LAB_VARIANT": variant, "LAB_RESUME": str(tmp_path / "a")}
-    )
+    again = SMALL | MODELS[mode] | {"RUN_MODE": mode, "LAB_VARIANT": variant}
+    whole, _ = run_experiment(ranks, 2, tmp_path / "whole", **again)
+    resumed, _ = run_experiment(ranks, 2, tmp_path / "b", **again, LAB_RESUME=str(tmp_path / "a"))
     assert failed(resumed) == set() and digests(resumed) == digests(whole)
     assert resumed["resumed"]["step"] == 3
