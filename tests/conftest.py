@@ -8,6 +8,8 @@ import pytest
 from tests.labs import Runs
 from tests.ranks import Ranks
 
+MINUTES = ("tests/compose/test_fit.py", "tests/compose/test_restart.py")
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
@@ -25,13 +27,12 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run beside each other (`pytest -n 2 --dist loadgroup`): one pool of ranks, one container test at a
-    time, which `make test` runs after all else."""
+    """Where tests run beside each other (`pytest -n 3 --dist loadgroup`): one pool of ranks, else the tests of a file
+    in turn; files of minutes first, so that none is left alone at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(MINUTES))
     for item in items:
         alone = item.nodeid.partition("::")[0]
-        if item.get_closest_marker("compose"):
-            alone = "containers"
-        elif "ranks" in getattr(item, "fixturenames", ()):
+        if "ranks" in getattr(item, "fixturenames", ()):
             alone = "pool"
         item.add_marker(pytest.mark.xdist_group(alone))
 

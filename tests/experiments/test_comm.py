@@ -278,12 +278,12 @@ def comm_run(folder: Path, **environ: str) -> tuple[int, str, dict[str, Any]]:
 
 @pytest.mark.timeout(200)
 def test_the_whole_mode(tmp_path: Path) -> None:
-    code, output, run = comm_run(tmp_path, WORLD_SIZE="2", LAB_VARIANT="gloo,direct", LAB_SWEEP_MIB="0.25")
+    code, output, run = comm_run(tmp_path, WORLD_SIZE="2", LAB_VARIANT="gloo,direct", LAB_SWEEP_MIB="4")
     assert code == 0, output
     assert run["verdict"] == "pass"
     compared = {(entry["variant"], entry["name"]) for entry in run["comparisons"]}
     if compared:  # the kernel tells what its sockets sent
-        assert ("direct", "wire bytes all_reduce 256 KiB") in compared
+        assert ("direct", "wire bytes all_reduce 4 MiB") in compared
         assert {variant for variant, _ in compared} == {"gloo", "direct"}
     assert "rank 1 | rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output
     link = calibrate(tmp_path / "run").link  # what `python -m workers.plan` takes from it

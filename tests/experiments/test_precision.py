@@ -36,7 +36,7 @@ def config_of(world_size: int = 3, **settings: str) -> Config:
     ("world_size", "settings"),
     [
         (1, {"LAB_MODEL": "mlp", "LAB_CLIP": "0.05", "LAB_STEPS": "3"}),
-        (3, {"LAB_OPTIMIZER": "adamw", "LAB_BATCH": "13", "LAB_MICROBATCHES": "2", "LAB_VARIANT": "fp16,fp16_scaled,fp16_master,bf16"}),
+        (3, {"LAB_OPTIMIZER": "adamw", "LAB_BATCH": "13", "LAB_MICROBATCHES": "2", "LAB_DEPTH": "1", "LAB_VARIANT": "fp16,fp16_scaled,fp16_master,bf16"}),
     ],
     ids=["alone", "adamw"],
 )  # fmt: skip

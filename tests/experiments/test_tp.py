@@ -108,9 +108,9 @@ def replicas_apart(strategy: TensorParallel, group: dist.ProcessGroup) -> float:
         (3, {}),
         (4, {"LAB_HEADS": "7", "LAB_WIDTH": "14"}),
         (5, {"LAB_HEADS": "24", "LAB_WIDTH": "24", "LAB_DEPTH": "1", "LAB_SEQ": "3"}),  # fewer positions than ranks
-        (6, {}),
-        (7, {"LAB_BATCH": "1"}),
-        (8, {}),
+        (6, {"LAB_DEPTH": "1"}),
+        (7, {"LAB_BATCH": "1", "LAB_DEPTH": "1"}),
+        (8, {"LAB_DEPTH": "1"}),
         (4, {"LAB_TIE": "1", "LAB_MICROBATCHES": "3"}),
         (3, {"LAB_TIE": "1", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5", "LAB_MICROBATCHES": "3"}),
         (2, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5"}),
