@@ -4,11 +4,10 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE}
 
-# HOME and USER: the rank's uid is the host's, which has no entry in this image's passwd. TORCH_CPP_LOG_LEVEL: torch's C++ parts
-# print a backtrace with each warning, as when a peer closes its end. KINETO_LOG_LEVEL: its profiler greets at level 5.
+# HOME and USER: the rank's uid is the host's, which has no entry in this image's passwd.
 # PYTHONPATH: the command `ranklab` looks for the lab where it is installed, and here it lies in the working folder.
 ENV HOME=/tmp USER=lab PYTHONPATH=/lab PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
-    PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=6
+    PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /lab
 
 # The official image carries no bytecode of the standard library, and a rank's root file system is read-only:
@@ -27,7 +26,8 @@ COPY compose/entrypoint.sh compose/
 COPY workers workers
 COPY experiments experiments
 COPY ranklab ranklab
-RUN python -m compileall -q workers experiments ranklab
+# runs/: for whoever mounts nothing there.
+RUN python -m compileall -q workers experiments ranklab && mkdir runs
 
 ENTRYPOINT ["/lab/compose/entrypoint.sh"]
 CMD ["python", "-m", "workers"]

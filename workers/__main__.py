@@ -21,6 +21,9 @@ from workers.cluster.parent import Parent
 from workers.config import Config, ConfigError, commands, engines
 
 HERE = Path(__file__).parents[1]
+# torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
+# torchrun; its profiler greets at level 5.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
 
 
 def main(words: Sequence[str] = ()) -> int:
@@ -61,6 +64,8 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
     # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all
     # cores: a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     parent = Parent()  # hears of a rank that dies while this one still imports torch
     from workers.rank.start import be_rank  # torch comes in here: faults above are said without waiting for it
 

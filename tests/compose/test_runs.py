@@ -1,17 +1,18 @@
 """Whole runs in containers: every world size, every mode, and whose the files are."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.compose.conftest import own
-from tests.compose.containers import TINY, Containers
+from tests.compose.containers import TINY, Containers, call
 
 pytestmark = pytest.mark.compose
 
 
-@pytest.mark.parametrize(("world_size", "variants"), [(1, ""), (3, ""), (8, "bucketed")])
+@pytest.mark.parametrize(("world_size", "variants"), [(3, ""), (8, "bucketed")])
 def test_dp_holds_at_every_world_size(cluster: Containers, world_size: int, variants: str) -> None:
     codes = cluster.run(world_size, RUN_MODE="dp", LAB_VARIANT=variants, **TINY)
     assert set(codes.values()) == {0}, cluster.logs()
@@ -19,6 +20,15 @@ def test_dp_holds_at_every_world_size(cluster: Containers, world_size: int, vari
     assert (run["verdict"], run["world_size"]) == ("pass", world_size)
     assert run["checks"]
     assert "PASS" in cluster.log(0)
+
+
+def test_the_image_alone_is_a_world_of_one(image: str) -> None:
+    """As an engine starts it that mounts nothing."""
+    settings = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "RUN_MODE": "dp"} | TINY
+    variables = [word for name, value in settings.items() for word in ("-e", f"{name}={value}")]
+    done = call("docker", "run", "--rm", *variables, f"ranklab:{image}", timeout_s=110, check=False)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"PASS +\d+ checks held", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,7 @@ from typing import NamedTuple, TypeVar
 from workers.cluster import ClusterError
 
 Result = TypeVar("Result")
-# Compose registers a container's name when it starts it, all within about 2 s; a name that is still unknown after this
-# long belongs to nobody. With a longer LAB_JOIN_TIMEOUT_S (pods that wait for an image) it grows along.
-RESOLVE_S = 8.0
+SAID_AFTER_S = 3.0  # Compose registers a container's name when it starts it, all within about 2 s; a pod's comes later
 RETRY_S = 0.25
 SIOCGIFADDR = 0x8915
 
@@ -51,26 +49,32 @@ def bounded(call: Callable[[], Result], timeout_s: float, refusal: str) -> Resul
     return value  # type: ignore[return-value]
 
 
-def resolve(name: str, timeout_s: float) -> Address:
-    """The address of `name`, IPv4 first; raises ClusterError if it is unknown for `resolve_bound(timeout_s)`
-    seconds."""
-    bound_s = min(timeout_s, max(RESOLVE_S, timeout_s / 6))
-    deadline = time.monotonic() + bound_s
+def resolve(name: str, timeout_s: float, say: Callable[[str], None]) -> Address:
+    """The address of `name`, IPv4 first; says every SAID_AFTER_S that it has none yet.
+
+    Raises ClusterError if it is unknown for `timeout_s` seconds, at once where no host can have this name.
+    """
+    deadline = time.monotonic() + timeout_s
     refusal = (
-        f"MASTER_ADDR={name!r} does not resolve to an address ({bound_s:.0f} s tried): set it to the host of rank 0"
+        f"MASTER_ADDR={name!r} does not resolve to an address ({timeout_s:g} s tried): set it to the host of rank 0"
     )
-    while True:
+    say_at = time.monotonic() + SAID_AFTER_S
+    while (now := time.monotonic()) < deadline:
         try:
             found = bounded(
-                lambda: socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM), deadline - time.monotonic(), refusal
+                lambda: socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM), min(SAID_AFTER_S, deadline - now), ""
             )
-        except (OSError, UnicodeError):  # UnicodeError: a label that no host name can hold
-            if time.monotonic() + RETRY_S > deadline:
-                raise ClusterError(refusal) from None
+        except UnicodeError:  # a label that no host name can hold
+            break
+        except (OSError, ClusterError):
+            if time.monotonic() >= say_at:
+                say(f"waiting for MASTER_ADDR={name!r}, which does not resolve to an address yet")
+                say_at += SAID_AFTER_S
             time.sleep(RETRY_S)
             continue
         family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
         return Address(name, family, str(address[0]))
+    raise ClusterError(refusal)
 
 
 def is_local(address: Address) -> bool:

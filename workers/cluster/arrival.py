@@ -21,6 +21,7 @@ SAY_EVERY_S = 3.0
 # A port that accepts connections, while nobody answers as the board for so long, is another program's. A dying
 # earlier run frees it sooner.
 FOREIGN_S = 4.0
+Board = tuple[Address, int]  # rank 0's address, and the port that it answers at
 FORGOTTEN_AFTER = 3  # unanswered questions: then the board may be another one
 
 
@@ -96,23 +97,30 @@ class Arrival:
         """Whether anybody has answered with another key."""
         return self.dropped.by_fault[OTHER_KEY] > 0
 
-    def ask_until_sealed(self, board: Address, port: int, store_port: int | None) -> dict[str, Any]:
-        """Ask until all ranks are there; `store_port` is the TCP port that rank 0 opens too, None under an agent."""
+    def ask_until_sealed(
+        self, board_now: Callable[[], Board | None], store_port: int | None
+    ) -> tuple[Address, dict[str, Any]]:
+        """Ask the board that is where `board_now` says, anew before each question, until all ranks are there.
+
+        `store_port` is the TCP port that rank 0 opens too, None under an agent.
+        """
         foreign_since: float | None = None
         let_in_at: float | None = None  # when rank 0 last answered as one that waits for others with this rank
         while True:
             asked_at = time.monotonic()
-            answer = self.ask_once(board, port)
+            board = board_now()
+            answer = self.ask_once(*board) if board is not None else None
             let_in_at = self._look_at_rank_0(answer, let_in_at, asked_at)
-            if answer is None:
-                listens = store_port is not None and something_listens(board, store_port)
-                waiting = self._silence(board, port, listens)
+            if board is None:
+                waiting = "waiting for rank 0"
+            elif answer is None:
+                listens = store_port is not None and something_listens(board[0], store_port)
+                waiting = self._silence(*board, listens)
                 foreign_since = (foreign_since or asked_at) if listens else None
                 if foreign_since is not None and time.monotonic() - foreign_since > FOREIGN_S:
-                    raise ClusterError(self.taken(board, port))
+                    raise ClusterError(self.taken(*board))
             elif "sealed" in answer:
-                sealed: dict[str, Any] = answer["sealed"]
-                return sealed
+                return board[0], answer["sealed"]
             else:
                 waiting, foreign_since = str(answer.get("wait", "")), None
             # A board that answers has the word: its own bound is near, and every rank says its sentence.

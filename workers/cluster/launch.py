@@ -112,12 +112,9 @@ def start_rank(config: Config, rank: int, port: int, key: str) -> tuple["subproc
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LAB_KEY": key, "PYTHONUNBUFFERED": "1",
         VARIABLE: str(line.theirs.fileno()),
     }  # fmt: skip
-    # torch's C++ parts print a backtrace with each warning, as when a peer closes its end; its profiler greets at level
-    # 5.
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
     process = subprocess.Popen(
         [sys.executable, "-m", "workers"],
-        env=quiet | dict(os.environ) | variables, pass_fds=[line.theirs.fileno()],
+        env=dict(os.environ) | variables, pass_fds=[line.theirs.fileno()],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,  # a terminal's Ctrl-C comes through `forward`, once
         preexec_fn=_die_with_parent(),

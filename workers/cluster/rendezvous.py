@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from workers.cluster import ClusterError
 from workers.cluster.address import Address, bounded, interface_of, is_local, outward_ip, resolve, source_ip
-from workers.cluster.arrival import Arrival
+from workers.cluster.arrival import Arrival, Board
 from workers.cluster.board import Claim, Member
 from workers.cluster.board_socket import Desk, listening_socket, udp_socket
 from workers.cluster.dropped import Dropped
@@ -59,7 +59,7 @@ def join(
     """Wait for all ranks and agree with them, on the checksums `contents` too; raises ClusterError with the sentence
     that every rank concerned says."""
     assert config.rank is not None and config.master_addr is not None, "a rank has RANK and MASTER_ADDR"  # noqa: PT018
-    address = resolve(config.master_addr, config.join_timeout_s)
+    address = resolve(config.master_addr, config.join_timeout_s, say)
     import torch.distributed  # noqa: F401 (takes seconds: before the bound begins, and others count on an answer)
 
     started = time.monotonic()
@@ -74,29 +74,35 @@ def join(
         return _join_agent(arrival, address)
     if config.rank == 0 and is_local(address):
         return _host(arrival, address, open_host(arrival, address))
-    return _cluster(arrival, address, arrival.ask_until_sealed(address, config.master_port, config.master_port))
+    board = address, config.master_port
+    return _cluster(arrival, *arrival.ask_until_sealed(lambda: board, config.master_port))
 
 
 def _join_agent(arrival: Arrival, address: Address) -> Cluster:
-    """Under torchrun: the agent's store is there before the ranks are; rank 0 writes into it where its board is."""
+    """Under torchrun: the agent's store is there before the ranks are; rank 0 writes into it where its board is.
+
+    The store outlives its ranks, and agents count restarts apart (a change of members counts for none of them): nothing
+    that a rank is given names an attempt that all ranks share. So where the board is is read again until one lets this
+    rank in: that of an attempt before answers no more.
+    """
     import torch.distributed as dist
 
-    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = dist.PrefixStore(f"ranklab/{run}", _open_store(address.ip, arrival.config.master_port))
+    store = _open_store(address.ip, arrival.config.master_port)
+    store = dist.PrefixStore(f"ranklab/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
     if arrival.claim.rank == 0:
         udp = udp_socket(address.family)
         # Ranks of other nodes know this host as MASTER_ADDR or, if the agent's store is elsewhere, by the way there.
         ip = "" if is_local(address) else source_ip(address.family, address.ip) or ""
         store.set("board", f"{udp.getsockname()[1]} {ip}")
         return _host(arrival, address._replace(ip=ip or address.ip), open_desk(arrival, address, udp))
-    while not store.check(["board"]):
-        arrival.progress("waiting for rank 0")
-        if arrival.expired:
-            raise ClusterError(f"rank 0 of {arrival.claim.world_size} did not come {arrival.bound}")
-        time.sleep(0.05)
-    port, _, ip = store.get("board").decode().partition(" ")
-    board = address._replace(ip=ip or address.ip)
-    return _cluster(arrival, board, arrival.ask_until_sealed(board, int(port), store_port=None))
+
+    def board_now() -> Board | None:
+        if not store.check(["board"]):
+            return None
+        port, _, ip = store.get("board").decode().partition(" ")
+        return address._replace(ip=ip or address.ip), int(port)
+
+    return _cluster(arrival, *arrival.ask_until_sealed(board_now, store_port=None))
 
 
 def _host(arrival: Arrival, address: Address, desk: Desk) -> Cluster:

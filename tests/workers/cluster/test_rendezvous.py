@@ -11,10 +11,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
+from workers.cluster.address import resolve
 from workers.cluster.sealed import ANYONE, Seal
 
 
@@ -151,10 +154,29 @@ def udp_ports(pid: int) -> list[int]:
 
 
 def test_an_address_of_nobody_fails_in_time(processes: Processes) -> None:
-    said = refusals([processes.rank(rank, 2, MASTER_ADDR="nobody.invalid") for rank in (0, 1)])
-    assert len(said) == 1
-    assert "MASTER_ADDR='nobody.invalid' does not resolve" in said.pop()
-    assert all(rank.after_import_s < 12 for rank in processes.all)
+    nobody: dict[str, Any] = {"MASTER_ADDR": "nobody.invalid", "LAB_JOIN_TIMEOUT_S": "5"}
+    said = refusals([processes.rank(rank, 2, **nobody) for rank in (0, 1)])
+    assert said == {
+        "MASTER_ADDR='nobody.invalid' does not resolve to an address (5 s tried): set it to the host of rank 0"
+    }
+    for rank in processes.all:
+        assert "waiting for MASTER_ADDR='nobody.invalid', which does not resolve to an address yet" in rank.text
+        assert rank.after_import_s < 10
+
+
+def test_an_address_that_becomes_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a pod: its name comes when it runs."""
+    known_at, said = time.monotonic() + 4.0, list[str]()
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("10.1.2.3", 0))]
+
+    def getaddrinfo(*_: object, **__: object) -> object:
+        if time.monotonic() < known_at:
+            raise socket.gaierror("not yet")
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert resolve("job-0.job", 30.0, said.append).ip == "10.1.2.3"
+    assert said == ["waiting for MASTER_ADDR='job-0.job', which does not resolve to an address yet"]
 
 
 def test_a_fast_restart_waits_for_the_end_of_the_old_run(processes: Processes) -> None:
@@ -189,3 +211,17 @@ def test_torchrun_gives_its_store(processes: Processes) -> None:
     agent = processes.run([*command, "-m", "tests.workers.cluster.one_rank", "v1", "3", ""], {"RUN_MODE": "dp"})
     assert agent.end() == 0, agent.text
     assert agent.text.count("step 2") == 2
+
+
+def test_ranks_whose_agents_count_restarts_apart_meet_where_the_board_is_now(processes: Processes) -> None:
+    """An agent's store outlives the ranks: there stands where the board of the attempt before was."""
+    store = dist.TCPStore("127.0.0.1", processes.port, None, True, wait_for_workers=False)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as gone:
+        gone.bind(("127.0.0.1", 0))
+        before = gone.getsockname()[1]
+    dist.PrefixStore("ranklab/job", store).set("board", f"{before} ")
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}
+    late = processes.rank(1, 2, steps=2, **agent, TORCHELASTIC_RESTART_COUNT="0")
+    late.until(f"waiting for rank 0: nothing listens at 127.0.0.1 .*:{before}")
+    first = processes.rank(0, 2, steps=2, **agent, TORCHELASTIC_RESTART_COUNT="1")
+    assert [first.end(), late.end()] == [0, 0], late.text
