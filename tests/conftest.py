@@ -13,7 +13,7 @@ MINUTES = ("tests/compose/test_fit.py", "tests/compose/test_restart.py")
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """A pool of gloo ranks; it starts with the first test that calls it."""
+    """The pool of gloo ranks; it starts with the first test that calls it."""
     pool = Ranks()
     yield pool
     pool.close()
@@ -27,15 +27,13 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run beside each other (`pytest -n 3 --dist loadgroup`): two pools of ranks, as three ranks that wait
-    for each other leave a third of two cores idle; else the tests of a file in turn. Files of minutes come first, so
-    that none is left alone at the end."""
+    """Where tests run beside each other (`pytest -n 2 --dist loadgroup`): one pool of ranks, else the tests of a file
+    in turn; files of minutes first, so that none is left alone at the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(MINUTES))
     for item in items:
         alone = item.nodeid.partition("::")[0]
-        fixtures = getattr(item, "fixturenames", ())
-        if "ranks" in fixtures:
-            alone = "experiments" if alone.startswith("tests/experiments/") and "runs" not in fixtures else "ranks"
+        if "ranks" in getattr(item, "fixturenames", ()):
+            alone = "pool"
         item.add_marker(pytest.mark.xdist_group(alone))
 
 
