@@ -40,9 +40,10 @@ class Owners:
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
         found = list(_alive((Tensor, torch.optim.Optimizer)))
+        # fully_shard's are DTensors by type; an outline's, on the meta device, hold nothing.
         self.parameters = [
-            thing for thing in found if isinstance(thing, nn.Parameter)
-        ]  # fully_shard's are DTensors by type
+            thing for thing in found if isinstance(thing, nn.Parameter) and thing.device.type == storages.device_type
+        ]
         self.optimizers = [thing for thing in found if isinstance(thing, torch.optim.Optimizer)]
 
     def label(self) -> None:

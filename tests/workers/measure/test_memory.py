@@ -12,9 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import Ranks
+from workers.config import Config
 from workers.measure.activations import SavedActivations
 from workers.measure.memory import MemoryLedger, total
 from workers.measure.purposes import CLASSES
+from workers.measure.storages import COMMUNICATION
+from workers.workload.model import outline
 
 P = 8 * 8 + 8 + 4 * 8 + 4  # parameters of `small`
 
@@ -103,6 +106,16 @@ def test_gradients_that_are_used_up_at_once_are_gradients() -> None:
     memory = stepped(lambda: model(torch.ones(1, 64)).sum().backward())
     assert most(memory)["gradients"] == 4 * 64 * 64  # one at a time
     assert memory.rest == dict.fromkeys(CLASSES, 0)
+
+
+def test_rest_waits_for_messages_that_another_thread_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gloo's does, after the call has returned."""
+    with MemoryLedger() as memory, memory.step():
+        held, kept = [torch.ones(1000)], [torch.ones(10)]
+        memory._storages.add(held[0], COMMUNICATION)
+        memory._storages.add(kept[0], COMMUNICATION)
+        monkeypatch.setattr(time, "sleep", lambda _: held.clear())  # whoever waits lets it run
+    assert memory.rest["communication"] == 4 * 10
 
 
 def test_hearing_of_gradients_leaves_the_memory_and_the_hooks_as_they_were() -> None:
@@ -253,3 +266,14 @@ def test_the_process_grows_by_what_tensors_hold(ranks: Ranks, unseen_mib: int, a
             if name in seen:
                 counted, grown = seen[name]
                 assert (abs(grown - counted) <= TOLERANCE * counted) == agree, seen
+
+
+def test_weights_are_no_masters_of_an_outline() -> None:
+    """Which is of float32, on the meta device, and shared by all who count parameters."""
+    outlined = outline(Config.read({"LAB_MODEL": "mlp", "LAB_DEPTH": "1"}))
+    with MemoryLedger() as memory:
+        model = small(torch.float64)
+        with memory.step():
+            model(torch.ones(5, 8, dtype=torch.float64))
+    assert (memory.rest["parameters"], memory.rest["optimizer"]) == (8 * P, 0)
+    assert outline(Config.read({"LAB_MODEL": "mlp", "LAB_DEPTH": "1"})) is outlined
