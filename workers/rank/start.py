@@ -1,6 +1,5 @@
 """One rank, from what it refuses before it joins to the experiment's end."""
 
-import gc
 import hashlib
 import platform
 import socket
@@ -28,6 +27,7 @@ from workers.passes.measure import everything
 from workers.rank.device import pick_device
 from workers.rank.end import bury, conclude, let_leave
 from workers.rank.estimate import too_long
+from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
 from workers.rank.link_rate import measure_link
 from workers.rank.modes import load
@@ -95,7 +95,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             lab.finished("mistake")
         check_ledger(lab)
         measure_link(lab)
-        gc.freeze()  # what is imported stays: a collection need not walk its 180,000 objects again and again
+        import_and_freeze(config, mode)
         (mode.run or everything)(lab)
         lab.at(config.steps, "report")
         write_dropped(journal, cluster)
