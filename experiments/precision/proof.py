@@ -13,7 +13,7 @@
 Scaled variants are rehearsed beside that: overflows are made on purpose (rehearsal.py).
 
 Gradients are compared by the norm of the difference over the norm, in units of the format's epsilon; the tolerances are
-in these. Plain SGD, as in every proof: Adam would divide an error of scale away.
+in those units. Plain SGD, as in every proof: Adam would divide an error of scale away.
 """
 
 import copy

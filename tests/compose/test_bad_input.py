@@ -130,6 +130,7 @@ def write_overlay(folder: Path, *services: str, volume: str) -> Path:
 
 def test_a_doubled_rank_is_named_with_both_hosts(cluster: Containers) -> None:
     cluster.up(2, LAB_JOIN_TIMEOUT_S="30", **TINY | {"LAB_STEPS": "3000"})
+    cluster.until(1, "rank 1 of 2")  # it has its place: else the one that comes first is no double
     done = cluster.alone("worker1", WORLD_SIZE="2", **TINY | {"LAB_STEPS": "3000"})
     assert done.returncode == 3, done.stdout
     hosts = [call("docker", "inspect", "--format", "{{.Config.Hostname}}", cluster.name(1)).stdout.strip()]

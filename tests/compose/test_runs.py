@@ -1,4 +1,4 @@
-"""Whole runs in containers: every world size, every mode, and whose the files are."""
+"""Whole runs in containers: a world of one, of three and of eight, a mode of each kind, and whose the files are."""
 
 import json
 import re
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.compose
 
 
 @pytest.mark.parametrize(("world_size", "variants"), [(3, ""), (8, "bucketed")])
-def test_dp_holds_at_every_world_size(cluster: Containers, world_size: int, variants: str) -> None:
+def test_dp_holds_with_an_odd_world_and_the_largest(cluster: Containers, world_size: int, variants: str) -> None:
     codes = cluster.run(world_size, RUN_MODE="dp", LAB_VARIANT=variants, **TINY)
     assert set(codes.values()) == {0}, cluster.logs()
     run = cluster.verdict()

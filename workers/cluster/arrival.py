@@ -21,8 +21,8 @@ SAY_EVERY_S = 3.0
 # A port that accepts connections, while nobody answers as the board for so long, is another program's. A dying
 # earlier run frees it sooner.
 FOREIGN_S = 4.0
-Board = tuple[Address, int]  # rank 0's address, and the port that it answers at
 FORGOTTEN_AFTER = 3  # unanswered questions: then the board may be another one
+Board = tuple[Address, int]  # rank 0's address, and the port that it answers at
 
 
 @dataclass
