@@ -6,7 +6,7 @@ Files are written whole or not at all, and one that is broken is refused with it
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -20,7 +20,7 @@ class BrokenRecord(Exception):
 
 def to_line(record: Record) -> str:
     """The record as one line of JSON, without the newline."""
-    return json.dumps({"record": type(record).__name__.lower()} | asdict(record))
+    return json.dumps({"record": type(record).__name__.lower()} | vars(record))
 
 
 def from_line(line: str | bytes, where: str = "record") -> Record:
