@@ -12,8 +12,7 @@ SIZES = {
     "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},
     "lost_shard_tail": {"LAB_WIDTH": "20"},
 }
-# In seconds: an mlp takes a quarter of a gpt's time, in the modes whose checks do not ask what a layer is; largebatch
-# compares curves.
+# In seconds: an mlp takes a quarter of a gpt's time, and tp alone asks what a layer is; largebatch compares curves.
 SMALL = {
     "comm": {"LAB_SWEEP_MIB": "0.25"},
     "largebatch": {"LAB_MODEL": "mlp", "LAB_STEPS": "32"},
@@ -21,6 +20,9 @@ SMALL = {
     "precision": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
     "dp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
     "fsdp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
+    "tp": {"LAB_DEPTH": "1"},
+    "pp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "6"},
+    "server": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
 }
 
 

@@ -35,10 +35,6 @@ def disconnect(cluster: Containers, rank: int) -> None:
     cluster.docker(f"network disconnect {cluster.project}_default", rank)
 
 
-def stop(cluster: Containers, rank: int) -> None:
-    cluster.docker("stop", rank)
-
-
 def fill_memory(cluster: Containers, rank: int) -> None:
     call("docker", "exec", cluster.name(rank), "sh", "-c", FILL_MEMORY, check=False)
 
@@ -49,7 +45,6 @@ FAULTS: dict[str, tuple[Callable[[Containers, int], None], str, int | None]] = {
     "kill": (kill, SILENT, 137),
     "pause": (pause, SILENT, None),
     "disconnect": (disconnect, SILENT, 3),
-    "stop": (stop, r"rank {} was stopped by SIGTERM at step \d+", 143),
     "memory": (fill_memory, r"rank {} lost at step \d+ in .*: killed by the kernel for want of memory", 137),
 }
 
@@ -60,7 +55,6 @@ FAULTS: dict[str, tuple[Callable[[Containers, int], None], str, int | None]] = {
         ("kill", 0),
         ("pause", 2),
         ("disconnect", 0),
-        ("stop", 0),
         ("memory", 2),
     ],
 )

@@ -1,5 +1,5 @@
 """`make fit` at a small size: dp is killed by the kernel, everyone who is left says so, and fsdp trains in the same
-memory."""
+memory; tests/workers/plan/test_fit.py judges runs that are not so."""
 
 import re
 
@@ -24,13 +24,3 @@ def test_it_does_not_fit_and_then_it_does(cluster: Containers) -> None:
     assert sorted(codes[:3]) == [("0", "3"), ("1", "137"), ("2", "3")]
     assert re.search(r"killed +by the kernel for want of memory: rank 1; allow more than LAB_MEMORY=\d+m", said)
     assert [code for _, code in codes[3:]] == ["0"] * 3
-    free, dp, fsdp = (sorted(cluster.runs.glob(f"fit-*-{name}"))[0].name for name in ("free", "dp", "fsdp"))
-    for runs, fault in (
-        ((free, free, fsdp), "dp was not killed for want of memory"),
-        ((free, dp, dp), "fsdp did not pass"),
-    ):
-        refused = call(
-            "./run", "fit", "judge", *(f"runs/{run}" for run in runs), environ=environ, check=False, timeout_s=60
-        )
-        assert refused.returncode == 1, refused.stdout
-        assert f"FAIL       {fault}" in refused.stdout

@@ -1,5 +1,5 @@
-"""A mode from mine/ in containers, the one that its README shows: proven, explained, and its mistake seen on every
-rank."""
+"""A mode from mine/ in containers, the one that its README shows: proven and explained; its mistake is made by local
+ranks."""
 
 from collections.abc import Iterator
 
@@ -26,14 +26,6 @@ def test_it_is_proven(cluster: Containers, mode: str) -> None:
     run = cluster.verdict()
     assert (run["verdict"], run["proven"], run["run_mode"]) == ("pass", True, mode)
     assert "tried_by_a_test" in cluster.log(0)
-
-
-def test_its_mistake_fails_on_every_rank_by_the_check_that_it_names(cluster: Containers, mode: str) -> None:
-    codes = cluster.run(2, RUN_MODE=mode, LAB_BUG="unsummed", **TINY)
-    assert set(codes.values()) == {1}, cluster.logs()
-    failed = {check["name"] for check in cluster.verdict()["checks"] if not check["passed"]}
-    assert "gradients" in failed
-    assert "each rank trains on its own samples alone" in cluster.log(0)
 
 
 def test_run_and_make_explain_take_its_path(mode: str, image: str) -> None:  # noqa: ARG001  built before

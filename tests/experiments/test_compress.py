@@ -50,6 +50,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
             "LAB_BUCKET_MIB": "0.02",
             "LAB_RATIO": "0.3",
             "LAB_DEPTH": "1",
+            "LAB_VARIANT": "naive,dense,fp16,int8,topk,randomk,sign_plain,powersgd,ddp_powersgd",
         },
     ),
     (4, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7", "LAB_DEPTH": "1"}),

@@ -41,7 +41,7 @@ def config_of(**settings: str) -> Config:
     ("world_size", "settings"),
     [
         (1, {}),
-        (4, {"LAB_MODEL": "line", "LAB_STEPS": "12", "LAB_LOCAL_STEPS": "3", "LAB_STALENESS": "0"}),
+        (4, {"LAB_MODEL": "line", "LAB_STEPS": "6", "LAB_LOCAL_STEPS": "3", "LAB_STALENESS": "0"}),
         (8, TINY_MLP | {"LAB_SLOW_RANK": "1:0.5", "LAB_LOCAL_STEPS": "3"}),
         (3, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.1", "LAB_MICROBATCHES": "2", "LAB_DEPTH": "1"}),
     ],

@@ -22,8 +22,8 @@ SMALL = {
     "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_CHECKPOINT_KEEP": "9", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",
     "LAB_DTYPE": "float64", "LAB_BATCH": "11", "LAB_PROOF": "0", "LAB_DEPTH": "1",
 }  # fmt: skip
-# Sharding and replicas ask nothing of a layer, a cut through layers needs one with heads, one between them several.
-MODELS = {key: {"LAB_MODEL": "mlp", "LAB_DEPTH": "3"} for key in ("dp", "fsdp")} | {"pp": {"LAB_DEPTH": "3"}}
+# A cut through layers needs one with heads, all others ask nothing of a layer; a stage may have one more than another.
+MODELS = {key: {"LAB_MODEL": "mlp", "LAB_DEPTH": "4"} for key in ("dp", "fsdp", "pp")}
 VARIANTS = {"dp": "bucketed,ring,ddp", "fsdp": "naive,zero1,zero3,fsdp2", "tp": "naive,megatron", "pp": "1f1b"}
 Records = dict[int, list[records.Record]]
 
