@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.controls import uncontrolled
-from tests.ranks import Ranks, side_groups
+from tests.ranks import Ranks, side_groups, store_port
 from workers.cluster.exchange import Exchange
 from workers.config import Config
 from workers.contract import Mode
@@ -105,7 +105,7 @@ def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode
     journal.write(replace(start, by_torch=list(mode.by_torch)))
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
-    ledger = Ledger(group.rank(), group.size(), exchange.everyone)
+    ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_port())
     lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
     lab.side_group = side_groups[group.size()]
     return lab

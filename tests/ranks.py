@@ -13,11 +13,12 @@ A rank that raises, dies or does not answer in time fails the test by name, and 
 import datetime
 import multiprocessing
 import multiprocessing.connection
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from workers.cluster.launch import free_port
 
 MAX = 8
 START_TIMEOUT_S = 90.0
@@ -25,6 +26,17 @@ COLLECTIVE_TIMEOUT_S = 40.0
 
 
 side_groups: dict[int, Any] = {}  # on a rank: a second group for each world size, as Lab.side_group
+
+
+def store_port() -> int:
+    """On a rank: the port of the store of all ranks, whose traffic is nobody's."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore)
+    return store.port
 
 
 class RankFailed(AssertionError):
@@ -73,10 +85,10 @@ class Ranks:
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preloaded"])
-        meeting = tempfile.mktemp(prefix="ranks-")
+        port = free_port()
         for rank in range(MAX):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, meeting, there), daemon=True)
+            process = context.Process(target=serve, args=(rank, port, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -105,19 +117,20 @@ class Ranks:
         self.stop()
 
 
-def serve(rank: int, meeting: str, pipe: multiprocessing.connection.Connection) -> None:
+def serve(rank: int, port: int, pipe: multiprocessing.connection.Connection) -> None:
     """One rank: join, then run what arrives until None does."""
     import gc
 
     import torch.distributed as dist
 
+    # A store in a file is looked at every 10 ms: the 200 steps of a line in 5 variants waited for it half of their time.
     bound = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     # The loopback address by name of its own device: a machine's host name need not resolve.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = bound
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=MAX, timeout=bound, pg_options=options
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=MAX, timeout=bound, pg_options=options
     )
     groups, side = (
         {size: dist.new_group(list(range(size)), timeout=bound, pg_options=options) for size in range(1, MAX + 1)}
