@@ -109,7 +109,11 @@ class Ledger:
         """Fill in `wire` and `wire_error`: only what all ranks can measure is measured, or the matrix would lack
         rows."""
         self._count += 1
-        mine = after if isinstance(after, str) else [(each.local, each.remote) for each in after.values()]
+        mine: Any = after
+        if not isinstance(before, str) and not isinstance(after, str):
+            mine = [
+                (now.local, now.remote, _add(WireBytes(), now, before.get(inode)).sent) for inode, now in after.items()
+            ]
         ends = self._exchange(f"ledger/{self._count}", before if isinstance(before, str) else mine)
         errors = [f"{value} on rank {rank}" for rank, value in enumerate(ends) if isinstance(value, str)]
         if errors or isinstance(before, str) or isinstance(after, str):
@@ -118,14 +122,25 @@ class Ledger:
         # Both ends together name a connection: the kernel gives two connections one local port if they lead to
         # different places, and on a machine with some hundred of them it does. A rank that has left meanwhile (None)
         # names none.
-        owner: dict[tuple[Endpoint, Endpoint], int] = {
-            ((near[0], near[1]), (far[0], far[1])): rank for rank, value in enumerate(ends) for near, far in value or ()
-        }
+        used = [(rank, tuple(near), tuple(far), sent) for rank, of in enumerate(ends) for near, far, sent in of or ()]
+        owner = {(near, far): rank for rank, near, far, _ in used}
+        nobodys = [(rank, near, far) for rank, near, far, sent in used if sent and (far, near) not in owner]
+        if nobodys and None not in ends:
+            traffic.wire_error = unmatched(*nobodys[0])
+            return
         traffic.wire = {peer: WireBytes() for peer in range(self.world_size) if peer != self.rank}
         for inode, connection in after.items():
             peer = owner.get((connection.remote, connection.local), self.rank)
             if peer != self.rank:
                 traffic.wire[peer] = _add(traffic.wire[peer], connection, before.get(inode))
+
+
+def unmatched(rank: int, near: Endpoint, far: Endpoint) -> str:
+    """Why nobody can say to which rank some bytes went."""
+    return (
+        f"wire bytes are not known: rank {rank} has a connection from {near[0]}:{near[1]} to {far[0]}:{far[1]} of which"
+        " no rank has the other end, as where addresses are translated on the way or a proxy stands between"
+    )
 
 
 def _add(total: WireBytes, now: Connection, then: Connection | None) -> WireBytes:

@@ -1,7 +1,9 @@
 """Called and wire bytes side by side, by peer, and what is said where the wire cannot be seen."""
 
+import re
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -166,6 +168,33 @@ def test_diagnostics_refused_on_one_rank_are_said_on_all(ranks: Ranks) -> None:
         assert traffic.wire_error == "wire bytes are not measured: refused on rank 1"
         assert traffic.wire == {}
         assert traffic.called_bytes == 32  # what was called is still known
+
+
+def translated_on_rank_1(group: dist.ProcessGroup, sends: bool) -> Traffic:
+    """The way to rank 1 changes addresses, so it knows its own end by another than its peers do."""
+    original = sockets.connections
+
+    def translated() -> dict[int, Connection]:
+        return {inode: replace(each, local=("10.1.2.3", each.local[1])) for inode, each in original().items()}
+
+    if group.rank() == 1:
+        sockets.connections = translated
+    try:
+        with ledger_of(group).count() as traffic:
+            if sends:
+                dist.all_reduce(torch.ones(8), group=group)
+    finally:
+        sockets.connections = original
+    return traffic
+
+
+def test_a_connection_of_which_nobody_has_the_other_end_is_said_and_not_dropped(ranks: Ranks) -> None:
+    for traffic in ranks(2, translated_on_rank_1, True):
+        assert traffic.wire_error is not None and traffic.wire == {}
+        assert re.match(
+            r"wire bytes are not known: rank \d has a connection from .* of which no rank", traffic.wire_error
+        )
+    assert [traffic.wire_error for traffic in ranks(2, translated_on_rank_1, False)] == [None] * 2  # nothing was sent
 
 
 def test_an_error_inside_passes_through() -> None:
