@@ -24,6 +24,7 @@ from workers.contract import Mode
 from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.passes.measure import everything
+from workers.rank import one_folder
 from workers.rank.device import pick_device
 from workers.rank.end import bury, conclude, let_leave
 from workers.rank.estimate import too_long
@@ -67,6 +68,14 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
     lab: Lab | None = None
     try:
         hold(folder, cluster, config)
+        exchange = Exchange(
+            dist.PrefixStore("lab", cluster.store),
+            cluster.rank,
+            cluster.world_size,
+            config.collective_timeout_s,
+            watch.main.waiting,
+        )
+        elsewhere = one_folder.told(exchange, folder, cluster.token.hex(), config)
         journal.open(folder, cluster.rank)
         if cluster.rank == 0:
             put_aside(folder, range(cluster.world_size, MAX_WORLD_SIZE))  # of an attempt with more ranks
@@ -76,13 +85,6 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         world = dist.group.WORLD
         assert world is not None
         watch.main.follow(world)
-        exchange = Exchange(
-            dist.PrefixStore("lab", cluster.store),
-            cluster.rank,
-            cluster.world_size,
-            config.collective_timeout_s,
-            watch.main.waiting,
-        )
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=cluster.store_port)
         lab = Lab(config, mode, device, world, exchange, ledger, journal, watch.main.at)
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
@@ -91,6 +93,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         sections = Sections(exchange, journal)
         lab.finished = sections.finished
         greet(lab, cluster, folder)
+        if elsewhere:
+            lab.say(elsewhere, "folder")
         if config.bug is not None:
             lab.finished("mistake")
         check_ledger(lab)

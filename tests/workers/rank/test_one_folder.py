@@ -1,0 +1,67 @@
+"""Machines that share no disk: found before anything is written, refused where a checkpoint would need it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from workers.cluster.exchange import Exchange
+from workers.config import Config, ConfigError
+from workers.rank.one_folder import told, unseen
+
+TOKEN = "0123456789abcdef" * 2
+
+
+def ask(folders: list[Path], config: Config) -> list[str | list[str]]:
+    """What each rank is told with a folder of its own: the line, or the faults."""
+    store = dist.HashStore()
+    exchanges = [Exchange(store, rank, len(folders), timeout_s=10) for rank in range(len(folders))]
+
+    def one(rank: int) -> str | list[str]:
+        try:
+            return told(exchanges[rank], folders[rank], TOKEN, config)
+        except ConfigError as error:
+            return error.faults
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return list(pool.map(one, range(len(folders))))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Of three ranks, of which the last is on another machine."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    return [tmp_path / name for name in ("here", "here", "there")]
+
+
+def test_one_folder_is_not_worth_a_word_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    assert ask([tmp_path] * 3, Config.read({"LAB_CHECKPOINT_EVERY": "2"})) == [""] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("settings", [{"LAB_CHECKPOINT_EVERY": "2"}, {"LAB_RESUME": "runs/mine"}])
+def test_checkpoints_are_refused_on_every_rank_alike(folders: list[Path], settings: dict[str, str]) -> None:
+    found = ask(folders, Config.read(settings))
+    ((name, value),) = settings.items()
+    assert found[0] == found[1] == found[2]
+    fault = "".join(found[0])
+    assert fault.startswith("LAB_RUNS_DIR='runs' is not one folder: rank 2 on ")
+    assert fault.endswith(f"cannot see rank 0's, and {name}={value} needs one on a disk that all machines share")
+
+
+def test_without_checkpoints_it_is_said_where_logs_are(folders: list[Path]) -> None:
+    found = ask(folders, Config.read({}))
+    assert len(set(found)) == 1
+    assert "rank 2 on" in found[0] and "its log stays there" in found[0]
+
+
+def test_what_an_attempt_before_has_left_is_not_taken_for_rank_0s(folders: list[Path]) -> None:
+    (folders[2] / ".seen-ffffffffffffffff").touch()
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        found = list(
+            pool.map(lambda rank: unseen(Exchange(store, rank, 3, timeout_s=10), folders[rank], TOKEN), range(3))
+        )
+    assert [list(each) for each in found] == [[2]] * 3

@@ -1,0 +1,48 @@
+"""One folder of runs: whether every rank sees the one of rank 0. Machines need not share a disk; checkpoints need one.
+
+Rank 0 leaves a file in the run's folder and each rank looks for it by name, which no rank has asked for before: so a
+network file system has to ask its server. Where machines share nothing all works but checkpoints: records reach rank 0
+over the store, and each machine keeps the logs of its own ranks.
+"""
+
+import socket
+from pathlib import Path
+
+from workers.cluster.exchange import Exchange
+from workers.config import Config, ConfigError
+
+
+def told(exchange: Exchange, folder: Path, token: str, config: Config) -> str:
+    """What rank 0 says of ranks whose logs stay elsewhere, empty where all see one folder.
+
+    Raises ConfigError on every rank where the run saves or resumes and some rank does not see rank 0's folder.
+    """
+    elsewhere = unseen(exchange, folder, token)
+    if not elsewhere:
+        return ""
+    who = ", ".join(f"rank {rank} on {host}" for rank, host in elsewhere.items())
+    saves = [
+        f"{name}={value}"
+        for name, value in (("LAB_CHECKPOINT_EVERY", config.checkpoint_every), ("LAB_RESUME", config.resume))
+        if value is not None
+    ]
+    if saves:
+        raise ConfigError(
+            [
+                f"LAB_RUNS_DIR={str(config.runs_dir)!r} is not one folder: {who} cannot see rank 0's, and"
+                f" {' and '.join(saves)} needs one on a disk that all machines share"
+            ]
+        )
+    return f"{who}: its folder of runs is not rank 0's, so its log stays there; records come to rank 0"
+
+
+def unseen(exchange: Exchange, folder: Path, token: str) -> dict[int, str]:
+    """The ranks that do not see rank 0's folder, with the hosts that they are on."""
+    mark = folder / f".seen-{token[:16]}"
+    if exchange.rank == 0:
+        mark.touch()
+    exchange.barrier("the folder of runs")
+    hosts = exchange.everyone("who sees it", "" if mark.exists() else socket.gethostname())
+    if exchange.rank == 0:
+        mark.unlink(missing_ok=True)
+    return {rank: host for rank, host in enumerate(hosts) if host}
