@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run fit explain plan test coverage lint bench build down clean
+.PHONY: help run fit explain plan test coverage lint bench engines build down clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -41,13 +41,17 @@ lint: ## every linter; changes nothing
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/hadolint Dockerfile
-	.venv/bin/shellcheck run install compose/*.sh .ci/run
+	.venv/bin/shellcheck run install compose/*.sh engines/*/*.sh .ci/run .ci/engines
 	.venv/bin/yamllint --strict .
 	@if command -v actionlint; then actionlint; else echo "actionlint is not installed: .github/workflows is checked in the public CI alone"; fi
 
 bench: ## ratios against PyTorch's own, beside their targets
 	./install dev
 	.venv/bin/python -m benchmarks
+
+engines: ## ranks under torchrun's agents and Slurm, on machines made of this one; ranks and nodes are killed; needs root
+	./install dev
+	.venv/bin/python -m benchmarks.engines
 
 build: ## the image
 	docker compose build

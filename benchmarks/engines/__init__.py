@@ -1,0 +1,1 @@
+"""ranklab under real engines, on machines made of this one."""

@@ -1,0 +1,56 @@
+"""engines/slurm/job.sh, with an srun that ends as it is told: what goes back into the queue, and how often."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).parents[1] / "engines" / "slurm" / "job.sh"
+
+
+def submitted(folder: Path, code: int, **variables: str) -> tuple[int, str, str]:
+    """The script's exit code, what srun was started with, and what scontrol was asked for."""
+    for name, does in (
+        ("srun", f'echo "$LAB_RUN_ID $LAB_RESUME $*" >{folder}/started; exit {code}'),
+        ("scontrol", f'echo "$*" >{folder}/asked'),
+    ):
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "SLURM_"))}
+    environ |= {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "7",
+    } | variables
+    done = subprocess.run(["sh", str(JOB)], env=environ, stdout=subprocess.PIPE, check=False, timeout=30)
+    asked = folder / "asked"
+    return (
+        done.returncode,
+        (folder / "started").read_text().strip(),
+        asked.read_text().strip() if asked.exists() else "",
+    )
+
+
+def test_ranks_are_tasks_of_a_run_that_can_go_on(tmp_path: Path) -> None:
+    assert submitted(tmp_path, 0) == (0, "slurm-7 auto --label python -m workers", "")
+    assert submitted(tmp_path, 0, LAB_RUN_ID="mine")[1].startswith("mine auto ")
+
+
+@pytest.mark.parametrize("code", [3, 137])
+def test_a_lost_rank_puts_the_job_back_into_the_queue_a_few_times(tmp_path: Path, code: int) -> None:
+    assert submitted(tmp_path, code)[::2] == (code, "requeue 7")
+    (tmp_path / "asked").unlink()
+    assert submitted(tmp_path, code, SLURM_RESTART_COUNT="3")[::2] == (code, "")
+
+
+@pytest.mark.parametrize("code", [1, 2, 143])
+def test_what_would_end_alike_again_does_not(tmp_path: Path, code: int) -> None:
+    assert submitted(tmp_path, code)[::2] == (code, "")
+
+
+def test_outside_of_a_job_it_says_how_it_is_started() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    done = subprocess.run(["sh", str(JOB)], env=environ, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode != 0
+    assert "start it by sbatch" in done.stderr
