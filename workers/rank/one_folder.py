@@ -6,10 +6,12 @@ over the store, and each machine keeps the logs of its own ranks.
 """
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from workers.cluster.exchange import Exchange
 from workers.config import Config, ConfigError
+from workers.report import claim
 
 
 def told(exchange: Exchange, folder: Path, token: str, config: Config) -> str:
@@ -27,6 +29,7 @@ def told(exchange: Exchange, folder: Path, token: str, config: Config) -> str:
         if value is not None
     ]
     if saves:
+        take_back(folder)
         raise ConfigError(
             [
                 f"LAB_RUNS_DIR={str(config.runs_dir)!r} is not one folder: {who} cannot see rank 0's, and"
@@ -34,6 +37,14 @@ def told(exchange: Exchange, folder: Path, token: str, config: Config) -> str:
             ]
         )
     return f"{who}: its folder of runs is not rank 0's, so its log stays there; records come to rank 0"
+
+
+def take_back(folder: Path) -> None:
+    """Remove a folder that holds no more than the claim of this run; one that goes on holds the attempts before."""
+    with suppress(OSError):  # another rank of this machine was faster
+        if [path.name for path in folder.iterdir()] == [claim.FILE]:
+            (folder / claim.FILE).unlink()
+            folder.rmdir()
 
 
 def unseen(exchange: Exchange, folder: Path, token: str) -> dict[int, str]:

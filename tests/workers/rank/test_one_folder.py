@@ -9,6 +9,7 @@ import torch.distributed as dist
 from workers.cluster.exchange import Exchange
 from workers.config import Config, ConfigError
 from workers.rank.one_folder import told, unseen
+from workers.report import claim
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -49,6 +50,15 @@ def test_checkpoints_are_refused_on_every_rank_alike(folders: list[Path], settin
     fault = "".join(found[0])
     assert fault.startswith("LAB_RUNS_DIR='runs' is not one folder: rank 2 on ")
     assert fault.endswith(f"cannot see rank 0's, and {name}={value} needs one on a disk that all machines share")
+
+
+def test_what_is_refused_leaves_no_folder_but_one_that_holds_a_run(folders: list[Path]) -> None:
+    for folder in set(folders):
+        (folder / claim.FILE).touch()
+    (folders[2] / "run.json").touch()
+    ask(folders, Config.read({"LAB_CHECKPOINT_EVERY": "2"}))
+    assert not folders[0].exists()
+    assert sorted(path.name for path in folders[2].iterdir()) == [claim.FILE, "run.json"]
 
 
 def test_without_checkpoints_it_is_said_where_logs_are(folders: list[Path]) -> None:
