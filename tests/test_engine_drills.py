@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines import __main__, nodes
-from benchmarks.engines.drill import saved, unlike, until
+from benchmarks.engines.drill import saved, timed, unlike, until
 
 
 def left(folder: Path, name: str, weights: str, resumed: object = None) -> Path:
@@ -25,6 +25,12 @@ def test_a_run_is_like_the_whole_one_if_it_was_resumed_and_has_its_weights(tmp_p
     assert unlike(left(tmp_path, "other", "b" * 64, {"step": 2}), whole) == [
         "weights bbbbbbbbbbbb in place of aaaaaaaaaaaa"
     ]
+
+
+def test_a_run_that_left_nothing_is_a_finding(tmp_path: Path) -> None:
+    drill = timed("lost", unlike, tmp_path / "nothing", tmp_path / "whole")
+    assert drill.what == "lost"
+    assert "No such file or directory" in drill.wrong[0]
 
 
 def test_a_checkpoint_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

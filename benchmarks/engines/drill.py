@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
 SAVES_S = 120.0
@@ -18,9 +19,13 @@ class Drill(NamedTuple):
 
 
 def timed(what: str, drill: Callable[..., list[str]], *args: Any) -> Drill:
-    """Make one drill."""
+    """Make one drill; a run that left nothing to look at, or does not end, is a finding."""
     began = time.monotonic()
-    return Drill(what, drill(*args), time.monotonic() - began)
+    try:
+        wrong = drill(*args)
+    except (OSError, SubprocessError) as error:
+        wrong = [str(error)]
+    return Drill(what, wrong, time.monotonic() - began)
 
 
 def until(done: Callable[[], object], timeout_s: float) -> bool:

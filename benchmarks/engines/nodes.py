@@ -36,6 +36,14 @@ class Nodes:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _make(self) -> None:
         addresses = [f"10.77.0.{10 + node}" for node in range(self.count)]
         lines = [f"{address} node{node}" for node, address in enumerate(addresses)]
         self._hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
@@ -51,7 +59,6 @@ class Nodes:
             ip("-n", bridge, "link", "set", port, "master", "br0", "up")
             ip("-n", own, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", own, "link", "set", "eth0", "up")
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
