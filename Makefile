@@ -20,12 +20,12 @@ plan: ## every strategy on paper, and which to take: make plan PLAN="--params 7B
 
 # Containers come after all else: the kernel gives all of them together the share of one process, so beside a pool of
 # ranks a run of 9 s took 95, and bounds were missed that hold for users. The image is built meanwhile: pip waits for
-# the network. One worker keeps the pool of ranks, two share the rest, of which most waits: for a port, a silence, a
-# start. With a second pool beside it the same took a fifth longer.
+# the network. Two workers, as tests wait: for a port, a silence, a container's start. One keeps the pool of ranks. With
+# a third the first pass took 17 minutes, and 15 without it although it had a fifth more to do.
 test: ## all tests; container tests where an engine answers
 	./install dev
 	{ ! docker info || docker compose build --quiet; } >/dev/null 2>&1 & \
-	code=0; .venv/bin/python -m pytest -n 3 --dist loadgroup -m "not compose" || code=$$?; wait; \
+	code=0; .venv/bin/python -m pytest -n 2 --dist loadgroup -m "not compose" || code=$$?; wait; \
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m compose || code=$$?; exit $$code
 
 coverage: ## the same with the lines that no test runs, in every process; a third longer
