@@ -123,7 +123,8 @@ def serve(rank: int, port: int, pipe: multiprocessing.connection.Connection) -> 
 
     import torch.distributed as dist
 
-    # A store in a file is looked at every 10 ms: the 200 steps of a line in 5 variants waited for it half of their time.
+    # A store in a file is looked at every 10 ms: the 200 steps of a line in 5 variants waited for it a third of their
+    # time.
     bound = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     # The loopback address by name of its own device: a machine's host name need not resolve.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

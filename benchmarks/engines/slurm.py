@@ -133,8 +133,8 @@ def rank_killed(nodes: Nodes, folder: Path) -> list[str]:
     process = srun(nodes, folder, "killed", "-N3", "-n3", **LONG | {"LAB_STEPS": "100000", "LAB_PROOF": "0"})
     if not saved(folder / "killed"):
         return ["no checkpoint"]
-    (node,) = [node for node in range(NODES) if str(rank_number(nodes, node)) == "2"]
-    for pid in nodes.ranks(node):
+    last = [node for node in range(NODES) if rank_number(nodes, node) == "2"]
+    for pid in [pid for node in last for pid in nodes.ranks(node)]:
         os.kill(pid, signal.SIGKILL)
     killed_at = time.monotonic()
     code = process.wait(JOB_S)

@@ -86,6 +86,7 @@ def node_killed(nodes: Nodes, folder: Path) -> list[str]:
         return [f"exit codes {codes} of the nodes that are left"]
     run = judged(folder / "node")
     wrong = [] if run["world_size"] == NODES - 1 else [f"{run['world_size']} ranks at the end"]
+    wrong += [] if run.get("resumed") else ["it was not resumed"]
     ours, theirs = losses(folder / "node"), losses(folder / "whole")
     apart = max((abs(a - b) for a, b in zip(ours, theirs, strict=False)), default=float("inf"))
     wrong += [] if len(ours) == len(theirs) else [f"{len(ours)} losses in place of {len(theirs)}"]

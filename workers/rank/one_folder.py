@@ -36,7 +36,7 @@ def told(exchange: Exchange, folder: Path, token: str, config: Config) -> str:
                 f" {' and '.join(saves)} needs one on a disk that all machines share"
             ]
         )
-    return f"{who}: its folder of runs is not rank 0's, so its log stays there; records come to rank 0"
+    return f"not shared by {who}: logs of these ranks stay there, their records come to rank 0"
 
 
 def take_back(folder: Path) -> None:
