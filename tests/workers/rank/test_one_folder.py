@@ -14,14 +14,14 @@ from workers.report import claim
 TOKEN = "0123456789abcdef" * 2
 
 
-def ask(folders: list[Path], config: Config) -> list[str | list[str]]:
-    """What each rank is told with a folder of its own: the line, or the faults."""
+def ask(folders: list[Path], config: Config) -> list[list[str]]:
+    """What each rank is told with a folder of its own: one line, or the faults."""
     store = dist.HashStore()
     exchanges = [Exchange(store, rank, len(folders), timeout_s=10) for rank in range(len(folders))]
 
-    def one(rank: int) -> str | list[str]:
+    def one(rank: int) -> list[str]:
         try:
-            return told(exchanges[rank], folders[rank], TOKEN, config)
+            return [told(exchanges[rank], folders[rank], TOKEN, config)]
         except ConfigError as error:
             return error.faults
 
@@ -38,7 +38,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def test_one_folder_is_not_worth_a_word_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    assert ask([tmp_path] * 3, Config.read({"LAB_CHECKPOINT_EVERY": "2"})) == [""] * 3
+    assert ask([tmp_path] * 3, Config.read({"LAB_CHECKPOINT_EVERY": "2"})) == [[""]] * 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -47,7 +47,7 @@ def test_checkpoints_are_refused_on_every_rank_alike(folders: list[Path], settin
     found = ask(folders, Config.read(settings))
     ((name, value),) = settings.items()
     assert found[0] == found[1] == found[2]
-    fault = "".join(found[0])
+    (fault,) = found[0]
     assert fault.startswith("LAB_RUNS_DIR='runs' is not one folder: rank 2 on ")
     assert fault.endswith(f"cannot see rank 0's, and {name}={value} needs one on a disk that all machines share")
 
@@ -63,8 +63,9 @@ def test_what_is_refused_leaves_no_folder_but_one_that_holds_a_run(folders: list
 
 def test_without_checkpoints_it_is_said_where_logs_are(folders: list[Path]) -> None:
     found = ask(folders, Config.read({}))
-    assert len(set(found)) == 1
-    assert found[0].startswith("not shared by rank 2 on ") and "logs of these ranks stay there" in found[0]
+    ((line,), *others) = found
+    assert others == [[line]] * 2
+    assert line.startswith("not shared by rank 2 on ") and "logs of these ranks stay there" in line
 
 
 def test_what_an_attempt_before_has_left_is_not_taken_for_rank_0s(folders: list[Path]) -> None:
