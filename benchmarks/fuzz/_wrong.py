@@ -16,7 +16,7 @@ CLAIM = {
 VERDICT = {"exit_code": 3, "sentence": "all is lost", "lost": [{"rank": 0, "step": 1, "reason": "said so"}]}
 BEAT = {
     "kind": "beat", "rank": 1, "turn": 0, "calls": 0, "step": 0, "phase": "start", "in_phase_s": 0.0, "memory": None,
-    "ended": 255, "rows": {"1": [10**9, 1]},
+    "accepted": 0, "bound": 0, "ended": 255, "left": 255, "rows": {"1": [10**9, 1]},
 }  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class Hearing:
         self.rows = {other: Row(fresh_at=now) for other in self.peers}
         self.accepted = self.bound = 0  # masks of those that have come so far in the verdict: agreement.py
         self.ended = 0  # mask of those that came to a normal end
+        self.left = 0  # of those among them that have gone: their next silence is no loss, and nobody waits for it
         self.killed: set[int] = set()  # by the kernel, as their last words tell
         self._count = 0
         everyone = to_mask([rank, *self.peers])
@@ -73,7 +74,8 @@ class Hearing:
         return {
             "kind": "beat", "rank": self.rank, "turn": place.turn, "calls": place.calls, "step": place.step, "phase": place.phase,
             "in_phase_s": round(now - place.since, 2), "memory": memory_share,
-            "accepted": self.accepted, "bound": self.bound, "ended": self.ended, "rows": rows,
+            "accepted": self.accepted, "bound": self.bound, "ended": self.ended, "left": self.left,
+            "rows": rows,
         }  # fmt: skip
 
     def take(self, beat: dict[str, Any], now: float) -> None:
@@ -85,6 +87,7 @@ class Hearing:
         peer.turn, peer.calls = beat["turn"], beat["calls"]
         peer.seen = Seen(beat["step"], beat["phase"], beat["memory"])
         self.ended |= beat["ended"]
+        self.left |= beat["left"]
         self.accepted |= beat["accepted"]
         self.bound |= beat["bound"]
         for name, (count, mask) in beat["rows"].items():

@@ -107,7 +107,7 @@ KINDS: dict[str, dict[str, Shape]] = {
     "beat": {
         "rank": rank, "turn": whole(), "calls": whole(-(2**53)), "step": step, "phase": text(),
         "in_phase_s": number(-60), "memory": maybe(number()),
-        "accepted": ranks_mask, "bound": ranks_mask, "ended": ranks_mask,
+        "accepted": ranks_mask, "bound": ranks_mask, "ended": ranks_mask, "left": ranks_mask,
         "rows": table(lambda name: text(1)(name) and name in "01234567", pair(whole(), ranks_mask), MAX_WORLD_SIZE),
     },
     "verdict": {"verdict": verdict, "stopped": flag},

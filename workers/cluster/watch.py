@@ -21,7 +21,7 @@ from workers.cluster.exiting import Departure
 from workers.cluster.failing import failed, may_be_a_loss
 from workers.cluster.going_on import Parting
 from workers.cluster.goodbye import Goodbye
-from workers.cluster.heartbeat import Hearing, to_mask
+from workers.cluster.heartbeat import Hearing
 from workers.cluster.host import LINGER_S
 from workers.cluster.judging import FOLLOW_S, SETTLE_S, Judging
 from workers.cluster.pulse import PERIOD_S
@@ -265,7 +265,7 @@ class Watch(threading.Thread):
     def _end(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
         """An end of this rank's own. If it is bound to the verdict it changes that for nobody else."""
         if self._agreement.bound:
-            self.hearing.ended |= to_mask([self.cluster.rank])
+            self.goodbye.leave()
             for _ in range(SENT_TIMES):
                 self._send_beat()
             self._departure.leave(own, None)

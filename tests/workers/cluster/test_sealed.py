@@ -20,7 +20,7 @@ KEY, OTHER_KEY, RUN = b"k" * 32, b"o" * 32, b"the run."
 HERE = ("10.0.0.3", 4001)
 BEAT: dict[str, Any] = {
     "kind": "beat", "rank": 1, "turn": 3, "calls": 2, "step": 4, "phase": "flat", "in_phase_s": 0.25, "memory": None,
-    "accepted": 0, "bound": 0, "ended": 0, "rows": {"0": [7, 3], "1": [8, 3]},
+    "accepted": 0, "bound": 0, "ended": 0, "left": 0, "rows": {"0": [7, 3], "1": [8, 3]},
 }  # fmt: skip
 
 

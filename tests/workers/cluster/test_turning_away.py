@@ -71,7 +71,7 @@ def started() -> Iterator[Started]:
 def beat(started: Started) -> None:
     message: dict[str, Any] = {
         "kind": "beat", "rank": 1, "turn": 0, "calls": 0, "step": 0, "phase": "start", "in_phase_s": 0.0, "memory": None,
-        "accepted": 0, "bound": 0, "ended": 0, "rows": {"1": [1, 3]},
+        "accepted": 0, "bound": 0, "ended": 0, "left": 0, "rows": {"1": [1, 3]},
     }  # fmt: skip
     send(started.of_member, Seal(KEY).seal(message, TOKEN), started.own.getsockname())
 
