@@ -29,7 +29,7 @@ from workers.report.lines import read_run
 from workers.report.records import Losses, select
 
 SEED, DATAGRAMS, CONNECTIONS = 1, 10_000, 300
-WHILE_JOINING = 4_000  # are sent before the last rank starts
+WHILE_JOINING = 6_000  # are sent before the last rank starts
 PER_S, BATCH = 1000, 10
 BOUND_S = 140.0  # a run; 15 s each where cores are free, most of it the import of torch
 SETTINGS = {
