@@ -53,23 +53,31 @@ def main(words: Sequence[str] = ()) -> int:
 
 def run(config: Config, started_at: float, engine: str = "") -> int:
     """Start the ranks, or be one, as `engine` says; returns the exit code."""
-    if config.rank is None:
-        from workers.cluster.launch import launch
-
-        if Path.cwd() != HERE:
-            # Python puts the working folder first: an `experiments` or `workers` of the user's own would take the place
-            # of the lab's.
-            os.environ["PYTHONSAFEPATH"] = "1"
-        return launch(config)
     # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all
     # cores: a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    if config.rank is None:
+        return start_all(config)
     parent = Parent()  # hears of a rank that dies while this one still imports torch
     from workers.rank.start import be_rank  # torch comes in here: faults above are said without waiting for it
 
     return be_rank(config, started_at, parent, engine)
+
+
+def start_all(config: Config) -> int:
+    """All ranks as local processes, with what each of them imports already there."""
+    from workers.cluster.launch import launch
+    from workers.rank.imports import import_what_ranks_share
+
+    if Path.cwd() != HERE:
+        # Python puts the working folder first: an `experiments` or `workers` of the user's own would take the place of
+        # the lab's, here and in what a rank starts.
+        os.environ["PYTHONSAFEPATH"] = "1"
+        sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path.cwd()]
+    import_what_ranks_share(config)
+    return launch(config, main)
 
 
 def be_module(module: str, words: Sequence[str]) -> int:

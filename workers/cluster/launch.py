@@ -1,20 +1,25 @@
 """All ranks as processes of this machine, for when no container or scheduler started them.
 
-Each rank is `python -m workers` with RANK set; what it prints is passed on line by line with the rank in front. Signals
-go to every rank, a rank that does not end is killed, and none outlives the launcher. A rank that dies is named at once,
-and the others end with it if they have not met it yet (parent.py).
+Importing torch takes a core 3 to 4 s: this process does so once, and each rank is forked from it (8 ranks on two cores
+stood after 5 s where they took 17). What a rank prints is passed on line by line with the rank in front. Signals go to
+every rank, a rank that does not end is killed, and none outlives the launcher. A rank that dies is named at once, and
+the others end with it if they have not met it yet (parent.py).
 """
 
+import multiprocessing
 import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
+from pathlib import Path
 from types import FrameType
 
 from workers.cluster.parent import VARIABLE, Child
@@ -23,13 +28,18 @@ from workers.config import Config
 STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
 FAILED_GRACE_S = 30.0  # beside LAB_JOIN_TIMEOUT_S, for the others once a rank has ended badly
 PR_SET_PDEATHSIG = 1
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# On other systems their own libraries do not stand a fork: a rank is a new interpreter there, and imports torch itself.
+CONTEXT: ForkContext | SpawnContext = (
+    multiprocessing.get_context("fork") if sys.platform == "linux" else multiprocessing.get_context("spawn")
+)
 STOPPED, SPOKE = (130, 143), (2, 3)  # exit codes of a rank that was stopped, and of one that has said why it ends
 UNMET = "before all ranks had joined"
 POLL_S = 0.05
 
 
-def launch(config: Config) -> int:
-    """Run WORLD_SIZE local ranks to their end; returns the worst of their exit codes."""
+def launch(config: Config, be_rank: Callable[[], int]) -> int:
+    """Run WORLD_SIZE local ranks to their end, each `be_rank` with its variables; returns the worst of their codes."""
     port, key = free_port(), config.key.get_secret_value() if config.key else secrets.token_hex(16)
     ranks: list[LocalRank] = []
     stopped_at: list[float] = []
@@ -37,14 +47,17 @@ def launch(config: Config) -> int:
     def forward(number: int, _: FrameType | None) -> None:
         stopped_at.append(time.monotonic())
         for each in ranks:
-            with suppress(ProcessLookupError):
-                each.process.send_signal(number)
+            each.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         for rank in range(config.world_size):
-            if not stopped_at:
-                ranks.append(LocalRank(rank, *start_rank(config, rank, port, key)))
+            ranks.append(LocalRank(rank, variables(config, rank, port, key), be_rank))
+        for each in ranks:  # no rank is forked beside a thread, which may hold a lock
+            each.printer.start()
+        if stopped_at:  # while they were started: not all were there to hear it
+            for each in ranks:
+                each.send_signal(signal.SIGTERM)
         _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s)
         for each in ranks:
             each.printer.join(timeout=2.0)  # a process that a rank has left behind may hold its pipe
@@ -53,29 +66,48 @@ def launch(config: Config) -> int:
             each.process.kill()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return worst([each.process.wait() for each in ranks])
+    for each in ranks:
+        each.process.join()
+    return worst([each.process.exitcode or 0 for each in ranks])
 
 
 class LocalRank:
     """One child, its line to the launcher, and the thread that prints what it says."""
 
-    def __init__(self, rank: int, process: "subprocess.Popen[bytes]", line: Child) -> None:
-        self.rank, self.process, self.line = rank, process, line
+    def __init__(self, rank: int, variables: dict[str, str], be_rank: Callable[[], int]) -> None:
+        self.rank, self.line = rank, Child()
         self.last_words = ""
         self.buried = self.told = False
+        self._said, theirs = CONTEXT.Pipe(duplex=False)
+        util.register_after_fork(self, LocalRank._let_go)
+        self.process = CONTEXT.Process(
+            target=be_child, args=(be_rank, variables, self.line.theirs, theirs, os.getpid())
+        )
+        self.process.start()
+        self.line.theirs.close()
+        theirs.close()
         self.printer = threading.Thread(target=self._pass_on, daemon=True)
-        self.printer.start()
+
+    def _let_go(self) -> None:
+        """In a rank: the launcher's ends are not for it."""
+        self._said.close()
+        self.line.close()
 
     def _pass_on(self) -> None:
-        assert self.process.stdout is not None
-        for output in self.process.stdout:
-            words = output.rstrip(b"\r\n")
-            self.last_words = words.decode(errors="replace")
-            say(b"rank %d | %s" % (self.rank, words))
+        with open(self._said.fileno(), "rb", closefd=False) as said:
+            for output in said:
+                words = output.rstrip(b"\r\n")
+                self.last_words = words.decode(errors="replace")
+                say(b"rank %d | %s" % (self.rank, words))
+
+    def send_signal(self, number: int) -> None:
+        """Nothing if it has ended."""
+        if self.process.exitcode is None and self.process.pid is not None:
+            os.kill(self.process.pid, number)
 
     def obituary(self) -> tuple[str, bool] | None:
         """Who died and how, if nobody else says it, and whether the rank has said why itself."""
-        code, joined = self.process.returncode, self.line.joined()
+        code, joined = self.process.exitcode or 0, self.line.joined()
         if code < 0:
             how, spoke = f"was killed by {signal.Signals(-code).name}", False
         elif code in STOPPED or code == 0 or joined or self.told:  # then it ends for another
@@ -104,50 +136,55 @@ def free_port() -> int:
                 return port
 
 
-def start_rank(config: Config, rank: int, port: int, key: str) -> tuple["subprocess.Popen[bytes]", Child]:
-    """One rank as a child process that dies with this one, and the line to it."""
-    line = Child()
-    variables = {
+def variables(config: Config, rank: int, port: int, key: str) -> dict[str, str]:
+    """What tells a process that it is this rank."""
+    return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(config.world_size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LAB_KEY": key, "PYTHONUNBUFFERED": "1",
-        VARIABLE: str(line.theirs.fileno()),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LAB_KEY": key,
     }  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "workers"],
-        env=dict(os.environ) | variables, pass_fds=[line.theirs.fileno()],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,  # a terminal's Ctrl-C comes through `forward`, once
-        preexec_fn=_die_with_parent(),
-    )  # fmt: skip
-    line.theirs.close()
-    return process, line
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a child runs first: ask the kernel for SIGKILL at its parent's death. None where there is no such call.
+def be_child(
+    be_rank: Callable[[], int], given: dict[str, str], line: socket.socket, said: Connection, parent: int
+) -> None:
+    """In the child: a session, streams and variables of its own, then the rank; ends with its exit code."""
+    os.setsid()  # a terminal's Ctrl-C comes through `forward`, once
+    if sys.platform == "linux":
+        _die_with(parent)
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    streams(said)
+    os.environ.update(given | {VARIABLE: str(line.detach())})
+    sys.exit(be_rank())
 
-    There a rank ends at the next line that it cannot print any more.
-    """
-    if sys.platform != "linux":
-        return None
+
+def streams(said: Connection) -> None:
+    """Nothing on the standard input; what is printed goes to `said`, a line at a time."""
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number in (1, 2):
+        os.dup2(said.fileno(), number)
+    said.close()
+    encoding = sys.stdout.encoding
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding=encoding, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding, closefd=False)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL at the launcher's death; elsewhere a rank ends at the next line that it prints."""
     import ctypes
 
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def ask() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(137)
-
-    return ask
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(137)
 
 
 def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float) -> None:
     """Until every rank has ended; those that outlive a signal or a failed rank for too long are killed."""
     failed_at = None
-    while any(each.process.poll() is None for each in ranks):
+    while any(each.process.exitcode is None for each in ranks):
         now = time.monotonic()
-        if failed_at is None and any(each.process.poll() for each in ranks):
+        if failed_at is None and any(each.process.exitcode for each in ranks):
             failed_at = now
         if not stopped_at:
             _bury(ranks)
@@ -161,14 +198,14 @@ def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float
 def _bury(ranks: list[LocalRank]) -> None:
     """Say who has died, and tell those that wait for them."""
     for dead in ranks:
-        if dead.buried or dead.process.poll() is None:
+        if dead.buried or dead.process.exitcode is None:
             continue
         dead.buried = True
         obituary = dead.obituary()
         if obituary is not None:
             say(obituary[0].encode())
             for other in ranks:
-                if other.process.poll() is None:
+                if other.process.exitcode is None:
                     other.line.tell(*obituary)
                     other.told = True
 

@@ -11,46 +11,45 @@ import pytest
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
 from workers.cluster import parent
-from workers.cluster.launch import free_port, start_rank, worst
+from workers.cluster.launch import variables, worst
 from workers.config import Config
 
-# A stand-in for `python -m workers`: the launcher starts whatever package of this name lies in the working directory.
-RANK = """
-import importlib.util, os, sys, time, signal
-rank = int(os.environ["RANK"])
-print("hello", os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"], flush=True)
-deed = os.environ["DEED"]
-if deed == "codes": sys.exit([0, 3, 1][rank])
-if deed == "kill" and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
-if deed in ("dies", "crash"):
-    spec = importlib.util.spec_from_file_location("parent", os.environ["PARENT"])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    parent = module.Parent()
-    if deed == "crash" and rank == 1: os.kill(os.getpid(), signal.SIGSEGV)
-    if deed == "dies" and rank == 1: print("broken     MASTER_PORT is taken", flush=True); sys.exit(3)
-    if deed == "dies" and rank == 2: time.sleep(1.0); print("imported", flush=True)
-    if deed == "dies": parent.begin_to_wait()
-    time.sleep(60)
-if deed == "stay": print("pid", os.getpid(), flush=True); time.sleep(60)
-"""
+# A launcher whose ranks do one deed each.
 LAUNCH = """
-import os, sys
-from workers.cluster import parent
+import os, signal, sys, time
 from workers.cluster.launch import launch
+from workers.cluster.parent import Parent
 from workers.config import Config
-os.chdir({folder!r})
-os.environ["PYTHONPATH"] = ""
-sys.exit(launch(Config.read()))
+
+def be_rank():
+    rank, deed = int(os.environ["RANK"]), os.environ["DEED"]
+    print("hello", os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"])
+    if deed == "codes": return [0, 3, 1][rank]
+    if deed == "raise": raise ValueError("a made-up failure")
+    if deed == "read": return 0 if sys.stdin.read() == "" and os.read(0, 1) == b"" else 1
+    if deed == "kill" and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    if deed == "descriptors": print("holds", len(os.listdir("/proc/self/fd")))
+    if deed in ("dies", "crash"):
+        parent = Parent()
+        if deed == "crash" and rank == 1: os.kill(os.getpid(), signal.SIGSEGV)
+        if deed == "dies" and rank == 1: print("broken     MASTER_PORT is taken"); return 3
+        if deed == "dies" and rank == 2: time.sleep(1.0); print("imported")
+        if deed == "dies": parent.begin_to_wait()
+        time.sleep(60)
+    if deed == "stay":
+        try:
+            print("pid", os.getpid())
+            time.sleep(60)
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+sys.exit(launch(Config.read(), be_rank))
 """
 
 
-def launched(processes: Processes, folder: Path, deed: str) -> Rank:
-    (folder / "workers").mkdir()
-    (folder / "workers" / "__init__.py").touch()
-    (folder / "workers" / "__main__.py").write_text(RANK)
-    program = LAUNCH.format(folder=str(folder))
-    return processes.run([sys.executable, "-c", program], {"WORLD_SIZE": "3", "DEED": deed, "PARENT": parent.__file__})
+def launched(processes: Processes, deed: str) -> Rank:
+    return processes.run([sys.executable, "-c", LAUNCH], {"WORLD_SIZE": "3", "DEED": deed})
 
 
 @pytest.mark.parametrize(
@@ -70,15 +69,31 @@ def test_the_worst_code(codes: list[int], expected: int) -> None:
     assert worst(codes) == expected
 
 
-def test_lines_carry_their_rank_and_the_worst_code_returns(processes: Processes, tmp_path: Path) -> None:
-    launcher = launched(processes, tmp_path, "codes")
+def test_lines_carry_their_rank_and_the_worst_code_returns(processes: Processes) -> None:
+    launcher = launched(processes, "codes")
     assert launcher.end() == 1
     lines = [line for line in processes.all[0].text.splitlines() if " | " in line]
     assert sorted(lines) == [f"rank {rank} | hello 3 127.0.0.1" for rank in range(3)]
 
 
-def test_a_killed_rank_counts_as_its_signal(processes: Processes, tmp_path: Path) -> None:
-    assert launched(processes, tmp_path, "kill").end() == 137
+def test_a_rank_reads_nothing_and_holds_no_ends_of_its_siblings(processes: Processes) -> None:
+    assert launched(processes, "read").end() == 0
+    launcher = launched(processes, "descriptors")
+    assert launcher.end() == 0
+    held = sorted(map(int, re.findall(r"holds (\d+)", launcher.text)))
+    assert held == [held[0] + 2 * before for before in range(3)], (
+        "more than multiprocessing's own two of each before it"
+    )
+
+
+def test_a_rank_that_raises_ends_with_1(processes: Processes) -> None:
+    launcher = launched(processes, "raise")
+    assert launcher.end() == 1
+    assert "rank 2 | ValueError: a made-up failure" in launcher.text
+
+
+def test_a_killed_rank_counts_as_its_signal(processes: Processes) -> None:
+    assert launched(processes, "kill").end() == 137
 
 
 @pytest.mark.parametrize(
@@ -89,9 +104,9 @@ def test_a_killed_rank_counts_as_its_signal(processes: Processes, tmp_path: Path
     ],
 )
 def test_a_rank_that_dies_before_it_has_joined_is_named_at_once_and_ends_the_others(
-    processes: Processes, tmp_path: Path, deed: str, code: int, sentence: str
+    processes: Processes, deed: str, code: int, sentence: str
 ) -> None:
-    launcher = launched(processes, tmp_path, deed)
+    launcher = launched(processes, deed)
     assert launcher.end(20) == code, "no rank sleeps for its 60 s"
     lines = launcher.text.splitlines()
     assert {sentence, f"rank 0 | broken     {sentence}", f"rank 2 | broken     {sentence}"} <= set(lines)
@@ -123,8 +138,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, 137)])
-def test_no_rank_outlives_the_launcher(processes: Processes, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    launched(processes, tmp_path, "stay")
+def test_no_rank_outlives_the_launcher(processes: Processes, number: signal.Signals, code: int) -> None:
+    launched(processes, "stay")
     launcher = processes.all[0]
     launcher.until(r"(?s)(pid \d+.*){3}")
     pids = [int(pid) for pid in re.findall(r"pid (\d+)", launcher.text)]
@@ -139,19 +154,11 @@ def test_no_rank_outlives_the_launcher(processes: Processes, tmp_path: Path, num
 
 
 def test_a_rank_is_told_who_it_is() -> None:
-    port = free_port()
-    child, line = start_rank(Config.read({"WORLD_SIZE": "2"}), 1, port, "0123456789abcdef")
-    try:
-        environ = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
-    finally:
-        child.kill()
-        child.wait()
-        line.close()
-    assert {
-        b"RANK=1",
-        b"LOCAL_RANK=1",
-        b"WORLD_SIZE=2",
-        b"MASTER_ADDR=127.0.0.1",
-        b"MASTER_PORT=%d" % port,
-        b"LAB_KEY=0123456789abcdef",
-    } <= set(environ)
+    assert variables(Config.read({"WORLD_SIZE": "2"}), 1, 29500, "0123456789abcdef") == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "LAB_KEY": "0123456789abcdef",
+    }

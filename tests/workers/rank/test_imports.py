@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from workers.config import Config
+from workers.contract import Mode
+from workers.rank import imports
 from workers.rank.imports import CHECKPOINTS, COMPILER, needed
 from workers.rank.modes import load
 
@@ -44,3 +46,19 @@ def test_no_more_than_the_run_uses(run_mode: str, settings: dict[str, str], modu
 
 def test_a_run_imports_no_more_of_torch_and_walks_few_objects() -> None:
     subprocess.run([sys.executable, "-c", HELD], check=True, timeout=100)
+
+
+@pytest.mark.parametrize(("run_mode", "imported"), [("dp", ["dp"]), ("mine/mode.py", [])])
+def test_the_launcher_imports_for_its_ranks_what_is_ours_and_no_lesson_from_outside(
+    monkeypatch: pytest.MonkeyPatch, run_mode: str, imported: list[str]
+) -> None:
+    done: list[str] = []
+
+    def import_and_freeze(config: Config, mode: Mode) -> None:
+        assert mode.names == load(config.run_mode).names
+        done.append(config.run_mode)
+
+    monkeypatch.setattr(imports, "import_and_freeze", import_and_freeze)
+    imports.import_what_ranks_share(Config.read({}).model_copy(update={"run_mode": run_mode}))
+    assert done == imported
+    assert "workers.rank.start" in sys.modules
