@@ -27,7 +27,7 @@ from workers.report.judge import judge
 from workers.report.lines import from_line, to_line
 from workers.workload.model import Model
 
-TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "3", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}
+TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}
 
 
 def run_experiment(

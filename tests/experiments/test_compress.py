@@ -53,7 +53,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
             "LAB_VARIANT": "naive,dense,fp16,int8,topk,randomk,sign_plain,powersgd,ddp_powersgd",
         },
     ),
-    (4, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7", "LAB_DEPTH": "1"}),
+    (3, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7", "LAB_DEPTH": "1"}),
     (2, {"LAB_MODEL": "line", "LAB_RATIO": "1e-9"}),
     (2, {"LAB_MODEL": "mlp", "LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_DEPTH": "1"}),
     # Few bytes of text in a step: matrices of less than rank 4, then of more, in factors of 4.

@@ -42,9 +42,10 @@ MIXES: list[tuple[int, dict[str, str]]] = [
     # Two parameters: two ranks own none. 201 steps each.
     (4, {"LAB_MODEL": "line", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "zero3"}),
     (
-        5,
+        3,
         {
             "LAB_MODEL": "mlp",
+            "LAB_DEPTH": "2",
             "LAB_DTYPE": "bfloat16",
             "LAB_OPTIMIZER": "adamw",
             "LAB_VARIANT": "naive,zero1,zero2,zero3",

@@ -46,7 +46,16 @@ def refused(config: Config) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (3, {"LAB_BATCH": "13", "LAB_MICROBATCHES": "3", "LAB_MODEL": "gpt", "LAB_VARIANT": "warmup,lars,lamb"}),
+        (
+            3,
+            {
+                "LAB_BATCH": "13",
+                "LAB_MICROBATCHES": "3",
+                "LAB_MODEL": "gpt",
+                "LAB_DEPTH": "1",
+                "LAB_VARIANT": "warmup,lars,lamb",
+            },
+        ),
         (1, {"LAB_MODEL": "mlp", "LAB_STEPS": "8", "LAB_DTYPE": "bfloat16"}),
     ],
     ids=["uneven", "alone"],

@@ -186,7 +186,7 @@ def test_tp_a_collective_in_the_wrong_place_is_named() -> None:
 
 # --- fsdp: whose weights are whole ---
 
-WEIGHTS = {f"{layer}.w": 100 + layer for layer in range(5)}  # of TINY's 3 layers, and both ends
+WEIGHTS = {f"{layer}.w": 100 + layer for layer in range(5)}  # of 3 layers, and both ends
 
 
 def held(layer: int, nbytes: int) -> Event:
@@ -212,7 +212,7 @@ def gathered(ahead: int, *, last: int = 4) -> Order:
 
 
 def test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named() -> None:
-    config = config_of("fsdp")
+    config = config_of("fsdp", LAB_DEPTH="3")
     assert sharded.wrongly_whole("zero3", gathered(1), config, reshard=True) == []
     assert sharded.most_whole(gathered(1)) == sharded.allowed_whole("zero3", config, reshard=True) == 2
     too_many = gathered(2)
@@ -228,7 +228,7 @@ def test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named() -> None:
 
 
 def test_fsdp_sums_that_wait_are_named() -> None:
-    config = config_of("fsdp")
+    config = config_of("fsdp", LAB_DEPTH="3")
     names = [f"{layer}.{name}" for layer in range(4, -1, -1) for name in "wb"]
     begin = Event("begin", "backward", "0")
     at_once = [

@@ -88,8 +88,10 @@ def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 # --- the proof ---
 
 
-@pytest.mark.parametrize("model", ["gpt", "mlp"])
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize(
+    ("world_size", "model"),
+    [(1, "gpt"), (2, "mlp"), (3, "gpt"), (4, "mlp"), (5, "gpt"), (6, "mlp"), (7, "mlp"), (8, "gpt")],
+)
 def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, model: str) -> None:
     config = config_of(world_size, LAB_MODEL=model)
     found, *_ = ranks(world_size, differences, config)

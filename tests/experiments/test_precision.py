@@ -61,7 +61,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
         assert vanish["bf16"] > vanish["fp16"] > 5 > vanish["fp16_master"] >= vanish["fp32"] - 1
 
 
-@pytest.mark.parametrize(("model", "sizes"), [("line", "line"), ("mlp", "width 16, depth 3")])
+@pytest.mark.parametrize(("model", "sizes"), [("line", "line"), ("mlp", "width 16, depth 2")])
 def test_a_run_states_the_sizes_that_its_model_has(ranks: Ranks, tmp_path: Path, model: str, sizes: str) -> None:
     """The line has neither a width nor a depth, whatever is set."""
     settings = {"LAB_MODEL": model, "LAB_VARIANT": "bf16", "LAB_PROOF": "0", "LAB_STEPS": "1"}

@@ -24,7 +24,7 @@ from workers.report.units import human_bytes
 
 GRACE_S = 10.0  # a save ends by its group's timeout; a disk that hangs gets so much more
 SAY_EVERY_S = 1.0
-CONTROL = "tests/workers/checkpoint/test_resume.py::test_a_mistake_is_seen_by_its_check"
+CONTROL = "tests/experiments/test_bugs.py::test_each_bug_fails_the_check_that_is_meant_for_it"
 
 Shares = Mapping[str, list[float | None]]  # this rank's shares of the losses, by variant
 

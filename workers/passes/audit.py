@@ -21,7 +21,7 @@ from workers.contract import Strategy
 from workers.lab import Lab
 from workers.passes import update
 from workers.passes.alone import Alone
-from workers.passes.proof import summed_loss
+from workers.passes.proof import summed_losses
 from workers.passes.update import Off, share
 from workers.workload import baseline
 from workers.workload.data import Batches
@@ -62,10 +62,11 @@ class Audit:
         before = gathered(self.lab, strategy)
         yield shares
         self.lab.at(step, f"audit of {name}")
-        loss = summed_loss(self.lab, shares[0])
+        losses = summed_losses(self.lab, shares)
         after = gathered(self.lab, strategy)
         self.done[name].append(step)
         if self.lab.rank == 0:
+            (loss,) = losses
             self._judge(name, step, data_step, loss, before, after)
 
     def _judge(self, name: str, step: int, data_step: int, loss: float, before: State, after: State) -> None:

@@ -15,7 +15,9 @@ from workers.workload.model import build_model
 
 def lab_of(**settings: str) -> Any:
     """As much of a Lab as an outline needs: rank 0 of 2."""
-    config = Config.read(TINY | {"RUN_MODE": "dp", "WORLD_SIZE": "2", "LAB_BATCH": "4", "LAB_MODEL": "mlp"} | settings)
+    config = Config.read(
+        TINY | {"RUN_MODE": "dp", "WORLD_SIZE": "2", "LAB_BATCH": "4", "LAB_MODEL": "mlp", "LAB_DEPTH": "3"} | settings
+    )
     device = torch.device("cpu")
     return SimpleNamespace(
         config=config, device=device, model=lambda dtype: build_model(config, config.seed).to(dtype),
