@@ -9,7 +9,7 @@ from tests.compose.containers import Containers, call
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
 
-SMALL = {"WORLD_SIZE": "3", "LAB_WIDTH": "384", "LAB_DEPTH": "6", "LAB_STEPS": "2"}
+SMALL = {"WORLD_SIZE": "2", "LAB_WIDTH": "384", "LAB_DEPTH": "6", "LAB_STEPS": "2"}
 
 
 def test_it_does_not_fit_and_then_it_does(cluster: Containers) -> None:
@@ -19,8 +19,8 @@ def test_it_does_not_fit_and_then_it_does(cluster: Containers) -> None:
     assert done.returncode == 0, said
     assert "rank 1 was killed by the kernel for want of memory" in said
     named = r"rank 1 lost at step 0 in bucketed: killed by the kernel for want of memory"
-    assert set(re.findall(rf"worker(\d)-1 +\| {named}", said)) == {"0", "2"}
+    assert set(re.findall(rf"worker(\d)-1 +\| {named}", said)) == {"0"}
     codes = re.findall(r"worker(\d)-1 exited with code (\d+)", said.partition("--- dp with one container")[2])
-    assert sorted(codes[:3]) == [("0", "3"), ("1", "137"), ("2", "3")]
+    assert sorted(codes[:2]) == [("0", "3"), ("1", "137")]
     assert re.search(r"killed +by the kernel for want of memory: rank 1; allow more than LAB_MEMORY=\d+m", said)
-    assert [code for _, code in codes[3:]] == ["0"] * 3
+    assert [code for _, code in codes[2:]] == ["0"] * 2

@@ -16,7 +16,7 @@ from workers.checkpoint.finding import candidates, step_of
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
 
-WORLD_SIZE, STEPS, EVERY = 3, 300, 25
+WORLD_SIZE, STEPS, EVERY = 2, 200, 25
 SETTINGS = TINY | {
     "LAB_VARIANT": "flat", "LAB_PROOF": "0", "LAB_OPTIMIZER": "adamw", "LAB_STEPS": str(STEPS), "LAB_CHECKPOINT_EVERY": str(EVERY),
 }  # fmt: skip
@@ -70,7 +70,7 @@ def verdict(cluster: Containers, run: str) -> dict[str, Any]:
 def test_after_each_kill_all_ranks_come_back_and_end_in_the_same_weights(restarting: Containers) -> None:
     assert set(restarting.run(WORLD_SIZE, LAB_RUN_ID="whole", **SETTINGS).values()) == {0}, restarting.logs()
     draw = random.Random(4)
-    steps = [draw.randrange(begin, begin + 100, EVERY) for begin in (EVERY, 150)]
+    steps = [draw.randrange(begin, begin + 75, EVERY) for begin in (EVERY, 100)]
     restarting.up(WORLD_SIZE, **SETTINGS)
     for step, rank, in_a_save in zip(steps, (draw.randrange(1, WORLD_SIZE), 0), (False, True), strict=True):
         until_saved(restarting, step)
