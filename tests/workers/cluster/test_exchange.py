@@ -70,6 +70,34 @@ def test_who_does_not_come_is_named() -> None:
         alone.barrier("step 3")
 
 
+def test_who_does_not_come_is_named_by_those_who_wait_for_rank_0_too() -> None:
+    def waits(exchange: Exchange) -> str:
+        if exchange.rank == 2:
+            return ""
+        with pytest.raises(TimeoutError) as raised:
+            exchange.barrier("step 3")
+        return str(raised.value)
+
+    first, second, _ = on_each_rank(3, waits, timeout_s=0.3)
+    assert first == second == "waited for rank 2 at 'step 3' for 0.3 s in vain"
+
+
+def test_64_ranks_ask_the_store_a_few_times_each() -> None:
+    class Counted(dist.HashStore):
+        asked = 0
+
+        def get(self, key: str) -> bytes:
+            type(self).asked += 1
+            return super().get(key)
+
+    store = Counted()
+    exchanges = [Exchange(store, rank, 64, timeout_s=30) for rank in range(64)]
+    with ThreadPoolExecutor(64) as pool:
+        heard = list(pool.map(lambda exchange: exchange.everyone("rank", {"rank": exchange.rank}), exchanges))
+    assert heard == [[{"rank": rank} for rank in range(64)]] * 64
+    assert Counted.asked == 64 + 63, "rank 0 asks for each, and each other one for what it collected"
+
+
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_a_wait_goes_on_past_the_looks_between(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "LOOK_S", 0.1)
