@@ -7,6 +7,8 @@ from workers.report.markup import Markup, grid, section, table, text
 from workers.report.records import Comparison, Ranks, Steps, Wire, select
 from workers.report.units import byte_unit, milliseconds
 
+MATRIX_RANKS = 16  # rows and columns of who sends to whom: of 64 ranks three figures had 230 kB of cells
+
 
 def traffic(run: Run, records: Ranks) -> Markup:
     """Predicted, called and wire bytes of each rank, and who sent how much to whom, a figure a variant."""
@@ -19,19 +21,23 @@ def traffic(run: Run, records: Ranks) -> Markup:
     matrices = _matrices(records)
     most = max((value for cells in matrices.values() for value in cells.values()), default=0)
     figures = []
+    shown = min(run["world_size"], MATRIX_RANKS)
     for name, rows in bars.items():
         drawing = charts.drawn(charts.rank_bars(rows, sources, top), f"bytes a step by rank, {name}", 190)
-        told = _matrix(matrices[name], run["world_size"], most) if name in matrices else ""
+        told = _matrix(matrices[name], shown, most) if name in matrices else ""
         figures.append(f"<figcaption>{text(name)}</figcaption>{drawing}{told}")
     key = "".join(f'<span><i style="background:{hue}"></i>{source}</span>' for source, hue in sources.items())
     note = (
         "Bytes that each rank sends in a step: by the formula, as the calls were made, and as the sockets "
         "counted them. Below, who sent how much to whom on the wire."
+        + (
+            f" Of {run['world_size']} ranks the first {shown} are shown; the records have all."
+            if shown < run["world_size"]
+            else ""
+        )
     )
     return (
-        section(
-            "Bytes", f'<div class="key">{key}</div>', grid(figures, max(19, _matrix_rem(run["world_size"]))), note=note
-        )
+        section("Bytes", f'<div class="key">{key}</div>', grid(figures, max(19, _matrix_rem(shown))), note=note)
         if figures
         else Markup()
     )

@@ -188,6 +188,16 @@ def test_a_long_run_of_many_ranks_stays_under_five_megabytes(tmp_path: Path) -> 
     assert "more are in the records" in path.read_text()
 
 
+def test_a_page_of_64_ranks_is_small_and_names_them_all(tmp_path: Path) -> None:
+    records = good_run(64, 50)
+    path = write_page(tmp_path, judge(records), records)
+    assert path.stat().st_size <= MOST_BYTES
+    named = re.findall(r"<tr><td class=n>(\d+)</td><td>worker", path.read_text())
+    assert named == [str(rank) for rank in range(64)]
+    assert "Of 64 ranks the first 16 are shown; the records have all." in path.read_text()
+    assert "ranks the first" not in drawn(good_run(8))
+
+
 def test_how_charts_look_stands_once_in_the_page() -> None:
     page_text = drawn(good_run())
     assert page_text.count(f"const {charts.LOOK} = ") == 1
