@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from workers.config import MAX_WORLD_SIZE
+from workers.config import ON_ONE_MACHINE
 from workers.config.commands import COMMANDS
 from workers.config.values import modes
 
@@ -123,7 +123,7 @@ def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
     assert code == 0
     assert "compose up" in asked
     made = yaml.safe_load((checkout / "made").read_text())["services"]
-    assert made == {f"worker{rank}": {"environment": ["LAB_MINE", "LAB_YOURS"]} for rank in range(MAX_WORLD_SIZE)}
+    assert made == {f"worker{rank}": {"environment": ["LAB_MINE", "LAB_YOURS"]} for rank in range(ON_ONE_MACHINE)}
     assert list(checkout.glob(".own-names*")) == []
 
 

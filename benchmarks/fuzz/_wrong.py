@@ -16,7 +16,7 @@ CLAIM = {
 VERDICT = {"exit_code": 3, "sentence": "all is lost", "lost": [{"rank": 0, "step": 1, "reason": "said so"}]}
 BEAT = {
     "kind": "beat", "rank": 1, "turn": 0, "calls": 0, "step": 0, "phase": "start", "in_phase_s": 0.0, "memory": None,
-    "accepted": 0, "bound": 0, "ended": 255, "left": 255, "rows": {"1": [10**9, 1]},
+    "accepted": 0, "bound": 0, "ended": 255, "left": 255, "counts": [0, 10**9], "hears": [[1, [1]]],
 }  # fmt: skip
 
 
@@ -29,7 +29,7 @@ class Wrong:
         self._insider, self._stranger = Seal(key), Seal(bytes(32))
         self.kinds: dict[str, Callable[[], bytes]] = {
             "random bytes": lambda: self._random.randbytes(self._random.randrange(1500)),
-            "larger than allowed": lambda: b"rkl1" + self._random.randbytes(self._random.randrange(20_000, 60_000)),
+            "larger than allowed": lambda: b"rkl1" + self._random.randbytes(self._random.randrange(34_000, 60_000)),
             "JSON nested deep": lambda: b"[" * self._random.randrange(1000, 16_000),
             "JSON without a seal": lambda: json.dumps(self._message()).encode(),
             "sealed with another key": lambda: self._stranger.seal(self._message(), self._audience()),
@@ -55,8 +55,12 @@ class Wrong:
         """What once ended a run: a claim, a verdict or a beat with a field that is wrong, or none that is."""
         message: dict[str, Any] = self._random.choice(
             [
-                {"kind": "claim", "claim": CLAIM | {"world_size": 4}},
-                {"kind": "claim", "claim": CLAIM | {self._random.choice(list(CLAIM)): self._random.choice(WRONG)}},
+                {"kind": "claim", "claim": CLAIM | {"world_size": 4}, "knows": 0},
+                {
+                    "kind": "claim",
+                    "knows": 0,
+                    "claim": CLAIM | {self._random.choice(list(CLAIM)): self._random.choice(WRONG)},
+                },
                 {"kind": "verdict", "verdict": VERDICT, "stopped": False},
                 BEAT,
                 BEAT | {self._random.choice(list(BEAT)): self._random.choice(WRONG)},
@@ -68,8 +72,9 @@ class Wrong:
     def _wrong_inside(self) -> bytes:
         """By one who has the key: a body that is no message."""
         body = self._random.choice(
-            [b"[" * 9000, b'{"kind":"beat","rank":[1]}', b'{"kind":"killed","rank":9}', b'{"kind":["claim"]}', b"\xff",
-             b'{"kind":"claim","claim":{"rank":9,"world_size":10}}', b'{"kind":"verdict","verdict":{},"stopped":1}']
+            [b"[" * 9000, b'{"kind":"beat","rank":[1]}', b'{"kind":"killed","rank":1024}', b"\xff",
+             b'{"kind":["claim"]}',
+             b'{"kind":"claim","claim":{"rank":10,"world_size":10}}', b'{"kind":"verdict","verdict":{},"stopped":1}']
         )  # fmt: skip
         head = self._insider.seal({}, self._audience())[: HEAD.size]
         return head + mac_of(self._key, head + bytes(MAC_BYTES) + body) + body

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from workers.config import MAX_WORLD_SIZE, Config
+from workers.config import ON_ONE_MACHINE, Config
 from workers.config.__main__ import compose_lines, names
 
 TOP = Path(__file__).parent.parent.parent
@@ -44,7 +44,7 @@ def raw(file: str) -> dict[str, Any]:
 
 @needs_compose
 @pytest.mark.parametrize("files", [FILES[:1], FILES], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("world_size", range(1, MAX_WORLD_SIZE + 1))
+@pytest.mark.parametrize("world_size", range(1, ON_ONE_MACHINE + 1))
 def test_exactly_world_size_ranks_start(files: list[str], world_size: int) -> None:
     services = resolved(*files, WORLD_SIZE=str(world_size))["services"]
     assert sorted(services) == [f"worker{rank}" for rank in range(world_size)]
@@ -163,7 +163,7 @@ def unknown_to_v1(text: str) -> set[str]:
 @needs_compose
 def test_the_restart_overlay_starts_every_rank_again_where_it_was() -> None:
     services = resolved(FILES[0], "compose/restart.yaml", WORLD_SIZE="8")["services"]
-    assert len(services) == MAX_WORLD_SIZE
+    assert len(services) == ON_ONE_MACHINE
     for service in services.values():
         assert service["restart"].startswith("on-failure:")
         environment = service["environment"]

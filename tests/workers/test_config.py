@@ -66,7 +66,7 @@ def test_what_was_set_repeats_the_run() -> None:
     ("environ", "words"),
     [
         ({"WORLD_SIZE": "9"}, "WORLD_SIZE='9' is out of range: allowed is 1 to 8"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is out of range: allowed is 1 to 8"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is out of range: allowed is 1 to 1024"),
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' is not a whole number"),
         ({"RUN_MODE": "trian"}, "RUN_MODE='trian' is not a mode (did you mean 'train'?)"),
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "x"}, "RANK=4 is outside of WORLD_SIZE=4, allowed: 0 to 3"),
@@ -175,6 +175,16 @@ def test_only_the_rank_that_is_named_is_slow() -> None:
 
 def test_all_faults_are_told_at_once() -> None:
     assert len(faults(WORLD_SIZE="9", RUN_MODE="tpp", LAB_STEP="5", LAB_MODEL="gtp", LAB_SEED="-1")) == 5
+
+
+def test_a_large_world_is_an_engines() -> None:
+    """Which sets RANK, and is not the Compose file."""
+    rank = {"RANK": "63", "WORLD_SIZE": "64", "MASTER_ADDR": "node0"}
+    assert Config.read(rank).world_size == 64
+    assert faults(**rank | {"WORLD_SIZE": "1025"}) == ["WORLD_SIZE='1025' is out of range: allowed is 1 to 1024"]
+    few = "WORLD_SIZE='64' is out of range: allowed is 1 to 8 on one machine, and up to 1024 under an engine such as"
+    for on_one_machine in (rank | {"RANKS_ON_HOST": "64"}, {"WORLD_SIZE": "64"}):
+        assert faults(**on_one_machine) == [f"{few} Slurm or torchrun"]
 
 
 def test_the_settings_cannot_be_changed() -> None:

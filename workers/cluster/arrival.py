@@ -41,6 +41,8 @@ class Arrival:
     opener: Opener = field(init=False)
     _board: bytes = ANYONE  # the number of the board, once it has greeted
     _unanswered: int = 0
+    _sealed: str = ""  # the token of the run that is sealed
+    _members: dict[int, dict[str, Any]] = field(default_factory=dict)  # of its members those that are known so far
 
     def __post_init__(self) -> None:
         self.dropped = Dropped(self.say)
@@ -64,7 +66,7 @@ class Arrival:
         return f"in {self.config.join_timeout_s:g} s (LAB_JOIN_TIMEOUT_S)"
 
     def _question(self) -> dict[str, Any]:
-        return {"kind": "claim", "claim": asdict(self.claim)}
+        return {"kind": "claim", "claim": asdict(self.claim), "knows": self._knows()}
 
     def _ask(self, board: Address, port: int) -> None:
         send(self.udp, self.seal.seal(self._question(), self._board), (board.ip, port))
@@ -120,7 +122,10 @@ class Arrival:
                 if foreign_since is not None and time.monotonic() - foreign_since > FOREIGN_S:
                     raise ClusterError(self.taken(*board))
             elif "sealed" in answer:
-                return board[0], answer["sealed"]
+                self._learn(answer["sealed"])
+                if self._knows() == self.claim.world_size:
+                    return board[0], answer["sealed"] | {"members": list(self._members.values())}
+                waiting, foreign_since = "", None
             else:
                 waiting, foreign_since = str(answer.get("wait", "")), None
             # A board that answers has the word: its own bound is near, and every rank says its sentence.
@@ -128,6 +133,16 @@ class Arrival:
                 raise ClusterError(f"rank {self.claim.rank} was not let in {self.bound}: {waiting}")
             self.progress(waiting)
             time.sleep(max(0.0, asked_at + ASK_EVERY_S - time.monotonic()))
+
+    def _learn(self, sealed: dict[str, Any]) -> None:
+        """Take in the members of an answer: each brings the next MAX_MEMBERS."""
+        if sealed["token"] != self._sealed:
+            self._sealed, self._members = sealed["token"], {}
+        self._members |= {member["rank"]: member for member in sealed["members"]}
+
+    def _knows(self) -> int:
+        """How many members are known from rank 0 on, without a gap."""
+        return next(rank for rank in range(len(self._members) + 1) if rank not in self._members)
 
     def _look_at_rank_0(self, answer: dict[str, Any] | None, let_in_at: float | None, asked_at: float) -> float | None:
         """When rank 0 was last known to gather ranks, this one among them; raises ClusterError where it has gone."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from workers.cluster import name_ranks
 from workers.cluster.address import is_loopback
+from workers.cluster.messages import MAX_MEMBERS
 from workers.config import Config
 
 ASKING_S = 1.5
@@ -160,10 +161,18 @@ class Board:
         return set(self._claims) - {self.own.rank} - heard - started
 
     def answer(
-        self, claim: Claim, ip: str, udp_port: int, now: float, heard_at: Mapping[int, float] | None = None
+        self,
+        claim: Claim,
+        ip: str,
+        udp_port: int,
+        now: float,
+        heard_at: Mapping[int, float] | None = None,
+        knows: int = 0,
     ) -> dict[str, Any]:
-        """The reply to one claim: `refuse`, `wait` or `sealed`. `heard_at` is when each rank was heard since the
-        seal."""
+        """The reply to one claim: `refuse`, `wait` or `sealed`, with the members that follow the first `knows`.
+
+        `heard_at` is when each rank was heard since the seal.
+        """
         self._asking[claim.uid] = claim
         holder = self._claims.get(claim.rank)
         if self.refusal is None and holder is not None and holder[0].uid == claim.uid:
@@ -180,7 +189,7 @@ class Board:
             self._told.add(claim.uid)
             return {"refuse": self.refusal}
         if self.sealed is not None:
-            return {"sealed": self.sealed}
+            return {"sealed": self.sealed | {"members": self.sealed["members"][knows : knows + MAX_MEMBERS]}}
         return {"wait": f"waiting for {name_ranks(self.missing(now))}"} if self.missing(now) else {"wait": ""}
 
     def _newcomer(self, claim: Claim, ip: str, udp_port: int, now: float) -> dict[str, Any] | None:

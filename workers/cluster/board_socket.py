@@ -96,7 +96,8 @@ class Desk:
                     self._reply({"greet": self._seal.sender.hex()}, opened.sender, address)
                 else:
                     claim = Claim(**opened.message["claim"])
-                    self._reply(self.board.answer(claim, *address, time.monotonic(), heard_at), opened.sender, address)
+                    answer = self.board.answer(claim, *address, time.monotonic(), heard_at, opened.message["knows"])
+                    self._reply(answer, opened.sender, address)
             elif opened is None and self._dropped.by_fault[OTHER_KEY] > others:
                 self._show_key(datagram, address)
         self._turn_away()

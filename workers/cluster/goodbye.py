@@ -18,15 +18,15 @@ AFTER = "after the verdict, which stands"
 class Goodbye:
     """Of one rank. `outlived` are the ranks that were lost after the verdict."""
 
-    def __init__(self, rank: int, hearing: Hearing, lost_after_s: float, say: Callable[[str], None]) -> None:
-        self.rank, self.hearing, self.lost_after_s, self.say = rank, hearing, lost_after_s, say
+    def __init__(self, rank: int, hearing: Hearing, say: Callable[[str], None]) -> None:
+        self.rank, self.hearing, self.say = rank, hearing, say
         self.outlived: set[int] = set()
 
     def heard(self, now: float, end_by: float, *, committed: bool) -> bool:
         """Whether this rank may go: every rank that still sends has heard the goodbye, and on rank 0 has said its own;
         or it is later than `end_by`. Those that fell silent since all were `committed` to a verdict are named."""
         self.hearing.ended |= to_mask([self.rank])
-        gone = {rank for rank, peer in self.hearing.peers.items() if now - peer.heard_at > self.lost_after_s}
+        gone = self.hearing.silent(now)
         waiting = [rank for rank in self.hearing.peers if rank not in gone and not self._parted(rank)]
         if waiting and now <= end_by:
             return False

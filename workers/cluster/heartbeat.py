@@ -6,11 +6,12 @@ periods. A rank's row is fresh as long as its counter grows, whoever brings it. 
 rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workers.cluster.pulse import count_at
+from workers.cluster.messages import MAX_GROUPS
+from workers.cluster.pulse import PERIOD_S, count_at, turns_of
 from workers.cluster.verdict import Seen
 
 
@@ -56,6 +57,8 @@ class Hearing:
     def __init__(self, rank: int, ranks: Iterable[int], lost_after_s: float, now: float) -> None:
         self.rank, self.lost_after_s = rank, lost_after_s
         self.peers = {other: Peer(heard_at=now) for other in ranks if other != rank}
+        # In a large world a rank beats to each other one in turns only: news of it come by others meanwhile.
+        self.direct_s = lost_after_s + 2 * PERIOD_S * (turns_of(len(self.peers)) - 1)
         self.rows = {other: Row(fresh_at=now) for other in self.peers}
         self.accepted = self.bound = 0  # masks of those that have come so far in the verdict: agreement.py
         self.ended = 0  # mask of those that came to a normal end
@@ -69,13 +72,15 @@ class Hearing:
     def beat(self, place: Place, memory_share: float | None, now: float) -> dict[str, Any]:
         """This rank's next heartbeat."""
         self._count = max(self._count + 1, count_at(now))
-        rows = {str(rank): [row.count, row.mask] for rank, row in self.rows.items()}
-        rows[str(self.rank)] = [self._count, to_mask(self.heard(now))]
+        rows = self.rows | {self.rank: Row(self._count, to_mask(self.heard(now)))}
+        hears = alike(rows, first=self.rank)
+        told = {rank for _, ranks in hears for rank in ranks}
+        counts = [rows[rank].count if rank in told else 0 for rank in range(max(rows) + 1)]
         return {
             "kind": "beat", "rank": self.rank, "turn": place.turn, "calls": place.calls, "step": place.step, "phase": place.phase,
             "in_phase_s": round(now - place.since, 2), "memory": memory_share,
             "accepted": self.accepted, "bound": self.bound, "ended": self.ended, "left": self.left,
-            "rows": rows,
+            "counts": counts, "hears": hears,
         }  # fmt: skip
 
     def take(self, beat: dict[str, Any], now: float) -> None:
@@ -90,10 +95,11 @@ class Hearing:
         self.left |= beat["left"]
         self.accepted |= beat["accepted"]
         self.bound |= beat["bound"]
-        for name, (count, mask) in beat["rows"].items():
-            row = self.rows.get(int(name))
-            if row is not None and count > row.count:
-                row.count, row.mask, row.fresh_at = count, mask, now
+        for mask, ranks in beat["hears"]:
+            for rank in ranks:
+                row, count = self.rows.get(rank), beat["counts"][rank] if rank < len(beat["counts"]) else 0
+                if row is not None and count > row.count:
+                    row.count, row.mask, row.fresh_at = count, mask, now
 
     def forget(self, rank: int) -> Peer:
         """Go on as if `rank` had never been here; returns what was known of it."""
@@ -108,8 +114,12 @@ class Hearing:
 
     def heard(self, now: float) -> set[int]:
         """The ranks that this one hears itself, itself among them."""
-        alive = {rank for rank, peer in self.peers.items() if now - peer.heard_at <= self.lost_after_s}
-        return {self.rank} | alive - self.killed
+        alive = {rank for rank, peer in self.peers.items() if now - peer.heard_at <= self.direct_s}
+        return {self.rank} | alive - self.silent(now) - self.killed
+
+    def silent(self, now: float) -> set[int]:
+        """The other ranks of which nobody brings anything new."""
+        return {rank for rank, row in self.rows.items() if now - row.fresh_at > self.lost_after_s}
 
     def started(self) -> set[int]:
         """The other ranks of which at least one heartbeat is known, whoever brought it."""
@@ -122,14 +132,15 @@ class Hearing:
     def hears(self, now: float) -> dict[int, set[int]]:
         """What each rank that still sends hears, of those present: the voters and their votes."""
         present = self.present()
-        fresh = {rank: to_ranks(row.mask) for rank, row in self.rows.items() if now - row.fresh_at <= self.lost_after_s}
+        silent = self.silent(now)
+        fresh = {rank: to_ranks(row.mask) for rank, row in self.rows.items() if rank not in silent}
         fresh[self.rank] = self.heard(now)
         return {rank: mask & present for rank, mask in fresh.items() if rank in present - self.killed}
 
     def seen(self, place: Place, now: float) -> dict[int, Seen]:
         """The last words of every rank, with the seconds since."""
         last = {
-            rank: replace(peer.seen, silent_s=now - peer.heard_at, killed=rank in self.killed)
+            rank: replace(peer.seen, silent_s=now - self.rows[rank].fresh_at, killed=rank in self.killed)
             for rank, peer in self.peers.items()
         }
         return last | {self.rank: Seen(place.step, place.phase)}
@@ -145,6 +156,18 @@ class Hearing:
             f"rank {rank} ({peer.seen.place} for {peer.in_phase_s + now - peer.heard_at:.1f} s)"
             for rank, peer in self.waited_for(place).items()
         ]
+
+
+def alike(rows: Mapping[int, Row], first: int) -> list[tuple[int, list[int]]]:
+    """The ranks that hear the same ranks, together: of a whole cluster one group, where a rank is lost two or three.
+
+    At most MAX_GROUPS of them, the largest, and that of rank `first`; others have told theirs themselves.
+    """
+    groups: dict[int, list[int]] = {}
+    for rank in sorted(rows):
+        groups.setdefault(rows[rank].mask, []).append(rank)
+    order = sorted(groups.items(), key=lambda group: (first not in group[1], -len(group[1])))
+    return order[:MAX_GROUPS]
 
 
 def to_mask(ranks: Iterable[int]) -> int:

@@ -12,6 +12,9 @@ from typing import Any
 from workers.cluster.sealed import MAX_TEXT
 from workers.config import MAX_WORLD_SIZE
 
+MAX_MEMBERS = 64  # in one message: 10 kB at most
+MAX_GROUPS = 8  # of ranks that hear alike, in one heartbeat
+
 Shape = Callable[[Any], bool]
 
 
@@ -94,13 +97,15 @@ claim = record(
 
 KINDS: dict[str, dict[str, Shape]] = {
     # To the board, and from it.
-    "claim": {"claim": lambda value: claim(value) and value["rank"] < value["world_size"]},
+    "claim": {
+        "claim": lambda value: claim(value) and value["rank"] < value["world_size"], "knows": whole(0, MAX_WORLD_SIZE),
+    },
     "greet": {"greet": token},
     "wait": {"wait": text()},
     "refuse": {"refuse": text()},
     "sealed": {
         "sealed": record(
-            token=token, run_id=text(256), store_port=port, members=items(member, MAX_WORLD_SIZE)
+            token=token, run_id=text(256), store_port=port, members=items(member, MAX_MEMBERS)
         )
     },
     # Between watches.
@@ -108,7 +113,8 @@ KINDS: dict[str, dict[str, Shape]] = {
         "rank": rank, "turn": whole(), "calls": whole(-(2**53)), "step": step, "phase": text(),
         "in_phase_s": number(-60), "memory": maybe(number()),
         "accepted": ranks_mask, "bound": ranks_mask, "ended": ranks_mask, "left": ranks_mask,
-        "rows": table(lambda name: text(1)(name) and name in "01234567", pair(whole(), ranks_mask), MAX_WORLD_SIZE),
+        "counts": items(whole(), MAX_WORLD_SIZE),
+        "hears": items(pair(ranks_mask, items(rank, MAX_WORLD_SIZE)), MAX_GROUPS),
     },
     "verdict": {"verdict": verdict, "stopped": flag},
     "killed": {"rank": rank},

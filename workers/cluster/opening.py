@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from workers.cluster.dropped import Dropped
 from workers.cluster.messages import fault
 from workers.cluster.sealed import HEAD, MAC_BYTES, MAGIC, MAX_BYTES, hint_of, mac_of
+from workers.config import MAX_WORLD_SIZE
 
 WINDOW = 8  # beats come four times a second: one that was held back for longer than 2 s is no sign of life any more
 STRANGE = "of another run"
-MAX_SENDERS = 256  # of which numbers are kept; only who has the key comes to be one
+# Of which numbers are kept; only who has the key comes to be one: a rank, its helper, its last words, a board.
+MAX_SENDERS = 4 * MAX_WORLD_SIZE
 
 
 @dataclass

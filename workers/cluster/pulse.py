@@ -16,14 +16,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from workers.cluster.sealed import Seal
 
+Address = TypeVar("Address")
 PACKET_BYTES = 65536
 PERIOD_S = 0.25
+AT_A_TIME = 16  # others that hear one beat
 LATE_S = 1.5 * PERIOD_S
 STANDS_IN_S = 60.0  # a rank whose lock is kept for longer hangs: it is named as lost, and not waited for
 TOP = Path(__file__).parents[2]
@@ -86,6 +89,7 @@ def stand_in(parent: int, notes: socket.socket, post: socket.socket) -> None:
     seal = Seal(key)
     last: tuple[dict[str, Any], list[list[Any]]] | None = None
     noted_at = now = time.monotonic()
+    turn = 0
     while os.getppid() == parent or parent == os.getpid():  # a thread of the rank's own, in a test
         if select.select([notes], [], [], max(0.0, now + PERIOD_S - time.monotonic()))[0]:
             packet = notes.recv(PACKET_BYTES)
@@ -97,16 +101,39 @@ def stand_in(parent: int, notes: socket.socket, post: socket.socket) -> None:
         now = time.monotonic()
         if last is not None and now - noted_at < STANDS_IN_S and runs(parent):
             datagram = seal.seal(again(last[0], now - noted_at, now), token)
-            for ip, port in last[1]:
+            for ip, port in turn_of(last[1], turn):
                 with suppress(OSError):
                     post.sendto(datagram, (ip, port))
+            turn += 1
 
 
 def again(beat: dict[str, Any], later_s: float, now: float) -> dict[str, Any]:
     """The same beat `later_s` after it was made: counted on, by the clock that the rank itself counts by."""
-    rows = dict(beat["rows"])
-    rows[str(beat["rank"])] = [count_at(now), rows[str(beat["rank"])][1]]
-    return beat | {"rows": rows, "in_phase_s": round(beat["in_phase_s"] + later_s, 2)}
+    counts = [*beat["counts"]]
+    counts[beat["rank"]] = count_at(now)
+    return beat | {"counts": counts, "in_phase_s": round(beat["in_phase_s"] + later_s, 2)}
+
+
+def turns_of(others: int) -> int:
+    """In how many turns a rank beats to so many others: 16 at a time, else 1,024 ranks would hear 4,092 beats a second.
+
+    What one knows the next ones tell on, so news go round all the same (`hops_of`).
+    """
+    return max(1, -(-others // AT_A_TIME))
+
+
+def hops_of(others: int) -> int:
+    """Over how many beats a piece of news reaches so many others."""
+    hops, reached = 1, AT_A_TIME
+    while reached < others:
+        hops, reached = hops + 1, reached * AT_A_TIME
+    return hops
+
+
+def turn_of(addresses: Sequence[Address], turn: int) -> Sequence[Address]:
+    """Those to whom this turn's beat goes."""
+    turns = turns_of(len(addresses))
+    return addresses[turn % turns :: turns]
 
 
 def count_at(now: float) -> int:

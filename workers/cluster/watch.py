@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from workers.cluster import last_words, name_ranks
 from workers.cluster.agreement import Agreement
@@ -23,8 +23,8 @@ from workers.cluster.going_on import Parting
 from workers.cluster.goodbye import Goodbye
 from workers.cluster.heartbeat import Hearing
 from workers.cluster.host import LINGER_S
-from workers.cluster.judging import FOLLOW_S, SETTLE_S, Judging
-from workers.cluster.pulse import PERIOD_S
+from workers.cluster.judging import FOLLOW_S, Judging
+from workers.cluster.pulse import PERIOD_S, hops_of
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.slowness import Slowness
@@ -37,7 +37,7 @@ from workers.measure.cgroup import ContainerMemory
 from workers.report.records import Lost
 
 FROZEN_S = 1.0  # the longest gap between two beats under four times as many busy threads as cores was 0.33 s
-START_GRACE_S = 1.0  # the others' watches start up to this much later
+START_GRACE_S = 1.0  # the others' watches start up to this much later; so much a hop of news
 OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
 
 
@@ -54,7 +54,8 @@ class Watch(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self.cluster, self.config, self.say = cluster, config, say
         now = time.monotonic()
-        self.hearing = Hearing(cluster.rank, cluster.members, config.lost_after_s, now + START_GRACE_S)
+        grace_s = START_GRACE_S * hops_of(len(cluster.members) - 1)
+        self.hearing = Hearing(cluster.rank, cluster.members, config.lost_after_s, now + grace_s)
         self.main = Whereabouts()
         # Hears of it, on this thread.
         self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005
@@ -65,13 +66,13 @@ class Watch(threading.Thread):
         self._parting = Parting(self.hearing, self.post, say)
         self._agreement = Agreement(self.hearing)
         self._failure: tuple[Verdict, Verdict] | None = None  # of the main thread: own, and to the others
-        self.goodbye = Goodbye(cluster.rank, self.hearing, config.lost_after_s, say)
+        self.goodbye = Goodbye(cluster.rank, self.hearing, say)
         self._slowness = Slowness(now)
         self._pressure = ContainerMemory()
         self._judging = Judging(cluster.rank, self.hearing)
         self._refused_at: float | None = None
         self._failed_at: float | None = None
-        self._end_by = self._hurry_until = 0.0
+        self._end_by = self._hurry_until = self._forgiven_at = 0.0
         self._ending, self._ended = threading.Event(), threading.Event()
         self._signals = Signals()
         self._signals.open()
@@ -125,8 +126,7 @@ class Watch(threading.Thread):
         """
         suspects = may_be_a_loss(error)
         if self.hearing.peers and suspects:
-            # If it is one, the thread ends the process meanwhile.
-            time.sleep(self.config.lost_after_s + SETTLE_S + FOLLOW_S + 2 * PERIOD_S)
+            self._wait_for_a_verdict()
         place = self.main.here()
         waited_for = self.hearing.behind(place, time.monotonic()) if suspects else []
         failure = failed(self.cluster.rank, place, error, waited_for)
@@ -135,6 +135,12 @@ class Watch(threading.Thread):
         self._failure = failure
         self._signals.wake()
         while True:  # the thread ends the process
+            time.sleep(PERIOD_S)
+
+    def _wait_for_a_verdict(self) -> None:
+        """If somebody is lost, the thread ends the process meanwhile; after a freeze all silences count anew."""
+        began, takes_s = time.monotonic(), self.config.lost_after_s + self._judging.settle_s + FOLLOW_S + 2 * PERIOD_S
+        while time.monotonic() < max(began, self._forgiven_at) + takes_s:
             time.sleep(PERIOD_S)
 
     def run(self) -> None:
@@ -151,7 +157,7 @@ class Watch(threading.Thread):
             self.woken += 1
             self._listen(frozen_s=now - due)
             self._agreement.look()
-            self._send_beat()
+            self.post.tell_beat(self._beat())
             if self._failure is not None and self._all_listen():
                 self._end(*self._failure)
             if self._ending.is_set():
@@ -175,8 +181,13 @@ class Watch(threading.Thread):
             lost = Lost(rank, place.step, f"stopped by {number.name}")
             self._end(Verdict(EXIT_CODES[number], sentence), Verdict(3, sentence, (lost,)), stopped=True)
 
-    def _send_beat(self) -> None:
-        self.post.tell_beat(self.hearing.beat(self.main.here(), self._pressure.share(), time.monotonic()))
+    def _beat(self) -> dict[str, Any]:
+        return self.hearing.beat(self.main.here(), self._pressure.share(), time.monotonic())
+
+    def _send_last_beats(self) -> None:
+        """To all at once: no more will come."""
+        for _ in range(SENT_TIMES):
+            self.post.tell(self._beat())
 
     def _listen(self, frozen_s: float) -> None:
         """Take in all that has come; after a freeze the verdict on this rank may be waiting there."""
@@ -191,7 +202,8 @@ class Watch(threading.Thread):
                 if message["kind"] == "verdict":
                     self._adopt(Verdict.from_json(message["verdict"]), message["stopped"])
         if frozen_s > FROZEN_S:
-            self.hearing.forgive(time.monotonic())
+            self._forgiven_at = time.monotonic()
+            self.hearing.forgive(self._forgiven_at)
         desk = self.cluster.desk
         if desk is not None:
             desk.serve(self._parting.heard_at | {rank: peer.heard_at for rank, peer in self.hearing.peers.items()})
@@ -258,16 +270,14 @@ class Watch(threading.Thread):
 
     def _end_when_heard(self) -> None:
         if self.goodbye.heard(time.monotonic(), self._end_by, committed=self._agreement.committed):
-            for _ in range(SENT_TIMES):
-                self._send_beat()
+            self._send_last_beats()
             self._ended.set()
 
     def _end(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
         """An end of this rank's own. If it is bound to the verdict it changes that for nobody else."""
         if self._agreement.bound:
             self.goodbye.leave()
-            for _ in range(SENT_TIMES):
-                self._send_beat()
+            self._send_last_beats()
             self._departure.leave(own, None)
         self._leave(own, to_others, stopped)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from workers.cluster.board_socket import receive, send
-from workers.cluster.pulse import Pulse
+from workers.cluster.pulse import Pulse, turn_of
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.sealed import Seal
 from workers.cluster.verdict import Verdict
@@ -35,6 +35,7 @@ class Post:
         self.addresses = {
             rank: (member.ip, member.udp_port) for rank, member in cluster.members.items() if rank != cluster.rank
         }
+        self._turn = 0
         self._come: deque[dict[str, Any]] = deque()
         self._closed = False
         self._taking = threading.Lock()
@@ -47,9 +48,13 @@ class Post:
             self.sent_bytes += send(self._socket, datagram, address)
 
     def tell_beat(self, beat: dict[str, Any]) -> None:
-        """Send a heartbeat, and leave it with the process that repeats it while this one cannot."""
-        self.tell(beat)
-        self.pulse.note(beat, list(self.addresses.values()))
+        """Send a heartbeat to those whose turn it is, and leave it with the process that repeats it while this one
+        cannot."""
+        datagram, addresses = self._seal.seal(beat, self._token), list(self.addresses.values())
+        for address in turn_of(addresses, self._turn):
+            self.sent_bytes += send(self._socket, datagram, address)
+        self._turn += 1
+        self.pulse.note(beat, addresses)
 
     def tell_verdict(self, verdict: Verdict, stopped: bool) -> None:
         """Send the words that this rank leaves by, or parts from others."""

@@ -19,7 +19,8 @@ from workers.config import values
 from workers.config.options import ModeOptions, aliases, declared
 from workers.config.sentences import named_value, sentence, shown
 
-MAX_WORLD_SIZE = 8
+MAX_WORLD_SIZE = 1024  # of ranks that an engine starts
+ON_ONE_MACHINE = 8  # as containers or local processes: what the Compose file holds
 MOST = 10**9  # of anything that is counted: beyond any machine, and far from where numbers of 64 bits end
 MOST_SEED = 2**32 - 1  # an epoch's generator is seeded with a million times as much, in 64 bits
 MOST_SECONDS = 10**6  # twelve days; a thread cannot wait for longer than 292 years, nor gloo for longer than it counts
@@ -44,7 +45,7 @@ class Config(BaseSettings):
     # The cluster: who this rank is, and where the others are.
     run_mode: Annotated[str, AfterValidator(values.known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a mode in experiments/, or the path of one such as mine/mode.py")
     rank: int | None = Field(None, alias="RANK", ge=0, le=MOST, description="this rank, from 0; unset: start all ranks as local processes")
-    world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks")
+    world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks; as containers or local processes of one machine at most 8")
     master_addr: Annotated[str, AfterValidator(values.host_name)] | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
     master_port: int = Field(29500, alias="MASTER_PORT", ge=1, le=65535, description="port of rank 0")
     key: Annotated[SecretStr, AfterValidator(values.key)] | None = Field(None, alias="LAB_KEY", exclude=True, repr=False, description="key of the run, the same words on all ranks, 16 characters at least: what is not sealed with it is not believed; unset: drawn by whoever starts all ranks, else derived")
@@ -139,6 +140,7 @@ class Config(BaseSettings):
                 ]
         config: Self | None = found.get(cls.__name__)
         faults += _contradictions(config) if config is not None else []
+        faults += _too_many(given.get("WORLD_SIZE", ""), "RANKS_ON_HOST" in environ or "RANK" not in given)
         if faults or config is None:
             raise ConfigError(faults)
         return cls._with_own_sizes(config.model_copy(update={"options": found[kind.__name__]}))
@@ -220,6 +222,16 @@ def _contradictions(config: Config) -> list[str]:
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
         refusals.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
     return refusals
+
+
+def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
+    """More ranks than one machine takes, where no engine started this one; what no engine takes is told by its type."""
+    if not (on_one_machine and world_size.isdecimal() and ON_ONE_MACHINE < int(world_size) <= MAX_WORLD_SIZE):
+        return []
+    return [
+        f"{named_value('WORLD_SIZE', world_size)} is out of range: allowed is 1 to {ON_ONE_MACHINE} on one machine, and up"
+        f" to {MAX_WORLD_SIZE} under an engine such as Slurm or torchrun"
+    ]
 
 
 def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:

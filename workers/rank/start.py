@@ -18,7 +18,7 @@ from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
-from workers.config import MAX_WORLD_SIZE, Config, ConfigError
+from workers.config import Config, ConfigError
 from workers.config.values import is_path, lesson_file
 from workers.contract import Mode
 from workers.lab import Lab
@@ -36,7 +36,7 @@ from workers.rank.refusals import refuse
 from workers.rank.sections import Sections
 from workers.report import records
 from workers.report.claim import Taken, claim
-from workers.report.journal import Journal, put_aside
+from workers.report.journal import Journal, put_aside, ranks_beyond
 from workers.report.outcome import Outcome
 from workers.report.progress import working
 from workers.workload import text
@@ -78,7 +78,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         elsewhere = one_folder.told(exchange, folder, cluster.token.hex(), config)
         journal.open(folder, cluster.rank)
         if cluster.rank == 0:
-            put_aside(folder, range(cluster.world_size, MAX_WORLD_SIZE))  # of an attempt with more ranks
+            put_aside(folder, ranks_beyond(folder, cluster.world_size))  # of an attempt with more ranks
             watch.on_period = partial(working, journal, started_at)
         journal.write(start_record(config, cluster, mode))
         init_process_group(cluster, config)

@@ -76,6 +76,12 @@ def put_aside(folder: Path, ranks: Iterable[int]) -> int:
     return attempts
 
 
+def ranks_beyond(folder: Path, world_size: int) -> list[int]:
+    """The ranks of an attempt with more ranks that has left records in `folder`."""
+    names = [path.stem.removeprefix("rank") for path in folder.glob("rank*.jsonl")]
+    return sorted(int(name) for name in names if name.isdecimal() and int(name) >= world_size)
+
+
 def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 

@@ -21,7 +21,7 @@ from workers.cluster.sealed import ANYONE, HEAD, MAC_BYTES, Seal, mac_of
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 HERE = "127.0.0.1"
 HOST, MEMBER = [Claim(rank, 2, "dp", "v1", uid=f"uid{rank}") for rank in (0, 1)]
-QUESTION = {"kind": "claim", "claim": asdict(MEMBER)}
+QUESTION = {"kind": "claim", "claim": asdict(MEMBER), "knows": 0}
 
 
 class Office:
@@ -118,7 +118,7 @@ def test_whatever_comes_without_the_key_or_the_form_changes_nothing(office: Offi
         if isinstance(each, bytes):
             datagrams = [each]
         else:
-            body = json.dumps({"kind": "claim", "claim": asdict(MEMBER) | each}).encode()
+            body = json.dumps({"kind": "claim", "claim": asdict(MEMBER) | each, "knows": 0}).encode()
             datagrams = [body, Seal(OTHER_KEY).seal(json.loads(body), office.desk._seal.sender)]
             if type(each.get("rank", 1)) is not int:  # by one who has the key
                 head = Seal(KEY).seal({}, office.desk._seal.sender)[: HEAD.size]

@@ -12,7 +12,7 @@ class Leaving:
     def __init__(self, rank: int) -> None:
         self.said: list[str] = []
         self.hearing = Hearing(rank, range(3), LOST_AFTER_S, 0.0)
-        self.goodbye = Goodbye(rank, self.hearing, LOST_AFTER_S, self.said.append)
+        self.goodbye = Goodbye(rank, self.hearing, self.said.append)
 
     def goes(self, now: float) -> bool:
         return self.goodbye.heard(now, end_by=1e9, committed=True)

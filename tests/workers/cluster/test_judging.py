@@ -14,6 +14,8 @@ BREAK = Verdict(3, "rank 2 lost", (Lost(2, 0, "silent"),))
 class Tables:
     """What a rank of three hears of the others."""
 
+    peers = (1, 2)
+
     def hears(self, _now: float) -> dict[int, set[int]]:
         return {0: {0, 1}, 1: {0, 1}}
 

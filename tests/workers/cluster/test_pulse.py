@@ -63,7 +63,7 @@ def test_a_late_rank_is_spoken_for_with_a_higher_count_each_time(standing: Stand
     noted = beat(time.monotonic())
     standing.note(noted)
     first, second = standing.hear(), standing.hear()
-    counts = [each["rows"]["0"][0] for each in (noted, first, second)]
+    counts = [each["counts"][0] for each in (noted, first, second)]
     assert counts == sorted(set(counts))
     assert first["in_phase_s"] >= noted["in_phase_s"] + LATE_S - 0.01
     same = {"rank": 0, "turn": 3, "step": 7, "phase": "flat"}
@@ -78,9 +78,9 @@ def test_before_the_first_beat_there_is_nothing_to_repeat(standing: Standing) ->
 
 def test_a_beat_is_counted_on_from_the_clock_of_both() -> None:
     made = beat(now=1.0)
-    assert made["rows"]["0"][0] == 1000
-    assert again(made, 0.5, 1.5)["rows"] == {"0": [1500, 3], "1": [0, 3]}
-    assert made["rows"]["0"][0] == 1000, "the beat itself stays"
+    assert made["counts"][0] == 1000
+    assert again(made, 0.5, 1.5)["counts"] == [1500, 0]
+    assert made["counts"][0] == 1000, "the beat itself stays"
 
 
 def test_a_stopped_process_does_not_run() -> None:

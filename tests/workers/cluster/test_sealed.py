@@ -20,7 +20,7 @@ KEY, OTHER_KEY, RUN = b"k" * 32, b"o" * 32, b"the run."
 HERE = ("10.0.0.3", 4001)
 BEAT: dict[str, Any] = {
     "kind": "beat", "rank": 1, "turn": 3, "calls": 2, "step": 4, "phase": "flat", "in_phase_s": 0.25, "memory": None,
-    "accepted": 0, "bound": 0, "ended": 0, "left": 0, "rows": {"0": [7, 3], "1": [8, 3]},
+    "accepted": 0, "bound": 0, "ended": 0, "left": 0, "counts": [7, 8], "hears": [[3, [0, 1]]],
 }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_what_is_sealed_is_believed_once() -> None:
         (sealed_raw(b'{"kind":' + b"9" * 9000 + b"}"), "no JSON"),
         (sealed_raw(b"[]"), "of an unknown kind"),
         (sealed_raw(b'{"kind":["beat"]}'), "of an unknown kind"),
-        (sealed_raw(b'{"kind":"killed","rank":9}'), "not as its kind is written"),
+        (sealed_raw(b'{"kind":"killed","rank":1024}'), "not as its kind is written"),
         (sealed_raw(b'{"kind":"killed","rank":true}'), "not as its kind is written"),
         (sealed_raw(b'{"kind":"killed","rank":1,"rank2":1}'), "not as its kind is written"),
     ],
@@ -130,7 +130,12 @@ def test_json_of_any_shape_is_judged_without_an_error(kind: str, fields: dict[st
 def test_a_beat_with_one_wrong_field_is_none(name: str, value: Any) -> None:
     """What is let in has the type of the field."""
     if not fault({**BEAT, name: value}):
-        kinds: dict[str, tuple[type, ...]] = {"phase": (str,), "rows": (dict,), "in_phase_s": (int, float)}
+        kinds: dict[str, tuple[type, ...]] = {
+            "phase": (str,),
+            "counts": (list,),
+            "hears": (list,),
+            "in_phase_s": (int, float),
+        }
         kinds["memory"] = (int, float, type(None))
         assert type(value) in kinds.get(name, (int,))
 

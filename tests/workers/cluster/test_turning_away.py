@@ -71,13 +71,13 @@ def started() -> Iterator[Started]:
 def beat(started: Started) -> None:
     message: dict[str, Any] = {
         "kind": "beat", "rank": 1, "turn": 0, "calls": 0, "step": 0, "phase": "start", "in_phase_s": 0.0, "memory": None,
-        "accepted": 0, "bound": 0, "ended": 0, "left": 0, "rows": {"1": [1, 3]},
+        "accepted": 0, "bound": 0, "ended": 0, "left": 0, "counts": [0, 1], "hears": [[3, [1]]],
     }  # fmt: skip
     send(started.of_member, Seal(KEY).seal(message, TOKEN), started.own.getsockname())
 
 
 def question(started: Started) -> None:
-    knock = {"kind": "claim", "claim": asdict(MEMBER)}
+    knock = {"kind": "claim", "claim": asdict(MEMBER), "knows": 0}
     send(started.of_member, Seal(KEY).seal(knock, started.desk._seal.sender), started.desk.udp.getsockname())
 
 

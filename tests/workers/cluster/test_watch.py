@@ -127,6 +127,22 @@ def test_a_rank_that_raises_is_named_with_its_error(processes: Processes) -> Non
     )
 
 
+def test_a_rank_that_raises_and_freezes_still_names_the_dead_one(processes: Processes, tmp_path: Path) -> None:
+    """Its peer's death closes connections, so it raises; frozen meanwhile, as on a machine with too much to do, it
+    counts the silence anew, and waits for as long again."""
+    ranks = processes.watches(2, tmp_path)
+    ranks[1].until("watches")
+    time.sleep(1.0)
+    ranks[0].process.kill()
+    ranks[1].tell("raise")
+    time.sleep(1.0)
+    ranks[1].process.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    ranks[1].process.send_signal(signal.SIGCONT)
+    assert ranks[1].end() == 3
+    assert "verdict 3 lost [0]" in ranks[1].text
+
+
 def test_a_slow_rank_is_named_and_nothing_ends(processes: Processes) -> None:
     ranks = [processes.rank(0, 2, steps=5), processes.rank(1, 2, steps=5, deed="sleep")]
     assert [rank.end() for rank in ranks] == [0, 0]

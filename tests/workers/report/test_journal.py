@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.report.journal import Journal, Unwritable, put_aside
+from workers.report.journal import Journal, Unwritable, put_aside, ranks_beyond
 from workers.report.lines import read, read_run
 from workers.report.records import End, Said
 
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_keeps_its_log_and_puts_the_records_of_before_aside(t
 def test_records_of_ranks_that_are_no_more_are_put_aside(tmp_path: Path) -> None:
     for rank in (0, 1, 2):
         Journal().open(tmp_path, rank)
-    put_aside(tmp_path, range(2, 8))
+    put_aside(tmp_path, ranks_beyond(tmp_path, 2))
     assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
         "rank0.jsonl",
         "rank1.jsonl",
