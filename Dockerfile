@@ -26,6 +26,7 @@ COPY compose/entrypoint.sh compose/
 COPY workers workers
 COPY experiments experiments
 COPY ranklab ranklab
+COPY engines engines
 # runs/: for whoever mounts nothing there.
 RUN python -m compileall -q workers experiments ranklab && mkdir runs
 

@@ -36,6 +36,7 @@ FLOORS: dict[str, list[str]] = {
     PASSES: [*BELOW_LAB, LAB, CHECKPOINT],
     RANK: [*BELOW_LAB, LAB, CHECKPOINT, PASSES],
     "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
+    "workers.engine": [CONFIG],
     "workers.__main__": [CONFIG, CLUSTER, RANK],
     "experiments": [
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,

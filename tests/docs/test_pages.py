@@ -45,7 +45,7 @@ def command_faults(line: str) -> list[str]:
 
 def called(words: list[str]) -> list[str]:
     """What is wrong with the program that is called."""
-    files = [name for option, name in pairwise(words) if option == "-f"]
+    files = [name for option, name in pairwise(words) if option == "-f" and name != "-"]  # the standard input
     wrong = [f"{name} does not exist" for name in files if not (TOP / name).exists()]
     if words[:1] == ["make"]:
         targets = re.findall(r"^(\w+):", (TOP / "Makefile").read_text(), re.MULTILINE)

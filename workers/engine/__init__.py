@@ -1,0 +1,1 @@
+"""What an engine is given to start ranks: its manifests, for as many ranks and with what settings one likes."""

@@ -1,0 +1,95 @@
+"""The manifest of an engine for so many ranks: `ranklab engine kubernetes --ranks 16 fsdp LAB_STEPS=100`.
+
+A manifest is a file of engines/<engine>/ that stands for itself, for 4 ranks. Marks at ends of lines say what depends
+on a run: the number before `# ranks`, three times as many before `# restarts`, the name before `# image`; variables
+come in the place of `# settings`. So a new engine is a new file, and nothing is made that could not be read there.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from workers.config import MAX_WORLD_SIZE, Config, ConfigError, commands
+
+NUMBERS = {"ranks": 1, "restarts": 3}  # marks before which a number stands, and how many times the ranks it is
+ENGINES = Path(__file__).parents[2] / "engines"
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the manifest; returns 0, or 2 with a sentence for each thing that is wrong."""
+    typed = parser().parse_intermixed_args(words)
+    try:
+        settings = checked(typed.ranks, typed.settings)
+    except ConfigError as error:
+        for fault in error.faults:
+            print(f"refused    {fault}", file=sys.stderr)
+        return 2
+    name = typed.kind or next(iter(kinds(typed.engine)))
+    if name not in kinds(typed.engine):
+        print(f"refused    --as {name!r} is none of {', '.join(kinds(typed.engine))}", file=sys.stderr)
+        return 2
+    print(manifest((ENGINES / typed.engine / f"{name}.yaml").read_text(), typed.ranks, typed.image, settings), end="")
+    return 0
+
+
+def kinds(engine: str) -> list[str]:
+    """The manifests of an engine, by name; the first in the alphabet is its plain one."""
+    return sorted(path.stem for path in (ENGINES / engine).glob("*.yaml"))
+
+
+def checked(ranks: int, words: Sequence[str]) -> dict[str, str]:
+    """The variables that the words stand for, as a rank there would judge them; raises ConfigError with all faults."""
+    settings = commands.settings(words)
+    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name in settings]
+    faults = [f"{name}={settings[name]} is the engine's to say: --ranks sets how many there are" for name in given]
+    if not 1 <= ranks <= MAX_WORLD_SIZE:
+        faults.append(f"--ranks {ranks} is out of range: allowed is 1 to {MAX_WORLD_SIZE}")
+    place = {"RANK": "0", "WORLD_SIZE": str(min(max(ranks, 1), MAX_WORLD_SIZE)), "MASTER_ADDR": "rank0"}
+    Config.read(settings | place, found_before=faults)
+    return settings
+
+
+def manifest(text: str, ranks: int, image: str, settings: Mapping[str, str]) -> str:
+    """The manifest `text` for these ranks and this image, with these variables in the place of its own."""
+    lines = []
+    for line in text.splitlines():
+        mark = re.search(r"# (ranks|restarts|image|settings)$", line)
+        named = re.match(r"\s*- \{name: (\w+), value: ", line)
+        if named and named[1] in settings:
+            continue
+        if mark and mark[1] in NUMBERS:
+            number = ranks * NUMBERS[mark[1]]
+            line = re.sub(r'\b\d+(?="?\}? # \w+$)', str(number), line)
+        elif mark and mark[1] == "image":
+            line = re.sub(r"\S+(?= # image$)", image, line)
+        elif mark:
+            indent = line[: line.index("#")]
+            lines += [f"{indent}- {{name: {name}, value: {json.dumps(value)}}}" for name, value in settings.items()]
+            continue
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    engines = sorted(path.name for path in ENGINES.iterdir() if kinds(path.name)) if ENGINES.is_dir() else []
+    made = argparse.ArgumentParser(
+        prog="ranklab engine", allow_abbrev=False, description=(__doc__ or "").split("\n\n")[0]
+    )
+    made.add_argument("engine", choices=engines, help="the engine that is to start the ranks")
+    made.add_argument("--ranks", type=int, default=4, help=f"how many, 1 to {MAX_WORLD_SIZE} (4)")
+    made.add_argument(
+        "--as", dest="kind", metavar="KIND", help=f"for kubernetes {', '.join(kinds('kubernetes'))} (the first)"
+    )
+    made.add_argument(
+        "--image", default="ranklab:latest", help="the image of a rank, as the engine finds it (ranklab:latest)"
+    )
+    made.add_argument("settings", nargs="*", metavar="MODE|NAME=VALUE", help="the mode, and its settings")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
