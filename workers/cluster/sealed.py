@@ -21,7 +21,7 @@ from typing import Any
 MAGIC = b"rkl1"
 HEAD = struct.Struct("!4s4s8s8sQ")
 MAC_BYTES = 32
-MAX_BODY_BYTES = 32768  # a heartbeat of 1,024 ranks has 20 kB
+MAX_BODY_BYTES = 32768  # a heartbeat of 1,024 ranks has 14 kB, and more where they hear differently
 MAX_BYTES = HEAD.size + MAC_BYTES + MAX_BODY_BYTES
 MAX_TEXT = 1024  # characters: what is longer is cut before it is sent
 ANYONE = bytes(8)  # the audience of who does not know whom it speaks to: believed by none but the board
