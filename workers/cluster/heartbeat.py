@@ -125,6 +125,10 @@ class Hearing:
         """The other ranks of which at least one heartbeat is known, whoever brought it."""
         return {rank for rank, row in self.rows.items() if row.count > 0}
 
+    def counts(self) -> dict[int, int]:
+        """The number of the last heartbeat known of each other rank."""
+        return {rank: row.count for rank, row in self.rows.items()}
+
     def present(self) -> set[int]:
         """The ranks that have not come to their end."""
         return {self.rank, *self.peers} - to_ranks(self.ended & ~(1 << self.rank))

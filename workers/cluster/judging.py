@@ -3,8 +3,11 @@
 A rank that fell silent is missing in its neighbours' tables at moments that differ by a stamp, a beat and a look. Who
 judged at once might name one rank where two were lost, or another rank than its neighbour does. So a break has to stand
 for SETTLE_S; then the lowest of those who agree speaks, and the others leave it FOLLOW_S to be heard, to repeat its
-words.
+words. Between ranks that live a link is broken only if each of them has beaten since the break was seen: a watch that
+is late by a second hears a rank that was killed for a second longer than its neighbours do.
 """
+
+from collections.abc import Iterable
 
 from workers.cluster.heartbeat import Hearing, Place
 from workers.cluster.pulse import hops_of
@@ -23,6 +26,7 @@ class Judging:
         self.rank, self.hearing = rank, hearing
         self.settle_s = SETTLE_S * hops_of(len(hearing.peers))
         self._broken_at: float | None = None
+        self._counts: dict[int, int] = {}  # of each rank's heartbeats, when the break was seen
 
     def verdict(self, place: Place, now: float) -> Verdict | None:
         """Who is lost, if that has stood for long enough; None while the cluster is whole, or for a moment more."""
@@ -31,11 +35,20 @@ class Judging:
         if found is None:
             self._broken_at = None
             return None
-        self._broken_at = self._broken_at or now
+        if self._broken_at is None:
+            self._broken_at = now
+            self._counts = self.hearing.counts()
         lost = {entry.rank for entry in found.lost}
+        if lost & set(hears) and not self._alive(hears):
+            return None
         speaker = min(set(hears) - lost or set(hears))
         patience_s = self.settle_s + (0.0 if speaker == self.rank else FOLLOW_S)
         return found if now - self._broken_at >= patience_s else None
+
+    def _alive(self, voters: Iterable[int]) -> bool:
+        """Whether each other rank of `voters` has beaten since the break was seen."""
+        counts = self.hearing.counts()
+        return all(counts[rank] > self._counts.get(rank, 0) for rank in voters if rank != self.rank)
 
     def settled(self) -> None:
         """What was found has been acted on, and those who are left go on."""

@@ -5,9 +5,11 @@ import pytest
 from workers.cluster import judging
 from workers.cluster.heartbeat import Hearing, Place
 from workers.cluster.judging import FOLLOW_S, SETTLE_S, Judging
+from workers.cluster.pulse import PERIOD_S
 from workers.cluster.verdict import Verdict
 from workers.report.records import Lost
 
+LOST_AFTER_S = 2.5
 BREAK = Verdict(3, "rank 2 lost", (Lost(2, 0, "silent"),))
 
 
@@ -24,6 +26,9 @@ class Tables:
 
     def seen(self, _place: Place, _now: float) -> None:
         return None
+
+    def counts(self) -> dict[int, int]:
+        return {1: 7, 2: 7}
 
 
 def judging_on(rank: int, monkeypatch: pytest.MonkeyPatch, found: list[Verdict | None]) -> Judging:
@@ -49,3 +54,43 @@ def test_what_was_acted_on_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     one.verdict(Place(), 10.0)
     one.settled()
     assert one.verdict(Place(), 11.0) is None
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.75, 1.0])
+def test_a_rank_that_was_killed_is_not_called_alive_by_a_watch_that_was_late(late_s: float) -> None:
+    """Rank 2 of three beats last at 2 s; rank 0 looks at that beat so much later, and looks at nothing until then."""
+    first, second, third = hearings = [Hearing(rank, range(3), LOST_AFTER_S, 0.0) for rank in range(3)]
+    judges = [Judging(rank, hearing) for rank, hearing in enumerate((first, second))]
+    spoken: list[tuple[float, Verdict]] = []
+    for tick in range(30):
+        now = tick * PERIOD_S
+        beats = [one.beat(Place(), None, min(now, 2.0) if one is third else now) for one in hearings]
+        first_looks = not 2.0 < now < 2.0 + late_s
+        if first_looks:
+            first.take(beats[1], now)
+        if first_looks and now <= 2.0 + late_s:
+            first.take(beats[2], now)
+        if now <= 2.0:
+            second.take(beats[2], now)
+        second.take(beats[0], now)
+        spoken += [(now, verdict) for one in judges if (verdict := one.verdict(Place(), now))]
+    first_s, verdict = spoken[0]
+    assert [lost.rank for lost in verdict.lost] == [2]
+    assert "no heartbeat for" in verdict.sentence
+    assert first_s <= 2.0 + LOST_AFTER_S + SETTLE_S + FOLLOW_S + 2 * PERIOD_S
+
+
+def test_a_link_between_two_that_live_is_named_once_both_have_beaten() -> None:
+    hearings = [Hearing(rank, range(3), LOST_AFTER_S, 0.0) for rank in range(3)]
+    judge = Judging(0, hearings[0])
+    spoken = []
+    for tick in range(30):
+        now = tick * PERIOD_S
+        beats = [one.beat(Place(), None, now) for one in hearings]
+        for a, b in ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)):
+            if now <= 2.0 or {a, b} != {1, 2}:
+                hearings[b].take(beats[a], now)
+        spoken += [(now, verdict) for verdict in [judge.verdict(Place(), now)] if verdict]
+    first_s, verdict = spoken[0]
+    assert "rank 1 and rank 2 no longer hear each other, though both are alive" in verdict.sentence
+    assert first_s <= 2.0 + LOST_AFTER_S + SETTLE_S + 2 * PERIOD_S
