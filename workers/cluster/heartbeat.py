@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workers.cluster.messages import MAX_GROUPS
-from workers.cluster.pulse import PERIOD_S, count_at, turns_of
+from workers.cluster.pulse import count_at, turns_of
 from workers.cluster.verdict import Seen
 
 
@@ -57,8 +57,9 @@ class Hearing:
     def __init__(self, rank: int, ranks: Iterable[int], lost_after_s: float, now: float) -> None:
         self.rank, self.lost_after_s = rank, lost_after_s
         self.peers = {other: Peer(heard_at=now) for other in ranks if other != rank}
-        # In a large world a rank beats to each other one in turns only: news of it come by others meanwhile.
-        self.direct_s = lost_after_s + 2 * PERIOD_S * (turns_of(len(self.peers)) - 1)
+        # In a large world a rank beats to each other one in turns only: its link is broken after as many beats as in a
+        # small one, since datagrams get lost; whether it lives at all the others tell meanwhile.
+        self.direct_s = lost_after_s * turns_of(len(self.peers))
         self.rows = {other: Row(fresh_at=now) for other in self.peers}
         self.accepted = self.bound = 0  # masks of those that have come so far in the verdict: agreement.py
         self.ended = 0  # mask of those that came to a normal end

@@ -20,8 +20,9 @@ from workers.cluster.verdict import condemn
 LOST_AFTER_S = 2.5
 
 
-def beaten(world_size: int, silent: set[int], at: float, until: float) -> list[Hearing]:
-    """All ranks beat in turns, out of step by chance; those that are `silent` beat no more from `at` on."""
+def beaten(world_size: int, silent: set[int], at: float, until: float, dropped: float = 0.0) -> list[Hearing]:
+    """All ranks beat in turns, out of step by chance, and a share of the beats is `dropped` on the way; those that are
+    `silent` beat no more from `at` on."""
     draw = random.Random(3)
     hearings = [Hearing(rank, range(world_size), LOST_AFTER_S, 0.0) for rank in range(world_size)]
     others = [[rank for rank in range(world_size) if rank != own] for own in range(world_size)]
@@ -32,7 +33,8 @@ def beaten(world_size: int, silent: set[int], at: float, until: float) -> list[H
                 continue
             beat = hearings[sender].beat(Place(1, 7, "all_reduce", 0.0), None, now)
             for receiver in turn_of(others[sender], tick):
-                hearings[receiver].take(beat, now)
+                if draw.random() >= dropped:
+                    hearings[receiver].take(beat, now)
     return hearings
 
 
@@ -52,6 +54,11 @@ def test_a_beat_goes_to_16_at_a_time_and_to_all_in_turns() -> None:
 
 def test_64_ranks_that_beat_in_turns_lose_nobody() -> None:
     assert named(beaten(64, set(), 0.0, 12.0), 12.0, set()) == {()}
+
+
+def test_a_tenth_of_all_datagrams_may_get_lost() -> None:
+    """With a link given up after four beats in place of ten, 64 ranks named a live one within seconds."""
+    assert named(beaten(64, set(), 0.0, 12.0, dropped=0.1), 12.0, set()) == {()}
 
 
 @pytest.mark.parametrize("silent", [{0}, {5, 63}])
@@ -104,5 +111,5 @@ def test_64_watches_on_this_machine_end_by_one_sentence(processes: Processes) ->
     assert "lost while all were there: []" in world.text, "a whole cluster loses nobody"
     assert "exit codes [3]" in world.text
     heard = re.findall(r"^rank (\d+) heard rank 41 lost at step 0 in start: no heartbeat for", world.text, re.MULTILINE)
-    assert sorted(map(int, heard)) == [rank for rank in range(64) if rank != 41]
+    assert sorted(map(int, heard)) == [rank for rank in range(64) if rank != 41], world.text
     assert len(re.findall(" heard ", world.text)) == 63
