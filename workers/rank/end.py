@@ -26,7 +26,7 @@ from workers.report.judge import exit_code, judge
 from workers.report.lines import BrokenRecord, read, read_run, to_line, write_atomically
 from workers.report.log import verdict_lines
 from workers.report.outcome import Outcome
-from workers.report.sentences import missed
+from workers.report.sentences import missed, unseen_sentence
 
 REPORT_TIMEOUT_S = 60
 CONTROL = "tests/workers/rank/test_end.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
@@ -115,6 +115,8 @@ def bury(verdict: Verdict, succession: Succession, journal: Journal, outcome: Ou
     run = judge(last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records})
     mine = outcome.write(run)
     succession.tell()
+    if mine and run["unseen"]:
+        journal.say(f"unseen     {unseen_sentence(run)}")
     if mine:
         outcome.discard()
         draw(outcome.folder, outcome.folder / "report.html")

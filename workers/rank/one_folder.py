@@ -8,21 +8,29 @@ over the store, and each machine keeps the logs of its own ranks.
 import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from workers.cluster.exchange import Exchange
 from workers.config import Config, ConfigError
 from workers.report import claim
 
 
-def told(exchange: Exchange, folder: Path, token: str, config: Config) -> str:
-    """What rank 0 says of ranks whose logs stay elsewhere, empty where all see one folder.
+class Apart(NamedTuple):
+    """The host of every rank, and what rank 0 says of those whose logs stay elsewhere."""
+
+    hosts: list[str]
+    told: str
+
+
+def apart(exchange: Exchange, folder: Path, token: str, config: Config) -> Apart | None:
+    """What comes of machines that share no disk; None where all ranks see one folder.
 
     Raises ConfigError on every rank where the run saves or resumes and some rank does not see rank 0's folder.
     """
-    elsewhere = unseen(exchange, folder, token)
-    if not elsewhere:
-        return ""
-    who = ", ".join(f"rank {rank} on {host}" for rank, host in elsewhere.items())
+    hosts, unseen = seen_by(exchange, folder, token)
+    if not unseen:
+        return None
+    who = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in unseen)
     saves = [
         f"{name}={value}"
         for name, value in (("LAB_CHECKPOINT_EVERY", config.checkpoint_every), ("LAB_RESUME", config.resume))
@@ -36,7 +44,7 @@ def told(exchange: Exchange, folder: Path, token: str, config: Config) -> str:
                 f" {' and '.join(saves)} needs one on a disk that all machines share"
             ]
         )
-    return f"not shared by {who}: logs of these ranks stay there, their records come to rank 0"
+    return Apart(hosts, f"not shared by {who}: logs of these ranks stay there, their records come to rank 0")
 
 
 def take_back(folder: Path) -> None:
@@ -47,13 +55,13 @@ def take_back(folder: Path) -> None:
             folder.rmdir()
 
 
-def unseen(exchange: Exchange, folder: Path, token: str) -> dict[int, str]:
-    """The ranks that do not see rank 0's folder, with the hosts that they are on."""
+def seen_by(exchange: Exchange, folder: Path, token: str) -> tuple[list[str], list[int]]:
+    """The host of every rank, and the ranks that do not see rank 0's folder."""
     mark = folder / f".seen-{token[:16]}"
     if exchange.rank == 0:
         mark.touch()
     exchange.barrier("the folder of runs")
-    hosts = exchange.everyone("who sees it", "" if mark.exists() else socket.gethostname())
+    found = exchange.everyone("who sees it", [socket.gethostname(), mark.exists()])
     if exchange.rank == 0:
         mark.unlink(missing_ok=True)
-    return {rank: host for rank, host in enumerate(hosts) if host}
+    return [host for host, _ in found], [rank for rank, (_, sees) in enumerate(found) if not sees]

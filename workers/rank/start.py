@@ -75,12 +75,14 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             config.collective_timeout_s,
             watch.main.waiting,
         )
-        elsewhere = one_folder.told(exchange, folder, cluster.token.hex(), config)
+        apart = one_folder.apart(exchange, folder, cluster.token.hex(), config)
         journal.open(folder, cluster.rank)
         if cluster.rank == 0:
             put_aside(folder, ranks_beyond(folder, cluster.world_size))  # of an attempt with more ranks
             watch.on_period = partial(working, journal, started_at)
         journal.write(start_record(config, cluster, mode))
+        if apart is not None:
+            journal.write(records.Unshared(apart.hosts))
         init_process_group(cluster, config)
         world = dist.group.WORLD
         assert world is not None
@@ -93,8 +95,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         sections = Sections(exchange, journal)
         lab.finished = sections.finished
         greet(lab, cluster, folder)
-        if elsewhere:
-            lab.say(elsewhere, "folder")
+        if apart is not None:
+            lab.say(apart.told, "folder")
         if config.bug is not None:
             lab.finished("mistake")
         check_ledger(lab)

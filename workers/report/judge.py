@@ -31,6 +31,7 @@ from workers.report.records import (
     Skipped,
     Start,
     Steps,
+    Unshared,
     Wire,
     select,
 )
@@ -43,8 +44,8 @@ def judge(records: Ranks) -> Run:
 
     Lists inside a variant have one entry a rank, None where that rank wrote no such record. Beyond the fields that
     scripts rely on, `proven` says whether the proof was made and held, `timed_held` whether the timed steps were held
-    against one process (LAB_PROOF=0 leaves it out), `errors` what ended a rank, and a comparison names the `rank` that
-    was farthest off and whether it `decides`.
+    against one process (LAB_PROOF=0 leaves it out), `errors` what ended a rank, `unseen` whose records are not here,
+    and a comparison names the `rank` that was farthest off and whether it `decides`.
     """
     start = first(records)
     checks, comparisons = merge_checks(records), merge_comparisons(records)
@@ -80,6 +81,7 @@ def judge(records: Ranks) -> Run:
         "comparisons": comparisons,
         "lost": sorted([*lost, *left.values()], key=lambda entry: entry["rank"]),
         "errors": errors,
+        "unseen": _unseen(records, start.world_size),
         "dropped": _dropped(records),
     }
 
@@ -130,6 +132,13 @@ def pytorch_own(run: Run) -> str | None:
     """The variant of this run that is PyTorch's own, if it was timed."""
     timed = {variant["name"] for variant in run["variants"] if slowest(variant["step_seconds"])}
     return next((name for name in run["by_torch"] if name in timed), None)
+
+
+def _unseen(records: Ranks, world_size: int) -> list[Run]:
+    """The ranks that wrote nothing here: on a disk of their own, on which host, or not at all, and then None."""
+    seen = {rank for rank, _ in select(records, Start)}
+    hosts = next((entry.hosts for _, entry in select(records, Unshared)), [None] * world_size)
+    return [{"rank": rank, "host": hosts[rank]} for rank in range(world_size) if rank not in seen]
 
 
 def _dropped(records: Ranks) -> Run | None:

@@ -21,6 +21,7 @@ from workers.report.sentences import (
     mistake_sentence,
     repeat_command,
     seen_sentence,
+    unseen_sentence,
 )
 from workers.report.staircase import staircases
 
@@ -62,6 +63,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *([line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
         *(line("error", sentence) for sentence in error_sentences(run)),
         *(line("lost", lost_sentence(lost)) for lost in run["lost"]),
+        *([line("unseen", unseen_sentence(run))] if run["unseen"] else []),
         *([line("mistake", seen_sentence(run))] if run["mistake"] else []),
     ]
     where = f"report {report}" if report else "no report written"

@@ -26,6 +26,7 @@ from workers.report.sentences import (
     proof_note,
     repeat_command,
     seen_sentence,
+    unseen_sentence,
 )
 from workers.report.units import allowed, difference, human_bytes, milliseconds
 
@@ -124,7 +125,7 @@ def _tiles(run: Run) -> Iterator[tuple[str, str]]:
 def _ended(run: Run) -> Markup:
     """What did not hold, and what ended a rank: before all else, where there is such a thing."""
     wrong = [failure_sentence(claim) for claim in failures(run)] + [lost_sentence(lost) for lost in run["lost"]]
-    wrong += error_sentences(run)
+    wrong += error_sentences(run) + ([unseen_sentence(run)] if run["unseen"] else [])
     listed = Markup("<ul>" + "".join(f"<li>{text(sentence)}</li>" for sentence in wrong) + "</ul>")
     return section("What went wrong", listed) if wrong else Markup()
 
@@ -190,7 +191,8 @@ def _lesson_table(record: Table, most: int) -> Markup:
 
 def _ranks(run: Run, records: Ranks) -> Markup:
     """Where each rank ran and how it ended, and the variants that could not take part."""
-    hosts = {rank: start.host for rank, start in select(records, Start)}
+    unseen = {each["rank"]: each["host"] or "" for each in run["unseen"]}
+    hosts = unseen | {rank: start.host for rank, start in select(records, Start)}
     ends = dict(select(records, End))
     gone = {lost["rank"] for lost in run["lost"]}
     failed = {error["rank"]: error["exit_code"] for error in run["errors"]}
@@ -202,6 +204,8 @@ def _ranks(run: Run, records: Ranks) -> Markup:
             if rank in gone
             else f"code {failed[rank]}"
             if rank in failed
+            else "no records here"
+            if rank in unseen
             else "to the end"
             if end
             else "cut short"

@@ -238,6 +238,13 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Unshared:
+    """The machines share no disk, so each holds what its own ranks write: the host of every rank."""
+
+    hosts: list[str]
+
+
+@dataclass(frozen=True)
 class Lost:
     """A rank that is gone, as the survivors agreed."""
 
@@ -298,6 +305,7 @@ Record = (
     | Table
     | Chart
     | Dropped
+    | Unshared
     | Lost
     | Left
     | Failed

@@ -2,6 +2,7 @@
 
 import shlex
 
+from workers.config import ON_ONE_MACHINE
 from workers.report.claims import Run
 from workers.report.judge import first
 from workers.report.records import Ranks
@@ -61,6 +62,16 @@ def dropped_sentence(run: Run) -> str:
     return f"{dropped['messages']} that came from outside changed nothing: {faults}; from {sources}"
 
 
+def unseen_sentence(run: Run) -> str:
+    """Whose records the verdict does not rest on, and where they are."""
+    who = ", ".join(
+        f"rank {each['rank']} (on {each['host']})" if each["host"] else f"rank {each['rank']}" for each in run["unseen"]
+    )
+    elsewhere = any(each["host"] for each in run["unseen"])
+    why = "each machine keeps those of its own ranks" if elsewhere else "they ended before they wrote any"
+    return f"no records of {who}: {why}, and what was measured and checked there is not in this verdict"
+
+
 def error_sentences(run: Run) -> list[str]:
     """What ended ranks, a line for all that ended alike."""
     alike: dict[tuple[int, str], list[str]] = {}
@@ -109,4 +120,6 @@ def repeat_command(records: Ranks) -> str:
     shaped = repeat.keys() & {"LAB_NET_RATE", "LAB_NET_DELAY"}
     overlay = ["-f", "docker-compose.yaml", "-f", "compose/net.yaml"] if shaped else []
     settings = [f"{name}={shlex.quote(value)}" for name, value in repeat.items()]
+    if first(records).world_size > ON_ONE_MACHINE:
+        return " ".join([*settings, "python -m workers, as each rank of an engine"])
     return " ".join([*settings, "docker", "compose", *overlay, "up"])

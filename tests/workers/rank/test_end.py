@@ -15,7 +15,7 @@ from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import read_run
 from workers.report.outcome import Outcome
-from workers.report.records import Check, End, Failed, Lost, Start, select
+from workers.report.records import Check, End, Failed, Lost, Start, Unshared, select
 
 
 def broken_rank(folder: Path, rank: int) -> Journal:
@@ -46,6 +46,21 @@ def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> N
     run = judge(words)
     assert run["verdict"] == "lost"
     assert [(lost["rank"], lost["step"]) for lost in run["lost"]] == [(0, 5)]
+
+
+def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
+    outcome, journal = Outcome(tmp_path / "run", "token"), broken_rank(tmp_path / "run", 1)
+    journal.write(Unshared(["node0", "node1", "node2"]))
+    verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    bury(verdict, survivor(1, writes=True), journal, outcome)
+    found = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert found["unseen"] == [{"rank": 0, "host": "node0"}, {"rank": 2, "host": "node2"}]
+    sentence = (
+        "no records of rank 0 (on node0), rank 2 (on node2): each machine keeps those of its own ranks, and what was"
+        " measured and checked there is not in this verdict"
+    )
+    assert (tmp_path / "run" / "rank1.log").read_text().splitlines() == [f"unseen     {sentence}"]
+    assert sentence in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_rank_that_was_given_up_writes_no_word_of_it(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Machines that share no disk: found before anything is written, refused where a checkpoint would need it."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,20 +9,21 @@ import torch.distributed as dist
 
 from workers.cluster.exchange import Exchange
 from workers.config import Config, ConfigError
-from workers.rank.one_folder import told, unseen
+from workers.rank.one_folder import apart, seen_by
 from workers.report import claim
 
 TOKEN = "0123456789abcdef" * 2
 
 
 def ask(folders: list[Path], config: Config) -> list[list[str]]:
-    """What each rank is told with a folder of its own: one line, or the faults."""
+    """What each rank is told with a folder of its own: a line and all hosts, or the faults."""
     store = dist.HashStore()
     exchanges = [Exchange(store, rank, len(folders), timeout_s=10) for rank in range(len(folders))]
 
     def one(rank: int) -> list[str]:
         try:
-            return [told(exchanges[rank], folders[rank], TOKEN, config)]
+            found = apart(exchanges[rank], folders[rank], TOKEN, config)
+            return [found.told, *found.hosts] if found else []
         except ConfigError as error:
             return error.faults
 
@@ -38,7 +40,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def test_one_folder_is_not_worth_a_word_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    assert ask([tmp_path] * 3, Config.read({"LAB_CHECKPOINT_EVERY": "2"})) == [[""]] * 3
+    assert ask([tmp_path] * 3, Config.read({"LAB_CHECKPOINT_EVERY": "2"})) == [[]] * 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -63,8 +65,9 @@ def test_what_is_refused_leaves_no_folder_but_one_that_holds_a_run(folders: list
 
 def test_without_checkpoints_it_is_said_where_logs_are(folders: list[Path]) -> None:
     found = ask(folders, Config.read({}))
-    ((line,), *others) = found
-    assert others == [[line]] * 2
+    ((line, *hosts), *others) = found
+    assert others == [[line, *hosts]] * 2
+    assert hosts == [socket.gethostname()] * 3
     assert line.startswith("not shared by rank 2 on ") and "logs of these ranks stay there" in line
 
 
@@ -73,6 +76,6 @@ def test_what_an_attempt_before_has_left_is_not_taken_for_rank_0s(folders: list[
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
         found = list(
-            pool.map(lambda rank: unseen(Exchange(store, rank, 3, timeout_s=10), folders[rank], TOKEN), range(3))
+            pool.map(lambda rank: seen_by(Exchange(store, rank, 3, timeout_s=10), folders[rank], TOKEN), range(3))
         )
-    assert [list(each) for each in found] == [[2]] * 3
+    assert [unseen for _, unseen in found] == [[2]] * 3

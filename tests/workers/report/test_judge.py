@@ -36,6 +36,7 @@ from workers.report.records import (
     Saved,
     Start,
     Steps,
+    Unshared,
     Wire,
 )
 
@@ -136,6 +137,15 @@ def test_the_survivors_say_who_was_lost() -> None:
     run = judge(records)
     assert run["lost"] == [{"rank": 2, "step": 17, "reason": "silent for 2.5 s"}]
     assert (run["verdict"], exit_code(run), run["proven"]) == ("lost", 3, False)
+    assert run["unseen"] == [{"rank": 2, "host": None}]
+
+
+def test_what_stayed_on_other_machines_is_named_with_them() -> None:
+    hosts = ["node0", "node1", "node0", "node1"]
+    records = plus(good_run(), Unshared(hosts), Failed(3, "rank 1 was lost"))
+    assert judge(records)["unseen"] == []
+    here = {rank: of_rank for rank, of_rank in records.items() if rank in (0, 2)}
+    assert judge(here)["unseen"] == [{"rank": 1, "host": "node1"}, {"rank": 3, "host": "node1"}]
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,18 @@ def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
     }
     said = lines(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
     assert "error      rank 0, 1, 3 ended with code 3: rank 2 is gone" in said
+    assert (
+        "unseen     no records of rank 2: they ended before they wrote any, and what was measured and checked there is not in"
+        " this verdict" in said
+    )
     assert said[-1].startswith(
         "LOST       rank 2 lost at step 17: silent for 2.5 s · no report written · repeat RUN_MODE=dp "
     )
+
+
+def test_more_ranks_than_one_machine_starts_are_repeated_by_their_engine() -> None:
+    last = lines(good_run(9))[-1]
+    assert last.endswith("python -m workers, as each rank of an engine") and "docker" not in last
 
 
 MADE = (
