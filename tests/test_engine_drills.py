@@ -44,7 +44,7 @@ def test_a_checkpoint_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("words", "who", "sentence"),
     [
-        (["slrum"], 0, "refused    slrum is no engine here, allowed: torchrun, slurm"),
+        (["slrum"], 0, "refused    slrum is no engine here, allowed: torchrun, slurm, swarm, openmpi, ray"),
         ([], 1000, "refused    machines of namespaces need root: run it as root, or in a virtual machine"),
     ],
 )
@@ -56,7 +56,10 @@ def test_what_cannot_be_run_is_refused(
     assert capsys.readouterr().out.strip() == sentence
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(nodes, "NEEDED", ("sh", "no-such-program"))
-    assert nodes.missing() == "not installed: no-such-program (Debian: iproute2, util-linux)"
+    assert nodes.missing() == "not installed: no-such-program (Debian: iproute2, util-linux, docker.io)"
+    monkeypatch.setattr(__main__, "OWN", {"swarm": ("no-such-engine",)})
+    assert __main__.main(["swarm"]) == 2
+    assert "not installed: no-such-program, no-such-engine" in capsys.readouterr().out

@@ -69,7 +69,7 @@ def test_the_wheel_holds_the_lab_and_its_command(tmp_path: Path) -> None:
     program = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "workers", "experiments", "ranklab"):
+    for name in ("pyproject.toml", "workers", "experiments", "ranklab", "engines"):
         (source / name).symlink_to(TOP / name)
     subprocess.run([sys.executable, "-c", program, tmp_path], cwd=source, capture_output=True, timeout=110, check=True)
     (wheel,) = tmp_path.glob("ranklab-*.whl")
@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_lab_and_its_command(tmp_path: Path) -> None:
         assert "ranklab = ranklab.__main__:main" in held.read(entry_points).decode()
     wanted = [
         path.relative_to(TOP).as_posix()
-        for top in ("workers", "experiments", "ranklab")
-        for path in (TOP / top).rglob("*.py")
+        for top in ("workers", "experiments", "ranklab", "engines")
+        for path in [*(TOP / top).rglob("*.py"), *(TOP / top).rglob("*.yaml")]
     ]
     assert sorted(name for name in names if ".dist-info/" not in name) == sorted(wanted)

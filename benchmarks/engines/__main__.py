@@ -1,12 +1,14 @@
 """Ranks under real engines, on machines made of this one: what is killed, and what has to come of it.
 
-    python -m benchmarks.engines [torchrun] [slurm]    all by default; the exit code is 1 where something does not hold
+    python -m benchmarks.engines [torchrun] [slurm] [swarm] [openmpi] [ray]    the first two by default
 
-Slurm is installed from Debian's packages where it is not there. What ranks and engines said is in the folder that is
-named at the end of a drill that failed.
+The exit code is 1 where something does not hold. Slurm and Open MPI are installed from Debian's packages where they are
+not there, and Ray from PyPI for the drill alone; for Swarm this machine's own Docker engine builds the image. What
+ranks and engines said is in the folder that is named after a drill that failed; of others it is removed.
 """
 
 import importlib
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -14,26 +16,30 @@ from pathlib import Path
 from benchmarks.engines import nodes
 from benchmarks.rounds import table
 
-ENGINES = ("torchrun", "slurm")
+DEFAULT = ("torchrun", "slurm")
+ENGINES = (*DEFAULT, "swarm", "openmpi", "ray")
+OWN = {"swarm": ("docker", "dockerd")}  # what an engine needs that is not installed for its drill
 
 
 def main(words: list[str]) -> int:
     """Run the drills of the engines that are named; returns the exit code."""
     unknown = sorted(set(words) - set(ENGINES))
-    reason = f"{unknown[0]} is no engine here, allowed: {', '.join(ENGINES)}" if unknown else nodes.missing()
+    own = [program for engine in words for program in OWN.get(engine, ())]
+    reason = f"{unknown[0]} is no engine here, allowed: {', '.join(ENGINES)}" if unknown else nodes.missing(*own)
     if reason:
         print(f"refused    {reason}")
         return 2
     rows, failed = [], False
-    for engine in words or ENGINES:
+    for engine in words or DEFAULT:
         folder = Path(tempfile.mkdtemp(prefix=f"ranklab-{engine}-"))
         folder.chmod(0o755)
-        for what, wrong, seconds in importlib.import_module(f"benchmarks.engines.{engine}").drills(folder):
-            rows.append([what, f"{seconds:.0f}", "; ".join(wrong) or "held"])
-            print(f"{what}: {rows[-1][2]} ({seconds:.0f} s)", flush=True)
-            if wrong:
-                failed = True
-                print(f"what was said: {folder}", flush=True)
+        drills = importlib.import_module(f"benchmarks.engines.{engine}").drills(folder)
+        rows += [[drill.what, f"{drill.seconds:.0f}", "; ".join(drill.wrong) or "held"] for drill in drills]
+        if any(drill.wrong for drill in drills):
+            failed = True
+            print(f"what was said: {folder}", flush=True)
+        else:
+            shutil.rmtree(folder)
     print(table(["drill", "s", ""], rows))
     return int(failed)
 

@@ -8,6 +8,7 @@ from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
 SAVES_S = 120.0
+SMALL = {"LAB_MODEL": "mlp", "LAB_WIDTH": "32", "LAB_DEPTH": "2", "LAB_BATCH": "12", "LAB_STEPS": "5"}
 
 
 class Drill(NamedTuple):
@@ -19,13 +20,15 @@ class Drill(NamedTuple):
 
 
 def timed(what: str, drill: Callable[..., list[str]], *args: Any) -> Drill:
-    """Make one drill; a run that left nothing to look at, or does not end, is a finding."""
+    """Make one drill and say what came of it; a run that left nothing to look at, or does not end, is a finding."""
     began = time.monotonic()
     try:
         wrong = drill(*args)
     except (OSError, SubprocessError) as error:
         wrong = [str(error)]
-    return Drill(what, wrong, time.monotonic() - began)
+    found = Drill(what, wrong, time.monotonic() - began)
+    print(f"{what}: {'; '.join(wrong) or 'held'} ({found.seconds:.0f} s)", flush=True)
+    return found
 
 
 def until(done: Callable[[], object], timeout_s: float) -> bool:

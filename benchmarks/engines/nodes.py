@@ -132,9 +132,17 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def missing() -> str:
-    """Why there can be no nodes here, in a sentence; empty where there can."""
+def missing(*own: str) -> str:
+    """Why there can be no nodes here, or none with an engine's `own` programs, in a sentence; empty where there can."""
     if os.geteuid() != 0:
         return "machines of namespaces need root: run it as root, or in a virtual machine"
-    absent = [name for name in NEEDED if shutil.which(name) is None]
-    return f"not installed: {', '.join(absent)} (Debian: iproute2, util-linux)" if absent else ""
+    absent = [name for name in (*NEEDED, *own) if shutil.which(name) is None]
+    return f"not installed: {', '.join(absent)} (Debian: iproute2, util-linux, docker.io)" if absent else ""
+
+
+def install(program: str, *packages: str) -> None:
+    """Debian's packages, where the program is not there yet."""
+    if shutil.which(program) is None:
+        for words in (("update", "-qq"), ("install", "-y", "-qq", "--no-install-recommends", *packages)):
+            environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+            subprocess.run(["apt-get", *words], stdout=subprocess.DEVNULL, check=True, env=environ)

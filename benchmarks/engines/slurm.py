@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.engines.drill import Drill, judged, saved, timed, unlike, until
-from benchmarks.engines.nodes import TOP, Nodes
+from benchmarks.engines.drill import SMALL, Drill, judged, saved, timed, unlike, until
+from benchmarks.engines.nodes import TOP, Nodes, install
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-NODES, NAMED_S = 4, 10.0
+NODES, NAMED_S = 4, 5.0
 READY_S, JOB_S = 30.0, 180.0
-SMALL = {"LAB_MODEL": "mlp", "LAB_WIDTH": "32", "LAB_DEPTH": "2", "LAB_BATCH": "12", "LAB_STEPS": "5"}
 LONG = SMALL | {
     "RUN_MODE": "dp", "LAB_VARIANT": "bucketed", "LAB_STEPS": "1500", "LAB_CHECKPOINT_EVERY": "100",
 }  # fmt: skip
@@ -51,7 +50,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def drills(folder: Path) -> list[Drill]:
     """All on one cluster; the last one costs it a node."""
-    install()
+    install("slurmctld", *PACKAGES)
     with Nodes(NODES, folder) as nodes, cluster(nodes, folder):
         return [
             timed("slurm: srun of dp on three nodes", three_nodes, nodes, folder),
@@ -59,14 +58,6 @@ def drills(folder: Path) -> list[Drill]:
             timed("slurm: a rank is killed under srun", rank_killed, nodes, folder),
             timed("slurm: a node dies under sbatch", node_killed, nodes, folder),
         ]
-
-
-def install() -> None:
-    """Debian's packages, where they are not there yet."""
-    if shutil.which("slurmctld") is None:
-        for words in (("update", "-qq"), ("install", "-y", "-qq", "--no-install-recommends", *PACKAGES)):
-            environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run(["apt-get", *words], stdout=subprocess.DEVNULL, check=True, env=environ)
 
 
 @contextmanager
@@ -139,6 +130,7 @@ def rank_killed(nodes: Nodes, folder: Path) -> list[str]:
     killed_at = time.monotonic()
     code = process.wait(JOB_S)
     took = time.monotonic() - killed_at
+    print(f"srun ended {took:.1f} s after the kill", flush=True)
     wrong = [] if code in (3, 137) else [f"srun ended with {code}"]
     wrong += [] if took < NAMED_S else [f"srun ended after {took:.1f} s"]
     lost = [entry["rank"] for entry in judged(folder / "killed")["lost"]]

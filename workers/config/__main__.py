@@ -2,8 +2,8 @@
 made of them.
 
 --check      whether the variables that are set can be run: a sentence for each fault, and exit code 2
---compose    the lines by which the Compose file passes variables on to a rank
---write      puts these lines into docker-compose.yaml
+--compose    the lines by which the Compose files pass variables on to a rank
+--write      puts these lines into docker-compose.yaml, and into Swarm's stack
 """
 
 import argparse
@@ -21,7 +21,7 @@ from workers.config.values import lesson_file, modes
 
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
 
-COMPOSE_FILE = Path(__file__).parents[2] / "docker-compose.yaml"
+COMPOSE_FILES = [Path(__file__).parents[2] / name for name in ("docker-compose.yaml", "engines/swarm/stack.yaml")]
 BEGIN = (
     "  # Written by `python -m workers.config --write`; a variable without a value is passed on if, and only if, the"
     " shell has it."
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.check:
         return check()
     if asked.write:
-        return write(COMPOSE_FILE)
+        return max(write(path) for path in COMPOSE_FILES)
     print(compose_lines() if asked.compose else table())
     return 0
 
@@ -51,8 +51,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--check", action="store_true", help="say what is wrong with the variables that are set; 2 if anything"
     )
-    one.add_argument("--compose", action="store_true", help="the lines by which the Compose file passes variables on")
-    one.add_argument("--write", action="store_true", help="put these lines into docker-compose.yaml")
+    one.add_argument("--compose", action="store_true", help="the lines by which the Compose files pass variables on")
+    one.add_argument("--write", action="store_true", help="put these lines into these files")
     return made
 
 
@@ -89,7 +89,7 @@ def names() -> list[str]:
 
 
 def compose_lines() -> str:
-    """The block of docker-compose.yaml, between its two comments."""
+    """The block of a Compose file, between its two comments."""
     return "\n".join([BEGIN, *(f"  {name}:" for name in names() if name not in NOT_PASSED_ON), END])
 
 

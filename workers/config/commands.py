@@ -32,7 +32,7 @@ COMMANDS = {
     "plan": Command("workers.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("workers.report", "judge a finished run again, or draw two together"),
     "checkpoint": Command("workers.checkpoint", "a checkpoint as one file that torch.load opens"),
-    "engine": Command("workers.engine", "the manifest of an engine for so many ranks: Kubernetes"),
+    "engine": Command("workers.engine", "the manifest of an engine for so many ranks: Kubernetes, Swarm"),
     "config": Command("workers.config", "all variables, or whether those that are set can be run"),
     "clean": Command("workers.report.clean", "list the runs with their sizes, and remove old ones"),
     "fit": Command("workers.plan.fit", "the sizes of `make fit`, and its verdict"),

@@ -1,8 +1,9 @@
 """The manifest of an engine for so many ranks: `ranklab engine kubernetes --ranks 16 fsdp LAB_STEPS=100`.
 
 A manifest is a file of engines/<engine>/ that stands for itself, for 4 ranks. Marks at ends of lines say what depends
-on a run: the number before `# ranks`, three times as many before `# restarts`, the name before `# image`; variables
-come in the place of `# settings`. So a new engine is a new file, and nothing is made that could not be read there.
+on a run: the number before `# ranks`, three times as many before `# restarts`, the name before `# image`; the line of
+`# rank 0` is made for each. Variables come in the place of `# settings`, or behind the name where one of the shell is
+passed on. So a new engine is a new file, and nothing is made that could not be read there.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 from workers.config import MAX_WORLD_SIZE, Config, ConfigError, commands
 
 NUMBERS = {"ranks": 1, "restarts": 3}  # marks before which a number stands, and how many times the ranks it is
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "LAB_RUNS_DIR")  # what a manifest says itself
 ENGINES = Path(__file__).parents[2] / "engines"
 
 
@@ -43,8 +45,11 @@ def kinds(engine: str) -> list[str]:
 def checked(ranks: int, words: Sequence[str]) -> dict[str, str]:
     """The variables that the words stand for, as a rank there would judge them; raises ConfigError with all faults."""
     settings = commands.settings(words)
-    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name in settings]
-    faults = [f"{name}={settings[name]} is the engine's to say: --ranks sets how many there are" for name in given]
+    faults = [
+        f"{name}={settings[name]} is the manifest's to say: --ranks sets how many there are, a volume holds their runs"
+        for name in OWN
+        if name in settings
+    ]
     if not 1 <= ranks <= MAX_WORLD_SIZE:
         faults.append(f"--ranks {ranks} is out of range: allowed is 1 to {MAX_WORLD_SIZE}")
     place = {"RANK": "0", "WORLD_SIZE": str(min(max(ranks, 1), MAX_WORLD_SIZE)), "MASTER_ADDR": "rank0"}
@@ -54,22 +59,25 @@ def checked(ranks: int, words: Sequence[str]) -> dict[str, str]:
 
 def manifest(text: str, ranks: int, image: str, settings: Mapping[str, str]) -> str:
     """The manifest `text` for these ranks and this image, with these variables in the place of its own."""
-    lines = []
+    lines: list[str] = []
     for line in text.splitlines():
-        mark = re.search(r"# (ranks|restarts|image|settings)$", line)
-        named = re.match(r"\s*- \{name: (\w+), value: ", line)
-        if named and named[1] in settings:
-            continue
-        if mark and mark[1] in NUMBERS:
-            number = ranks * NUMBERS[mark[1]]
-            line = re.sub(r'\b\d+(?="?\}? # \w+$)', str(number), line)
-        elif mark and mark[1] == "image":
-            line = re.sub(r"\S+(?= # image$)", image, line)
-        elif mark:
+        mark = re.search(r"# (ranks|restarts|image|settings|rank \d+)$", line)
+        kind = mark[1] if mark else ""
+        listed, passed_on = re.match(r"\s*- \{name: (\w+), value: ", line), re.match(r"\s*(\w+):$", line)
+        if kind in NUMBERS:
+            lines.append(re.sub(r'\b\d+(?="?\}? # \w+$)', str(ranks * NUMBERS[kind]), line))
+        elif kind == "image":
+            lines.append(re.sub(r"\S+(?= # image$)", image, line))
+        elif kind == "settings":
             indent = line[: line.index("#")]
             lines += [f"{indent}- {{name: {name}, value: {json.dumps(value)}}}" for name, value in settings.items()]
-            continue
-        lines.append(line)
+        elif kind.startswith("rank "):
+            lines += [line.replace("0", str(rank)) for rank in range(ranks) if kind == "rank 0"]
+        elif passed_on and passed_on[1] in settings:
+            value = settings[passed_on[1]].replace("$", "$$")  # Compose would take what follows for a variable
+            lines.append(f"{line} {json.dumps(value)}")
+        elif not (listed and listed[1] in settings):
+            lines.append(line)
     return "\n".join(lines) + "\n"
 
 
@@ -81,9 +89,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("engine", choices=engines, help="the engine that is to start the ranks")
     made.add_argument("--ranks", type=int, default=4, help=f"how many, 1 to {MAX_WORLD_SIZE} (4)")
-    made.add_argument(
-        "--as", dest="kind", metavar="KIND", help=f"for kubernetes {', '.join(kinds('kubernetes'))} (the first)"
-    )
+    several = "; ".join(f"for {engine} {', '.join(kinds(engine))}" for engine in engines if len(kinds(engine)) > 1)
+    made.add_argument("--as", dest="kind", metavar="KIND", help=f"{several} (the first)")
     made.add_argument(
         "--image", default="ranklab:latest", help="the image of a rank, as the engine finds it (ranklab:latest)"
     )
