@@ -51,8 +51,9 @@ def refused(folder: Path) -> list[str]:
         if not until(lambda: ended(folder), JOB_S):
             return [f"the tasks are {states(folder)}"]
         said = [logs(folder, rank) for rank in range(RANKS)]
-    sentences = {line for text in said for line in text.splitlines() if "LAB_CHECKPOINT_EVERY" in line}
-    wrong = [] if len(sentences) == 1 else [f"said of it: {sorted(sentences)}"]
+    sentences = [line for text in said for line in text.splitlines() if "LAB_CHECKPOINT_EVERY" in line]
+    refusals = {line for line in sentences if line.startswith("refused    ")}
+    wrong = [] if len(sentences) == RANKS and len(refusals) == 1 else [f"said of it: {sentences}"]
     return wrong + (["a traceback"] if any("Traceback" in text for text in said) else [])
 
 

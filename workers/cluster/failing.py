@@ -17,14 +17,20 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
-    """The verdict that `rank` ends with, and the one that it tells the others."""
+    """The verdict that `rank` ends with, and the one that it tells the others.
+
+    A refusal is the run's and no rank's own: all say the same sentence, and nobody is lost.
+    """
+    if isinstance(error, ConfigError):
+        refused = Verdict(2, f"refused    {'; '.join(error.faults)}")
+        return refused, refused
     text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
     if waits := ", ".join(waited_for):
         text += f"; it waited for {waits}"
-    code = 2 if isinstance(error, ConfigError) else 3 if isinstance(error, ClusterError) else 1
+    code = 3 if isinstance(error, ClusterError) else 1
     sentence = f"rank {rank} failed at step {place.step} in {place.phase}: {text}"
     lost = Lost(rank, place.step, f"failed: {text}")
-    told = code if code == 2 or disk_refuses(error) else 3
+    told = code if disk_refuses(error) else 3
     return Verdict(code, sentence), Verdict(told, sentence, (lost,))
 
 

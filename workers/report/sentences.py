@@ -12,7 +12,8 @@ from workers.report.units import allowed, difference, quantity
 def headline(run: Run) -> str:
     """The verdict in one phrase: what held, or by name what did not."""
     if run["verdict"] in ("lost", "refused"):
-        return "; ".join([lost_sentence(lost) for lost in run["lost"]] or [error["error"] for error in run["errors"]])
+        ends = [lost_sentence(lost) for lost in run["lost"]] or [error["error"] for error in run["errors"]]
+        return "; ".join(dict.fromkeys(ends))
     failed, deciding = failures(run), [c for c in run["checks"] + run["comparisons"] if c.get("decides", True)]
     if failed:
         names = ", ".join(claim_name(claim) for claim in failed[:4]) + (", ..." if len(failed) > 4 else "")

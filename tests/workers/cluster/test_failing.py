@@ -9,6 +9,7 @@ import pytest
 from workers.cluster import ClusterError
 from workers.cluster.failing import failed
 from workers.cluster.heartbeat import Place
+from workers.cluster.verdict import Verdict
 from workers.config import ConfigError
 from workers.report.journal import Journal, Unwritable
 from workers.report.records import Said
@@ -25,8 +26,12 @@ def codes(error: BaseException) -> tuple[int, int]:
 def test_a_failure_is_a_loss_to_the_others() -> None:
     assert codes(ValueError("a made-up failure")) == (1, 3)
     assert codes(ClusterError("a port")) == (3, 3)
-    assert codes(ConfigError(["a setting"])) == (2, 2)
     assert codes(PermissionError(errno.EACCES, os.strerror(errno.EACCES))) == (1, 3)
+
+
+def test_a_refusal_is_one_sentence_of_all_ranks() -> None:
+    verdicts = [failed(rank, Place(step=rank), ConfigError(["one", "two"]), []) for rank in (0, 1)]
+    assert {verdict for each in verdicts for verdict in each} == {Verdict(2, "refused    one; two")}
 
 
 def test_a_disk_that_is_full_ends_all_ranks_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
