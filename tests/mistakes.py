@@ -5,12 +5,14 @@ from workers.config import Config
 from workers.contract import Mode
 from workers.rank.modes import load
 
-WORLD_SIZE = 3
+WORLD_SIZE = 2  # odd and larger worlds are in each mode's own tests; three ranks take half as long again
 # What a mistake's needs do not say: sizes that it shows at.
 SIZES = {
     "gather_all": {"LAB_DEPTH": "4"},
     "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},
-    "lost_shard_tail": {"LAB_WIDTH": "20"},
+    "lost_fold": {"WORLD_SIZE": "3"},  # no power of two
+    "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},
+    "stale_activation": {"WORLD_SIZE": "3"},  # a stage between two
 }
 # In seconds: an mlp takes a quarter of a gpt's time, and tp alone asks what a layer is; largebatch compares curves.
 SMALL = {

@@ -30,7 +30,7 @@ class Shown(NamedTuple):
 
 
 PROVEN = r"proof +float64, against one process +gradients +weights +losses"
-ALIKE = "LAB_SLEEP_MS=30 LAB_STEPS=3 LAB_VARIANT=gpipe,1f1b"  # microbatches as long as each other: on busy cores one is too short to be drawn
+ALIKE = "WORLD_SIZE=3 LAB_SLEEP_MS=30 LAB_STEPS=3 LAB_VARIANT=gpipe,1f1b"  # microbatches as long as each other: on busy cores one is too short to be drawn
 HOLDS = {
     "RUN_MODE=comm": Shown((r"\nall_to_all", r"A ring all_reduce", r"all_reduce")),
     "RUN_MODE=comm LAB_VARIANT=server": Shown((r"server: \(N-1\)",)),
@@ -91,7 +91,7 @@ HOLDS = {
     "RUN_MODE=compress LAB_BUG=per_rank_powersgd": Shown((), "rank"),
     "RUN_MODE=server": Shown((r"server / ring", r"What the server saw", r"local_sgd")),
     "RUN_MODE=server LAB_VARIANT=sync,ssp,downpour": Shown((r"sync +.*held", r"What the server saw", r"downpour")),
-    "RUN_MODE=server LAB_SLOW_RANK=2:0.5 LAB_STALENESS=4": Shown((r"slowed +rank 2 computes at 0\.5", r"ssp staleness"), more="LAB_VARIANT=ssp"),
+    "RUN_MODE=server LAB_SLOW_RANK=2:0.5 LAB_STALENESS=4": Shown((r"slowed +rank 2 computes at 0\.5", r"ssp staleness"), more="LAB_VARIANT=ssp WORLD_SIZE=3"),
     "RUN_MODE=server LAB_VARIANT=ssp": Shown((r"ssp staleness",)),
     "RUN_MODE=server LAB_VARIANT=ssp,downpour": Shown((r"mean staleness", r"largest stable lr")),
     "RUN_MODE=server LAB_VARIANT=local_sgd,diloco": Shown((r"local_sgd losses at H = 1", r"diloco weights at H = 4")),

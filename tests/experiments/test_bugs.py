@@ -20,7 +20,7 @@ def test_without_a_bug_every_check_holds(runs: Runs, run_mode: str) -> None:
 @pytest.mark.parametrize(("run_mode", "bug"), BUGS)
 def test_each_bug_fails_the_check_that_is_meant_for_it(runs: Runs, run_mode: str, bug: str) -> None:
     given = mistaken(run_mode, bug)
-    run = runs(WORLD_SIZE, **given).judged
+    run = runs(int(given.pop("WORLD_SIZE", WORLD_SIZE)), **given).judged
     meant = load(run_mode).mistakes[bug].check
     assert meant in failed(run)
     claims = [claim for claim in run["checks"] + run["comparisons"] if claim["name"] == meant and not claim["passed"]]
