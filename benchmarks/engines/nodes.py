@@ -111,6 +111,14 @@ class Nodes:
                     found.append(pid)
         return found
 
+    def rank_number(self, node: int, variable: str) -> int | None:
+        """The number of the rank that runs on a node, as its engine's variable says; None where none does."""
+        for pid in self.ranks(node):
+            for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if word.startswith(f"{variable}=".encode()):
+                    return int(word.partition(b"=")[2])
+        return None
+
     def pids(self, node: int) -> list[int]:
         """All processes on a node."""
         done = subprocess.run(

@@ -94,9 +94,10 @@ def rank_killed(nodes: Nodes, folder: Path) -> list[str]:
     process = job(nodes, folder, "killed", "dp", "LAB_VARIANT=bucketed", "LAB_STEPS=100000", "LAB_PROOF=0")
     if not until(lambda: "measured" in (folder / "killed.out").read_text(), BEGINS_S):
         return ["it did not begin"]
+    killed = nodes.rank_number(NODES - 1, "RANK")
     for pid in nodes.ranks(NODES - 1):
         os.kill(pid, signal.SIGKILL)
     code = process.wait(NAMED_S)
     lost = [entry["rank"] for entry in judged(folder / "killed")["lost"]]
     wrong = [] if code == 3 else [f"the job ended with {code}"]
-    return wrong + ([] if len(lost) == 1 else [f"lost are {lost}"])
+    return wrong + ([] if lost == [killed] else [f"lost are {lost}, killed was {killed}"])

@@ -124,7 +124,7 @@ def rank_killed(nodes: Nodes, folder: Path) -> list[str]:
     process = srun(nodes, folder, "killed", "-N3", "-n3", **LONG | {"LAB_STEPS": "100000", "LAB_PROOF": "0"})
     if not saved(folder / "killed"):
         return ["no checkpoint"]
-    last = [node for node in range(NODES) if rank_number(nodes, node) == "2"]
+    last = [node for node in range(NODES) if nodes.rank_number(node, "SLURM_PROCID") == 2]
     for pid in [pid for node in last for pid in nodes.ranks(node)]:
         os.kill(pid, signal.SIGKILL)
     killed_at = time.monotonic()
@@ -135,15 +135,6 @@ def rank_killed(nodes: Nodes, folder: Path) -> list[str]:
     wrong += [] if took < NAMED_S else [f"srun ended after {took:.1f} s"]
     lost = [entry["rank"] for entry in judged(folder / "killed")["lost"]]
     return wrong + ([] if lost == [2] else [f"lost are {lost}"])
-
-
-def rank_number(nodes: Nodes, node: int) -> str | None:
-    """The number of the rank that runs on a node."""
-    for pid in nodes.ranks(node):
-        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if word.startswith(b"SLURM_PROCID="):
-                return word.partition(b"=")[2].decode()
-    return None
 
 
 def node_killed(nodes: Nodes, folder: Path) -> list[str]:
