@@ -75,6 +75,9 @@ def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends:
         os.dup2(descriptor, number)
     os.close(ends.read)
     os.close(ends.write)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    # They do not close what they stand for: a program that puts its own in their place has the same numbers.
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(number, mode, buffering=1, closefd=False) for number, mode in ((0, "r"), (1, "w"), (2, "w"))
+    )
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -114,11 +114,16 @@ class Config(BaseSettings):
         return (init_settings,)
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ, found_before: Sequence[str] = ()) -> Self:
-        """Check `environ` as a whole; raises ConfigError with all faults at once, `found_before` among them."""
+    def read(
+        cls, environ: Mapping[str, str] = os.environ, found_before: Sequence[str] = (), options: Path | None = None
+    ) -> Self:
+        """Check `environ` as a whole; raises ConfigError with all faults at once, `found_before` among them.
+
+        `options` is a file whose class Options is taken in the place of the mode's.
+        """
         named = environ.get("RUN_MODE", "").strip() or "dp"
         mode = named if values.fault_of(values.known_mode, named) == "" else "dp"  # of another no file is touched
-        kind = declared(values.lesson_file(mode))
+        kind = declared(options or values.lesson_file(mode))
         common, own = aliases(cls), aliases(kind)
         given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
         faults = [*found_before] + [

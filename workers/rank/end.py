@@ -21,6 +21,7 @@ from workers.cluster.watch import Watch
 from workers.lab import Lab
 from workers.rank.sections import Sections
 from workers.report import records
+from workers.report.claims import Run
 from workers.report.journal import Journal, Unwritable
 from workers.report.judge import exit_code, judge
 from workers.report.lines import BrokenRecord, read, read_run, to_line, write_atomically
@@ -51,17 +52,22 @@ def conclude(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[],
         lab.check("LAB_BUG", 1, 0, detail=f"{made['check']}, which sees {made['name']}, {how}", control=CONTROL)
         by_rank[lab.rank].append(lab.journal.records[-1])
         run = judge(by_rank)
+    return settle(run, by_rank, sections, outcome, agree)
+
+
+def settle(run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[], None]) -> int:
+    """On rank 0: write and draw the judged run, and put it in place once all ranks `agree`; the exit code of all."""
     outcome.lay_ready(run)
     written = outcome.folder / "report.html" if draw(outcome.folder, outcome.page) else None
     # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has
     # it.
     code = exit_code(run) if written else exit_code(run) or 1
-    lab.exchange.share("verdict", code)
+    sections.exchange.share("verdict", code)
     agree()
     outcome.publish()
     with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
         for line in verdict_lines(run, by_rank, written, sections.told):
-            lab.say(line)
+            sections.journal.say(line)
     return code
 
 

@@ -10,7 +10,7 @@ from workers.report.claims import Run
 from workers.report.holdings import COMPARISONS, REST, holdings
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.records import Ranks
-from workers.report.sentences import claim_name, proof_note
+from workers.report.sentences import FINDINGS, claim_name, proof_note
 from workers.report.units import allowed, difference, human_bytes, milliseconds, quantity, share
 
 PROOF = ("gradients", "weights", "losses")
@@ -100,9 +100,10 @@ def more_checks(run: Run) -> list[str]:
     rows = [
         [claim_name(check), difference(check["max_abs_diff"]), f"tolerance {allowed(check)}", "held"]
         for check in run["checks"]
-        if check["passed"] and check["name"] not in (*PROOF, *TIMED)
+        if check["passed"] and check["name"] not in (*PROOF, *TIMED) and check["unit"] != FINDINGS
     ]
-    return _block("checks", None, rows)
+    held = [check["name"] for check in run["checks"] if check["passed"] and check["unit"] == FINDINGS]
+    return _block("checks", None, rows) + ([line("checks", f"held: {', '.join(held)}")] if held else [])
 
 
 def timed(run: Run) -> list[str]:

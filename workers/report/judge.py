@@ -22,6 +22,7 @@ from workers.report.records import (
     Dropped,
     End,
     Failed,
+    Finding,
     Left,
     Lost,
     Memory,
@@ -36,6 +37,7 @@ from workers.report.records import (
     select,
 )
 
+SCRIPT = "check"  # the run_mode of someone's script, in which nothing is proven
 EXIT_CODES = {"pass": 0, "fail": 1, "refused": 2, "lost": 3}
 
 
@@ -62,7 +64,7 @@ def judge(records: Ranks) -> Run:
         "run_mode": start.run_mode,
         "world_size": start.world_size,
         "verdict": verdict,
-        "proven": verdict == "pass" and proof_on and bool(checks),
+        "proven": verdict == "pass" and proof_on and bool(checks) and start.run_mode != SCRIPT,
         "timed_held": any(check["name"] == "timed losses" for check in checks),
         "config": start.config,
         "versions": start.versions,
@@ -81,6 +83,10 @@ def judge(records: Ranks) -> Run:
         "comparisons": comparisons,
         "lost": sorted([*lost, *left.values()], key=lambda entry: entry["rank"]),
         "errors": errors,
+        "findings": [
+            {"check": each.check, "sentence": each.sentence, "ranks": each.ranks}
+            for _, each in select(records, Finding)
+        ],
         "unseen": _unseen(records, start.world_size),
         "dropped": _dropped(records),
     }

@@ -230,6 +230,15 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What is wrong with a script that was checked: a sentence that can be acted on, and whose it is; on rank 0."""
+
+    check: str
+    sentence: str
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
 class Dropped:
     """The messages that came to this rank and were not believed: counted by what was wrong, and by whose address."""
 
@@ -304,6 +313,7 @@ Record = (
     | Skipped
     | Table
     | Chart
+    | Finding
     | Dropped
     | Unshared
     | Lost

@@ -4,9 +4,11 @@ import shlex
 
 from workers.config import ON_ONE_MACHINE
 from workers.report.claims import Run
-from workers.report.judge import first
+from workers.report.judge import SCRIPT, first
 from workers.report.records import Ranks
 from workers.report.units import allowed, difference, quantity
+
+FINDINGS = "findings"  # the unit of a check that counts them
 
 
 def headline(run: Run) -> str:
@@ -22,7 +24,7 @@ def headline(run: Run) -> str:
         return str(run["errors"][0]["error"])
     held = f"{len(deciding)} checks held" if len(deciding) != 1 else "1 check held"
     held += "".join(f" · without rank {lost['rank']}" for lost in run["lost"])  # it left, and the others went on
-    return held if run["proven"] else f"not proven · {held}"
+    return held if run["proven"] or run["run_mode"] == SCRIPT else f"not proven · {held}"
 
 
 def failures(run: Run) -> list[Run]:
@@ -32,6 +34,8 @@ def failures(run: Run) -> list[Run]:
 
 def failure_sentence(claim: Run) -> str:
     """What was expected and what was seen."""
+    if claim.get("unit") == FINDINGS:
+        return f"{claim_name(claim)}: {claim['detail']}"
     detail = f" ({claim['detail']})" if claim.get("detail") else ""
     return f"{claim_name(claim)}: {_off(claim)}{detail}"
 
@@ -110,7 +114,7 @@ def missed(run: Run) -> str:
 
 def proof_note(run: Run) -> str:
     """Why a run that did not fail is still not proven; empty where it is."""
-    if run["proven"] or run["verdict"] != "pass":
+    if run["proven"] or run["verdict"] != "pass" or run["run_mode"] == SCRIPT:
         return ""
     return "not proven: no check was made" if not run["checks"] else "not proven: LAB_PROOF=0 left the proof out"
 
@@ -121,6 +125,8 @@ def repeat_command(records: Ranks) -> str:
     shaped = repeat.keys() & {"LAB_NET_RATE", "LAB_NET_DELAY"}
     overlay = ["-f", "docker-compose.yaml", "-f", "compose/net.yaml"] if shaped else []
     settings = [f"{name}={shlex.quote(value)}" for name, value in repeat.items()]
+    if first(records).run_mode == SCRIPT:
+        return " ".join([*settings, "ranklab", "check", first(records).title])
     if first(records).world_size > ON_ONE_MACHINE:
         return " ".join([*settings, "python -m workers, as each rank of an engine"])
     return " ".join([*settings, "docker", "compose", *overlay, "up"])

@@ -1,0 +1,147 @@
+"""A rank's doctor and its script: starts the process, hears what it tells, looks how it is, and ends it.
+
+Nothing here asks the script's interpreter, which may be stuck in C++ with its lock held: its state and its processor
+time are the kernel's words (proc(5)), and its Python stacks are written by faulthandler from a signal.
+"""
+
+import os
+import re
+import select
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from workers.check import script
+from workers.check.script import Ends, Job
+from workers.cluster.launch import CONTEXT
+from workers.measure import sockets
+from workers.measure.sockets import Connection, NoDiagnostics
+
+TICKS = os.sysconf("SC_CLK_TCK")
+READ_BYTES = 1 << 20
+STACK_S = 0.5  # from a signal until its stacks are there; nothing else is done meanwhile
+
+
+class Look(NamedTuple):
+    """How the script's process is, by the kernel: its state, and seconds of processor time that its threads had."""
+
+    state: str
+    cpu_s: float
+    peak_bytes: int
+
+
+class Frame(NamedTuple):
+    """A line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Bedside:
+    """One script under watch; made before this process has any other thread."""
+
+    def __init__(self, job: Job) -> None:
+        told, stacks, gate = os.pipe(), os.pipe(), os.pipe()
+        self._ends = Ends(told[0], stacks[0], gate[1])
+        theirs = Ends(told[1], stacks[1], gate[0])
+        self.process = CONTEXT.Process(
+            target=script.run, args=(job, theirs, self._ends, os.getpid()), name="MainProcess"
+        )
+        self.process.start()
+        theirs.close()
+        self._rest = b""
+        self.main_thread = 0
+        self.peak_bytes = 0
+        for each in (self._ends.told, self._ends.stacks):
+            os.set_blocking(each, False)
+
+    def begin(self, variables: dict[str, str]) -> None:
+        """Let the script begin, with these variables."""
+        os.write(self._ends.gate, "\n".join(f"{name}={value}" for name, value in variables.items()).encode())
+
+    def hear(self, at_most_s: float) -> list[bytes]:
+        """The lines that were told, once there are some or the time is over."""
+        with suppress(InterruptedError):
+            select.select([self._ends.told], [], [], at_most_s)
+        try:
+            data = os.read(self._ends.told, READ_BYTES)
+        except BlockingIOError:
+            data = b""
+        if not data:
+            time.sleep(at_most_s if self.process.exitcode is not None else 0)
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+    def look(self) -> Look | None:
+        """How the process is; None once it is gone."""
+        if self.process.exitcode is not None:
+            return None
+        place = Path(f"/proc/{self.process.pid}")
+        try:
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            status = (place / "status").read_text()
+        except OSError:
+            return None
+        peak = re.search(r"VmHWM:\s*(\d+) kB", status)
+        self.peak_bytes = max(self.peak_bytes, int(peak[1]) * 1024 if peak else 0)
+        return Look(fields[0], (int(fields[11]) + int(fields[12])) / TICKS, self.peak_bytes)
+
+    def stacks(self) -> dict[int, list[Frame]]:
+        """The Python stack of each thread by its number, innermost frame first; empty where none came."""
+        self._read_stacks()
+        with suppress(ProcessLookupError, TypeError):
+            os.kill(self.process.pid or 0, script.STACKS)
+        deadline, text = time.monotonic() + STACK_S, ""
+        while time.monotonic() < deadline and not text.endswith("\n\n"):
+            ready, _, _ = select.select([self._ends.stacks], [], [], 0.05)
+            text += self._read_stacks() if ready else ("\n\n" if text else "")
+        return parsed(text)
+
+    def _read_stacks(self) -> str:
+        try:
+            return os.read(self._ends.stacks, READ_BYTES).decode(errors="replace")
+        except BlockingIOError:
+            return ""
+
+    def connections(self) -> dict[int, Connection]:
+        """Its TCP connections, with what each has sent; empty where the kernel does not tell."""
+        try:
+            return sockets.of_process(self.process.pid or 0)
+        except (NoDiagnostics, OSError):
+            return {}
+
+    def let_go(self, at_most_s: float) -> None:
+        """Let an ended script's process end; what is left of it and of what it started is killed after that."""
+        with suppress(OSError):
+            os.write(self._ends.gate, b".")
+        self.process.join(at_most_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        if self.process.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+
+
+def parsed(text: str) -> dict[int, list[Frame]]:
+    """The stacks that faulthandler wrote."""
+    found: dict[int, list[Frame]] = {}
+    for part in re.split(r"(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE):
+        head = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", part)
+        if head:
+            frames = re.findall(r'File "([^"]*)", line (\d+) in (.*)', part)
+            found[int(head[1], 16)] = [Frame(file, int(line), function) for file, line, function in frames]
+    return found
+
+
+def how_it_ended(exit_code: int) -> str:
+    """In words that follow "rank 2 "."""
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"left by os._exit({exit_code})"

@@ -1,0 +1,246 @@
+"""One rank of a check: its doctor joins the others, lets the script begin, hears it, and ends with the run's verdict.
+
+What a script tells goes on to rank 0 over the store, a batch four times a second, and into `rank<r>.calls` on this
+disk. Rank 0 says when it is over. The store is that of the doctors: the script has one of its own, on a port that rank
+0 draws (under torchrun the agent's), so that nothing of the lab is among its connections.
+"""
+
+import json
+import os
+import shlex
+import socket
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from workers.check.bedside import Bedside
+from workers.check.doctor import Doctor
+from workers.check.report import told, written
+from workers.check.script import Job
+from workers.check.settings import Options
+from workers.check.telling import now
+from workers.cluster.exchange import Exchange
+from workers.cluster.launch import free_port
+from workers.cluster.parent import Parent
+from workers.cluster.rendezvous import Cluster, ClusterError, join
+from workers.cluster.succession import Succession
+from workers.cluster.verdict import Verdict
+from workers.cluster.watch import Watch
+from workers.config import Config
+from workers.rank.end import bury, everything_written, settle
+from workers.rank.sections import Sections
+from workers.rank.start import hold, source_version
+from workers.report import records
+from workers.report.journal import Journal
+from workers.report.judge import judge
+from workers.report.outcome import Outcome
+
+POST_S = 0.25
+LOOK_S = 0.5  # between two looks at the script's process
+SILENT_S = 1.0  # after so long without a word its stacks are looked at
+STACKS_AGAIN_S = 2.0
+LET_GO_S = 5.0  # for an ended script's process
+
+
+class Rank:
+    """One rank's doctor."""
+
+    def __init__(self, config: Config, job: Job, started_at: float, engine: str) -> None:
+        self.config, self.job, self.started_at = config, job, started_at
+        self.bedside = Bedside(job)  # first: nothing else of this process is in the script's
+        self.parent = Parent()
+        self.journal = Journal()
+        if engine:
+            self.journal.say(f"engine     {engine}")
+        self._posted = 0
+        self._unsent: list[bytes] = []
+        self._heard_at = self._looked_at = self._stacked_at = 0.0
+        self._gone_told = False
+
+    def live(self) -> int:
+        """From the join to the exit code."""
+        self.parent.begin_to_wait()
+        try:
+            cluster = join(self.config, source_version(self.config), self.journal.say, contents(self.job))
+        except ClusterError as error:
+            self.bedside.kill()
+            self.journal.say(f"broken     {error}")
+            return 3
+        self.parent.joined()
+        folder = self.config.runs_dir / cluster.run_id
+        outcome = Outcome(folder, cluster.token.hex())
+        watch = Watch(cluster, self.config, self.journal.say, partial(self._bury, outcome=outcome))
+        watch.start()
+        try:
+            hold(folder, cluster, self.config)
+            self.journal.open(folder, cluster.rank)
+            self.journal.write(start_record(self.config, self.job, cluster))
+            exchange = Exchange(
+                dist.PrefixStore("lab", cluster.store), cluster.rank, cluster.world_size,
+                self.config.collective_timeout_s,
+            )  # fmt: skip
+            self._begin(exchange, cluster, folder)
+            code = self._attend(watch, exchange, cluster, folder, outcome)
+        except BaseException as error:
+            self.bedside.kill()
+            watch.fail(error)
+        watch.finish()
+        if 0 in watch.goodbye.outlived:
+            outcome.publish()
+        return code
+
+    def _begin(self, exchange: Exchange, cluster: Cluster, folder: Path) -> None:
+        """Agree on the script's own port, and let it begin."""
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        port = self.config.master_port if agent else exchange.share("port", free_port() if cluster.rank == 0 else None)
+        hosts = exchange.everyone("hosts", socket.gethostname())
+        alike = [rank for rank, host in enumerate(hosts) if host == hosts[cluster.rank]]
+        local = self.config.local_rank if self.config.local_rank is not None else alike.index(cluster.rank)
+        variables = {
+            "RANK": cluster.rank, "WORLD_SIZE": cluster.world_size, "LOCAL_RANK": local, "MASTER_PORT": port,
+            "MASTER_ADDR": self.config.master_addr, "OMP_NUM_THREADS": self.config.threads,
+        }  # fmt: skip
+        if not agent:
+            variables |= {"LOCAL_WORLD_SIZE": len(alike), "GROUP_RANK": 0, "ROLE_RANK": cluster.rank}
+        if not os.access(self.job.script.parent, os.W_OK) and self.config.local_rank is None:
+            variables["RANKLAB_FOLDER"] = scratch(exchange, folder, self.job)
+        words = shlex.join([self.job.shown, *self.job.words])
+        if cluster.rank == 0:
+            self.journal.say(f"check      {words} · {cluster.world_size} ranks · {folder}")
+        self.bedside.begin({name: str(value) for name, value in variables.items()})
+
+    def _attend(self, watch: Watch, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:
+        """Hear, pass on and look until rank 0 says that it is over; then bring all together."""
+        options = self.config.own(Options)
+        doctor = (
+            Doctor(cluster.world_size, options.hang_after_s, self.journal.say, mesh_of(options))
+            if (cluster.rank == 0)
+            else None
+        )
+        taken = dict.fromkeys(range(cluster.world_size), 0)
+        with (folder / f"rank{cluster.rank}.calls").open("wb") as kept:
+            self._heard_at = now()
+            while True:
+                lines = self._hear(POST_S)
+                kept.writelines(line + b"\n" for line in lines)
+                watch.main.at(0, self.job.script.name)
+                if doctor is None:
+                    self._post(exchange, lines)
+                    if exchange.store.check(["over"]):
+                        break
+                else:
+                    doctor.take(0, lines, now())
+                    for rank in range(1, cluster.world_size):
+                        doctor.take(rank, fetched(exchange.store, rank, taken), now())
+                    doctor.look(now())
+                    if doctor.over:
+                        exchange.store.set("over", "1")
+                        break
+        return self._close(watch, exchange, doctor, outcome)
+
+    def _hear(self, at_most_s: float) -> list[bytes]:
+        """What the script told, and what its process looks like."""
+        lines = self.bedside.hear(at_most_s)
+        time_s = now()
+        if lines:
+            self._heard_at = time_s
+        if time_s - self._looked_at > LOOK_S:
+            self._looked_at = time_s
+            look = self.bedside.look()
+            if look is not None:
+                lines.append(json.dumps(["look", *look, time_s]).encode())
+        silent = time_s - self._heard_at > SILENT_S
+        if silent and time_s - self._stacked_at > STACKS_AGAIN_S and self.bedside.process.exitcode is None:
+            self._stacked_at = time_s
+            stacks = self.bedside.stacks()
+            lines.append(json.dumps(["stacks", {str(thread): frames for thread, frames in stacks.items()}]).encode())
+        if self.bedside.process.exitcode is not None and not self._gone_told and not lines:
+            self._gone_told = True
+            lines.append(json.dumps(["gone", self.bedside.process.exitcode]).encode())
+        return lines
+
+    def _post(self, exchange: Exchange, lines: list[bytes]) -> None:
+        if lines:
+            exchange.store.set(f"told/{exchange.rank}/{self._posted}", b"\n".join(lines).decode())
+            self._posted += 1
+
+    def _close(self, watch: Watch, exchange: Exchange, doctor: Doctor | None, outcome: Outcome) -> int:
+        """End the script, write down what was found, and agree on the verdict."""
+        self.bedside.let_go(LET_GO_S if doctor is None or not doctor.findings else 0.0)
+        sections = Sections(exchange, self.journal)
+        if doctor is not None:
+            for record in written(doctor):
+                self.journal.write(record)
+            for text in told(doctor):
+                self.journal.say(text)
+            for rank, how in doctor.lost.items():
+                self.journal.write(records.Lost(rank, doctor.cases[rank].steps, how))
+        self.journal.write(records.End(exchange.rank, self.started_at, None, time.time(), watch.cpu_seconds))
+        if not sections.bring("records"):
+            code = int(exchange.share("verdict"))
+            watch.agree()
+            return code
+        by_rank = everything_written(sections, outcome.folder)
+        return settle(judge(by_rank), by_rank, sections, outcome, watch.agree)
+
+    def _bury(self, verdict: Verdict, succession: Succession, outcome: Outcome) -> None:
+        self.bedside.kill()
+        bury(verdict, succession, self.journal, outcome)
+
+
+def fetched(store: dist.Store, rank: int, taken: dict[int, int]) -> list[bytes]:
+    """What a rank has posted since the last time."""
+    lines: list[bytes] = []
+    while store.check([key := f"told/{rank}/{taken[rank]}"]):
+        lines += store.get(key).split(b"\n")
+        store.delete_key(key)
+        taken[rank] += 1
+    return lines
+
+
+def scratch(exchange: Exchange, folder: Path, job: Job) -> str:
+    """A folder to work in where the script's own is read-only: what stands beside the script, and room for more."""
+    place = folder / "scratch"
+    if exchange.rank == 0:
+        place.mkdir(exist_ok=True)
+        for each in job.script.parent.iterdir():
+            if not (place / each.name).exists():
+                (place / each.name).symlink_to(each)
+    exchange.barrier("the scratch folder")
+    return str(place.resolve())
+
+
+def contents(job: Job) -> dict[str, str]:
+    """What all ranks have to run alike."""
+    import hashlib
+
+    digest = hashlib.sha256(job.script.read_bytes()).hexdigest()[:12]
+    return {"the sha256 of the script": digest, "the words of the script": json.dumps(list(job.words))[:400]}
+
+
+def mesh_of(options: Options) -> list[tuple[str, int]]:
+    """LAB_MESH as names and sizes."""
+    parts = [each.partition(":") for each in (options.mesh or "").split(",") if each]
+    return [(name, int(size)) for name, _, size in parts]
+
+
+def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:
+    """Who this rank is, and how the check is repeated."""
+    import platform
+
+    import torch
+
+    versions: dict[str, Any] = {
+        "lab": source_version(config), "python": platform.python_version(), "torch": torch.__version__,
+        "system": platform.platform(),
+    }  # fmt: skip
+    here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID", "RUN_MODE"}
+    repeat = {"WORLD_SIZE": str(config.world_size)} | config.environ()
+    return records.Start(
+        cluster.rank, cluster.run_id, "check", cluster.world_size, socket.gethostname(), config.written(),
+        {name: value for name, value in repeat.items() if name not in here}, versions,
+        shlex.join([job.shown, *job.words]),
+    )  # fmt: skip

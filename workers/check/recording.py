@@ -1,0 +1,242 @@
+"""Every collective, send and receive of a process, told before it is made: whoever makes it, on whatever thread.
+
+PyTorch hands each c10d call through its dispatcher, DDP's reducer in C++, fully_shard, DTensor and pipelining too. So a
+kernel of ours stands at BackendSelect, which every call passes just before its device's own kernel, tells, and passes
+it on. A call costs 60 us more, where gloo's own takes 400 and more (two ranks, two cores). It is passed on by
+`redispatch`, which lets go of the interpreter's lock: to call the device's kernel as one of Python's keeps it, and
+gloo's thread, which needs it to free what Python has seen, holds a mutex that the kernel waits for.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from workers.check.places import Places
+from workers.check.telling import Telling, now
+from workers.measure.calls import OPERATIONS, RESULT, nbytes_of
+
+
+class Shape(NamedTuple):
+    """Where in a c10d operation's arguments stands what all ranks have to give alike; -1 for what it has not."""
+
+    op: str
+    compared: int  # the tensors
+    group: int
+    reduce: bool = False
+    root: int = -1
+    peer: int = -1
+
+
+# The schemas are in torch/csrc/distributed/c10d/Ops.cpp.
+SHAPES = {
+    "allreduce_": Shape("all_reduce", 0, 1, reduce=True),
+    "allreduce_coalesced_": Shape("all_reduce", 0, 1, reduce=True),
+    "broadcast_": Shape("broadcast", 0, 1, root=2),
+    "reduce_": Shape("reduce", 0, 1, reduce=True, root=3),
+    "allgather_": Shape("all_gather", 1, 2),
+    "_allgather_base_": Shape("all_gather", 1, 2),
+    "allgather_coalesced_": Shape("all_gather", 1, 2),
+    "allgather_into_tensor_coalesced_": Shape("all_gather", 1, 2),
+    "reduce_scatter_": Shape("reduce_scatter", 0, 2, reduce=True),
+    "_reduce_scatter_base_": Shape("reduce_scatter", 0, 2, reduce=True),
+    "reduce_scatter_tensor_coalesced_": Shape("reduce_scatter", 0, 2, reduce=True),
+    "scatter_": Shape("scatter", 0, 2, root=3),
+    "gather_": Shape("gather", 1, 2, root=3),
+    "alltoall_": Shape("all_to_all", 1, 2),
+    "alltoall_base_": Shape("all_to_all", 1, 2),
+    "barrier": Shape("barrier", -1, 1),
+    "monitored_barrier_": Shape("monitored_barrier", -1, 1),
+    "send": Shape("send", 0, 1, peer=2),
+    "recv_": Shape("recv", 0, 1, peer=2),
+    "recv_any_source_": Shape("recv", 0, 1),
+}
+# Functional collectives: where their reduce operation stands.
+FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}
+HERE = torch._C.DispatchKey.BackendSelect
+BELOW = torch._C._dispatch_keyset_full_after(HERE)
+
+
+Kernel = Callable[..., Any]
+
+
+class Group:
+    """One process group: its ranks, and how many of its collectives this rank has begun."""
+
+    def __init__(self, number: int, ranks: list[int]) -> None:
+        self.number, self.ranks, self.begun = number, ranks, 0
+
+
+class Call(NamedTuple):
+    """A call that was made: its number, whether the script itself made it, and what it was given."""
+
+    number: int
+    by_script: bool
+    op: str
+    tensors: tuple[torch.Tensor, ...]
+    size: int  # of the group
+    place: int
+
+
+class Recorder:
+    """Tells the calls of this process; `install` once, before the script begins."""
+
+    def __init__(self, telling: Telling, places: Places) -> None:
+        self.telling, self.places = telling, places
+        self.thread = threading.local()  # .made, the last call; .reduce, what torch.distributed was asked to reduce by
+        self.on_reduce: Callable[[Call], None] = lambda call: None  # noqa: ARG005
+        self.on_broadcast: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
+        self._groups: dict[int, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
+        self._instances: dict[tuple[int, ...], int] = {}
+        self._lock = threading.Lock()
+        self._libraries: list[torch.library.Library] = []
+        self._endless: set[str] = set()  # operations whose work has no future: they end with their wait
+
+    def install(self) -> None:
+        """Stand before all c10d operations, and before the functional ones that wait or that know by what they
+        reduce."""
+        self._stand("c10d", {name: self._recorded(name, shape) for name, shape in SHAPES.items()})
+        functional = {name: self._reducing(position) for name, position in FUNCTIONAL.items()}
+        self._stand("_c10d_functional", functional | {"wait_tensor": self._waiting})
+
+    def _stand(self, namespace: str, makers: dict[str, Callable[[Kernel], Kernel]]) -> None:
+        library = torch.library.Library(namespace, "IMPL")
+        self._libraries.append(library)
+        for name, maker in makers.items():
+            pass_on = getattr(getattr(torch.ops, namespace), name).default.redispatch
+            library.impl(name, maker(pass_on), HERE.name, with_keyset=True)
+
+    def _recorded(self, name: str, shape: Shape) -> Callable[[Kernel], Kernel]:
+        def maker(pass_on: Kernel) -> Kernel:
+            def recorded(keys: Any, *args: Any) -> Any:
+                try:
+                    call = self._begin(name, shape, args)
+                except Exception as error:  # a defect of ours may not end the script
+                    self.telling.say("unrecorded", name, repr(error))
+                    return pass_on(keys & BELOW, *args)
+                result = pass_on(keys & BELOW, *args)
+                if name == "monitored_barrier_":
+                    self.telling.write(f'["end",{call.number},{now():.6f}]')
+                else:
+                    self._follow(name, call, result[-1] if isinstance(result, tuple) else result)
+                return result
+
+            return recorded
+
+        return maker
+
+    def _reducing(self, position: int) -> Callable[[Kernel], Kernel]:
+        def maker(pass_on: Kernel) -> Kernel:
+            def reducing(keys: Any, *args: Any) -> Any:
+                self.thread.reduce = str(args[position]).lower()
+                try:
+                    return pass_on(keys & BELOW, *args)
+                finally:
+                    self.thread.reduce = ""
+
+            return reducing
+
+        return maker
+
+    def _waiting(self, pass_on: Kernel) -> Kernel:
+        def waiting(keys: Any, *args: Any) -> Any:
+            thread = threading.get_ident()
+            self.telling.write(f'["wait",-1,{thread},{now():.6f}]')
+            try:
+                return pass_on(keys & BELOW, *args)
+            finally:
+                self.telling.write(f'["waited",-1,{thread},{now():.6f}]')
+
+        return waiting
+
+    def _begin(self, name: str, shape: Shape, args: tuple[Any, ...]) -> Call:
+        group = self.group_of(dist.ProcessGroup.unbox(args[shape.group]))
+        place, by_script = self.places.here(3)
+        tensors = flat(args[shape.compared]) if shape.compared >= 0 else ()
+        kind = self._kind(name, shape, args, tensors, group)
+        number = self.telling.next_call()
+        if shape.op in ("send", "recv"):
+            turn = -1
+        else:
+            with self._lock:
+                turn, group.begun = group.begun, group.begun + 1
+        self.telling.write(
+            f'["call",{number},{place},{group.number},{kind},{turn},{threading.get_ident()},{now():.6f}]'
+        )
+        call = self.thread.made = Call(number, by_script, shape.op, tensors, len(group.ranks), place)
+        if shape.reduce:
+            self.on_reduce(call)
+        elif shape.root >= 0:
+            self.on_broadcast(call, group)
+        return call
+
+    def _kind(self, name: str, shape: Shape, args: tuple[Any, ...], tensors: tuple[Any, ...], group: Group) -> int:
+        """The number of calls like this one; told in full the first time."""
+        dims = tuple(tuple(each.shape) for each in tensors)
+        dtypes = tuple(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors))
+        reduce = getattr(self.thread, "reduce", "") if shape.reduce else ""
+        root = group.ranks[args[shape.root]] if shape.root >= 0 else -1
+        peer = group.ranks[args[shape.peer]] if shape.peer >= 0 else -1
+        tag = args[-1] if shape.op in ("send", "recv") else 0
+        splits: tuple[Any, ...] = ()
+        if shape.op == "all_to_all":
+            splits = self._splits(name, args, len(group.ranks))
+        alike = dims, dtypes, reduce, root, peer, tag
+        return self.telling.number(
+            "kind", (name, *alike, splits), lambda: (shape.op, *alike, _bytes(name, args), splits)
+        )
+
+    @staticmethod
+    def _splits(name: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+        """How many elements go to each rank of the group, and how many come from it."""
+        if name == "alltoall_":
+            return tuple(each.numel() for each in args[1]), tuple(each.numel() for each in args[0])
+
+        def rows(tensor: torch.Tensor, given: list[int]) -> tuple[int, ...]:
+            row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+            return tuple(count * row for count in given) if given else (tensor.numel() // size,) * size
+
+        return rows(args[1], args[4]), rows(args[0], args[3])
+
+    def _follow(self, name: str, call: Call, work: Any) -> None:
+        """Hear of the call's end, on whatever thread it comes."""
+        if work is None or name in self._endless:
+            return
+        try:
+            future = dist.Work.unbox(work).get_future()
+        except RuntimeError:
+            self._endless.add(name)
+            return
+        future.add_done_callback(lambda _: self.telling.write(f'["end",{call.number},{now():.6f}]'))
+
+    def group_of(self, group: dist.ProcessGroup) -> Group:
+        """What is known of a process group; told the first time, by its ranks and as the how-manieth of them."""
+        entry = self._groups.get(id(group))
+        if entry is not None and entry[0]() is group:
+            return entry[1]
+        try:
+            ranks = list(dist.get_process_group_ranks(group))
+        except Exception:  # torch has not written it down yet
+            ranks = list(range(group.size()))
+        with self._lock:
+            instance = self._instances.get(tuple(ranks), 0)
+            self._instances[tuple(ranks)] = instance + 1
+        found = Group(self.telling.number("group", (tuple(ranks), instance), lambda: (ranks, instance)), ranks)
+        self._groups[id(group)] = weakref.ref(group), found
+        return found
+
+
+def flat(tensors: Any) -> tuple[torch.Tensor, ...]:
+    """All tensors in a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return (tensors,)
+    return tuple(tensor for each in tensors for tensor in flat(each))
+
+
+def _bytes(name: str, args: tuple[Any, ...]) -> int:
+    """Bytes of the whole tensor, as measure/calls.py counts them; of a gather this rank's part."""
+    _, position = OPERATIONS.get(f"c10d::{name}", ("", RESULT))
+    return nbytes_of(args[position]) if position != RESULT else 0

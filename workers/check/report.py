@@ -1,0 +1,102 @@
+"""What rank 0 writes down of a check: the findings, and the tables of lines, peers and ranks."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from workers.check.casebook import Case
+from workers.check.doctor import Doctor
+from workers.check.finding import CHECKS
+from workers.check.lateness import Line
+from workers.report import records
+from workers.report.sentences import FINDINGS
+
+CONTROL = "tests/check/test_faults.py"
+MOST_LINES = 60
+
+
+def written(doctor: Doctor) -> Iterator[records.Record]:
+    """The records of rank 0, in the order of the page."""
+    for finding in doctor.findings:
+        yield records.Finding(finding.check, finding.sentence, list(finding.ranks))
+    for name in CHECKS:
+        found = [finding.sentence for finding in doctor.findings if finding.check == name]
+        yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=CONTROL, unit=FINDINGS)
+    for sentence in doctor.quiet.questions():
+        yield records.Said("question", sentence)
+    for sentence, ranks in doctor.changed.items():
+        yield records.Said("changed", f"{sentence} (on {len(set(ranks))} ranks)")
+    for finding in doctor.findings:
+        if finding.rows:
+            yield records.Table(
+                f"Where each rank was: {finding.check}",
+                ["rank", "line", "call", ""],
+                [list(row) for row in finding.rows],
+            )
+    doctor.matching.lateness.settle()
+    lines = sorted(doctor.matching.lateness.lines.values(), key=lambda line: -sum(line.waited_s.values()) - line.took_s)
+    if lines:
+        columns = ["line", "call", "calls", "bytes a call", "ms a call", "comes last", "the others wait, ms a call"]
+        yield records.Table("Collectives by line", columns, [row(line) for line in lines[:MOST_LINES]])
+    for line in lines[:3]:
+        rank, times = line.last.most_common(1)[0]
+        wait_ms = 1000 * waited(line) / line.calls
+        if line.calls >= 10 and times > 0.8 * line.calls and wait_ms > 1:
+            yield records.Said(
+                "late",
+                f"rank {rank} comes last in {times / line.calls:.0%} of the {line.op}s of {line.place}; the others wait"
+                f" {wait_ms:.1f} ms a call",
+            )  # fmt: skip
+    yield from traffic(doctor.cases)
+
+
+def told(doctor: Doctor) -> Iterator[str]:
+    """What the log says beside the checks: tracebacks, where each rank was, and questions."""
+    for finding in doctor.findings:
+        yield from finding.traceback.rstrip().splitlines()
+        widths = [max(len(row[column]) for row in finding.rows) for column in range(3)] if finding.rows else []
+        for row in finding.rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)]
+            yield f"{'where':<11}{'  '.join(cells)}".rstrip()
+    for sentence in doctor.quiet.questions():
+        yield f"{'question':<11}{sentence}"
+
+
+def waited(line: Line) -> float:
+    """Seconds that a rank other than the last waited, on average over the ranks, in all."""
+    return sum(line.waited_s.values()) / max(1, line.size - 1)
+
+
+def row(line: Line) -> list[Any]:
+    """A line of the script in the table."""
+    rank, times = line.last.most_common(1)[0]
+    last = f"rank {rank} in {times / line.calls:.0%}" if line.size > 1 else ""
+    return [
+        str(line.place), line.op, line.calls, line.nbytes // line.calls, 1000 * line.took_s / line.calls, last,
+        1000 * waited(line) / line.calls,
+    ]  # fmt: skip
+
+
+def traffic(cases: list[Case]) -> Iterator[records.Record]:
+    """Who sent how much to whom, beside what was called; and what each rank held."""
+    owner = {(near, far): case.rank for case in cases for near, far in case.sockets}
+    sent: dict[tuple[int, int], int] = defaultdict(int)
+    for case in cases:
+        for (near, far), nbytes in case.sockets.items():
+            peer = owner.get((far, near))
+            if peer is not None and peer != case.rank:
+                sent[case.rank, peer] += nbytes
+    size = len(cases)
+    if sent and size > 1:
+        rows = [
+            [f"rank {case.rank}", *(sent.get((case.rank, peer), 0) for peer in range(size)),
+             sum(sent.get((case.rank, peer), 0) for peer in range(size)), round(case.called_bytes)]
+            for case in cases
+        ]  # fmt: skip
+        columns = ["bytes sent by", *(f"to rank {peer}" for peer in range(size)), "in all", "called"]
+        yield records.Table("Wire: who sent how much to whom", columns, rows)
+    columns = ["rank", "calls", "optimizer steps", "peak memory of the process, MB"]
+    yield records.Table(
+        "Ranks of the script", columns,
+        [[f"rank {case.rank}", case.num_calls, case.steps, round(case.peak_bytes / 1e6)] for case in cases],
+    )  # fmt: skip
