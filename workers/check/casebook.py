@@ -33,9 +33,11 @@ class Place(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """A process group: its ranks, and the how-manieth of these ranks it is; below 0 what is no collective."""
+    """A process group: its ranks, torch's name for it (none for the default group), and the how-manieth of this name it
+    is; below 0 what is no collective."""
 
     ranks: tuple[int, ...]
+    name: str = ""
     instance: int = 0
 
 
@@ -133,8 +135,8 @@ class Case:
     def _take_place(self, number: int, line: str, below: str, file: str) -> None:
         self._places[number] = Place(line, below, file)
 
-    def _take_group(self, number: int, ranks: list[int], instance: int) -> None:
-        self._groups[number] = GroupKey(tuple(ranks), instance)
+    def _take_group(self, number: int, ranks: list[int], name: str, instance: int) -> None:
+        self._groups[number] = GroupKey(tuple(ranks), name, instance)
 
     def _take_kind(
         self, number: int, op: str, dims: list[list[int]], dtypes: list[str], reduce: str, root: int, peer: int,
@@ -184,10 +186,10 @@ class Case:
         world = tuple(range(self.world_size))
         if name == "new_group":
             ranks = tuple(range(self.world_size) if what[0] is None else what[0])
-            key = GroupKey(ranks if what[1] else world, MADE)
+            key = GroupKey(ranks if what[1] else world, instance=MADE)
             kind = Kind("new_group", (ranks,))
         elif name == "init_process_group":
-            key, kind = GroupKey(world, INITIALISED), Kind(name)
+            key, kind = GroupKey(world, instance=INITIALISED), Kind(name)
         else:
             self.waits[thread] = Wait(None, f"{name}({', '.join(map(repr, what))})", self._places[place], at_s)
             return
@@ -274,10 +276,11 @@ class Case:
 
 def group_words(group: GroupKey, world_size: int) -> str:
     """ "all ranks", or which."""
-    if len(group.ranks) == world_size and group.instance <= 0:
+    if len(group.ranks) == world_size and not group.name:
         return "all ranks"
-    again = f", group {group.instance + 1} of these" if group.instance > 0 else ""
-    return f"the group of {name_ranks(group.ranks)}{again}"
+    if group.name.isdigit():  # torch counts them
+        return f"group {group.name} ({name_ranks(group.ranks)})"
+    return f"the group of {name_ranks(group.ranks)}"
 
 
 def words(call: Call) -> str:

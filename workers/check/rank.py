@@ -115,11 +115,7 @@ class Rank:
     def _attend(self, watch: Watch, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:
         """Hear, pass on and look until rank 0 says that it is over; then bring all together."""
         options = self.config.own(Options)
-        doctor = (
-            Doctor(cluster.world_size, options.hang_after_s, self.journal.say, mesh_of(options))
-            if (cluster.rank == 0)
-            else None
-        )
+        doctor = self._doctor(options) if (cluster.rank == 0) else None
         taken = dict.fromkeys(range(cluster.world_size), 0)
         with (folder / f"rank{cluster.rank}.calls").open("wb") as kept:
             self._heard_at = now()
@@ -140,6 +136,10 @@ class Rank:
                         exchange.store.set("over", "1")
                         break
         return self._close(watch, exchange, doctor, outcome)
+
+    def _doctor(self, options: Options) -> Doctor:
+        bound_s = self.config.collective_timeout_s
+        return Doctor(self.config.world_size, options.hang_after_s, bound_s, self.journal.say, mesh_of(options))
 
     def _hear(self, at_most_s: float) -> list[bytes]:
         """What the script told, and what its process looks like."""

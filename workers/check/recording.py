@@ -90,7 +90,7 @@ class Recorder:
         self.on_reduce: Callable[[Call], None] = lambda call: None  # noqa: ARG005
         self.on_broadcast: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
         self._groups: dict[int, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
-        self._instances: dict[tuple[int, ...], int] = {}
+        self._instances: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
         self._endless: set[str] = set()  # operations whose work has no future: they end with their wait
@@ -213,7 +213,8 @@ class Recorder:
         future.add_done_callback(lambda _: self.telling.write(f'["end",{call.number},{now():.6f}]'))
 
     def group_of(self, group: dist.ProcessGroup) -> Group:
-        """What is known of a process group; told the first time, by its ranks and as the how-manieth of them."""
+        """What is known of a process group; told the first time, by its ranks and torch's name for it, which all ranks
+        give it alike, and as the how-manieth of these: a name comes again where a script makes its groups anew."""
         entry = self._groups.get(id(group))
         if entry is not None and entry[0]() is group:
             return entry[1]
@@ -221,10 +222,12 @@ class Recorder:
             ranks = list(dist.get_process_group_ranks(group))
         except Exception:  # torch has not written it down yet
             ranks = list(range(group.size()))
+        name = "" if group.group_desc == "default_pg" else group.group_name
         with self._lock:
-            instance = self._instances.get(tuple(ranks), 0)
-            self._instances[tuple(ranks)] = instance + 1
-        found = Group(self.telling.number("group", (tuple(ranks), instance), lambda: (ranks, instance)), ranks)
+            instance = self._instances.get((name, tuple(ranks)), 0)
+            self._instances[name, tuple(ranks)] = instance + 1
+        key = name, tuple(ranks), instance
+        found = Group(self.telling.number("group", key, lambda: (ranks, name, instance)), ranks)
         self._groups[id(group)] = weakref.ref(group), found
         return found
 

@@ -32,19 +32,20 @@ class Replicas:
         which = key, case.group(group).ranks
         seen = self._orders[which]
         seen[case.rank] = order
-        first = min(seen)
-        if order == seen[first] or which in self._told:
+        odd = next((rank for rank in sorted(seen) if seen[rank] != seen[min(seen)]), None)
+        if odd is None or which in self._told:
             return
         self._told.add(which)
-        theirs = seen[first]
+        first = min(seen)
+        theirs, order = seen[first], seen[odd]
         length = min(len(theirs), len(order))
         index = next((each for each in range(length) if theirs[each] != order[each]), length)
         one, other = (repr(each[index]) if index < len(each) else "no parameter" for each in (theirs, order))
         yield Finding(
             MATCH,
             f"{key} at {case.place(place).line}: parameter {index} is {one} on rank {first} and {other} on rank"
-            f" {case.rank}: DDP sums gradients by their order, whatever they are called",
-            (case.rank,),
+            f" {odd}: DDP sums gradients by their order, whatever they are called",
+            (odd,),
             ends=True,
         )
 
@@ -61,13 +62,13 @@ class Replicas:
             odd, names = apart(by_step[END])
             since = next((step for step in sorted(by_step) if step > 0 and differ(by_step[step], ranks)), None)
             when = f", since step {since} or before" if since is not None else ""
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            which = f"parameter {names[0]}" if names else "parameter"
+            which += f" and {len(names) - 1} more" if len(names) > 1 else ""
             who = "the parameters that were broadcast at the start" if key == BY_HAND else key
             yield Finding(
                 REPLICAS,
-                f"the replicas of {who} have drifted apart: {name_ranks(odd)} ended with another parameter"
-                f" {names[0] if names else ''}{more} than {name_ranks(sorted(set(ranks) - set(odd)))}{when}; the"
-                f" optimizer steps at {self._steps_at[key]}",
+                f"the replicas of {who} have drifted apart: {name_ranks(odd)} ended with another {which}"
+                f" than {name_ranks(sorted(set(ranks) - set(odd)))}{when}; the optimizer steps at {self._steps_at[key]}",
                 tuple(odd),
             )
 

@@ -16,6 +16,7 @@ from workers.cluster import name_ranks
 
 SURE_AFTER_S = 1.0  # of a rank that waits for one which is over: what it told last may be on its way
 OWN = "workers/check/"
+MOST_NAMED = 8  # ranks of a circle
 
 
 class Standing(NamedTuple):
@@ -98,9 +99,12 @@ def diagnosis(
         sentence += ", which no other rank can end"
     else:
         sentence += f" for {name_ranks(whom)}"
-    others = [elsewhere(cases[rank], matching, first.wait, waits, len(cases)) for rank in whom]
-    told = "; ".join(dict.fromkeys(filter(None, others)))
-    sentence += f": {told}" if told else ""
+    chain = list(whom)
+    for rank in chain:  # it grows: who is waited for may wait itself
+        more = sorted(waits[rank].needs) if rank in waits and not waits[rank].any_of else []
+        chain += [each for each in more if each not in (*chain, *together)]
+    others = [elsewhere(cases[rank], matching, first.wait, waits, len(cases)) for rank in chain[:MOST_NAMED]]
+    sentence += f": {'; '.join(dict.fromkeys(others))}"
     sentence += matching.parted(first.wait.call.group) if first.wait.call is not None else ""
     sentence += circle(first, stuck)
     return Finding(HANG, sentence, tuple(whom), table(cases, waits), ends=True)
@@ -140,6 +144,8 @@ def elsewhere(case: Case, matching: Matching, waited: Wait, waits: dict[int, Sta
         before = f", its last call was {words(case.last)} at {case.last.place}"
     if case.raised is not None:
         return f"{who} raised {case.raised.kind} at {case.raised.place or 'its end'}{before}"
+    if case.exit_code is None and case.gone is not None:
+        return f"{who} {how_it_ended(case.gone)}{before}"
     if case.over:
         return f"{who} has ended without it{before}"
     own = waits.get(case.rank)

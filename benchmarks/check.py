@@ -1,0 +1,109 @@
+"""`ranklab check` over all planted and all right scripts: what was to be said, what was said, after how many seconds.
+
+    python -m benchmarks.check                              each once
+    python -m benchmarks.check right --times 10 --busy 2    no false alarm beside two busy loops
+    python -m benchmarks.check dims fsdp                    these
+
+Exit code 1 if a fault was named wrong or a right script was not left alone.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.check.cases import SCRIPTS, Checked, check
+from tests.check.planted import PLANTED, missed
+from tests.check.right import RIGHT
+
+KINDS = ("faults", "right")
+SHOWN = 110  # letters of what was said
+
+
+class Row(NamedTuple):
+    """One script: what was to be said, what was, and what of it is missing or too much."""
+
+    kind: str
+    name: str
+    ranks: int
+    wanted: str
+    said: str
+    seconds: float
+    wrong: list[str]
+
+
+def main(words: Sequence[str]) -> int:
+    """Check what is asked for; returns 1 if anything was told wrong."""
+    asked = parser().parse_args(words)
+    for _ in range(asked.busy):
+        multiprocessing.Process(target=burn, daemon=True).start()
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows(asked.names, asked.times, Path(folder)):
+            wrong += bool(row.wrong)
+            mark = "" if not row.wrong else f"  WRONG: {', '.join(row.wrong)}"
+            print(
+                f"{row.kind:<7}{row.name:<20}{row.ranks}  {row.wanted:<34.34}  {row.seconds:5.1f} s  {row.said}{mark}",
+                flush=True,
+            )
+    print(f"{wrong} told wrong")
+    return 1 if wrong else 0
+
+
+def rows(names: Sequence[str], times: int, folder: Path) -> Iterator[Row]:
+    """A row a run."""
+    for _ in range(times):
+        for planted in PLANTED:
+            if wanted(names, "faults", planted.name):
+                checked = check(SCRIPTS / "faults" / f"{planted.name}.py", planted.world_size, folder)
+                wrong = missed(planted, checked) + (
+                    [] if checked.code == planted.exit_code else [f"exit code {checked.code}"]
+                )
+                to_say = ", ".join([*planted.says, *(f"rank {rank}" for rank in planted.ranks)]) or "nothing"
+                yield Row("fault", planted.name, planted.world_size, to_say, said(checked), checked.seconds, wrong)
+        for right in RIGHT:
+            if wanted(names, "right", right.name):
+                checked = check(SCRIPTS / "right" / f"{right.name}.py", right.world_size, folder)
+                wrong = [*checked.sentences, *questions(checked)] + (
+                    [f"exit code {checked.code}"] if checked.code else []
+                )
+                yield Row("right", right.name, right.world_size, "nothing", said(checked), checked.seconds, wrong)
+
+
+def wanted(names: Sequence[str], kind: str, name: str) -> bool:
+    """Whether a script is among those asked for; all are where none is named."""
+    return not names or kind in names or name in names
+
+
+def questions(checked: Checked) -> list[str]:
+    """What was asked."""
+    return [line.partition("question")[2].strip() for line in checked.said.splitlines() if "question  " in line]
+
+
+def said(checked: Checked) -> str:
+    """What was found or asked, shortened."""
+    first = next(iter([*checked.sentences, *questions(checked)]), "nothing")
+    return first if len(first) <= SHOWN else f"{first[: SHOWN - 3]}..."
+
+
+def burn() -> None:
+    """A busy loop; it ends with this program."""
+    while True:
+        time.monotonic()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.check", description=(__doc__ or "").split("\n\n")[0])
+    made.add_argument("names", nargs="*", help="scripts, or 'faults' or 'right' (all)")
+    made.add_argument("--times", type=int, default=1, help="how often each (1)")
+    made.add_argument("--busy", type=int, default=0, help="busy loops beside them (0)")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
