@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     from workers.check.script import Job
     from workers.cluster.launch import launch
 
-    job = Job(script.resolve(), str(script).removeprefix(MOUNTED), tuple(arguments), config.own(settings.Options).every)
+    job = Job(script.resolve(), os.environ.get("RANKLAB_TYPED", str(script)), tuple(arguments), config.own(settings.Options).every)
 
     def be_rank() -> int:
         own = Config.read(usable(os.environ), options=SETTINGS).model_copy(update={"run_mode": "check"})
@@ -66,7 +66,6 @@ def main(words: Sequence[str]) -> int:
     return launch(config, be_rank)
 
 
-MOUNTED = "/script/"  # where containers see the script's folder
 SETTINGS = Path(settings.__file__)
 
 

@@ -22,6 +22,7 @@ from workers.check.report import told, written
 from workers.check.script import Job
 from workers.check.settings import Options
 from workers.check.telling import now
+from workers.cluster.address import interface_of
 from workers.cluster.exchange import Exchange
 from workers.cluster.launch import free_port
 from workers.cluster.parent import Parent
@@ -105,6 +106,9 @@ class Rank:
         }  # fmt: skip
         if not agent:
             variables |= {"LOCAL_WORLD_SIZE": len(alike), "GROUP_RANK": 0, "ROLE_RANK": cluster.rank}
+        interface = interface_of(cluster.members[cluster.rank].ip)
+        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:  # as a run of the lab's own sets it
+            variables["GLOO_SOCKET_IFNAME"] = interface
         if not os.access(self.job.script.parent, os.W_OK) and self.config.local_rank is None:
             variables["RANKLAB_FOLDER"] = scratch(exchange, folder, self.job)
         words = shlex.join([self.job.shown, *self.job.words])

@@ -67,8 +67,8 @@ class Replicas:
             who = "the parameters that were broadcast at the start" if key == BY_HAND else key
             yield Finding(
                 REPLICAS,
-                f"the replicas of {who} have drifted apart: {name_ranks(odd)} ended with another {which}"
-                f" than {name_ranks(sorted(set(ranks) - set(odd)))}{when}; the optimizer steps at {self._steps_at[key]}",
+                f"the replicas of {who} have drifted apart: {name_ranks(odd)} ended with another {which} than"
+                f" {name_ranks(sorted(set(ranks) - set(odd)))}{when}; the optimizer steps at {self._steps_at[key]}",
                 tuple(odd),
             )
 
