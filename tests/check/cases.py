@@ -32,7 +32,12 @@ def check(script: Path, world_size: int, folder: Path, *words: str, **environ: s
     """Run `ranklab check script words` on so many local ranks, with its runs in `folder`."""
     clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
     run_id = f"{script.stem}-{time.monotonic_ns()}"
-    own = {"WORLD_SIZE": str(world_size), "LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": run_id}
+    own = {
+        "WORLD_SIZE": str(world_size),
+        "LAB_RUNS_DIR": str(folder),
+        "LAB_RUN_ID": run_id,
+        "LAB_COLLECTIVE_TIMEOUT_S": "60",
+    }
     began = time.monotonic()
     started = Warm("workers.check", [str(script), *words], clean | own | environ)
     started.stdin.close()

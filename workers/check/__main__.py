@@ -51,7 +51,12 @@ def main(words: Sequence[str]) -> int:
     from workers.check.script import Job
     from workers.cluster.launch import launch
 
-    job = Job(script.resolve(), os.environ.get("RANKLAB_TYPED", str(script)), tuple(arguments), config.own(settings.Options).every)
+    job = Job(
+        script.resolve(),
+        os.environ.get("RANKLAB_TYPED", str(script)),
+        tuple(arguments),
+        config.own(settings.Options).every,
+    )
 
     def be_rank() -> int:
         own = Config.read(usable(os.environ), options=SETTINGS).model_copy(update={"run_mode": "check"})

@@ -5,6 +5,7 @@ backward pass): then a call is open, the process has no processor time, and its 
 torch's. Whoever stands in a line of the script itself, asleep or at work, waits for nobody.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -249,24 +250,26 @@ class Case:
         """Whether its script calls nothing any more."""
         return self.exit_code is not None or self.gone is not None
 
-    def waiting(self) -> Wait | None:
-        """What it waits in; None where it is over, or at work, or asleep."""
+    def waiting(self, absent: Callable[[Call], object]) -> Wait | None:
+        """What it waits in; None where it is over, or at work, or asleep. Of open calls it is one that somebody is
+        `absent` from."""
         if self.over:
             return None
         told = self.waits.get(self._main)
-        if told is not None:
-            return told if told.call is None or told.call.ended_s is None else None
+        if told is not None and (told.call is None or absent(told.call)):
+            return told  # else it is over, and that is told with the next call
         inner = self.stacks.get(self._main, [])[:1]
         if not inner:
             return None
         file = inner[0].file
-        others = [wait for wait in self.waits.values() if wait.call is None or wait.call.ended_s is None]
+        others = [wait for wait in self.waits.values() if wait.call is None or absent(wait.call)]
         if others and any(each in file for each in LIBRARY_WAITS):
             return others[0]
         in_torch = "/torch/" in file and LOADERS not in file
-        if self.open and in_torch and self.cpu_share < IDLE_SHARE:
-            call = min(self.open.values(), key=lambda each: each.began_s)
-            return Wait(call, words(call), call.place, call.began_s)
+        if in_torch and self.cpu_share < IDLE_SHARE:
+            for call in sorted(self.open.values(), key=lambda each: each.began_s):
+                if absent(call):
+                    return Wait(call, words(call), call.place, call.began_s)
         return None
 
     def frames(self) -> list[Frame]:

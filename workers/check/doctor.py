@@ -17,7 +17,7 @@ from workers.check.quiet import Quiet
 from workers.check.still import Still
 from workers.check.waiting import Waiting, standing_at
 
-GATHER_S = 0.7  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
+GATHER_S = 1.5  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
 STOPPED_S = 2.5  # how long a process may be stopped before its rank counts as lost
 
 

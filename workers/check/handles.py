@@ -95,7 +95,8 @@ class Handles:
             try:
                 return method(work, *args, **named)
             finally:
-                self._telling.write(f'["waited",{handle.call},{thread},{now():.6f}]')
+                self._recorder.ended(handle.call)
+                self._telling.write_later(f'["waited",{handle.call},{thread},{now():.6f}]')
 
         return wait
 

@@ -41,8 +41,8 @@ from workers.report.outcome import Outcome
 
 POST_S = 0.25
 LOOK_S = 0.5  # between two looks at the script's process
-SILENT_S = 1.0  # after so long without a word its stacks are looked at
-STACKS_AGAIN_S = 2.0
+SILENT_S = 0.6  # after so long without a word its stacks are looked at
+STACKS_AGAIN_S = 1.0
 LET_GO_S = 5.0  # for an ended script's process
 
 

@@ -71,10 +71,10 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
         name, _, value = line.partition("=")
         os.environ[name] = value
     telling = Telling(ends.told)
-    training, waits = watched(telling, job)
+    recorder, training, waits = watched(telling, job)
     faulthandler.register(STACKS, file=ends.stacks, all_threads=True, chain=False)
     telling.say("main", threading.get_ident())
-    code = ended(job, telling, training)
+    code = ended(job, telling, recorder, training)
     waits.tell_sockets()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -84,7 +84,7 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
     os._exit(code)
 
 
-def watched(telling: Telling, job: Job) -> tuple[Training, Waits]:
+def watched(telling: Telling, job: Job) -> tuple[Recorder, Training, Waits]:
     """Put all that watches in its place."""
     recorder = Recorder(telling, Places(telling, job.script.parent))
     training = Training(recorder, job.every)
@@ -93,10 +93,10 @@ def watched(telling: Telling, job: Job) -> tuple[Training, Waits]:
     waits = Waits(recorder, lambda sentence: telling.say("changed", sentence))
     waits.install()
     training.install()
-    return training, waits
+    return recorder, training, waits
 
 
-def ended(job: Job, telling: Telling, training: Training) -> int:
+def ended(job: Job, telling: Telling, recorder: Recorder, training: Training) -> int:
     """Run the script to its end, its threads and what it left for its exit too; its exit code."""
     try:
         run_as_main(job)
@@ -112,6 +112,7 @@ def ended(job: Job, telling: Telling, training: Training) -> int:
         with suppress(Exception):  # a module whose memory is gone
             training.tell_weights(-1)
         training.tell_device()
+    recorder.forget()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter's end does
     atexit._run_exitfuncs()
     util._exit_function()  # type: ignore[attr-defined]  # ends what it started by multiprocessing

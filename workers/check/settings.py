@@ -15,7 +15,7 @@ class Options(ModeOptions):
         description="seconds without progress after which ranks that wait for each other are called hung",
     )
     every: int = Field(
-        10,
+        100,
         alias="LAB_CHECK_EVERY",
         ge=1,
         le=10**9,

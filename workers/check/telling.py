@@ -13,8 +13,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
-PIPE_BYTES = 1 << 20  # some 15,000 calls, while the doctor does not read
-
 
 class Telling:
     """The writing end; safe to use from every thread of the script."""
@@ -24,6 +22,7 @@ class Telling:
         self._lock = threading.Lock()
         self._numbers: dict[tuple[str, Hashable], int] = {}
         self._calls = 0
+        self._later: list[str] = []
         os.register_at_fork(after_in_child=self._fall_silent)
 
     def _fall_silent(self) -> None:
@@ -37,10 +36,16 @@ class Telling:
         """Tell what is JSON already."""
         if self._pipe < 0:
             return
-        data = f"{line}\n".encode()
         with self._lock, suppress(OSError):  # nobody listens any more: the script goes on
+            data = f"{''.join(self._later)}{line}\n".encode()
+            self._later.clear()
             while data:
                 data = data[os.write(self._pipe, data) :]
+
+    def write_later(self, line: str) -> None:
+        """The same with the next thing that is told: of what is over, nobody waits for the news."""
+        with self._lock:
+            self._later.append(f"{line}\n")
 
     def number(self, kind: str, key: Hashable, values: Callable[[], Sequence[Any]]) -> int:
         """The number of what is called `key` among its kind; the `values` of a new one are told."""

@@ -131,7 +131,8 @@ class Training:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
-        self._telling.say("step", self._steps)
+        self._recorder.sweep()
+        self._telling.write(f'["step",{self._steps}]')
         if self._broadcast and "optimizer" not in self._last:
             named = [(str(index), each) for index, each in enumerate(parameters(optimizer))]
             mine = [(name, each) for name, each in named if each.data_ptr() in self._broadcast]

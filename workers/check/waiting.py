@@ -32,7 +32,7 @@ def standings(cases: Sequence[Case], matching: Matching) -> dict[int, Standing]:
     """Of the ranks that wait for another."""
     found = {}
     for case in cases:
-        wait = case.waiting()
+        wait = case.waiting(matching.absent)
         if wait is None:
             continue
         if wait.call is None:
