@@ -1,8 +1,36 @@
 """`make bench`: every ratio against PyTorch's own beside its target, and what the lab itself costs."""
 
-from benchmarks import checkpoint, cluster, collectives, compress, dp, fsdp, link, pp, proof, timeline, tp, wire
+from benchmarks import (
+    checkpoint,
+    cluster,
+    collectives,
+    compress,
+    dp,
+    fsdp,
+    link,
+    pp,
+    proof,
+    recording,
+    timeline,
+    tp,
+    wire,
+)
 
 if __name__ == "__main__":
-    for benchmark in (collectives, wire, dp, fsdp, checkpoint, tp, pp, timeline, proof, link, compress, cluster):
+    for benchmark in (
+        collectives,
+        wire,
+        dp,
+        fsdp,
+        checkpoint,
+        tp,
+        pp,
+        timeline,
+        proof,
+        link,
+        compress,
+        cluster,
+        recording,
+    ):
         print(f"\n{(benchmark.__doc__ or '').splitlines()[0]}\n", flush=True)
         benchmark.main()

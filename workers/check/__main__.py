@@ -100,6 +100,8 @@ def configured(environ: os._Environ[str], faults: Sequence[str], script: Path) -
     found = list(faults) + list(why_not(script))
     config = Config.read(usable(environ), found, options=SETTINGS)
     strange = sorted(str(Config.model_fields[name].alias) for name in config.model_fields_set - USED - {"options"})
+    if config.own(settings.Options).requirements and "RANKLAB_TYPED" not in environ:
+        raise ConfigError(["LAB_REQUIREMENTS is installed in containers alone: ./run check, or pip install it here"])
     if strange:
         raise ConfigError([f"{name} is of the lab's own runs: check runs your script" for name in strange])
     return config.model_copy(update={"run_mode": "check"})

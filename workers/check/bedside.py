@@ -23,6 +23,7 @@ from workers.measure.sockets import Connection, NoDiagnostics
 
 TICKS = os.sysconf("SC_CLK_TCK")
 READ_BYTES = PIPE_BYTES = 1 << 20  # some 15,000 calls between two looks
+KILLED_S = 1.0  # until the kernel has taken a killed process away
 STACK_S = 0.5  # from a signal until its stacks are there; nothing else is done meanwhile
 
 
@@ -122,9 +123,10 @@ class Bedside:
 
     def let_go(self, at_most_s: float) -> None:
         """Let an ended script's process end; what is left of it and of what it started is killed after that."""
-        with suppress(OSError):
-            os.write(self._ends.gate, b".")
-        self.process.join(at_most_s)
+        if at_most_s > 0:
+            with suppress(OSError):
+                os.write(self._ends.gate, b".")
+            self.process.join(at_most_s)
         self.kill()
 
     def kill(self) -> None:
@@ -133,6 +135,7 @@ class Bedside:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
+        self.process.join(KILLED_S)
 
 
 def parsed(text: str) -> dict[int, list[Frame]]:

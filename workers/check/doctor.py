@@ -15,7 +15,7 @@ from workers.check.finding import Finding
 from workers.check.matching import Matching, every_call
 from workers.check.quiet import Quiet
 from workers.check.still import Still
-from workers.check.waiting import Waiting, standing_at
+from workers.check.waiting import Waiting
 
 GATHER_S = 1.5  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
 STOPPED_S = 2.5  # how long a process may be stopped before its rank counts as lost
@@ -102,7 +102,7 @@ class Doctor:
             if case.state == "T" and not case.over:
                 since = self._stopped.setdefault(case.rank, now)
                 if now - since > STOPPED_S:
-                    self.lost[case.rank] = f"its process was stopped (SIGSTOP) at {standing_at(case)}"
+                    self.lost[case.rank] = f"its process was stopped (SIGSTOP){last_call(case)}"
             else:
                 self._stopped.pop(case.rank, None)
             if failed and case.gone is not None and case.gone < 0 and not aborted(case):

@@ -21,6 +21,7 @@ from workers.check.doctor import Doctor
 from workers.check.report import told, written
 from workers.check.script import Job
 from workers.check.settings import Options
+from workers.check.spans import spans_of
 from workers.check.telling import now
 from workers.cluster.address import interface_of
 from workers.cluster.exchange import Exchange
@@ -130,6 +131,7 @@ class Rank:
                 if doctor is None:
                     self._post(exchange, lines)
                     if exchange.store.check(["over"]):
+                        well = exchange.store.get("over") == b"well"
                         break
                 else:
                     doctor.take(0, lines, now())
@@ -137,9 +139,11 @@ class Rank:
                         doctor.take(rank, fetched(exchange.store, rank, taken), now())
                     doctor.look(now())
                     if doctor.over:
-                        exchange.store.set("over", "1")
+                        well = all(case.exit_code is not None for case in doctor.cases)
+                        exchange.store.set("over", "well" if well else "cut")
                         break
-        return self._close(watch, exchange, doctor, outcome)
+        self.bedside.let_go(LET_GO_S if well else 0.0)
+        return self._close(watch, exchange, doctor, folder, outcome)
 
     def _doctor(self, options: Options) -> Doctor:
         bound_s = self.config.collective_timeout_s
@@ -171,9 +175,8 @@ class Rank:
             exchange.store.set(f"told/{exchange.rank}/{self._posted}", b"\n".join(lines).decode())
             self._posted += 1
 
-    def _close(self, watch: Watch, exchange: Exchange, doctor: Doctor | None, outcome: Outcome) -> int:
-        """End the script, write down what was found, and agree on the verdict."""
-        self.bedside.let_go(LET_GO_S if doctor is None or not doctor.findings else 0.0)
+    def _close(self, watch: Watch, exchange: Exchange, doctor: Doctor | None, folder: Path, outcome: Outcome) -> int:
+        """Write down what was found, and agree on the verdict."""
         sections = Sections(exchange, self.journal)
         if doctor is not None:
             for record in written(doctor):
@@ -182,6 +185,17 @@ class Rank:
                 self.journal.say(text)
             for rank, how in doctor.lost.items():
                 self.journal.write(records.Lost(rank, doctor.cases[rank].steps, how))
+        spans, cut = spans_of((folder / f"rank{exchange.rank}.calls").read_bytes().splitlines())
+        began_s = min(filter(None, exchange.everyone("begin", spans[0][2] if spans else None)), default=0.0)
+        shown = [[kind, label, start - began_s, end - began_s] for kind, label, start, end in spans]
+        self.journal.write(records.Timeline(self.job.script.name, 0, shown))
+        if cut:
+            self.journal.write(
+                records.Said(
+                    "timeline",
+                    f"of rank {exchange.rank} the first {len(spans)} calls; {cut} more are in its .calls file",
+                )
+            )
         self.journal.write(records.End(exchange.rank, self.started_at, None, time.time(), watch.cpu_seconds))
         if not sections.bring("records"):
             code = int(exchange.share("verdict"))

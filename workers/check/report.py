@@ -10,9 +10,13 @@ from workers.check.finding import CHECKS
 from workers.check.lateness import Line
 from workers.report import records
 from workers.report.sentences import FINDINGS
+from workers.report.units import human_bytes
 
 CONTROL = "tests/check/test_faults.py"
 MOST_LINES = 60
+SHOWN = 5  # lines of the script in the log
+OFTEN, MOSTLY = 10, 0.8  # of the calls of a line, for a rank to be called late there
+MAKERS = ("init_process_group", "new_group")
 
 
 def written(doctor: Doctor) -> Iterator[records.Record]:
@@ -34,19 +38,12 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
                 [list(row) for row in finding.rows],
             )
     doctor.matching.lateness.settle()
-    lines = sorted(doctor.matching.lateness.lines.values(), key=lambda line: -sum(line.waited_s.values()) - line.took_s)
+    lines = slowest_lines(doctor)
     if lines:
         columns = ["line", "call", "calls", "bytes a call", "ms a call", "comes last", "the others wait, ms a call"]
         yield records.Table("Collectives by line", columns, [row(line) for line in lines[:MOST_LINES]])
-    for line in lines[:3]:
-        rank, times = line.last.most_common(1)[0]
-        wait_ms = 1000 * waited(line) / line.calls
-        if line.calls >= 10 and times > 0.8 * line.calls and wait_ms > 1:
-            yield records.Said(
-                "late",
-                f"rank {rank} comes last in {times / line.calls:.0%} of the {line.op}s of {line.place}; the others wait"
-                f" {wait_ms:.1f} ms a call",
-            )  # fmt: skip
+    for sentence in late(lines):
+        yield records.Said("late", sentence)
     yield from traffic(doctor.cases)
 
 
@@ -60,6 +57,32 @@ def told(doctor: Doctor) -> Iterator[str]:
             yield f"{'where':<11}{'  '.join(cells)}".rstrip()
     for sentence in doctor.quiet.questions():
         yield f"{'question':<11}{sentence}"
+    lines = slowest_lines(doctor)
+    for number, line in enumerate(lines[:SHOWN]):
+        place, op, calls, nbytes, took_ms, last, wait_ms = row(line)
+        cells = f"{place}  {op}  {calls} calls of {human_bytes(nbytes)}  {took_ms:.1f} ms"
+        who = f", {last} last, the others wait {wait_ms:.1f} ms" if last else ""
+        yield f"{'' if number else 'calls':<11}{cells}{who}"
+    for sentence in late(lines):
+        yield f"{'late':<11}{sentence}"
+
+
+def slowest_lines(doctor: Doctor) -> list[Line]:
+    """The lines of the script that met, those first where most time goes."""
+    lines = [line for line in doctor.matching.lateness.lines.values() if line.op not in MAKERS]
+    return sorted(lines, key=lambda line: -sum(line.waited_s.values()) - line.took_s)
+
+
+def late(lines: list[Line]) -> Iterator[str]:
+    """Ranks that the others wait for again and again."""
+    for line in lines[:SHOWN]:
+        rank, times = line.last.most_common(1)[0]
+        wait_ms = 1000 * waited(line) / line.calls
+        if line.size > 1 and line.calls >= OFTEN and times > MOSTLY * line.calls and wait_ms > 1:
+            yield (
+                f"rank {rank} comes last in {times / line.calls:.0%} of the {line.op}s of {line.place}; the others wait"
+                f" {wait_ms:.1f} ms a call"
+            )
 
 
 def waited(line: Line) -> float:

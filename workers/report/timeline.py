@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 
 from workers.report import charts
 from workers.report.claims import Run
+from workers.report.judge import SCRIPT
 from workers.report.markup import Markup, section, table, text
 from workers.report.records import Ranks
 from workers.report.spans import (
@@ -50,10 +51,14 @@ def gantts(run: Run, records: Ranks, room_bytes: int) -> Markup:
             f'<figure class="gantt"><figcaption>{text(variant)} <span>{told}</span></figcaption>{drawing}</figure>'
         )
     key = _key(span.kind for of_ranks in bars.values() for spans in of_ranks for span in spans)
-    note = (
-        "One timed step of each variant, the one of median length, on rank 0's clock and on a scale of its own. Numbers"
-        " are microbatches. Drag to zoom, double-click to see all."
-    )
+    note = "Drag to zoom, double-click to see all."
+    if run["run_mode"] == SCRIPT:
+        note = f"The script's calls on each rank, from the first one on; their lines are in the labels. {note}"
+    else:
+        note = (
+            "One timed step of each variant, the one of median length, on rank 0's clock and on a scale of its own."
+            f" Numbers are microbatches. {note}"
+        )
     return section("Timeline", key, *parts, communication_hidden(run, records), note=note if parts else "")
 
 
