@@ -15,6 +15,7 @@ from workers.check.finding import Finding
 from workers.check.matching import Matching, every_call
 from workers.check.quiet import Quiet
 from workers.check.still import Still
+from workers.check.telling import now
 from workers.check.waiting import Waiting
 
 GATHER_S = 1.5  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
@@ -32,7 +33,7 @@ class Doctor:
         say: Callable[[str], None],
         mesh: Sequence[tuple[str, int]] = (),
     ) -> None:
-        self.cases = [Case(rank, world_size) for rank in range(world_size)]
+        self.cases = [Case(rank, world_size, moved_at=now()) for rank in range(world_size)]
         self.matching, self.quiet = Matching(world_size), Quiet(world_size, mesh)
         self.findings: list[Finding] = []
         self.changed: dict[str, list[int]] = {}
@@ -43,10 +44,10 @@ class Doctor:
         self._first_sign: float | None = None
         self._stopped: dict[int, float] = {}
 
-    def take(self, rank: int, lines: Sequence[bytes], now: float) -> None:
+    def take(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
         """What a rank has told."""
         for line in lines:
-            self.cases[rank].take(json.loads(line), now)
+            self.cases[rank].take(json.loads(line), time_s)
 
     def look(self, now: float) -> None:
         """Compare what has come; `over` and `findings` say what became of it."""

@@ -35,9 +35,9 @@ class Handle:
 
     def __init__(self, call: Call, place: int) -> None:
         self.call, self.place, self.waited = call.number, place, False
-        self._tensors = [
-            (weakref.ref(tensor), tensor._version) for tensor in call.tensors if call.op in IN_PLACE and alone(tensor)
-        ]
+        # Of several tensors gloo copies its result into each, which counts as a write.
+        watched = call.tensors if call.op in IN_PLACE and len(call.tensors) == 1 else ()
+        self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in watched if alone(tensor)]
 
     def written(self) -> bool:
         """Whether a tensor was written since the call was made."""

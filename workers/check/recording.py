@@ -11,6 +11,7 @@ fully_shard on 4 ranks took 1.3 times as long. Calls that have ended are looked 
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ SHAPES = {
 }
 # Functional collectives: where their reduce operation stands.
 FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}
+LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of calls that are over
 MOST_OPEN = 64  # calls that are looked after: what nobody waits for is not kept for ever
 HERE = torch._C.DispatchKey.BackendSelect
 BELOW = torch._C._dispatch_keyset_full_after(HERE)
@@ -97,6 +99,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
         self._open: dict[int, dist.Work] = {}
+        self._sizes: dict[int, int] = {}  # bytes of their tensors
+        self._held: deque[tuple[dist.Work, int]] = deque(maxlen=MOST_HELD)
         self._is_completed: Callable[[dist.Work], bool] = dist.Work.is_completed
 
     def install(self) -> None:
@@ -127,6 +131,7 @@ class Recorder:
                 elif shape.op not in ("send", "recv"):  # which end with their wait alone
                     work = result[-1] if isinstance(result, tuple) else result
                     self._open[call.number] = dist.Work.unbox(work)
+                    self._sizes[call.number] = nbytes_of(call.tensors)
                 return result
 
             return recorded
@@ -161,7 +166,7 @@ class Recorder:
     def _begin(self, name: str, shape: Shape, args: tuple[Any, ...]) -> Call:
         self.sweep()
         while len(self._open) > MOST_OPEN:
-            del self._open[next(iter(self._open))]
+            self.ended(next(iter(self._open)))
         group = self.group_of(dist.ProcessGroup.unbox(args[shape.group]))
         place, by_script = self.places.here(3)
         tensors = flat(args[shape.compared]) if shape.compared >= 0 else ()
@@ -214,18 +219,28 @@ class Recorder:
         """Tell which calls have ended since the last look; without waiting."""
         for number, work in list(self._open.items()):
             if self._is_completed(work):
-                self._open.pop(number, None)
+                self.ended(number)
                 self.telling.write_later(f'["end",{number},{now():.6f}]')
 
     def forget(self) -> None:
         """Let go of all calls, at the script's end: a handle that nobody else has is gone then."""
         self.sweep()
         self._open.clear()
+        self._held.clear()
         self.thread.made = None
 
     def ended(self, number: int) -> None:
-        """A wait for this call is over, and has told so."""
-        self._open.pop(number, None)
+        """A call is over. Its work is held on to for some calls more.
+
+        Were gloo's thread the last to let go of it, which it does a moment after the end, it would need the
+        interpreter's lock to free a tensor that Python has seen, and destroy_process_group waits for that thread with
+        the lock held: 1 of 85 runs beside busy loops hung so.
+        """
+        work = self._open.pop(number, None)
+        if work is not None:
+            self._held.append((work, self._sizes.pop(number, 0)))
+            while len(self._held) > LEAST_HELD and sum(nbytes for _, nbytes in self._held) > MOST_HELD_BYTES:
+                self._held.popleft()
 
     def group_of(self, group: dist.ProcessGroup) -> Group:
         """What is known of a process group; told the first time, by its ranks and torch's name for it, which all ranks

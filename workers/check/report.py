@@ -51,10 +51,10 @@ def told(doctor: Doctor) -> Iterator[str]:
     """What the log says beside the checks: tracebacks, where each rank was, and questions."""
     for finding in doctor.findings:
         yield from finding.traceback.rstrip().splitlines()
-        widths = [max(len(row[column]) for row in finding.rows) for column in range(3)] if finding.rows else []
-        for row in finding.rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)]
-            yield f"{'where':<11}{'  '.join(cells)}".rstrip()
+        widths = [max(len(each[column]) for each in finding.rows) for column in range(3)] if finding.rows else []
+        for each in finding.rows:
+            columns = [cell.ljust(width) for cell, width in zip(each, [*widths, 0], strict=True)]
+            yield f"{'where':<11}{'  '.join(columns)}".rstrip()
     for sentence in doctor.quiet.questions():
         yield f"{'question':<11}{sentence}"
     lines = slowest_lines(doctor)

@@ -24,9 +24,23 @@ class Still:
         self._said_at: float | None = None
         self._idle_since: dict[int, float] = {}
 
+    def _all_asleep(self, cases: Sequence[Case], now: float) -> Finding | None:
+        """Ranks that neither call nor compute, with nobody left who does."""
+        left = [case for case in cases if not case.over]
+        if not left or any(case.cpu_share > IDLE_SHARE or now - case.moved_at < self._bound_s for case in left):
+            return None
+        s = "s" if len(left) == 1 else ""
+        sentence = (
+            f"{name_ranks(case.rank for case in left)} stand{s} still at {standing_at(left[0])} for"
+            f" {self._bound_s:g} s, and no other rank is at work"
+        )
+        return Finding(HANG, sentence, tuple(case.rank for case in left), table(cases, {}), ends=True)
+
     def look(self, cases: Sequence[Case], matching: Matching, now: float) -> Finding | None:
         """Say who computes, if it is time to; a finding where one has stood still for too long."""
         waits = standings(cases, matching)
+        if (asleep := self._all_asleep(cases, now)) is not None:
+            return asleep
         needed = {rank for each in waits.values() for rank in each.needs if not each.any_of}
         alone = [case for case in cases if case.rank in needed and case.rank not in waits and not case.over]
         idle = {case.rank for case in alone if case.cpu_share < IDLE_SHARE}
