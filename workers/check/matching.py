@@ -8,7 +8,7 @@ is told, as all that follows in it is shifted by it.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from workers.check.casebook import INITIALISED, MADE, Call, Case, GroupKey, Kind, ends, group_words, words
+from workers.check.casebook import MADE, Call, Case, GroupKey, Kind, ends, group_words, words
 from workers.check.finding import MATCH, Finding
 from workers.check.lateness import Lateness
 from workers.cluster import name_ranks
@@ -153,7 +153,7 @@ class Matching:
         sentence = (
             f"{op} #{call.turn} of {group_words(call.group, self.world_size)}: {wrong}, where"
             f" {self._side(sides[right], fault)}: another {fault}"
-            f"{self._hint(others[0][0], sides[right][0])}{self.parted(call.group)}"
+            f"{self._hint(others[0], sides[right])}{self.parted(call.group)}"
         )
         culprits = tuple(sorted(each.rank for calls in others for each in calls))
         return Finding(MATCH, sentence, culprits, rows(met.values()), ends=call.group.instance >= MADE)
@@ -164,9 +164,10 @@ class Matching:
         verb = "calls" if len(calls) == 1 else "call"
         return f"{name_ranks(call.rank for call in calls)} {verb} {detailed(calls[0].kind, fault)} at {places(calls)}"
 
-    def _hint(self, wrong: Call, right: Call) -> str:
-        """Whether the odd one seems to have left out one call, or made one more."""
-        if wrong.group.instance in (MADE, INITIALISED) or wrong.kind.op == right.kind.op:
+    def _hint(self, odd: list[Call], others: list[Call]) -> str:
+        """Whether the odd one seems to have made one call more; where two sides are even nobody is."""
+        wrong, right = odd[0], others[0]
+        if len(odd) >= len(others) or wrong.group.instance < 0 or wrong.kind.op == right.kind.op:
             return ""
         before = self._before_this(right)
         if before is not None and before.kind == wrong.kind and before.place == wrong.place:

@@ -14,7 +14,7 @@ from workers.report.units import human_bytes
 
 CONTROL = "tests/check/test_faults.py"
 MOST_LINES = 60
-SHOWN = 5  # lines of the script in the log
+SHOWN = 3  # lines of the script in the log
 OFTEN, MOSTLY = 10, 0.8  # of the calls of a line, for a rank to be called late there
 MAKERS = ("init_process_group", "new_group")
 
@@ -57,7 +57,7 @@ def told(doctor: Doctor) -> Iterator[str]:
             yield f"{'where':<11}{'  '.join(columns)}".rstrip()
     for sentence in doctor.quiet.questions():
         yield f"{'question':<11}{sentence}"
-    lines = slowest_lines(doctor)
+    lines = slowest_lines(doctor) if not doctor.findings else []
     for number, line in enumerate(lines[:SHOWN]):
         place, op, calls, nbytes, took_ms, last, wait_ms = row(line)
         cells = f"{place}  {op}  {calls} calls of {human_bytes(nbytes)}  {took_ms:.1f} ms"
