@@ -88,7 +88,7 @@ def diagnosis(
     cases: Sequence[Case], matching: Matching, waits: dict[int, Standing], stuck: dict[int, Standing]
 ) -> Finding:
     """The hang in a sentence: who waits in which call for whom, and where that one is instead."""
-    first = stuck[min(stuck, key=lambda rank: (stuck[rank].any_of, stuck[rank].wait.since_s))]
+    first = stuck[min(stuck, key=lambda rank: (stuck[rank].any_of, rank))]  # the same in each run, whoever came first
     together = sorted(rank for rank, each in stuck.items() if met_in(each.wait) == met_in(first.wait))
     whom = sorted(first.needs)
     called = first.wait.what if first.wait.call is None else in_group(first.wait.call, len(cases))
