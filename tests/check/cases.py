@@ -39,7 +39,7 @@ def check(script: Path, world_size: int, folder: Path, *words: str, **environ: s
         "LAB_COLLECTIVE_TIMEOUT_S": "60",
     }
     began = time.monotonic()
-    started = Warm("workers.check", [str(script), *words], clean | own | environ)
+    started = Warm("tests.check.undrawn", [str(script), *words], clean | own | environ)
     started.stdin.close()
     try:
         said = started.stdout.read()

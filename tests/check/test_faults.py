@@ -12,7 +12,7 @@ from tests.check.planted import PLANTED, Planted, missed
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
     script = SCRIPTS / "faults" / f"{planted.name}.py"
-    checked = check(script, planted.world_size, tmp_path)
+    checked = check(script, planted.world_size, tmp_path, LAB_HANG_AFTER_S="2")
     assert checked.code == planted.exit_code, checked.said
     assert not missed(planted, checked), checked.said
 

@@ -19,7 +19,7 @@ def test_it_does_not_fit_and_then_it_does(cluster: Containers) -> None:
     assert done.returncode == 0, said
     assert "rank 1 was killed by the kernel for want of memory" in said
     named = r"rank 1 lost at step 0 in bucketed: killed by the kernel for want of memory"
-    assert set(re.findall(rf"worker(\d)-1 +\| {named}", said)) == {"0"}
+    assert set(re.findall(rf"worker(\d)-1 +\| {named}", said)) == {"0"}, said
     codes = re.findall(r"worker(\d)-1 exited with code (\d+)", said.partition("--- dp with one container")[2])
     assert sorted(codes[:2]) == [("0", "3"), ("1", "137")]
     assert re.search(r"killed +by the kernel for want of memory: rank 1; allow more than LAB_MEMORY=\d+m", said)

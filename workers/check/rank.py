@@ -58,7 +58,6 @@ class Rank:
         if engine:
             self.journal.say(f"engine     {engine}")
         self._posted = 0
-        self._unsent: list[bytes] = []
         self._heard_at = self._looked_at = self._stacked_at = 0.0
         self._gone_told = False
 

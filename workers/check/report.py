@@ -6,13 +6,14 @@ from typing import Any
 
 from workers.check.casebook import Case
 from workers.check.doctor import Doctor
-from workers.check.finding import CHECKS
+from workers.check.finding import CHECKS, DEVICES
 from workers.check.lateness import Line
 from workers.report import records
 from workers.report.sentences import FINDINGS
 from workers.report.units import human_bytes
 
-CONTROL = "tests/check/test_faults.py"
+CONTROL = "tests/check/test_faults.py::test_it_is_named"
+OF_DEVICES = "tests/workers/check/test_parts.py::test_two_ranks_on_one_gpu_of_a_host_are_found"
 MOST_LINES = 60
 SHOWN = 3  # lines of the script in the log
 OFTEN, MOSTLY = 10, 0.8  # of the calls of a line, for a rank to be called late there
@@ -25,7 +26,8 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
         yield records.Finding(finding.check, finding.sentence, list(finding.ranks))
     for name in CHECKS:
         found = [finding.sentence for finding in doctor.findings if finding.check == name]
-        yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=CONTROL, unit=FINDINGS)
+        control = OF_DEVICES if name == DEVICES else CONTROL
+        yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=control, unit=FINDINGS)
     for sentence in doctor.quiet.questions():
         yield records.Said("question", sentence)
     for sentence, ranks in doctor.changed.items():
@@ -50,6 +52,7 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
 def told(doctor: Doctor) -> Iterator[str]:
     """What the log says beside the checks: tracebacks, where each rank was, and questions."""
     for finding in doctor.findings:
+        yield f"{'found':<11}{finding.sentence}"
         yield from finding.traceback.rstrip().splitlines()
         widths = [max(len(each[column]) for each in finding.rows) for column in range(3)] if finding.rows else []
         for each in finding.rows:

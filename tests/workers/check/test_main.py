@@ -1,22 +1,28 @@
 """What `ranklab check` refuses, in one sentence each and all at once, before any rank starts; and what it prints."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from workers.check.__main__ import main
+
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "RANK", "WORLD", "RUN_"))}
+Check = Callable[..., tuple[int, str]]
 
 
-def check(*words: str, **environ: str) -> tuple[int, str]:
-    """Exit code and output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ranklab", "check", *words], env=CLEAN | environ, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Check:
+    """Exit code and output of `ranklab check WORDS`, which may start no rank."""
+
+    def checked(*words: str, **environ: str) -> tuple[int, str]:
+        with mock.patch.dict(os.environ, CLEAN | environ, clear=True):
+            code = main(words)
+        return code, capsys.readouterr().out
+
+    return checked
 
 
 @pytest.fixture
@@ -26,26 +32,26 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_help_names_its_variables_and_starts_nothing() -> None:
+def test_help_names_its_variables_and_starts_nothing(check: Check) -> None:
     code, said = check("--help")
     assert code == 0
     for word in ("WORLD_SIZE", "LAB_HANG_AFTER_S", "LAB_CHECK_EVERY", "LAB_MESH", "LAB_REQUIREMENTS", "exit codes"):
         assert word in said
 
 
-def test_a_script_that_is_not_there_is_refused_with_the_nearest_one(script: str) -> None:
+def test_a_script_that_is_not_there_is_refused_with_the_nearest_one(check: Check, script: str) -> None:
     code, said = check(script.replace("train", "trian"))
     assert code == 2
     assert "is not there (did you mean 'train.py'?)" in said
 
 
-def test_no_script_is_refused() -> None:
+def test_no_script_is_refused(check: Check) -> None:
     assert check("WORLD_SIZE=2") == (
         2, "refused    no script is named: ranklab check [NAME=VALUE ...] SCRIPT [ARGS ...]\n",
     )  # fmt: skip
 
 
-def test_bad_syntax_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_bad_syntax_is_refused_with_its_line(check: Check, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = 1\nif x\n")
     code, said = check(str(tmp_path / "bad.py"))
     assert code == 2
@@ -63,7 +69,7 @@ def test_bad_syntax_is_refused_with_its_line(tmp_path: Path) -> None:
         ("LAB_REQUIREMENTS=requirements.txt", "installed in containers alone"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(setting: str, said: str, script: str) -> None:
+def test_a_setting_that_cannot_be_is_refused(check: Check, setting: str, said: str, script: str) -> None:
     code, printed = check(setting, script)
     assert code == 2, printed
     assert said in printed
