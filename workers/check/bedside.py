@@ -18,8 +18,6 @@ from typing import NamedTuple
 from workers.check import script
 from workers.check.script import Ends, Job
 from workers.cluster.launch import CONTEXT
-from workers.measure import sockets
-from workers.measure.sockets import Connection, NoDiagnostics
 
 TICKS = os.sysconf("SC_CLK_TCK")
 READ_BYTES = PIPE_BYTES = 1 << 20  # some 15,000 calls between two looks
@@ -57,7 +55,6 @@ class Bedside:
         self.process.start()
         theirs.close()
         self._rest = b""
-        self.main_thread = 0
         self.peak_bytes = 0
         for each in (self._ends.told, self._ends.stacks):
             os.set_blocking(each, False)
@@ -113,13 +110,6 @@ class Bedside:
             return os.read(self._ends.stacks, READ_BYTES).decode(errors="replace")
         except BlockingIOError:
             return ""
-
-    def connections(self) -> dict[int, Connection]:
-        """Its TCP connections, with what each has sent; empty where the kernel does not tell."""
-        try:
-            return sockets.of_process(self.process.pid or 0)
-        except (NoDiagnostics, OSError):
-            return {}
 
     def let_go(self, at_most_s: float) -> None:
         """Let an ended script's process end; what is left of it and of what it started is killed after that."""

@@ -90,7 +90,7 @@ def watched(telling: Telling, job: Job) -> tuple[Recorder, Training, Waits]:
     training = Training(recorder, job.every)
     recorder.install()
     Handles(recorder).install()
-    waits = Waits(recorder, lambda sentence: telling.say("changed", sentence))
+    waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), int(os.environ["MASTER_PORT"]))
     waits.install()
     training.install()
     return recorder, training, waits

@@ -19,14 +19,14 @@ class Telling:
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers: dict[tuple[str, Hashable], int] = {}
         self._calls = 0
         self._later: list[str] = []
         os.register_at_fork(after_in_child=self._fall_silent)
 
     def _fall_silent(self) -> None:
-        self._pipe, self._lock = -1, threading.Lock()
+        self._pipe, self._lock = -1, threading.RLock()
 
     def say(self, kind: str, *values: Any) -> None:
         """Tell one thing."""
@@ -44,17 +44,19 @@ class Telling:
 
     def write_later(self, line: str) -> None:
         """The same with the next thing that is told: of what is over, nobody waits for the news."""
-        with self._lock:
-            self._later.append(f"{line}\n")
+        if self._pipe >= 0:
+            with self._lock:
+                self._later.append(f"{line}\n")
 
     def number(self, kind: str, key: Hashable, values: Callable[[], Sequence[Any]]) -> int:
-        """The number of what is called `key` among its kind; the `values` of a new one are told."""
+        """The number of what is called `key` among its kind; the `values` of a new one are told, before any thread has
+        the number."""
         found = self._numbers.get((kind, key))
         if found is None:
-            told = values()
             with self._lock:
-                found = self._numbers.setdefault((kind, key), len(self._numbers))
-            self.say(kind, found, *told)
+                found = self._numbers.get((kind, key), len(self._numbers))
+                self.say(kind, found, *values())
+                self._numbers[kind, key] = found
         return found
 
     def next_call(self) -> int:

@@ -24,7 +24,8 @@ STORE = ("wait", "get", "multi_get")
 class Waits:
     """Watches these functions; `install` once. `said` hears what the user has to know of a changed call."""
 
-    def __init__(self, recorder: Recorder, said: Callable[[str], None]) -> None:
+    def __init__(self, recorder: Recorder, said: Callable[[str], None], store_port: int) -> None:
+        self._store_port = store_port  # its connections are no wire of the training's
         self._recorder, self._telling, self._said = recorder, recorder.telling, said
         self._inside = threading.local()  # .depth: torch's own waits inside of one are part of it
 
@@ -80,8 +81,12 @@ class Waits:
     def tell_sockets(self) -> None:
         """What each connection of this process has sent until now."""
         with suppress(NoDiagnostics):
-            found = sockets.connections().values()
-            self._telling.say("sockets", [(each.local, each.remote, each.sent_bytes) for each in found])
+            found = [
+                (each.local, each.remote, each.sent_bytes)
+                for each in sockets.connections().values()
+                if self._store_port not in (each.local[1], each.remote[1])
+            ]
+            self._telling.say("sockets", found)
 
     def _on_gloo(self, args: tuple[Any, ...], named: dict[str, Any], position: int) -> tuple[tuple[Any, ...], Any]:
         """The same call with gloo where NCCL is asked for and no GPU is there."""
