@@ -258,7 +258,10 @@ def places(calls: Iterable[Call]) -> str:
 
 def rows(calls: Iterable[Call]) -> list[list[str]]:
     """Both sides, a row a rank."""
-    return [[f"rank {call.rank}", str(call.place), f"{words(call)}: {detailed(call.kind, '')}", ""] for call in calls]
+    return [
+        [f"rank {call.rank}", str(call.place), f"{words(call)}: {detailed(call.kind, '')}", ""]
+        for call in sorted(calls, key=lambda call: call.rank)
+    ]
 
 
 def every_call(cases: Iterable[Case]) -> Iterator[Call]:
