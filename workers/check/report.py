@@ -42,9 +42,9 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
     doctor.matching.lateness.settle()
     lines = slowest_lines(doctor)
     if lines:
-        columns = ["line", "call", "calls", "bytes a call", "ms a call", "comes last", "the others wait, ms a call"]
-        yield records.Table("Collectives by line", columns, [row(line) for line in lines[:MOST_LINES]])
-    for sentence in late(lines):
+        columns = ["line", "call", "calls", "bytes a call", "ms a call", "comes last", "the others wait, ms"]
+        yield records.Table("Collectives by line", columns, [row(line, steps(doctor)) for line in lines[:MOST_LINES]])
+    for sentence in late(lines, steps(doctor)):
         yield records.Said("late", sentence)
     yield from traffic(doctor.cases)
 
@@ -62,11 +62,11 @@ def told(doctor: Doctor) -> Iterator[str]:
         yield f"{'question':<11}{sentence}"
     lines = slowest_lines(doctor) if not doctor.findings else []
     for number, line in enumerate(lines[:SHOWN]):
-        place, op, calls, nbytes, took_ms, last, wait_ms = row(line)
+        place, op, calls, nbytes, took_ms, last, wait = row(line, steps(doctor))
         cells = f"{place}  {op}  {calls} calls of {human_bytes(nbytes)}  {took_ms:.1f} ms"
-        who = f", {last} last, the others wait {wait_ms:.1f} ms" if last else ""
+        who = f", {last} last, the others wait {wait}" if last else ""
         yield f"{'' if number else 'calls':<11}{cells}{who}"
-    for sentence in late(lines):
+    for sentence in late(lines, steps(doctor)):
         yield f"{'late':<11}{sentence}"
 
 
@@ -76,7 +76,12 @@ def slowest_lines(doctor: Doctor) -> list[Line]:
     return sorted(lines, key=lambda line: -sum(line.waited_s.values()) - line.took_s)
 
 
-def late(lines: list[Line]) -> Iterator[str]:
+def steps(doctor: Doctor) -> int:
+    """Steps of an optimizer that every rank took; 0 where there is none."""
+    return min((case.steps for case in doctor.cases), default=0)
+
+
+def late(lines: list[Line], steps: int) -> Iterator[str]:
     """Ranks that the others wait for again and again."""
     for line in lines[:SHOWN]:
         rank, times = line.last.most_common(1)[0]
@@ -84,7 +89,7 @@ def late(lines: list[Line]) -> Iterator[str]:
         if line.size > 1 and line.calls >= OFTEN and times > MOSTLY * line.calls and wait_ms > 1:
             yield (
                 f"rank {rank} comes last in {times / line.calls:.0%} of the {line.op}s of {line.place}; the others wait"
-                f" {wait_ms:.1f} ms a call"
+                f" {wait(line, steps)}"
             )
 
 
@@ -93,13 +98,19 @@ def waited(line: Line) -> float:
     return sum(line.waited_s.values()) / max(1, line.size - 1)
 
 
-def row(line: Line) -> list[Any]:
+def wait(line: Line, steps: int) -> str:
+    """How long the others wait for the last one: a step, or a call where the line is not part of each step."""
+    in_steps = 0 < steps <= line.calls
+    return f"{1000 * waited(line) / (steps if in_steps else line.calls):.1f} ms a {'step' if in_steps else 'call'}"
+
+
+def row(line: Line, steps: int) -> list[Any]:
     """A line of the script in the table."""
     rank, times = line.last.most_common(1)[0]
     last = f"rank {rank} in {times / line.calls:.0%}" if line.size > 1 else ""
     return [
         str(line.place), line.op, line.calls, line.nbytes // line.calls, 1000 * line.took_s / line.calls, last,
-        1000 * waited(line) / line.calls,
+        wait(line, steps),
     ]  # fmt: skip
 
 
