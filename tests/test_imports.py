@@ -38,6 +38,7 @@ FLOORS: dict[str, list[str]] = {
     "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
     "workers.engine": [CONFIG],
     "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
+    "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check"],
     "workers.__main__": [CONFIG, CLUSTER, RANK],
     "experiments": [
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
@@ -178,7 +179,7 @@ def test_only_config_reads_the_environment() -> None:
         "workers.__main__", "workers.config", "workers.cluster.launch", "workers.cluster.rendezvous",
         "workers.cluster.parent",  # the launcher's end of a socket
         "workers.rank.estimate",  # how many ranks a launcher put on this machine
-        "workers.check.__main__",  # sets what torch reads as it comes in
+        "workers.check.start",  # sets what torch reads as it comes in
         "workers.check.rank",  # what torchrun sets
         "workers.check.script",  # the script's own
     }  # fmt: skip

@@ -28,7 +28,9 @@ class Checked(NamedTuple):
         return [finding["sentence"] for finding in self.run.get("findings", [])]
 
 
-def check(script: Path, world_size: int, folder: Path, *words: str, **environ: str) -> Checked:
+def check(
+    script: Path, world_size: int, folder: Path, *words: str, module: str = "tests.check.undrawn", **environ: str
+) -> Checked:
     """Run `ranklab check script words` on so many local ranks, with its runs in `folder`."""
     clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
     run_id = f"{script.stem}-{time.monotonic_ns()}"
@@ -39,7 +41,7 @@ def check(script: Path, world_size: int, folder: Path, *words: str, **environ: s
         "LAB_COLLECTIVE_TIMEOUT_S": "60",
     }
     began = time.monotonic()
-    started = Warm("tests.check.undrawn", [str(script), *words], clean | own | environ)
+    started = Warm(module, [str(script), *words], clean | own | environ)
     started.stdin.close()
     try:
         said = started.stdout.read()

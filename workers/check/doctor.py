@@ -7,6 +7,7 @@ every 10 s, so that nobody takes the silence for one.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from workers.check.bedside import how_it_ended
 from workers.check.casebook import Case
@@ -17,6 +18,8 @@ from workers.check.quiet import Quiet
 from workers.check.still import Still
 from workers.check.telling import now
 from workers.check.waiting import Waiting
+from workers.report.lines import from_line
+from workers.report.records import Record, Said
 
 GATHER_S = 1.5  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
 STOPPED_S = 2.5  # how long a process may be stopped before its rank counts as lost
@@ -38,6 +41,8 @@ class Doctor:
         self.findings: list[Finding] = []
         self.changed: dict[str, list[int]] = {}
         self.over = False  # nothing more is to be waited for
+        self.refused = ""  # why nothing was run, as rank 0 would have it said
+        self.records: list[Record] = []  # that a proof has told
         self.lost: dict[int, str] = {}  # ranks whose process was killed or stopped from outside, and how
         self._waiting, self._still = Waiting(hang_after_s), Still(bound_s, say)
         self._say = say
@@ -56,7 +61,11 @@ class Doctor:
             for fact in facts:
                 if fact[0] in ("changed", "unrecorded"):
                     self._tell_change(fact, case.rank)
+                self._take_proof(fact)
                 self._add(self.quiet.take(case, fact))
+        if self.refused:
+            self.over = True
+            return
         for call in every_call(self.cases):
             if self.matching.take(call) and self._first_sign is None:
                 self._first_sign = now
@@ -82,6 +91,21 @@ class Doctor:
             self._add(self.quiet.handles())
             known = bool(self.lost) or any(finding.ends for finding in self.findings)
             self._add(failures(self.cases, self.matching, self.lost, explained=known))
+
+    def _take_proof(self, fact: list[Any]) -> None:
+        """What `ranklab prove` has found, in words and records of its own."""
+        kind, *values = fact
+        if kind == "refused":
+            self.refused = self.refused or values[0]
+        elif kind == "finding":
+            check, sentence, ranks = values
+            self._add([Finding(check, sentence, tuple(ranks))])
+        elif kind == "record":
+            self.records.append(from_line(values[0]))
+        elif kind == "said":
+            heading, text = values
+            self._say(f"{heading:<11}{text}")
+            self.records.append(Said(heading, text))
 
     def _tell_change(self, fact: list[str], rank: int) -> None:
         """What is other than without the doctor, said once."""

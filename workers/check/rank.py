@@ -113,7 +113,7 @@ class Rank:
             variables["RANKLAB_FOLDER"] = scratch(exchange, folder, self.job)
         words = shlex.join([self.job.shown, *self.job.words])
         if cluster.rank == 0:
-            self.journal.say(f"check      {words} · {cluster.world_size} ranks · {folder}")
+            self.journal.say(f"{self.job.command:<11}{words} · {cluster.world_size} ranks · {folder}")
         self.bedside.begin({name: str(value) for name, value in variables.items()})
 
     def _attend(self, watch: Watch, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:
@@ -257,7 +257,7 @@ def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:
     here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID", "RUN_MODE"}
     repeat = {"WORLD_SIZE": str(config.world_size)} | config.environ()
     return records.Start(
-        cluster.rank, cluster.run_id, "check", cluster.world_size, socket.gethostname(), config.written(),
+        cluster.rank, cluster.run_id, job.command, cluster.world_size, socket.gethostname(), config.written(),
         {name: value for name, value in repeat.items() if name not in here}, versions,
         shlex.join([job.shown, *job.words]),
     )  # fmt: skip

@@ -12,7 +12,8 @@ fully_shard on 4 ranks took 1.3 times as long. Calls that have ended are looked 
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +121,8 @@ class Recorder:
     def _recorded(self, name: str, shape: Shape) -> Callable[[Kernel], Kernel]:
         def maker(pass_on: Kernel) -> Kernel:
             def recorded(keys: Any, *args: Any) -> Any:
+                if self.hidden():
+                    return pass_on(keys & BELOW, *args)
                 try:
                     call = self._begin(name, shape, args)
                 except Exception as error:  # a defect of ours may not end the script
@@ -153,6 +156,8 @@ class Recorder:
 
     def _waiting(self, pass_on: Kernel) -> Kernel:
         def waiting(keys: Any, *args: Any) -> Any:
+            if self.hidden():
+                return pass_on(keys & BELOW, *args)
             self.sweep()
             thread = threading.get_ident()
             self.telling.write(f'["wait",-1,{thread},{now():.6f}]')
@@ -162,6 +167,19 @@ class Recorder:
                 self.telling.write_later(f'["waited",-1,{thread},{now():.6f}]')
 
         return waiting
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What this thread calls meanwhile is the lab's own, and not told."""
+        self.thread.unseen = getattr(self.thread, "unseen", 0) + 1
+        try:
+            yield
+        finally:
+            self.thread.unseen -= 1
+
+    def hidden(self) -> bool:
+        """Whether this thread is in `unseen`."""
+        return bool(getattr(self.thread, "unseen", 0))
 
     def _begin(self, name: str, shape: Shape, args: tuple[Any, ...]) -> Call:
         self.sweep()

@@ -10,6 +10,7 @@ from workers.check.finding import CHECKS, DEVICES
 from workers.check.lateness import Line
 from workers.report import records
 from workers.report.sentences import FINDINGS
+from workers.report.text import aligned
 from workers.report.units import human_bytes
 
 CONTROL = "tests/check/test_faults.py::test_it_is_named"
@@ -22,13 +23,17 @@ MAKERS = ("init_process_group", "new_group")
 
 def written(doctor: Doctor) -> Iterator[records.Record]:
     """The records of rank 0, in the order of the page."""
+    if doctor.refused:
+        yield records.Failed(2, doctor.refused)
+        return
     for finding in doctor.findings:
         yield records.Finding(finding.check, finding.sentence, list(finding.ranks))
+    yield from doctor.records
     for name in CHECKS:
         found = [finding.sentence for finding in doctor.findings if finding.check == name]
         control = OF_DEVICES if name == DEVICES else CONTROL
         yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=control, unit=FINDINGS)
-    for sentence in doctor.quiet.questions():
+    for sentence in questions(doctor):
         yield records.Said("question", sentence)
     for sentence, ranks in doctor.changed.items():
         yield records.Said("changed", f"{sentence} (on {len(set(ranks))} ranks)")
@@ -58,7 +63,10 @@ def told(doctor: Doctor) -> Iterator[str]:
         for each in finding.rows:
             columns = [cell.ljust(width) for cell, width in zip(each, [*widths, 0], strict=True)]
             yield f"{'where':<11}{'  '.join(columns)}".rstrip()
-    for sentence in doctor.quiet.questions():
+    for record in doctor.records:
+        if isinstance(record, records.Table):
+            yield "\n".join([record.title, *aligned(record.columns, record.rows)])
+    for sentence in questions(doctor):
         yield f"{'question':<11}{sentence}"
     lines = slowest_lines(doctor) if not doctor.findings else []
     for number, line in enumerate(lines[:SHOWN]):
@@ -68,6 +76,11 @@ def told(doctor: Doctor) -> Iterator[str]:
         yield f"{'' if number else 'calls':<11}{cells}{who}"
     for sentence in late(lines, steps(doctor)):
         yield f"{'late':<11}{sentence}"
+
+
+def questions(doctor: Doctor) -> Iterator[str]:
+    """What may be meant so; of what is proven, or not, there is none."""
+    return iter(()) if doctor.records else doctor.quiet.questions()
 
 
 def slowest_lines(doctor: Doctor) -> list[Line]:

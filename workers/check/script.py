@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import process, util
 from pathlib import Path
@@ -41,6 +41,9 @@ class Job(NamedTuple):
     shown: str  # as it was typed
     words: Sequence[str]
     every: int  # LAB_CHECK_EVERY
+    command: str = "check"
+    # What is done with the script: (job, telling, recorder). None: it is run as `python SCRIPT WORDS` does.
+    play: Callable[["Job", Telling, Recorder], None] | None = None
 
 
 class Ends(NamedTuple):
@@ -99,7 +102,7 @@ def watched(telling: Telling, job: Job) -> tuple[Recorder, Training, Waits]:
 def ended(job: Job, telling: Telling, recorder: Recorder, training: Training) -> int:
     """Run the script to its end, its threads and what it left for its exit too; its exit code."""
     try:
-        run_as_main(job)
+        (job.play or run_as_main)(job, telling, recorder)
         code = 0
     except SystemExit as error:
         code = exit_code(error, telling)
@@ -119,17 +122,23 @@ def ended(job: Job, telling: Telling, recorder: Recorder, training: Training) ->
     return code
 
 
-def run_as_main(job: Job) -> None:
+def enter(job: Job) -> None:
+    """Stand where the script does: its folder, its words, a main process."""
+    process._parent_process = None  # type: ignore[attr-defined]  # it is a main process
+    atexit._clear()  # what the doctor's process left there is not the script's
+    os.chdir(os.environ.pop("RANKLAB_FOLDER", str(job.script.parent)))
+    sys.path.insert(0, str(job.script.parent))
+    sys.argv = [str(job.script), *job.words]
+
+
+def run_as_main(job: Job, telling: Telling, recorder: Recorder) -> None:  # noqa: ARG001
     """What `python SCRIPT WORDS` does, in the script's folder."""
     source = job.script.read_bytes()
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
-    process._parent_process = None  # type: ignore[attr-defined]  # it is a main process
-    atexit._clear()  # what the doctor's process left there is not the script's
-    os.chdir(os.environ.pop("RANKLAB_FOLDER", str(job.script.parent)))
+    enter(job)
     top = str(Path(__file__).parents[2])
-    sys.path[:] = [str(job.script.parent), *(each for each in sys.path if each not in ("", top))]
-    sys.argv = [str(job.script), *job.words]
+    sys.path[1:] = [each for each in sys.path[1:] if each not in ("", top)]
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=str(job.script), __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main

@@ -56,14 +56,15 @@ class Waits:
             self._inside.depth = 1
             place, by_script = self._recorder.places.here(2)
             thread = threading.get_ident()
-            if by_script or not name.startswith("store"):
+            told = (by_script or not name.startswith("store")) and not self._recorder.hidden()
+            if told:
                 waited_for = self._described(name, args, named)
                 self._telling.say("enter", name, waited_for, place, thread, now())
             try:
                 return function(*args, **named)
             finally:
                 self._inside.depth = 0
-                if by_script or not name.startswith("store"):
+                if told:
                     self._telling.say("leave", thread, now())
 
         return watched

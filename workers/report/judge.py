@@ -37,7 +37,7 @@ from workers.report.records import (
     select,
 )
 
-SCRIPT = "check"  # the run_mode of someone's script, in which nothing is proven
+SCRIPT, PROOF = "check", "prove"  # the run_mode of someone's script, in which nothing is proven, and of their model
 EXIT_CODES = {"pass": 0, "fail": 1, "refused": 2, "lost": 3}
 
 

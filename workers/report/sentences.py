@@ -4,7 +4,7 @@ import shlex
 
 from workers.config import ON_ONE_MACHINE
 from workers.report.claims import Run
-from workers.report.judge import SCRIPT, first
+from workers.report.judge import PROOF, SCRIPT, first
 from workers.report.records import Ranks
 from workers.report.units import allowed, difference, quantity
 
@@ -125,8 +125,8 @@ def repeat_command(records: Ranks) -> str:
     shaped = repeat.keys() & {"LAB_NET_RATE", "LAB_NET_DELAY"}
     overlay = ["-f", "docker-compose.yaml", "-f", "compose/net.yaml"] if shaped else []
     settings = [f"{name}={shlex.quote(value)}" for name, value in repeat.items()]
-    if first(records).run_mode == SCRIPT:
-        return " ".join([*settings, "ranklab", "check", first(records).title])
+    if first(records).run_mode in (SCRIPT, PROOF):
+        return " ".join([*settings, "ranklab", first(records).run_mode, first(records).title])
     if first(records).world_size > ON_ONE_MACHINE:
         return " ".join([*settings, "python -m workers, as each rank of an engine"])
     return " ".join([*settings, "docker", "compose", *overlay, "up"])

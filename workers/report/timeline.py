@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from workers.report import charts
 from workers.report.claims import Run
-from workers.report.judge import SCRIPT
+from workers.report.judge import PROOF, SCRIPT
 from workers.report.markup import Markup, section, table, text
 from workers.report.records import Ranks
 from workers.report.spans import (
@@ -52,7 +52,7 @@ def gantts(run: Run, records: Ranks, room_bytes: int) -> Markup:
         )
     key = _key(span.kind for of_ranks in bars.values() for spans in of_ranks for span in spans)
     note = "Drag to zoom, double-click to see all."
-    if run["run_mode"] == SCRIPT:
+    if run["run_mode"] in (SCRIPT, PROOF):
         note = f"The script's calls on each rank, from the first one on; their lines are in the labels. {note}"
     else:
         note = (
