@@ -30,6 +30,7 @@ COMMANDS = {
     "run": Command("workers", "start WORLD_SIZE ranks of a mode, prove and measure its variants", takes_settings=True),
     "explain": Command("workers.explain", "the lesson of a mode without the run; with LAB_BUG what breaks", takes_settings=True),
     "check": Command("workers.check", "your own script on WORLD_SIZE ranks: why it hangs, or sums garbage"),
+    "prove": Command("workers.prove", "your own model or strategy: whether N ranks compute what one process does"),
     "plan": Command("workers.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("workers.report", "judge a finished run again, or draw two together"),
     "checkpoint": Command("workers.checkpoint", "a checkpoint as one file that torch.load opens"),

@@ -1,0 +1,37 @@
+"""The files with a bug, how many ranks show it, and what has to be said: the issue, parameter, module and ranks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A faulty file, and what a proof of it has to say."""
+
+    name: str  # files/NAME.py
+    world_size: int
+    issue: str  # where it was found in public
+    names: str  # the parameter or module that is named first
+    says: tuple[str, ...]  # words of the finding
+    ranks: tuple[int, ...]  # that are off
+
+
+PLANTED = (
+    Planted("unequal_tokens", 2, "transformers 34191", "layers.3.score.weight", ("mean of the microbatches' means", "18, 12"), (0, 1)),
+    Planted("mean_of_ranks", 3, "transformers 34242", "layers.3.score.weight", ("mean of the ranks' means",), (0, 1, 2)),
+    Planted("context_scale", 2, "Megatron-LM 906", "layers.3.score.weight", ("2.000 x", "cp"), (0, 1)),
+    Planted("tied_before_zero", 4, "Megatron-LM 844", "layers.0.weight (tied to layers.3.score.weight)", ("shard 1 not at all",), (0, 1, 2, 3)),
+    Planted("tied_stages", 2, "Megatron-LM 656", "layers.0.weight (tied to layers.3.score.weight)", ("layers.3.score.weight gives not at all",), (0, 1)),
+    Planted("clip_by_stage", 2, "torchtitan 596", "layers.5.score.weight", ("the norm that clips them", "another on each rank"), (0, 1)),
+    Planted("norm_counted_twice", 2, "NeMo-RL 3788", "layers.3.score.weight", ("the norm that clips them", "1.35 times as long"), (0, 1)),
+    Planted("experts_scaled", 2, "PyTorch 160285", "1.experts.3.down.bias", ("2.000 x", "never divided"), (0, 1)),
+    Planted("norm_not_summed", 2, "Megatron-LM 1446", "layers.3.norm.weight", ("never summed over tp",), (0, 1)),
+    Planted("row_bias", 2, "text-generation-inference 1036", "layers.1.down", ("1 x layers.1.down.bias more",), (0, 1)),
+    Planted("row_bias_divided", 3, "torchtitan 4332", "layers.2.down.bias", ("0.3333 x", "divided by the 3 ranks of tp"), (0, 1, 2)),
+    Planted("module_forward", 2, "minimind 853", "layers.3.score.weight", ("own samples alone", "never summed"), (0, 1)),
+    Planted("divided_twice", 3, "accelerate 3533", "layers.3.score.weight", ("0.5 x", "the 2 microbatches"), (0, 1, 2)),
+    Planted("last_microbatch", 2, "Megatron-LM 1012", "layers.3.score.weight", ("without microbatch 1 of shard 1",), (0, 1)),
+    Planted("dropout_alike", 2, "transformers 31412", "layers.1.drop", ("draw the same numbers for other samples",), (0, 1)),
+    Planted("dropout_apart", 2, "Megatron-DeepSpeed 276", "layers.1.drop", ("same activations and draw other numbers",), (0, 1)),
+    Planted("optimizer_before", 2, "PyTorch 149205", "layers.3.score.weight", ("have not moved",), (0, 1)),
+)  # fmt: skip
+RIGHT = ("by_hand", "ddp", "dtensor", "fsdp2", "gpipe", "model", "pp", "strategy", "tp")

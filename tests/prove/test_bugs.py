@@ -1,0 +1,104 @@
+"""Bugs that were found in public, each planted in a file of its own: what is said of them, and that right files are
+left alone."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.check.cases import Checked, check
+from tests.prove.planted import PLANTED, RIGHT, Planted
+
+FILES = Path(__file__).parent / "files"
+
+
+def prove(name: str, world_size: int, folder: Path, **environ: str) -> Checked:
+    """`ranklab prove FILE` on so many local ranks."""
+    return check(FILES / f"{name}.py", world_size, folder, module="tests.prove.undrawn", **environ)
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
+    proven = prove(planted.name, planted.world_size, tmp_path)
+    assert proven.code == 1, proven.said
+    found = next(each for each in proven.run["findings"] if planted.names in each["sentence"])
+    for words in planted.says:
+        assert words in found["sentence"]
+    assert tuple(found["ranks"]) == planted.ranks
+
+
+@pytest.mark.parametrize(("name", "world_size"), [*((name, 3) for name in RIGHT), ("model", 1), ("tp", 4)])
+def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) -> None:
+    proven = prove(f"right_{name}", world_size, tmp_path)
+    assert proven.code == 0, proven.said
+    assert proven.run["proven"]
+    assert not proven.sentences
+    gradients = next(each for each in proven.run["checks"] if each["name"] == "gradients")
+    assert gradients["max_abs_diff"] < (1e-7 if name == "pp" else 1e-12)  # it clips without torch's epsilon
+
+
+HANGS = """
+import torch.distributed as dist
+
+def train_step(model, optimizer, microbatches, group):
+    optimizer.zero_grad()
+    for inputs, targets, share in microbatches:
+        (model(inputs, targets) * share).backward()
+    for index, parameter in enumerate(model.parameters()):
+        if group.rank() == 0 or index != 3:
+            dist.all_reduce(parameter.grad, group=group)
+    optimizer.step()
+"""
+REFUSED = """
+from torch import nn
+
+def model(seed):
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+
+def batch(seed, step):
+    return "tokens"
+"""
+HALF = """
+import torch
+import torch.distributed as dist
+
+def prepare(model, group):
+    model.layers[1].mlp.up.bias = torch.nn.Parameter(model.layers[1].mlp.up.bias.detach()[:100].clone())
+    model.layers[1].mlp.up.weight = torch.nn.Parameter(model.layers[1].mlp.up.weight.detach()[:100].clone())
+    model.layers[1].mlp.down.weight = torch.nn.Parameter(model.layers[1].mlp.down.weight.detach()[:, :100].clone())
+    with torch.no_grad():
+        model.layers[2].mlp.up.bias.add_(1.0 if dist.get_rank() else 0.0)
+    return model
+"""
+
+
+def test_a_deadlock_ends_with_the_doctors_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "hangs.py"
+    file.write_text(HANGS)
+    proven = check(file, 2, tmp_path, module="tests.prove.undrawn", LAB_HANG_AFTER_S="2")
+    assert proven.code == 1, proven.said
+    assert "all_reduce" in proven.sentences[0] and "hangs.py:10" in proven.sentences[0]
+    assert not proven.run["proven"]
+
+
+def test_what_cannot_be_proven_is_refused_in_a_sentence_on_all_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "refused.py"
+    file.write_text(REFUSED)
+    proven = check(file, 2, tmp_path, module="tests.prove.undrawn")
+    assert proven.code == 2, proven.said
+    assert "batch(1, 0) returned str: allowed are inputs and targets" in proven.said
+    assert proven.run["verdict"] == "refused"
+
+
+def test_rows_that_nobody_trains_and_other_beginnings_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "half.py"
+    file.write_text(HALF)
+    proven = check(file, 2, tmp_path, module="tests.prove.undrawn")
+    assert proven.code == 1, proven.said
+    assert "no rank trains rows 100 to 127 of layers.1.mlp.up.weight" in proven.said
+    assert "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's" in proven.said
+
+
+def test_all_files_are_in_the_tables() -> None:
+    shared = {"net", "axes"}
+    named = {planted.name for planted in PLANTED} | {f"right_{name}" for name in RIGHT} | shared
+    assert {path.stem for path in FILES.glob("*.py")} == named

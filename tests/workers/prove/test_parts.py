@@ -1,0 +1,220 @@
+"""The parts of a proof by themselves: what a rank's tensor is, what a wrong one is made of, who may draw alike."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from workers.config import Config
+from workers.prove import fitness
+from workers.prove.compare import apart, not_held
+from workers.prove.dealing import Dealing
+from workers.prove.dense import Dense, one_process
+from workers.prove.dropouts import Draw, fault_of
+from workers.prove.explain import Scene, counted, in_parts, why
+from workers.prove.grid import Grid
+from workers.prove.held import WHOLE, Misfit, Rows, place
+from workers.prove.settings import Options
+from workers.prove.theirs import Refused, Theirs, load
+from workers.prove.trainee import Found
+
+SETTINGS = Path(__file__).parents[3] / "workers" / "prove" / "settings.py"
+
+
+def theirs(environ: dict[str, str] | None = None, **found: object) -> Theirs:
+    config = Config.read({"WORLD_SIZE": "2"} | (environ or {}), options=SETTINGS)
+    assert config.own(Options).hang_after_s == 5
+    return Theirs(found, config)
+
+
+def test_what_is_whole_cut_or_interleaved_is_found_by_its_numbers() -> None:
+    dense = torch.arange(24.0, dtype=torch.float64).view(6, 4)
+    assert place(dense.clone(), dense) == WHOLE
+    assert place(dense[2:5], dense) == Rows(0, [2, 3, 4])
+    assert place(dense[:, [1, 3]], dense) == Rows(1, [1, 3])
+    assert torch.equal(Rows(1, [1, 3]).of(dense), dense[:, [1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (torch.zeros(6, 4), "begins with other weights"),
+        (torch.zeros(3, 2), "cut along more than one dim"),
+        (torch.zeros(5), "has shape"),
+        (torch.zeros(2, 4), "row 0 along dim 0 that is none"),
+    ],
+)
+def test_what_is_no_part_is_said(found: torch.Tensor, words: str) -> None:
+    with pytest.raises(Misfit, match=words):
+        place(found.double(), torch.arange(24.0, dtype=torch.float64).view(6, 4))
+
+
+def test_rows_that_no_rank_has_are_missing() -> None:
+    dense = Dense({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, [], ["a", "b"])
+    names = {"a": "a", "b": "b"}
+    assert not_held([{"a": Rows(0, [0, 1]), "b": WHOLE}, {"a": Rows(0, [3, 2])}], names, dense) == []
+    assert not_held([{"a": Rows(0, [0, 1])}, {"a": Rows(0, [3])}], names, dense) == [("b", []), ("a", [2])]
+
+
+def test_a_gradient_that_is_not_there_is_infinitely_off_unless_it_is_zero() -> None:
+    wanted = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert apart(Found(WHOLE, wanted * 2), wanted) == (2.0, 2.0)
+    assert apart(Found(WHOLE, None), wanted)[0] == math.inf
+    assert apart(Found(WHOLE, None), wanted * 0)[0] == 0.0
+    assert apart(Found(WHOLE, wanted * 0), None)[0] == 0.0
+    assert apart(Found(WHOLE, wanted), None)[0] == math.inf
+    assert apart(Found(WHOLE, wanted * math.nan), wanted)[0] == math.inf
+
+
+PARTS = {
+    (use, shard, index): torch.randn(
+        7, 3, generator=torch.Generator().manual_seed(10 * shard + index), dtype=torch.float64
+    )
+    for use in ("w",)
+    for shard in range(3)
+    for index in range(2)
+}
+SCENE = Scene(1, 1, {"dp": 3}, {"dp": [0, 1, 2]}, {(0, 0): 4, (0, 1): 2, (1, 0): 3, (1, 1): 3, (2, 0): 5, (2, 1): 1}, 3)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "words"),
+    [
+        (lambda s, i: 3.0, "3.000 x one process's: summed over the 3 ranks of dp once too often"),
+        (lambda s, i: 1 / 3, "divided by the 3 ranks of dp once too often"),
+        (lambda s, i: 2.0, "the 2 microbatches"),
+        (lambda s, i: 1 / 9, "the 3 ranks of dp, twice"),
+        (lambda s, i: 18.0, "the 18 loss terms"),
+        (lambda s, i: 0.7, "0.7 x one process's"),
+        (lambda s, i: float(s == 1), "this rank's own samples alone: never summed over the 3 ranks of dp"),
+        (lambda s, i: float(s != 2), "without the samples of shard 2"),
+        (lambda s, i: [2.0, 1.0, 3.0][s], "weighted by rank: shard 0 counts 2.000 times, shard 1 counts once"),
+        (lambda s, i: float(i == 1), "the last microbatch alone"),
+        (lambda s, i: float(i == 0), "without microbatch 1 of shard 0"),
+        (lambda s, i: float(s == 1 and i == 0), "some of this rank's own microbatches alone"),
+        (lambda s, i: 1.0 + i, "weighted by microbatch: microbatch 0 once, microbatch 1 2.000 times"),
+        (lambda s, i: 1 / SCENE.terms[s, i], "a mean of the microbatches' means"),
+        (lambda s, i: 1.0 + s + 10 * i, "weighted: microbatch 0 of shard 0 once"),
+    ],
+)  # fmt: skip
+def test_the_parts_of_a_wrong_gradient_are_counted(weigh: object, words: str) -> None:
+    found = sum(weigh(shard, index) * each for (_, shard, index), each in PARTS.items())  # type: ignore[operator]
+    assert isinstance(found, torch.Tensor)
+    counts = counted(found, PARTS)
+    assert counts is not None
+    assert words in in_parts(SCENE, counts)
+
+
+def test_means_of_ranks_with_other_numbers_of_terms_are_told() -> None:
+    scene = SCENE._replace(terms={(shard, index): 2 + shard for shard in range(3) for index in range(2)})
+    found = sum(each / (2 + shard) for (_, shard, _), each in PARTS.items())
+    assert isinstance(found, torch.Tensor)
+    counts = counted(found, PARTS)
+    assert counts is not None and "a mean of the ranks' means" in in_parts(scene, counts)
+
+
+def test_what_is_no_sum_of_samples_is_looked_for_beside_and_by_rows() -> None:
+    whole = torch.stack(list(PARTS.values())).sum(0)
+    half = torch.randn(7, 3, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    two = SCENE._replace(rank=0, axes={"tp": 2}, neighbours={"tp": [0, 1]})
+    both = [Found(WHOLE, half), Found(WHOLE, whole - half)]
+    assert "those of ranks 0 and 1 add up to one process's, and were never summed over tp" in why(
+        two, both, whole, PARTS
+    )
+    some = whole.clone()
+    some[2:4] = half[2:4]
+    assert "wrong in 2 of 7 rows along dim 0 alone, the first is 2" in why(two, [Found(WHOLE, some)] * 2, whole, PARTS)
+    assert why(two, [Found(WHOLE, half)] * 2, whole, PARTS) == "no sum of what the samples give"
+    assert why(two, [Found(WHOLE, whole * 0)], whole, PARTS) == "zero"
+    assert "missing" in why(two, [Found(WHOLE, None)], whole, PARTS)
+    assert "no numbers" in why(two, [Found(WHOLE, whole / 0)], whole, PARTS)
+
+
+def test_who_may_draw_alike_depends_on_the_axis() -> None:
+    one, same, other_draw, other_given = Draw("d", 0, 1, 2), Draw("d", 0, 1, 2), Draw("d", 0, 9, 2), Draw("d", 0, 1, 9)
+    assert "other samples" in fault_of("dp", one, other_given) and not fault_of("dp", one, other_draw)
+    assert not fault_of("tp", one, same)
+    assert "seed the ranks of tp alike" in fault_of("tp", one, other_draw)
+    assert "seed each rank of tp by its own" in fault_of("tp", one, other_given)
+    assert not fault_of("tp", one, Draw("d", 0, 9, 9))
+
+
+def test_shards_and_microbatches_are_uneven_unless_the_file_wants_them_even() -> None:
+    for batch in (5, 16, 19):
+        sizes = Dealing(theirs(), 3).sizes(batch)
+        assert sum(map(sum, sizes)) == batch and all(size > 0 for each in sizes for size in each)
+    assert Dealing(theirs(even=True), 2).sizes(8) == [[2, 2], [2, 2]]
+    with pytest.raises(Refused, match="no multiple of 2 shards x 2 microbatches"):
+        Dealing(theirs(even=True), 2).sizes(10)
+    with pytest.raises(Refused, match="smaller than its 3 shards"):
+        Dealing(theirs(), 3).sizes(2)
+
+
+def test_padding_is_no_term_and_a_batch_of_it_alone_is_refused() -> None:
+    padded = torch.full((4, 3), -100)
+    padded[1, 0] = 5
+    assert theirs().terms(padded) == 1
+    assert theirs(terms=lambda targets: 7).terms(padded) == 7
+    with pytest.raises(Refused, match="no loss term"):
+        Dealing(theirs(batch=lambda seed, step: (torch.zeros(4, 3), torch.full((4, 3), -100))), 2).whole(0)
+
+
+def test_a_mesh_is_filled_up_or_refused() -> None:
+    assert theirs(mesh={"dp": -1, "tp": 2}).axes(6) == {"dp": 3, "tp": 2}
+    assert theirs(mesh=lambda size: {"pp": size}).axes(3) == {"pp": 3}
+    assert theirs().axes(4) == {"dp": 4}
+    with pytest.raises(Refused, match="mesh is dp -1 x tp 2, which are not WORLD_SIZE=3 ranks"):
+        theirs(mesh={"dp": -1, "tp": 2}).axes(3)
+    grid = Grid({"dp": 3, "tp": 2})
+    assert grid.neighbours(3) == {"dp": [1, 3, 5], "tp": [2, 3]}
+    assert (grid.index(3, "dp"), grid.index(3, "tp"), grid.index(3, "pp")) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def train_step(model, batch): ...", r"train_step\(model, batch\) cannot be called as train_step\(model, opt"),
+        ("model = 3", r"model is a int: allowed is a function model\(seed\)"),
+        ("def strategy(model, mesh, config): ...\ndef prepare(model, group): ...", "has strategy and prepare"),
+        ("x = 1", "holds none of"),
+    ],
+)
+def test_a_file_that_says_nothing_usable_is_refused(source: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine_that_is_refused.py"
+    file.write_text(source)
+    with pytest.raises(Refused, match=words):
+        load(file, theirs().config)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+            "1 is a BatchNorm1d, whose output depends on which samples",
+        ),
+        (nn.LSTM(2, 2, num_layers=2, dropout=0.1), "drops inside of C"),
+        (nn.Identity(), "no parameter that is trained"),
+    ],
+)
+def test_a_model_that_no_ranks_can_be_is_refused(model: nn.Module, words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        fitness.refuse(model)
+    fitness.refuse(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval()))
+
+
+def test_ranks_that_begin_otherwise_are_refused_by_name() -> None:
+    with pytest.raises(Refused, match=r"model\(1\) gives other numbers on rank 2 than on rank 0"):
+        fitness.refuse_other_beginnings([[1, 2], [1, 2], [9, 2]], 1)
+    with pytest.raises(Refused, match=r"batch\(1, 0\) gives other numbers on rank 1"):
+        fitness.refuse_other_beginnings([[1, 2], [1, 3]], 1)
+
+
+def test_a_loss_that_no_parameter_is_in_is_refused() -> None:
+    nothing = theirs(loss=lambda model, inputs, targets: torch.zeros((), requires_grad=True))
+    with pytest.raises(Refused, match="depends on no parameter"):
+        one_process(nothing, Dealing(nothing, 2))
+    with pytest.raises(Refused, match=r"returned of shape \[2\]: allowed is a sum"):
+        theirs(loss=lambda model, inputs, targets: torch.zeros(2)).loss(nn.Identity(), torch.zeros(1), torch.zeros(1))

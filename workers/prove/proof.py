@@ -1,0 +1,145 @@
+"""The proof on one rank, top to bottom: one process on rank 0, then the file's own steps on all, then who is off.
+
+Everything that ranks send each other for the sake of the proof is unseen by the doctor: what it counts, compares and
+times is the file's alone.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workers.check.recording import Recorder
+from workers.check.script import Job, enter
+from workers.check.telling import Telling
+from workers.config import Config
+from workers.parallel.mesh import Mesh
+from workers.prove import fitness
+from workers.prove.compare import Step, compared
+from workers.prove.dealing import Dealing
+from workers.prove.dense import STEPS, Dense, names_of, one_process
+from workers.prove.dropouts import Draws
+from workers.prove.forward import Passes, parted
+from workers.prove.grid import Grid
+from workers.prove.theirs import Refused, Theirs, load
+from workers.prove.trainee import OfStrategy, Stepped, Trainee
+from workers.prove.verdict import Everything, Mine, tell
+
+
+def play(job: Job, telling: Telling, recorder: Recorder, config: Config) -> None:
+    """In the place of a script: prove the file, tell what was found."""
+    enter(job)
+    try:
+        theirs = load(job.script, config)
+        dist.init_process_group("gloo")
+        Proof(theirs, telling, recorder).run()
+    except Refused as refused:
+        telling.say("refused", str(refused))
+        raise SystemExit(2) from None
+    dist.destroy_process_group()
+
+
+class Proof:
+    """One rank's part."""
+
+    def __init__(self, theirs: Theirs, telling: Telling, recorder: Recorder) -> None:
+        self.theirs, self.telling, self.recorder = theirs, telling, recorder
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.seed = theirs.config.seed
+        self.grid = Grid(theirs.axes(self.world_size))
+        self.dealing = Dealing(theirs, self.grid.axes.get("dp", 1))
+        with recorder.unseen():
+            self.ours = dist.new_group()  # for what the proof itself sends
+
+    def run(self) -> None:
+        """One process, then all; rank 0 tells."""
+        model = self.theirs.model(self.seed)
+        fitness.refuse(model)
+        canonical = names_of(model)
+        digests = self.everyone(fitness.digest(model, *self.dealing.whole(0)[:2]))
+        fitness.refuse_other_beginnings(digests, self.seed)
+        draws = Draws()
+        with draws.installed():
+            dense = self.from_rank_0(one_process(self.theirs, self.dealing) if self.rank == 0 else None)
+            self._say_what_is_proven(model)
+            torch.manual_seed(1000 * self.seed + self.grid.index(self.rank, "dp"))  # the lab's; a file may seed anew
+            trainee = self._trainee(model, dense)
+            trained = trainee.module if isinstance(trainee, Stepped) else model
+            draws.watch(trained)
+            passes = Passes()
+            with passes.watched(model):
+                passes = Passes()
+            with passes.watched(trained):
+                steps, drawn = self._train(trainee, draws)
+            offs = compared(self.rank, steps, dense, canonical, self.theirs.found.get("clip"))
+            rows = {name: each.rows for name, each in steps[0].weights.items()}
+            mine = Mine(
+                offs,
+                rows,
+                dict(trainee.misfits),
+                [step.share for step in steps],
+                drawn,
+                bool("strategy" in self.theirs),
+            )
+            everything = Everything(self.theirs, self.dealing, self.grid, dense, canonical, self.everyone(mine))
+            first = everything.first()
+            tensors = self.everyone(None if first is None else everything.tensors_of(steps, first))
+            parts = self.everyone(self._parted(passes) if everything.is_wrong() else "")
+            if self.rank == 0:
+                tell(everything, first, tensors, parts, self.telling)
+
+    def _parted(self, passes: Passes) -> str:
+        """Where this rank's forward pass parts from one process's."""
+        return parted(self.theirs, passes, self.dealing.dealt(0, self.grid.index(self.rank, "dp"))[0])
+
+    def _trainee(self, model: nn.Module, dense: Dense) -> Trainee:
+        many = "mesh" in self.theirs
+        if "strategy" in self.theirs:
+            world: Any = dist.group.WORLD
+            return OfStrategy(self.theirs, model, Mesh.grid(self.grid.axes, world), self.recorder.unseen)
+        if many and "train_step" not in self.theirs and set(self.grid.axes) != {"dp"}:
+            raise Refused(f"mesh has the axes {', '.join(self.grid.axes)}: write train_step or strategy beside it")
+        group: Any = dist.group.WORLD
+        if many:
+            axes = self.grid.axes
+            group = dist.device_mesh.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return Stepped(self.theirs, model, group, dense.start, self.recorder.unseen)
+
+    def _train(self, trainee: Trainee, draws: Draws) -> tuple[list[Step], list[Any]]:
+        """All steps, and the draws of the first."""
+        steps: list[Step] = []
+        drawn: list[Any] = []
+        for number in range(STEPS):
+            share = trainee.step(self.dealing.dealt(number, self.grid.index(self.rank, "dp")))
+            if number == 0:
+                drawn = list(draws.drawn)
+            steps.append(Step(share, trainee.gradients(), trainee.weights()))
+        return steps, drawn
+
+    def _say_what_is_proven(self, model: nn.Module) -> None:
+        if self.rank:
+            return
+        count = sum(each.numel() for each in model.parameters())
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.grid.axes.items())
+        self.telling.say("said", "prove", f"{self.theirs.described} · {count:,} parameters · {axes}")
+        sizes = self.dealing.sizes(len(self.dealing.whole(0).inputs))
+        shown = " | ".join("+".join(map(str, each)) for each in sizes)
+        self.telling.say(
+            "said", "deal", f"{STEPS} steps in float64, plain SGD; samples by shard and microbatch: {shown}"
+        )
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """What each rank has, on all."""
+        found: list[Any] = [None] * self.world_size
+        with self.recorder.unseen():
+            dist.all_gather_object(found, mine, group=self.ours)
+        return found
+
+    def from_rank_0(self, dense: Dense | None) -> Dense:
+        """One process's numbers, on all."""
+        box = [dense]
+        with self.recorder.unseen():
+            dist.broadcast_object_list(box, src=0, group=self.ours)
+        assert box[0] is not None
+        return box[0]
