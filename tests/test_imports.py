@@ -39,13 +39,14 @@ FLOORS: dict[str, list[str]] = {
     "workers.engine": [CONFIG],
     "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
     "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check"],
+    "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}"],
     "workers.__main__": [CONFIG, CLUSTER, RANK],
     "experiments": [
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
         f"{CHECKPOINT}.mistakes", f"{RANK}.fast_lane",
     ],
     "experiments.__main__": [CONFIG, RANK],
-    "ranklab": [CONTRACT, "workers.__main__"],
+    "ranklab": [CONTRACT, "workers.__main__", "workers.testing"],
     "benchmarks": ["workers", "experiments", "tests"],
 }  # fmt: skip
 
@@ -179,6 +180,7 @@ def test_only_config_reads_the_environment() -> None:
         "workers.__main__", "workers.config", "workers.cluster.launch", "workers.cluster.rendezvous",
         "workers.cluster.parent",  # the launcher's end of a socket
         "workers.rank.estimate",  # how many ranks a launcher put on this machine
+        "workers.testing.preloaded", "workers.testing.rank", "workers.testing.rewriting",  # what torch and pytest read
         "workers.check.start",  # sets what torch reads as it comes in
         "workers.check.rank",  # what torchrun sets
         "workers.check.script",  # the script's own

@@ -12,6 +12,7 @@ import signal
 import time
 from contextlib import suppress
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,22 +43,18 @@ class Frame(NamedTuple):
 
 
 class Bedside:
-    """One script under watch; made before this process has any other thread."""
+    """One process under watch, with our ends of its pipes."""
 
-    def __init__(self, job: Job) -> None:
-        told, stacks, gate = os.pipe(), os.pipe(), os.pipe()
-        fcntl.fcntl(told[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._ends = Ends(told[0], stacks[0], gate[1])
-        theirs = Ends(told[1], stacks[1], gate[0])
-        self.process = CONTEXT.Process(
-            target=script.run, args=(job, theirs, self._ends, os.getpid()), name="MainProcess"
-        )
-        self.process.start()
-        theirs.close()
+    def __init__(self, process: BaseProcess, ends: Ends) -> None:
+        self.process, self._ends = process, ends
         self._rest = b""
         self.peak_bytes = 0
         for each in (self._ends.told, self._ends.stacks):
             os.set_blocking(each, False)
+
+    def close(self) -> None:
+        """Our ends of the pipes, of a process that is gone."""
+        self._ends.close()
 
     def begin(self, variables: dict[str, str]) -> None:
         """Let the script begin, with these variables."""
@@ -126,6 +123,22 @@ class Bedside:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join(KILLED_S)
+
+
+def pipes() -> tuple[Ends, Ends]:
+    """Our ends of the three pipes, and the watched process's."""
+    told, stacks, gate = os.pipe(), os.pipe(), os.pipe()
+    fcntl.fcntl(told[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return Ends(told[0], stacks[0], gate[1]), Ends(told[1], stacks[1], gate[0])
+
+
+def forked(job: Job) -> Bedside:
+    """A script's process, forked from this one before it has any other thread."""
+    ours, theirs = pipes()
+    process = CONTEXT.Process(target=script.run, args=(job, theirs, ours, os.getpid()), name="MainProcess")
+    process.start()
+    theirs.close()
+    return Bedside(process, ours)
 
 
 def parsed(text: str) -> dict[int, list[Frame]]:

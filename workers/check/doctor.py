@@ -35,6 +35,7 @@ class Doctor:
         bound_s: float,
         say: Callable[[str], None],
         mesh: Sequence[tuple[str, int]] = (),
+        gather_s: float = GATHER_S,
     ) -> None:
         self.cases = [Case(rank, world_size, moved_at=now()) for rank in range(world_size)]
         self.matching, self.quiet = Matching(world_size), Quiet(world_size, mesh)
@@ -46,6 +47,7 @@ class Doctor:
         self.lost: dict[int, str] = {}  # ranks whose process was killed or stopped from outside, and how
         self._waiting, self._still = Waiting(hang_after_s), Still(bound_s, say)
         self._say = say
+        self._gather_s = gather_s
         self._first_sign: float | None = None
         self._stopped: dict[int, float] = {}
 
@@ -74,9 +76,9 @@ class Doctor:
             self._first_sign = now
         if self._first_sign is None and (found := self._waiting.look(self.cases, self.matching, now)) is not None:
             self._add([found])
-            self._first_sign = now - GATHER_S  # it has stood for long enough
+            self._first_sign = now - self._gather_s  # it has stood for long enough
         if self._first_sign is not None:
-            self.over = now - self._first_sign >= GATHER_S
+            self.over = now - self._first_sign >= self._gather_s
         elif all(case.over for case in self.cases):
             self.over = True
             self._add(self.matching.unmatched())

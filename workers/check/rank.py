@@ -16,8 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from workers.check.bedside import Bedside
+from workers.check.bedside import forked
 from workers.check.doctor import Doctor
+from workers.check.hearing import Hearing
 from workers.check.report import told, written
 from workers.check.script import Job
 from workers.check.settings import Options
@@ -41,9 +42,6 @@ from workers.report.judge import judge
 from workers.report.outcome import Outcome
 
 POST_S = 0.25
-LOOK_S = 0.5  # between two looks at the script's process
-SILENT_S = 0.6  # after so long without a word its stacks are looked at
-STACKS_AGAIN_S = 1.0
 LET_GO_S = 5.0  # for an ended script's process
 
 
@@ -52,14 +50,12 @@ class Rank:
 
     def __init__(self, config: Config, job: Job, started_at: float, engine: str) -> None:
         self.config, self.job, self.started_at = config, job, started_at
-        self.bedside = Bedside(job)  # first: nothing else of this process is in the script's
+        self.bedside = forked(job)  # first: nothing else of this process is in the script's
         self.parent = Parent()
         self.journal = Journal()
         if engine:
             self.journal.say(f"engine     {engine}")
         self._posted = 0
-        self._heard_at = self._looked_at = self._stacked_at = 0.0
-        self._gone_told = False
 
     def live(self) -> int:
         """From the join to the exit code."""
@@ -122,9 +118,9 @@ class Rank:
         doctor = self._doctor(options) if (cluster.rank == 0) else None
         taken = dict.fromkeys(range(cluster.world_size), 0)
         with (folder / f"rank{cluster.rank}.calls").open("wb") as kept:
-            self._heard_at = now()
+            hearing = Hearing(self.bedside)
             while True:
-                lines = self._hear(POST_S)
+                lines = hearing.lines(POST_S)
                 kept.writelines(line + b"\n" for line in lines)
                 watch.main.at(0, self.job.script.name)
                 if doctor is None:
@@ -147,27 +143,6 @@ class Rank:
     def _doctor(self, options: Options) -> Doctor:
         bound_s = self.config.collective_timeout_s
         return Doctor(self.config.world_size, options.hang_after_s, bound_s, self.journal.say, mesh_of(options))
-
-    def _hear(self, at_most_s: float) -> list[bytes]:
-        """What the script told, and what its process looks like."""
-        lines = self.bedside.hear(at_most_s)
-        time_s = now()
-        if lines:
-            self._heard_at = time_s
-        if time_s - self._looked_at > LOOK_S:
-            self._looked_at = time_s
-            look = self.bedside.look()
-            if look is not None:
-                lines.append(json.dumps(["look", *look, time_s]).encode())
-        silent = time_s - self._heard_at > SILENT_S
-        if silent and time_s - self._stacked_at > STACKS_AGAIN_S and self.bedside.process.exitcode is None:
-            self._stacked_at = time_s
-            stacks = self.bedside.stacks()
-            lines.append(json.dumps(["stacks", {str(thread): frames for thread, frames in stacks.items()}]).encode())
-        if self.bedside.process.exitcode is not None and not self._gone_told and not lines:
-            self._gone_told = True
-            lines.append(json.dumps(["gone", self.bedside.process.exitcode]).encode())
-        return lines
 
     def _post(self, exchange: Exchange, lines: list[bytes]) -> None:
         if lines:

@@ -247,6 +247,14 @@ class Recorder:
         self._held.clear()
         self.thread.made = None
 
+    def anew(self) -> None:
+        """Forget all calls and groups: what comes is told to somebody else."""
+        self.forget()
+        self._groups.clear()
+        self._instances.clear()
+        self._sizes.clear()
+        self.telling.anew()
+
     def ended(self, number: int) -> None:
         """A call is over. Its work is held on to for some calls more.
 

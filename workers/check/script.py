@@ -89,14 +89,20 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
 
 def watched(telling: Telling, job: Job) -> tuple[Recorder, Training, Waits]:
     """Put all that watches in its place."""
-    recorder = Recorder(telling, Places(telling, job.script.parent))
+    recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
     training = Training(recorder, job.every)
-    recorder.install()
-    Handles(recorder).install()
-    waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), int(os.environ["MASTER_PORT"]))
-    waits.install()
     training.install()
     return recorder, training, waits
+
+
+def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
+    """Put what watches calls, handles and waits in its place."""
+    recorder = Recorder(telling, Places(telling, folder))
+    recorder.install()
+    Handles(recorder).install()
+    waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), store_port)
+    waits.install()
+    return recorder, waits
 
 
 def ended(job: Job, telling: Telling, recorder: Recorder, training: Training) -> int:

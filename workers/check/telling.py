@@ -59,6 +59,13 @@ class Telling:
                 self._numbers[kind, key] = found
         return found
 
+    def anew(self) -> None:
+        """Number all things from the beginning, for who has heard nothing yet."""
+        with self._lock:
+            self._numbers.clear()
+            self._later.clear()
+            self._calls = 0
+
     def next_call(self) -> int:
         """A number for a call."""
         with self._lock:

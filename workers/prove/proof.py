@@ -23,8 +23,8 @@ from workers.prove.dropouts import Draws
 from workers.prove.forward import Passes, parted
 from workers.prove.grid import Grid
 from workers.prove.theirs import Refused, Theirs, load
-from workers.prove.trainee import OfStrategy, Stepped, Trainee
-from workers.prove.verdict import Everything, Mine, tell
+from workers.prove.trainee import OfStrategy, Stepped, Trainee, Unseen
+from workers.prove.verdict import Everything, Mine, Teller, tell
 
 
 def play(job: Job, telling: Telling, recorder: Recorder, config: Config) -> None:
@@ -33,7 +33,7 @@ def play(job: Job, telling: Telling, recorder: Recorder, config: Config) -> None
     try:
         theirs = load(job.script, config)
         dist.init_process_group("gloo")
-        Proof(theirs, telling, recorder).run()
+        Proof(theirs, telling, recorder.unseen).run()
     except Refused as refused:
         telling.say("refused", str(refused))
         raise SystemExit(2) from None
@@ -43,13 +43,13 @@ def play(job: Job, telling: Telling, recorder: Recorder, config: Config) -> None
 class Proof:
     """One rank's part."""
 
-    def __init__(self, theirs: Theirs, telling: Telling, recorder: Recorder) -> None:
-        self.theirs, self.telling, self.recorder = theirs, telling, recorder
+    def __init__(self, theirs: Theirs, telling: Teller, unseen: Unseen) -> None:
+        self.theirs, self.telling, self.unseen = theirs, telling, unseen
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.seed = theirs.config.seed
         self.grid = Grid(theirs.axes(self.world_size))
         self.dealing = Dealing(theirs, self.grid.axes.get("dp", 1))
-        with recorder.unseen():
+        with unseen():
             self.ours = dist.new_group()  # for what the proof itself sends
 
     def run(self) -> None:
@@ -97,14 +97,14 @@ class Proof:
         many = "mesh" in self.theirs
         if "strategy" in self.theirs:
             world: Any = dist.group.WORLD
-            return OfStrategy(self.theirs, model, Mesh.grid(self.grid.axes, world), self.recorder.unseen)
+            return OfStrategy(self.theirs, model, Mesh.grid(self.grid.axes, world), self.unseen)
         if many and "train_step" not in self.theirs and set(self.grid.axes) != {"dp"}:
             raise Refused(f"mesh has the axes {', '.join(self.grid.axes)}: write train_step or strategy beside it")
         group: Any = dist.group.WORLD
         if many:
             axes = self.grid.axes
             group = dist.device_mesh.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        return Stepped(self.theirs, model, group, dense.start, self.recorder.unseen)
+        return Stepped(self.theirs, model, group, dense.start, self.unseen)
 
     def _train(self, trainee: Trainee, draws: Draws) -> tuple[list[Step], list[Any]]:
         """All steps, and the draws of the first."""
@@ -132,14 +132,14 @@ class Proof:
     def everyone(self, mine: Any) -> list[Any]:
         """What each rank has, on all."""
         found: list[Any] = [None] * self.world_size
-        with self.recorder.unseen():
+        with self.unseen():
             dist.all_gather_object(found, mine, group=self.ours)
         return found
 
     def from_rank_0(self, dense: Dense | None) -> Dense:
         """One process's numbers, on all."""
         box = [dense]
-        with self.recorder.unseen():
+        with self.unseen():
             dist.broadcast_object_list(box, src=0, group=self.ours)
         assert box[0] is not None
         return box[0]

@@ -123,15 +123,19 @@ def load(file: Path, config: Config) -> Theirs:
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
-    found = {name: getattr(module, name) for name in NAMES if hasattr(module, name)}
+    return of({name: getattr(module, name) for name in NAMES if hasattr(module, name)}, config, file.name)
+
+
+def of(found: Mapping[str, Any], config: Config, where: str) -> Theirs:
+    """What is given by name; raises Refused for what cannot be called as a proof does."""
     if not found:
-        raise Refused(f"{file.name} holds none of {', '.join(NAMES)}: there is nothing of its own to prove")
+        raise Refused(f"{where} holds none of {', '.join(NAMES)}: there is nothing of its own to prove")
     for name in set(found) & set(WORDS):
         if fault := why_not_called(found[name], name):
             raise Refused(fault)
     for one, other in (("strategy", "train_step"), ("strategy", "prepare")):
         if one in found and other in found:
-            raise Refused(f"{file.name} has {one} and {other}: a strategy takes its steps itself, so leave one out")
+            raise Refused(f"{where} has {one} and {other}: a strategy takes its steps itself, so leave one out")
     return Theirs(found, config)
 
 

@@ -7,9 +7,8 @@ later may be off because of it.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from workers.check.telling import Telling
 from workers.cluster import name_ranks
 from workers.prove import dropouts
 from workers.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Off, Step, not_held
@@ -27,6 +26,13 @@ from workers.report.sentences import FINDINGS
 CONTROL = "tests/prove/test_bugs.py::test_it_is_named"
 DROPOUT, BEGINNING, WHOLE_MODEL = "dropout by axis", "ranks begin with the model", "all is trained"
 MOST_MODULES = 40
+
+
+class Teller(Protocol):
+    """Who hears what is found."""
+
+    def say(self, kind: str, *values: Any) -> None:
+        """One thing: a "finding", a "record", what is "said"."""
 
 
 class Mine(NamedTuple):
@@ -104,7 +110,7 @@ class Everything(NamedTuple):
 
 
 def tell(
-    all_: Everything, first: Off | None, tensors: Sequence[Found | None], parted: Sequence[str], telling: Telling
+    all_: Everything, first: Off | None, tensors: Sequence[Found | None], parted: Sequence[str], telling: Teller
 ) -> None:
     """Findings, checks and the table, to the doctor of rank 0."""
     sentences = defaultdict[str, list[str]](list)

@@ -1,0 +1,18 @@
+"""The pytest plugin, which pytest finds by its entry point: see workers/testing/plugin.py."""
+
+from workers.testing.plugin import (
+    _ranklab_case,
+    group,
+    mesh,
+    pytest_configure,
+    pytest_generate_tests,
+    pytest_pyfunc_call,
+    pytest_sessionfinish,
+    rank,
+    world_size,
+)
+
+__all__ = [
+    "_ranklab_case", "group", "mesh", "pytest_configure", "pytest_generate_tests", "pytest_pyfunc_call",
+    "pytest_sessionfinish", "rank", "world_size",
+]  # fmt: skip

@@ -1,0 +1,121 @@
+"""The pytest plugin: a test that fails on ranks says who, where and why, it ends, and leaves nothing behind."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import ranklab
+from tests.check.cases import line_of
+
+FAILING = Path(__file__).parent / "failing.py"
+
+
+def pytest_on(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """pytest in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110, check=False)
+
+
+@pytest.fixture(scope="module")
+def said() -> str:
+    """All of failing.py, once."""
+    done = pytest_on("-v", str(FAILING))
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+def of(said: str, name: str) -> str:
+    """What was said of one test."""
+    return re.split(r"\n_{3,} ", said.partition(f" {name}[")[2])[0]
+
+
+def test_an_assert_is_shown_as_pytest_does_with_what_each_rank_printed(said: str) -> None:
+    wrong = of(said, "test_wrong")
+    assert "rank 1 raised AssertionError" in wrong and "ranks 0 and 2 wait for it in barrier #0" in wrong
+    assert ">           assert values == [1, 3]" in wrong and "At index 1 diff: 2 != 3" in wrong
+    assert "output of rank 2" in wrong and "rank 2 was here" in wrong
+    assert "testing/rank.py" not in wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("test_deadlock", f"rank 1 calls barrier at {line_of(FAILING, 'b').replace('failing', 'tests/workers/testing/failing')}"),
+        ("test_never_comes", "rank 0 waits in recv #0 from rank 1"),
+        ("test_leaves", "rank 2 left by os._exit(7)"),
+        ("test_garbage", "another shape"),
+        ("test_slow", "not done after 1 s"),
+        ("test_cannot_travel", "the argument 'capsys' cannot travel to a rank"),
+        ("test_is_not_one_process", "own samples alone: never summed over the 2 ranks of dp"),
+    ],
+)  # fmt: skip
+def test_each_way_to_fail_has_its_sentence(said: str, name: str, words: str) -> None:
+    assert words in of(said, name)
+
+
+def test_what_comes_after_a_failure_runs_on_new_ranks_and_nothing_is_left(said: str) -> None:
+    assert re.search(r"test_after_it\[2 ranks\] PASSED", said)
+    assert re.search(r"test_is_skipped\[2 ranks\] SKIPPED", said)
+    assert "8 failed, 1 passed, 1 skipped" in said
+
+
+def test_it_runs_under_xdist_and_by_name() -> None:
+    done = pytest_on("-n", "2", "-q", "-k", "after_it or slow", str(FAILING))
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@ranklab.ranks(1, 2, 3)
+@pytest.mark.parametrize("value", [1.0, 5.0])
+def test_ranks_have_a_group_of_their_own(
+    rank: int, world_size: int, group: dist.ProcessGroup, value: float, tmp_path: Path
+) -> None:
+    tensor = torch.full((3,), value + rank)
+    dist.all_reduce(tensor, group=group)
+    assert tensor[0] == value * world_size + sum(range(world_size))
+    assert (group.rank(), group.size()) == (rank, world_size)
+    (tmp_path / str(rank)).touch()
+
+
+@ranklab.ranks(4, mesh={"dp": 2, "tp": 2})
+def test_a_mesh_has_the_axes_that_were_asked_for(mesh: DeviceMesh, rank: int) -> None:
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=mesh.get_group("tp"))
+    assert mesh.mesh_dim_names == ("dp", "tp")
+    assert tensor.item() == (1 if rank < 2 else 5)
+
+
+class TestInAClass:
+    """A method is as good as a function."""
+
+    @ranklab.ranks(2)
+    def test_its_methods_run_too(self, rank: int) -> None:
+        assert rank in (0, 1)
+
+
+def summed_step(model, optimizer, microbatches, group):  # type: ignore[no-untyped-def]
+    optimizer.zero_grad()
+    for inputs, targets, share in microbatches:
+        (model(inputs, targets) * share).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+    optimizer.step()
+
+
+@ranklab.ranks(2)
+def test_ranks_are_held_against_one_process() -> None:
+    ranklab.same_as_one_process(train_step=summed_step)
+    with pytest.raises(TypeError, match="has no trainstep"):
+        ranklab.same_as_one_process(trainstep=summed_step)
+    with pytest.raises(ValueError, match="is smaller than its 2 shards"):
+        ranklab.same_as_one_process(train_step=summed_step, batch=lambda seed, step: (torch.zeros(1, 3).long(),) * 2)
+
+
+def test_a_decorator_says_what_it_takes() -> None:
+    mark = ranklab.ranks(2, 3, timeout_s=[1, 5], backend=["gloo"]).mark
+    assert mark.kwargs == {"world_sizes": [2, 3], "timeouts_s": [1, 5], "backends": ["gloo"], "mesh": {}}

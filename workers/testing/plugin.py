@@ -1,0 +1,146 @@
+"""The pytest plugin: a test marked with `ranklab.ranks` has its body run on a pool of ranks, all else stays pytest's.
+
+Collection, fixtures, -k, -x, --lf, xdist are as ever: only the call of the test's function is other. Its arguments
+travel to the ranks, but for `rank`, `world_size`, `group` and `mesh`, which each rank makes by itself.
+"""
+
+import pickle
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from workers.testing.task import OnRank, Task
+
+if TYPE_CHECKING:
+    from workers.testing.pool import Pool
+
+POOL = pytest.StashKey["Pool"]()
+CASE = "_ranklab_case"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """So that --strict-markers knows it."""
+    config.addinivalue_line("markers", "ranks(...): the body runs on so many ranks at once (ranklab.ranks)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test for each world size, backend and bound."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is None:
+        return
+    cases = [
+        (world_size, backend, timeout_s)
+        for world_size in mark.kwargs["world_sizes"]
+        for backend in mark.kwargs["backends"]
+        for timeout_s in mark.kwargs["timeouts_s"]
+    ]
+    metafunc.fixturenames.append(CASE)
+    many = {"backend": len(mark.kwargs["backends"]) > 1, "timeout": len(mark.kwargs["timeouts_s"]) > 1}
+    ids = [
+        f"{world_size} ranks"
+        + (f", {backend}" if many["backend"] else "")
+        + (f", {bound:g} s" if many["timeout"] else "")
+        for world_size, backend, bound in cases
+    ]
+    metafunc.parametrize(CASE, cases, ids=ids, indirect=True)
+
+
+@pytest.fixture
+def _ranklab_case(request: pytest.FixtureRequest) -> Any:
+    """World size, backend and bound of a test."""
+    return request.param
+
+
+@pytest.fixture
+def rank() -> OnRank:
+    """This rank's number, on the rank."""
+    return OnRank("rank")
+
+
+@pytest.fixture
+def world_size() -> OnRank:
+    """How many ranks run the test, on the rank."""
+    return OnRank("world_size")
+
+
+@pytest.fixture
+def group() -> OnRank:
+    """The test's own process group, on the rank."""
+    return OnRank("group")
+
+
+@pytest.fixture
+def mesh() -> OnRank:
+    """A DeviceMesh of the axes of `ranklab.ranks(..., mesh=...)`, on the rank; without them of one axis, dp."""
+    return OnRank("mesh")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body on the ranks."""
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    from workers.testing.pool import words
+
+    pool = pool_of(pyfuncitem.config)
+    case: Any = pyfuncitem.callspec.params[CASE]
+    world_size, backend, timeout_s = case
+    task = Task(
+        module=pyfuncitem.module.__name__, file=str(pyfuncitem.path), name=name_of(pyfuncitem),
+        arguments=arguments_of(pyfuncitem), world_size=world_size, number=pool.next_number(), port=pool.port,
+        timeout_s=timeout_s, backend=backend, mesh=mark.kwargs["mesh"],
+    )  # fmt: skip
+    outcome = pool.run([task] * world_size)
+    for number, text in outcome.printed.items():
+        if text:
+            pyfuncitem.add_report_section("call", f"output of rank {number}", text)
+    if outcome.late or outcome.findings or any(each.outcome == "failed" for each in outcome.ended.values()):
+        pytest.fail(words(outcome), pytrace=False)
+    skipped = [each.text for each in outcome.ended.values() if each.outcome == "skipped"]
+    if skipped:
+        pytest.skip(skipped[0])
+    return True
+
+
+def arguments_of(item: pytest.Function) -> dict[str, Any]:
+    """The arguments of the test's function, which have to travel."""
+    names = item._fixtureinfo.argnames
+    arguments = {name: item.funcargs[name] for name in names if name != CASE}
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            pytest.fail(
+                f"the argument {name!r} cannot travel to a rank ({error}): give what can be pickled, or make it in the"
+                " body",
+                pytrace=False,
+            )
+    return arguments
+
+
+def name_of(item: pytest.Function) -> str:
+    """The function's name in its module, through its class."""
+    holder = f"{item.cls.__qualname__}." if item.cls is not None else ""
+    return f"{holder}{item.originalname}"
+
+
+def pool_of(config: pytest.Config) -> "Pool":
+    """The pool of this process, which the first test that needs it starts."""
+    if POOL not in config.stash:
+        from workers.testing.pool import Pool
+
+        config.stash[POOL] = Pool(str(config.rootpath), [*config.getini("python_files"), "conftest.py"])
+    return config.stash[POOL]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """No rank outlives the session."""
+    try:
+        return (yield)
+    finally:
+        if POOL in session.config.stash:
+            session.config.stash[POOL].close()
+            del session.config.stash[POOL]

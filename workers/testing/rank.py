@@ -1,0 +1,146 @@
+"""One warm rank of a pool: it waits for a test, runs it in a process group of its own, and says how it ended.
+
+All calls of the test are recorded for the doctor in pytest's process, as those of a script under `ranklab check`.
+"""
+
+import ctypes
+import datetime
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest._code import ExceptionInfo
+
+from workers.check.places import Places
+from workers.check.recording import Recorder
+from workers.check.script import PR_SET_PDEATHSIG, STACKS, described, recorded
+from workers.check.telling import Telling, now
+from workers.testing import rewriting
+from workers.testing.task import Ended, OnRank, Task
+
+GRACE_S = 30.0  # of a collective beyond the test's own bound: the pool ends it before
+
+
+class Here(NamedTuple):
+    """What a rank keeps from test to test."""
+
+    rank: int
+    # One for all tests: a TCPStore made anew for each took 5 s of every tenth.
+    store: dist.Store
+    telling: Telling
+    recorder: Recorder
+
+
+class Start(NamedTuple):
+    """What a rank is told as it is forked."""
+
+    rank: int
+    port: int  # of the pool's store
+    root: str  # pytest's root folder
+    path: Sequence[str]  # sys.path
+    files: Sequence[str]  # patterns of test files
+
+
+def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
+    """Run what comes until nothing does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)  # so that what a test starts ends with it
+    told, stacks, _ = ends.detach()
+    os.dup2(output.detach(), 1)
+    os.dup2(1, 2)
+    os.chdir(start.root)
+    sys.path[:] = list(start.path)
+    torch.set_num_threads(1)
+    telling = Telling(told)
+    recorder, _ = recorded(telling, Path(start.root), start.port)
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+    here = Here(start.rank, store, telling, recorder)
+    faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)
+    rewriting.install(start.files)
+    control.send(None)
+    while (task := control.recv()) is not None:
+        recorder.anew()
+        telling.say("main", threading.get_ident())
+        ended = run(here, task)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        telling.say("ended", 0 if ended.outcome != "failed" else 1, now())
+        control.send(ended)
+    os._exit(0)
+
+
+def run(here: Here, task: Task) -> Ended:
+    """The test's body in a fresh process group."""
+    try:
+        function = found(task)
+        with here.recorder.unseen():
+            begin(here, task)
+        function(**arguments(here.rank, task))
+        here.recorder.forget()
+        end(here)
+    except pytest.skip.Exception as skipped:
+        end(here)
+        return Ended("skipped", str(skipped))
+    except BaseException as error:
+        here.telling.say("raised", *described(error, Path(task.file)), now())
+        return Ended("failed", shown(error, here.recorder.places))
+    return Ended("passed")
+
+
+def end(here: Here) -> None:
+    """Leave the test's process group, which it may have left itself."""
+    if dist.is_initialized():
+        with here.recorder.unseen():
+            dist.destroy_process_group()
+
+
+def found(task: Task) -> Any:
+    """The function; of a method, bound to a new instance."""
+    place: Any = rewriting.test_module(task.module, task.file)
+    for name in task.name.split("."):
+        place = getattr(place() if isinstance(place, type) else place, name)
+    return place
+
+
+def begin(here: Here, task: Task) -> None:
+    """A process group of this task's ranks alone."""
+    os.environ.update(
+        RANK=str(here.rank), LOCAL_RANK=str(here.rank), WORLD_SIZE=str(task.world_size), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(task.port),
+    )  # fmt: skip
+    bound = datetime.timedelta(seconds=task.timeout_s + GRACE_S)
+    keys = dist.PrefixStore(f"task{task.number}", here.store)
+    dist.init_process_group(task.backend, store=keys, rank=here.rank, world_size=task.world_size, timeout=bound)
+
+
+def arguments(rank: int, task: Task) -> dict[str, Any]:
+    """The test's arguments, with what this rank makes by itself."""
+    made: Mapping[str, Any] = {"rank": rank, "world_size": task.world_size, "group": dist.group.WORLD}
+    given = dict(task.arguments)
+    for name, value in given.items():
+        if isinstance(value, OnRank):
+            if value.what == "mesh":
+                axes = task.mesh or {"dp": task.world_size}
+                sizes = tuple(axes.values())
+                given[name] = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
+            else:
+                given[name] = made[value.what]
+    return given
+
+
+def shown(error: BaseException, places: Places) -> str:
+    """The traceback as pytest draws it, of the frames that are no library's."""
+    info = ExceptionInfo.from_exception(error)
+    own = info.traceback.filter(lambda frame: places.kind(str(frame.path)) == "user")
+    info.traceback = own if len(own) else info.traceback
+    text = str(info.getrepr(style="long", chain=False))
+    return text if text[:1].isspace() else f"    {text}"  # the first line has lost its own
