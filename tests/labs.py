@@ -19,7 +19,7 @@ from workers.measure.ledger import Ledger
 from workers.parallel.mesh import Mesh
 from workers.parallel.piece import Piece
 from workers.passes.measure import everything
-from workers.rank.modes import load
+from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
 from workers.report import records
 from workers.report.journal import Journal
@@ -36,11 +36,12 @@ def run_experiment(
     """Run RUN_MODE on `world_size` ranks of the pool; returns run.json and the records of each rank."""
     settings = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"} | TINY | environ
     config = Config.read(settings | {"RANK": "0"})
-    refuse(config, load(config.run_mode))
+    mode = load_for(config)
+    refuse(config, mode)
     lines = ranks(world_size, one_rank, settings, str(folder), timeout_s=100)
     by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
     run = judge(by_rank)
-    assert not (found := uncontrolled(run, load(config.run_mode))), f"no mistake and no test makes fail: {found}"
+    assert not (found := uncontrolled(run, mode)), f"no mistake and no test makes fail: {found}"
     return run, by_rank
 
 
@@ -100,7 +101,7 @@ def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode
     config = Config.read(settings | {"RANK": str(group.rank())})
     journal = Journal()
     journal.open(Path(folder), group.rank())
-    mode = mode or load(config.run_mode).mistaken(config.bug)
+    mode = mode or load_for(config).mistaken(config.bug)
     start = records.Start(group.rank(), "test", config.run_mode, group.size(), "host", config.written(), {}, {})
     journal.write(replace(start, by_torch=list(mode.by_torch)))
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())

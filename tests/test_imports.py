@@ -34,7 +34,7 @@ FLOORS: dict[str, list[str]] = {
     LAB: BELOW_LAB,
     CHECKPOINT: [*BELOW_LAB, LAB],
     PASSES: [*BELOW_LAB, LAB, CHECKPOINT],
-    RANK: [*BELOW_LAB, LAB, CHECKPOINT, PASSES],
+    RANK: [*BELOW_LAB, LAB, CHECKPOINT, PASSES, f"{STRATEGIES}.own"],
     "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
     "workers.engine": [CONFIG],
     "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],

@@ -13,12 +13,15 @@ from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.workload import data, text
 from workers.workload.model import outline
+from workers.workload.own import is_own
 
 
 def refuse(config: Config, recipes: Mapping[str, Recipe]) -> list[str]:
     """What this mode cannot run."""
     if config.model == "line":
         return ["LAB_MODEL='line' has one batch of 32 points, of which there is no multiple, allowed: mlp, gpt"]
+    if is_own(config.model):
+        return [f"LAB_MODEL={config.model!r}: largebatch trains the lab's own, at its own sizes, allowed: mlp, gpt"]
     refusals = []
     if config.optimizer != "sgd":
         refusals.append(

@@ -54,6 +54,7 @@ from workers.strategies.engines import ByHand, Weigh, divided, joined
 from workers.strategies.pipelined import Pipelined, parts_of, runs_of
 from workers.workload.data import Microbatch
 from workers.workload.model import Model, outline
+from workers.workload.own import is_own
 
 Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # of p ranks and m microbatches
 
@@ -81,7 +82,7 @@ class Options(ModeOptions):
 def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The whole batch goes from rank to rank and back."""
     parts = stages_of(model, mesh.group, config)
-    width = config.width if model.name == "gpt" else None
+    width = config.width if model.name == "gpt" or is_own(config.model) else None
     return Pipelined(parts, InTurn(parts, model.loss, mesh.group, width), mesh.group, config)
 
 

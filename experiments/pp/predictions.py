@@ -9,6 +9,7 @@ from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.pipelines import bubble, pipeline_ends
 from workers.workload import model
+from workers.workload.own import is_own
 
 NORM_BYTES = 8  # clipping sums one number over all ranks
 
@@ -16,7 +17,7 @@ NORM_BYTES = 8  # clipping sums one number over all ranks
 def passed_bytes(config: Config) -> int:
     """A: the bytes of a whole batch between two stages."""
     itemsize: int = getattr(torch, config.dtype).itemsize
-    seq = config.seq if config.model == "gpt" else 1
+    seq = config.seq if config.model == "gpt" or is_own(config.model) else 1
     return config.batch * seq * config.width * itemsize
 
 

@@ -2,21 +2,43 @@
 
 from workers.config import Config
 from workers.contract import untrainable
+from workers.workload import own
+from workers.workload.model import outline
 
 
 def depth(config: Config) -> int:
     """Layers that are divided; gpt's embedding and head go with the first and the last one."""
+    if own.is_own(config.model):
+        return len(outline(config).layers)
     return 1 if config.model == "line" else config.depth
 
 
 def refuse(config: Config) -> list[str]:
     """Fewer layers than stages; and what makes no batch for all of them."""
+    broken = untrainable(config, 1)
+    if own.is_own(config.model) and broken:
+        return broken
     layers, ranks, small = depth(config), config.world_size, []
     if ranks > layers:
-        what = "LAB_MODEL=line is one layer" if config.model == "line" else f"LAB_DEPTH={layers} layers"
+        named = f"the {layers} layers of LAB_MODEL={config.model!r}" if own.is_own(config.model) else ""
+        what = "LAB_MODEL=line is one layer" if config.model == "line" else named or f"LAB_DEPTH={layers} layers"
         verb = ", less than" if config.model == "line" else " are fewer than"
         small = [f"{what}{verb} WORLD_SIZE={ranks}: every stage needs one, allowed: 1 to {layers} ranks"]
-    return small + untrainable(config, 1)
+    return small + misshapen(config) + broken
+
+
+def misshapen(config: Config) -> list[str]:
+    """A sentence if layers of one's own give each other anything but LAB_SEQ rows of LAB_WIDTH numbers a sample."""
+    if not own.is_own(config.model):
+        return []
+    shapes = own.passed_on(config.model, config.seed, config.seq)
+    odd = [index for index, shape in enumerate(shapes) if shape != (config.seq, config.width)]
+    if not odd:
+        return []
+    return [
+        f"LAB_MODEL={config.model!r}: stages pass on [B, LAB_SEQ={config.seq}, LAB_WIDTH={config.width}], and layer"
+        f" {odd[0]} gives [B, {', '.join(map(str, shapes[odd[0]]))}]: set them to what all layers give"
+    ]
 
 
 def cannot(config: Config, chunks: int) -> dict[str, str]:

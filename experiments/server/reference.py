@@ -21,7 +21,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from workers.config import Config
 from workers.workload import text
+from workers.workload.data import OWN_BATCHES, Own
 from workers.workload.model import Model
+from workers.workload.own import is_own, reads_text
 
 MOST_BATCHES = {"line": 1, "mlp": 8, "gpt": 1024}  # of an epoch; a proof has two
 
@@ -32,13 +34,18 @@ class OneProcess:
     def __init__(self, model: Model, config: Config, *, proof: bool, device: torch.device, dtype: torch.dtype) -> None:
         model.recompute = False
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
-        self.terms = {"line": 1, "mlp": config.width, "gpt": config.seq}[config.model]
+        from_text = reads_text(config.model)
+        num_own = 2 if proof else OWN_BATCHES
+        self.own = Own(config.model, config.seed, num_own) if is_own(config.model) and not from_text else None
+        known = {"line": 1, "mlp": config.width}
+        self.terms = self.own.terms if self.own else known.get(config.model, config.seq)
         self.shards = list(pairwise(cuts(config.batch, config.world_size, uneven=proof or config.model == "line")))
-        self.text = torch.frombuffer(bytearray(text.read(config)), dtype=torch.uint8) if config.model == "gpt" else None
-        most = 2 if proof and config.model != "line" else MOST_BATCHES[config.model]
+        self.text = torch.frombuffer(bytearray(text.read(config)), dtype=torch.uint8) if from_text else None
+        many = OWN_BATCHES if self.own else MOST_BATCHES.get(config.model, MOST_BATCHES["gpt"])
+        most = 2 if proof and config.model != "line" else many
         whole = (len(self.text) - 1) // config.seq // config.batch if self.text is not None else most
         self.num_batches = most if proof else max(1, min(whole, most))
-        if self.text is None:
+        if self.text is None and self.own is None:
             self.points = points(config.seed, self.num_batches * config.batch, self.terms)
         self._epoch, self._order = -1, torch.zeros(0)
 
@@ -46,6 +53,11 @@ class OneProcess:
         """Inputs and targets of all that `rank` trains on at `step`, one after the other."""
         begin, end = self.shards[rank]
         ids = self.order(step)[begin:end]
+        if self.own is not None:
+            inputs, targets = self.own.take(ids)
+            return inputs.to(self.device, self.dtype if inputs.is_floating_point() else None), targets.to(
+                self.device, self.dtype if targets.is_floating_point() else None
+            )
         if self.text is None:
             x, y = self.points[ids].to(self.device, self.dtype).unbind(-1)  # [B/N, terms] each
             return x, y

@@ -3,6 +3,7 @@
 from workers.config import Config
 from workers.contract import untrainable
 from workers.workload.model import VOCABULARY
+from workers.workload.own import is_own
 
 
 def parts(config: Config) -> dict[str, int]:
@@ -17,6 +18,11 @@ def refuse(config: Config) -> list[str]:
     """Fewer units than ranks; and what makes no batch for all of them."""
     if config.model == "line":
         return ["LAB_MODEL=line has nothing that could be split, allowed: mlp, gpt"]
+    if is_own(config.model):
+        return [
+            f"LAB_MODEL={config.model!r}: tp cuts the lab's own attention and MLP, allowed: mlp, gpt; how yours is cut"
+            " is yours to write, and `ranklab prove` holds it against one process"
+        ]
     ranks = config.world_size
     small = [
         f"{name} cannot be split over WORLD_SIZE={ranks}: every rank needs a part, allowed: up to {count} ranks"

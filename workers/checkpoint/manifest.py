@@ -15,6 +15,7 @@ from typing import Any
 from workers.config import Config
 from workers.report.lines import has_type
 from workers.workload import text
+from workers.workload.own import reads_text
 
 SCHEMA = 2
 FILE = "manifest.json"
@@ -72,7 +73,7 @@ def defining(config: Config) -> dict[str, Any]:
 
 def data_digest(config: Config) -> str:
     """The sha256 of the text that gpt reads; empty for samples that are drawn from LAB_SEED."""
-    return hashlib.sha256(text.read(config)).hexdigest() if config.model == "gpt" else ""
+    return hashlib.sha256(text.read(config)).hexdigest() if reads_text(config.model) else ""
 
 
 def differences(manifest: Manifest, config: Config) -> str:

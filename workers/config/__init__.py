@@ -52,8 +52,8 @@ class Config(BaseSettings):
     local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, le=MOST, description="index among the ranks of this machine, as torchrun sets it")
 
     # What is run.
-    variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas; empty: all")
-    model: Literal["line", "mlp", "gpt"] = Field("gpt", alias="LAB_MODEL", description="what is trained")
+    variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas, a strategy of your own as mine/wave.py:wave; empty: all")
+    model: Annotated[str, AfterValidator(values.known_model)] = Field("gpt", alias="LAB_MODEL", description="what is trained: line, mlp, gpt, or a function of a file of your own such as mine/model.py:model")
     width: int = Field(128, alias="LAB_WIDTH", ge=1, le=MOST, description="width of the model")
     depth: int = Field(8, alias="LAB_DEPTH", ge=1, le=MOST, description="number of layers")
     heads: int = Field(8, alias="LAB_HEADS", ge=1, le=MOST, description="attention heads of gpt")

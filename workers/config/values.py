@@ -10,6 +10,7 @@ from pydantic import SecretStr
 
 MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts put a prefix and an ending to it
 MOST_HOST_LETTERS = 253  # RFC 1035, section 2.3.4
+MODELS = ("line", "mlp", "gpt")
 MIN_KEY = 16  # characters: a word that can be guessed is no key
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -55,6 +56,18 @@ def known_mode(value: str) -> str:
     if value not in modes():
         known = f"allowed: {', '.join(modes())}, or the path of a mode such as mine/mode.py"
         raise ValueError(f"is not a mode{suggest(value, modes())}, {known}")
+    return value
+
+
+def known_model(value: str) -> str:
+    """One of the lab's, or FILE:name; whether the file makes a model is found out by running it."""
+    file, colon, name = value.rpartition(":")
+    if not colon:
+        if value not in MODELS:
+            known = f"is not one of {', '.join(MODELS)}{suggest(value, MODELS)}"
+            raise ValueError(f"{known}, nor FILE:name such as mine/model.py:model")
+    elif not name.isidentifier() or not Path(file).is_file():
+        raise ValueError("is not there: allowed is FILE:name, a function of a Python file such as mine/model.py:model")
     return value
 
 

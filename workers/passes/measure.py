@@ -12,6 +12,7 @@ from workers.passes.counted import count
 from workers.passes.proof import prove
 from workers.passes.timed import time_steps
 from workers.workload.data import effective_batch
+from workers.workload.own import is_own
 
 
 def everything(lab: Lab) -> None:
@@ -66,4 +67,8 @@ def measure(
         from workers.passes.profiled import trace
 
         trace(lab, chosen)
-    return {name: Measured(**vars(each), bubble=bubbles.get(name)) for name, each in counted.items()}
+    return {
+        name: Measured(**vars(each), bubble=bubbles.get(name))
+        for name, each in counted.items()
+        if not is_own(name)  # of whose bytes, calls and memory no lesson predicts anything
+    }

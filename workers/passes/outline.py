@@ -20,6 +20,7 @@ from workers.measure.storages import Storages
 from workers.passes.counted import WARMUP_STEPS
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
+from workers.workload.own import is_own
 
 
 def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
@@ -32,7 +33,7 @@ def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
     model = lab.model(dtype)
     hidden, targets, share = microbatch
     if run.start:
-        shape = (*hidden.shape, lab.config.width) if model.name == "gpt" else hidden.shape
+        shape = (*hidden.shape, lab.config.width) if model.name == "gpt" or is_own(model.name) else hidden.shape
         hidden = torch.zeros(shape, dtype=dtype, device=lab.device).requires_grad_()
     with SavedActivations() as saved:
         for layer in model.layers[run.start : run.stop]:

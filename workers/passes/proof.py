@@ -19,6 +19,7 @@ from workers.measure.difference import difference, larger
 from workers.workload import baseline
 from workers.workload.baseline import Snapshot
 from workers.workload.data import Batches
+from workers.workload.own import is_own
 
 if TYPE_CHECKING:
     from workers.checkpoint.resuming import Checkpoints
@@ -65,7 +66,7 @@ def prove(
             for check, value in differences.items():
                 grown = max(1.0, config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
                 lab.check(check, value, grown * TOLERANCE, variant=name, control=CONTROLS.get(check, CONTROL))
-        if also is not None:
+        if also is not None and not is_own(name):  # what a lesson claims of its own
             also(name, strategy)
         if checkpoints is not None and checkpoints.group is not None:
             from workers.checkpoint.drill import drill

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from workers.config import Config
+from workers.workload import own
 from workers.workload.model import build_model
 
 WORDS: Mapping[str, tuple[str, ...]] = {
@@ -41,7 +41,6 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 }
 VALUES = ("mesh", "clip", "even")
 NAMES = (*WORDS, *VALUES)
-IGNORED = -100  # the target that torch's cross_entropy leaves out
 
 
 class Refused(Exception):
@@ -91,7 +90,7 @@ class Theirs:
         """How many terms the loss over these targets has."""
         if "terms" in self:
             return int(self["terms"](targets))
-        return targets.numel() if targets.is_floating_point() else int((targets != IGNORED).sum())
+        return targets.numel() if targets.is_floating_point() else int((targets != own.IGNORED).sum())
 
     def axes(self, world_size: int) -> dict[str, int]:
         """The mesh, its sizes multiplied to the number of ranks."""
@@ -157,9 +156,7 @@ def summed(outputs: Any, targets: Tensor) -> Tensor:
     """The loss of a model that has none of its own: cross entropy where targets are classes, else squares."""
     if not isinstance(outputs, Tensor):
         raise Refused(f"the model returned a {type(outputs).__name__}: write loss(model, inputs, targets) beside it")
-    if targets.is_floating_point():
-        return F.mse_loss(outputs, targets, reduction="sum")
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+    return own.summed(outputs, targets)
 
 
 @torch.no_grad()

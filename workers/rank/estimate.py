@@ -25,6 +25,8 @@ from workers.measure.cgroup import ContainerMemory
 from workers.measure.formulas.activations import layer_activation_bytes
 from workers.measure.formulas.seconds import training_flops
 from workers.report.units import human_bytes
+from workers.workload.model import outline, refusals
+from workers.workload.own import is_own
 
 UNSURE = 1.5
 HOUR_S = 3600.0
@@ -95,6 +97,8 @@ def num_parameters(config: Config) -> float:
     h, layers = float(config.width), float(config.depth)
     if config.model == "line":
         return 2.0
+    if is_own(config.model):  # one that cannot be made is refused by its mode
+        return 0.0 if refusals(config) else float(outline(config).num_parameters())
     if config.model == "mlp":
         return layers * (8 * h * h + 7 * h)
     around = (VOCABULARY * (1 if config.tie else 2) + config.seq + 2) * h

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from workers.config import ConfigError
+from workers.config import Config, ConfigError
 from workers.config.values import is_path, lesson_file, mode_name, modes
-from workers.contract import Mode
+from workers.contract import Mode, Variant
+from workers.strategies.own import maker
+from workers.workload.own import is_own
 
 
 def load(run_mode: str) -> Mode:
@@ -26,6 +28,23 @@ def load(run_mode: str) -> Mode:
     return replace(
         mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring, which would be its idea.")
     )
+
+
+def load_for(config: Config) -> Mode:
+    """The mode of these settings, with the strategies of one's own that LAB_VARIANT names as FILE:name; raises
+    ConfigError."""
+    mode = load(config.run_mode)
+    faults, variants = [], []
+    for spec in config.variant:
+        if is_own(spec):
+            try:
+                variants.append(Variant(spec, maker(spec)))
+            except Exception as error:  # whatever a user's file raises
+                how = "" if isinstance(error, TypeError) else f"cannot be used: {type(error).__name__}: "
+                faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
+    if faults:
+        raise ConfigError(faults)
+    return replace(mode, variants=(*mode.variants, *variants))
 
 
 def modes_that(have: Callable[[Mode], bool]) -> str:

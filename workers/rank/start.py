@@ -31,7 +31,7 @@ from workers.rank.estimate import too_long
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
 from workers.rank.link_rate import measure_link
-from workers.rank.modes import load
+from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
 from workers.rank.sections import Sections
 from workers.report import records
@@ -40,12 +40,13 @@ from workers.report.journal import Journal, put_aside, ranks_beyond
 from workers.report.outcome import Outcome
 from workers.report.progress import working
 from workers.workload import text
+from workers.workload.own import is_own, reads_text
 
 
 def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "") -> int:
     """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time,
     `engine` a line that tells who says which rank this is."""
-    mode = load(config.run_mode)
+    mode = load_for(config)
     refuse(config, mode, link.refusals(config))
     mode = mode.mistaken(config.bug)
     device = pick_device(config)
@@ -120,7 +121,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
 
 def contents(config: Config) -> dict[str, str]:
     """Checksums of what all ranks read, by what they are called in a sentence."""
-    found = text.digest(config)[:12] if config.model == "gpt" else ""
+    found = text.digest(config)[:12] if reads_text(config.model) else ""
     return {"the sha256 of the text": found} if found else {}
 
 
@@ -158,6 +159,9 @@ def source_version(config: Config) -> str:
         lesson = lesson_file(config.run_mode)
         for path in sorted(lesson.parent.glob("**/*.py")) if lesson.name == "__init__.py" else [lesson]:
             digest.update(path.read_bytes())
+    for spec in (config.model, *config.variant):
+        if is_own(spec):
+            digest.update(Path(spec.rpartition(":")[0]).read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from workers.config import Config
-from workers.workload import text
+from workers.workload import own, text
 
+OWN_BATCHES = 8  # of an epoch
 LINE_STEPS = 201  # steps 0 to 200 of the lesson's table
 
 
@@ -65,6 +66,18 @@ class Points:
 
     def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.x[ids], self.y[ids]
+
+
+class Own:
+    """The batches of a model's own file, one after the other."""
+
+    def __init__(self, spec: str, seed: int, num_batches: int) -> None:
+        made = [own.beside(spec, "batch")(seed, step) for step in range(num_batches)]
+        self.inputs, self.targets = (torch.cat([each[side] for each in made]) for side in (0, 1))
+        self.terms = self.targets[0].numel()
+
+    def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inputs[ids], self.targets[ids]
 
 
 class Batches:
@@ -126,6 +139,9 @@ class Batches:
 
 def _data_set(config: Config, batch: int, proof: bool) -> tuple[Samples, int]:
     """The samples, and how many global batches an epoch holds."""
+    if own.is_own(config.model) and not own.reads_text(config.model):
+        num_batches = 2 if proof else OWN_BATCHES
+        return Own(config.model, config.seed, num_batches), num_batches
     if config.model == "line":
         return Points(batch, 1, config.seed), 1
     if config.model == "mlp":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.config import Config
+from workers.workload import own
 from workers.workload.recompute import recomputed
 
 VOCABULARY = 256  # a token is a byte
@@ -65,6 +66,31 @@ class Model(nn.Module):
         count = self.num_parameters()
         short = f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.1f}k" if count >= 1e3 else str(count)
         return f"{self.name}, {short} parameters"
+
+
+class OwnModel(Model):
+    """A module of someone's own as layers and a loss (own.py)."""
+
+    def __init__(self, spec: str, seed: int, *, recompute: bool = False) -> None:
+        self.spec = spec
+        loss = own.OwnLoss(own.beside(spec, "loss"))
+        super().__init__(spec, own.layers_of(own.made(spec, seed)), loss, recompute=recompute)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The sum of the loss's terms; without targets what its own forward pass gives, for a loss of its own."""
+        if targets is not None:
+            return super().forward(inputs, targets)
+        hidden = inputs
+        for layer in self.layers:
+            hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)
+        return hidden
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Take the weights of a model that its own function makes of `seed`."""
+        fresh = nn.ModuleList(own.layers_of(own.made(self.spec, seed)))
+        for parameter, drawn in zip(self.layers.parameters(), fresh.parameters(), strict=True):
+            parameter.copy_(drawn)
 
 
 class Embedding(nn.Module):
@@ -183,11 +209,15 @@ def build_model(config: Config, seed: int) -> Model:
 @lru_cache(maxsize=32)  # a run asks 200 times and more, at 2 to 6 ms
 def outline(config: Config) -> Model:
     """The model without its numbers, on the meta device, to count by; it is shared, so nobody changes it."""
+    if own.is_own(config.model):  # whose function may draw by a generator of the CPU
+        return _layers(config).to("meta")
     with torch.device("meta"):
         return _layers(config)
 
 
 def _layers(config: Config) -> Model:
+    if own.is_own(config.model):
+        return OwnModel(config.model, config.seed, recompute=config.recompute)
     if config.model == "line":
         return Model("line", [nn.Linear(1, 1)], SquaredError(), recompute=config.recompute)
     if config.model == "mlp":
@@ -202,6 +232,8 @@ def _layers(config: Config) -> Model:
 
 def refusals(config: Config) -> list[str]:
     """A sentence if the sizes make no model."""
+    if own.is_own(config.model):
+        return own.refusals(config.model, config.seed, config.batch, lambda: torch.zeros(1, config.seq).long())
     if config.model == "gpt" and config.width % config.heads:
         return [
             f"LAB_WIDTH={config.width} is not a multiple of LAB_HEADS={config.heads}: heads share the width equally"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from workers.config import Config
 from workers.config.sentences import shown
+from workers.workload.own import reads_text
 
 MAX_BYTES = 4 * 2**20  # 20 steps of 16 samples of 64 bytes read 20 KiB: more text only costs time
 MAX_ENTRIES = 20_000  # of a folder, until MAX_BYTES are read: a tree without end is said, and not walked
@@ -44,7 +45,7 @@ def digest(config: Config) -> str:
 
 def refusals(config: Config) -> list[str]:
     """A sentence if LAB_TEXT cannot be read or holds less than one sample (LAB_SEQ bytes and the one that follows)."""
-    if config.model != "gpt":
+    if not reads_text(config.model):
         return []
     named = f"LAB_TEXT={shown(config.text)}"
     try:

@@ -1,0 +1,151 @@
+"""A model and a strategy of one's own in the modes: proven, timed, counted like the lab's, or refused in a sentence."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.labs import Runs, failed
+from workers.config import Config, ConfigError
+from workers.rank.modes import load_for
+from workers.strategies.own import maker
+from workers.workload.model import build_model, outline, refusals
+from workers.workload.own import layers_of, made, reads_text
+
+OWN = str(Path(__file__).parents[3] / "mine" / "own.py")
+MODEL, STEP = f"{OWN}:model", f"{OWN}:train_step"
+SOURCE = """
+import torch
+from torch import nn
+
+def points(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2))
+
+def batch(seed, step):
+    inputs = torch.randn(16, 7, generator=torch.Generator().manual_seed(1000 * seed + step))
+    return inputs, inputs[:, :2] ** 2
+
+def normed(seed):
+    return nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Dropout(0.1))
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 2)])
+
+    def forward(self, inputs):
+        return self.layers[1](torch.relu(self.layers[0](inputs)))
+
+def odd(seed):
+    return Odd()
+
+def number(seed):
+    return 3
+
+def wrong(model, optimizer, microbatches, group):
+    optimizer.zero_grad()
+    for inputs, targets, share in microbatches:
+        (model(inputs, targets) * share).backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("own") / "points_of_mine.py"
+    place.write_text(SOURCE)
+    return str(place)
+
+
+def config(**environ: str) -> Config:
+    return Config.read({"WORLD_SIZE": "2"} | environ)
+
+
+@pytest.mark.parametrize(("mode", "settings"), [
+    ("dp", {"LAB_VARIANT": f"flat,ddp,{STEP}"}), ("fsdp", {"LAB_VARIANT": "zero1,zero3,fsdp2"}),
+    ("compress", {"LAB_VARIANT": "naive,topk"}), ("server", {"LAB_VARIANT": "sync"}), ("precision", {"LAB_VARIANT": "bf16"}),
+    ("pp", {"LAB_VARIANT": "gpipe,torch_gpipe", "LAB_WIDTH": "24"}),
+])  # fmt: skip
+def test_an_own_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[str, str]) -> None:
+    ran = runs(3, RUN_MODE=mode, LAB_MODEL=MODEL, **settings)
+    assert ran.judged["verdict"] == "pass", failed(ran.judged)
+    assert ran.judged["proven"]
+    names = [each["name"] for each in ran.judged["variants"]]
+    assert set(settings["LAB_VARIANT"].split(",")) <= set(names)
+
+
+def test_batches_of_its_own_are_dealt_like_the_texts(runs: Runs, file: str) -> None:
+    ran = runs(3, RUN_MODE="dp", LAB_MODEL=f"{file}:points", LAB_VARIANT="bucketed,ring")
+    assert ran.judged["verdict"] == "pass", failed(ran.judged)
+
+
+def test_an_own_strategy_that_is_wrong_fails_by_its_name(runs: Runs, file: str) -> None:
+    ran = runs(2, RUN_MODE="dp", LAB_MODEL="mlp", LAB_VARIANT=f"flat,{file}:wrong")
+    wrong = {(each["variant"], each["name"]) for each in ran.judged["checks"] if not each["passed"]}
+    assert {(f"{file}:wrong", name) for name in ("gradients", "weights", "losses")} <= wrong
+    assert {variant for variant, _ in wrong} == {f"{file}:wrong"}
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("normed", "has 1, a BatchNorm1d: its output depends on which samples a rank has"),
+    ("odd", "has `layers` that its forward pass does not run in a row"),
+    ("number", "returned a int: allowed is an nn.Module"), ("missing", "has no function 'missing'"),
+])  # fmt: skip
+def test_a_model_that_no_mode_can_train_is_refused(file: str, name: str, words: str) -> None:
+    assert any(words in each for each in refusals(config(LAB_MODEL=f"{file}:{name}")))
+
+
+def test_another_number_of_samples_is_refused_with_the_right_one(file: str) -> None:
+    assert refusals(config(LAB_MODEL=f"{file}:points")) == []
+    (said,) = refusals(config(LAB_MODEL=f"{file}:points", LAB_BATCH="12"))
+    assert said.endswith("has batches of 16 samples, and LAB_BATCH=12: set it to 16")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("number", r"is no strategy: allowed is a function of \(model, mesh, config\)"), ("missing", "has no function"),
+])  # fmt: skip
+def test_a_strategy_that_is_none_is_refused(file: str, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_for(config(LAB_VARIANT=f"{file}:{name}"))
+
+
+@pytest.mark.parametrize("value", ["gtp", "mine/nothing.py:model", f"{OWN}:not a name"])
+def test_what_is_no_model_is_refused_before_torch_comes_in(value: str) -> None:
+    with pytest.raises(ConfigError, match="LAB_MODEL="):
+        config(LAB_MODEL=value)
+
+
+def test_pp_wants_what_stages_pass_on_to_have_one_shape() -> None:
+    refuse = load_for(config(RUN_MODE="pp")).refuse
+    assert refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL, LAB_WIDTH="24")) == []
+    (said,) = refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL))
+    assert "layer 0 gives [B, 64, 24]: set them to what all layers give" in said
+
+
+@pytest.mark.parametrize("mode", ["tp", "largebatch"])
+def test_modes_that_know_the_labs_own_models_alone_say_so(mode: str) -> None:
+    (said,) = load_for(config(RUN_MODE=mode)).refuse(config(RUN_MODE=mode, LAB_MODEL=MODEL))
+    assert "allowed: mlp, gpt" in said
+
+
+def test_weights_follow_the_seed_and_layers_without_weights_go_with_those_before(file: str) -> None:
+    own = config(LAB_MODEL=f"{file}:points")
+    one, other = build_model(own, 1), build_model(own, 2)
+    again = build_model(own, 1)
+    assert torch.equal(next(one.parameters()), next(again.parameters()))
+    assert not torch.equal(next(one.parameters()), next(other.parameters()))
+    assert len(layers_of(made(f"{file}:points", 1))) == 2
+    assert next(outline(own).parameters()).is_meta
+    assert reads_text(MODEL) and not reads_text(f"{file}:points")
+
+
+def test_a_step_that_never_steps_its_optimizer_is_said(file: str, tmp_path: Path) -> None:
+    lazy = tmp_path / "lazy_of_mine.py"
+    lazy.write_text("def lazy(model, optimizer, microbatches, group):\n    return 0.0\n")
+    strategy = maker(f"{lazy}:lazy")(
+        build_model(config(LAB_MODEL=f"{file}:points"), 1), SimpleNamespace(group=None), config()
+    )
+    with pytest.raises(ValueError, match=r"called optimizer.step\(\) 0 times, allowed is once"):
+        strategy.backward([])
