@@ -10,6 +10,7 @@ import pytest
 
 from tests.docs.pages import PAGES, TOP, anchors, fenced, prose
 from tests.documents import faults, spans
+from tests.prove.planted import PLANTED
 from workers.config.__main__ import names
 
 LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
@@ -127,3 +128,9 @@ def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
 )
 def test_a_command_that_exists_is_not(line: str) -> None:
     assert command_faults(line) == []
+
+
+def test_the_bugs_of_the_page_are_those_that_are_proven() -> None:
+    page = (TOP / "docs/your-own.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE)
+    assert listed == [(planted.name, planted.issue) for planted in PLANTED]
