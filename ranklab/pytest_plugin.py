@@ -4,15 +4,17 @@ from workers.testing.plugin import (
     _ranklab_case,
     group,
     mesh,
+    pytest_addoption,
     pytest_configure,
     pytest_generate_tests,
     pytest_pyfunc_call,
     pytest_sessionfinish,
     rank,
+    ranks,
     world_size,
 )
 
 __all__ = [
-    "_ranklab_case", "group", "mesh", "pytest_configure", "pytest_generate_tests", "pytest_pyfunc_call",
-    "pytest_sessionfinish", "rank", "world_size",
+    "_ranklab_case", "group", "mesh", "pytest_addoption", "pytest_configure", "pytest_generate_tests",
+    "pytest_pyfunc_call", "pytest_sessionfinish", "rank", "ranks", "world_size",
 ]  # fmt: skip

@@ -1,22 +1,13 @@
 """Fixtures of all tests, and the rule that a CI leaves none out."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
 from tests.labs import Runs
-from tests.ranks import Ranks
+from workers.testing.calls import Ranks
 
 MINUTES = ("tests/compose/test_fit.py", "tests/compose/test_restart.py")
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """The pool of gloo ranks; it starts with the first test that calls it."""
-    pool = Ranks()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from tests.controls import uncontrolled
-from tests.ranks import Ranks, side_groups, store_port
 from workers.cluster.exchange import Exchange
 from workers.config import Config
 from workers.contract import Mode
@@ -25,6 +24,7 @@ from workers.report import records
 from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import from_line, to_line
+from workers.testing.calls import Ranks, side_groups
 from workers.workload.model import Model
 
 TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}
@@ -110,6 +110,15 @@ def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode
     lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
     lab.side_group = side_groups[group.size()]
     return lab
+
+
+def store_port() -> int:
+    """On a rank: the port of the store of all ranks, whose traffic is nobody's."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore)
+    return store.port
 
 
 def built(mode: Mode, name: str, model: Model, group: dist.ProcessGroup, config: Config) -> Any:

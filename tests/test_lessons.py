@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from experiments.dp import OneByOne, line
 from experiments.dp.remedies import COLUMNS, row
-from tests.ranks import Ranks
 from workers.measure.formulas.collectives import all_reduce_rounds
 from workers.measure.formulas.sharding import MIXED_PRECISION, mixed_precision_bytes
 from workers.parallel import rates
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.collectives import ALGORITHMS, Collective
 from workers.rank.modes import load
+from workers.testing.calls import Ranks
 from workers.workload.data import Microbatch, shard_sizes
 from workers.workload.optimizer import PlainSGD
 

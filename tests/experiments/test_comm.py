@@ -16,7 +16,6 @@ from torch import Tensor
 from experiments import comm
 from experiments.comm import contents, costs, figures, gradients, sweep
 from experiments.comm.mistakes import Like
-from tests.ranks import Ranks
 from tests.workers.test_lab import held as holding
 from tests.workers.test_lab import lab_alone
 from workers.config import Config, ConfigError
@@ -26,6 +25,7 @@ from workers.parallel.collectives import ALGORITHMS, Collective
 from workers.parallel.peers import Peers, Steps
 from workers.plan.calibrate import calibrate
 from workers.rank.refusals import refuse
+from workers.testing.calls import Ranks
 
 
 class Notes:

@@ -16,7 +16,6 @@ from experiments.compress.predictions import METHODS, PLAIN, bucket_shapes, pred
 from experiments.compress.shown import summary
 from experiments.compress.subspace import Projection
 from tests.labs import TINY, failed, failed_with, run_experiment
-from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.parallel import sparse
 from workers.parallel.buckets import GradientBuckets
@@ -29,6 +28,7 @@ from workers.parallel.sparse import TopK
 from workers.rank.refusals import refuse
 from workers.report import records
 from workers.strategies.replica import Replica
+from workers.testing.calls import Ranks
 from workers.workload.model import outline
 
 OURS = ("naive", "dense", *METHODS)

@@ -20,7 +20,6 @@ from experiments.dp.remedies import accumulated, larger, measured
 from experiments.dp.stopwatch import ROUNDS, send_nothing
 from experiments.dp.sweep import verdict
 from tests.labs import TINY, built, failed, lab_of, one_rank, run_experiment
-from tests.ranks import Ranks, side_groups
 from workers.config import Config, ConfigError
 from workers.contract import Instead, Mistake
 from workers.measure.calls import Calls
@@ -32,6 +31,7 @@ from workers.rank.refusals import refuse
 from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.report.records import Profile, Said, Table
+from workers.testing.calls import Ranks, side_groups
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline

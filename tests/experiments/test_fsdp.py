@@ -9,9 +9,9 @@ import torch.distributed as dist
 from experiments.fsdp import MODE
 from experiments.fsdp.predictions import at_rest, published, units
 from tests.labs import TINY, built, copy_state, failed, run_experiment
-from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.rank.refusals import refuse
+from workers.testing.calls import Ranks
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
 

@@ -19,7 +19,6 @@ from experiments.largebatch.recipes import base_rate, distinct
 from experiments.largebatch.samples import Stream
 from experiments.largebatch.sweep import multiples, sized
 from tests.labs import TINY, failed, failed_with, run_experiment
-from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.parallel import rates
 from workers.parallel.lamb import Lamb
@@ -28,6 +27,7 @@ from workers.parallel.layerwise import Layerwise
 from workers.rank.modes import load
 from workers.rank.refusals import refuse
 from workers.report import records
+from workers.testing.calls import Ranks
 from workers.workload.model import build_model
 
 pytestmark = pytest.mark.timeout(120)

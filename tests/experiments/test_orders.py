@@ -16,7 +16,6 @@ from experiments.pp.mistakes import one_more_ahead
 from experiments.pp.order import Pass, broken, most_held, passes
 from experiments.tp import order as sliced
 from tests.labs import TINY, failed, one_rank, run_experiment
-from tests.ranks import Ranks
 from tests.workers.parallel.simulation import most_in_flight
 from workers.config import Config
 from workers.contract import Strategy, Variant
@@ -28,6 +27,7 @@ from workers.rank.modes import load
 from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.strategies.replica import Replica
+from workers.testing.calls import Ranks
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 

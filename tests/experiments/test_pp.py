@@ -16,13 +16,13 @@ from experiments.pp import MODE, Options, check_in_flight
 from experiments.pp.mistakes import MISTAKES
 from experiments.pp.pretend import pretend_compute
 from tests.labs import built, copy_state
-from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.measure.calls import Calls
 from workers.measure.formulas.pipelines import bubble
 from workers.rank.refusals import refuse
 from workers.strategies.engines import ByHand
 from workers.strategies.pipelined import Pipelined
+from workers.testing.calls import Ranks
 from workers.workload.baseline import Snapshot, train
 from workers.workload.data import Batches, shard_sizes
 from workers.workload.model import build_model

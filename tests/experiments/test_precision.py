@@ -14,7 +14,6 @@ from experiments.precision.formats import described, kept
 from experiments.precision.predictions import SCALED, at_rest
 from experiments.precision.proof import EXACT, MOST_HALVINGS, backward, epsilons, summed
 from tests.labs import TINY, built, failed, failed_with, run_experiment
-from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.parallel.masters import Masters
 from workers.parallel.rounding import stochastic_bf16
@@ -22,6 +21,7 @@ from workers.parallel.scaling import LossScale
 from workers.rank.refusals import refuse
 from workers.report import records
 from workers.strategies.replica import Replica
+from workers.testing.calls import Ranks
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tests.labs import run_experiment
-from tests.ranks import Ranks
 from workers.report.records import Losses, select
+from workers.testing.calls import Ranks
 
 
 def losses(ranks: Ranks, folder: Path, **environ: str) -> dict[str, list[float]]:

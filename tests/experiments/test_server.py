@@ -16,7 +16,6 @@ from experiments.server.rounds import Rounds, in_one_process
 from experiments.server.witness import Witness, audit, checksum
 from experiments.server.worker import Worker
 from tests.labs import TINY, failed, one_rank, run_experiment
-from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.measure.formulas.server import largest_stable_rate
 from workers.parallel.parameter_server import ParameterServer
@@ -25,6 +24,7 @@ from workers.rank.refusals import refuse
 from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.report.records import Chart, Said, Table, select
+from workers.testing.calls import Ranks
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model

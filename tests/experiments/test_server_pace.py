@@ -11,10 +11,10 @@ from experiments.server import schemes
 from experiments.server.pace import Rate, apart, samples_of, stragglers
 from experiments.server.promises import Report
 from tests.labs import run_experiment
-from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.formulas.grants import granted_rate
 from workers.measure.formulas.server import in_step_rate
+from workers.testing.calls import Ranks
 from workers.workload.data import shard_sizes
 
 

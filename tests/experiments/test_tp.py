@@ -14,7 +14,6 @@ from experiments.tp import MODE, compare
 from experiments.tp.mistakes import MISTAKES
 from experiments.tp.predictions import SAVED
 from tests.labs import built, copy_state
-from tests.ranks import Ranks
 from tests.workers.test_lab import held, lab_alone
 from workers.config import Config, ConfigError
 from workers.measure.activations import SavedActivations
@@ -22,6 +21,7 @@ from workers.measure.calls import Calls
 from workers.measure.formulas import Prediction
 from workers.rank.refusals import refuse
 from workers.strategies.tensor import TensorParallel, local
+from workers.testing.calls import Ranks
 from workers.workload.baseline import train
 from workers.workload.data import Batches
 from workers.workload.model import build_model, outline

@@ -12,13 +12,13 @@ from torch.utils.data import DistributedSampler
 
 from experiments import train
 from tests.labs import failed, lab_of
-from tests.ranks import Ranks
 from workers.config import Config, ConfigError
 from workers.lab import Lab
 from workers.rank.refusals import refuse
 from workers.report import records
 from workers.report.judge import judge
 from workers.report.lines import from_line, to_line
+from workers.testing.calls import Ranks
 
 
 def test_the_lessons_printed_batches() -> None:

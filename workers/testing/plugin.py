@@ -13,10 +13,17 @@ import pytest
 from workers.testing.task import OnRank, Task
 
 if TYPE_CHECKING:
+    from workers.testing.calls import Ranks
     from workers.testing.pool import Pool
 
 POOL = pytest.StashKey["Pool"]()
-CASE = "_ranklab_case"
+CASE, PRELOAD = "_ranklab_case", "ranklab_preload"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What ranks have imported before they are forked, beside torch."""
+    what = "modules that a pool of ranks imports once, before they are forked"
+    parser.addini(PRELOAD, what, type="args", default=["workers.testing.preloaded"])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,6 +83,16 @@ def mesh() -> OnRank:
     return OnRank("mesh")
 
 
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config) -> Iterator["Ranks"]:
+    """Functions called on warm ranks: `ranks(3, function, *args)`; the ranks start with the first call."""
+    from workers.testing.calls import Ranks
+
+    pool = Ranks(str(pytestconfig.rootpath), pytestconfig.getini(PRELOAD))
+    yield pool
+    pool.close()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body on the ranks."""
@@ -131,7 +148,8 @@ def pool_of(config: pytest.Config) -> "Pool":
     if POOL not in config.stash:
         from workers.testing.pool import Pool
 
-        config.stash[POOL] = Pool(str(config.rootpath), [*config.getini("python_files"), "conftest.py"])
+        files = [*config.getini("python_files"), "conftest.py"]
+        config.stash[POOL] = Pool(str(config.rootpath), files, config.getini(PRELOAD))
     return config.stash[POOL]
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
@@ -30,7 +30,6 @@ from workers.testing.rank import Start, serve
 from workers.testing.task import Ended, Task
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = "workers.testing.preloaded"
 START_S = 60.0  # for a rank to be there, on a machine that does much else
 LISTEN_S = 0.25
 HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung
@@ -74,7 +73,7 @@ def themselves(arrived: Any) -> Any:
 class WarmRank:
     """One rank of the pool."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, serve: Callable[..., None]) -> None:
         ours, theirs = pipes()
         self.output: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115  open as long as it lives
         self.control, other = CONTEXT.Pipe()
@@ -119,8 +118,8 @@ class Outcome:
 class Pool:
     """All warm ranks of this process."""
 
-    def __init__(self, root: str, files: Sequence[str]) -> None:
-        self._root, self._files = root, files
+    def __init__(self, root: str, files: Sequence[str], preload: Sequence[str]) -> None:
+        self._root, self._files, self._preload = root, files, preload
         self._ranks: list[WarmRank] = []
         self._store: dist.TCPStore | None = None
         self._tasks = 0
@@ -149,9 +148,9 @@ class Pool:
         return outcome
 
     def _have(self, count: int) -> None:
-        CONTEXT.set_forkserver_preload([PRELOADED])
+        CONTEXT.set_forkserver_preload(list(self._preload))
         starts = [Start(rank, self.port, self._root, sys.path, self._files) for rank in range(len(self._ranks), count)]
-        new = [WarmRank(start) for start in starts]
+        new = [WarmRank(start, serve) for start in starts]
         self._ranks += new
         for each in new:
             if not each.control.poll(START_S):

@@ -50,8 +50,8 @@ class Start(NamedTuple):
     files: Sequence[str]  # patterns of test files
 
 
-def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
-    """Run what comes until nothing does."""
+def at_home(start: Start, ends: Any, output: Any) -> tuple[int, int]:
+    """Settle down in a new process: where its lines and its stacks go."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)  # so that what a test starts ends with it
     told, stacks, _ = ends.detach()
@@ -60,6 +60,12 @@ def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
     os.chdir(start.root)
     sys.path[:] = list(start.path)
     torch.set_num_threads(1)
+    return told, stacks
+
+
+def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
+    """Run what comes until nothing does."""
+    told, stacks = at_home(start, ends, output)
     telling = Telling(told)
     recorder, _ = recorded(telling, Path(start.root), start.port)
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False)

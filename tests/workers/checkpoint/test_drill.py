@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.labs import TINY, failed, lab_of
-from tests.ranks import Ranks
 from workers.checkpoint import resuming
 from workers.checkpoint.drill import drill
 from workers.config import Config
@@ -18,6 +17,7 @@ from workers.report import records
 from workers.report.judge import judge
 from workers.report.lines import from_line, to_line
 from workers.strategies.replica import Replica
+from workers.testing.calls import Ranks
 from workers.workload.model import Model
 
 SMALL = TINY | {

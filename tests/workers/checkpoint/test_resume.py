@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from tests.labs import TINY, failed, lab_of, run_experiment
-from tests.ranks import Ranks
 from workers.checkpoint import __main__, finding, rescue
 from workers.checkpoint.course import Course
 from workers.passes.measure import everything
 from workers.rank.modes import load
 from workers.report import records
+from workers.testing.calls import Ranks
 
 SMALL = {
     "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_CHECKPOINT_KEEP": "9", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
 from tests.workers.checkpoint.made_up import checkpoint, manifest_of
 from workers.checkpoint import dcp, finding, manifest, writing
 from workers.parallel.piece import flat_piece
+from workers.testing.calls import Ranks
 
 MATRIX = torch.arange(35.0).view(5, 7)
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.ranks import Ranks
 from workers.measure.calls import CalledOp, Calls
+from workers.testing.calls import Ranks
 
 Counts = dict[str, tuple[int, int, float]]  # operation: (calls, raw bytes, called bytes)
 

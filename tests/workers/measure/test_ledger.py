@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
 from workers.measure import sockets
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.messages import all_reduce_messages, wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
 from workers.measure.sockets import Connection, NoDiagnostics
 from workers.parallel.collectives import Collective
+from workers.testing.calls import Ranks
 
 MIB = 1 << 20
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.activations import SavedActivations
 from workers.measure.memory import MemoryLedger, total
 from workers.measure.purposes import CLASSES
 from workers.measure.storages import COMMUNICATION
+from workers.testing.calls import Ranks
 from workers.workload.model import outline
 
 P = 8 * 8 + 8 + 4 * 8 + 4  # parameters of `small`

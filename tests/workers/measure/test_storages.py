@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.ranks import Ranks
 from workers.measure.calls import Calls
 from workers.measure.memory import MemoryLedger
 from workers.measure.storages import COMMUNICATION
+from workers.testing.calls import Ranks
 
 MIB = 1 << 20
 

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import Ranks
 from workers.measure.timeline import Span, align, bubble, hidden_seconds, length, profile, union
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(60)
 SHIFT_S = 0.25

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.ranks import Ranks
 from workers.parallel.buckets import GradientBuckets, broadcast_parameters, layout
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

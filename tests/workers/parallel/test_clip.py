@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ranks import Ranks
 from workers.parallel.clip import clip_gradients
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(60)
 

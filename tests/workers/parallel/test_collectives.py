@@ -8,10 +8,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.ranks import RankFailed, Ranks
 from workers.measure.calls import Calls
 from workers.parallel.collectives import ALGORITHMS, Collective, pick
 from workers.parallel.peers import Message, Steps, split
+from workers.testing.calls import RankFailed, Ranks
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "int64": torch.int64}
 NAMES = [*ALGORITHMS, "backend", "auto"]

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 
-from tests.ranks import Ranks
 from workers.measure.calls import Calls
 from workers.measure.formulas.compression import bucket_bytes, bucket_calls
 from workers.parallel.buckets import GradientBuckets
@@ -19,6 +18,7 @@ from workers.parallel.lowrank import LowRank, orthonormal
 from workers.parallel.quantised import Quantised
 from workers.parallel.sign import Sign, mean_magnitude, packed, signs
 from workers.parallel.sparse import RandomK, TopK, drawn, largest
+from workers.testing.calls import Ranks
 
 RATIO, RANK = 0.1, 2
 MAKE: dict[str, Callable[[dist.ProcessGroup, list[Size], bool], Compressor]] = {

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import Ranks
 from workers.parallel import differentiable as ours
+from workers.testing.calls import Ranks
 
 Call = Callable[[Tensor, dist.ProcessGroup], Tensor]
 Dense = Callable[[list[Tensor]], list[Tensor]]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import Ranks
 from tests.workers.parallel.sharded import groups, train, trained_in_parts, weights
 from workers.parallel.lars import Lars
 from workers.parallel.layerwise import decayed_apart
+from workers.testing.calls import Ranks
 
 DECAY = 0.1
 

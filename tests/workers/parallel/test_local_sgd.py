@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import Ranks
 from workers.parallel.local_sgd import OuterStep
 from workers.parallel.vectors import Vectors
+from workers.testing.calls import Ranks
 
 
 def rounds(group: dist.ProcessGroup, lr: float, momentum: float, local_steps: int) -> list[torch.Tensor]:

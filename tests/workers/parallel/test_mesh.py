@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
 from workers.parallel.mesh import Mesh
+from workers.testing.calls import Ranks
 
 
 def places(group: dist.ProcessGroup, sizes: dict[str, int]) -> dict[str, tuple[int, int, list[int], float]]:

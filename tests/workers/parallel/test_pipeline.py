@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ranks import MAX, Ranks
 from tests.workers.parallel.simulation import most_in_flight
 from workers.parallel import schedules
 from workers.parallel.boundaries import Boundaries, drawn, outlined
 from workers.parallel.phases import recorded
 from workers.parallel.pipeline import Loss, Pipeline
 from workers.parallel.schedules import Schedule
+from workers.testing.calls import MAX, Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

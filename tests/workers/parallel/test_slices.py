@@ -8,9 +8,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ranks import Ranks
 from workers.parallel.peers import Peers
 from workers.parallel.slices import Slice, join, shares
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

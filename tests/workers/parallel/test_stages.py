@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.ranks import Ranks
 from workers.parallel.peers import Peers
 from workers.parallel.stages import Parts, cut, divide, sum_shared
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.ranks import Ranks
 from workers.measure.calls import Calls
 from workers.parallel import differentiable
 from workers.parallel.phases import recorded
 from workers.parallel.sequence import Sequence, sum_together
 from workers.parallel.slices import shares, slices_of
 from workers.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear, Whole
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 5

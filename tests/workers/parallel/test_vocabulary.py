@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from tests.ranks import Ranks
 from workers.measure.calls import Calls
 from workers.parallel.sequence import Sequence
 from workers.parallel.slices import shares
 from workers.parallel.tensor import Whole
 from workers.parallel.vocabulary import VocabularyParallelCrossEntropy, VocabularyParallelEmbedding
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 3

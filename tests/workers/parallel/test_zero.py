@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ranks import Ranks
 from workers.measure.calls import Calls
 from workers.parallel.summed import Summed
 from workers.parallel.zero import Zero
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

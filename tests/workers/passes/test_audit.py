@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.labs import one_rank
-from tests.ranks import Ranks
 from workers.config import Config
 from workers.contract import Held, Instead, Mistake, Mode, Strategy, Variant
 from workers.lab import Lab
@@ -26,6 +25,7 @@ from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.strategies.replica import Replica, begin_alike
 from workers.strategies.sharded import Sharded
+from workers.testing.calls import Ranks
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import make_optimizer

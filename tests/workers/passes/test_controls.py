@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from tests.labs import TINY, failed, lab_of
-from tests.ranks import Ranks
 from workers.config import Config
 from workers.contract import Mode, Variant
 from workers.parallel.buckets import GradientBuckets
@@ -21,6 +20,7 @@ from workers.report import records
 from workers.report.judge import judge
 from workers.report.lines import from_line, to_line
 from workers.strategies.replica import Replica
+from workers.testing.calls import Ranks
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model
 

@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.labs import TINY, lab_of
-from tests.ranks import Ranks
 from workers.passes.measure import everything
 from workers.report.records import Check, Memory, Steps, Wire
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "naive"} | TINY

@@ -10,12 +10,12 @@ import torch
 from torch.autograd import DeviceType
 
 from tests.labs import run_experiment
-from tests.ranks import Ranks
 from tests.workers.measure.test_chrome import faults
 from workers.measure.timeline import Clock, Span
 from workers.passes.profiled import MOST_EVENTS, Profiled, events, overlap, sorted_out, unix_ahead_ns
 from workers.report.records import Clock as ClockRecord
 from workers.report.records import Overlap, Said, select
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

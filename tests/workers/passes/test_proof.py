@@ -7,7 +7,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.labs import failed, one_rank
-from tests.ranks import Ranks
 from tests.workers.passes.test_audit import ADAMW, SIZES
 from workers.config import Config
 from workers.contract import Mode, Strategy, Variant
@@ -16,6 +15,7 @@ from workers.parallel.mesh import Mesh
 from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.strategies.replica import Replica, begin_alike
+from workers.testing.calls import Ranks
 from workers.workload.model import Model
 
 pytestmark = pytest.mark.timeout(120)

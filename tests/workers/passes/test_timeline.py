@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.labs import run_experiment
-from tests.ranks import Ranks
 from workers.parallel.phases import Span
 from workers.passes.timeline import KEPT_STEPS, Chronicle, bounds, choose, placed
 from workers.report import records
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

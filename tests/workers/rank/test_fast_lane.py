@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests.labs import lab_of
-from tests.ranks import MAX, Ranks
 from workers.cluster import link
 from workers.cluster.link import LABEL, Shaped
 from workers.measure import sockets
 from workers.rank.fast_lane import fast_lane, labelled, measure_lane
 from workers.report.records import Comparison
+from workers.testing.calls import MAX, Ranks
 
 SETTINGS = {
     "WORLD_SIZE": str(MAX),

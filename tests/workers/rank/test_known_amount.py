@@ -8,12 +8,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.labs import TINY, lab_of
-from tests.ranks import Ranks
 from workers.measure import calls, ledger, sockets
 from workers.measure.ledger import WireBytes
 from workers.measure.sockets import Connection, NoDiagnostics
 from workers.rank.known_amount import amount, check_ledger
 from workers.report.records import Check, Said
+from workers.testing.calls import Ranks
 
 SETTINGS = TINY | {"RUN_MODE": "dp", "MASTER_ADDR": "127.0.0.1"}
 

@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.labs import lab_of
-from tests.ranks import Ranks
 from workers.rank.link_rate import LEAST_BYTES, MOST_BYTES, PIECES, measure_link, median_bits_s, message_bytes
 from workers.report.records import Comparison, Said
+from workers.testing.calls import Ranks
 
 
 def measured(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> tuple[list[Comparison], list[str]]:

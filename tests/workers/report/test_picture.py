@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.labs import run_experiment
-from tests.ranks import Ranks
 from tests.workers.report.made_up import good_run
 from workers.report.lines import to_line
 from workers.report.picture import main
 from workers.report.records import Ranks as Records
 from workers.report.spans import KINDS, timelines
+from workers.testing.calls import Ranks
 
 TOP = Path(__file__).parents[3]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.experiments.test_dp import TOLERANCE, config_of, differences
-from tests.ranks import Ranks
 from workers.config import Config
 from workers.measure.activations import SavedActivations
+from workers.testing.calls import Ranks
 from workers.workload.data import Batches
 from workers.workload.model import Model, build_model
 from workers.workload.recompute import recomputed

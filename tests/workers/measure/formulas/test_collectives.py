@@ -9,7 +9,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ranks import Ranks
 from workers.measure.calls import Calls
 from workers.measure.formulas.collectives import (
     ALGORITHMS,
@@ -24,6 +23,7 @@ from workers.measure.formulas.collectives import (
 )
 from workers.parallel.collectives import Collective
 from workers.parallel.peers import Pending
+from workers.testing.calls import Ranks
 
 BY_HAND = [name for name in ALGORITHMS if name != "gloo"]
 FORMULAS: dict[str, Callable[..., float]] = {

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
 from tests.workers.measure.test_ledger import ledger_of
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
@@ -19,6 +18,7 @@ from workers.measure.formulas.messages import (
     wire_tolerance,
 )
 from workers.parallel.collectives import Collective
+from workers.testing.calls import Ranks
 
 NAMES = ("gloo", "ring", "direct", "tree", "server")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankFailed, Ranks
+from workers.testing.calls import RankFailed, Ranks
 
 
 def summed(group: dist.ProcessGroup, value: int) -> float:
