@@ -1,6 +1,7 @@
 """The parts of a proof by themselves: what a rank's tensor is, what a wrong one is made of, who may draw alike."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -192,16 +193,16 @@ def test_a_file_that_says_nothing_usable_is_refused(source: str, words: str, tmp
     ("model", "words"),
     [
         (
-            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
             "1 is a BatchNorm1d, whose output depends on which samples",
         ),
-        (nn.LSTM(2, 2, num_layers=2, dropout=0.1), "drops inside of C"),
-        (nn.Identity(), "no parameter that is trained"),
+        (lambda: nn.LSTM(2, 2, num_layers=2, dropout=0.1), "drops inside of C"),
+        (nn.Identity, "no parameter that is trained"),
     ],
 )
-def test_a_model_that_no_ranks_can_be_is_refused(model: nn.Module, words: str) -> None:
+def test_a_model_that_no_ranks_can_be_is_refused(model: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(Refused, match=words):
-        fitness.refuse(model)
+        fitness.refuse(model())
     fitness.refuse(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval()))
 
 
