@@ -32,6 +32,8 @@ def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) 
     assert proven.code == 0, proven.said
     assert proven.run["proven"]
     assert not proven.sentences
+    written = next(tmp_path.glob("*/rank0.jsonl")).read_text()
+    assert "Ranks of the script" in written and "Wire: who sent" not in written  # which has the proof's own bytes
     gradients = next(each for each in proven.run["checks"] if each["name"] == "gradients")
     assert gradients["max_abs_diff"] < (1e-7 if name == "pp" else 1e-12)  # it clips without torch's epsilon
 

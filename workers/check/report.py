@@ -51,7 +51,9 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
         yield records.Table("Collectives by line", columns, [row(line, steps(doctor)) for line in lines[:MOST_LINES]])
     for sentence in late(lines, steps(doctor)):
         yield records.Said("late", sentence)
-    yield from traffic(doctor.cases)
+    if not doctor.records:  # beside a proof the wire has what the proof itself sends, too
+        yield from wire(doctor.cases)
+    yield from ended(doctor.cases)
 
 
 def told(doctor: Doctor) -> Iterator[str]:
@@ -127,8 +129,8 @@ def row(line: Line, steps: int) -> list[Any]:
     ]  # fmt: skip
 
 
-def traffic(cases: list[Case]) -> Iterator[records.Record]:
-    """Who sent how much to whom, beside what was called; and what each rank held."""
+def wire(cases: list[Case]) -> Iterator[records.Record]:
+    """Who sent how much to whom, beside what was called."""
     owner = {(near, far): case.rank for case in cases for near, far in case.sockets}
     sent: dict[tuple[int, int], int] = defaultdict(int)
     for case in cases:
@@ -145,6 +147,10 @@ def traffic(cases: list[Case]) -> Iterator[records.Record]:
         ]  # fmt: skip
         columns = ["bytes sent by", *(f"to rank {peer}" for peer in range(size)), "in all", "called"]
         yield records.Table("Wire: who sent how much to whom", columns, rows)
+
+
+def ended(cases: list[Case]) -> Iterator[records.Record]:
+    """What each rank did, and held."""
     columns = ["rank", "calls", "optimizer steps", "peak memory of the process, MB"]
     yield records.Table(
         "Ranks of the script", columns,
