@@ -73,6 +73,49 @@ def prepare(model, group):
 """
 
 
+SILENT = """
+from right_strategy import Wave
+
+class Silent(Wave):
+    def full(self, kind):
+        for name, tensor in super().full(kind):
+            if kind != "gradients" or "up" not in name:
+                yield name, tensor
+
+def strategy(model, mesh, config):
+    return Silent(model, mesh, config)
+"""
+APART = """
+def mesh(world_size):
+    return {"dp": 1, "tp": world_size}
+
+def train_step(model, optimizer, microbatches, mesh):
+    optimizer.zero_grad()
+    total = 0.0
+    for inputs, targets, share in microbatches:
+        loss = model(inputs, targets) * share
+        loss.backward()
+        total += loss.item()
+    optimizer.step()
+    return total * (1 + 0.5 * (mesh.get_local_rank("tp") == 0))
+"""
+
+
+def test_a_gradient_that_a_strategy_never_gives_is_no_gradient_that_holds(tmp_path: Path) -> None:
+    (tmp_path / "silent.py").write_text(SILENT)
+    (tmp_path / "right_strategy.py").write_text((FILES / "right_strategy.py").read_text())
+    proven = check(tmp_path / "silent.py", 2, tmp_path, module="tests.prove.undrawn")
+    assert proven.code == 1, proven.said
+    assert "no rank gave the gradient of layers.1.mlp.up.weight, nor of 3 more" in proven.sentences[0]
+
+
+def test_a_rank_with_another_loss_than_its_neighbours_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "apart.py").write_text(APART)
+    proven = check(tmp_path / "apart.py", 2, tmp_path, module="tests.prove.undrawn")
+    assert proven.code == 1, proven.said
+    assert "the loss of step 0 is" in proven.sentences[0]
+
+
 def test_a_deadlock_ends_with_the_doctors_sentence(tmp_path: Path) -> None:
     file = tmp_path / "hangs.py"
     file.write_text(HANGS)

@@ -182,7 +182,7 @@ def beside(scene: Scene, found: Sequence[Found | None], wanted: Tensor) -> str:
 def in_rows(found: Tensor, wanted: Tensor) -> str:
     """Where it is wrong, if some of it is right."""
     for dim in range(found.dim()):
-        off = (found - wanted).movedim(dim, 0).flatten(1).abs().amax(1) > NEAR * wanted.abs().max()
+        off = (found - wanted).movedim(dim, 0).reshape(found.shape[dim], -1).abs().amax(1) > NEAR * wanted.abs().max()
         wrong = off.nonzero().flatten().tolist()
         if 0 < len(wrong) < len(off):
             return f"wrong in {len(wrong)} of {len(off)} rows along dim {dim} alone, the first is {wrong[0]}"

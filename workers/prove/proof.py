@@ -4,6 +4,7 @@ Everything that ranks send each other for the sake of the proof is unseen by the
 times is the file's alone.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,10 +69,9 @@ class Proof:
             trained = trainee.module if isinstance(trainee, Stepped) else model
             draws.watch(trained)
             passes = Passes()
-            with passes.watched(model):
-                passes = Passes()
             with passes.watched(trained):
                 steps, drawn = self._train(trainee, draws)
+            refuse_strangers(steps[0], canonical)
             offs = compared(self.rank, steps, dense, canonical, self.theirs.found.get("clip"))
             rows = {name: each.rows for name, each in steps[0].weights.items()}
             mine = Mine(
@@ -143,3 +143,10 @@ class Proof:
             dist.broadcast_object_list(box, src=0, group=self.ours)
         assert box[0] is not None
         return box[0]
+
+
+def refuse_strangers(step: Step, canonical: Mapping[str, str]) -> None:
+    """Raises Refused where a strategy gives a tensor by a name that the model does not have."""
+    strange = sorted({*step.gradients, *step.weights} - set(canonical))
+    if strange:
+        raise Refused(f"the strategy's full() gives {strange[0]!r}, which is no parameter of the model")

@@ -37,7 +37,7 @@ class Trainee(Protocol):
         """One step; the rank's share of the loss, None where it sees none."""
 
     def gradients(self) -> dict[str, Found]:
-        """As the optimizer saw them in the step before, by the model's names."""
+        """As the optimizer saw them in the step before, by the names that they have here."""
 
     def weights(self) -> dict[str, Found]:
         """As they are now."""

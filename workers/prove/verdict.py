@@ -78,6 +78,19 @@ class Everything(NamedTuple):
         """This rank's tensor of that name."""
         return steps[off.step].of(off.kind).get(off.name)
 
+    def _of_shard(self, shares: Sequence[float]) -> float:
+        """The loss of one shard: what all of its ranks see (tensor parallelism), or the sum of their parts."""
+        alike = max(shares) - min(shares) <= self.loss_tolerance()
+        return shares[0] if alike else math.fsum(shares)
+
+    def without_gradient(self) -> list[str]:
+        """Parameters whose gradient no rank gave in some step, and one process has."""
+        given = {(each.step, self.canonical[each.name]) for each in self.offs() if each.kind == GRADIENTS}
+        missing = [
+            name for step, alone in enumerate(self.dense.steps) for name in alone.gradients if (step, name) not in given
+        ]
+        return list(dict.fromkeys(missing))
+
     def loss_tolerance(self) -> float:
         """What rounding may change of a loss, and by way of the weights a clip's epsilon."""
         clip = self.theirs.found.get("clip") or 0.0
@@ -100,11 +113,12 @@ class Everything(NamedTuple):
                 continue
             if self.ranks[0].by_strategy:
                 total = math.fsum(share for share in shares if share is not None)
-            else:  # ranks of one shard see the same loss
-                by_shard = {
-                    self.grid.index(rank, "dp"): share for rank, share in enumerate(shares) if share is not None
-                }
-                total = math.fsum(by_shard.values())
+            else:
+                by_shard = defaultdict[int, list[float]](list)
+                for rank, share in enumerate(shares):
+                    if share is not None:
+                        by_shard[self.grid.index(rank, "dp")].append(share)
+                total = math.fsum(self._of_shard(each) for each in by_shard.values())
             found.append(abs(total - alone.loss) if math.isfinite(total) else math.inf)
         return found
 
@@ -122,6 +136,9 @@ def tell(
     for name, rows in not_held([mine.rows for mine in all_.ranks], all_.canonical, all_.dense):
         which = f" rows {rows[0]} to {rows[-1]} of" if rows else ""
         find(WHOLE_MODEL, f"no rank trains{which} {name}", range(len(all_.ranks)))
+    if ungiven := all_.without_gradient():
+        more = f", nor of {len(ungiven) - 1} more" if len(ungiven) > 1 else ""
+        find(WHOLE_MODEL, f"no rank gave the gradient of {ungiven[0]}{more}", range(len(all_.ranks)))
     for rank, mine in enumerate(all_.ranks):
         for name, misfit in list(mine.misfits.items())[:1]:
             more = f", and {len(mine.misfits) - 1} more" if len(mine.misfits) > 1 else ""

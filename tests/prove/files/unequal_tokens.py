@@ -1,4 +1,4 @@
-"""transformers issue 34191: each microbatch's mean is divided by the number of microbatches, whatever its tokens."""
+"""transformers pull request 34191: each microbatch's mean is divided by the number of microbatches, whatever its tokens."""
 
 from axes import sum_gradients
 from net import PADDING, batch, loss, model

@@ -127,6 +127,10 @@ def test_what_is_no_sum_of_samples_is_looked_for_beside_and_by_rows() -> None:
     some = whole.clone()
     some[2:4] = half[2:4]
     assert "wrong in 2 of 7 rows along dim 0 alone, the first is 2" in why(two, [Found(WHOLE, some)] * 2, whole, PARTS)
+    bias = {part: each[:, 0] for part, each in PARTS.items()}
+    wrong = whole[:, 0].clone()
+    wrong[5] += 1
+    assert "1 of 7 rows along dim 0 alone, the first is 5" in why(two, [Found(WHOLE, wrong)] * 2, whole[:, 0], bias)
     assert why(two, [Found(WHOLE, half)] * 2, whole, PARTS) == "no sum of what the samples give"
     assert why(two, [Found(WHOLE, whole * 0)], whole, PARTS) == "zero"
     assert "missing" in why(two, [Found(WHOLE, None)], whole, PARTS)
