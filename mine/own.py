@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 24
+plan = {"layers.*.up": "column", "layers.*.down": "row"}  # how RUN_MODE=tp cuts it
 
 
 class Block(nn.Module):

@@ -35,12 +35,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.tp.cuts import cut
 from experiments.tp.mistakes import MISTAKES
 from experiments.tp.order import check_order
+from experiments.tp.plans import cuts_of
 from experiments.tp.predictions import SAVED, holds, predict, summary, untied_linears
 from experiments.tp.refusals import cannot, refuse
 from experiments.tp.rows import rows_first
 from experiments.tp.torchs import dtensor
+from experiments.tp.uses import called
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
 from workers.contract import Measured, Mode, Strategy, Variant
@@ -55,6 +58,7 @@ from workers.parallel.vocabulary import VocabularyParallelCrossEntropy, Vocabula
 from workers.passes.measure import measure
 from workers.strategies.tensor import TensorParallel, local
 from workers.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
+from workers.workload.own import is_own
 
 # Parts that a mistake replaces: f and g at the two ends of a slice, a rank's own q, k and v, what sums over slices.
 MakeRegion: TypeAlias = Callable[[dist.ProcessGroup], Region]
@@ -67,7 +71,9 @@ Row: TypeAlias = type[RowParallelLinear]
 
 def naive(model: Model, mesh: Mesh, config: Config, region: MakeRegion = Whole) -> Strategy:
     """Every linear layer by itself; the step around them is one process's, and the layers send all that is sent."""
-    for name, linear in untied_linears(model).items():
+    for name in called(config) if is_own(config.model) else untied_linears(model):
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
         model.set_submodule(name, GatheredLinear(linear, mesh.group, region(mesh.group)))
     return TensorParallel(model, mesh.group, config)
 
@@ -122,8 +128,11 @@ def megatron(
     qkv: QKV = own_heads,
     row: Row = RowParallelLinear,
 ) -> Strategy:
-    """By rows, then by columns: f before, g after."""
-    slice_layers(model, mesh.group, region(mesh.group), qkv, row)
+    """By rows, then by columns: f before, g after; one's own model as its plan says."""
+    if is_own(config.model):
+        cut(model, cuts_of(config, mesh.group.size()), mesh.group.rank(), region(mesh.group), row)
+    else:
+        slice_layers(model, mesh.group, region(mesh.group), qkv, row)
     return TensorParallel(model, mesh.group, config)
 
 
@@ -227,7 +236,8 @@ def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
     """What every rank holds whole is the same on all ranks, to the bit."""
     assert isinstance(strategy, TensorParallel)
-    mine = torch.cat([local(parameter.detach()).flatten() for _, parameter in strategy.whole()])
+    whole = [local(parameter.detach()).flatten() for _, parameter in strategy.whole()]
+    mine = torch.cat(whole or [torch.zeros(1, device=lab.device)])  # a plan may cut all there is
     first = mine.clone()
     dist.broadcast(first, group=lab.group, group_src=0)
     differs = 0.0 if torch.equal(mine, first) else (mine - first).abs().nan_to_num(math.inf).max().item()

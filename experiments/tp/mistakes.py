@@ -46,7 +46,7 @@ def packed(attention: Attention, heads: tuple[int, ...], rank: int) -> dict[str,
 
 def without_attention(config: Config) -> str:
     """Where no heads are, none can be another's."""
-    return "LAB_MODEL=mlp: it has no attention" if config.model == "mlp" else ""
+    return "" if config.model == "gpt" else f"LAB_MODEL={config.model}: it has no attention of the lab's"
 
 
 MISTAKES = {

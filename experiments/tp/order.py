@@ -5,10 +5,12 @@ two slices, attention and MLP; g ends a slice on the way forward, f begins it an
 """
 
 from experiments.tp.predictions import untied_linears
+from experiments.tp.uses import sent
 from workers.config import Config
 from workers.lab import Lab
 from workers.measure.order import Event, Order
 from workers.workload.model import outline
+from workers.workload.own import is_own
 
 SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 COLLECTIVES = (SUM, GATHER, SCATTER)
@@ -28,6 +30,8 @@ LOSS = (SUM, SUM)  # the maxima of split scores, then sums and the targets' scor
 
 def drawn(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
     """What each layer calls, forward in their order and backward in theirs; the loss as one layer more."""
+    if is_own(config.model):
+        return planned(name, config)
     if name == "naive":
         counts = [0] * len(outline(config).layers)
         for linear in untied_linears(outline(config)):
@@ -40,6 +44,17 @@ def drawn(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
     layers = [(forward * 2, backward * 2)] * config.depth
     ordered = [first, *layers, last]
     return [*(ops for ops, _ in ordered), LOSS], [ops for _, ops in reversed(ordered)]
+
+
+def planned(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
+    """The same of one's own model: what its plan makes each of its layers send."""
+    layers = range(len(outline(config).layers))
+    calls = sent(name, config, 1)
+    forward, backward = (
+        [tuple(each.op for each in calls if each.layer == layer and each.backward == back) for layer in layers]
+        for back in (False, True)
+    )
+    return [*forward, ()], backward[::-1]
 
 
 def collectives(events: list[Event]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from experiments.tp import uses
 from experiments.tp.refusals import cannot
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
@@ -23,6 +24,7 @@ from workers.measure.formulas.tensor import (
 from workers.parallel.slices import shares
 from workers.workload.data import shard_sizes
 from workers.workload.model import VOCABULARY, outline
+from workers.workload.own import is_own
 
 SAVED = "activation bytes"
 
@@ -133,6 +135,8 @@ def dtensor(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes and calls of one step of each variant that can run and what `sequence` saves, a value a rank."""
+    if is_own(config.model):
+        return uses.predict(config, cannot(config))
     sizes, predictions = Sizes(config), []
     layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
     formulas: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
@@ -171,6 +175,8 @@ def saved(sizes: Sizes) -> Prediction:
 
 def summary(config: Config) -> str:
     """One line of what is sent."""
+    if is_own(config.model):
+        return uses.summary(config)
     sizes = Sizes(config)
     whole, slices = sizes.tokens * config.width * sizes.itemsize, sizes.slices(sizes.num_slices)
     return (
@@ -181,6 +187,8 @@ def summary(config: Config) -> str:
 
 def holds(config: Config, rank: int) -> str:
     """A rank's share of what megatron slices, for its own log."""
+    if is_own(config.model):
+        return uses.holds(config, rank)
     names = {"heads": config.heads, "hidden units": 4 * config.width, "vocabulary rows": VOCABULARY}
     if config.model == "mlp":
         names = {"hidden units": 4 * config.width}

@@ -1,5 +1,7 @@
 """What tensor parallelism cannot run: sizes that it cannot slice, and those that PyTorch's own cannot."""
 
+from experiments.tp.layers import linears
+from experiments.tp.plans import faults, planned
 from workers.config import Config
 from workers.contract import untrainable
 from workers.workload.model import VOCABULARY
@@ -19,10 +21,7 @@ def refuse(config: Config) -> list[str]:
     if config.model == "line":
         return ["LAB_MODEL=line has nothing that could be split, allowed: mlp, gpt"]
     if is_own(config.model):
-        return [
-            f"LAB_MODEL={config.model!r}: tp cuts the lab's own attention and MLP, allowed: mlp, gpt; how yours is cut"
-            " is yours to write, and `ranklab prove` holds it against one process"
-        ]
+        return untrainable(config, 1) or faults(config)
     ranks = config.world_size
     small = [
         f"{name} cannot be split over WORLD_SIZE={ranks}: every rank needs a part, allowed: up to {count} ranks"
@@ -33,11 +32,24 @@ def refuse(config: Config) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """`dtensor`, where the ranks' slices are not alike."""
+    """`dtensor`, where the ranks' slices are not alike; of one's own model what knows the lab's blocks alone."""
+    if is_own(config.model):
+        return {"sequence": "it slices rows between the lab's own blocks, and a plan names none"} | cannot_plan(config)
+    return uneven(parts(config), config.world_size)
+
+
+def cannot_plan(config: Config) -> dict[str, str]:
+    """`naive`, where a layer has fewer outputs than ranks; `dtensor`, where the plan's parts are not alike."""
     ranks = config.world_size
-    uneven = [name for name, count in parts(config).items() if count % ranks]
+    small = [(name, each.outputs) for name, each in linears(config).items() if each.outputs < ranks]
+    naive = {"naive": f"{small[0][0]} has {small[0][1]} outputs for {ranks} ranks"} if small else {}
+    units = {f"{each.units}, the {each.what} of {name},": each.units for name, each in planned(config).items()}
+    return naive | uneven(units, ranks)
+
+
+def uneven(counts: dict[str, int], ranks: int) -> dict[str, str]:
+    """Why `dtensor` cannot share these out."""
+    named = [name for name, count in counts.items() if count % ranks]
     return (
-        {"dtensor": f"{uneven[0]} is not a multiple of WORLD_SIZE={ranks}, and its plan splits evenly"}
-        if uneven
-        else {}
+        {"dtensor": f"{named[0]} is not a multiple of WORLD_SIZE={ranks}, and its plan splits evenly"} if named else {}
     )

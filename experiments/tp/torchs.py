@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from experiments.tp.cuts import styles
+from experiments.tp.plans import cuts_of
 from workers.config import Config
 from workers.contract import Strategy
 from workers.parallel.mesh import Mesh
@@ -17,6 +19,7 @@ from workers.parallel.slices import Slice
 from workers.strategies.tensor import TensorParallel
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
+from workers.workload.own import is_own
 
 
 def dtensor(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -26,8 +29,9 @@ def dtensor(model: Model, mesh: Mesh, config: Config) -> Strategy:
     from torch.distributed.tensor.parallel import parallelize_module
 
     devices = DeviceMesh.from_group(mesh.group, "cuda" if config.device == "cuda" else "cpu")
-    parallelize_module(model, devices, plan(model))
-    if config.tie:
+    own = is_own(config.model)
+    parallelize_module(model, devices, styles(cuts_of(config, mesh.group.size())) if own else plan(model))
+    if config.tie and not own:
         model.layers[-1].get_submodule("project").register_parameter(
             "weight", model.get_parameter("layers.0.token.weight")
         )
