@@ -33,5 +33,6 @@ PLANTED = (
     Planted("dropout_alike", 2, "transformers 31412", "layers.1.drop", ("draw the same numbers for other samples",), (0, 1)),
     Planted("dropout_apart", 2, "Megatron-DeepSpeed 276", "layers.1.drop", ("same activations and draw other numbers",), (0, 1)),
     Planted("optimizer_before", 2, "PyTorch 149205", "layers.3.score.weight", ("have not moved",), (0, 1)),
+    Planted("meta_buffers", 3, "SkyRL 1709", "frequencies, a buffer,", ("begins with other numbers on ranks 1 and 2", "0, 0, 0, not 1, 0.1, 0.01"), (1, 2)),
 )  # fmt: skip
 RIGHT = ("by_hand", "ddp", "dtensor", "fsdp2", "gpipe", "model", "pp", "strategy", "tp")

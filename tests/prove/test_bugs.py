@@ -35,6 +35,7 @@ def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) 
     written = next(tmp_path.glob("*/rank0.jsonl")).read_text()
     assert "Ranks of the script" in written and "Wire: who sent" not in written  # which has the proof's own bytes
     gradients = next(each for each in proven.run["checks"] if each["name"] == "gradients")
+    assert ("seen is written by the forward pass: " in proven.said) == (name == "model")
     assert gradients["max_abs_diff"] < (1e-7 if name == "pp" else 1e-12)  # it clips without torch's epsilon
 
 
@@ -85,6 +86,17 @@ class Silent(Wave):
 def strategy(model, mesh, config):
     return Silent(model, mesh, config)
 """
+STRANGE = """
+from right_strategy import Wave
+
+class Strange(Wave):
+    def full(self, kind):
+        for name, tensor in super().full(kind):
+            yield name.replace("mlp.up", "mlp.top"), tensor
+
+def strategy(model, mesh, config):
+    return Strange(model, mesh, config)
+"""
 APART = """
 def mesh(world_size):
     return {"dp": 1, "tp": world_size}
@@ -107,6 +119,14 @@ def test_a_gradient_that_a_strategy_never_gives_is_no_gradient_that_holds(tmp_pa
     proven = check(tmp_path / "silent.py", 2, tmp_path, module="tests.prove.undrawn")
     assert proven.code == 1, proven.said
     assert "no rank gave the gradient of layers.1.mlp.up.weight, nor of 3 more" in proven.sentences[0]
+
+
+def test_a_strategy_that_gives_names_of_nobody_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "strange.py").write_text(STRANGE)
+    (tmp_path / "right_strategy.py").write_text((FILES / "right_strategy.py").read_text())
+    proven = check(tmp_path / "strange.py", 2, tmp_path, module="tests.prove.undrawn")
+    assert proven.code == 2, proven.said
+    assert "the strategy's full() gives 'layers.1.mlp.top.bias', which is no parameter of the model" in proven.said
 
 
 def test_a_rank_with_another_loss_than_its_neighbours_is_seen(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from workers.prove import buffers
 from workers.prove.dealing import Dealing
 from workers.prove.theirs import Refused, Theirs
 from workers.workload.data import Microbatch
@@ -29,6 +30,7 @@ class Dense(NamedTuple):
     start: dict[str, Tensor]
     steps: list[Snapshot]
     order: list[str]  # of the backward pass
+    carried: buffers.Kept = buffers.Kept({}, {})  # buffers
 
 
 def one_process(theirs: Theirs, dealing: Dealing) -> Dense:
@@ -36,6 +38,7 @@ def one_process(theirs: Theirs, dealing: Dealing) -> Dense:
     model = theirs.model(theirs.config.seed)
     named = dict(model.named_parameters())
     start = {name: each.detach().clone() for name, each in named.items()}
+    carried = buffers.of(model)
     order: list[str] = []
     hooks = [
         each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
@@ -61,7 +64,8 @@ def one_process(theirs: Theirs, dealing: Dealing) -> Dense:
         gradients = {name: each.grad.clone() for name, each in named.items() if each.grad is not None}
         weights = {name: each.detach().clone() for name, each in named.items()}
         steps.append(Snapshot(loss, gradients, weights, norm))
-    return Dense(start, steps, [*order, *(name for name in named if name not in order)])
+    in_order = [*order, *(name for name in named if name not in order)]
+    return Dense(start, steps, in_order, buffers.Kept(carried, buffers.of(model)))
 
 
 def backward(theirs: Theirs, model: nn.Module, parts: Sequence[Microbatch]) -> float:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from workers.check.recording import Recorder
 from workers.check.script import Job, enter
 from workers.check.telling import Telling
 from workers.config import Config
 from workers.parallel.mesh import Mesh
-from workers.prove import fitness
+from workers.prove import buffers, fitness
 from workers.prove.compare import Step, compared
 from workers.prove.dealing import Dealing
 from workers.prove.dense import STEPS, Dense, names_of, one_process
@@ -68,6 +68,7 @@ class Proof:
             trainee = self._trainee(model, dense)
             trained = trainee.module if isinstance(trainee, Stepped) else model
             draws.watch(trained)
+            carried = self._buffers(trained)
             passes = Passes()
             with passes.watched(trained):
                 steps, drawn = self._train(trainee, draws)
@@ -80,6 +81,7 @@ class Proof:
                 dict(trainee.misfits),
                 [step.share for step in steps],
                 drawn,
+                buffers.Kept(carried, self._buffers(trained)),
                 bool("strategy" in self.theirs),
             )
             everything = Everything(self.theirs, self.dealing, self.grid, dense, canonical, self.everyone(mine))
@@ -88,6 +90,10 @@ class Proof:
             parts = self.everyone(self._parted(passes) if everything.is_wrong() else "")
             if self.rank == 0:
                 tell(everything, first, tensors, parts, self.telling)
+
+    def _buffers(self, trained: nn.Module) -> dict[str, Tensor]:
+        with self.unseen():
+            return buffers.of(trained)
 
     def _parted(self, passes: Passes) -> str:
         """Where this rank's forward pass parts from one process's."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from workers.cluster import name_ranks
-from workers.prove import dropouts
+from workers.prove import buffers, dropouts
 from workers.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Off, Step, not_held
 from workers.prove.dealing import Dealing
 from workers.prove.dense import LEARNING_RATE, STEPS, Dense, contributions
@@ -43,6 +43,7 @@ class Mine(NamedTuple):
     misfits: dict[str, str]
     shares: list[float | None]
     drawn: list[dropouts.Draw]
+    carried: buffers.Kept
     by_strategy: bool
 
 
@@ -143,6 +144,8 @@ def tell(
         for name, misfit in list(mine.misfits.items())[:1]:
             more = f", and {len(mine.misfits) - 1} more" if len(mine.misfits) > 1 else ""
             find(BEGINNING, f"{name} on rank {rank} {misfit}{more}", [rank])
+    for sentence, odd in buffers.wrong([mine.carried for mine in all_.ranks], all_.dense.carried):
+        find(buffers.BUFFERS, sentence, odd)
     odd = [rank for rank, each in enumerate(parted) if each]
     where = f"; the forward pass parts first on rank {odd[0]}: {parted[odd[0]]}" if odd else ""
     losses, allowed = all_.losses(), all_.loss_tolerance()
@@ -161,6 +164,9 @@ def tell(
         telling.say("record", to_line(modules(all_, first)))
     if any(mine.drawn for mine in all_.ranks):
         telling.say("said", "dropout", "nothing is dropped here; who draws what is compared along the axes")
+    for name, others in buffers.written([mine.carried for mine in all_.ranks], all_.dense.carried):
+        where = f"other on {name_ranks(others)}, of their own samples; not compared" if others else "alike on all ranks"
+        telling.say("said", "buffers", f"{name} is written by the forward pass: {where}")
     if not seen:
         telling.say("said", "losses", "not compared: train_step returned none on any rank")
 
@@ -178,7 +184,9 @@ def written(
         if worst is not None:
             detail = "; ".join(sentences[kind])
             yield records.Check("", kind, worst.difference, worst.allowed, detail=detail, control=CONTROL)
-    counted = [BEGINNING, WHOLE_MODEL, *([DROPOUT] if any(mine.drawn for mine in all_.ranks) else [])]
+    drops = [DROPOUT] if any(mine.drawn for mine in all_.ranks) else []
+    carries = [buffers.BUFFERS] if all_.dense.carried.start else []
+    counted = [BEGINNING, WHOLE_MODEL, *drops, *carries]
     for name in counted:
         found = sentences[name]
         yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=CONTROL, unit=FINDINGS)

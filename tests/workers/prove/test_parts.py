@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from workers.config import Config
-from workers.prove import fitness
+from workers.prove import buffers, fitness
 from workers.prove.compare import apart, not_held
 from workers.prove.dealing import Dealing
 from workers.prove.dense import Dense, one_process
@@ -223,3 +223,28 @@ def test_a_loss_that_no_parameter_is_in_is_refused() -> None:
         one_process(nothing, Dealing(nothing, 2))
     with pytest.raises(Refused, match=r"returned of shape \[2\]: allowed is a sum"):
         theirs(loss=lambda model, inputs, targets: torch.zeros(2)).loss(nn.Identity(), torch.zeros(1), torch.zeros(1))
+
+
+def kept(start: dict[str, torch.Tensor], **end: torch.Tensor) -> buffers.Kept:
+    return buffers.Kept(start, start | end)
+
+
+def test_a_buffer_is_held_to_the_bit_where_one_process_leaves_it_alone() -> None:
+    mask, seen = torch.tensor([0.0, -math.inf, math.nan]), torch.zeros((), dtype=torch.int64)
+    start = {"mask": mask, "seen": seen}
+    alone = kept(start, seen=seen + 12)
+    assert list(buffers.wrong([kept(start, seen=seen + 12), kept(start, seen=seen + 5)], alone)) == []
+    assert buffers.written([kept(start, seen=seen + 12), kept(start, seen=seen + 5)], alone) == [("seen", [1])]
+    ((said, ranks),) = buffers.wrong([kept(start), kept(start, mask=mask + 1)], alone)
+    assert (said, ranks) == ("mask, a buffer that one process leaves as it was, changes on rank 1", [1])
+    other = {"mask": torch.ones(3), "seen": seen}
+    ((said, ranks),) = buffers.wrong([kept(other), kept(start)], alone)
+    assert said.startswith("mask, a buffer, begins with other numbers on rank 0 than the model's (1, 1, 1, not 0, -inf")
+    assert ranks == [0]
+
+
+def test_a_buffer_that_a_rank_has_a_part_of_may_be_its_own_but_may_not_change() -> None:
+    alone = kept({"slopes": torch.arange(6.0)})
+    part = {"slopes": torch.arange(3.0)}
+    assert list(buffers.wrong([kept(part), kept({})], alone)) == []
+    assert len(list(buffers.wrong([kept(part, slopes=torch.ones(3))], alone))) == 1
