@@ -4,7 +4,10 @@ Collection, fixtures, -k, -x, --lf, xdist are as ever: only the call of the test
 travel to the ranks, but for `rank`, `world_size`, `group` and `mesh`, which each rank makes by itself.
 """
 
+import argparse
+import math
 import pickle
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +26,18 @@ CASE, PRELOAD = "_ranklab_case", "ranklab_preload"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What ranks have imported before they are forked, beside torch."""
+    """World sizes of tests that name none; what ranks have imported before they are forked, beside torch."""
+    sizes = "numbers of ranks on which tests marked with @ranklab.ranks() run, such as 2,4 (default: 2)"
+    parser.getgroup("ranklab").addoption("--ranks", type=world_sizes, default=[2], metavar="N,N", help=sizes)
     what = "modules that a pool of ranks imports once, before they are forked"
     parser.addini(PRELOAD, what, type="args", default=["workers.testing.preloaded"])
+
+
+def world_sizes(text: str) -> list[int]:
+    """Those of --ranks; raises ArgumentTypeError, which pytest says and exits with 4."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks, allowed: such as 4 or 1,2,4")
+    return [int(each) for each in text.split(",")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     cases = [
         (world_size, backend, timeout_s)
-        for world_size in mark.kwargs["world_sizes"]
+        for world_size in sizes_of(mark, metafunc.config)
         for backend in mark.kwargs["backends"]
         for timeout_s in mark.kwargs["timeouts_s"]
     ]
@@ -60,6 +72,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for world_size, backend, bound in cases
     ]
     metafunc.parametrize(CASE, cases, ids=ids, indirect=True)
+
+
+def sizes_of(mark: pytest.Mark, config: pytest.Config) -> list[int]:
+    """A test's numbers of ranks: its own, those that fill its mesh, or those of --ranks."""
+    sizes: list[int] = mark.kwargs["world_sizes"]
+    mesh: dict[str, int] = mark.kwargs["mesh"]
+    asked: list[int] = config.getoption("--ranks")
+    return sizes or ([math.prod(mesh.values())] if mesh else asked)
 
 
 @pytest.fixture

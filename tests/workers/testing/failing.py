@@ -76,3 +76,8 @@ def step_without_a_sum(model, optimizer, microbatches, group):
 @ranklab.ranks(2)
 def test_is_not_one_process():
     ranklab.same_as_one_process(train_step=step_without_a_sum)
+
+
+@ranklab.ranks()
+def test_as_many_as_asked_for(world_size):
+    raise RuntimeError(f"{world_size} asked for")

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,12 +63,20 @@ def test_each_way_to_fail_has_its_sentence(said: str, name: str, words: str) -> 
 def test_what_comes_after_a_failure_runs_on_new_ranks_and_nothing_is_left(said: str) -> None:
     assert re.search(r"test_after_it\[2 ranks\] PASSED", said)
     assert re.search(r"test_is_skipped\[2 ranks\] SKIPPED", said)
-    assert "8 failed, 1 passed, 1 skipped" in said
+    assert "9 failed, 1 passed, 1 skipped" in said
 
 
 def test_it_runs_under_xdist_and_by_name() -> None:
     done = pytest_on("-n", "2", "-q", "-k", "after_it or slow", str(FAILING))
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_test_that_names_no_number_of_ranks_takes_those_of_the_command_line() -> None:
+    done = pytest_on("--ranks", "1,3", "-q", "-k", "as_many", str(FAILING))
+    assert "2 failed" in done.stdout and "1 asked for" in done.stdout and "3 asked for" in done.stdout
+    done = pytest_on("--ranks", "0,two", "-q", str(FAILING))
+    assert done.returncode == 4
+    assert "'0,two' is no list of numbers of ranks, allowed: such as 4 or 1,2,4" in done.stderr
 
 
 @ranklab.ranks(1, 2, 3)
@@ -82,7 +91,7 @@ def test_ranks_have_a_group_of_their_own(
     (tmp_path / str(rank)).touch()
 
 
-@ranklab.ranks(4, mesh={"dp": 2, "tp": 2})
+@ranklab.ranks(mesh={"dp": 2, "tp": 2})
 def test_a_mesh_has_the_axes_that_were_asked_for(mesh: DeviceMesh, rank: int) -> None:
     tensor = torch.tensor([float(rank)])
     dist.all_reduce(tensor, group=mesh.get_group("tp"))
@@ -119,3 +128,12 @@ def test_ranks_are_held_against_one_process() -> None:
 def test_a_decorator_says_what_it_takes() -> None:
     mark = ranklab.ranks(2, 3, timeout_s=[1, 5], backend=["gloo"]).mark
     assert mark.kwargs == {"world_sizes": [2, 3], "timeouts_s": [1, 5], "backends": ["gloo"], "mesh": {}}
+
+
+@pytest.mark.parametrize(("sizes", "mesh", "words"), [
+    ((2, 0), None, "ranks got 0, allowed: numbers of ranks from 1"), (("4",), None, "ranks got '4'"),
+    ((4, 3), {"dp": 2, "tp": 2}, "a mesh of dp 2 x tp 2 is 4 ranks, not 3"),
+])  # fmt: skip
+def test_a_decorator_refuses_what_is_no_number_of_ranks(sizes: Any, mesh: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ranklab.ranks(*sizes, mesh=mesh)
