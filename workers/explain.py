@@ -8,16 +8,15 @@ import sys
 
 from workers.config import Config, ConfigError
 from workers.contract import Mode
-from workers.measure.formulas import Prediction
+from workers.rank.lesson import PREDICTED, prediction_rows
 from workers.report.text import aligned
-from workers.report.units import human_bytes
 
 
 def explain(config: Config, mode: Mode) -> list[str]:
     """The lines of the lesson; in the end the files that it is read in."""
     lines = [mode.idea, ""]
     lines += [f"With {', '.join(f'{name}={value}' for name, value in settings(config).items())}:", ""]
-    lines += prediction_lines(mode.predict(config))
+    lines += aligned(PREDICTED, prediction_rows(mode.predict(config)))
     if config.bug is not None:
         mistake = mode.mistakes[config.bug]
         return [*lines, "", f"LAB_BUG={config.bug}: {mistake.what}. The check that sees it: {mistake.check}."]
@@ -28,19 +27,6 @@ def explain(config: Config, mode: Mode) -> list[str]:
 
 def settings(config: Config) -> dict[str, str]:
     return {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size)} | config.environ()
-
-
-def prediction_lines(predictions: list[Prediction]) -> list[str]:
-    """A row a prediction; where ranks differ, the least and the most."""
-    rows = []
-    for prediction in predictions:
-        shown = [
-            human_bytes(value) if prediction.unit == "B" else f"{value:g} {prediction.unit}"
-            for value in sorted(prediction.value)
-        ]
-        value = shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
-        rows.append([prediction.variant, prediction.name, prediction.formula, value, prediction.calls or ""])
-    return aligned(["variant", "predicted a rank and step", "formula", "value", "calls"], rows)
 
 
 def mistake_lines(mode: Mode) -> list[str]:

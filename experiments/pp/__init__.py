@@ -50,6 +50,7 @@ from workers.parallel.phases import phase
 from workers.parallel.pipeline import Pipeline
 from workers.parallel.stages import Parts
 from workers.passes.measure import measure
+from workers.passes.paper import draw_on_paper
 from workers.strategies.engines import ByHand, Weigh, divided, joined
 from workers.strategies.pipelined import Pipelined, parts_of, runs_of
 from workers.workload.data import Microbatch
@@ -202,6 +203,7 @@ def run(lab: Lab) -> None:
     )
     lab.say(holds(config, lab.rank), all_ranks=True)
     measured = measure(lab, also=partial(check_in_flight, lab))
+    draw_on_paper(lab, partial(schedule_of, config))
     predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
     lab.compare_traffic(predictions, measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
@@ -214,6 +216,18 @@ def run(lab: Lab) -> None:
             lab.compare_calls(name, predicted, seen.traffic, formula)
         if prediction.name == "bubble" and seen.bubble is not None:
             lab.compare("bubble", predicted, seen.bubble, "", 0.03, name, formula, shown=prediction.shown)
+
+
+def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
+    """The schedule of a variant, PyTorch's too; None of a strategy of one's own."""
+    ranks, microbatches = config.world_size, config.num_microbatches
+    known = {
+        "naive": schedules.naive(ranks),
+        "gpipe": schedules.gpipe(ranks, microbatches),
+        "1f1b": schedules.one_forward_one_backward(ranks, microbatches),
+        "interleaved": schedules.interleaved(ranks, microbatches, config.own(Options).chunks),
+    }
+    return known.get(variant.removeprefix("torch_"))
 
 
 def holds(config: Config, rank: int) -> str:

@@ -16,7 +16,7 @@ from experiments.pp.mistakes import one_more_ahead
 from experiments.pp.order import Pass, broken, most_held, passes
 from experiments.tp import order as sliced
 from tests.labs import TINY, failed, one_rank, run_experiment
-from tests.workers.parallel.simulation import most_in_flight
+from tests.workers.parallel.held import most_in_flight
 from workers.config import Config
 from workers.contract import Strategy, Variant
 from workers.measure.formulas.pipelines import in_flight

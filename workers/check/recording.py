@@ -22,49 +22,12 @@ import torch.distributed as dist
 from workers.check.places import Places
 from workers.check.telling import Telling, now
 from workers.measure.calls import OPERATIONS, RESULT, nbytes_of
+from workers.measure.shapes import BELOW, HERE, SHAPES, Shape
 
-
-class Shape(NamedTuple):
-    """Where in a c10d operation's arguments stands what all ranks have to give alike; -1 for what it has not."""
-
-    op: str
-    compared: int  # the tensors
-    group: int
-    reduce: bool = False
-    root: int = -1
-    peer: int = -1
-
-
-# The schemas are in torch/csrc/distributed/c10d/Ops.cpp.
-SHAPES = {
-    "allreduce_": Shape("all_reduce", 0, 1, reduce=True),
-    "allreduce_coalesced_": Shape("all_reduce", 0, 1, reduce=True),
-    "broadcast_": Shape("broadcast", 0, 1, root=2),
-    "reduce_": Shape("reduce", 0, 1, reduce=True, root=3),
-    "allgather_": Shape("all_gather", 1, 2),
-    "_allgather_base_": Shape("all_gather", 1, 2),
-    "allgather_coalesced_": Shape("all_gather", 1, 2),
-    "allgather_into_tensor_coalesced_": Shape("all_gather", 1, 2),
-    "reduce_scatter_": Shape("reduce_scatter", 0, 2, reduce=True),
-    "_reduce_scatter_base_": Shape("reduce_scatter", 0, 2, reduce=True),
-    "reduce_scatter_tensor_coalesced_": Shape("reduce_scatter", 0, 2, reduce=True),
-    "scatter_": Shape("scatter", 0, 2, root=3),
-    "gather_": Shape("gather", 1, 2, root=3),
-    "alltoall_": Shape("all_to_all", 1, 2),
-    "alltoall_base_": Shape("all_to_all", 1, 2),
-    "barrier": Shape("barrier", -1, 1),
-    "monitored_barrier_": Shape("monitored_barrier", -1, 1),
-    "send": Shape("send", 0, 1, peer=2),
-    "recv_": Shape("recv", 0, 1, peer=2),
-    "recv_any_source_": Shape("recv", 0, 1),
-}
 # Functional collectives: where their reduce operation stands.
 FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}
 LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of calls that are over
 MOST_OPEN = 64  # calls that are looked after: what nobody waits for is not kept for ever
-HERE = torch._C.DispatchKey.BackendSelect
-BELOW = torch._C._dispatch_keyset_full_after(HERE)
-
 
 Kernel = Callable[..., Any]
 

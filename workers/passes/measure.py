@@ -10,6 +10,7 @@ from workers.contract import Build, Held, Measured, Strategy
 from workers.lab import Lab
 from workers.passes.counted import count
 from workers.passes.proof import prove
+from workers.passes.recorded import compare_drawn
 from workers.passes.timed import time_steps
 from workers.workload.data import effective_batch
 from workers.workload.own import is_own
@@ -60,9 +61,10 @@ def measure(
         prove(lab, chosen, also, proofs or {}, checkpoints)
         lab.finished("proof")
     otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
-    bubbles = time_steps(lab, chosen, otherwise | dict(held or {}), checkpoints)
+    bubbles, drawn = time_steps(lab, chosen, otherwise | dict(held or {}), checkpoints)
     lab.finished("times")
     counted = count(lab, chosen)
+    compare_drawn(lab, drawn, counted)
     if lab.config.trace:
         from workers.passes.profiled import trace
 

@@ -22,6 +22,7 @@ from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded, slowed
 from workers.passes.counted import WARMUP_STEPS
 from workers.passes.holding import Curves, Holding
+from workers.passes.recorded import record
 from workers.passes.timeline import Chronicle
 from workers.report import records
 from workers.report.progress import Progress
@@ -62,10 +63,11 @@ class Stopwatch:
 
 def time_steps(
     lab: Lab, variants: Mapping[str, Build], held: Mapping[str, Held], checkpoints: "Checkpoints | None" = None
-) -> dict[str, float | None]:
+) -> tuple[dict[str, float | None], dict[str, float]]:
     """Train all variants side by side up to step LAB_STEPS; the first two steps are not timed where there are more.
 
-    They are held against one process, or to what `held` says instead. Returns the bubble of each variant, on rank 0.
+    They are held against one process, or to what `held` says instead. Returns the bubble of each variant, on rank 0,
+    and the bytes that this rank sends in the step of each that is drawn.
     """
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
@@ -100,7 +102,9 @@ def time_steps(
     holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
     if checkpoints is not None:
         write_digests(lab, strategies)
-    return watch.chronicle.write(lab, clock) if steps else {}
+    if not steps:
+        return {}, {}
+    return watch.chronicle.write(lab, clock), record(lab, strategies, course)
 
 
 def begun(lab: Lab, batches: Batches, strategies: dict[str, Strategy], checkpoints: "Checkpoints | None") -> Course:

@@ -1,13 +1,12 @@
-"""The chronicle: from the marks of the timed steps to what each rank did when, where its time went, and the bubble.
+"""The chronicle: from the marks of the timed steps to where a rank's time went, and the bubble.
 
-Marks are cheap enough to stay in for the timed steps (workers/parallel/phases.py), so the picture is of the very steps
-whose time is reported. One step of each variant is drawn, the one of median length; the bubble is the median of all
-that were kept.
+Marks are cheap enough to stay in for the timed steps (workers/parallel/phases.py), so both are of the very steps whose
+time is reported; the bubble is the median of all that were kept. What is drawn was recorded after them (recorded.py).
 """
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median, median_low
+from statistics import median
 from typing import Any
 
 from workers.lab import Lab
@@ -31,20 +30,15 @@ class Chronicle:
         self.steps[variant].append((step, spans))
 
     def write(self, lab: Lab, clock: Clock) -> dict[str, float | None]:
-        """Write this rank's profiles and one timeline a variant; returns the bubbles, on rank 0."""
+        """Write this rank's profiles; returns the bubbles, on rank 0."""
         for name, steps in self.steps.items():
             profiles = [profile(spans) for _, spans in steps]
             lab.journal.write(
                 records.Profile(name, {kind: median(each[kind] for each in profiles) for kind in profiles[0]})
             )
-        mine = {name: [bounds(spans, clock.offset_s) for _, spans in steps] for name, steps in self.steps.items()}
+        mine = {name: [bounds(spans, clock.offset_s)[2] for _, spans in steps] for name, steps in self.steps.items()}
         everyone = lab.exchange.gather("spans", mine)
-        chosen, bubbles = ({}, {}) if everyone is None else choose(everyone)
-        for name, (index, origin_s) in lab.exchange.share("chosen steps", chosen).items():
-            step, spans = self.steps[name][index]
-            shift_s = clock.offset_s - origin_s
-            lab.journal.write(records.Timeline(name, step, [placed(span, shift_s) for span in in_step(spans)]))
-        return bubbles
+        return {} if everyone is None else bubbles(everyone)
 
 
 def in_step(spans: list[Span]) -> list[Span]:
@@ -68,18 +62,14 @@ def placed(span: Span, shift_s: float) -> list[Any]:
     return [span.kind, span.label, round(span.start_s + shift_s, 6), round(span.end_s + shift_s, 6)]
 
 
-def choose(everyone: list[dict[str, list[Bounds]]]) -> tuple[dict[str, tuple[int, float]], dict[str, float | None]]:
-    """For each variant the index and the start of its step of median length, and the median bubble; all ranks' bounds
-    in."""
-    chosen, bubbles = {}, {}
+def bubbles(everyone: list[dict[str, list[list[list[Any]]]]]) -> dict[str, float | None]:
+    """The median bubble of each variant; of all ranks [kind, start_s, end_s] of the passes of each step in."""
+    found: dict[str, float | None] = {}
     for name in everyone[0]:
-        steps = list(zip(*(of_rank[name] for of_rank in everyone), strict=True))
-        lengths = [max(end for _, end, _ in step) - min(start for start, _, _ in step) for step in steps]
-        index = lengths.index(median_low(lengths))
-        chosen[name] = index, min(start for start, _, _ in steps[index])
-        found = [
-            bubble([[(kind, "", start, end) for kind, start, end in passes] for *_, passes in step]) for step in steps
+        steps = zip(*(of_rank[name] for of_rank in everyone), strict=True)
+        values = [
+            bubble([[(kind, "", start, end) for kind, start, end in passes] for passes in step]) for step in steps
         ]
-        known = [value for value in found if value is not None]
-        bubbles[name] = median(known) if known else None
-    return chosen, bubbles
+        known = [value for value in values if value is not None]
+        found[name] = median(known) if known else None
+    return found

@@ -30,6 +30,7 @@ from workers.rank.end import bury, conclude, let_leave
 from workers.rank.estimate import too_long
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
+from workers.rank.lesson import lesson
 from workers.rank.link_rate import measure_link
 from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
@@ -100,6 +101,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             lab.say(apart.told, "folder")
         if config.bug is not None:
             lab.finished("mistake")
+        if lab.rank == 0:
+            journal.write(lesson(config, mode))
         check_ledger(lab)
         measure_link(lab)
         import_and_freeze(config, mode)

@@ -27,6 +27,15 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """What a mode is about; on rank 0."""
+
+    idea: list[str]  # paragraphs
+    variants: dict[str, str]  # each in a sentence
+    predictions: list[list[str]]  # rows of variant, what, formula, value, calls
+
+
+@dataclass(frozen=True)
 class Said:
     """A sentence of the lesson that belongs into the report, under a heading such as "predict"."""
 
@@ -147,12 +156,30 @@ class Clock:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One timed step of a variant on this rank, on rank 0's clock; 0 is the earliest start of all ranks in that
+    """One recorded step of a variant on this rank, on rank 0's clock; 0 is the earliest start of all ranks in that
     step."""
 
     variant: str
     step: int
     spans: list[list[Any]]  # [kind, label, start_s, end_s], in the order of their ends; they may nest
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What this rank called in the step of its timeline, on the same clock."""
+
+    variant: str
+    # [operation, ranks, bytes that this rank sends, bytes of its tensors, tag, start_s, end_s] in the order of their
+    # starts; the ranks of a send or receive are from whom to whom.
+    calls: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """The step as the schedule of a variant has it, if no message took time: each rank's spans; on rank 0."""
+
+    variant: str
+    spans: list[list[list[Any]]]  # of each rank [kind, label, start_s, end_s]
 
 
 @dataclass(frozen=True)
@@ -292,6 +319,7 @@ class End:
 
 Record = (
     Start
+    | Lesson
     | Said
     | Check
     | Comparison
@@ -305,6 +333,8 @@ Record = (
     | Activations
     | Clock
     | Timeline
+    | Messages
+    | Ideal
     | Profile
     | Overlap
     | Resumed

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.workers.parallel.simulation import most_in_flight
+from tests.workers.parallel.held import most_in_flight
 from workers.parallel import schedules
 from workers.parallel.boundaries import Boundaries, drawn, outlined
 from workers.parallel.phases import recorded

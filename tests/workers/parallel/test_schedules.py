@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.parallel.simulation import most_in_flight, simulate
+from tests.workers.parallel.held import most_in_flight
 from workers.measure.formulas import pipelines as formulas
 from workers.parallel.schedules import (
     Action,
@@ -20,6 +20,7 @@ from workers.parallel.schedules import (
     needs,
     one_forward_one_backward,
 )
+from workers.parallel.simulation import simulate
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.parallel.simulation import simulate
 from workers.measure.formulas.pipelines import bubble, in_flight, pipeline_ends
 from workers.parallel.schedules import gives, interleaved
+from workers.parallel.simulation import simulate
 
 pytestmark = pytest.mark.timeout(60)
 

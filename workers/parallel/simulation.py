@@ -1,4 +1,4 @@
-"""Schedules on paper: when each rank does what, if messages took no time. The bubble of a formula is that of such a run."""
+"""Schedules on paper: when each rank does what, if messages took no time. A formula's bubble is that of such a run."""
 
 from workers.parallel.phases import Span
 from workers.parallel.schedules import Action, Kind, Schedule, needs
@@ -30,12 +30,3 @@ def simulate(schedule: Schedule, forward_s: float, backward_s: float) -> list[li
             missing = needs(actions[len(own)], num_stages)
             raise ValueError(f"rank {rank} waits for ever, in {actions[len(own)]}, for {missing}")
     return spans
-
-
-def most_in_flight(actions: list[Action]) -> int:
-    """How many microbatches a rank holds at most between their forward and their backward; with chunks, each apart."""
-    held = most = 0
-    for action in actions:
-        held += 1 if action.kind == "forward" else -1
-        most = max(most, held)
-    return most

@@ -1,0 +1,91 @@
+"""The recorded steps: what each rank does when, and every message between them, on one clock.
+
+Three steps of each variant after the timed ones, with the marks of the phases and a kernel that notes each call
+(measure/messages.py), which the timed steps do without; of these the one of median length is drawn.
+"""
+
+from collections.abc import Mapping
+from statistics import median_low
+from typing import NamedTuple
+
+from workers.checkpoint.course import Course
+from workers.contract import Counted, Strategy
+from workers.lab import Lab
+from workers.measure.messages import Message, Messages
+from workers.measure.timeline import align
+from workers.parallel.phases import Span, heard, phase, recorded, slowed
+from workers.passes.timeline import bounds, in_step, placed
+from workers.report import records
+
+RECORDED_STEPS = 3
+DRAWN = "drawn bytes"
+
+
+class Recorded(NamedTuple):
+    """One step on this rank."""
+
+    step: int
+    spans: list[Span]
+    messages: list[Message]
+
+
+def record(lab: Lab, strategies: Mapping[str, Strategy], course: Course) -> dict[str, float]:
+    """Write a timeline and the messages of each variant; returns the bytes that this rank sends in what is drawn."""
+    clock = align(lab.group)
+    taken = {
+        name: [one(lab, name, strategy, course, lab.config.steps + number) for number in range(RECORDED_STEPS)]
+        for name, strategy in strategies.items()
+    }
+    mine = {name: [bounds(each.spans, clock.offset_s)[:2] for each in steps] for name, steps in taken.items()}
+    everyone = lab.exchange.gather("recorded steps", mine)
+    chosen = {} if everyone is None else {name: median_step([of[name] for of in everyone]) for name in taken}
+    drawn = {}
+    for name, (index, origin_s) in lab.exchange.share("drawn steps", chosen).items():
+        step, spans, messages = taken[name][index]
+        shift_s = clock.offset_s - origin_s
+        lab.journal.write(records.Timeline(name, step, [placed(span, shift_s) for span in in_step(spans)]))
+        lab.journal.write(records.Messages(name, [written(message, shift_s) for message in messages]))
+        drawn[name] = sum(message.sent_bytes for message in messages)
+    return drawn
+
+
+def one(lab: Lab, name: str, strategy: Strategy, course: Course, step: int) -> Recorded:
+    """One step; all ranks begin together."""
+    microbatches = lab.dealt(course.batches, course.data_step(step))
+    messages = Messages()
+    lab.exchange.barrier(f"recorded step {step} of {name}")
+    lab.at(step, f"{name}, recorded")
+    with (
+        messages.recorded(),
+        heard(lambda *_: messages.look()),
+        recorded() as spans,
+        slowed(lab.config.slowed_to),
+    ):
+        strategy.backward(microbatches)
+        with phase("optimizer"):
+            strategy.update()
+    return Recorded(step, spans, messages.found)
+
+
+def median_step(of_ranks: list[list[list[float]]]) -> tuple[int, float]:
+    """The index and the start of the step of median length; each rank's starts and ends in."""
+    steps = list(zip(*of_ranks, strict=True))
+    lengths = [max(end for _, end in step) - min(start for start, _ in step) for step in steps]
+    index = lengths.index(median_low(lengths))
+    return index, min(start for start, _ in steps[index])
+
+
+def written(message: Message, shift_s: float) -> list[object]:
+    """A message as the records hold it, to the microsecond."""
+    start_s, end_s = round(message.start_s + shift_s, 6), round(message.end_s + shift_s, 6)
+    return [message.op, list(message.ranks), round(message.sent_bytes), message.nbytes, message.tag, start_s, end_s]
+
+
+def compare_drawn(lab: Lab, drawn: Mapping[str, float], counted: Mapping[str, Counted]) -> None:
+    """The picture is of all that is sent: the drawn messages are as many bytes as the ledger saw called, within 1 %."""
+    for name, nbytes in drawn.items():
+        called = counted[name].traffic.called_bytes
+        lab.compare(
+            DRAWN, called, nbytes, "B", 0.01 * called, name, "bytes as called",
+            control="tests/workers/passes/test_recorded.py::test_a_message_that_is_not_drawn_is_seen",
+        )  # fmt: skip
