@@ -188,13 +188,13 @@ def test_only_config_reads_the_environment() -> None:
 
 
 @pytest.mark.parametrize("module", ["workers.report.judge", "workers.report.log"])
-def test_the_report_imports_neither_torch_nor_plotly(module: str) -> None:
-    program = f"import sys, {module}; print([name for name in ('torch', 'plotly') if name in sys.modules])"
+def test_the_report_imports_neither_torch_nor_pygal(module: str) -> None:
+    program = f"import sys, {module}; print([name for name in ('torch', 'pygal') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["plotly", "torch.distributed.checkpoint"])
+@pytest.mark.parametrize("module", ["pygal", "torch.distributed.checkpoint"])
 def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
     program = f"import sys, workers.rank.start, workers.passes.timed, experiments.dp; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

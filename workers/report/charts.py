@@ -1,17 +1,19 @@
-"""The charts of the pages: Plotly figures with no ground of their own and colours that can be read on light and dark.
+"""The charts of the pages: SVG by pygal, with no ground of its own and colours that can be read on light and dark.
 
-A page must stay under 5 MB and Plotly's bundle takes 4.8 of them, so numbers are cut to six digits, long curves
-to a share of `MOST_POINTS`, and spreads to their quantiles, before they reach the page.
+pygal draws what a chart is made of and names each part by a class; how these look stands once in the page (`look`), so
+that a chart follows the reader's light or dark, and nothing of a script is in it. A chart is 2 to 8 kB; long curves are
+cut to a share of `MOST_POINTS`, and numbers to a tenth of a pixel, before they reach the page.
 """
 
-import hashlib
 import html
-import json
+import math
+import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
-import plotly.graph_objects as go
+import pygal
 
 from workers.report.markup import Markup, text
 
@@ -19,9 +21,28 @@ from workers.report.markup import Markup, text
 PALETTE = ("#3b82f6", "#e0691b", "#12966a", "#a667e6", "#d9488b", "#8a8216", "#0e93a8", "#c0504d")
 GREY = "#7d8897"
 PREDICTED, CALLED, WIRE = GREY, PALETTE[0], PALETTE[1]
-MOST_POINTS = 3000  # of all curves of a page together, about 50 kB
+MOST_POINTS = 3000  # of all curves of a page together, about 40 kB
+WIDTH = 480  # of a chart's own coordinates: 12 of them are a letter, 9 pixels of a phone
+MOST_TICKS = 6
+LEAST_DOTTED = 24  # points: a longer curve is a line alone
 
-Curve = tuple[Sequence[float], Sequence[float]]
+Curve = tuple[Sequence[float | None], Sequence[float | None]]
+
+
+class Pen(NamedTuple):
+    """How a series is drawn."""
+
+    hue: str
+    width: float = 2.0
+    dashes: str = ""  # lengths of line and gap
+
+
+class Figure(NamedTuple):
+    """A chart, and the pens of its series in their order."""
+
+    graph: Any  # pygal's
+    pens: list[Pen]
+    legend: bool = False
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -33,172 +54,226 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 def lines(
     curves: dict[str, Curve], x_label: str, y_label: str, colour: dict[str, str], *, points: int, layered: bool = False,
     dashed: Iterable[str] = (), log_x: bool = False, log_y: bool = False,
-) -> go.Figure:  # fmt: skip
+) -> Figure:  # fmt: skip
     """Curves by name, each of at most `points` points; `layered` curves lie on top of each other, lower ones wider.
 
     Where there are more names than colours, the second of a colour is drawn in dashes.
     """
-    traces: list[go.Scatter] = []
-    for index, (name, curve) in enumerate(curves.items()):
-        x, y = thinned(curve, points)
-        width = 2.0 + 1.8 * (len(curves) - 1 - index) if layered else 2.2
-        again = colour.get(name, GREY) in (trace.line.color for trace in traces)  # more names than colours
-        dash = "dot" if name in dashed else "dash" if again else "solid"
-        pen = {"color": colour.get(name, GREY), "width": min(width, 14), "dash": dash}
-        mode = "lines+markers" if len(x) <= 24 and not layered else "lines" if len(x) > 1 else "markers"
-        traces.append(go.Scatter(x=x, y=y, name=plain(name), mode=mode, line=pen, showlegend=name not in dashed))
-    figure = framed(traces, x_label, y_label)
-    figure.update_layout(hovermode="x", showlegend=len(curves) > 1)
-    figure.update_xaxes(_scale(log_x, [value for x, _ in curves.values() for value in x]))
-    figure.update_yaxes(_scale(log_y, [value for _, y in curves.values() for value in y]))
-    return figure
+    thin = {name: thinned(curve, points) for name, curve in curves.items()}
+    across = Axis([value for x, _ in thin.values() for value in x], log_x)
+    up = Axis([value for _, y in thin.values() for value in y], log_y)
+    graph = pygal.XY(x_title=x_label, y_title=y_label, x_value_formatter=across.told, value_formatter=up.told, **PLAIN)
+    graph.x_labels = across.ticks()
+    if log_y:
+        graph.y_labels = up.ticks()
+    pens: list[Pen] = []
+    for index, (name, (x, y)) in enumerate(thin.items()):
+        hue = colour.get(name, GREY)
+        width = min(2.0 + 1.8 * (len(curves) - 1 - index), 14) if layered else 2.2
+        again = hue in [pen.hue for pen in pens]  # more names than colours
+        dots = (len(x) <= LEAST_DOTTED and not layered) or len(x) == 1
+        graph.add(name, _pairs(across.placed(x), up.placed(y)), show_dots=dots)
+        pens.append(Pen(hue, width, "2 4" if name in dashed else "7 5" if again else ""))
+    return Figure(graph, pens, legend=len(curves) > 1)
 
 
-def _scale(log: bool, values: Sequence[float]) -> dict[str, Any]:
-    """An axis; a logarithmic one over two decades and more is labelled at the powers of ten alone."""
-    positive = [value for value in values if value > 0]
-    wide = log and bool(positive) and max(positive) / min(positive) >= 100
-    return {"type": "log" if log else "linear", "exponentformat": "SI"} | ({"dtick": 1} if wide else {})
+def _pairs(x: Sequence[float | None], y: Sequence[float | None]) -> list[tuple[float, float] | None]:
+    """The points that can be drawn; a gap where one cannot."""
+    return [None if across is None or up is None else (across, up) for across, up in zip(x, y, strict=True)]
 
 
-def rank_bars(bars: dict[str, list[float | None]], colour: dict[str, str], top: float) -> go.Figure:
+def rank_bars(bars: dict[str, list[float | None]], colour: dict[str, str], top: float) -> Figure:
     """Bytes by rank, a bar a source; `top` is the largest value of all charts that stand beside this one."""
-    traces = [
-        go.Bar(
-            x=[f"{rank}" for rank in range(len(values))], y=rounded(values), name=name, marker={"color": colour[name]}
-        )
-        for name, values in bars.items()
-        if any(value is not None for value in values)
-    ]
-    figure = framed(traces, "rank", "")
-    figure.update_layout(barmode="group", bargap=0.25, showlegend=False)
-    figure.update_xaxes(type="category")
-    figure.update_yaxes(tickformat="~s", ticksuffix="B", range=[0, 1.05 * top or 1], hoverformat=".4s")
-    return figure
+    shown = {name: values for name, values in bars.items() if any(value is not None for value in values)}
+    graph = pygal.Bar(x_title="rank", range=(0, top or 1), value_formatter=_bytes, **PLAIN)
+    graph.x_labels = [str(rank) for rank in range(max(map(len, shown.values()), default=0))]
+    for name, values in shown.items():
+        graph.add(name, rounded(values))
+    return Figure(graph, [Pen(colour[name]) for name in shown])
 
 
-def spreads(samples: dict[str, list[float]], colour: dict[str, str], x_label: str) -> go.Figure:
-    """A box a name, from the quartiles, with whiskers at the 5th and 95th percentile."""
-    traces = []
+def spreads(samples: dict[str, list[float]], colour: dict[str, str], x_label: str) -> Figure:
+    """A box a name, from the quartiles, with whiskers at the 5th and 95th percentile.
+
+    pygal takes quartiles of what it is given: three of each leave it no choice.
+    """
+    most = 0.0
+    graph = pygal.Box(y_title=x_label, box_mode="extremes", value_formatter=si, **PLAIN)
     for name, values in samples.items():
-        cuts = rounded(quantiles(values, n=20, method="inclusive") if len(values) > 1 else [values[0]] * 19)
-        box = {
-            "q1": [cuts[4]],
-            "median": [cuts[9]],
-            "q3": [cuts[14]],
-            "lowerfence": [cuts[0]],
-            "upperfence": [cuts[18]],
-        }
-        pen = {"color": colour.get(name, GREY), "width": 2}
-        traces.append(go.Box(y=[plain(name)], name=plain(name), orientation="h", line=pen, **box))
-    figure = framed(traces, x_label, "")
-    figure.update_layout(showlegend=False, boxgap=0.4)
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(autorange="reversed", type="category")
-    return figure
+        cuts = quantiles(values, n=20, method="inclusive") if len(values) > 1 else [values[0]] * 19
+        graph.add(name, rounded(cuts[index] for index in (0, 4, 4, 4, 9, 14, 14, 14, 18)))
+        most = max(most, cuts[18])
+    graph.range = (0, 1.05 * most or 1)
+    graph.x_labels = list(samples)
+    graph.x_label_rotation = 0 if len(samples) <= 4 else 25
+    return Figure(graph, [Pen(colour.get(name, GREY)) for name in samples])
 
 
-def layers(rows: dict[str, dict[str, int]], colour: dict[str, str]) -> go.Figure:
+def layers(rows: dict[str, dict[str, int]], colour: dict[str, str]) -> Figure:
     """A bar of bytes a row, stacked by class."""
-    traces = [
-        go.Bar(
-            x=rounded(row.get(kind, 0) for row in rows.values()), y=[plain(name) for name in rows], orientation="h",
-            name=kind, marker={"color": hue},
-        )
-        for kind, hue in colour.items()
-        if any(row.get(kind) for row in rows.values())
-    ]  # fmt: skip
-    figure = framed(traces, "", "")
-    figure.update_layout(barmode="stack", bargap=0.3, showlegend=False)
-    figure.update_xaxes(tickformat="~s", ticksuffix="B", rangemode="tozero", hoverformat=".4s")
-    figure.update_yaxes(autorange="reversed", type="category")
-    return figure
+    kinds = [kind for kind in colour if any(row.get(kind) for row in rows.values())]
+    graph = pygal.HorizontalStackedBar(value_formatter=_bytes, **PLAIN)
+    graph.x_labels = list(reversed(rows))  # pygal begins at the bottom
+    for kind in kinds:
+        graph.add(kind, [row.get(kind, 0) for row in reversed(rows.values())])
+    return Figure(graph, [Pen(colour[kind]) for kind in kinds])
 
 
-def stacked(
-    held: dict[str, list[float]], duration_ms: float, colour: dict[str, str], unit: str, top: float
-) -> go.Figure:
+def stacked(held: dict[str, list[float]], duration_ms: float, colour: dict[str, str], unit: str, top: float) -> Figure:
     """Amounts over time by class, one upon the other; each value stands for an equal part of the time."""
-    traces = [
-        go.Scatter(
-            x0=0, dx=float(f"{duration_ms / len(values):.4g}"), y=[float(f"{value:.4g}") for value in values], name=kind,
-            mode="lines", line={"width": 0, "shape": "hv"}, fillcolor=colour[kind], stackgroup="held",
-        )
-        for kind, values in held.items()
-    ]  # fmt: skip
-    figure = framed(traces, "ms", unit)
-    figure.update_layout(hovermode="x", showlegend=False)
-    figure.update_xaxes(hoverformat=".3~f", ticksuffix="")
-    figure.update_yaxes(range=[0, 1.05 * top or 1])
-    return figure
+    parts = max(map(len, held.values()), default=1)
+    graph = pygal.StackedLine(
+        x_title="ms", y_title=unit, fill=True, show_dots=False, range=(0, top or 1), value_formatter=si,
+        show_minor_x_labels=False, **PLAIN,
+    )  # fmt: skip
+    every = max(1, parts // 4)
+    graph.x_labels = [si(duration_ms * part / parts) for part in range(parts)]
+    graph.x_labels_major = [graph.x_labels[part] for part in range(0, parts, every)]
+    for kind, values in held.items():
+        graph.add(kind, [float(f"{value:.4g}") for value in values])
+    return Figure(graph, [Pen(colour[kind]) for kind in held])
 
 
-def pairs(names: list[str], values: dict[str, list[float | None]]) -> go.Figure:
+def pairs(names: list[str], values: dict[str, list[float | None]]) -> Figure:
     """Bars of several runs side by side, a group a name."""
-    traces = [
-        go.Bar(
-            y=[plain(name) for name in names],
-            x=rounded(row),
-            orientation="h",
-            name=plain(run),
-            marker={"color": PALETTE[index]},
-        )
-        for index, (run, row) in enumerate(values.items())
-    ]
-    figure = framed(traces, "", "")
-    figure.update_layout(barmode="group", bargap=0.3)
-    figure.update_yaxes(autorange="reversed", type="category")
-    return figure
+    graph = pygal.HorizontalBar(value_formatter=si, **PLAIN)
+    graph.x_labels = list(reversed(names))
+    for run, row in reversed(values.items()):
+        graph.add(run, rounded(reversed(row)))
+    pens = [Pen(PALETTE[index % len(PALETTE)]) for index in range(len(values))]
+    return Figure(graph, pens[::-1], legend=True)
 
 
-def framed(traces: Iterable[Any], x_label: str, y_label: str) -> go.Figure:
-    """A figure with the lab's axes; how it looks otherwise stands once in the page, as a template (`look`)."""
-    figure = go.Figure(list(traces), layout={"template": "none"})
-    figure.update_xaxes(title={"text": plain(x_label)})
-    figure.update_yaxes(title={"text": plain(y_label)})
-    return figure
+# --- how they look ---
 
+# No script, no style and no ground of pygal's: the page has its own.
+PLAIN: dict[str, Any] = {
+    "js": [], "css": [], "width": WIDTH, "no_prefix": True, "disable_xml_declaration": True, "show_legend": False,
+    "margin": 6, "max_scale": MOST_TICKS, "min_scale": 2, "no_data_text": "no data", "strict": False,
+}  # fmt: skip
 
-# Plotly's empty template, which is in each figure, and the name under which the page has the lab's: 0.8 kB for each of
-# up to 50 charts.
-EMPTY, LOOK = '"template":{"data":{"scatter":[{"type":"scatter"}]}}', "RANKLAB_LOOK"
+PLACES = {"d", "x", "y", "width", "height", "cx", "cy", "r", "transform"}  # attributes that hold coordinates
+DECIMALS = re.compile(r"-?\d+\.\d\d+(e-\d+)?")
 
-
-CLOUD = "window.PLOTLYENV=window.PLOTLYENV || {}; "  # for pages that Plotly's own servers show
+LOOK = """
+.chart svg { display: block; width: 100%; height: auto; overflow: visible; }
+.chart text { font: 12px system-ui, sans-serif; fill: var(--soft); }
+.chart .axis.x text { text-anchor: middle; } .chart .axis.y text { text-anchor: end; }
+.chart .axis.x text[transform] { text-anchor: end; }
+.chart .title { text-anchor: middle; }
+.chart .axis .line { stroke: var(--line); fill: none; }
+.chart .series .line { stroke: var(--hue); fill: none; stroke-linejoin: round; }
+.chart .stackedline-graph .series .line { fill: var(--hue); stroke: none; }
+.chart .series .rect, .chart .series .dot { fill: var(--hue); }
+.chart .box rect, .chart .box path { fill: none; stroke: var(--hue); stroke-width: 2; }
+.legend i { display: inline-block; width: 1.1rem; height: .22rem; margin: 0 .4rem .22rem 0; background: var(--hue); }
+.legend i.dashed { background: repeating-linear-gradient(90deg, var(--hue) 0 .3rem, transparent .3rem .5rem); }
+"""
 
 
 def look() -> Markup:
-    """The script that names the template of all charts, for the page's head."""
-    clear = "rgba(0,0,0,0)"
-    axis = {
-        "automargin": True, "zeroline": False, "showgrid": True, "gridcolor": GREY, "fixedrange": True,
-        "title": {"standoff": 8},
-    }  # fmt: skip
-    layout = {
-        "paper_bgcolor": clear, "plot_bgcolor": clear, "margin": {"l": 4, "r": 12, "t": 6, "b": 4}, "dragmode": False,
-        "font": {"family": "system-ui, sans-serif", "size": 12.5, "color": GREY}, "hoverlabel": {"namelength": -1},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": clear, "itemclick": "toggle"},
-        "xaxis": axis, "yaxis": axis,
-    }  # fmt: skip
-    return Markup(f"<script>const {LOOK} = {json.dumps({'layout': layout})};</script>")
+    """The style of all charts, for the page's head."""
+    return Markup(f"<style>{LOOK}</style>")
 
 
-def drawn(figure: go.Figure, title: str, height: int) -> Markup:
-    """The figure as HTML: as wide as the page, `height` pixels high; `title` names it to a screen reader."""
-    name = hashlib.sha256((title + figure.to_json()).encode()).hexdigest()[:12]
-    config = {"responsive": True, "displayModeBar": False}
-    inner = figure.to_html(
-        full_html=False, include_plotlyjs=False, config=config, div_id=f"c{name}", default_height=f"{height}px"
-    )  # fmt: skip
-    squeezed = " ".join(inner.split()).replace(EMPTY, f'"template":{LOOK}').replace(CLOUD, "")
-    return Markup(
-        f'<div class="chart" role="img" aria-label="{text(title)}" style="height:{height}px">{squeezed}</div>'
-    )
+def drawn(figure: Figure, title: str, height: int) -> Markup:
+    """The figure as HTML, its legend above it; `height` is in the chart's own coordinates, of which it is WIDTH wide;
+    `title` names it to a screen reader."""
+    key = _legend(figure) if figure.legend else ""
+    return Markup(f'<div class="chart" role="img" aria-label="{text(title)}">{key}{svg(figure, height)}</div>')
+
+
+def svg(figure: Figure, height: int) -> str:
+    """The drawing alone: what pygal draws, without what only its own script and style would use."""
+    figure.graph.config.height = height
+    figure.graph.add_xml_filter(partial(_lean, pens=figure.pens))
+    found: str = figure.graph.render(is_unicode=True)
+    return found
+
+
+def _lean(root: Any, pens: Sequence[Pen]) -> Any:
+    for parent in list(root.iter()):
+        for child in list(parent):
+            kind = (child.get("class") or "") if isinstance(child.tag, str) else "comment"
+            unused = kind == "comment" or child.tag in ("defs", "title") or "overlay" in kind or "background" in kind
+            if unused or (child.tag == "desc" and kind != "value"):
+                parent.remove(child)
+            elif child.tag == "desc":
+                child.tag, child.attrib = "title", {}  # what a browser tells where the pointer is
+    for part in root.iter():
+        for name, value in part.attrib.items():
+            if name in PLACES:
+                part.set(name, DECIMALS.sub(lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), value))
+        number = re.match(r"series serie-(\d+)", part.get("class") or "")
+        if number:
+            pen = pens[int(number[1])]
+            dashes = f";stroke-dasharray:{pen.dashes}" if pen.dashes else ""
+            part.set("class", "series")
+            part.set("style", f"--hue:{pen.hue};stroke-width:{pen.width:g}{dashes}")
+    root.attrib.pop("id", None)
+    return root
+
+
+def _legend(figure: Figure) -> str:
+    """The names of all series, each beside its colour."""
+    shown = []
+    for (_, options), pen in zip(figure.graph.raw_series, figure.pens, strict=True):
+        dashed = ' class="dashed"' if pen.dashes else ""
+        shown.append(f'<span style="--hue:{pen.hue}"><i{dashed}></i>{plain(options["title"])}</span>')
+    return f'<div class="key legend">{"".join(shown)}</div>'
 
 
 def plain(name: str) -> str:
-    """A name for Plotly, which reads its labels as HTML."""
+    """A name as HTML."""
     return html.escape(name, quote=False)
+
+
+# --- numbers ---
+
+
+def si(value: float) -> str:
+    """Three digits and a prefix: 12000 as "12k"."""
+    size = abs(value)
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= 0.9995 * limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def _bytes(value: float) -> str:
+    return f"{si(value)}B"
+
+
+class Axis:
+    """Where values stand, and its labels; a logarithmic one has the logarithms, and those of no number are left out."""
+
+    def __init__(self, values: Iterable[float | None], log: bool) -> None:
+        self.log = log
+        self.values = [value for value in self.placed(list(values)) if value is not None]
+
+    def placed(self, values: Sequence[float | None]) -> list[float | None]:
+        """As pygal is to draw them."""
+        known = [value if value is not None and math.isfinite(value) else None for value in values]
+        if not self.log:
+            return known
+        return [math.log10(value) if value is not None and value > 0 else None for value in known]
+
+    def told(self, value: float) -> str:
+        """A label, or what a point is."""
+        return si(10**value if self.log else value)
+
+    def ticks(self) -> list[float]:
+        """At most about MOST_TICKS round numbers from the first to the last; of a logarithmic axis powers of ten."""
+        if not self.values:
+            return []
+        least, most = min(self.values), max(self.values)
+        width = (most - least) or 1.0
+        step = 10 ** math.floor(math.log10(width / MOST_TICKS))
+        step = next(step * times for times in (1, 2, 5, 10) if width / (step * times) <= MOST_TICKS)
+        if self.log:
+            step, least, most = max(1, round(step)), math.floor(least), math.ceil(most)
+        first, last = math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9)
+        return [number * step for number in range(first, last + 1)]
 
 
 def thinned(curve: Curve, points: int) -> tuple[list[float | None], list[float | None]]:

@@ -116,9 +116,7 @@ def time(run: Run, records: Ranks, colour: dict[str, str]) -> Markup:
         ratio = [f"{seconds / own_s:.2f}" if seconds and own_s else ""] if own else []
         rows.append([variant["name"], milliseconds(seconds), *ratio, milliseconds(sum(cpu)) if cpu else ""])
     columns = ["variant", "ms a step", *([f"× {own}"] if own else []), "CPU ms, all ranks"]
-    figure = charts.drawn(
-        charts.spreads(samples, colour, "ms a step"), "time of a step by variant", 90 + 44 * len(samples)
-    )
+    figure = charts.drawn(charts.spreads(samples, colour, "ms a step"), "time of a step by variant", 220)
     note = (
         "A step takes as long as its slowest rank. Boxes: quartiles; whiskers: 5th and 95th percentile; table: medians."
     )

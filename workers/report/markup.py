@@ -4,8 +4,6 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from workers.report.style import STYLE
 
 # Nothing may be fetched: the page shows the same offline, mailed or kept as an artifact of a CI.
@@ -24,15 +22,14 @@ def text(value: Any) -> str:
 
 
 def document(title: str, body: Iterable[str]) -> str:
-    """A whole page that needs nothing but itself: style and Plotly's bundle (4.8 MB) inside, once."""
+    """A whole page that needs nothing but itself."""
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
-            f"<title>{text(title)}</title>\n<style>{STYLE}</style>",
-            f"<script>{get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
+            f"<title>{text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             *body,
             "</main>\n</body>\n</html>\n",
         ]

@@ -1,21 +1,21 @@
 """The report of one run, from its records: what was claimed, whether it held, what it cost, and how to repeat it.
 
-The order is the order of questions: did it hold, by how much, what did the losses do, who sent what, how long, who did
-what when, how much memory, and with which settings. Charts never stand alone: the same numbers are in a table or in the
-records.
+The order is that of a teacher: did it hold, the picture of a step, what the lesson is and what it predicted, its own
+figures; then the evidence: checks, losses, bytes, time, memory, settings. Charts never stand alone: the same numbers
+are in a table or in the records.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workers.report import charts, costs, held, memory, timeline
+from workers.report import charts, costs, held, memory, profile
 from workers.report.blocks import PROOF
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.lines import write_atomically
 from workers.report.markup import Markup, chip, code, document, grid, section, table, text
-from workers.report.records import Chart, End, Losses, Ranks, Said, Start, Table, select
+from workers.report.records import Chart, End, Lesson, Losses, Ranks, Said, Start, Table, select
 from workers.report.sentences import (
     error_sentences,
     failure_sentence,
@@ -28,10 +28,10 @@ from workers.report.sentences import (
     seen_sentence,
     unseen_sentence,
 )
+from workers.report.stage import stage
 from workers.report.units import allowed, difference, human_bytes, milliseconds
 
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
-MOST_BYTES = 4_990_000  # of a page; what the rest leaves of it goes to the timelines
 
 
 def write_page(folder: Path, run: Run, records: Ranks, path: Path | None = None) -> Path:
@@ -44,41 +44,38 @@ def write_page(folder: Path, run: Run, records: Ranks, path: Path | None = None)
 def page(run: Run, records: Ranks) -> str:
     """The whole page as HTML."""
     colour = charts.colours(variant["name"] for variant in run["variants"])
-    title = f"{run['verdict']} · {run['run_id']}"
-    before = [
-        charts.look(),
-        _head(run, records),
-        _ended(run),
-        _said(records),
-        held.checks(run),
-        _losses(records, colour),
-        costs.traffic(run, records),
-        held.comparisons(run),
-        costs.time(run, records, colour),
-    ]
-    after = [
-        timeline.training_profile(run, records),
-        memory.memory(run, records),
-        *_lesson(records, colour),
-        _ranks(run, records),
-        _settings(records),
-    ]
-    room_bytes = MOST_BYTES - len(document(title, [*before, *after]).encode())
-    return document(title, [*before, timeline.gantts(run, records, room_bytes), *after])
+    return document(
+        f"{run['verdict']} · {run['run_id']}",
+        [
+            charts.look(),
+            _head(run, records),
+            _ended(run),
+            stage(run, records),
+            _tiles(run),
+            _lesson(run, records),
+            *_own(records, colour),
+            held.checks(run),
+            held.comparisons(run),
+            _losses(records, colour),
+            costs.traffic(run, records),
+            costs.time(run, records, colour),
+            profile.training_profile(run, records),
+            profile.communication_hidden(run, records),
+            memory.memory(run, records),
+            _ranks(run, records),
+            _settings(records),
+        ],
+    )
 
 
 def _head(run: Run, records: Ranks) -> Markup:
     start = first(records)
     ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}"
     what = " · ".join(part for part in (run["run_mode"], ranks, start.title) if part)
-    tiles = "".join(
-        f'<div class="tile"><b>{text(value)}</b><span>{text(about)}</span></div>' for value, about in _tiles(run)
-    )
     note = f'<p class="sub">{text(proof_note(run))}</p>' if proof_note(run) else ""
     return Markup(
         f'<header class="{run["verdict"]}"><div class="verdict">{chip_of(run)}<span>{text(headline(run))}</span></div>'
-        f'{_mistake(run)}<h1>{text(what)}</h1><p class="sub">run {text(run["run_id"])}</p>{note}'
-        f'<div class="tiles">{tiles}</div></header>'
+        f'{_mistake(run)}<h1>{text(what)}</h1><p class="sub">run {text(run["run_id"])}</p>{note}</header>'
     )
 
 
@@ -95,8 +92,15 @@ def chip_of(run: Run) -> Markup:
     return chip(run["verdict"].upper())
 
 
-def _tiles(run: Run) -> Iterator[tuple[str, str]]:
+def _tiles(run: Run) -> Markup:
     """The few numbers that a reader should take away."""
+    tiles = "".join(
+        f'<div class="tile"><b>{text(value)}</b><span>{text(about)}</span></div>' for value, about in _numbers(run)
+    )
+    return Markup(f'<div class="tiles">{tiles}</div>') if tiles else Markup()
+
+
+def _numbers(run: Run) -> Iterator[tuple[str, str]]:
     proof = [check for check in run["checks"] if check["name"] in PROOF]
     if proof:
         failed, plain = ([c for c in proof if not c["passed"]], [c for c in proof if not c["unit"]])
@@ -130,14 +134,20 @@ def _ended(run: Run) -> Markup:
     return section("What went wrong", listed) if wrong else Markup()
 
 
-def _said(records: Ranks) -> Markup:
-    spoken = [
-        f'<div class="said"><b>{text(said.heading)}</b>'
-        + (f"<pre>{text(said.text)}</pre>" if "\n" in said.text else f"<div>{text(said.text)}</div>")
-        + "</div>"
-        for said in dict.fromkeys(said for _, said in select(records, Said))
-    ]
-    return section("The lesson", *spoken)
+def _lesson(run: Run, records: Ranks) -> Markup:
+    """The idea, the variants in a sentence each, the predictions with their numbers, what was said, the mistake."""
+    lessons = [lesson for _, lesson in select(records, Lesson)]
+    parts: list[str] = []
+    for lesson in lessons[:1]:
+        ran = {variant["name"] for variant in run["variants"]}
+        parts += [f"<p>{text(paragraph)}</p>" for paragraph in lesson.idea]
+        told = [[name, sentence] for name, sentence in lesson.variants.items() if name in ran]
+        parts.append(table(["variant", "what it does"], told))
+        parts.append(table(["variant", "predicted", "formula", "a rank and step", "calls"], lesson.predictions))
+    for said in dict.fromkeys(said for _, said in select(records, Said)):
+        words = f"<pre>{text(said.text)}</pre>" if "\n" in said.text else f"<div>{text(said.text)}</div>"
+        parts.append(f'<div class="said"><b>{text(said.heading)}</b>{words}</div>')
+    return section("The lesson", *parts, _mistake(run))
 
 
 def _losses(records: Ranks, colour: dict[str, str]) -> Markup:
@@ -149,7 +159,7 @@ def _losses(records: Ranks, colour: dict[str, str]) -> Markup:
     rows = [[name, len(y), f"{y[0]:.6g}", f"{y[-1]:.6g}"] for name, (_, y) in found.items() if y]
     summary = table(["", "steps", "first loss", "last loss"], rows, numbers=(1, 2, 3))
     note = "Curves that agree lie on top of each other: the first is drawn widest, so that all can be seen."
-    return section("Losses", charts.drawn(figure, "losses by step", 340), summary, note=note)
+    return section("Losses", charts.drawn(figure, "losses by step", 240), summary, note=note)
 
 
 def curves(records: Ranks) -> dict[str, charts.Curve]:
@@ -160,14 +170,14 @@ def curves(records: Ranks) -> dict[str, charts.Curve]:
     return dict(sorted(found.items(), key=lambda item: item[0] != "one process"))
 
 
-def _lesson(records: Ranks, colour: dict[str, str]) -> Iterator[Markup]:
+def _own(records: Ranks, colour: dict[str, str]) -> Iterator[Markup]:
     """The tables and charts that the lesson made itself, in its order."""
     shown = [record for rank in sorted(records) for record in records[rank] if isinstance(record, Chart | Table)]
     tables = sum(isinstance(record, Table) for record in shown)
     series = sum(len(record.series) for record in shown if isinstance(record, Chart))
     for record in shown:
         if isinstance(record, Table):
-            yield _lesson_table(record, max(8, MOST_ROWS // tables))
+            yield _own_table(record, max(8, MOST_ROWS // tables))
         else:
             own = charts.colours(record.series) | {name: colour[name] for name in record.series if name in colour}
             hues = own if len(set(own.values())) == len(own) else charts.colours(record.series)
@@ -176,10 +186,10 @@ def _lesson(records: Ranks, colour: dict[str, str]) -> Iterator[Markup]:
                 found, record.x_label, record.y_label, hues, points=max(8, charts.MOST_POINTS // 2 // max(1, series)),
                 log_x=record.log_x, log_y=record.log_y,
             )  # fmt: skip
-            yield section(record.title, charts.drawn(figure, record.title, 340))
+            yield section(record.title, charts.drawn(figure, record.title, 240))
 
 
-def _lesson_table(record: Table, most: int) -> Markup:
+def _own_table(record: Table, most: int) -> Markup:
     numbers = [
         index for index in range(len(record.columns)) if all(isinstance(row[index], int | float) for row in record.rows)
     ]

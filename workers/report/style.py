@@ -1,6 +1,6 @@
 """How the pages look: one style sheet, light and dark by the reader's own setting, from a phone to a wide screen.
 
-Plotly writes its colours into the SVG; the rules under "charts" lay ours over them, so that a chart follows the page.
+What a chart is made of is styled by charts.py, the picture by looks.py.
 """
 
 STYLE = """
@@ -8,11 +8,13 @@ STYLE = """
   color-scheme: light dark;
   --paper: #f4f6f9; --card: #ffffff; --ink: #18202b; --soft: #566274; --line: #dfe4eb; --accent: #2563eb;
   --good: #0b6b38; --good-back: #dff5e7; --bad: #b01e1e; --bad-back: #fde5e3; --warn: #80500a; --warn-back: #fdf0d5;
+  --hatch: #c3ccd8;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #0d1117; --card: #151b24; --ink: #e6ebf2; --soft: #a0adbd; --line: #2a3442; --accent: #6ba4ff;
     --good: #6fdd9c; --good-back: #123524; --bad: #ff9a92; --bad-back: #431a1a; --warn: #f0c069; --warn-back: #3a2c0e;
+    --hatch: #3d4a5c;
   }
 }
 * { box-sizing: border-box; }
@@ -101,18 +103,8 @@ figcaption { font-weight: 600; font-size: .92rem; }
   vertical-align: -.08rem;
 }
 .key i.idle { border: 1px solid var(--line); }
-.gantt { margin-top: .8rem; }
-.gantt figcaption span { color: var(--soft); font-weight: 400; margin-left: .6rem; }
 /* charts */
-.chart { width: 100%; min-width: 0; margin: .2rem 0; }
-.main-svg text { fill: var(--soft) !important; }
-.main-svg .legendtext, .main-svg .hoverlayer text { fill: var(--ink) !important; }
-.main-svg .bartext { fill: #fff !important; }
-.main-svg .gridlayer path { stroke: var(--line) !important; }
-.main-svg .xlines-above, .main-svg .ylines-above, .main-svg .xlines-below { stroke: var(--line) !important; }
-.main-svg .hoverlayer .bg, .main-svg .hoverlayer .hovertext path {
-  fill: var(--card) !important; stroke: var(--soft) !important;
-}
+.chart { min-width: 0; max-width: 44rem; margin: .2rem 0; }
 @media (max-width: 40rem) {
   main { padding: .7rem .6rem 3rem; }
   header, section { padding: 1rem .9rem; border-radius: 12px; }

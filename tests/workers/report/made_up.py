@@ -1,5 +1,6 @@
 """Records of runs that never were: small, exact, and each test bends one of them."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from workers.report.records import (
     Losses,
     Memory,
     MemoryLine,
+    Messages,
     Overlap,
     Profile,
     Ranks,
@@ -31,6 +33,7 @@ from workers.report.records import (
 )
 
 MEGA = 10**6
+SENT_BYTES = 400_000  # a message of the pipeline
 VARIANTS = {"naive": 81e-3, "bucketed": 50e-3, "ddp": 50e-3}  # seconds a step
 
 
@@ -93,7 +96,8 @@ def pipeline_run(world_size: int = 4, microbatches: int = 8, variants: tuple[str
             seconds |= {kind: sum(s[3] - s[2] for s in spans if s[0] == kind) for kind in ("forward", "backward")}
             seconds |= {"communication": 0.004 + 0.001 * rank, "optimizer": OPTIMIZER_S, "waiting": 0.05}
             overlap = Overlap(variant, 0.004, 0.001 * rank)
-            records[rank][-1:-1] = [Timeline(variant, 12, spans), Profile(variant, seconds), overlap]
+            called = Messages(variant, messages(rank, timelines))
+            records[rank][-1:-1] = [Timeline(variant, 12, spans), called, Profile(variant, seconds), overlap]
         ideal = (world_size - 1) / (microbatches + world_size - 1)
         bubble = Comparison(variant, "bubble", "", ideal, ideal + 0.035, 0.0, "(p-1)/(m+p-1)", decides=False)
         records[0].insert(-1, bubble)
@@ -123,6 +127,18 @@ def simulated(variant: str, world_size: int, microbatches: int) -> list[list[lis
     for stage, last in enumerate(free):
         spans[stage].append(["optimizer", "", last, last + OPTIMIZER_S])
     return spans
+
+
+def messages(rank: int, timelines: list[list[list[Any]]]) -> list[list[Any]]:
+    """What a stage sends and receives: each send when it was marked, and its receive until it was there."""
+    found: list[list[Any]] = []
+    for stage, spans in enumerate(timelines):
+        for (kind, *_), (then, _, start, end) in itertools.pairwise(spans):
+            to = stage + (1 if kind == "forward" else -1)
+            if then == "send" and 0 <= to < len(timelines) and rank in (stage, to):
+                op = "send" if rank == stage else "recv"
+                found.append([op, [stage, to], SENT_BYTES * (op == "send"), SENT_BYTES, 0, start, end])
+    return sorted(found, key=lambda call: float(call[5]))
 
 
 def order(variant: str, world_size: int, microbatches: int, stage: int) -> list[tuple[str, int]]:

@@ -14,11 +14,14 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.workers.report.made_up import good_run, pipeline_run, with_check, with_measured, written
+from tests.workers.report.made_up import good_run, pipeline_run, plus, with_check, with_measured, written
 from workers.report.__main__ import main
+from workers.report.looks import MICROBATCHES
+from workers.report.records import Ideal
 
 OUTPUTS = Path(__file__).parents[2] / "outputs"
 SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -39,7 +42,10 @@ const luminance = c => { const [r, g, b] = c.map(linear);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
 const ground = element => { const layers = [];
   for (let e = element; e; e = e.parentElement) layers.push(rgba(getComputedStyle(e).backgroundColor));
-  const bar = element.closest('.point')?.querySelector('path');  // the bar that a number stands in
+  const kind = element.closest('svg.panel') && element.classList[0];  // the bar that a number stands in
+  const bar = kind && [...element.parentElement.querySelectorAll('rect.' + kind)].find(r => {
+    const a = r.getBoundingClientRect(), b = element.getBoundingClientRect(), x = (b.left + b.right) / 2;
+    return a.left <= x && x <= a.right; });
   if (bar) layers.unshift(rgba(getComputedStyle(bar).fill));
   return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]); };
 const faint = [];
@@ -87,7 +93,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder / "failed",
         with_measured(with_check(good_run(8, 40, five), "gradients", 3e-2), "flat", "wire bytes", 12e6, 2),
     )
-    pipeline = written(folder / "pipeline", pipeline_run())
+    paper = [[["forward", str(k), 0.01 * k, 0.01 * k + 0.01] for k in range(8)]] * 4
+    pipeline = written(folder / "pipeline", plus(pipeline_run(), Ideal("1f1b", paper)))
     assert (main([str(passed)]), main([str(failed)]), main([str(passed), str(failed)])) == (0, 1, 0)
     assert main([str(pipeline)]) == 0
     reports = {"pass": passed, "fail": failed, "pipeline": pipeline}
@@ -105,7 +112,7 @@ def test_a_page_can_be_read(
     )
     resize(browser, WIDTHS[width], 900)
     browser.get(pages[name].as_uri())
-    charts = browser.execute_script("return document.querySelectorAll('.plotly-graph-div').length")
+    charts = browser.execute_script("return document.querySelectorAll('.chart').length")
     assert charts >= 4
     WebDriverWait(browser, 20).until(lambda _: number_drawn(browser) == charts)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= WIDTHS[width]
@@ -114,32 +121,128 @@ def test_a_page_can_be_read(
     keep(browser, f"report-{name}-{width}-{scheme}.png", WIDTHS[width])
 
 
-def test_a_bar_of_the_timeline_tells_what_it_was(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
-    resize(browser, 1200, 900)
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 800)])
+def test_the_first_screen_holds_the_verdict_and_the_picture(
+    browser: webdriver.Chrome, pages: dict[str, Path], width: int, height: int
+) -> None:
+    resize(browser, width, height)
     browser.get(pages["pipeline"].as_uri())
-    chart = browser.find_element(By.CSS_SELECTOR, "[aria-label='what each rank did in a step of 1f1b']")
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
-    forward, backward = chart.find_elements(By.CSS_SELECTOR, ".trace.bars")[:2]
-    bars = forward.find_elements(By.CSS_SELECTOR, ".point path")
-    assert len(bars) == len(backward.find_elements(By.CSS_SELECTOR, ".point path")) == 4 * 8
-    OUTPUTS.mkdir(exist_ok=True)
-    numbers = [number.text for number in forward.find_elements(By.CSS_SELECTOR, ".bartext") if number.is_displayed()]
-    assert numbers == [str(microbatch) for _ in range(4) for microbatch in range(8)]
-    assert hovered(browser, chart, bars[8 + 2]) == "forward 2 · 10.000 ms"  # of rank 1
-    browser.save_screenshot(str(OUTPUTS / "timeline-hovered.png"))
+    verdict, panel = (browser.find_element(By.CSS_SELECTOR, each) for each in (".verdict", "svg.panel"))
+    last = browser.find_elements(By.CSS_SELECTOR, "svg.panel")[-1]
+    assert all(part.rect["y"] + part.rect["height"] < height for part in (verdict, panel, last))
+    # What is seen there is drawn: light and dark bars of several colours, of which no other part of the page has any.
+    image = browser.get_screenshot_as_base64()
+    colours = browser.execute_async_script(COLOURS, image, panel.rect)
+    for name in ("blue", "orange", "teal", "violet"):
+        assert set(MICROBATCHES[name]) <= set(colours), name
+    assert complaints(browser) == []
 
 
-def test_the_timeline_zooms_and_comes_back(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+# The colours of the pixels in a part of a screenshot.
+COLOURS = """
+const [image, part, done] = arguments, picture = new Image();
+picture.onload = () => {
+  const canvas = Object.assign(document.createElement('canvas'), {width: picture.width, height: picture.height});
+  const ink = canvas.getContext('2d'); ink.drawImage(picture, 0, 0);
+  const data = ink.getImageData(part.x, part.y, part.width, part.height).data, found = new Set();
+  for (let i = 0; i < data.length; i += 4)
+    found.add('#' + [0, 1, 2].map(k => data[i + k].toString(16).padStart(2, '0')).join(''));
+  done([...found]);
+};
+picture.src = 'data:image/png;base64,' + image;
+"""
+
+
+def test_what_lies_under_the_pointer_is_told(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
     resize(browser, 1200, 900)
     browser.get(pages["pipeline"].as_uri())
-    chart = browser.find_element(By.CSS_SELECTOR, "[aria-label='what each rank did in a step of gpipe']")
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
-    whole = shown_ms(browser, chart)
-    ground = chart.find_element(By.CSS_SELECTOR, ".nsewdrag")
-    ActionChains(browser).move_to_element(ground).click_and_hold().move_by_offset(200, 0).release().perform()
-    WebDriverWait(browser, 10).until(lambda _: shown_ms(browser, chart) < 0.3 * whole)
-    ActionChains(browser).double_click(ground).perform()
-    WebDriverWait(browser, 10).until(lambda _: shown_ms(browser, chart) == whole)
+    panel = browser.find_element(By.CSS_SELECTOR, "svg.panel[data-v='1f1b']")
+    row = panel.find_elements(By.CSS_SELECTOR, "g[data-r='1'] rect.forward")
+    assert len(row) == 8
+    assert told_of(browser, row[2]) == "rank 1: forward of microbatch 2, 10.0 ms"
+    arrow = panel.find_element(By.CSS_SELECTOR, ".message[data-r='2,3']")
+    assert browser.execute_script(POINTED, arrow).startswith("rank 2 to rank 3: 400 kB in ")
+    assert [number.text for number in panel.find_elements(By.CSS_SELECTOR, "g[data-r='0'] text.forward")] == list(
+        "01234567"
+    )
+
+
+POINTED = """
+arguments[0].dispatchEvent(new PointerEvent('pointermove', {bubbles: true, clientX: 300, clientY: 300}));
+return document.querySelector('.tip').textContent;
+"""
+
+
+def told_of(browser: webdriver.Chrome, mark: WebElement) -> str:
+    """What is said while the pointer is on it."""
+    ActionChains(browser).move_to_element(mark).perform()
+    tip = browser.find_element(By.CSS_SELECTOR, ".tip")
+    WebDriverWait(browser, 10).until(lambda _: tip.is_displayed())
+    return tip.text
+
+
+def test_the_picture_plays_by_keys_and_shows_messages_on_their_way(
+    browser: webdriver.Chrome, pages: dict[str, Path]
+) -> None:
+    resize(browser, 390, 800)
+    browser.get(pages["pipeline"].as_uri())
+    stage = browser.find_element(By.CSS_SELECTOR, ".stage")
+    stage.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    told = browser.find_element(By.CSS_SELECTOR, ".told")
+    assert "gpipe: rank 0: forward of microbatch" in told.text and "1f1b: " in told.text
+    stage.send_keys(" ")
+    slider = browser.find_element(By.CSS_SELECTOR, ".moment")
+    before = float(str(slider.get_property("value")))
+    frames = browser.execute_async_script(FRAMES)
+    after = float(str(slider.get_property("value")))
+    shown_ms = (
+        (after - before) / 100 * float(browser.execute_script("return document.querySelector('.picture').dataset.ms"))
+    )
+    assert frames["number"] / frames["s"] >= 30
+    assert shown_ms == pytest.approx(1000 * frames["s"] / 100, rel=0.5)  # at a hundredth of its speed
+    flown = browser.execute_script(FLOWN)
+    assert flown["most"] > 0 and flown["after"] == 0
+    stage.send_keys(Keys.END)
+    assert told.text == ""
+    assert complaints(browser) == []
+
+
+# Two seconds of frames; then the messages in flight over the whole step, and at its end.
+FRAMES = """
+const done = arguments[0], start = performance.now(); let number = 0;
+const frame = now => { number++; now - start < 2000 ? requestAnimationFrame(frame) : done({number, s: (now - start) / 1000}); };
+requestAnimationFrame(frame);
+"""
+FLOWN = """
+const slider = document.querySelector('.moment'); let most = 0;
+const flying = () => [...document.querySelectorAll('.panel circle.dot')].filter(d => d.style.display !== 'none').length;
+for (let at = 0; at <= 100; at += 0.5) {
+  slider.value = at; slider.dispatchEvent(new Event('input')); if (at < 100) most = Math.max(most, flying()); }
+return {most, after: flying()};
+"""
+
+
+def test_the_picture_zooms_and_comes_back(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+    resize(browser, 1200, 900)
+    browser.get(pages["pipeline"].as_uri())
+    track, stage = (browser.find_element(By.CSS_SELECTOR, each) for each in (".track", ".stage"))
+    whole = track.rect["width"]
+    stage.send_keys("++")
+    assert track.rect["width"] == pytest.approx(4 * whole, rel=0.01)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 1200
+    stage.send_keys("--")
+    assert track.rect["width"] == pytest.approx(whole, rel=0.01)
+
+
+def test_the_schedule_on_paper_is_switched_on_and_off(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+    resize(browser, 1200, 900)
+    browser.get(pages["pipeline"].as_uri())
+    paper = browser.find_element(By.CSS_SELECTOR, "svg.ideal")
+    assert not paper.is_displayed()
+    browser.find_element(By.CSS_SELECTOR, "input.paper").click()
+    assert paper.is_displayed() and not browser.find_element(By.CSS_SELECTOR, "svg.measured").is_displayed()
+    browser.find_element(By.CSS_SELECTOR, "input.paper").click()
+    assert not paper.is_displayed()
 
 
 def test_what_cannot_be_read_is_seen(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
@@ -149,27 +252,12 @@ def test_what_cannot_be_read_is_seen(browser: webdriver.Chrome, pages: dict[str,
     charts = number_drawn(browser)
     browser.execute_script("document.querySelector('h1').style.color = 'rgba(128, 128, 128, .4)'")
     browser.execute_script("document.querySelector('h1').style.width = '500px'")
-    browser.execute_script("document.querySelector('.plotly-graph-div').replaceChildren()")
+    browser.execute_script("document.querySelector('.chart svg').replaceChildren()")
     browser.execute_script("console.error('wrong')")
     assert len(browser.execute_script(FAINT)) == 1
     assert browser.execute_script("return document.documentElement.scrollWidth") > 390
     assert number_drawn(browser) == charts - 1
     assert len(complaints(browser)) == 1
-
-
-def hovered(browser: webdriver.Chrome, chart: WebElement, bar: WebElement) -> str:
-    """What the label says while the pointer is on `bar`."""
-    ActionChains(browser).move_to_element(bar).perform()
-    label = WebDriverWait(browser, 10).until(lambda _: chart.find_element(By.CSS_SELECTOR, ".hoverlayer .hovertext"))
-    return str(label.text)
-
-
-def shown_ms(browser: webdriver.Chrome, chart: WebElement) -> float:
-    """The length of the time axis that a chart shows."""
-    range_of = (
-        "const [from, to] = arguments[0].querySelector('.plotly-graph-div')._fullLayout.xaxis.range; return to - from"
-    )
-    return float(browser.execute_script(range_of, chart))
 
 
 def complaints(browser: webdriver.Chrome) -> list[str]:
@@ -180,13 +268,9 @@ def complaints(browser: webdriver.Chrome) -> list[str]:
 
 def number_drawn(browser: webdriver.Chrome) -> int:
     """Charts whose SVG holds at least one mark: a line, a bar or a box."""
-    marks = ".trace path, .points path, .js-line"
-    return int(
-        browser.execute_script(
-            "return [...document.querySelectorAll('.plotly-graph-div')]"
-            f".filter(chart => chart.querySelector('svg.main-svg') && chart.querySelector('{marks}')).length"
-        )
-    )
+    marks = ".series path, .series rect, .series circle"
+    program = f"return [...document.querySelectorAll('.chart')].filter(chart => chart.querySelector('{marks}')).length"
+    return int(browser.execute_script(program))
 
 
 def resize(browser: webdriver.Chrome, width: int, height: int) -> None:

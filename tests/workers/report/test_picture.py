@@ -12,9 +12,10 @@ import pytest
 from tests.labs import run_experiment
 from tests.workers.report.made_up import good_run
 from workers.report.lines import to_line
+from workers.report.panels import PRIME
 from workers.report.picture import main
 from workers.report.records import Ranks as Records
-from workers.report.spans import KINDS, timelines
+from workers.report.spans import timelines
 from workers.testing.calls import Ranks
 
 TOP = Path(__file__).parents[3]
@@ -28,7 +29,7 @@ def drawn(
     """A small run of the picture's own mode and variants: its verdict, its records and its picture."""
     folder = tmp_path_factory.mktemp("run")
     run, records = run_experiment(
-        ranks, 4, folder, RUN_MODE="pp", LAB_VARIANT="naive,gpipe,1f1b", LAB_DEPTH="4", LAB_SLEEP_MS="4"
+        ranks, 4, folder, RUN_MODE="pp", LAB_VARIANT="naive,gpipe,1f1b,interleaved", LAB_DEPTH="8", LAB_SLEEP_MS="4"
     )
     assert main([str(folder), str(folder / "picture.svg")]) == 0
     return run, records, ElementTree.parse(folder / "picture.svg").getroot()
@@ -43,17 +44,53 @@ def form(svg: ElementTree.Element) -> set[tuple[str, str, tuple[str, ...]]]:
     return {(element.tag, element.get("class") or "", tuple(element.keys())) for element in svg.iter()}
 
 
+def panels(svg: ElementTree.Element) -> list[ElementTree.Element]:
+    """A variant's marks each."""
+    return [part for part in svg.iter(f"{SVG}svg") if part.get("class") == "panel"]
+
+
+def of_class(svg: ElementTree.Element, tag: str, look: str) -> list[ElementTree.Element]:
+    return [mark for mark in svg.iter(f"{SVG}{tag}") if look in (mark.get("class") or "").split()]
+
+
 def test_each_span_of_each_rank_is_a_bar(drawn: tuple[dict[str, Any], Records, ElementTree.Element]) -> None:
     run, records, svg = drawn
-    spans = [
-        span for of_ranks in timelines(records, run["world_size"]).values() for of_rank in of_ranks for span in of_rank
-    ]
-    bars = [rect for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "span"]
-    assert Counter(bar.get("fill") for bar in bars) == Counter(KINDS[span.kind][1] for span in spans)
-    width = float(svg.get("viewBox", "").split()[2])
-    assert all(0 <= float(bar.get("x", "")) + float(bar.get("width", "")) <= width for bar in bars)
-    forward = sum(bar.get("fill") == KINDS["forward"][1] for bar in bars)
-    assert forward == 4 * (1 + 4 + 4)  # naive has the batch in one piece
+    for panel, of_ranks in zip(panels(svg), timelines(records, run["world_size"]).values(), strict=True):
+        spans = Counter(span.kind for of_rank in of_ranks for span in of_rank)
+        bars = [rect for rect in panel.iter(f"{SVG}rect") if (rect.get("class") or "").split()[:1] != ["idle"]]
+        assert Counter((bar.get("class") or "").split()[0] for bar in bars) == spans
+        assert all(at(bar, "x") >= 0 and at(bar, "x") + at(bar, "width") <= 100.001 for bar in bars)
+    assert [len(of_class(panel, "rect", "forward")) for panel in panels(svg)] == [4, 16, 16, 32]  # naive: in one piece
+
+
+def at(mark: ElementTree.Element, name: str) -> float:
+    """A place in per cent."""
+    return float(mark.get(name, "").removesuffix("%"))
+
+
+def test_a_microbatch_has_one_colour_on_all_ranks(
+    drawn: tuple[dict[str, Any], Records, ElementTree.Element],
+) -> None:
+    _, _, svg = drawn
+    hues = {
+        (bar.get("data-l"), (bar.get("class") or "").split()[1])
+        for panel in panels(svg)[1:]
+        for bar in [*of_class(panel, "rect", "forward"), *of_class(panel, "rect", "backward")]
+    }
+    ways = [("0", "blue"), ("1", "orange"), ("2", "teal"), ("3", "violet")]
+    assert hues == {*ways, *((f"{number}{PRIME}", hue) for number, hue in ways)}  # a prime: of the second chunk
+
+
+def test_each_message_is_an_arrow_that_arrives_after_it_left(
+    drawn: tuple[dict[str, Any], Records, ElementTree.Element],
+) -> None:
+    _, _, svg = drawn
+    for panel, microbatches in zip(panels(svg)[:3], (1, 4, 4), strict=True):
+        arrows = of_class(panel, "line", "message")
+        pairs = Counter(arrow.get("data-r") for arrow in arrows)
+        assert pairs == dict.fromkeys(["0,1", "1,2", "2,3", "1,0", "2,1", "3,2"], microbatches)
+        assert all(at(arrow, "x1") <= at(arrow, "x2") for arrow in arrows)
+        assert len({arrow.get("data-b") for arrow in arrows}) == 1
 
 
 def test_variants_share_one_axis_and_idle_shares_are_those_of_the_run(
@@ -61,27 +98,24 @@ def test_variants_share_one_axis_and_idle_shares_are_those_of_the_run(
 ) -> None:
     run, _, svg = drawn
     bubbles = {claim["variant"]: claim for claim in run["comparisons"] if claim["name"] == "bubble"}
-    assert texts(svg, "name") == list(bubbles) == ["naive", "gpipe", "1f1b"]
+    assert texts(svg, "name") == list(bubbles) == ["naive", "gpipe", "1f1b", "interleaved"]
     for told, claim in zip(texts(svg, "told"), bubbles.values(), strict=True):
         assert told.endswith(f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula']}")
     lengths = [float(told.partition(" ms")[0]) for told in texts(svg, "told")]
-    tracks = [float(rect.get("width", "")) for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "idle"][
-        1:
-    ]  # the key's
-    for variant, length in enumerate(lengths):
-        for track in tracks[4 * variant : 4 * variant + 4]:
-            assert track / max(tracks) == pytest.approx(length / max(lengths), rel=0.01)
+    for panel, length in zip(panels(svg), lengths, strict=True):
+        for track in of_class(panel, "rect", "idle"):
+            assert at(track, "width") / 100 == pytest.approx(length / max(lengths), rel=0.01)
 
 
 def test_the_picture_in_docs_is_of_this_form(drawn: tuple[dict[str, Any], Records, ElementTree.Element]) -> None:
     kept = ElementTree.parse(TOP / "docs" / "picture.svg").getroot()
     _, _, made = drawn
-    assert form(kept) == form(made)
+    assert {part[:2] for part in form(kept)} == {part[:2] for part in form(made)}
     assert kept.findtext(f"{SVG}style") == made.findtext(f"{SVG}style")
     assert kept.findtext(f"{SVG}title") == made.findtext(f"{SVG}title")
     assert texts(kept, "name") == texts(made, "name")
     by_formula = [told.partition(", ")[2] for told in texts(kept, "told")]
-    assert by_formula == ["75% by (p-1)/p", "43% by (p-1)/(m+p-1)", "43% by (p-1)/(m+p-1)"]
+    assert by_formula == ["75% by (p-1)/p", "43% by (p-1)/(m+p-1)", "43% by (p-1)/(m+p-1)", "27% by (p-1)/(v·m+p-1)"]
 
 
 def test_what_cannot_be_drawn_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +128,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is not the folder of a run" in capsys.readouterr().err
 
 
-def test_it_needs_neither_torch_nor_plotly() -> None:
-    program = "import sys, workers.report.picture; print([name for name in ('torch', 'plotly') if name in sys.modules])"
+def test_it_needs_neither_torch_nor_pygal() -> None:
+    program = "import sys, workers.report.picture; print([name for name in ('torch', 'pygal') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,215 @@
+"""What the picture of a run shows of each variant: who computes when, every message from its sender to its receiver,
+each collective with who came last, and how much of the time is idle.
+
+The n-th send of a rank to another belongs to the n-th receive of that one from it, with the same tag; the n-th
+collective of a group to the n-th of each of its ranks. Where there is more than a page can hold, short spans are joined
+with their neighbours and small messages left out, and `cut` says so.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from workers.report.claims import Run
+from workers.report.records import Ideal, Messages, Ranks, select
+from workers.report.spans import Span, step_seconds, timelines
+
+LEAST_SHARE = 1 / 4000  # of a step: a quarter of a pixel on a desk
+BUSY = ("forward", "backward", "optimizer", "data")
+
+OfRanks = list[list[Span]]
+
+
+class Arrow(NamedTuple):
+    """One message: from its sender's send to its receiver's receive."""
+
+    sender: int
+    to: int
+    nbytes: int
+    start_s: float
+    end_s: float
+
+
+class Band(NamedTuple):
+    """One collective: when each of its ranks came, and when it had left."""
+
+    op: str
+    nbytes: int  # of the tensor
+    starts_s: dict[int, float]
+    ends_s: dict[int, float]
+
+    @property
+    def last(self) -> int:
+        """The rank that came last."""
+        return max(self.starts_s, key=lambda rank: self.starts_s[rank])
+
+    @property
+    def late_s(self) -> float:
+        """How long after the first."""
+        return max(self.starts_s.values()) - min(self.starts_s.values())
+
+
+class Scene(NamedTuple):
+    """One variant."""
+
+    variant: str
+    of_ranks: OfRanks
+    arrows: list[Arrow]
+    bands: list[Band]
+    sent_bytes: list[float]  # by rank, of all messages, drawn or not
+    ideal: OfRanks
+    cut: str  # what is not drawn as it was; empty where all is
+
+    @property
+    def step_s(self) -> float:
+        """How long the step took."""
+        ends = [arrow.end_s for arrow in self.arrows] + [end for band in self.bands for end in band.ends_s.values()]
+        return max(step_seconds(self.of_ranks), *ends, 0.0)
+
+    @property
+    def idle(self) -> float:
+        """The share of the ranks' time in which they neither compute nor step their optimizer."""
+        busy = sum(union_s(span for span in spans if span.kind in BUSY) for spans in self.of_ranks)
+        return 1 - busy / (len(self.of_ranks) * self.step_s) if self.step_s else 0.0
+
+
+def scenes(run: Run, records: Ranks, most: int) -> list[Scene]:
+    """All variants of a run that recorded a step, of together at most about `most` marks."""
+    found = timelines(records, run["world_size"])
+    calls: dict[str, dict[int, list[Any]]] = defaultdict(dict)
+    for rank, entry in select(records, Messages):
+        calls[entry.variant][rank] = entry.calls
+    ideals = {entry.variant: entry.spans for _, entry in select(records, Ideal)}
+    share = most // max(1, len(found))
+    return [
+        scene(name, of_ranks, calls[name], [[Span(*each) for each in spans] for spans in ideals.get(name, [])], share)
+        for name, of_ranks in found.items()
+    ]
+
+
+def scene(name: str, of_ranks: OfRanks, calls: dict[int, list[Any]], ideal: OfRanks, most: int) -> Scene:
+    """One variant in at most about `most` marks: all of its spans first, then its largest messages."""
+    arrows, bands = arrows_of(calls), bands_of(calls)
+    spans = fitted(of_ranks, most * 2 // 3)
+    room = max(0, most - sum(map(len, spans)))
+    few_bands = largest(bands, [len(band.starts_s) + 2 for band in bands], room)
+    room -= sum(len(band.starts_s) + 2 for band in few_bands)
+    few_arrows = largest(arrows, [1] * len(arrows), room)
+    sent = [sum(call[2] for call in calls.get(rank, [])) for rank in range(len(of_ranks))]
+    cuts = [
+        joined(sum(map(len, of_ranks)) - sum(map(len, spans))),
+        left_out("collectives", bands, few_bands),
+        left_out("messages", arrows, few_arrows),
+    ]
+    return Scene(name, spans, few_arrows, few_bands, sent, ideal, ", ".join(filter(None, cuts)))
+
+
+def joined(number: int) -> str:
+    """What became of spans that are too short to be seen."""
+    return f"{number} spans shorter than a pixel are joined with others of their kind" if number else ""
+
+
+def left_out(what: str, all_: Sequence[Arrow | Band], drawn: Sequence[Arrow | Band]) -> str:
+    """How much of what was sent is not drawn."""
+    if len(all_) == len(drawn):
+        return ""
+    share = sum(each.nbytes for each in drawn) / (sum(each.nbytes for each in all_) or 1)
+    return f"the largest {len(drawn)} of {len(all_)} {what} are drawn, {share:.0%} of their bytes"
+
+
+def largest(all_: list[Any], costs: Sequence[int], room: int) -> list[Any]:
+    """Those with the most bytes that fit, in their old order."""
+    kept, spent = set(), 0
+    for index in sorted(range(len(all_)), key=lambda index: (-all_[index].nbytes, index)):
+        if spent + costs[index] > room:
+            break
+        kept.add(index)
+        spent += costs[index]
+    return [each for index, each in enumerate(all_) if index in kept]
+
+
+# --- whose message is whose ---
+
+
+def arrows_of(calls: dict[int, list[Any]]) -> list[Arrow]:
+    """Each send with its receive; one that nobody received ends with its own call."""
+    receives: dict[tuple[int, int, int], deque[list[Any]]] = defaultdict(deque)
+    for rank in sorted(calls):
+        for call in calls[rank]:
+            if call[0] == "recv":
+                receives[call[1][0], rank, call[4]].append(call)
+    found = []
+    for rank in sorted(calls):
+        for op, ranks, _, nbytes, tag, start_s, end_s in calls[rank]:
+            if op != "send":
+                continue
+            waiting = receives[rank, ranks[1], tag] or receives[-1, ranks[1], tag]  # -1: from whoever sends
+            received_s = waiting.popleft()[6] if waiting else end_s
+            found.append(Arrow(rank, ranks[1], nbytes, start_s, max(received_s, start_s)))
+    return found
+
+
+def bands_of(calls: dict[int, list[Any]]) -> list[Band]:
+    """Each collective with the same one of the other ranks in its group."""
+    found: dict[tuple[tuple[int, ...], int], Band] = {}
+    for rank in sorted(calls):
+        turns: dict[tuple[int, ...], int] = defaultdict(int)
+        for op, ranks, _, nbytes, _, start_s, end_s in calls[rank]:
+            if op in ("send", "recv"):
+                continue
+            group = tuple(ranks)
+            band = found.setdefault((group, turns[group]), Band(op, nbytes, {}, {}))
+            band.starts_s[rank], band.ends_s[rank] = start_s, end_s
+            turns[group] += 1
+    return list(found.values())
+
+
+# --- as many as fit ---
+
+
+def fitted(of_ranks: OfRanks, most: int) -> OfRanks:
+    """The spans as at most about `most` bars: all of them, or without those below a share of their step that grows."""
+    share, bars = LEAST_SHARE, of_ranks
+    while share < 1 and sum(map(len, bars)) > most:
+        bars = [coarse(spans, share * step_seconds(of_ranks)) for spans in of_ranks]
+        share *= 2
+    return bars
+
+
+def coarse(spans: Sequence[Span], least_s: float) -> list[Span]:
+    """One rank's spans: short ones of a kind that lie close together as one without a label; what stays short left
+    out."""
+    of_kind: dict[str, list[Span]] = {}
+    for span in spans:
+        row = of_kind.setdefault(span.kind, [])
+        before = row[-1] if row else None
+        short = span.end_s - span.start_s < least_s
+        if before and short and before.end_s - before.start_s < 2 * least_s and span.start_s - before.end_s < least_s:
+            row[-1] = Span(span.kind, "", before.start_s, max(before.end_s, span.end_s))
+        else:
+            row.append(span)
+    kept = [span for row in of_kind.values() for span in row if span.end_s - span.start_s >= least_s]
+    return sorted(kept, key=lambda span: (span.start_s, -span.end_s))
+
+
+def union_s(spans: Iterable[Span]) -> float:
+    """Seconds that any of them covers."""
+    covered, until = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        covered += max(0.0, span.end_s - max(span.start_s, until))
+        until = max(until, span.end_s)
+    return covered
+
+
+def chunk_of(spans: Sequence[Span]) -> dict[int, int]:
+    """By the index of a forward or backward which of the rank's chunks it is: a microbatch passes them in order, and
+    backward in the other."""
+    times: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, span in enumerate(spans):
+        if span.kind in ("forward", "backward") and span.label:
+            times[span.kind, span.label].append(index)
+    return {
+        index: place if kind == "forward" else len(indices) - 1 - place
+        for (kind, _), indices in times.items()
+        for place, index in enumerate(indices)
+    }
