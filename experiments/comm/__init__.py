@@ -14,6 +14,7 @@ busiest link. The algorithms of workers/parallel give the same sum to every rank
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.parallel.collectives import ALGORITHMS, Algorithm, Collective
 from workers.parallel.peers import split
+from workers.parallel.phases import phase
+from workers.passes.recorded import draw
 
 PREDICTED_BYTES = 4 << 20
 
@@ -118,7 +121,29 @@ def run(
     }
     everyones_sum(lab, collectives)
     demo.ring(lab, algorithms["ring"])
+    draw_all(lab, collectives)
     sweep.run(lab, collectives, int(lab.config.own(Options).sweep_mib * costs.MIB))
+
+
+def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
+    """One all_reduce of 4 MiB by each, message by message, for the picture; as many bytes as are predicted."""
+    tensor = torch.ones(PREDICTED_BYTES // 4, device=lab.device)
+
+    def prepared(collective: Collective, number: int) -> Callable[[], object]:  # noqa: ARG001  all are alike
+        def summed() -> None:
+            with phase("all_reduce"):
+                collective.all_reduce(tensor)
+
+        return summed
+
+    drawn = draw(lab, {name: partial(prepared, collective) for name, collective in collectives.items()})
+    for prediction in predict(lab.config):
+        if prediction.variant in drawn:
+            predicted, nbytes = prediction.value[lab.rank], drawn[prediction.variant]
+            lab.compare(
+                "drawn bytes", predicted, nbytes, "B", 0.01 * predicted, prediction.variant, prediction.formula,
+                control="tests/experiments/test_comm.py::test_messages_that_are_not_drawn_fail",
+            )  # fmt: skip
 
 
 MODE = Mode(

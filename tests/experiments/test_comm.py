@@ -19,7 +19,7 @@ from experiments.comm.mistakes import Like
 from tests.workers.test_lab import held as holding
 from tests.workers.test_lab import lab_alone
 from workers.config import Config, ConfigError
-from workers.measure.formulas.collectives import all_reduce_seconds
+from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_seconds
 from workers.parallel import primitives
 from workers.parallel.collectives import ALGORITHMS, Collective
 from workers.parallel.peers import Peers, Steps
@@ -78,7 +78,8 @@ def lesson(
     group: dist.ProcessGroup, bug: str | None
 ) -> tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]:
     lab: Any = Notes(group, bug)
-    with patch.object(sweep, "run", contents_alone):  # the prices take long, and have a run of their own below
+    # The prices take long, and have a run of their own below, as what is drawn.
+    with patch.object(sweep, "run", contents_alone), patch.object(comm, "draw_all"):
         run = comm.MODE.mistaken(bug).run
         assert run is not None
         run(lab)
@@ -297,3 +298,13 @@ def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
     predicted = costs.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
     sweep.compare(lab, {("all_reduce", nbytes, "ring"): costs.Cost(wire_bytes=factor * predicted)})
     assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (0.98, False)])
+def test_messages_that_are_not_drawn_fail(factor: float, holds: bool) -> None:
+    lab: Any = lab_alone()
+    lab.config, lab.device = Config.read({"RUN_MODE": "comm", "WORLD_SIZE": "2"}), torch.device("cpu")
+    sent = {name: factor * all_reduce_bytes(name, 2, comm.PREDICTED_BYTES) for name in ("ring", "server")}
+    with patch.object(comm, "draw", lambda *_: sent):
+        comm.draw_all(lab, {})
+    assert holding(lab) == {"drawn bytes": holds}

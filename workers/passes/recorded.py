@@ -4,9 +4,10 @@ Three steps of each variant after the timed ones, with the marks of the phases a
 (measure/messages.py), which the timed steps do without; of these the one of median length is drawn.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median_low
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from workers.checkpoint.course import Course
 from workers.contract import Counted, Strategy
@@ -16,6 +17,7 @@ from workers.measure.timeline import align
 from workers.parallel.phases import Span, heard, phase, recorded, slowed
 from workers.passes.timeline import bounds, in_step, placed
 from workers.report import records
+from workers.workload.data import Microbatch
 
 RECORDED_STEPS = 3
 DRAWN = "drawn bytes"
@@ -29,14 +31,33 @@ class Recorded(NamedTuple):
     messages: list[Message]
 
 
+Prepare: TypeAlias = Callable[[int], Callable[[], object]]  # of a step's number what makes it
+
+
 def record(lab: Lab, strategies: Mapping[str, Strategy], course: Course) -> dict[str, float]:
-    """Write a timeline and the messages of each variant; returns the bytes that this rank sends in what is drawn."""
+    """Record a step of each variant that is trained; returns the bytes that this rank sends in what is drawn."""
+
+    def prepared(strategy: Strategy, number: int) -> Callable[[], object]:
+        microbatches = lab.dealt(course.batches, course.data_step(lab.config.steps + number))
+        return partial(train, strategy, microbatches)
+
+    return draw(lab, {name: partial(prepared, strategy) for name, strategy in strategies.items()})
+
+
+def train(strategy: Strategy, microbatches: list[Microbatch]) -> None:
+    """One step of training."""
+    strategy.backward(microbatches)
+    with phase("optimizer"):
+        strategy.update()
+
+
+def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, float]:
+    """Write a timeline and the messages of each; returns the bytes that this rank sends in what is drawn."""
     clock = align(lab.group)
     taken = {
-        name: [one(lab, name, strategy, course, lab.config.steps + number) for number in range(RECORDED_STEPS)]
-        for name, strategy in strategies.items()
+        name: [one(lab, name, prepare, number) for number in range(RECORDED_STEPS)] for name, prepare in steps.items()
     }
-    mine = {name: [bounds(each.spans, clock.offset_s)[:2] for each in steps] for name, steps in taken.items()}
+    mine = {name: [bounds(each.spans, clock.offset_s)[:2] for each in of] for name, of in taken.items()}
     everyone = lab.exchange.gather("recorded steps", mine)
     chosen = {} if everyone is None else {name: median_step([of[name] for of in everyone]) for name in taken}
     drawn = {}
@@ -49,22 +70,19 @@ def record(lab: Lab, strategies: Mapping[str, Strategy], course: Course) -> dict
     return drawn
 
 
-def one(lab: Lab, name: str, strategy: Strategy, course: Course, step: int) -> Recorded:
+def one(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
     """One step; all ranks begin together."""
-    microbatches = lab.dealt(course.batches, course.data_step(step))
-    messages = Messages()
-    lab.exchange.barrier(f"recorded step {step} of {name}")
-    lab.at(step, f"{name}, recorded")
+    make, messages = prepare(number), Messages()
+    lab.exchange.barrier(f"recorded step {number} of {name}")
+    lab.at(lab.config.steps, f"recorded step {number} of {name}")
     with (
         messages.recorded(),
         heard(lambda *_: messages.look()),
         recorded() as spans,
         slowed(lab.config.slowed_to),
     ):
-        strategy.backward(microbatches)
-        with phase("optimizer"):
-            strategy.update()
-    return Recorded(step, spans, messages.found)
+        make()
+    return Recorded(lab.config.steps + number, spans, messages.found)
 
 
 def median_step(of_ranks: list[list[list[float]]]) -> tuple[int, float]:

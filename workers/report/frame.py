@@ -31,16 +31,17 @@ def rows_of(num_ranks: int, num_variants: int) -> Rows:
 
 
 def idle_words(run: Run, scene: Scene) -> str:
-    """How much of the ranks' time is bubble, as run.json has it; else what is idle of the step that is drawn."""
+    """How much of the ranks' time is bubble, as run.json has it; else what is idle of the step that is drawn; of one
+    that computes nothing there is none."""
     for claim in run["comparisons"]:
         if (claim["variant"], claim["name"]) == (scene.variant, "bubble"):
             return f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula'] or 'the formula'}"
-    return f"idle {scene.idle:.0%}"
+    return f"idle {scene.idle:.0%}" if scene.computes else ""
 
 
 def told(run: Run, scene: Scene) -> str:
     """Beside a variant's name: its length and its idle share."""
-    return f"{milliseconds(scene.step_s)} ms · {idle_words(run, scene)}"
+    return " · ".join(filter(None, [f"{milliseconds(scene.step_s)} ms", idle_words(run, scene)]))
 
 
 def ticks(longest_s: float) -> list[tuple[float, str]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from workers.report.blocks import PROOF
 from workers.report.claims import Run
-from workers.report.markup import Markup, chip, section, table, text
+from workers.report.markup import Markup, chip, folded, section, table, text
 from workers.report.units import allowed, difference, quantity
 
 
@@ -12,24 +12,23 @@ def checks(run: Run) -> Markup:
     """The proof as a row a variant, then every other check as a row."""
     proven = list(dict.fromkeys(check["variant"] for check in run["checks"] if check["name"] in PROOF))
     proof = [_proof_row(name, run) for name in proven]
-    rest = [
-        [
-            verdict_chip(check),
-            check["variant"] or "all",
-            check["name"],
-            difference(check["max_abs_diff"]),
-            allowed(check),
-            check["detail"],
-        ]
-        for check in sorted(run["checks"], key=lambda check: check["passed"])
-        if check["name"] not in PROOF
-    ]
+    rest = {passed: [_row(check) for check in run["checks"] if check["name"] not in PROOF and check["passed"] == passed]
+            for passed in (False, True)}  # fmt: skip
+    columns = ["", "variant", "check", "largest difference", "allowed", ""]
+    number = len(rest[True])
     return section(
         "Checks",
         table(["", "variant", *PROOF, "allowed"], proof, numbers=(2, 3, 4, 5)),
-        table(["", "variant", "check", "largest difference", "allowed", ""], rest, numbers=(3, 4)),
+        table(columns, rest[False], numbers=(3, 4)),
+        folded(f"{number} more check{'s' * (number != 1)} that held", table(columns, rest[True], numbers=(3, 4))),
         note=_note([check for check in run["checks"] if check["name"] in PROOF]),
     )
+
+
+def _row(check: Run) -> list[Any]:
+    """A check that is none of the proof's."""
+    seen, detail = difference(check["max_abs_diff"]), check["detail"]
+    return [verdict_chip(check), check["variant"] or "all", check["name"], seen, allowed(check), detail]
 
 
 def _note(proof: list[Run]) -> str:
@@ -59,20 +58,29 @@ def verdict_chip(claim: Run) -> Markup:
 
 
 def comparisons(run: Run) -> Markup:
-    """Every prediction beside what was measured, a row each; failed ones first."""
-    rows = [
-        [
-            verdict_chip(entry),
-            entry["variant"] or "all",
-            entry["name"],
-            quantity(entry["predicted"], entry["unit"]),
-            quantity(entry["measured"], entry["unit"]),
-            entry["rank"],
-            quantity(entry["tolerance"], entry["unit"]) if entry["decides"] else entry.get("shown", ""),
-            entry["formula"],
-        ]
-        for entry in sorted(run["comparisons"], key=lambda entry: entry["passed"])
-    ]
+    """Every prediction beside what was measured, a row each; failed ones first, the others folded."""
+    rows = {passed: [_compared(entry) for entry in run["comparisons"] if entry["passed"] == passed]
+            for passed in (False, True)}  # fmt: skip
     columns = ["", "variant", "what", "predicted", "measured", "on rank", "allowed ±", "formula"]
     note = "Measured on the rank that is farthest from its prediction. What is only shown decides nothing."
-    return section("Predicted and measured", table(columns, rows, numbers=(3, 4, 5, 6)), note=note)
+    numbers, count = (3, 4, 5, 6), len(rows[True])
+    return section(
+        "Predicted and measured",
+        table(columns, rows[False], numbers),
+        folded(f"{count} comparison{'s' * (count != 1)} that held or are shown", table(columns, rows[True], numbers)),
+        note=note,
+    )
+
+
+def _compared(entry: Run) -> list[Any]:
+    """One prediction."""
+    return [
+        verdict_chip(entry),
+        entry["variant"] or "all",
+        entry["name"],
+        quantity(entry["predicted"], entry["unit"]),
+        quantity(entry["measured"], entry["unit"]),
+        entry["rank"],
+        quantity(entry["tolerance"], entry["unit"]) if entry["decides"] else entry.get("shown", ""),
+        entry["formula"],
+    ]

@@ -65,6 +65,13 @@ def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]], numbers: Iterab
     )
 
 
+def folded(summary: str, *parts: str) -> Markup:
+    """What opens with a click, or a search of the browser; nothing where it would be empty."""
+    if not any(parts):
+        return Markup()
+    return Markup(f"<details><summary>{text(summary)}</summary>\n" + "\n".join(parts) + "\n</details>")
+
+
 def chip(word: str) -> Markup:
     """A word of judgement in its colour."""
     kind = {"held": "good", "PASS": "good", "shown": "soft", "FAILED": "bad", "FAIL": "bad"}.get(word, "warn")

@@ -14,7 +14,7 @@ from workers.report.blocks import PROOF
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.lines import write_atomically
-from workers.report.markup import Markup, chip, code, document, grid, section, table, text
+from workers.report.markup import Markup, chip, code, document, folded, grid, section, table, text
 from workers.report.records import Chart, End, Lesson, Losses, Ranks, Said, Start, Table, select
 from workers.report.sentences import (
     error_sentences,
@@ -31,6 +31,10 @@ from workers.report.sentences import (
 from workers.report.stage import stage
 from workers.report.units import allowed, difference, human_bytes, milliseconds
 
+PRINTED = (
+    "On paper: the first ten rows of a table, and neither the mode's own figures nor losses, bytes, time and memory;"
+    " the page has all."
+)
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
 
 
@@ -53,8 +57,12 @@ def page(run: Run, records: Ranks) -> str:
             stage(run, records),
             _tiles(run),
             _lesson(run, records),
+            f'<p class="paper-only">{PRINTED}</p>',
+            '<div class="own">',
             *_own(records, colour),
+            "</div>",
             held.checks(run),
+            '<div class="evidence">',
             held.comparisons(run),
             _losses(records, colour),
             costs.traffic(run, records),
@@ -63,6 +71,7 @@ def page(run: Run, records: Ranks) -> str:
             profile.communication_hidden(run, records),
             memory.memory(run, records),
             _ranks(run, records),
+            "</div>",
             _settings(records),
         ],
     )
@@ -238,7 +247,10 @@ def _settings(records: Ranks) -> Markup:
     half = (len(chosen) + 1) // 2
     columns = [table(["setting", "value"], part) for part in (chosen[:half], chosen[half:])]
     note = "Settings in bold were chosen, the others are defaults."
-    return section("Repeat this run", command, grid([*columns, table(["version", ""], versions)]), note=note)
+    settings = folded(
+        f"{len(chosen)} settings and {len(versions)} versions", grid([*columns, table(["version", ""], versions)])
+    )
+    return section("Repeat this run", command, settings, note=note)
 
 
 def shown(value: Any) -> str:

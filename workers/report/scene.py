@@ -67,6 +67,11 @@ class Scene(NamedTuple):
         return max(step_seconds(self.of_ranks), *ends, 0.0)
 
     @property
+    def computes(self) -> bool:
+        """Whether any rank does."""
+        return any(span.kind in BUSY for spans in self.of_ranks for span in spans)
+
+    @property
     def idle(self) -> float:
         """The share of the ranks' time in which they neither compute nor step their optimizer."""
         busy = sum(union_s(span for span in spans if span.kind in BUSY) for spans in self.of_ranks)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from workers.report import panels
 from workers.report.claims import Run
 from workers.report.frame import DEFINED, drawn_scenes, key, rows_of, ticks, told
+from workers.report.judge import PROOF, SCRIPT
 from workers.report.looks import LOOK, PAGE_LOOK
 from workers.report.markup import Markup, section, text
 from workers.report.panels import Rows
@@ -39,9 +40,9 @@ def stage(run: Run, records: Ranks) -> Markup:
 def heading(run: Run, found: Sequence[Scene]) -> str:
     """What is seen."""
     ranks = f"{run['world_size']} rank{'s' if run['world_size'] > 1 else ''}"
-    return (
-        f"One step of {ranks}, {len(found)} variants on one axis of time" if len(found) > 1 else f"One step of {ranks}"
-    )
+    if run["run_mode"] in (SCRIPT, PROOF):
+        return f"What {ranks} call, by the lines of the script"
+    return f"What {ranks} do: {len(found)} variants on one axis of time" if len(found) > 1 else f"What {ranks} do"
 
 
 def shown_key(found: Sequence[Scene]) -> str:
@@ -109,6 +110,9 @@ def controls(found: Sequence[Scene]) -> str:
 
 def notes(run: Run, found: Sequence[Scene]) -> Iterator[Markup]:
     """From what it was drawn, how many bytes it holds beside those of the sockets, and what was cut."""
+    if run["run_mode"] in (SCRIPT, PROOF):
+        yield Markup('<p class="note">From the first call on; the lines stand under the pointer.</p>')
+        return
     sockets = {variant["name"]: variant["wire_bytes"] for variant in run["variants"]}
     parts = [
         "One recorded step of each variant, of three the one of median length, on rank 0's clock; no timed step is"

@@ -66,6 +66,7 @@ header.lost, header.refused { --tone: var(--warn); } header.plain { --tone: var(
 }
 .said { border-left: 3px solid var(--line); padding-left: .9rem; margin: .7rem 0; }
 .said b { color: var(--soft); font-size: .78rem; text-transform: uppercase; letter-spacing: .06em; }
+summary { cursor: pointer; color: var(--accent); font-size: .9rem; padding: .3rem 0; }
 .scroll { overflow-x: auto; margin: .3rem 0; }
 table {
   border-collapse: collapse; min-width: min(100%, 34rem); font-size: .9rem; font-variant-numeric: tabular-nums;
@@ -105,6 +106,20 @@ figcaption { font-weight: 600; font-size: .92rem; }
 .key i.idle { border: 1px solid var(--line); }
 /* charts */
 .chart { min-width: 0; max-width: 44rem; margin: .2rem 0; }
+.paper-only { display: none; }
+@media print {
+  @page { size: A4; margin: 12mm; }
+  :root { color-scheme: light; }
+  body { background: none; font-size: 10.5px; }
+  main { max-width: none; padding: 0; zoom: .76; }
+  header, section { border: 0; padding: 0 0 .5rem; margin: 0 0 .5rem; }
+  h1 { font-size: 1.3rem; } h2 { font-size: 1rem; }
+  .evidence, .own, .controls, .told, .tip { display: none; }
+  .paper-only { display: block; } tbody tr:nth-child(n + 11) { display: none; }
+  .scroll, .tracks { overflow: visible; }
+  table { font-size: .95em; } th, td { padding: .12rem .8rem .12rem 0; }
+  section { break-inside: auto; } .picture { break-inside: avoid; }
+}
 @media (max-width: 40rem) {
   main { padding: .7rem .6rem 3rem; }
   header, section { padding: 1rem .9rem; border-radius: 12px; }

@@ -3,7 +3,9 @@
 Screenshots stay in tests/outputs/. Without Chromium these tests are skipped, except in a CI, where they fail.
 """
 
+import base64
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,6 +245,18 @@ def test_the_schedule_on_paper_is_switched_on_and_off(browser: webdriver.Chrome,
     assert paper.is_displayed() and not browser.find_element(By.CSS_SELECTOR, "svg.measured").is_displayed()
     browser.find_element(By.CSS_SELECTOR, "input.paper").click()
     assert not paper.is_displayed()
+
+
+@pytest.mark.parametrize("name", ["pass", "pipeline"])
+def test_a_page_prints_on_two_sheets_with_its_picture(
+    browser: webdriver.Chrome, pages: dict[str, Path], name: str
+) -> None:
+    browser.get(pages[name].as_uri())
+    sheets = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})["data"])
+    assert 1 <= len(re.findall(rb"/Type\s*/Page\b", sheets)) <= 2
+    browser.execute_script("document.querySelector('.evidence').className = ''")  # the control: all of it takes more
+    sheets = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})["data"])
+    assert len(re.findall(rb"/Type\s*/Page\b", sheets)) > 2
 
 
 def test_what_cannot_be_read_is_seen(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
