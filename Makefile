@@ -59,5 +59,5 @@ build: ## the image
 down: ## remove the containers of a run
 	WORLD_SIZE=8 docker compose down --remove-orphans
 
-clean: ## remove all runs in runs/ but the newest five; ./run clean lists them
+clean: ## ask, and remove all runs in runs/ but the newest five; ./run clean lists them
 	@./run clean --keep 5

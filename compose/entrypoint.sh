@@ -20,6 +20,11 @@ if ! [ -w runs ] || ! [ -x runs ]; then
     exit 2
 fi
 
+# Whoever sits at a terminal sees how it ends, and the shell would keep the terminal from what it starts beside itself.
+if [ -t 0 ]; then
+    exec "$@"
+fi
+
 # The kernel's count of processes that it killed here, by cgroup v1 and v2.
 killed_for_memory() {
     cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events 2>/dev/null | grep -q '^oom_kill [1-9]'

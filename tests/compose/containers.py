@@ -32,7 +32,7 @@ def call(
     """Run a command with its output taken, both streams as one; an unwanted code fails with what it printed."""
     done = subprocess.run(
         command, cwd=folder, env=clean_environ(environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=timeout_s, check=False,
+        stdin=subprocess.DEVNULL, timeout=timeout_s, check=False,
     )  # fmt: skip
     assert not check or done.returncode == 0, f"{' '.join(command)} returned {done.returncode}:\n{done.stdout}"
     return done

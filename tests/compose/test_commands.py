@@ -2,7 +2,9 @@
 behind."""
 
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import time
@@ -22,6 +24,29 @@ LONG = SMALL | {"LAB_STEPS": "2500", "LAB_PROOF": "0"}
 
 def run(clone: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return call(*(command or ("./run",)), environ=variables, folder=clone, timeout_s=200, check=False)
+
+
+def at_terminal(clone: Path, answer: str, *command: str) -> str:
+    """What a command shows in a terminal, where `answer` is typed when it asks."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, cwd=clone, env=clean_environ(), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown, deadline = "", time.monotonic() + 100
+    while time.monotonic() < deadline:
+        if answer and "[y/N]" in shown:
+            os.write(ours, f"{answer}\n".encode())
+            answer = ""
+        if not select.select([ours], [], [], 1)[0]:
+            continue
+        try:
+            shown += os.read(ours, 4096).decode(errors="replace")
+        except OSError:  # the other end is closed
+            break
+    try:
+        assert process.wait(timeout=30) == 0, shown
+    finally:
+        process.kill()
+    return shown
 
 
 def left_over(clone: Path) -> list[str]:
@@ -60,8 +85,12 @@ def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed
     assert left_over(clone) == []
     listed = run(clone, "./run", "clean")
     assert "1 run in runs/" in listed.stdout, listed.stdout
-    removed = run(clone, "./run", "clean", "--all")
-    assert "removed from runs/, 0 left" in removed.stdout, removed.stdout
+    refused = run(clone, "./run", "clean", "--all")
+    assert refused.returncode == 2 and "--yes removes 1 run, " in refused.stdout, refused.stdout
+    kept = at_terminal(clone, "n", "./run", "clean", "--all")
+    assert "nothing is removed" in kept, kept
+    removed = at_terminal(clone, "y", "./run", "clean", "--all")
+    assert "removed from runs/, 0 left" in removed, removed
     assert [path.name for path in (clone / "runs").iterdir()] == [".gitkeep"]
 
 

@@ -12,6 +12,7 @@ from tests.docs.pages import PAGES, TOP, anchors, fenced, prose
 from tests.documents import faults, spans
 from tests.prove.planted import PLANTED
 from workers.config.__main__ import names
+from workers.config.commands import COMMANDS
 
 LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 WIDEST = 120
@@ -52,7 +53,8 @@ def called(words: list[str]) -> list[str]:
         targets = re.findall(r"^(\w+):", (TOP / "Makefile").read_text(), re.MULTILINE)
         wrong += [f"make has no {word}" for word in words[1:] if "=" not in word and word not in targets]
     if words[:1] == ["./run"]:
-        wrong += missing_module(".".join(["workers", *words[1:2]]))
+        named = ".".join(words[1:2])
+        wrong += missing_module(COMMANDS[named].module if named in COMMANDS else ".".join(["workers", *words[1:2]]))
     if "-m" in words and words[0] in ("python", "torchrun"):
         wrong += missing_module(words[words.index("-m") + 1])
     return wrong

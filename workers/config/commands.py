@@ -36,7 +36,7 @@ COMMANDS = {
     "checkpoint": Command("workers.checkpoint", "a checkpoint as one file that torch.load opens"),
     "engine": Command("workers.engine", "the manifest of an engine for so many ranks: Kubernetes, Swarm"),
     "config": Command("workers.config", "all variables, or whether those that are set can be run"),
-    "clean": Command("workers.report.clean", "list the runs with their sizes, and remove old ones"),
+    "clean": Command("workers.report.clean", "list the runs with their sizes, and remove old ones after asking"),
     "fit": Command("workers.plan.fit", "the sizes of `make fit`, and its verdict"),
 }  # fmt: skip
 

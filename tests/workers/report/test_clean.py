@@ -1,11 +1,14 @@
 """Old runs: which are listed, which an option names, and that nothing else is touched."""
 
+import fcntl
+import io
 import os
 from pathlib import Path
 
 import pytest
 
-from workers.report.clean import age, chosen, human_age, main, old_runs
+from workers.report.clean import age, chosen, human_age, main, remove
+from workers.report.stored import stored_runs
 
 HOUR = 3600
 NOW = 1_000_000_000.0
@@ -35,15 +38,6 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_is_a_folder_with_records_or_a_verdict(runs: Path) -> None:
-    (runs / "old" / "checkpoints" / "step-00000020").mkdir(parents=True)
-    found = old_runs(runs, NOW)
-    assert [(old.folder.name, old.nbytes, old.note) for old in found] == [
-        ("young", 300, ""), ("middle", 300, "latest"), ("old", 300, "1 checkpoints"),
-    ]  # fmt: skip
-    assert old_runs(runs / "absent", NOW) == []
-
-
 @pytest.mark.parametrize(
     ("options", "gone"),
     [
@@ -56,7 +50,7 @@ def test_a_run_is_a_folder_with_records_or_a_verdict(runs: Path) -> None:
 )
 def test_latest_goes_with_all_runs_alone(runs: Path, options: dict[str, float], gone: list[str]) -> None:
     asked = {"keep": None, "older_than_s": None, "everything": False} | options
-    assert [old.folder.name for old in chosen(old_runs(runs, NOW), NOW, **asked)] == gone  # type: ignore[arg-type]
+    assert [old.folder.name for old in chosen(stored_runs(runs, NOW), NOW, **asked)] == gone  # type: ignore[arg-type]
 
 
 def test_a_run_that_may_be_going_on_is_kept(runs: Path) -> None:
@@ -64,7 +58,7 @@ def test_a_run_that_may_be_going_on_is_kept(runs: Path) -> None:
     made(runs, "killed", 1, verdict=False)
     resumed = made(runs, "resumed", 0.1)
     os.utime(resumed / "run.json", (NOW - 9 * HOUR, NOW - 9 * HOUR))  # the verdict of an earlier attempt
-    gone = chosen(old_runs(runs, NOW), NOW, keep=None, older_than_s=None, everything=True)
+    gone = chosen(stored_runs(runs, NOW), NOW, keep=None, older_than_s=None, everything=True)
     assert {old.folder.name for old in gone} == {"young", "middle", "old", "killed"}
 
 
@@ -85,10 +79,60 @@ def test_without_an_option_nothing_goes(
     assert sorted(runs.rglob("*")) == before
 
 
+class Terminal(io.StringIO):
+    """What a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def left(runs: Path) -> list[str]:
+    return sorted(stored.folder.name for stored in stored_runs(runs, NOW))
+
+
+@pytest.mark.parametrize(
+    ("answer", "gone"), [("y\n", True), ("Yes\n", True), ("\n", False), ("n\n", False), ("", False)]
+)
+def test_it_asks_before_it_removes(
+    answer: str, gone: bool, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    lines = said(runs, monkeypatch, capsys, "--keep", "1")
+    assert [line.split()[0] for line in lines[:2]] == ["run", "old"]
+    assert lines[2].startswith("remove 1 run, 300 B? [y/N]")
+    assert lines[-1].endswith("1 run removed from " + f"{runs}/, 2 left, 300 B" if gone else "nothing is removed")
+    assert left(runs) == (["middle", "young"] if gone else ["middle", "old", "young"])
+
+
+def test_without_a_terminal_nobody_is_asked_and_nothing_removed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LAB_RUNS_DIR", str(runs))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert main(["--all"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "refused    there is no terminal to ask in: --yes removes 3 runs, 900 B, without asking\n"
+    assert (said.out, left(runs)) == ("", ["middle", "old", "young"])
+
+
+def test_where_no_run_is_named_nobody_is_asked(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(runs, monkeypatch, capsys, "--keep", "5") == [f"0 runs removed from {runs}/, 3 left, 0 B"]
+
+
+def test_a_run_that_goes_on_while_the_question_stands_is_kept(runs: Path) -> None:
+    named = [stored for stored in stored_runs(runs, NOW) if stored.folder.name != "middle"]
+    with (runs / "old" / ".run").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        assert remove(runs, named) == 0
+    assert left(runs) == ["middle", "old"]
+
+
 def test_what_is_removed_is_said_and_nothing_else_is_touched(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = said(runs, monkeypatch, capsys, "--all")
+    lines = said(runs, monkeypatch, capsys, "--all", "--yes")
     assert lines[-1] == f"3 runs removed from {runs}/, 0 left, 900 B"
     assert sorted(path.name for path in runs.iterdir()) == ["linked", "notes"]
     assert (runs / "notes" / "mine.txt").read_text() == "kept"
@@ -100,7 +144,7 @@ def test_latest_names_the_newest_run_that_is_left(
 ) -> None:
     (runs / "latest").unlink()
     (runs / "latest").symlink_to("somebody-removed-it")
-    said(runs, monkeypatch, capsys, "--keep", "1")
+    said(runs, monkeypatch, capsys, "--keep", "1", "--yes")
     assert (runs / "latest").readlink() == Path("young")
 
 

@@ -1,0 +1,58 @@
+"""The runs in a folder: which there are, when each last wrote, its bytes on the disk, and which may be going on.
+
+A run is a folder with records or a verdict in it, or one that a run has claimed; a link to a run elsewhere is none.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from workers.report.claim import FILE, is_held
+from workers.report.latest import LATEST
+
+# A run whose ranks hold its folder is going on; on another machine none can be seen to. There one whose last record no
+# verdict followed is going on, or was killed; its ranks wait LAB_COLLECTIVE_TIMEOUT_S for
+# each other, by default half of this.
+SILENT_S = 600
+
+
+class Stored(NamedTuple):
+    """A finished, broken or running run: its folder, when it last wrote a record, its bytes on the disk, and what else
+    is to be said of it."""
+
+    folder: Path
+    written_at: float
+    nbytes: int
+    checkpoints: int
+    latest: bool
+    held: bool  # its ranks are alive, as far as this machine's kernel knows
+    running: bool  # it is held, or may be going on elsewhere
+
+    @property
+    def note(self) -> str:
+        """What somebody has to know who removes it."""
+        notes = ["latest"] * self.latest + ["may be running"] * self.running
+        return ", ".join(notes + [f"{self.checkpoints} checkpoints"] * bool(self.checkpoints))
+
+
+def stored_runs(runs: Path, now: float) -> list[Stored]:
+    """Every run in this folder, the newest first."""
+    if not runs.is_dir():
+        return []
+    found = [stored for folder in runs.iterdir() if (stored := stored_run(folder, now))]
+    return sorted(found, key=lambda stored: (-stored.written_at, stored.folder.name))
+
+
+def stored_run(folder: Path, now: float) -> Stored | None:
+    """The run in this folder, or None where it holds none; raises OSError where it cannot be read."""
+    verdict, records = folder / "run.json", list(folder.glob("rank[0-9].jsonl"))
+    marks = records or [path for path in (verdict, folder / FILE) if path.is_file()]
+    if folder.is_symlink() or not marks:
+        return None
+    written_at = max(path.stat().st_mtime for path in marks)
+    nbytes = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+    checkpoints = len(list(folder.glob("checkpoints/step-*")))
+    judged = verdict.is_file() and verdict.stat().st_mtime >= written_at
+    held = is_held(folder)
+    running = held or (not judged and now - written_at < SILENT_S)
+    latest = (folder.parent / LATEST).resolve() == folder.resolve()
+    return Stored(folder, written_at, nbytes, checkpoints, latest, held, running)
