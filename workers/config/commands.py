@@ -32,7 +32,7 @@ COMMANDS = {
     "check": Command("workers.check", "your own script on WORLD_SIZE ranks: why it hangs, or sums garbage"),
     "prove": Command("workers.prove", "your own model or strategy: whether N ranks compute what one process does"),
     "plan": Command("workers.plan", "every strategy for a model on paper, and which to take"),
-    "report": Command("workers.report", "judge a finished run again, or draw two together"),
+    "report": Command("workers.report", "judge a finished run again, or draw several together"),
     "checkpoint": Command("workers.checkpoint", "a checkpoint as one file that torch.load opens"),
     "engine": Command("workers.engine", "the manifest of an engine for so many ranks: Kubernetes, Swarm"),
     "config": Command("workers.config", "all variables, or whether those that are set can be run"),

@@ -1,7 +1,7 @@
 """Judge a finished run again from its records alone, with no cluster: `python -m workers.report runs/<run_id>`.
 
 Exit codes are the run's own (0 all held, 1 a check failed, 2 refused, 3 lost); 2 also if the records
-cannot be read or the report cannot be written. Two runs are drawn together and judged by nobody: 0.
+cannot be read or the report cannot be written. Several runs are drawn together and judged by nobody: 0.
 """
 
 import argparse
@@ -16,25 +16,21 @@ from workers.report.junit import write_junit
 from workers.report.lines import BrokenRecord, read_run
 from workers.report.log import verdict_lines
 from workers.report.records import Ranks
+from workers.report.scaling import incomparable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, judge, write; returns the exit code."""
     asked = parser().parse_args(arguments)
-    if len(asked.runs) > 2:
-        parser().error(f"{len(asked.runs)} runs were named: one is judged again, two are drawn together")
-    if len(asked.runs) == 2 and (asked.junit or asked.page_only):
-        parser().error("--junit and --page-only go with one run, and two were named")
+    if len(asked.runs) > 1 and (asked.junit or asked.page_only):
+        parser().error(f"--junit and --page-only go with one run, and {len(asked.runs)} were named")
     if asked.page and not asked.page_only:
         parser().error("--page says where --page-only writes, and --page-only is not there")
     try:
-        judged = [(folder, *read_and_judge(folder)) for folder in asked.runs]
-        if len(judged) == 2:
-            from workers.report.compare import write_comparison  # Plotly takes half a second: not for --help
-
-            print(f"report     {write_comparison(*judged)}")
-            return 0
-        folder, run, records = judged[0]
+        if len(asked.runs) > 1:
+            return draw_together(asked.runs)
+        folder = asked.runs[0]
+        run, records = read_and_judge(folder)
         return rebuild(folder, run, records, asked.junit, asked.page_only, asked.page)
     except BrokenRecord as error:
         print(f"refused    {error}", file=sys.stderr)
@@ -50,10 +46,10 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m workers.report",
         description="Judge a finished run again from its records alone: rewrites run.json and report.html, prints the "
         "verdict and returns its exit code. Two runs are drawn together instead, into compare-<OLD>.html in the folder "
-        "of the second.",
+        "of the second; more of one mode, as curves over WORLD_SIZE, into together.html in that of the last.",
     )
     made.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; two to compare"
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; several to compare"
     )
     made.add_argument(
         "--junit", type=Path, metavar="FILE", help="also write a test case a check, as JUnit XML for a CI"
@@ -72,6 +68,32 @@ def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
         return judge(records), records
     except BrokenRecord as error:
         raise BrokenRecord(f"{folder}: {error}") from None
+
+
+def draw_together(folders: Sequence[Path]) -> int:
+    """One page of two runs or more, or a sentence for each that cannot stand beside the others."""
+    judged, faults = [], []
+    for folder in folders:
+        try:
+            judged.append((folder, *read_and_judge(folder)))
+        except BrokenRecord as error:
+            faults.append(str(error))
+    if len(folders) > 2 and judged:
+        faults += incomparable(judged)
+    if faults:
+        print("\n".join(f"refused    {fault}" for fault in faults), file=sys.stderr)
+        return 2
+    # Charts take half a second to import: not for --help.
+    if len(judged) == 2:
+        from workers.report.compare import write_comparison
+
+        page = write_comparison(*judged)
+    else:
+        from workers.report.together import write_together
+
+        page = write_together(judged)
+    print(f"report     {page}")
+    return 0
 
 
 def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_only: bool, path: Path | None) -> int:

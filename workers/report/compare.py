@@ -1,4 +1,7 @@
-"""Two runs drawn together: the same charts on the same axes, tables side by side, and the settings that differ."""
+"""Two runs drawn together: the same charts on the same axes, tables side by side, and the settings that differ.
+
+More than two are drawn by together.py, whose curves two runs have here where they are of two WORLD_SIZEs.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,23 +13,18 @@ from workers.report.held import verdict_chip
 from workers.report.judge import first, slowest
 from workers.report.lines import write_atomically
 from workers.report.markup import Markup, chip, code, document, section, table, text
-from workers.report.page import curves, shown
+from workers.report.page import curves as losses
+from workers.report.page import shown
 from workers.report.records import Ranks
 from workers.report.sentences import headline, repeat_command
+from workers.report.together import Judged, curves, named
 from workers.report.units import difference, human_bytes, milliseconds
-
-Judged = tuple[str, Run, Ranks]  # the name it goes by on the page, the verdict, the records
 
 
 def write_comparison(old: tuple[Path, Run, Ranks], new: tuple[Path, Run, Ranks]) -> Path:
     """Write `compare-<old>.html` into the folder of the new run; returns its path."""
-    names = [run["run_id"] for _, run, _ in (old, new)]
-    if names[0] == names[1]:
-        names = [folder.resolve().name for folder, _, _ in (old, new)]
-    if names[0] == names[1]:
-        names = [str(folder) for folder, _, _ in (old, new)]
     path = new[0] / f"compare-{old[0].resolve().name}.html"
-    write_atomically(path, [comparison((names[0], *old[1:]), (names[1], *new[1:]))])
+    write_atomically(path, [comparison(*named([old, new]))])
     return path
 
 
@@ -37,6 +35,7 @@ def comparison(old: Judged, new: Judged) -> str:
     body = [
         _head(old, new),
         _differing(both),
+        _over_world_size(old[1], new[1]),
         _losses(both, variants),
         _bars("Time", "Milliseconds a step: the slowest rank's median.", variants, both, "step_seconds", 1000),
         _bars("Bytes on the wire", "MB a step, from the rank that sends most.", variants, both, "wire_bytes", 1e-6),
@@ -77,9 +76,15 @@ def _differing(both: tuple[Judged, Judged]) -> Markup:
     return section("What differs", table(["setting", old_name, new_name], rows))
 
 
+def _over_world_size(old: Run, new: Run) -> Markup:
+    """The curves of two runs of one mode at different WORLD_SIZEs."""
+    one_mode = old["run_mode"] == new["run_mode"]
+    return curves([old, new]) if one_mode and old["world_size"] != new["world_size"] else Markup()
+
+
 def _losses(both: tuple[Judged, Judged], variants: list[str]) -> Markup:
     """The old run dotted, the new one solid, a variant in its colour."""
-    found = {f"{variant} · {name}": curve for name, _, records in both for variant, curve in curves(records).items()}
+    found = {f"{variant} · {name}": curve for name, _, records in both for variant, curve in losses(records).items()}
     if not found:
         return Markup()
     hues = charts.colours(variants)

@@ -43,6 +43,7 @@ def start(rank: int = 0, world_size: int = 4, run_id: str = "dp-20261120-171500"
         "RUN_MODE": "dp",
         "WORLD_SIZE": world_size,
         "LAB_STEPS": 20,
+        "LAB_BATCH": 16,
         "LAB_DTYPE": "float32",
         "LAB_PROOF": True,
         "LAB_TEXT": None,

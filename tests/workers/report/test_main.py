@@ -3,14 +3,15 @@
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.workers.report.made_up import good_run, plus, with_check, with_measured, without, written
+from tests.workers.report.made_up import bent, good_run, plus, with_check, with_measured, without, written
 from workers.report.__main__ import main
 from workers.report.judge import judge, write_run
-from workers.report.records import End, Failed, Lost, Ranks
+from workers.report.records import End, Failed, Lost, Ranks, Start, Steps
 
 FAILING = {
     "a check": (with_check(good_run(), "weights", 1.0), 1),
@@ -121,7 +122,35 @@ def test_two_runs_are_drawn_into_the_folder_of_the_second(tmp_path: Path, capsys
     assert not (old / "run.json").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["a", "b", "--junit", "x"], ["a", "--frob"]])
+def test_many_runs_are_drawn_into_the_folder_of_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [written(tmp_path / f"of{size}", good_run(size)) for size in (2, 4, 3)]
+    assert main([str(run) for run in runs]) == 0
+    assert capsys.readouterr().out == f"report     {runs[-1] / 'together.html'}\n"
+    assert "<h1>3 runs of dp together</h1>" in (runs[-1] / "together.html").read_text()
+    assert not any((run / "run.json").exists() for run in runs)
+
+
+def test_runs_that_cannot_be_drawn_together_are_refused_all_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [written(tmp_path / "good", good_run(2)), written(tmp_path / "untimed", without(Steps, good_run(3)))]
+    broken = written(tmp_path / "broken", good_run(2))
+    (broken / "rank1.jsonl").write_text("[]\n")
+    other = written(tmp_path / "other", bent(good_run(2), lambda record: replace(record, run_mode="tp") if isinstance(record, Start) else record))  # fmt: skip
+    (tmp_path / "again").symlink_to("good")
+    asked = [*runs, broken, tmp_path / "absent", other, tmp_path / "again"]
+    assert main([str(run) for run in asked]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"refused    {broken}/rank1.jsonl, line 1, is not a record of the lab (TypeError(\"'str' object cannot be interpreted as an integer\"))",
+        f"refused    {tmp_path}/absent is not the folder of a run",
+        f"refused    {tmp_path}/untimed timed no step (verdict pass): it has no point on a curve",
+        f"refused    {tmp_path}/other is of RUN_MODE=tp, {tmp_path}/good of dp: curves are of one mode",
+        f"refused    {tmp_path}/again is the run of {tmp_path}/good: each run counts once",
+    ]
+    assert list(tmp_path.glob("*/*.html")) == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b", "c", "--page-only"], ["a", "b", "--junit", "x"], ["a", "--frob"]])
 def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
