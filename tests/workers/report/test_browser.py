@@ -4,16 +4,11 @@ Screenshots stay in tests/outputs/. Without Chromium these tests are skipped, ex
 """
 
 import base64
-import os
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -26,8 +21,6 @@ from workers.report.looks import MICROBATCHES
 from workers.report.records import Ideal
 
 OUTPUTS = Path(__file__).parents[2] / "outputs"
-SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
 WIDTHS = {"desk": 1200, "phone": 390}
 
 pytestmark = pytest.mark.timeout(120)
@@ -62,27 +55,6 @@ for (const element of document.querySelectorAll('main *')) {
 }
 return faint;
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if program is None or driver is None:
-        reason = "Chromium or its driver is not installed (Debian: chromium, chromium-driver)"
-        if os.environ.get("CI"):
-            pytest.fail(f"{reason}, and a CI must open the report")
-        print(f"skipped: {reason}")
-        pytest.skip(reason)
-    options = Options()
-    options.binary_location = program
-    for switch in (*SWITCHES, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(switch)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=Service(driver))
-    opened.set_page_load_timeout(30)
-    yield opened
-    opened.quit()
 
 
 @pytest.fixture(scope="module")
