@@ -37,8 +37,11 @@ def test_samples_are_those_of_each_runs_own_batch() -> None:
 
 
 def test_of_several_runs_of_one_world_the_median_counts() -> None:
-    (flat,) = scaling([run(2, [value]) for value in (0.1, 9.0, 0.2)]).values()
-    assert [(point.num_runs, point.seen.step_s) for point in flat] == [(3, 0.2)]
+    runs = [run(2, [value]) for value in (0.1, 8.0, 0.2)]
+    for one, nbytes in zip(runs, (5.0, 1.0, 900.0), strict=True):
+        one["variants"][0] |= {"wire_bytes": [nbytes], "peak_bytes": [None]}
+    (flat,) = scaling(runs).values()
+    assert [(point.num_runs, point.seen) for point in flat] == [(3, (0.2, 80.0, 5.0, None))]
 
 
 def test_what_was_not_measured_is_no_number() -> None:
