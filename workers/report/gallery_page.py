@@ -1,7 +1,6 @@
 """The page of the gallery: a filter, and a card a run, in one file that fetches nothing.
 
-It has no chart to zoom into, and so needs no library: a style, twenty lines of script, and text. Without script all
-cards are there.
+Its own are a style and twenty lines of script; without script all cards are there.
 """
 
 import os
@@ -12,9 +11,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from workers.report.entry import Entry
-from workers.report.markup import POLICY, Markup, chip, text
+from workers.report.markup import Markup, chip, document, text
 from workers.report.spans import KINDS
-from workers.report.style import STYLE as PAGES
 from workers.report.units import human_bytes
 
 STYLE = """
@@ -80,19 +78,15 @@ def gallery_page(entries: Sequence[Entry], others: Sequence[str], where: Path, p
         f'<header class="plain"><h1>{text(title)}</h1><p class="sub">{text(what)}</p>{key()}{left_out(others)}</header>'
     )
     cards = "\n".join(card(entry, path) for entry in entries)
-    return "\n".join(
+    return document(
+        title,
         [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{text(title)}</title>\n<style>{PAGES}{STYLE}</style>\n</head>\n<body>\n<main>",
+            f"<style>{STYLE}</style>",
             head,
             filters(entries) if entries else "<p>No run yet: the next one will be the first.</p>",
-            f'<ol class="cards">\n{cards}\n</ol>\n</main>',
+            f'<ol class="cards">\n{cards}\n</ol>',
             f"<script>{SCRIPT}</script>" if entries else "",
-            "</body>\n</html>\n",
-        ]
+        ],
     )
 
 

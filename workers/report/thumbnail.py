@@ -91,7 +91,8 @@ def painted(spans: Sequence[Span], columns: int, longest_s: float) -> list[str]:
 
 def finite(curve: charts.Curve) -> list[tuple[float, float]]:
     """The points of a curve that have a place; a loss may be NaN."""
-    return [(x, y) for x, y in zip(*curve, strict=True) if math.isfinite(y)]
+    pairs = zip(*curve, strict=True)
+    return [(x, y) for x, y in pairs if x is not None and y is not None and math.isfinite(y)]
 
 
 def of_losses(found: dict[str, list[tuple[float, float]]]) -> Thumbnail:
