@@ -7,7 +7,7 @@ said on the card, and ends nothing.
 import json
 from typing import NamedTuple
 
-from workers.report.lines import BrokenRecord, from_line
+from workers.report.lines import BrokenRecord, from_line, record_files
 from workers.report.records import End, Losses, Ranks, Start, Timeline, select
 from workers.report.sentences import headline
 from workers.report.stored import Stored
@@ -73,8 +73,8 @@ def glimpse(stored: Stored) -> tuple[Ranks, list[str]]:
     """The records that are wanted, by rank, and a sentence for each file that breaks off or cannot be read."""
     records: Ranks = {}
     faults = []
-    for path in sorted(stored.folder.glob("rank[0-9].jsonl")):
-        found = records.setdefault(int(path.stem.removeprefix("rank")), [])
+    for rank, path in record_files(stored.folder).items():
+        found = records.setdefault(rank, [])
         try:
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):

@@ -5,6 +5,7 @@ Files are written whole or not at all, and one that is broken is refused with it
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -67,17 +68,28 @@ def read_run(run: Path) -> Ranks:
     """The records of every rank of a run, by rank; raises BrokenRecord if there are none."""
     if not run.is_dir():
         raise BrokenRecord(f"{run} is not the folder of a run")
-    files = {int(path.stem.removeprefix("rank")): path for path in run.glob("rank[0-9].jsonl")}
+    files = record_files(run)
     if not files:
         raise BrokenRecord(f"{run} holds no rank<r>.jsonl: it is not the folder of a run")
-    return {rank: read(files[rank]) for rank in sorted(files)}
+    return {rank: read(path) for rank, path in files.items()}
+
+
+def record_files(run: Path) -> dict[int, Path]:
+    """The records of each rank's last attempt, in the order of ranks."""
+    named = [(re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.glob("rank*.jsonl")]
+    return dict(sorted((int(found[1]), path) for found, path in named if found))
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Write a file so that a reader sees all of it or nothing, even if the writer dies."""
+    write_bytes_atomically(path, "".join(lines).encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """The same for what is no text."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text("".join(lines), encoding="utf-8")
+        draft.write_bytes(content)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

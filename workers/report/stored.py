@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from workers.report.claim import FILE, is_held
 from workers.report.latest import LATEST
+from workers.report.lines import record_files
 
 # A run whose ranks hold its folder is going on; on another machine none can be seen to. There one whose last record no
 # verdict followed is going on, or was killed; its ranks wait LAB_COLLECTIVE_TIMEOUT_S for
@@ -44,7 +45,7 @@ def stored_runs(runs: Path, now: float) -> list[Stored]:
 
 def stored_run(folder: Path, now: float) -> Stored | None:
     """The run in this folder, or None where it holds none; raises OSError where it cannot be read."""
-    verdict, records = folder / "run.json", list(folder.glob("rank[0-9].jsonl"))
+    verdict, records = folder / "run.json", list(record_files(folder).values())
     marks = records or [path for path in (verdict, folder / FILE) if path.is_file()]
     if folder.is_symlink() or not marks:
         return None

@@ -1,5 +1,6 @@
 """The command: rebuilds from the records alone, judges the same, refuses what it cannot read by file and line."""
 
+import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -37,6 +38,13 @@ def test_a_good_run_is_rebuilt_from_its_records_alone(tmp_path: Path, capsys: py
         .out.splitlines()[-1]
         .startswith(f"PASS       16 checks held · report {run / 'report.html'} · repeat ")
     )
+
+
+def test_a_world_of_more_than_ten_ranks_is_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run", good_run(12))
+    (run / "rank3.1.jsonl").write_text("of an attempt before\n")
+    assert main([str(run)]) == 0, capsys.readouterr().out
+    assert json.loads((run / "run.json").read_text())["lost"] == []
 
 
 @pytest.mark.parametrize("kind", FAILING)
