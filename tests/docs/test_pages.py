@@ -123,7 +123,7 @@ def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
     [
         "RUN_MODE=dp make run",
         "./run",
-        "./run report.picture runs/latest x.svg",
+        "./run report runs/latest --figures x",
         "./run plan --params 7B",
         "python -m experiments",
     ],

@@ -22,8 +22,8 @@ from workers.report.scaling import incomparable
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, judge, write; returns the exit code."""
     asked = parser().parse_args(arguments)
-    if len(asked.runs) > 1 and (asked.junit or asked.page_only):
-        parser().error(f"--junit and --page-only go with one run, and {len(asked.runs)} were named")
+    if len(asked.runs) > 1 and (asked.junit or asked.page_only or asked.figures):
+        parser().error(f"--junit, --page-only and --figures go with one run, and {len(asked.runs)} were named")
     if asked.page and not asked.page_only:
         parser().error("--page says where --page-only writes, and --page-only is not there")
     try:
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return draw_together(asked.runs)
         folder = asked.runs[0]
         run, records = read_and_judge(folder)
+        if asked.figures:
+            return draw_figures(folder, run, records, asked.figures)
         return rebuild(folder, run, records, asked.junit, asked.page_only, asked.page)
     except BrokenRecord as error:
         print(f"refused    {error}", file=sys.stderr)
@@ -56,6 +58,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--page-only", action="store_true", help="write report.html and nothing else; returns 0 if it was written"
+    )
+    made.add_argument(
+        "--figures", type=Path, metavar="DIR", help="write each figure of the report as SVG and PNG, and nothing else"
     )
     made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
     return made
@@ -83,7 +88,6 @@ def draw_together(folders: Sequence[Path]) -> int:
     if faults:
         print("\n".join(f"refused    {fault}" for fault in faults), file=sys.stderr)
         return 2
-    # Charts take half a second to import: not for --help.
     if len(judged) == 2:
         from workers.report.compare import write_comparison
 
@@ -96,9 +100,23 @@ def draw_together(folders: Sequence[Path]) -> int:
     return 0
 
 
+def draw_figures(folder: Path, run: Run, records: Ranks, into: Path) -> int:
+    """Write the figures and say where; 2 where there is none."""
+    from workers.report.figures import write_figures
+    from workers.report.picture import Untimed
+
+    try:
+        drawn = write_figures(into, run, records)
+    except Untimed as error:
+        print(f"refused    {folder} {error}", file=sys.stderr)
+        return 2
+    print(f"figures    {len(drawn)} in {into}, as SVG and PNG: {', '.join(path.stem for path in drawn)}")
+    return 0
+
+
 def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_only: bool, path: Path | None) -> int:
     """Write what was asked for, and print the verdict as rank 0 did."""
-    from workers.report.page import write_page  # Plotly takes half a second: not for --help
+    from workers.report.page import write_page
 
     page = write_page(folder, run, records, path)
     if page_only:

@@ -186,12 +186,13 @@ def drawn(figure: Figure, title: str, height: int) -> Markup:
 def svg(figure: Figure, height: int) -> str:
     """The drawing alone: what pygal draws, without what only its own script and style would use."""
     figure.graph.config.height = height
-    figure.graph.add_xml_filter(partial(_lean, pens=figure.pens))
+    names = [str(options["title"]) for _, options in figure.graph.raw_series]
+    figure.graph.add_xml_filter(partial(_lean, pens=figure.pens, names=names))
     found: str = figure.graph.render(is_unicode=True)
     return found
 
 
-def _lean(root: Any, pens: Sequence[Pen]) -> Any:
+def _lean(root: Any, pens: Sequence[Pen], names: Sequence[str]) -> Any:
     for parent in list(root.iter()):
         for child in list(parent):
             kind = (child.get("class") or "") if isinstance(child.tag, str) else "comment"
@@ -209,6 +210,7 @@ def _lean(root: Any, pens: Sequence[Pen]) -> Any:
             pen = pens[int(number[1])]
             dashes = f";stroke-dasharray:{pen.dashes}" if pen.dashes else ""
             part.set("class", "series")
+            part.set("data-n", names[int(number[1])])
             part.set("style", f"--hue:{pen.hue};stroke-width:{pen.width:g}{dashes}")
     root.attrib.pop("id", None)
     return root

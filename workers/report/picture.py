@@ -1,24 +1,17 @@
 """The picture of a run: each rank a row, time to the right, every variant on the same axis of time, and all messages.
 
-On the page it can be played, zoomed and asked (player.py); as a file of its own it is the same drawing, on a ground of
-its own, so that it reads in a light page and in a dark one:
-
-    python -m workers.report.picture runs/latest docs/picture.svg
+On the page it can be played, zoomed and asked (player.py); here it is a file of its own, the same drawing on a ground
+of its own, so that it reads in a light page and in a dark one.
 """
 
-import argparse
 import html
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from workers.report import panels
-from workers.report.__main__ import read_and_judge
 from workers.report.claims import Run
 from workers.report.frame import DEFINED, drawn_scenes, key, ticks, told
 from workers.report.judge import first
-from workers.report.lines import BrokenRecord, write_atomically
 from workers.report.looks import LOOK, resolved
 from workers.report.panels import Rows
 from workers.report.records import Ranks
@@ -129,28 +122,3 @@ def caption(records: Ranks, top: float) -> Iterator[str]:
 def words(told: str, x: float, y: float, look: str) -> str:
     """A line of text with its base line at `y`."""
     return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}">{html.escape(told)}</text>'
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the records, draw, write; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m workers.report.picture",
-        description="Draw one step of each variant of a finished run as an SVG.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/latest")
-    parser.add_argument("file", type=Path, metavar="FILE", help="the SVG to write, such as docs/picture.svg")
-    asked = parser.parse_args(arguments)
-    try:
-        write_atomically(asked.file, [picture(*read_and_judge(asked.run))])
-    except (BrokenRecord, Untimed) as error:
-        told = f"{asked.run} {error}" if isinstance(error, Untimed) else str(error)
-        print(f"refused    {told}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"refused    {asked.file} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

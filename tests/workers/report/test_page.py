@@ -93,7 +93,7 @@ def test_activations_stand_beside_the_peak_of_all_memory() -> None:
 def test_memory_is_drawn_by_class_from_the_fullest_rank() -> None:
     shown = drawn(good_run())
     bars = shown[shown.index("memory by class") : shown.index("Over the counted step")]
-    classes = re.findall(r'class="series" style="--hue:(#\w+)', bars)
+    classes = re.findall(r'class="series" data-n="\w+" style="--hue:(#\w+)', bars)
     assert classes == [
         memory.COLOURS[kind] for kind in ("parameters", "gradients", "activations")
     ]  # plain SGD: no more

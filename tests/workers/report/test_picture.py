@@ -10,10 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.labs import run_experiment
-from tests.workers.report.made_up import good_run
-from workers.report.lines import to_line
+from workers.report.__main__ import main
 from workers.report.panels import PRIME
-from workers.report.picture import main
 from workers.report.records import Ranks as Records
 from workers.report.spans import timelines
 from workers.testing.calls import Ranks
@@ -31,8 +29,8 @@ def drawn(
     run, records = run_experiment(
         ranks, 4, folder, RUN_MODE="pp", LAB_VARIANT="naive,gpipe,1f1b,interleaved", LAB_DEPTH="8", LAB_SLEEP_MS="4"
     )
-    assert main([str(folder), str(folder / "picture.svg")]) == 0
-    return run, records, ElementTree.parse(folder / "picture.svg").getroot()
+    assert main([str(folder), "--figures", str(folder / "figures")]) == 0
+    return run, records, ElementTree.parse(folder / "figures" / "picture.svg").getroot()
 
 
 def texts(svg: ElementTree.Element, look: str) -> list[str]:
@@ -116,16 +114,6 @@ def test_the_picture_in_docs_is_of_this_form(drawn: tuple[dict[str, Any], Record
     assert texts(kept, "name") == texts(made, "name")
     by_formula = [told.partition(", ")[2] for told in texts(kept, "told")]
     assert by_formula == ["75% by (p-1)/p", "43% by (p-1)/(m+p-1)", "43% by (p-1)/(m+p-1)", "27% by (p-1)/(v·m+p-1)"]
-
-
-def test_what_cannot_be_drawn_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for rank, records in good_run().items():
-        (tmp_path / f"rank{rank}.jsonl").write_text("".join(f"{to_line(record)}\n" for record in records))
-    assert main([str(tmp_path), str(tmp_path / "picture.svg")]) == 2
-    assert "holds no timeline" in capsys.readouterr().err
-    assert not (tmp_path / "picture.svg").exists()
-    assert main([str(tmp_path / "absent"), str(tmp_path / "picture.svg")]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
 
 
 def test_it_needs_neither_torch_nor_pygal() -> None:
