@@ -91,6 +91,7 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         strategy.backward(lab.dealt(batches, step))
         strategy.update()
         lab.stepped()
+        lab.at(step, f"one process, beside {name}")
         wanted = alone.gradients(step) if lab.rank == 0 else [None] * len(witnesses)
         # Of the largest gradient of all: that of a key's bias is nothing but rounding.
         size = max([TINY, *(largest(dense) for dense in wanted if dense is not None)])

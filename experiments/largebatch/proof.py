@@ -42,6 +42,7 @@ def prove(lab: Lab, config: Config, followed: Mapping[str, Recipe]) -> None:
         ours.backward(step)
         before = [flat(each.model) for each in ours.trainees]
         ours.update(step)
+        lab.at(step, f"one process, of {config.model}")
         if lab.rank == 0:
             for name, trainee, start in zip(followed, trainees, before, strict=True):
                 put(dense, alone[name].weights)

@@ -71,6 +71,7 @@ def prove(lab: Lab, name: str, build: Build) -> None:
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
         backward(strategy, lab.dealt(batches, step))
+        lab.at(step, f"one process, beside {name}")
         if lab.rank == 0:
             check_gradients(lab, name, strategy, batches, step)
         start = check_update(lab, name, strategy, strategy.optimizer, start)

@@ -65,6 +65,7 @@ def check_against(
     when, steps = f" at H = {rounds.local_steps}{when}", 2 * rounds.local_steps
     batches = lab.batches(torch.float64, proof=True)
     wanted: tuple[list[float], Tensor] = ([], torch.zeros(0))
+    lab.at(0, f"one process, beside {name}{when}")
     if lab.rank == 0:
         dealt = config.model_copy(update={"world_size": workers})
         one = OneProcess(model_of(lab, config), dealt, proof=True, device=lab.device, dtype=torch.float64)
@@ -122,7 +123,7 @@ def in_one_process(one: OneProcess, rounds: Rounds, steps: int) -> tuple[list[fl
 def hold_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
     """The losses of the timed pass up to the step that sees the second outer step (the first, where it has no
     momentum), against all workers in one process."""
-    lab.at(0, "rounds in one process")
+    lab.at(0, "one process, in rounds")
     config, dtype, found = lab.config, getattr(torch, lab.config.dtype), lab.losses()
     for name in (name for name in rounds if name in found and config.proof):
         steps = min(config.steps, rounds[name].local_steps * (2 if rounds[name].momentum else 1) + 1)

@@ -6,7 +6,7 @@ periods. A rank's row is fresh as long as its counter grows, whoever brings it. 
 rank.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -155,11 +155,12 @@ class Hearing:
         others = {rank: self.peers[rank] for rank in sorted(self.present() - {self.rank})}
         return {rank: peer for rank, peer in others.items() if (peer.turn, peer.calls) < (place.turn, place.calls)}
 
-    def behind(self, place: Place, now: float) -> list[str]:
-        """The same, each with where it is."""
+    def behind(self, place: Place, now: float, but: Container[int] = ()) -> list[str]:
+        """The same, each with where it is, `but` for some."""
         return [
             f"rank {rank} ({peer.seen.place} for {peer.in_phase_s + now - peer.heard_at:.1f} s)"
             for rank, peer in self.waited_for(place).items()
+            if rank not in but
         ]
 
 

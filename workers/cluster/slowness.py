@@ -1,16 +1,18 @@
 """For whom a rank waits: said once it has begun nothing for a while, since only then are others' words newer than its
 own.
 
-A wait that is expected is not said: not while rank 0 does what it alone does, and not one of a length that is normal in
-this run. On cores that ranks share everything takes long, this rank's own work too: what it takes itself, another may
-take twice.
+A wait that is expected is not said: not for a rank that computes on purpose what the others wait for, and not one of a
+length that is normal in this run. On cores that ranks share everything takes long, this rank's own work too: what it
+takes itself, another may take twice.
 """
 
 from workers.cluster.heartbeat import Hearing, Place
 
 SLOW_S, SLOW_AGAIN_S = 3.0, 5.0
 NORMAL = 2.0  # times this rank's own longest work
-ALONE = ("one process", "report")  # what rank 0 does while all others wait
+# Phases, by their first words, in which these ranks compute on purpose what all others wait for: rank 0 the one process
+# or the report, rank 1 the twin of the one process. Rank 0's own log says how far it is.
+ALONE, COMPUTING = ("one process", "report"), (0, 1)
 
 
 class Slowness:
@@ -33,13 +35,14 @@ class Slowness:
         waits_s = now - self._since
         if waits_s < max(SLOW_S, NORMAL * self._longest_s) or now - self._said_at < SLOW_AGAIN_S:
             return ""
-        if all(rank == 0 and peer.seen.phase in ALONE for rank, peer in waited_for.items()):
+        alone = [rank for rank in COMPUTING if rank in waited_for and waited_for[rank].seen.phase.startswith(ALONE)]
+        behind = hearing.behind(place, now, but=alone)
+        if not behind:
             return ""
         self._said_at = now
-        behind = ", ".join(hearing.behind(place, now))
-        return f"waiting for {waits_s:.1f} s at step {place.step} in {place.phase} for {behind}"
+        return f"waiting for {waits_s:.1f} s at step {place.step} in {place.phase} for {', '.join(behind)}"
 
     def _note_work(self, now: float) -> None:
         """It leaves its place: what it did there was work of its own, if it waited for nobody and had begun."""
-        if not self._waited and self._place.turn > 0 and self._place.phase not in ALONE:
+        if not self._waited and self._place.turn > 0 and not self._place.phase.startswith(ALONE):
             self._longest_s = max(self._longest_s, now - self._since)

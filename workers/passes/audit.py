@@ -65,6 +65,7 @@ class Audit:
         losses = summed_losses(self.lab, shares)
         after = gathered(self.lab, strategy)
         self.done[name].append(step)
+        self.lab.at(step, f"one process, to audit {name}")
         if self.lab.rank == 0:
             (loss,) = losses
             self._judge(name, step, data_step, loss, before, after)

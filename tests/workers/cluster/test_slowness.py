@@ -47,7 +47,26 @@ def waiting_for_rank_0(phase: str, seconds: int) -> list[int]:
 def test_what_rank_0_does_alone_is_waited_for_in_silence() -> None:
     assert waiting_for_rank_0("one process", 60) == []
     assert waiting_for_rank_0("report", 60) == []
+    assert waiting_for_rank_0("one process, to audit flat", 60) == []
     assert waiting_for_rank_0("forward", 12) == [3, 8]
+    assert waiting_for_rank_0("the wait at one process", 12) == [3, 8]
+
+
+def test_the_twin_of_the_one_process_is_waited_for_in_silence_and_whoever_is_late_beside_it_is_named() -> None:
+    """Rank 3 waits for ranks 0 and 1, which compute the one process and its twin, and for rank 2, which is nowhere."""
+    hearings = [Hearing(rank, range(4), 2.5, 0.0) for rank in range(4)]
+    here, waits = hearings[3], Place(4, 0, "the wait at one process")
+
+    def said(phases: list[str]) -> str:
+        slowness = Slowness(0.0)
+        for rank, phase in enumerate(phases):
+            here.take(hearings[rank].beat(Place(3 if phase else 4, 0, phase), None, 1.0), 1.0)
+        slowness.sentence(here, waits, 1.0)
+        return slowness.sentence(here, waits, 9.0)
+
+    assert said(["one process", "one process", ""]) == ""
+    assert "for rank 2 (" in said(["one process", "one process", "forward"])
+    assert "for rank 2 (" in said(["one process", "one process", "one process"])  # it has nothing to compute there
 
 
 def test_a_wait_is_named_once_it_is_longer_than_what_is_normal_here() -> None:
