@@ -22,6 +22,7 @@ from workers.measure.ledger import Ledger, Traffic
 from workers.parallel.mesh import Mesh
 from workers.report import records
 from workers.report.journal import Journal
+from workers.report.progress import Work
 from workers.report.text import aligned
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model, build_model
@@ -46,6 +47,7 @@ class Lab:
         self.at = at  # (step, phase): what the watch tells the other ranks
         self.first_step_at: float | None = None
         self.side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
+        self.work = Work()  # of how many units, and how many are done: what rank 0's heartbeat tells
         self.rescue: Callable[[], None] | None = None  # while the timed pass saves: what a failing rank saves by itself
         # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has
         # left.
@@ -157,9 +159,11 @@ class Lab:
         """The loss curves of the timed pass by variant, and of one process, on rank 0; nothing elsewhere."""
         return {record.variant: record.values for record in self.journal.records if isinstance(record, records.Losses)}
 
-    def stepped(self) -> None:
-        """A step of a strategy is done; the first one ends the start-up of the run."""
+    def stepped(self, units: float = 1) -> None:
+        """A step of a strategy is done, so many units of the work under way; the first one ends the start-up of the
+        run."""
         self.first_step_at = self.first_step_at or time.time()
+        self.work.advance(units)
 
     def wants(self, variant: str) -> bool:
         """Whether LAB_VARIANT names this variant, or none."""

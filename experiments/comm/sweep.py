@@ -5,7 +5,7 @@ so that the busbw of every algorithm and N can be held against the speed of the 
 rank's, the median of a few interleaved rounds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from experiments.comm.contents import Trial, uneven
@@ -43,19 +43,40 @@ def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> 
     """Sweep, hold the contents and the bytes against the formula, and show where the time goes."""
     variants, sizes = list(collectives), [nbytes for nbytes in SIZES if nbytes <= largest_bytes]
     costs: Costs = {}
-    for index, nbytes in enumerate(sizes):
-        for op in BYTES:
-            lab.at(index, f"{op} of {size(nbytes)}")
+    swept_mib = {(nbytes, op): calls(op, nbytes, variants) * nbytes / MIB for nbytes in sizes for op in BYTES}
+    with lab.work.of(sum(swept_mib.values()), "MiB of all calls"):
+        for (nbytes, op), mib in swept_mib.items():
+            lab.at(sizes.index(nbytes), f"{op} of {size(nbytes)}")
             costs |= {(op, nbytes, name): cost for name, cost in price(lab, op, nbytes, collectives).items()}
+            lab.work.advance(mib)
     check_contents(lab, costs, collectives)
     compare(lab, costs)
     for op in BYTES:
-        timed = [name for name in variants if op == "all_reduce" or name in TIMED_HALVES]
-        if timed:
-            tables(lab, op, costs, timed, sizes)
+        if names := timed(op, variants):
+            tables(lab, op, costs, names, sizes)
     if lab.world_size > 1:
         fits(lab, costs, variants, sizes)
         wall(lab, costs, variants, sizes[-1])
+
+
+def calls(op: str, nbytes: int, variants: Iterable[str]) -> int:
+    """How many calls `price` times of one operation at one size."""
+    return rounds(nbytes) * repeats(nbytes) * len(timed(op, variants))
+
+
+def timed(op: str, variants: Iterable[str]) -> list[str]:
+    """The variants whose time is shown."""
+    return [name for name in variants if op == "all_reduce" or name in TIMED_HALVES]
+
+
+def rounds(nbytes: int) -> int:
+    """In which the variants take turns."""
+    return 3 if nbytes < 16 * MIB else 2
+
+
+def repeats(nbytes: int) -> int:
+    """Calls in a row of one variant in one round."""
+    return max(1, min(16, REPEATED_BYTES // nbytes))
 
 
 def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective]) -> dict[str, Cost]:
@@ -63,21 +84,20 @@ def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective])
 
     Each call has numbers of its own; they are laid out before what is timed, and what came of them is looked at after.
     """
-    repeats = max(1, min(16, REPEATED_BYTES // nbytes))
+    in_a_row, names = repeats(nbytes), timed(op, collectives)
     numel = even(nbytes, lab.world_size) // 4
-    trials = [Trial.of(op, lab.rank, lab.world_size, numel, lab.device) for _ in range(repeats)]
-    timed = [name for name in collectives if op == "all_reduce" or name in TIMED_HALVES]
-    costs = {name: Cost() for name in collectives if name in timed or nbytes in COMPARED}
+    trials = [Trial.of(op, lab.rank, lab.world_size, numel, lab.device) for _ in range(in_a_row)]
+    costs = {name: Cost() for name in collectives if name in names or nbytes in COMPARED}
     for name, cost in costs.items():
         prepare(trials[:1], collectives[name], 0)
         with lab.count() as traffic:
             trials[0].run(collectives[name])
         cost.wire_bytes = traffic.wire_bytes if traffic.wire_error is None else None
         cost.off = trials[0].off()
-    for turn in range(3 if nbytes < 16 * MIB else 2):
-        for name in timed:
-            prepare(trials, collectives[name], 1 + turn * repeats)
-            costs[name].rounds_s.append(lab.seconds(partial(run_next, iter(trials), collectives[name]), repeats))
+    for turn in range(rounds(nbytes)):
+        for name in names:
+            prepare(trials, collectives[name], 1 + turn * in_a_row)
+            costs[name].rounds_s.append(lab.seconds(partial(run_next, iter(trials), collectives[name]), in_a_row))
             costs[name].off = max(costs[name].off, *(trial.off() for trial in trials))
     everyone = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
     slowest = [max(seconds) for seconds in zip(*everyone, strict=True)]

@@ -33,11 +33,14 @@ def sweep(lab: Lab) -> None:
     parameters = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
     total = sum(parameters)
     rows = []
-    for mib, buckets in distinct(parameters):
-        lab.at(0, f"the sweep at {mib:g} MiB")
-        times = price(lab, mib * MIB)
-        hidden = 100 * (times["after"] - times["overlapped"]) / times["sending"]
-        rows.append([mib, buckets, *(1e3 * seconds for seconds in times.values()), hidden])
+    sizes = distinct(parameters)
+    with lab.work.of(len(sizes), "bucket sizes"):
+        for mib, buckets in sizes:
+            lab.at(0, f"the sweep at {mib:g} MiB")
+            times = price(lab, mib * MIB)
+            hidden = 100 * (times["after"] - times["overlapped"]) / times["sending"]
+            rows.append([mib, buckets, *(1e3 * seconds for seconds in times.values()), hidden])
+            lab.work.advance()
     shown = [
         [f"{row[0]:g}" if row is not rows[-1] else f"{row[0]:g} to 64", row[1], *(round(value, 1) for value in row[2:])]
         for row in rows

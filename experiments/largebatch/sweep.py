@@ -64,15 +64,17 @@ def sweep(lab: Lab, config: Config, recipes: Mapping[str, Recipe]) -> Found:
     streams = {seed: Stream(config, seed, config.steps, lab.device, dtype) for seed in seeds}
     losses: dict[str, dict[int, list[float]]] = {name: {} for name in recipes}
     num, seconds = {}, {}
-    for k in multiples(config):
-        check_samples(lab, streams[config.seed], k)
-        runs = trainees(lab, config, recipes, streams, k)
-        num[k], lockstep = len(runs), Lockstep(list(runs.values()), lab.group)
-        audit = Audit(lab, config.model, runs, config.steps // k)
-        seconds[k] = lab.seconds(partial(train, lab, lockstep, config.steps // k, audit)) - audit.seconds
-        check_replicas(lab, lockstep, config.model)
-        for name, ran in standing_for(recipes, k).items():
-            losses[name][k] = [runs[ran, seed].held_out_loss() for seed in seeds]
+    total = sum(config.steps // k * num_runs(recipes, k) for k in multiples(config))
+    with lab.work.of(total, f"steps of all {config.model} runs"):
+        for k in multiples(config):
+            check_samples(lab, streams[config.seed], k)
+            runs = trainees(lab, config, recipes, streams, k)
+            num[k], lockstep = len(runs), Lockstep(list(runs.values()), lab.group)
+            audit = Audit(lab, config.model, runs, config.steps // k)
+            seconds[k] = lab.seconds(partial(train, lab, lockstep, config.steps // k, audit)) - audit.seconds
+            check_replicas(lab, lockstep, config.model)
+            for name, ran in standing_for(recipes, k).items():
+                losses[name][k] = [runs[ran, seed].held_out_loss() for seed in seeds]
     counted = count(lab, config, recipes, streams)
     return Found(losses, untrained(lab, config, streams), num, seconds, counted)
 
@@ -95,7 +97,7 @@ def train(lab: Lab, lockstep: Lockstep, steps: int, audit: Audit | None = None) 
         lab.at(step, f"batches of {lockstep.trainees[0].k} times the base")
         lockstep.backward(step)
         lockstep.update(step)
-        lab.stepped()
+        lab.stepped(len(lockstep.trainees))
         if audit is not None:
             audit.hold(step, lab.world_size)
 

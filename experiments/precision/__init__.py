@@ -206,14 +206,13 @@ def run(lab: Lab) -> None:
     lab.compare_rest(predictions, measured)
     compare_peak(lab, measured)
     show_gradients(lab)
-    show_seen(
-        lab,
-        {
+    with lab.work.of(config.steps * sum(map(lab.wants, lab.mode.names)), "steps observed"):
+        seen = {
             each.name: observe(lab, each.name, each.build)
             for each in lab.mode.variants
             if each.build and lab.wants(each.name)
-        },
-    )
+        }
+    show_seen(lab, seen)
 
 
 MODE = Mode(

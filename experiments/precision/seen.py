@@ -57,6 +57,7 @@ def observe(lab: Lab, name: str, build: Build) -> Seen:
             moved = gradient != 0
             unmoved = (weights_of(strategy) == before) & moved
             seen.vanished.append((unmoved.sum() / moved.sum().clamp(min=1)).item())
+        lab.work.advance()
     everyone = lab.exchange.gather("losses", seen.shares)
     if everyone is not None:
         seen.losses = [math.fsum(column) for column in zip(*everyone, strict=True)]

@@ -75,9 +75,13 @@ def run_freely(
     config, name, dtype = lab.config, scheme.name, getattr(torch, lab.config.dtype)
     lab.at(0, name)
     workers = [rank for rank in range(lab.world_size) if rank not in lab.exchange.gone]
+
+    def noted(step: int) -> None:
+        lab.at(step, name)
+        lab.work.reach(sum(witness.finished.values()))
+
     worker = make_worker(
-        lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate,
-        noted=lambda step: lab.at(step, name),
+        lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, noted=noted
     )  # fmt: skip
     pushes = max(1, config.steps // scheme.most)
     wanted = drawn(config.seed, lab.world_size, pushes) if config.proof else set()
@@ -85,7 +89,12 @@ def run_freely(
     witness = Witness(worker.vectors.weights.cpu(), workers, config.learning_rate, wanted, most_steps)
     rules, client, threads = open_server(lab, links, scheme, kind, witness, worker)
     lab.say(f"{lab.world_size * config.steps} steps by {len(workers)} worker(s), in whatever order they come", name)
-    with lab.count(calls=False) as traffic, recorded() as spans, slowed(config.slowed_to):
+    with (
+        lab.work.of(lab.world_size * config.steps, "steps of all workers"),
+        lab.count(calls=False) as traffic,
+        recorded() as spans,
+        slowed(config.slowed_to),
+    ):
         seconds = lab.seconds(lambda: worker.train(client, scheme.most))
         if threads is not None:
             threads.join()

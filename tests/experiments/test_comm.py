@@ -25,6 +25,7 @@ from workers.parallel.collectives import ALGORITHMS, Collective
 from workers.parallel.peers import Peers, Steps
 from workers.plan.calibrate import calibrate
 from workers.rank.refusals import refuse
+from workers.report.progress import Work
 from workers.testing.calls import Ranks
 
 
@@ -43,6 +44,7 @@ class Notes:
         self.held: set[str] = set()
         self.tables: dict[str, list[list[Any]]] = {}
         self.lines: list[str] = []
+        self.work = Work()
 
     def check(self, name: str, max_abs_diff: float, tolerance: float, *_: Any, **__: Any) -> None:
         (self.held if max_abs_diff <= tolerance else self.failed).add(name)

@@ -47,7 +47,7 @@ def one_process(lab: Lab, batches: Batches, dtype: torch.dtype, train: OneProces
     own: Losses | None = None
     twin: list[float] = []
     if steps and lab.rank == 0:
-        own = train(lab.model(dtype), batches, lab.config, steps)
+        own = trained(lab, dtype, batches, train)
         away = difference(own.first, train(moved(lab, dtype), batches, lab.config, 1, parts=parts).first)
     if steps and lab.rank == min(1, lab.world_size - 1):
         twin = train(moved(lab, dtype), batches, lab.config, steps, parts=parts).values
@@ -59,6 +59,14 @@ def one_process(lab: Lab, batches: Batches, dtype: torch.dtype, train: OneProces
     norms = {name: gradient.double().norm().item() for name, gradient in own.first.items()}
     rounding = {name: MARGIN * value + unit * norms[name] for name, value in away.items()}
     return Alone(own.values, allowed(own.values, next(filter(None, twins)), unit), norms, rounding)
+
+
+def trained(lab: Lab, dtype: torch.dtype, batches: Batches, train: OneProcess) -> Losses:
+    """The one process, which all others wait for: each of its batches goes through the model whole, and is counted."""
+    model = lab.model(dtype)
+    model.register_forward_hook(lambda *_: lab.work.advance())
+    with lab.work.of(lab.config.steps, "steps while the others wait"):
+        return train(model, batches, lab.config, lab.config.steps)
 
 
 def moved(lab: Lab, dtype: torch.dtype) -> Model:

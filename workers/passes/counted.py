@@ -48,6 +48,7 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
         write_traffic(lab, name, counted[name].traffic)
         lab.journal.write(records.Activations(name, activations.peak_bytes))
         write_memory(lab, name, memory)
+        lab.work.advance()
     return counted
 
 

@@ -4,7 +4,8 @@ Each pass makes its strategies anew, so that none inherits what another left. Wh
 mode predicted; a mode that says no more than its variants is run by `everything`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from workers.contract import Build, Held, Measured, Strategy
 from workers.lab import Lab
@@ -14,6 +15,9 @@ from workers.passes.recorded import compare_drawn
 from workers.passes.timed import time_steps
 from workers.workload.data import effective_batch
 from workers.workload.own import is_own
+
+if TYPE_CHECKING:
+    from workers.checkpoint.resuming import Checkpoints
 
 
 def everything(lab: Lab) -> None:
@@ -46,6 +50,31 @@ def measure(
     and timed when it is, what was counted once it is held against predictions.
     """
     lab.say(effective_batch(lab.config, lab.mesh.size("dp")), "batch")
+    chosen, checkpoints = choose(lab)
+    if lab.config.proof:
+        prove(lab, chosen, also, proofs or {}, checkpoints)
+        lab.finished("proof")
+    otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
+    with lab.work.of(steps_left(lab, chosen, checkpoints), "timed steps"):
+        bubbles, drawn = time_steps(lab, chosen, otherwise | dict(held or {}), checkpoints)
+    lab.finished("times")
+    with lab.work.of(len(chosen), "variants counted"):
+        counted = count(lab, chosen)
+    compare_drawn(lab, drawn, counted)
+    if lab.config.trace:
+        from workers.passes.profiled import trace
+
+        with lab.work.of(len(chosen), "variants profiled"):
+            trace(lab, chosen)
+    return {
+        name: Measured(**vars(each), bubble=bubbles.get(name))
+        for name, each in counted.items()
+        if not is_own(name)  # of whose bytes, calls and memory no lesson predicts anything
+    }
+
+
+def choose(lab: Lab) -> tuple[dict[str, Build], "Checkpoints | None"]:
+    """The variants that LAB_VARIANT asks for and that these settings allow, and the checkpoints that are asked for."""
     chosen = {each.name: each.build for each in lab.mode.variants if each.build is not None and lab.wants(each.name)}
     checkpoints = None
     reasons = dict(lab.mode.cannot(lab.config))
@@ -57,20 +86,11 @@ def measure(
     for name in [name for name in chosen if name in reasons]:
         lab.skip(name, reasons[name])
         del chosen[name]
-    if lab.config.proof:
-        prove(lab, chosen, also, proofs or {}, checkpoints)
-        lab.finished("proof")
-    otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
-    bubbles, drawn = time_steps(lab, chosen, otherwise | dict(held or {}), checkpoints)
-    lab.finished("times")
-    counted = count(lab, chosen)
-    compare_drawn(lab, drawn, counted)
-    if lab.config.trace:
-        from workers.passes.profiled import trace
+    return chosen, checkpoints
 
-        trace(lab, chosen)
-    return {
-        name: Measured(**vars(each), bubble=bubbles.get(name))
-        for name, each in counted.items()
-        if not is_own(name)  # of whose bytes, calls and memory no lesson predicts anything
-    }
+
+def steps_left(lab: Lab, chosen: Collection[str], checkpoints: "Checkpoints | None") -> int:
+    """The steps of all variants that are to be timed: behind those that a checkpoint holds."""
+    found = checkpoints.resumed if checkpoints is not None else None
+    done = found.manifest.steps if found is not None else {}
+    return sum(max(0, lab.config.steps - done.get(name, 0)) for name in chosen)

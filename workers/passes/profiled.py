@@ -64,6 +64,7 @@ def trace(lab: Lab, variants: Mapping[str, Build]) -> None:
         if everyone is not None:
             steps[name] = [[Event(*event) for event in of_rank] for _, _, of_rank in everyone]
             costs[name] = max(step_s for step_s, _, _ in everyone) / max(timed for _, timed, _ in everyone)
+        lab.work.advance()
     write(lab, clock, steps, costs)
     if dropped:
         lab.say(f"trace      the {dropped} shortest of this rank's events are left out", all_ranks=True)

@@ -47,32 +47,45 @@ def prove(
     config = lab.config.untimed()
     lr = config.learning_rate if config.model == "line" else LEARNING_RATE  # the line lesson's own: all of it is proven
     plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": lr})
+    configs = [plain, config] if config.optimizer == "adamw" or config.clip is not None else [plain]
     batches = lab.batches(torch.float64, proof=True)
-    dense = one_process(lab, plain, batches, batches.proof_steps)
-    tuned = config.optimizer == "adamw" or config.clip is not None
-    dense_tuned = one_process(lab, config, batches, TUNED_STEPS) if tuned else []
-    for name, build in variants.items():
-        if name in apart:
-            lab.at(0, f"proof of {name}")
-            apart[name](name, build)
-            continue
-        lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
-        strategy = build(lab.model(torch.float64), lab.mesh, plain)
-        differences = against(lab, strategy, name, batches, dense)
-        if tuned:
-            strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
-            differences |= tuned_against(lab, strategy_tuned, name, batches, dense_tuned)
-        if lab.rank == 0:
-            for check, value in differences.items():
-                grown = max(1.0, config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
-                lab.check(check, value, grown * TOLERANCE, variant=name, control=CONTROLS.get(check, CONTROL))
-        if also is not None and not is_own(name):  # what a lesson claims of its own
-            also(name, strategy)
-        if checkpoints is not None and checkpoints.group is not None:
-            from workers.checkpoint.drill import drill
+    steps = batches.proof_steps + TUNED_STEPS * (len(configs) - 1)
+    with lab.work.of((1 + len(variants)) * steps, "steps of the proof"):
+        dense = [
+            one_process(lab, each, batches, count)
+            for each, count in zip(configs, (batches.proof_steps, TUNED_STEPS), strict=False)
+        ]
+        for name, build in variants.items():
+            if name in apart:
+                lab.at(0, f"proof of {name}")
+                with lab.work.of(0):  # steps of its own
+                    apart[name](name, build)
+                lab.work.advance(steps)
+            else:
+                compare(lab, name, build, configs, batches, dense, also)
+                if checkpoints is not None and checkpoints.group is not None:
+                    from workers.checkpoint.drill import drill
 
-            del strategy
-            drill(lab, name, build, [plain, config] if tuned else [plain], checkpoints.group)
+                    drill(lab, name, build, configs, checkpoints.group)
+
+
+def compare(
+    lab: Lab, name: str, build: Build, configs: list[Config], batches: Batches, dense: list[list[Snapshot]],
+    also: AlsoCheck | None,
+) -> None:  # fmt: skip
+    """Check one variant, with plain SGD and, where another `config` was asked for, with that, each against its `dense`
+    run."""
+    lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
+    strategy = build(lab.model(torch.float64), lab.mesh, configs[0])
+    differences = against(lab, strategy, name, batches, dense[0])
+    for config, wanted in zip(configs[1:], dense[1:], strict=True):
+        strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
+        differences |= tuned_against(lab, strategy_tuned, name, batches, wanted)
+    for check, value in differences.items() if lab.rank == 0 else ():
+        grown = max(1.0, lab.config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
+        lab.check(check, value, grown * TOLERANCE, variant=name, control=CONTROLS.get(check, CONTROL))
+    if also is not None and not is_own(name):  # what a lesson claims of its own
+        also(name, strategy)
 
 
 def one_process(lab: Lab, config: Config, batches: Batches, steps: int) -> list[Snapshot]:
@@ -80,7 +93,9 @@ def one_process(lab: Lab, config: Config, batches: Batches, steps: int) -> list[
     lab.at(0, "one process")
     snapshots: list[Snapshot] = []
     if lab.rank == 0:
-        snapshots = list(baseline.train(lab.model(torch.float64), batches, config, steps))
+        for snapshot in baseline.train(lab.model(torch.float64), batches, config, steps):
+            snapshots.append(snapshot)
+            lab.work.advance()
     lab.exchange.barrier("one process")
     return snapshots
 
@@ -116,6 +131,7 @@ def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, den
         clipped = larger(clipped, difference(strategy.full("gradients"), wanted and wanted.gradients))
         optimizer = larger(optimizer, difference(strategy.full("optimizer"), wanted and wanted.optimizer))
         weights = larger(weights, difference(strategy.full("weights"), wanted and wanted.weights))
+        lab.work.advance()
     return {"clipped gradients": clipped, "optimizer state": optimizer, AFTER_TWO: weights}
 
 

@@ -39,7 +39,7 @@ from workers.report import records
 from workers.report.claim import Taken, claim
 from workers.report.journal import Journal, put_aside, ranks_beyond
 from workers.report.outcome import Outcome
-from workers.report.progress import working
+from workers.report.progress import Heartbeat, Work
 from workers.workload import text
 from workers.workload.own import is_own, reads_text
 
@@ -67,6 +67,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
     outcome = Outcome(folder, cluster.token.hex())
     watch = Watch(cluster, config, journal.say, partial(ended, journal=journal, outcome=outcome, cluster=cluster))
     watch.start()
+    work = Work()
     lab: Lab | None = None
     try:
         hold(folder, cluster, config)
@@ -81,7 +82,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         journal.open(folder, cluster.rank)
         if cluster.rank == 0:
             put_aside(folder, ranks_beyond(folder, cluster.world_size))  # of an attempt with more ranks
-            watch.on_period = partial(working, journal, started_at)
+            watch.on_period = Heartbeat(journal, work, started_at).beat
         journal.write(start_record(config, cluster, mode))
         if apart is not None:
             journal.write(records.Unshared(apart.hosts))
@@ -94,6 +95,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
         lab.let_leave = partial(let_leave, watch, exchange, journal)
+        lab.work = work
         sections = Sections(exchange, journal)
         lab.finished = sections.finished
         greet(lab, cluster, folder)

@@ -9,7 +9,6 @@ judged.
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,7 +26,6 @@ class Journal:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.folder: Path | None = None
-        self.said_at = time.monotonic()  # when it last said anything
         self._said: list[str] = []
         self._log = self._lines = -1  # file descriptors, once there is a folder
         self._lock = threading.RLock()
@@ -49,7 +47,6 @@ class Journal:
         """Print `text`, and keep it in the log."""
         with self._lock:
             print(text, flush=True)
-            self.said_at = time.monotonic()
             if self.folder is None:
                 self._said.append(text)
             else:

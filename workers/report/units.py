@@ -36,6 +36,13 @@ def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else three_digits(seconds * 1000)
 
 
+def duration(seconds: float) -> str:
+    """Seconds as a person waits them: "41 s", "2.5 min", "3.4 h"."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
+
+
 def share(seconds: float, total_s: float) -> str:
     """Milliseconds and per cent of a total, such as "12.3 (41)"; "-" where there is nothing."""
     return f"{milliseconds(seconds)} ({100 * seconds / total_s:.0f})" if seconds > 0 else "-"

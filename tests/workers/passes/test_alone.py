@@ -1,11 +1,15 @@
 """How far rounding alone may lead ranks from one process: what a twin is off by, and when nothing can be compared."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from workers.passes.alone import MARGIN, allowed, difference, farthest
+from workers.passes.alone import MARGIN, allowed, difference, farthest, trained
+from workers.report.progress import Work
+from workers.workload.baseline import Losses
 
 NAN = math.nan
 
@@ -36,3 +40,17 @@ def test_the_farthest_step_is_so_by_its_share_of_what_is_allowed() -> None:
 def test_a_difference_has_a_norm_a_tensor_in_float64() -> None:
     one, other = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2, dtype=torch.bfloat16)}
     assert difference(one, other) == {"w": 5.0}
+
+
+def test_the_one_process_counts_the_batches_that_went_through_it() -> None:
+    work, told = Work(), []
+
+    def train(model: torch.nn.Module, _batches: None, _config: None, steps: int) -> Losses:
+        for _ in range(steps):
+            model(torch.ones(1))
+            told.append(work.told().partition(",")[0])
+        return Losses([], {})
+
+    lab: Any = SimpleNamespace(model=lambda _dtype: torch.nn.Linear(1, 1), work=work, config=SimpleNamespace(steps=2))
+    trained(lab, torch.float32, None, train)  # type: ignore[arg-type]
+    assert told == [f" ({done} of 2 steps while the others wait)" for done in (1, 2)]

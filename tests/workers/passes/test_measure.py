@@ -39,3 +39,22 @@ def test_a_section_is_finished_as_soon_as_its_numbers_are_written_on_all_ranks_a
 def test_without_the_proof_there_is_no_such_section(ranks: Ranks, tmp_path: Path) -> None:
     first, _ = ranks(2, sections, SETTINGS | {"LAB_PROOF": "0"}, str(tmp_path))
     assert [name for name, _ in first] == ["times", "measured", "memory"]
+
+
+def counted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+    """Where rank 0 is, and of how many units how many are done, as its heartbeat tells it at each change of place."""
+    lab, found = lab_of(group, settings, folder), []
+    lab.at = lambda _step, phase: found.append(phase + lab.work.told().partition(",")[0])
+    everything(lab)
+    return found
+
+
+def test_each_pass_counts_its_own_units(ranks: Ranks, tmp_path: Path) -> None:
+    told, _ = ranks(2, counted, SETTINGS | {"LAB_VARIANT": "naive,flat", "LAB_TRACE": "1"}, str(tmp_path))
+    proof = [line for line in told if "of the proof" in line]
+    assert proof[:2] == ["one process (0 of 9 steps of the proof)", "the making of naive (3 of 9 steps of the proof)"]
+    assert proof[-1] == "proof of flat (8 of 9 steps of the proof)"
+    steps = [line for line in told if line.startswith(("naive", "flat"))]
+    names = ("naive", "flat", "flat", "naive") * 2
+    assert steps == [f"{name} ({done} of 8 timed steps)" for done, name in enumerate(names)]
+    assert "count of flat (1 of 2 variants counted)" in told and "trace of flat (1 of 2 variants profiled)" in told

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from workers.report.units import difference, human_bits, human_bytes, milliseconds, quantity, three_digits
+from workers.report.units import difference, duration, human_bits, human_bytes, milliseconds, quantity, three_digits
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,10 @@ def test_quantities_keep_their_unit() -> None:
 def test_rates_of_a_link_are_in_bits() -> None:
     assert [human_bits(value) for value in (0, 5e5, 999_600, 1e9, 2.5e10)] == [
         "0 bit/s", "500 kbit/s", "1.00 Mbit/s", "1.00 Gbit/s", "25.0 Gbit/s",
+    ]  # fmt: skip
+
+
+def test_a_duration_is_told_in_the_unit_that_one_waits_in() -> None:
+    assert [duration(value) for value in (0.4, 41, 99.4, 99.5, 900, 5969, 12_240)] == [
+        "0 s", "41 s", "99 s", "1.7 min", "15.0 min", "99.5 min", "3.4 h",
     ]  # fmt: skip
