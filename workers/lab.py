@@ -52,8 +52,9 @@ class Lab:
         # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has
         # left.
         self.let_leave: Callable[[Callable[[int], None]], None] | None = None
-        # By all ranks when a section of rank 0's log (report/log.py) is complete: it is told then, and not at the end.
-        self.finished: Callable[[str], None] = lambda section: None  # noqa: ARG005
+        # By all ranks when a section of rank 0's log (report/log.py) is complete, or one row more of all its `rows`: it
+        # is told then, and not at the end.
+        self.finished: Callable[..., None] = lambda _section, _rows=(): None
         self._ledger = ledger
 
     # --- what is trained ---
@@ -131,10 +132,10 @@ class Lab:
         )  # fmt: skip
 
     def skip(self, variant: str, reason: str) -> None:
-        """Leave out a variant that cannot take these sizes, and say why."""
+        """Leave out a variant that cannot take these sizes, and say why; all ranks call it together."""
         if self.rank == 0:
             self.journal.write(records.Skipped(variant, reason))
-            self.journal.say(f"skipped    {variant}: {reason}")
+        self.finished("skipped")
 
     # --- what is measured ---
 

@@ -113,6 +113,7 @@ def run(
         )
     primitives.forward(lab)
     gradients.backward(lab, backward_of)
+    lab.finished("proof")
     demo.broadcast_slice_gather(lab)
     collectives = {
         name: Collective(lab.group, "backend" if name in MODE.by_torch else name, algorithms)

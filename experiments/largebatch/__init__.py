@@ -138,6 +138,7 @@ def run(lab: Lab, followed: Callable[[Recipe], Recipe] = as_stated) -> None:
         show_settings(lab, config, list(recipes))
         if config.proof:
             prove(lab, config, trained)
+            lab.finished("proof", [f"{each} {name}" for each in models(lab.config) for name in trained])
             lab.at(0, f"one process, to halve the rate of {model}")
             if lab.rank == 0:
                 hold_equality(lab, config)

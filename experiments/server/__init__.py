@@ -222,8 +222,13 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
     proofs = {name: partial(prove_rounds, lab, each) for name, each in rounds.items()}
     # In the middle of a round each worker has weights of its own; the losses are held by hold_timed.
     together = Held(why="held against all workers in one process", replicas=lab.config.steps % local_steps == 0)
-    measured = measure(lab, also=partial(check_replicas, lab), proofs=proofs, held=dict.fromkeys(rounds, together))
-    hold_timed(lab, rounds)
+    measured = measure(
+        lab,
+        also=partial(check_replicas, lab),
+        proofs=proofs,
+        held=dict.fromkeys(rounds, together),
+        timed=partial(hold_timed, lab, rounds),
+    )
     lab.compare_traffic(predictions, measured)
     rates = in_step(lab, [name for name in ("dp", "sync") if name in measured])
     asynchronous.run(lab, schemes(lab.config), rules, worker, rates)

@@ -46,6 +46,7 @@ def run(lab: Lab, schemes: list[Scheme], rules: type[ParameterServer], worker: t
     links = open_links(lab) if chosen else {}
     for scheme in chosen if lab.config.proof else []:
         prove(lab, links, scheme, worker)
+        lab.finished("proof", [each.name for each in chosen])
     finished = [run_freely(lab, links, scheme, rules, worker) for scheme in chosen]
     if lab.rank == 0:
         for each in finished:

@@ -66,6 +66,9 @@ class Notes:
     def at(self, step: int, phase: str) -> None:
         pass
 
+    def finished(self, section: str) -> None:
+        assert section == "proof"
+
     def everyone(self, _: str, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)

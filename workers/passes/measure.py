@@ -41,8 +41,10 @@ def measure(
     also: Callable[[str, Strategy], None] | None = None,
     proofs: Mapping[str, Callable[[str, Build], None]] | None = None,
     held: Mapping[str, Held] | None = None,
+    timed: Callable[[], None] | None = None,
 ) -> dict[str, Measured]:
-    """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks to each proof.
+    """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks to each proof,
+    `timed()` to the timed steps.
 
     Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on
     purpose not compute what one process does: each is proven by what stands there in its place, and its timed steps
@@ -53,11 +55,13 @@ def measure(
     chosen, checkpoints = choose(lab)
     if lab.config.proof:
         prove(lab, chosen, also, proofs or {}, checkpoints)
-        lab.finished("proof")
     otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
     with lab.work.of(steps_left(lab, chosen, checkpoints), "timed steps"):
         bubbles, drawn = time_steps(lab, chosen, otherwise | dict(held or {}), checkpoints)
-    lab.finished("times")
+    if timed is not None:
+        timed()
+    lab.finished("timed")
+    lab.finished("profile")
     with lab.work.of(len(chosen), "variants counted"):
         counted = count(lab, chosen)
     compare_drawn(lab, drawn, counted)
@@ -66,6 +70,7 @@ def measure(
 
         with lab.work.of(len(chosen), "variants profiled"):
             trace(lab, chosen)
+        lab.finished("hidden")
     return {
         name: Measured(**vars(each), bubble=bubbles.get(name))
         for name, each in counted.items()

@@ -67,6 +67,7 @@ def prove(
                     from workers.checkpoint.drill import drill
 
                     drill(lab, name, build, configs, checkpoints.group)
+            lab.finished("proof", tuple(variants))
 
 
 def compare(

@@ -4,6 +4,8 @@ Records go to rank 0 over the store, since nodes need not share a disk: at the e
 since the last one, some kilobytes, outside of all timed steps. What was told then is not told again at the end.
 """
 
+from collections.abc import Sequence
+
 from workers.cluster.exchange import Exchange
 from workers.report.journal import Journal
 from workers.report.judge import judge
@@ -20,15 +22,22 @@ class Sections:
         self.by_rank: Ranks = {}
         self.left: set[int] = set()  # the ranks that gave nothing any more
         self.told: set[str] = set()
+        self._last = ""  # the section that was told last
         self._given = 0
 
-    def finished(self, name: str) -> None:
-        """Tell the section of this name in `log.SECTIONS`; all ranks call it together."""
+    def finished(self, name: str, rows: Sequence[str] = ()) -> None:
+        """Tell what is new in the section of this name in `log.SECTIONS`; all ranks call it together.
+
+        `rows` are the first cells of all that the section will hold, where it is told row by row: columns stay in line.
+        """
         if not self.bring(name):
             return
-        for row in untold(SECTIONS[name](judge(self.by_rank), self.by_rank), self.told):
-            self.journal.say(row)
-            self.told.add(words(row))
+        new = untold(SECTIONS[name](judge(self.by_rank), self.by_rank, rows), self.told)
+        for row in new:
+            if name != self._last or words(row) not in self.told:  # a heading that stands above the rows before does
+                self.journal.say(row)
+                self.told.add(words(row))
+        self._last = name if new else self._last
 
     def bring(self, name: str) -> bool:
         """Give rank 0 what was written since the last time; whether this is rank 0, which has it in `by_rank` now."""

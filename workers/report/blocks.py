@@ -3,7 +3,8 @@
 Every line begins with one of a few words in the first eleven columns, or with as many blanks.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+from itertools import zip_longest
 
 from workers.report import spans
 from workers.report.claims import Run
@@ -14,48 +15,49 @@ from workers.report.sentences import FINDINGS, claim_name, proof_note
 from workers.report.units import allowed, difference, human_bytes, milliseconds, quantity, share
 
 PROOF = ("gradients", "weights", "losses")
+DIGITS = len("2.8e-17")  # as wide as a difference gets
 TRAFFIC = ("wire bytes", "called bytes")
 # What the timed steps are held to, by the names of their checks: passes/holding.py.
 TIMED = ("timed losses", "audited loss", "audited weights", "audited optimizer", "timed replicas", "timed steps")
 
 
-def proof(run: Run) -> list[str]:
-    """A row a variant: its largest differences from one process."""
+def skipped(run: Run) -> list[str]:
+    """A line a variant that was left out."""
+    return [line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]]
+
+
+def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
+    """A row a variant: its largest differences from one process.
+
+    `names` are all variants that will be proven: rows that are told one by one stand in line. The heading is that of
+    the first one, and a row to which another type or tolerance applies says so.
+    """
     proven: dict[str, dict[str, Run]] = {}
     for check in run["checks"]:
         if check["name"] in PROOF:
             proven.setdefault(check["variant"], {})[check["name"]] = check
     if not proven:
         return [line("proof", proof_note(run))] if proof_note(run) else []
-    tolerances = sorted({check["tolerance"] for row in proven.values() for check in row.values() if not check["unit"]})
-    plain = " to ".join(f"{tolerance:g}" for tolerance in (*tolerances[:1], *tolerances[1:][-1:]))
+    first_row = list(next(iter(proven.values())).values())
+    common = [] if any(check["unit"] for check in first_row) else sorted({check["tolerance"] for check in first_row})
     rows = [
         [
             name or "all",
             *(difference(row[kind]["max_abs_diff"]) if kind in row else "-" for kind in PROOF),
-            " ".join(
-                [_held(row.values()), *dict.fromkeys(_own_tolerance(each) for each in row.values() if each["unit"])]
-            ),
+            " ".join([_held(row.values()), *_own_tolerances(row.values(), common)]),
         ]
         for name, row in proven.items()
     ]
-    units = any(check["unit"] for row in proven.values() for check in row.values())
-    heading = f"{'float64, ' if plain and not units else ''}against one process"
-    return _block(
-        "proof", [heading, *PROOF, f"(tolerance {plain}{' in float64' if units else ''})" if plain else ""], rows
-    )
+    span = " to ".join(f"{tolerance:g}" for tolerance in (*common[:1], *common[1:][-1:]))
+    columns = [f"{'float64, ' if common else ''}against one process", *PROOF, f"(tolerance {span})" if common else ""]
+    return _block("proof", columns, rows, least=[max(map(len, ("", *names))), *[DIGITS] * len(PROOF)])
 
 
-def _own_tolerance(check: Run) -> str:
-    """Of a difference that has a unit."""
-    return f"(tolerance {allowed(check)})"
-
-
-def times(run: Run) -> list[str]:
-    """What the timed steps took, in a line for whoever waits for the bytes, which stand beside them in `measured`."""
-    seconds = {variant["name"]: slowest(variant["step_seconds"]) for variant in run["variants"]}
-    known = [f"{name} {milliseconds(value)}" for name, value in seconds.items() if value]
-    return [line("measured", f"{', '.join(known)} ms a step; bytes and memory are counted now")] if known else []
+def _own_tolerances(checks: Iterable[Run], common: Container[float]) -> list[str]:
+    """What is allowed of differences that have a unit, or that are held to something else than is `common`."""
+    own = [each for each in checks if each["unit"] or each["tolerance"] not in common]
+    told = (allowed(each) if each["unit"] else f"{each['tolerance']:g} in float64" for each in own)
+    return list(dict.fromkeys(f"(tolerance {each})" for each in told))
 
 
 def measured(run: Run, records: Ranks) -> list[str]:
@@ -179,12 +181,16 @@ def _held(claims: Iterable[Run]) -> str:
     return "held" if any(claim.get("decides", True) for claim in claims) else "shown"
 
 
-def _block(word: str, columns: list[str] | None, rows: list[list[str]], numbers: Container[int] = ()) -> list[str]:
-    """Rows in aligned columns under a first line that begins with `word`; columns in `numbers` go to the right."""
+def _block(
+    word: str, columns: list[str] | None, rows: list[list[str]], numbers: Container[int] = (), least: Sequence[int] = ()
+) -> list[str]:
+    """Rows in aligned columns under a first line that begins with `word`; columns in `numbers` go to the right, and the
+    first ones are at `least` so wide."""
     if not rows:
         return []
     table = ([columns] if columns else []) + rows
     widths = [max(len(row[index]) for row in table) for index in range(len(table[0]))]
+    widths = [max(pair) for pair in zip_longest(widths, least, fillvalue=0)]
     lines = [
         "   ".join(
             cell.rjust(width) if index in numbers else cell.ljust(width)

@@ -4,7 +4,7 @@ A person reads this and often nothing else. Every line begins with one of a few 
 the last line alone says all that a script needs: the verdict, the report's path and the command that repeats the run.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from workers.report import blocks
@@ -31,13 +31,16 @@ def mistake(run: Run) -> list[str]:
     return [line("mistake", mistake_sentence(run))] if run["mistake"] else []
 
 
-# What is told as soon as it is known, while the run goes on.
-SECTIONS: dict[str, Callable[[Run, Ranks], list[str]]] = {
-    "mistake": lambda run, records: mistake(run),  # noqa: ARG005
-    "proof": lambda run, records: blocks.proof(run),  # noqa: ARG005
-    "times": lambda run, records: blocks.times(run),  # noqa: ARG005
-    "measured": blocks.measured,
-    "memory": blocks.memory,
+# What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
+SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
+    "mistake": lambda run, _records, _rows: mistake(run),
+    "skipped": lambda run, _records, _rows: blocks.skipped(run),
+    "proof": lambda run, _records, rows: blocks.proof(run, rows),
+    "timed": lambda run, _records, _rows: blocks.timed(run),
+    "profile": lambda run, records, _rows: blocks.profile(run, records),
+    "hidden": lambda run, records, _rows: blocks.hidden(run, records),
+    "measured": lambda run, records, _rows: blocks.measured(run, records),
+    "memory": lambda run, records, _rows: blocks.memory(run, records),
 }
 
 
@@ -47,19 +50,11 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
     `report` is the page's path, None where none was written.
     """
     lines = [
-        *(
-            each
-            for name in ("mistake", "proof", "measured", "memory")
-            for each in untold(SECTIONS[name](run, records), told)
-        ),
+        *(each for section in SECTIONS.values() for each in untold(section(run, records, ()), told)),
         *(line("FAILED", failure_sentence(claim)) for claim in failures(run)),
-        *blocks.timed(run),
         *blocks.more_checks(run),
         *blocks.compared(run),
-        *blocks.profile(run, records),
-        *blocks.hidden(run, records),
         *(line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
-        *(line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]),
         *([line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
         *(line("error", sentence) for sentence in error_sentences(run)),
         *(line("lost", lost_sentence(lost)) for lost in run["lost"]),
@@ -71,9 +66,15 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
 
 
 def untold(block: list[str], told: Collection[str]) -> list[str]:
-    """Of a block the rows that were not told yet, under its heading; nothing where all were."""
-    rows = [row for row in block[1:] if words(row) not in told]
-    return [block[0], *rows] if rows or (block and words(block[0]) not in told) else []
+    """Of a block the rows that were not told yet, each under its heading, which may have been; nothing where all
+    were."""
+    left: list[str] = []
+    heading = ""
+    for row in block:
+        heading = heading if row.startswith(" ") else row
+        if words(row) not in told:
+            left += [row] if heading in (row, *left) else [heading, row]
+    return left
 
 
 def words(row: str) -> str:

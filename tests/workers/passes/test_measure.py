@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.labs import TINY, lab_of
-from workers.passes.measure import everything
+from workers.passes.measure import everything, measure
 from workers.report.records import Check, Memory, Steps, Wire
 from workers.testing.calls import Ranks
 
@@ -19,7 +19,7 @@ def sections(group: dist.ProcessGroup, settings: dict[str, str], folder: str) ->
     """The sections that a run finishes on this rank, and of which kinds it had written records until then."""
     lab, found = lab_of(group, settings, folder), []
     kinds = (Check, Steps, Wire, Memory)
-    lab.finished = lambda name: found.append(
+    lab.finished = lambda name, _rows=(): found.append(
         (name, {kind.__name__ for kind in kinds if any(isinstance(record, kind) for record in lab.journal.records)})
     )
     everything(lab)
@@ -30,15 +30,19 @@ def test_a_section_is_finished_as_soon_as_its_numbers_are_written_on_all_ranks_a
     ranks: Ranks, tmp_path: Path
 ) -> None:
     first, second = ranks(2, sections, SETTINGS, str(tmp_path))
-    assert [name for name, _ in first] == ["proof", "times", "measured", "memory"] == [name for name, _ in second]
+    assert (
+        [name for name, _ in first]
+        == ["proof", "timed", "profile", "measured", "memory"]
+        == [name for name, _ in second]
+    )
     assert first[0][1] == {"Check"}
     assert first[1][1] == {"Check", "Steps"}
-    assert first[2][1] == {"Check", "Steps", "Wire", "Memory"}
+    assert first[3][1] == {"Check", "Steps", "Wire", "Memory"}
 
 
 def test_without_the_proof_there_is_no_such_section(ranks: Ranks, tmp_path: Path) -> None:
     first, _ = ranks(2, sections, SETTINGS | {"LAB_PROOF": "0"}, str(tmp_path))
-    assert [name for name, _ in first] == ["times", "measured", "memory"]
+    assert [name for name, _ in first] == ["timed", "profile", "measured", "memory"]
 
 
 def counted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
@@ -58,3 +62,24 @@ def test_each_pass_counts_its_own_units(ranks: Ranks, tmp_path: Path) -> None:
     names = ("naive", "flat", "flat", "naive") * 2
     assert steps == [f"{name} ({done} of 8 timed steps)" for done, name in enumerate(names)]
     assert "count of flat (1 of 2 variants counted)" in told and "trace of flat (1 of 2 variants profiled)" in told
+
+
+def test_a_variant_is_told_as_proven_before_the_next_one_is_made(ranks: Ranks, tmp_path: Path) -> None:
+    told, _ = ranks(2, proofs, SETTINGS | {"LAB_VARIANT": "naive,flat"}, str(tmp_path))
+    assert told == [("the making of naive", []), ("the making of flat", ["naive"]), ("the end", ["naive", "flat"])]
+
+
+def proofs(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[tuple[str, list[str]]]:
+    """The variants whose proof was finished when each is made, and in the end; the rows to come are all of them."""
+    lab, places, proven = lab_of(group, settings, folder), [], []
+
+    def finished(section: str, rows: tuple[str, ...] = ()) -> None:
+        if section == "proof":
+            assert rows == ("naive", "flat")
+            checked = [record.variant for record in lab.journal.records if isinstance(record, Check)]
+            proven.append(checked[-1] if checked else "")
+
+    lab.finished = finished
+    lab.at = lambda _step, phase: places.append((phase, list(proven))) if phase.startswith("the making of ") else None
+    measure(lab)
+    return [*[place for place in places if "all" not in place[0]], ("the end", list(proven))]

@@ -11,7 +11,7 @@ from workers.rank.end import everything_written
 from workers.rank.sections import Sections
 from workers.report.journal import Journal
 from workers.report.lines import read
-from workers.report.records import Check, Left, Ranks, Start, Steps
+from workers.report.records import Check, Left, Ranks, Skipped, Start, Steps
 
 
 def two_ranks() -> list[Sections]:
@@ -38,15 +38,44 @@ def test_a_section_is_told_when_it_is_finished_by_rank_0_alone(capsys: pytest.Ca
     write(ranks, records, Start, Check)
     finished(ranks, "proof")
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "proof      float64, against one process   gradients   weights   losses   (tolerance 1e-12)"
+    assert said[0] == "proof      float64, against one process   gradients   weights   losses    (tolerance 1e-12)"
     assert [line.split()[0] for line in said[1:]] == ["naive", "bucketed", "ddp"]
     write(ranks, records, Steps)
-    finished(ranks, "times")
-    (line,) = capsys.readouterr().out.splitlines()
-    slowest = max(record.step_seconds[10] for record in records[1] if isinstance(record, Steps))
-    assert line.startswith("measured   naive 8") and slowest > 0.08  # rank 1 is the slower one
+    finished(ranks, "measured")
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.split()[:2] == ["naive", "81.2"]  # the median of rank 1, which is the slower one
     finished(ranks, "proof")
     assert capsys.readouterr().out == ""
+
+
+def proven(ranks: list[Sections], variant: str) -> None:
+    """Rank 0 has checked a variant, and all ranks say that it is proven."""
+    for name in ("losses", "gradients", "weights"):
+        ranks[0].journal.write(Check(variant, name, 2.8e-17 if variant == "ring" else 0.0, 1e-12))
+    for sections in reversed(ranks):
+        sections.finished("proof", ["ring", "a variant of a file somewhere/else.py"])
+
+
+def test_a_variant_is_told_when_it_is_proven_in_line_with_those_to_come(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks, said = two_ranks(), []
+    write(ranks, good_run(2), Start)
+    for variant in ("ring", "a variant of a file somewhere/else.py"):
+        proven(ranks, variant)
+        said.append(capsys.readouterr().out.splitlines())
+    assert [[line.split()[0] for line in lines] for lines in said] == [["proof", "ring"], ["a"]]
+    first, second = said[0][1], said[1][0]
+    assert first.index("held") == second.index("held") == said[0][0].index("(tolerance 1e-12)")
+
+
+def test_a_heading_is_told_again_once_another_section_stands_between(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = two_ranks()
+    write(ranks, good_run(2), Start)
+    proven(ranks, "ring")
+    ranks[0].journal.write(Skipped("zero3", "it is not there"))
+    finished(ranks, "skipped")
+    capsys.readouterr()
+    proven(ranks, "direct")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["proof", "direct"]
 
 
 def test_every_record_goes_to_rank_0_once() -> None:

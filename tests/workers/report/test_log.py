@@ -8,7 +8,7 @@ import pytest
 from tests.workers.report.made_up import good_run, mistaken, pipeline_run, plus, with_check, with_measured, without
 from workers.report.judge import first, judge
 from workers.report.log import SECTIONS, untold, verdict_lines, words
-from workers.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Steps, Wire
+from workers.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
 from workers.report.staircase import LEGEND
 
 REPORT = Path("runs/dp-20261120-171500/report.html")
@@ -29,10 +29,11 @@ def test_what_the_backward_pass_hid_is_told_of_every_rank() -> None:
 
 def test_the_log_of_a_good_run() -> None:
     assert lines(good_run()) == [
-        "proof      float64, against one process   gradients   weights   losses   (tolerance 1e-12)",
-        "           naive                          2.8e-17     5.6e-17   0        held",
-        "           bucketed                       2.8e-17     5.6e-17   0        held",
-        "           ddp                            2.8e-17     5.6e-17   0        held",
+        "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
+        "proof      float64, against one process   gradients   weights   losses    (tolerance 1e-12)",
+        "           naive                          2.8e-17     5.6e-17   0         held",
+        "           bucketed                       2.8e-17     5.6e-17   0         held",
+        "           ddp                            2.8e-17     5.6e-17   0         held",
         "measured   20 steps, LAB_DTYPE=float32   ms a step   x ddp   predicted    called      wire",
         "           naive                              81.7    1.62     9.60 MB   9.60 MB   9.70 MB   held",
         "           bucketed                           50.5    1.00     9.60 MB   9.60 MB   9.61 MB   held",
@@ -54,7 +55,6 @@ def test_the_log_of_a_good_run() -> None:
             "   13.1 / 27.6   shown"
         ),
         "checks     shards disjoint   0   tolerance 0   held",
-        "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
         f"PASS       16 checks held · report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up",
     ]
 
@@ -89,7 +89,7 @@ def test_a_comparison_of_the_modes_own_has_its_line() -> None:
 def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
     said = lines(without(Overlap, pipeline_run(2, 2, ("1f1b",))))
     profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
-    assert said[profile : profile + 7] == [
+    assert said[profile : profile + 2] == [
         (
             "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication  "
             " optimizer     waiting"
@@ -98,21 +98,22 @@ def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
             "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00"
             " (2)   50.0 (43)"
         ),
+    ]
+    assert said[-5:-1] == [
         "timeline   1f1b: bubble 0.37 measured, 0.33 by (p-1)/(m+p-1)",
         "           rank 0 |00000001111111..............aaaaaaaaaaaaaa.......bbbbbbbbbbbbbb+|",
         "           rank 1 |.......0000000aaaaaaaaaaaaaa1111111bbbbbbbbbbbbbb+..............|",
         f"           {LEGEND}",
-        "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
     ]
 
 
 def test_bytes_that_nobody_counted_are_left_blank() -> None:
-    assert lines(without(Wire, good_run()))[5].split()[-2:] == ["-", "held"]
+    assert lines(without(Wire, good_run()))[6].split()[-2:] == ["-", "held"]
 
 
 def test_a_run_without_checks_says_not_proven() -> None:
     said = lines(without(Check, good_run()))
-    assert said[0] == "proof      not proven: no check was made"
+    assert said[1] == "proof      not proven: no check was made"
     assert said[-1].startswith("PASS       not proven · ")
 
 
@@ -176,29 +177,30 @@ def test_without_a_mistake_none_is_told() -> None:
 
 def told_of(records: Ranks, *names: str) -> set[str]:
     """The rows of these sections, as they were told from what was written until then."""
-    return {words(row) for name in names for row in SECTIONS[name](judge(records), records)}
+    return {words(row) for name in names for row in SECTIONS[name](judge(records), records, ())}
 
 
 def test_what_was_told_while_the_run_went_on_is_not_told_again() -> None:
     until_then = without(End, good_run())
-    told = told_of(until_then, "proof", "times", "measured", "memory")
+    told = told_of(until_then, "skipped", "proof", "timed", "measured", "memory")
     left = verdict_lines(judge(good_run()), good_run(), REPORT, told)
-    assert [line.split()[0] for line in left] == ["checks", "skipped", "PASS"]
-    assert told >= {words(line) for line in lines(good_run())[:12]}
+    assert [line.split()[0] for line in left] == ["checks", "PASS"]
+    assert told >= {words(line) for line in lines(good_run())[:13]}
 
 
 def test_rows_that_came_later_are_told_under_their_heading() -> None:
-    told = told_of(good_run(), "proof")
+    told = told_of(good_run(), "skipped", "proof")
     later = plus(good_run(), Check("means", "losses", 1e-3, 1e-12))
     left = verdict_lines(judge(later), later, REPORT, told)
     assert [line.split()[0] for line in left[:3]] == ["proof", "means", "measured"]
     assert untold([], told) == []
 
 
-def test_times_are_told_before_the_bytes_are_known() -> None:
-    (line,) = SECTIONS["times"](judge(good_run()), good_run())
-    assert line == "measured   naive 81.7, bucketed 50.5, ddp 50.5 ms a step; bytes and memory are counted now"
-    assert SECTIONS["times"](judge(without(Steps, good_run())), good_run()) == []
+def test_a_row_that_was_told_is_left_out_with_a_heading_that_has_no_other() -> None:
+    block = ["skipped    a: no", "skipped    b: no", "checks     c   0", "           d   0"]
+    assert untold(block, {"skipped a: no"}) == block[1:]
+    assert untold(block, {words(row) for row in block[:3]}) == block[2:]
+    assert untold(block, {words(row) for row in block}) == []
 
 
 def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:
@@ -215,8 +217,23 @@ def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:
 def test_a_difference_that_has_a_unit_is_shown_with_it() -> None:
     said = lines(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit="epsilons of bfloat16")))
     heading = next(line for line in said if line.startswith("proof"))
-    assert heading.startswith("proof      against one process ") and heading.endswith("(tolerance 1e-12 in float64)")
+    assert heading.startswith("proof      float64, against one process ") and heading.endswith("(tolerance 1e-12)")
     assert any(line.endswith("held (tolerance 8 epsilons of bfloat16)") for line in said)
+
+
+def test_a_row_that_is_held_to_something_else_than_the_first_one_says_so() -> None:
+    kinds = [Check("theirs", "gradients", 0.0, 1e-11), Check("theirs", "weights", 0.0, 2e-11)]
+    said = lines(plus(without(Check, good_run()), *kinds, Check("other", "gradients", 0.0, 1e-9)))
+    assert said[1].endswith("losses    (tolerance 1e-11 to 2e-11)")
+    assert said[2].endswith(" held") and said[3].endswith(" held (tolerance 1e-09 in float64)")
+
+
+def test_where_the_first_difference_has_a_unit_every_row_says_what_is_allowed_of_it() -> None:
+    unit = "epsilons of bfloat16"
+    first_rows = [Check("bf16", "gradients", 2.5, 8.0, unit=unit), Check("fp32", "gradients", 0.0, 1e-12)]
+    said = [line for line in lines(plus(without(Check, good_run()), *first_rows)) if not line.startswith("skipped")]
+    assert said[0] == "proof      against one process   gradients   weights   losses"
+    assert said[1].endswith(f"held (tolerance 8 {unit})") and said[2].endswith("held (tolerance 1e-12 in float64)")
 
 
 def test_bytes_that_headers_outweigh_are_shown_with_what_is_allowed() -> None:
