@@ -4,7 +4,7 @@ Records go to rank 0 over the store, since nodes need not share a disk: at the e
 since the last one, some kilobytes, outside of all timed steps. What was told then is not told again at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from workers.cluster.exchange import Exchange
 from workers.report.journal import Journal
@@ -17,11 +17,12 @@ from workers.report.records import Ranks
 class Sections:
     """What rank 0 knows of all ranks so far, and the rows that it has told; every rank finishes the same sections."""
 
-    def __init__(self, exchange: Exchange, journal: Journal) -> None:
+    def __init__(self, exchange: Exchange, journal: Journal, told: Iterable[str] = ()) -> None:
+        """`told` are the rows that rank 0 has said before there were any sections."""
         self.exchange, self.journal = exchange, journal
         self.by_rank: Ranks = {}
         self.left: set[int] = set()  # the ranks that gave nothing any more
-        self.told: set[str] = set()
+        self.told = {words(row) for row in told}
         self._last = ""  # the section that was told last
         self._given = 0
 

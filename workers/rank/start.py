@@ -38,6 +38,7 @@ from workers.rank.sections import Sections
 from workers.report import records
 from workers.report.claim import Taken, claim
 from workers.report.journal import Journal, put_aside, ranks_beyond
+from workers.report.log import mistake
 from workers.report.outcome import Outcome
 from workers.report.progress import Heartbeat, Work
 from workers.workload import text
@@ -52,6 +53,9 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
     mode = mode.mistaken(config.bug)
     device = pick_device(config)
     journal = Journal()
+    told = mistake({"mistake": mistake_of(config, mode)}) if config.rank == 0 else []
+    for line in told:
+        journal.say(line)
     if engine:
         journal.say(f"engine     {engine}")
     for line in too_long(config, mode) if config.rank == 0 else []:
@@ -96,13 +100,11 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
         lab.let_leave = partial(let_leave, watch, exchange, journal)
         lab.work = work
-        sections = Sections(exchange, journal)
+        sections = Sections(exchange, journal, told)
         lab.finished = sections.finished
         greet(lab, cluster, folder)
         if apart is not None:
             lab.say(apart.told, "folder")
-        if config.bug is not None:
-            lab.finished("mistake")
         if lab.rank == 0:
             journal.write(lesson(config, mode))
         check_ledger(lab)
@@ -186,7 +188,6 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
     if config.resume == "auto":  # it means this very run, and a repeated one is another
         here.add("LAB_RESUME")
     repeat = {name: value for name, value in repeat.items() if name not in here}
-    mistake = mode.mistakes.get(config.bug or "")
     return records.Start(
         cluster.rank,
         cluster.run_id,
@@ -198,8 +199,14 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         versions,
         mode.title(config),
         list(mode.by_torch),
-        {"name": config.bug or "", "what": mistake.what, "check": mistake.check} if mistake else {},
+        mistake_of(config, mode),
     )
+
+
+def mistake_of(config: Config, mode: Mode) -> dict[str, str]:
+    """The mistake that is made on purpose, as the records have it; nothing where none is."""
+    made = mode.mistakes.get(config.bug or "")
+    return {"name": config.bug or "", "what": made.what, "check": made.check} if made else {}
 
 
 def greet(lab: Lab, cluster: Cluster, folder: Path) -> None:

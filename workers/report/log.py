@@ -14,26 +14,19 @@ from workers.report.records import Ranks
 from workers.report.sentences import (
     dropped_sentence,
     error_sentences,
+    explanation,
     failure_sentence,
     failures,
     headline,
     lost_sentence,
     mistake_sentence,
     repeat_command,
-    seen_sentence,
     unseen_sentence,
 )
 from workers.report.staircase import staircases
 
-
-def mistake(run: Run) -> list[str]:
-    """Which mistake was made on purpose, if one was."""
-    return [line("mistake", mistake_sentence(run))] if run["mistake"] else []
-
-
 # What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
 SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
-    "mistake": lambda run, _records, _rows: mistake(run),
     "skipped": lambda run, _records, _rows: blocks.skipped(run),
     "proof": lambda run, _records, rows: blocks.proof(run, rows),
     "timed": lambda run, _records, _rows: blocks.timed(run),
@@ -44,12 +37,18 @@ SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
 }
 
 
+def mistake(run: Run) -> list[str]:
+    """The first line of a run that makes a mistake on purpose: which one, by name."""
+    return [line("mistake", mistake_sentence(run))] if run["mistake"] else []
+
+
 def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:
     """All lines, in the order in which one learns, but for those that were `told` while the run went on.
 
     `report` is the page's path, None where none was written.
     """
     lines = [
+        *untold(mistake(run), told),
         *(each for section in SECTIONS.values() for each in untold(section(run, records, ()), told)),
         *(line("FAILED", failure_sentence(claim)) for claim in failures(run)),
         *blocks.more_checks(run),
@@ -59,10 +58,13 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *(line("error", sentence) for sentence in error_sentences(run)),
         *(line("lost", lost_sentence(lost)) for lost in run["lost"]),
         *([line("unseen", unseen_sentence(run))] if run["unseen"] else []),
-        *([line("mistake", seen_sentence(run))] if run["mistake"] else []),
     ]
     where = f"report {report}" if report else "no report written"
-    return [*lines, line(run["verdict"].upper(), f"{headline(run)} · {where} · repeat {repeat_command(records)}")]
+    why = [explanation(run)] if run["mistake"] else []
+    return [
+        *lines,
+        line(run["verdict"].upper(), " · ".join([headline(run), *why, where, f"repeat {repeat_command(records)}"])),
+    ]
 
 
 def untold(block: list[str], told: Collection[str]) -> list[str]:

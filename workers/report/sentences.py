@@ -103,6 +103,14 @@ def seen_sentence(run: Run) -> str:
     return f"not seen: {check} {missed(run)}"
 
 
+def explanation(run: Run) -> str:
+    """For the last line: the mistake, and whether the check that is meant to see it did, by its first claim."""
+    mistake = run["mistake"]
+    found = next((claim for claim in failures(run) if claim["name"] == mistake["check"]), None)
+    seen = f"seen by {claim_name(found)}, which is meant to see it: {_off(found)}" if found else seen_sentence(run)
+    return f"LAB_BUG={mistake['name']}: {mistake['what']}; {seen}"
+
+
 def missed(run: Run) -> str:
     """How the check that is meant for the mistake missed it; empty if it failed, as it should."""
     check = run["mistake"]["check"]

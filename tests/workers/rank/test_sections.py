@@ -78,6 +78,12 @@ def test_a_heading_is_told_again_once_another_section_stands_between(capsys: pyt
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["proof", "direct"]
 
 
+def test_what_was_said_before_there_were_sections_is_told() -> None:
+    store = dist.HashStore()
+    sections = Sections(Exchange(store, 0, 1, timeout_s=1), Journal(), ["mistake    LAB_BUG=late:  sums"])
+    assert sections.told == {"mistake LAB_BUG=late: sums"}
+
+
 def test_every_record_goes_to_rank_0_once() -> None:
     ranks, records = two_ranks(), good_run(2)
     write(ranks, records, Start, Check)

@@ -1,6 +1,7 @@
 """What a rank refuses before it joins, and how a run is named and told from another."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,3 +187,38 @@ def test_ranks_take_the_cards_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -
     assert taken == [1, 0]
     with pytest.raises(ConfigError, match="rank 3 needs GPU 3 and sees 2"):
         pick_device(config_of(RANK="3", LAB_BACKEND="nccl"))
+
+
+NAPS = '''"""Twelve naps of a second."""
+import time
+from workers.contract import Instead, Mistake, Mode
+
+def run(lab, asleep=0):
+    with lab.work.of(12, "naps"):
+        for nap in range(12):
+            lab.at(nap, "a nap")
+            time.sleep(1)
+            lab.work.advance()
+    lab.check("awake", asleep, 0)
+
+MODE = Mode(run=run, mistakes={"overslept": Mistake("nobody wakes up", "awake", Instead(run={"asleep": 1}))})
+'''
+
+
+def test_a_log_begins_with_its_mistake_says_how_far_it_is_and_ends_with_what_saw_it(tmp_path: Path) -> None:
+    (tmp_path / "naps.py").write_text(NAPS)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "RUN_MODE", "RANK"))}
+    asked = {"RUN_MODE": str(tmp_path / "naps.py"), "WORLD_SIZE": "2", "LAB_BUG": "overslept"}
+    done = subprocess.run(
+        [sys.executable, "-m", "workers"], env=clean | asked | {"LAB_RUNS_DIR": str(tmp_path / "runs")},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = (tmp_path / "runs" / "latest" / "rank0.log").read_text().splitlines()
+    assert said[0] == "mistake    LAB_BUG=overslept: nobody wakes up; the check that is meant to see it: awake"
+    assert said[-1].startswith(
+        "FAIL       1 of 2 checks failed: awake · LAB_BUG=overslept: nobody wakes up; seen by awake"
+    )
+    beats = [line for line in said if line.startswith("working ")]
+    assert any(re.fullmatch(r"working    a nap \(\d+ of 12 naps\), \d+ s, about \d+ s left", line) for line in beats)
+    assert sum("nobody wakes up" in line for line in said) == 2

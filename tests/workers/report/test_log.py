@@ -143,21 +143,24 @@ MADE = (
 )
 
 
-def test_a_mistake_is_told_first_and_who_saw_it_last() -> None:
+def test_a_mistake_is_told_first_and_explained_in_the_last_line() -> None:
     records = plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0), Check("ddp", "replicas", 0.25, 0.0))
     said = lines(records)
     assert said[0] == MADE
-    assert (
-        said[-2] == "mistake    seen by naive replicas, ddp replicas: the first differs by 5.0e-01 where 0 is allowed"
+    assert said[-1] == (
+        "FAIL       2 of 18 checks failed: naive replicas, ddp replicas · LAB_BUG=no_broadcast: every rank begins from"
+        " weights of its own; seen by naive replicas, which is meant to see it: differs by 5.0e-01 where 0 is allowed ·"
+        f" report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up"
     )
-    assert said[-1].startswith("FAIL       2 of 18 checks failed: naive replicas, ddp replicas · report ")
+    assert sum("every rank begins" in line for line in said) == 2 and not any("seen by" in line for line in said[1:-1])
 
 
 def test_a_mistake_that_a_comparison_sees_is_told_with_both_numbers() -> None:
     records = with_measured(good_run(), "naive", "wire bytes", 12e6, 2)
     start = replace(first(records), mistake={"name": "twice", "what": "sends all twice", "check": "wire bytes"})
     said = lines(records | {0: [start, *records[0][1:]]})
-    assert said[-2] == "mistake    seen by naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB"
+    seen = "naive wire bytes, which is meant to see it: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB"
+    assert f" · LAB_BUG=twice: sends all twice; seen by {seen} · " in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -168,11 +171,12 @@ def test_a_mistake_that_a_comparison_sees_is_told_with_both_numbers() -> None:
     ],
 )
 def test_a_mistake_that_was_missed_is_told_as_missed(more: list[Check], how: str) -> None:
-    assert lines(plus(mistaken(good_run()), *more))[-2] == f"mistake    not seen: replicas {how}"
+    last = lines(plus(mistaken(good_run()), *more))[-1]
+    assert f"weights of its own; not seen: replicas {how} · report " in last
 
 
 def test_without_a_mistake_none_is_told() -> None:
-    assert not any(line.startswith("mistake") for line in lines(good_run()))
+    assert not any(line.startswith("mistake") or "LAB_BUG" in line for line in lines(good_run()))
 
 
 def told_of(records: Ranks, *names: str) -> set[str]:
