@@ -86,7 +86,7 @@ def time_steps(
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
         clock = align(lab.group)
         lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
-        with Progress(lab.config.steps, "measured", lab.journal.say, shown=lab.rank == 0) as progress:
+        with Progress(lab.config.steps, "measured", shown=lab.rank == 0) as progress:
             progress.advance(course.first)
             for step in steps:
                 for name in rotated(list(variants), step):

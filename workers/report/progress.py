@@ -7,7 +7,7 @@ buffers. While less than a tenth is done, or where nobody knows how many units t
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -99,13 +99,12 @@ class Heartbeat:
 
 
 class Progress:
-    """Counts to `total` under a `label`, as a bar where there is a terminal. `say` hears nothing: a log has the
-    heartbeat."""
+    """Counts to `total` under a `label`, as a bar where there is a terminal; a log has the heartbeat."""
 
     def __init__(
-        self, total: int, label: str, say: Callable[[str], None], stream: TextIO | None = None, *, shown: bool = True
+        self, total: int, label: str, stream: TextIO | None = None, *, shown: bool = True
     ) -> None:  # fmt: skip
-        self.total, self.label, self.say = total, label, say
+        self.total, self.label = total, label
         self.done = 0
         self.shown = shown
         self._stream = stream or sys.stderr

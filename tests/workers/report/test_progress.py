@@ -32,16 +32,16 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_a_bar_and_the_log_nothing() -> None:
     terminal = Terminal()
-    with Progress(3, "measured", pytest.fail, terminal) as shown:
+    with Progress(3, "measured", terminal) as shown:
         shown.advance(3)
     assert "measured" in terminal.getvalue() and "0/3" in terminal.getvalue()
-    with Progress(3, "measured", pytest.fail, io.StringIO()) as shown:
+    with Progress(3, "measured", io.StringIO()) as shown:
         shown.advance(3)
 
 
 def test_what_is_not_shown_is_silent_everywhere() -> None:
     terminal = Terminal()
-    with Progress(3, "measured", pytest.fail, terminal, shown=False) as shown:
+    with Progress(3, "measured", terminal, shown=False) as shown:
         shown.advance(3)
     assert terminal.getvalue() == ""
 
