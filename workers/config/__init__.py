@@ -93,6 +93,10 @@ class Config(BaseSettings):
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
     run_id: Annotated[str, AfterValidator(values.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
 
+    # Whether it is shown while it goes on.
+    live: bool = Field(False, alias="LAB_LIVE", description="1: every rank leaves its live state in the run's folder, and a page shows it while the run goes on")
+    live_port: int = Field(8765, alias="LAB_LIVE_PORT", ge=1, le=65535, description="port of this page, on 127.0.0.1 alone")
+
     # Bounds.
     join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
     lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds of silence after which a rank is lost")

@@ -32,6 +32,7 @@ from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
 from workers.rank.lesson import lesson
 from workers.rank.link_rate import measure_link
+from workers.rank.live import shown
 from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
 from workers.rank.sections import Sections
@@ -90,6 +91,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         journal.write(start_record(config, cluster, mode))
         if apart is not None:
             journal.write(records.Unshared(apart.hosts))
+        if config.live:
+            mode = shown(config, mode, cluster, watch, journal, started_at)
         init_process_group(cluster, config)
         world = dist.group.WORLD
         assert world is not None
@@ -180,6 +183,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         "system": platform.platform(),
     }
     here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID"}
+    here |= {"LAB_LIVE", "LAB_LIVE_PORT"}  # who looks changes nothing
     repeat = {
         "RUN_MODE": config.run_mode,
         "WORLD_SIZE": str(config.world_size),
