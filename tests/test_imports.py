@@ -37,10 +37,11 @@ FLOORS: dict[str, list[str]] = {
     RANK: [*BELOW_LAB, LAB, CHECKPOINT, PASSES, f"{STRATEGIES}.own"],
     "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
     "workers.engine": [CONFIG],
+    "workers.live": [CONFIG, REPORT],
     "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
     "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check"],
     "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}"],
-    "workers.__main__": [CONFIG, CLUSTER, RANK],
+    "workers.__main__": [CONFIG, CLUSTER, RANK, "workers.live.beside"],
     "experiments": [
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
         f"{CHECKPOINT}.mistakes", f"{RANK}.fast_lane",
@@ -194,9 +195,13 @@ def test_the_report_imports_neither_torch_nor_pygal(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["pygal", "torch.distributed.checkpoint"])
+@pytest.mark.parametrize("module", ["pygal", "torch.distributed.checkpoint", "starlette", "uvicorn", "anyio"])
 def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
-    program = f"import sys, workers.rank.start, workers.passes.timed, experiments.dp; print({module!r} in sys.modules)"
+    """The launcher's part of the live page is there too: local ranks are forked from it."""
+    program = (
+        "import sys, workers.live.beside, workers.rank.start, workers.passes.timed, experiments.dp;"
+        f" print({module!r} in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
 

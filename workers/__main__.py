@@ -15,6 +15,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from workers.cluster.parent import Parent
@@ -76,8 +77,18 @@ def start_all(config: Config) -> int:
         # the lab's, here and in what a rank starts.
         os.environ["PYTHONSAFEPATH"] = "1"
         sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path.cwd()]
-    import_what_ranks_share(config)
-    return launch(config, main)
+    with page_of(config):
+        import_what_ranks_share(config)
+        return launch(config, main)
+
+
+def page_of(config: Config) -> AbstractContextManager[None]:
+    """Around a run of local ranks: with LAB_LIVE=1 the page that shows it."""
+    if not config.live:
+        return nullcontext()
+    from workers.live.beside import served
+
+    return served(config)
 
 
 def be_module(module: str, words: Sequence[str]) -> int:

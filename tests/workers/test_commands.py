@@ -20,6 +20,11 @@ from workers.config.commands import COMMANDS, Typed, read
         ("LAB_STEPS= RUN_MODE=pp", Typed("run", (), {"RUN_MODE": "pp", "LAB_STEPS": ""})),
         ("explain mine/mode.py", Typed("explain", (), {"RUN_MODE": "mine/mode.py"})),
         ("run LAB_OF_A_MODE=1", Typed("run", (), {"LAB_OF_A_MODE": "1"})),  # it is judged with all other settings
+        ("live", Typed("run", (), {"LAB_LIVE": "1"})),
+        ("live dp WORLD_SIZE=3", Typed("run", (), {"RUN_MODE": "dp", "WORLD_SIZE": "3", "LAB_LIVE": "1"})),
+        ("live runs", Typed("live", ["runs"])),  # a folder that is no mode: whose page is served
+        ("live experiments/dp", Typed("run", (), {"RUN_MODE": "experiments/dp", "LAB_LIVE": "1"})),
+        ("live --help", Typed("help", ["live"])),
         ("report runs/a --junit b.xml", Typed("report", ["runs/a", "--junit", "b.xml"])),
         ("plan --help", Typed("plan", ["--help"])),
         ("--help", Typed("help")),
@@ -34,8 +39,9 @@ def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
 @pytest.mark.parametrize(
     ("words", "sentences"),
     [
-        ("train.py", ["'train.py' is not a command or a mode (did you mean 'train'?), allowed: run, explain, "]),
+        ("train.py", ["'train.py' is not a command or a mode (did you mean 'train'?), allowed: run, live, explain, "]),
         ("reprot runs/latest", ["'reprot' is not a command or a mode (did you mean 'report'?)"]),
+        ("live runs/absent.py STEPS=5", ["STEPS is not a variable"]),
         ("run explain", ["'explain' is not a mode, allowed: comm, "]),
         ("run STEPS=5 --fast", ["STEPS is not a variable of the lab (did you mean 'LAB_STEPS'?)", "'--fast' is not a mode"]),
         ("run dp tp", ["'tp' and RUN_MODE='dp' are two modes: a run has one"]),

@@ -6,6 +6,7 @@ words themselves.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("workers", "start WORLD_SIZE ranks of a mode, prove and measure its variants", takes_settings=True),
+    "live": Command("workers.live", "start a run with a page that shows it while it goes on, or serve that of a RUN", takes_settings=True),
     "explain": Command("workers.explain", "the lesson of a mode without the run; with LAB_BUG what breaks", takes_settings=True),
     "check": Command("workers.check", "your own script on WORLD_SIZE ranks: why it hangs, or sums garbage"),
     "prove": Command("workers.prove", "your own model or strategy: whether N ranks compute what one process does"),
@@ -61,7 +63,15 @@ def read(words: Sequence[str]) -> Typed:
         return Typed(command, rest)
     if any(word in HELP for word in rest):
         return Typed("help", [command])
+    if command == "live":
+        return Typed("live", rest) if names_run(rest) else Typed("run", (), settings(rest) | {"LAB_LIVE": "1"})
     return Typed(command, (), settings(rest, [] if named else list(COMMANDS)))
+
+
+def names_run(words: Sequence[str]) -> bool:
+    """Whether the first word is the folder of a run, or of all runs, and neither a setting nor a mode."""
+    place = Path(words[0]) if words and words[0] not in modes() else None
+    return place is not None and place.is_dir() and not (place / "__init__.py").exists()
 
 
 def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, str]:
@@ -102,6 +112,7 @@ def help_lines(command: str | None = None) -> list[str]:
         ]
     else:
         lines = [f"usage: ranklab {command} [MODE] [NAME=VALUE ...]", "", f"  {COMMANDS[command].what}", ""]
+        lines[1:1] = ["       ranklab live RUN"] if command == "live" else []
     return [
         *lines,
         f"modes       {', '.join(modes())}, or the path of one such as mine/mode.py",
