@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -102,16 +103,18 @@ DOCKER = """#!/bin/sh
 echo "$*" >>asked
 for file in $(echo "${COMPOSE_FILE:-}" | tr : ' '); do case $file in ./.own*) cat "$file" >made ;; esac; done
 case "$*" in *--check*) exit "$REFUSES" ;; esac
+case "$*" in "compose config --services") printf 'live\nworker0\nworker1\n' ;; esac
+case "$*" in *"up --no-build --detach live") exit "${TAKEN:-0}" ;; esac
 """
 
 
-def under_an_engine(checkout: Path, refuses: int = 0, **variables: str) -> tuple[int, str]:
-    """The code of `./run` and all that it asked of Docker."""
+def under_an_engine(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
+    """The code of `./run WORDS` and all that it asked of Docker."""
     docker = checkout / "bin" / "docker"
     docker.parent.mkdir()
     docker.write_text(DOCKER)
     docker.chmod(0o755)
-    done = run(checkout, PATH=f"{docker.parent}:{os.environ['PATH']}", REFUSES=str(refuses), **variables)
+    done = run(checkout, *words, PATH=f"{docker.parent}:{os.environ['PATH']}", REFUSES=str(refuses), **variables)
     return done.returncode, (checkout / "asked").read_text()
 
 
@@ -146,3 +149,30 @@ def test_a_mode_that_no_container_sees_is_refused(checkout: Path, mode: str) -> 
     done = under_an_engine(checkout, RUN_MODE=mode)
     assert done[0] == 2
     assert "compose" not in done[1].replace("compose version", "")
+
+
+@pytest.mark.parametrize("words", [["live"], ["live", "tp", "LAB_STEPS=2"], ["LAB_LIVE=1"]], ids=" ".join)
+def test_a_page_is_served_by_one_container_more_before_the_ranks(checkout: Path, words: list[str]) -> None:
+    code, asked = under_an_engine(checkout, words=words, LAB_LIVE_PORT="8799")
+    lines = asked.splitlines()
+    assert code == 0
+    assert lines.index("compose up --no-build --detach live") < lines.index("compose up worker0 worker1")
+    assert "compose ps -aq worker0 worker1" in lines  # how the page ends is no rank's end
+
+
+@pytest.mark.parametrize("words", [["dp"], ["dp", "LAB_LIVE=0"], ["explain", "dp", "LAB_LIVE=1"]], ids=" ".join)
+def test_no_page_is_served_where_none_is_wanted(checkout: Path, words: list[str]) -> None:
+    assert " live" not in under_an_engine(checkout, words=words)[1]
+
+
+def test_a_port_of_the_page_that_is_taken_starts_no_rank(checkout: Path) -> None:
+    code, asked = under_an_engine(checkout, words=["live"], TAKEN="1")
+    assert code == 2
+    assert "compose up worker0" not in asked
+
+
+def test_the_page_of_a_run_is_served_by_a_container_with_its_port(checkout: Path) -> None:
+    (checkout / "runs").mkdir(exist_ok=True)
+    code, asked = under_an_engine(checkout, words=["live", "runs"])
+    assert code == 0
+    assert "compose run --rm --no-deps --service-ports live --in-container runs" in asked.splitlines()

@@ -1,5 +1,5 @@
 """The headless browser of the report's tests."""
 
-from tests.workers.report.test_browser import browser
+from tests.workers.report.conftest import browser
 
 __all__ = ["browser"]
