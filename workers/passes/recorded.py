@@ -18,10 +18,10 @@ from workers.measure.timeline import align
 from workers.parallel.phases import Span, heard, phase, recorded, slowed
 from workers.passes.timeline import bounds, in_step, placed
 from workers.report import records
+from workers.report.blocks import DRAWN
 from workers.workload.data import Microbatch
 
 RECORDED_STEPS = 3
-DRAWN = "drawn bytes"
 
 
 class Recorded(NamedTuple):
