@@ -141,7 +141,7 @@ def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
     for prediction in predict(lab.config):
         if prediction.variant in drawn:
             name, predicted = prediction.variant, prediction.value[lab.rank]
-            hold_drawn(lab, name, predicted, drawn[name], prediction.formula)
+            hold_drawn(lab, name, predicted, drawn[name].nbytes, prediction.formula)
 
 
 MODE = Mode(

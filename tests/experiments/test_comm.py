@@ -23,6 +23,7 @@ from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_se
 from workers.parallel import primitives
 from workers.parallel.collectives import ALGORITHMS, Collective
 from workers.parallel.peers import Peers, Steps
+from workers.passes.recorded import Drawn
 from workers.plan.calibrate import calibrate
 from workers.rank.refusals import refuse
 from workers.report.progress import Work
@@ -309,7 +310,7 @@ def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
 def test_messages_that_are_not_drawn_fail(factor: float, holds: bool) -> None:
     lab: Any = lab_alone()
     lab.config, lab.device = Config.read({"RUN_MODE": "comm", "WORLD_SIZE": "2"}), torch.device("cpu")
-    sent = {name: factor * all_reduce_bytes(name, 2, comm.PREDICTED_BYTES) for name in ("ring", "server")}
+    sent = {name: Drawn(factor * all_reduce_bytes(name, 2, comm.PREDICTED_BYTES), 2) for name in ("ring", "server")}
     with patch.object(comm, "draw", lambda *_: sent):
         comm.draw_all(lab, {})
     assert holding(lab) == {"drawn bytes": holds}

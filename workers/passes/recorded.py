@@ -13,15 +13,28 @@ from workers.checkpoint.course import Course
 from workers.contract import Counted, Strategy
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS
+from workers.measure.formulas.messages import gloo_all_reduce_messages, wire_tolerance
 from workers.measure.messages import Message, Messages
 from workers.measure.timeline import align
 from workers.parallel.phases import Span, heard, phase, recorded, slowed
 from workers.passes.timeline import bounds, in_step, placed
 from workers.report import records
-from workers.report.blocks import DRAWN
+from workers.report.blocks import DRAWN, ON_WIRE
 from workers.workload.data import Microbatch
 
 RECORDED_STEPS = 3
+CONTROL = "tests/workers/passes/test_recorded.py::test_a_message_that_is_not_drawn_is_seen"
+
+
+class Drawn(NamedTuple):
+    """What this rank sends in what is drawn."""
+
+    nbytes: float
+    messages: float  # of gloo, or receives where these are more
+
+    def per(self, steps: int) -> "Drawn":
+        """The same a step."""
+        return Drawn(self.nbytes / steps, self.messages / steps)
 
 
 class Recorded(NamedTuple):
@@ -35,8 +48,8 @@ class Recorded(NamedTuple):
 Prepare: TypeAlias = Callable[[int], Callable[[], object]]  # of a step's number what makes it
 
 
-def record(lab: Lab, strategies: Mapping[str, Strategy], course: Course) -> dict[str, float]:
-    """Record a step of each variant that is trained; returns the bytes a step that this rank sends in what is drawn.
+def record(lab: Lab, strategies: Mapping[str, Strategy], course: Course) -> dict[str, Drawn]:
+    """Record a step of each variant that is trained; returns what this rank sends a step in what is drawn.
 
     Of a strategy whose steps are not alike as many are one, and drawn together, as it takes until they repeat.
     """
@@ -47,7 +60,7 @@ def record(lab: Lab, strategies: Mapping[str, Strategy], course: Course) -> dict
         return partial(train, strategy, steps)
 
     drawn = draw(lab, {name: partial(prepared, strategy) for name, strategy in strategies.items()})
-    return {name: nbytes / repeats_after(strategies[name]) for name, nbytes in drawn.items()}
+    return {name: sent.per(repeats_after(strategies[name])) for name, sent in drawn.items()}
 
 
 def repeats_after(strategy: Strategy) -> int:
@@ -64,8 +77,8 @@ def train(strategy: Strategy, steps: list[list[Microbatch]]) -> None:
             strategy.update()
 
 
-def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, float]:
-    """Write a timeline and the messages of each; returns the bytes that this rank sends in what is drawn."""
+def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, Drawn]:
+    """Write a timeline and the messages of each; returns what this rank sends in what is drawn."""
     clock = align(lab.group)
     taken = {
         name: [one(lab, name, prepare, number) for number in range(RECORDED_STEPS)] for name, prepare in steps.items()
@@ -79,7 +92,7 @@ def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, float]:
         shift_s = clock.offset_s - origin_s
         lab.journal.write(records.Timeline(name, step, [placed(span, shift_s) for span in in_step(spans)]))
         lab.journal.write(records.Messages(name, [written(message, shift_s) for message in messages]))
-        drawn[name] = sum(message.sent_bytes for message in messages)
+        drawn[name] = Drawn(sum(message.sent_bytes for message in messages), number_of(messages))
     return drawn
 
 
@@ -112,18 +125,36 @@ def written(message: Message, shift_s: float) -> list[object]:
     return [message.op, list(message.ranks), round(message.sent_bytes), message.nbytes, message.tag, start_s, end_s]
 
 
-def compare_drawn(lab: Lab, drawn: Mapping[str, float], counted: Mapping[str, Counted]) -> None:
-    """The picture is of all that is sent: the drawn messages are as many bytes as the ledger saw called, within 1 %.
+def number_of(messages: list[Message]) -> int:
+    """How many messages these are on the wire: each send one, or each receive where these are more; of a collective
+    gloo's."""
+    ways = [sum(message.op == op for message in messages) for op in ("send", "recv")]
+    return max(ways) + sum(gloo_messages(message) for message in messages if message.op not in ("send", "recv"))
 
-    Of PyTorch's own that is only shown: what its hooks call on gloo's thread, ddp_powersgd's second factor, the ledger
-    does not see.
+
+def gloo_messages(message: Message) -> int:
+    """Those of a collective."""
+    whole = message.op in ("all_reduce", "reduce_scatter")
+    return gloo_all_reduce_messages(len(message.ranks), message.nbytes) if whole else 2 * (len(message.ranks) - 1)
+
+
+def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Counted]) -> None:
+    """The picture is of all that is sent: as many bytes as the ledger saw called, and as the sockets counted.
+
+    Within 1 %, and gloo's frames on the wire. Of PyTorch's own that is only shown: what its hooks call on gloo's
+    thread, ddp_powersgd's second factor, the ledger does not see.
     """
-    for name, nbytes in drawn.items():
-        called, shown = counted[name].traffic.called_bytes, PYTORCHS if name in lab.mode.by_torch else ""
-        hold_drawn(lab, name, called, nbytes, "bytes as called", shown)
+    for name, sent in drawn.items():
+        traffic, shown = counted[name].traffic, PYTORCHS if name in lab.mode.by_torch else ""
+        hold_drawn(lab, name, traffic.called_bytes, sent.nbytes, "bytes as called", shown)
+        if traffic.wire_error is None:
+            tolerance = wire_tolerance(sent.nbytes, sent.messages)
+            lab.compare(
+                ON_WIRE, sent.nbytes, traffic.wire_bytes, "B", tolerance, name, "bytes as drawn", shown=shown,
+                control=CONTROL,
+            )  # fmt: skip
 
 
 def hold_drawn(lab: Lab, variant: str, wanted: float, drawn: float, formula: str, shown: str = "") -> None:
     """What is drawn of a variant is as many bytes as are `wanted`, within 1 %."""
-    control = "tests/workers/passes/test_recorded.py::test_a_message_that_is_not_drawn_is_seen"
-    lab.compare(DRAWN, wanted, drawn, "B", 0.01 * wanted, variant, formula, shown=shown, control=control)
+    lab.compare(DRAWN, wanted, drawn, "B", 0.01 * wanted, variant, formula, shown=shown, control=CONTROL)

@@ -22,7 +22,7 @@ from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded, slowed
 from workers.passes.counted import WARMUP_STEPS
 from workers.passes.holding import Curves, Holding
-from workers.passes.recorded import record
+from workers.passes.recorded import Drawn, record
 from workers.passes.timeline import Chronicle
 from workers.report import records
 from workers.report.progress import Progress
@@ -63,11 +63,11 @@ class Stopwatch:
 
 def time_steps(
     lab: Lab, variants: Mapping[str, Build], held: Mapping[str, Held], checkpoints: "Checkpoints | None" = None
-) -> tuple[dict[str, float | None], dict[str, float]]:
+) -> tuple[dict[str, float | None], dict[str, Drawn]]:
     """Train all variants side by side up to step LAB_STEPS; the first two steps are not timed where there are more.
 
     They are held against one process, or to what `held` says instead. Returns the bubble of each variant, on rank 0,
-    and the bytes that this rank sends in the step of each that is drawn.
+    and what this rank sends in the step of each that is drawn.
     """
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)

@@ -130,7 +130,7 @@ def _of_allowed(check: Run) -> str:
     return f"{off} of {difference(check['tolerance'])}" if check["tolerance"] else off
 
 
-DRAWN = "drawn bytes"  # of the report's picture: it is there that they are told
+DRAWN, ON_WIRE = "drawn bytes", "wire as drawn"  # of the report's picture: it is there that they are told
 
 
 def compared(run: Run) -> list[str]:
@@ -144,7 +144,8 @@ def compared(run: Run) -> list[str]:
             _held([claim]),
         ]
         for claim in run["comparisons"]
-        if claim["passed"] and not (claim["name"] in (*TRAFFIC, DRAWN, *COMPARISONS) and claim["variant"] in timed)
+        if claim["passed"]
+        and not (claim["name"] in (*TRAFFIC, DRAWN, ON_WIRE, *COMPARISONS) and claim["variant"] in timed)
     ]
     return _block("compared", None, rows)
 

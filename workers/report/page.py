@@ -12,7 +12,8 @@ from typing import Any
 from workers.report import charts, costs, held, memory, profile
 from workers.report.blocks import PROOF
 from workers.report.claims import Run
-from workers.report.judge import first, pytorch_own, slowest
+from workers.report.judge import PROOF as PROVEN
+from workers.report.judge import SCRIPT, first, pytorch_own, slowest
 from workers.report.lines import write_atomically
 from workers.report.markup import Markup, chip, code, document, folded, grid, section, table, text
 from workers.report.records import Chart, End, Lesson, Losses, Ranks, Said, Start, Table, select
@@ -156,7 +157,8 @@ def _lesson(run: Run, records: Ranks) -> Markup:
     for said in dict.fromkeys(said for _, said in select(records, Said)):
         words = f"<pre>{text(said.text)}</pre>" if "\n" in said.text else f"<div>{text(said.text)}</div>"
         parts.append(f'<div class="said"><b>{text(said.heading)}</b>{words}</div>')
-    return section("The lesson", *parts, _mistake(run))
+    title = "What was said" if run["run_mode"] in (SCRIPT, PROVEN) else "The lesson"
+    return section(title, *parts, _mistake(run))
 
 
 def _losses(records: Ranks, colour: dict[str, str]) -> Markup:

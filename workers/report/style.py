@@ -50,7 +50,7 @@ header.lost, header.refused { --tone: var(--warn); } header.plain { --tone: var(
 .verdict .chip { font-size: 1rem; padding: .2rem .9rem; letter-spacing: .04em; }
 .tiles {
   display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 11rem), 1fr)); gap: .8rem;
-  margin-top: 1.1rem;
+  margin: 1.1rem 0;
 }
 .tiles.two { grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
 .two b { overflow-wrap: anywhere; }

@@ -9,7 +9,7 @@ import pytest
 from tests.labs import run_experiment
 from tests.workers.test_lab import counted, held, lab_alone
 from workers.measure.messages import Message
-from workers.passes.recorded import compare_drawn, median_step, written
+from workers.passes.recorded import Drawn, compare_drawn, median_step, number_of, written
 from workers.report import records
 from workers.report.scene import arrows_of, bands_of
 from workers.testing.calls import Ranks
@@ -61,8 +61,19 @@ def test_every_rank_writes_one_step_of_each_variant_on_one_clock(ranks: Ranks, t
         assert {"forward", "backward", "optimizer"} <= {kind for kind, *_ in pair[0].spans}
 
 
-@pytest.mark.parametrize(("drawn", "holds"), [(1000.0, True), (992.0, True), (980.0, False)])
-def test_a_message_that_is_not_drawn_is_seen(drawn: float, holds: bool) -> None:
+@pytest.mark.parametrize(("drawn", "wire", "holds"), [
+    (1000.0, 1000.0, [True, True]), (992.0, 1300.0, [True, True]), (980.0, 980.0, [False, True]),
+    (1000.0, 2000.0, [True, False]), (1000.0, 500.0, [True, False]),
+])  # fmt: skip
+def test_a_message_that_is_not_drawn_is_seen(drawn: float, wire: float, holds: list[bool]) -> None:
     lab = lab_alone()
-    compare_drawn(lab, {"flat": drawn}, counted(1000.0, 1000.0, 0))
-    assert held(lab) == {"drawn bytes": holds}
+    compare_drawn(lab, {"flat": Drawn(drawn, 2)}, counted(1000.0, wire, 0))  # 320 B of frames are allowed
+    assert held(lab) == dict(zip(("drawn bytes", "wire as drawn"), holds, strict=True))
+
+
+def test_messages_are_counted_as_gloo_sends_them() -> None:
+    def message(op: str, *ranks: int) -> Message:
+        return Message(op, ranks, 8.0, 8, 0, 0.0, 1.0)
+
+    assert number_of([message("send", 0, 1), message("recv", 1, 0), message("recv", 2, 0)]) == 2
+    assert number_of([message("all_reduce", 0, 1, 2), message("all_gather", 0, 1, 2)]) == 8 + 4
