@@ -10,6 +10,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from workers.config import Config, ConfigError
@@ -36,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"refused    {fault}", file=sys.stderr, flush=True)
         return 2
     try:
-        print(f"live       http://{LOOPBACK}:{port}", flush=True)
-        asyncio.run(serve(runs, listening, until_stdin_ends=asked.socket is not None))
+        say = partial(print, f"live       http://{LOOPBACK}:{port}", flush=True)
+        asyncio.run(serve(runs, listening, say, until_stdin_ends=asked.socket is not None))
     except KeyboardInterrupt:
         return 130
     return 0

@@ -97,16 +97,31 @@ def application(feed: Feed, ending: Callable[[], bool]) -> Starlette:
     return Starlette(routes=routes, middleware=guards)
 
 
-async def serve(runs: Runs, listening: socket.socket, *, until_stdin_ends: bool = False) -> None:
+class Server(uvicorn.Server):
+    """Says that it serves once it answers to signals: one that came before would be an exception anywhere."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._say_started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._say_started()
+
+
+async def serve(
+    runs: Runs, listening: socket.socket, started: Callable[[], None], *, until_stdin_ends: bool = False
+) -> None:
     """Answer on `listening` until a signal comes; beside local ranks, until their launcher closes this process's
-    input."""
+    input. `started` is called once it answers."""
     app = application(Feed(runs), lambda: server.should_exit)
-    server = uvicorn.Server(
+    server = Server(
         uvicorn.Config(
             app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
             server_header=False, headers=list(HEADERS.items()), limit_concurrency=MOST_CLIENTS,
             timeout_graceful_shutdown=END_S,
-        )
+        ),
+        started,
     )  # fmt: skip
     if until_stdin_ends:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _end_with_stdin, server)
