@@ -69,7 +69,7 @@ def rank_killed(nodes: Nodes, folder: Path) -> list[str]:
     """What does not hold after a rank on the last machine was killed: mpirun ends all others at once, by SIGTERM."""
     settings = SMALL | {"RUN_MODE": "dp", "LAB_VARIANT": "bucketed", "LAB_STEPS": "100000", "LAB_PROOF": "0"}
     process = mpirun(nodes, folder, "killed", across(folder), settings)
-    if not until(lambda: "measured" in (folder / "killed.out").read_text(), BEGINS_S):
+    if not until(lambda: "timed steps" in (folder / "killed.out").read_text(), BEGINS_S):
         return ["it did not begin"]
     os.kill(nodes.ranks(NODES - 1)[0], signal.SIGKILL)
     code = process.wait(JOB_S)

@@ -92,7 +92,7 @@ def three_nodes(nodes: Nodes, folder: Path) -> list[str]:
 def rank_killed(nodes: Nodes, folder: Path) -> list[str]:
     """What does not hold after the rank on the last node was killed."""
     process = job(nodes, folder, "killed", "dp", "LAB_VARIANT=bucketed", "LAB_STEPS=100000", "LAB_PROOF=0")
-    if not until(lambda: "measured" in (folder / "killed.out").read_text(), BEGINS_S):
+    if not until(lambda: "timed steps" in (folder / "killed.out").read_text(), BEGINS_S):
         return ["it did not begin"]
     killed = nodes.rank_number(NODES - 1, "RANK")
     for pid in nodes.ranks(NODES - 1):

@@ -81,7 +81,7 @@ def engine_killed(nodes: Nodes, folder: Path) -> list[str]:
 
 def running(folder: Path) -> bool:
     """Whether the ranks come to train."""
-    return until(lambda: "measured" in logs(folder, 0), JOB_S)
+    return until(lambda: "timed steps" in logs(folder, 0), JOB_S)
 
 
 def place_of(folder: Path, rank: int) -> tuple[int, str]:

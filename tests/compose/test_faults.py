@@ -15,8 +15,8 @@ NAMED_WITHIN_S = 5.0
 STOPPED_WITHIN_S = 1.0
 COMPOSE_S = 1.0  # what Compose itself needs to start
 # Trains for 10 s and more: long enough to be hit in the middle, short enough to end by itself if nothing hits it.
-LONG = TINY | {"LAB_STEPS": "2500", "LAB_VARIANT": "flat", "LAB_PROOF": "0"}
-TRAINS = r"measured +\d+ of"
+LONG = TINY | {"LAB_STEPS": "20000", "LAB_VARIANT": "flat", "LAB_PROOF": "0"}
+TRAINS = r"working .* timed steps"  # the heartbeat, every ten seconds
 
 # Fills the container's memory at about 100 MB a second, so that heartbeats still tell of it. What lies in the tmpfs
 # counts like a process' memory, and the kernel kills the largest process: the rank.
