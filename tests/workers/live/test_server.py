@@ -25,12 +25,14 @@ pytestmark = pytest.mark.timeout(90)
 
 @contextmanager
 def serving(*words: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`python -m workers.live` with these words, once it listens, and its port."""
+    """`python -m workers.live` with these words, once it listens, and its port. Signals are as in a terminal: pytest
+    may have inherited others."""
     port = free_port()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LAB_")}
     process = subprocess.Popen(
         [sys.executable, "-m", "workers.live", *words], text=True, stdout=subprocess.PIPE,
         env=environ | {"LAB_LIVE_PORT": str(port)} | variables,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None
     try:
