@@ -34,7 +34,7 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
         with MemoryLedger(lab.device) as memory:
             strategy = build(lab.model(dtype), lab.mesh, lab.config.untimed())
             train(lab, strategy, batches, range(WARMUP_STEPS))
-            steps = getattr(strategy, "repeats_after", 1)
+            steps = repeats_after(strategy)
             order = Order(getattr(strategy, "layers", {}))
             with (
                 lab.count() as traffic,
@@ -50,6 +50,12 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
         write_memory(lab, name, memory)
         lab.work.advance()
     return counted
+
+
+def repeats_after(strategy: Strategy) -> int:
+    """After how many steps it makes the same calls again."""
+    steps: int = getattr(strategy, "repeats_after", 1)
+    return steps
 
 
 def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:

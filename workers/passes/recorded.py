@@ -17,12 +17,15 @@ from workers.measure.formulas.messages import gloo_all_reduce_messages, wire_tol
 from workers.measure.messages import Message, Messages
 from workers.measure.timeline import align
 from workers.parallel.phases import Span, heard, phase, recorded, slowed
+from workers.passes.counted import repeats_after
 from workers.passes.timeline import bounds, in_step, placed
 from workers.report import records
 from workers.report.blocks import DRAWN, ON_WIRE
 from workers.workload.data import Microbatch
+from workers.workload.own import is_own
 
 RECORDED_STEPS = 3
+AS_PRICED = {"send", "recv", "all_reduce", "all_gather"}  # operations of which gloo sends what is least
 CONTROL = "tests/workers/passes/test_recorded.py::test_a_message_that_is_not_drawn_is_seen"
 
 
@@ -31,10 +34,11 @@ class Drawn(NamedTuple):
 
     nbytes: float
     messages: float  # of gloo, or receives where these are more
+    ops: frozenset[str] = frozenset()
 
     def per(self, steps: int) -> "Drawn":
         """The same a step."""
-        return Drawn(self.nbytes / steps, self.messages / steps)
+        return self._replace(nbytes=self.nbytes / steps, messages=self.messages / steps)
 
 
 class Recorded(NamedTuple):
@@ -63,12 +67,6 @@ def record(lab: Lab, strategies: Mapping[str, Strategy], course: Course) -> dict
     return {name: sent.per(repeats_after(strategies[name])) for name, sent in drawn.items()}
 
 
-def repeats_after(strategy: Strategy) -> int:
-    """After how many steps it makes the same calls again."""
-    steps: int = getattr(strategy, "repeats_after", 1)
-    return steps
-
-
 def train(strategy: Strategy, steps: list[list[Microbatch]]) -> None:
     """Steps of training, one after the other."""
     for microbatches in steps:
@@ -92,7 +90,11 @@ def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, Drawn]:
         shift_s = clock.offset_s - origin_s
         lab.journal.write(records.Timeline(name, step, [placed(span, shift_s) for span in in_step(spans)]))
         lab.journal.write(records.Messages(name, [written(message, shift_s) for message in messages]))
-        drawn[name] = Drawn(sum(message.sent_bytes for message in messages), number_of(messages))
+        drawn[name] = Drawn(
+            sum(message.sent_bytes for message in messages),
+            number_of(messages),
+            frozenset(each.op for each in messages),
+        )
     return drawn
 
 
@@ -142,13 +144,18 @@ def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Co
     """The picture is of all that is sent: as many bytes as the ledger saw called, and as the sockets counted.
 
     Within 1 %, and gloo's frames on the wire. Of PyTorch's own that is only shown: what its hooks call on gloo's
-    thread, ddp_powersgd's second factor, the ledger does not see.
+    thread, ddp_powersgd's second factor, the ledger does not see. So is that of a strategy of one's own, whose steps
+    may not be alike; and on the wire what has an operation that gloo sends otherwise, as reduce_scatter twice.
     """
     for name, sent in drawn.items():
         traffic, shown = counted[name].traffic, PYTORCHS if name in lab.mode.by_torch else ""
+        if is_own(name):
+            shown = "your own: its steps may not be alike"
         hold_drawn(lab, name, traffic.called_bytes, sent.nbytes, "bytes as called", shown)
         if traffic.wire_error is None:
             tolerance = wire_tolerance(sent.nbytes, sent.messages)
+            other = ", ".join(sorted(sent.ops - AS_PRICED))
+            shown = shown or (f"gloo has its own way of {other}" if other else "")
             lab.compare(
                 ON_WIRE, sent.nbytes, traffic.wire_bytes, "B", tolerance, name, "bytes as drawn", shown=shown,
                 control=CONTROL,

@@ -96,7 +96,7 @@ def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable
 
 
 def draw(folder: Path, page: Path) -> bool:
-    """Draw the report in a child process, so that no rank imports Plotly; whether it was written."""
+    """Draw the report in a child process, so that no rank imports the charts' library; whether it was written."""
     command = [sys.executable, "-m", "workers.report", "--page-only", "--page", str(page), str(folder)]
     try:
         subprocess.run(command, check=True, timeout=REPORT_TIMEOUT_S, stdout=subprocess.DEVNULL)

@@ -17,7 +17,6 @@ MICROBATCHES = {
 }  # fmt: skip
 LIGHT = {
     "--card": "#ffffff", "--ink": "#18202b", "--soft": "#566274", "--line": "#dfe4eb", "--hatch": "#c3ccd8",
-    "--idle": "#f1f4f8",
 }  # fmt: skip
 
 LOOK = (

@@ -20,9 +20,7 @@ NOTE = (
 )
 
 
-MOST_PARTS = (
-    600  # of all lines over a step together: 14 variants of 200 parts each took half of what Plotly leaves of the page
-)
+MOST_PARTS = 600  # of all lines over a step together: 14 variants of 200 parts each took a fifth of the page
 
 
 def memory(run: Run, records: Ranks) -> Markup:

@@ -59,6 +59,7 @@ class Scene(NamedTuple):
     sent_bytes: list[float]  # by rank, of all messages, drawn or not
     ideal: OfRanks
     cut: str  # what is not drawn as it was; empty where all is
+    steps: int = 1  # that are drawn together
 
     @property
     def step_s(self) -> float:
@@ -73,8 +74,9 @@ class Scene(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """The share of the ranks' time in which they neither compute nor step their optimizer."""
-        busy = sum(union_s(span for span in spans if span.kind in BUSY) for spans in self.of_ranks)
+        """The share of the ranks' time in which they neither compute nor step their optimizer; a marked call inside
+        of a pass is no computing."""
+        busy = sum(map(busy_s, self.of_ranks))
         return 1 - busy / (len(self.of_ranks) * self.step_s) if self.step_s else 0.0
 
 
@@ -106,7 +108,8 @@ def scene(name: str, of_ranks: OfRanks, calls: dict[int, list[Any]], ideal: OfRa
         left_out("collectives", bands, few_bands),
         left_out("messages", arrows, few_arrows),
     ]
-    return Scene(name, spans, few_arrows, few_bands, sent, ideal, ", ".join(filter(None, cuts)))
+    steps = max(1, sum(span.kind == "optimizer" for span in of_ranks[0]))
+    return Scene(name, spans, few_arrows, few_bands, sent, ideal, ", ".join(filter(None, cuts)), steps)
 
 
 def joined(number: int) -> str:
@@ -195,6 +198,12 @@ def coarse(spans: Sequence[Span], least_s: float) -> list[Span]:
             row.append(span)
     kept = [span for row in of_kind.values() for span in row if span.end_s - span.start_s >= least_s]
     return sorted(kept, key=lambda span: (span.start_s, -span.end_s))
+
+
+def busy_s(spans: Sequence[Span]) -> float:
+    """Seconds in which a rank computes, and is in no call that it has marked."""
+    calls = [span for span in spans if span.kind not in BUSY]
+    return union_s(spans) - union_s(calls)
 
 
 def union_s(spans: Iterable[Span]) -> float:

@@ -121,7 +121,8 @@ def notes(run: Run, found: Sequence[Scene]) -> Iterator[Markup]:
     for scene in found:
         wire, sent = sockets.get(scene.variant, [None])[0], scene.sent_bytes[0]
         if sent:
-            counted = f", and its sockets {human_bytes(wire)}" if wire else ""
+            counted = f", and its sockets {human_bytes(wire * scene.steps)}" if wire else ""
+            counted += f" in {scene.steps} steps" if scene.steps > 1 else ""
             parts.append(f"{scene.variant}: rank 0 sends {human_bytes(sent)}{counted}.")
     parts += [f"{scene.variant}: {scene.cut}." for scene in found if scene.cut]
     yield Markup(f'<p class="note">{text(" ".join(parts))}</p>')

@@ -71,6 +71,17 @@ def test_a_message_that_is_not_drawn_is_seen(drawn: float, wire: float, holds: l
     assert held(lab) == dict(zip(("drawn bytes", "wire as drawn"), holds, strict=True))
 
 
+@pytest.mark.parametrize(("name", "ops", "decides"), [
+    ("flat", {"all_reduce"}, [True, True]), ("flat", {"reduce_scatter"}, [True, False]),
+    ("mine/own.py:step", {"send"}, [False, False]),
+])  # fmt: skip
+def test_what_is_ones_own_or_gloos_own_way_is_only_shown(name: str, ops: set[str], decides: list[bool]) -> None:
+    lab = lab_alone()
+    compare_drawn(lab, {name: Drawn(1000.0, 2, frozenset(ops))}, {name: counted(1000.0, 1000.0, 0)["flat"]})
+    found = [each for each in lab.journal.records if isinstance(each, records.Comparison)]
+    assert [each.decides for each in found] == decides
+
+
 def test_messages_are_counted_as_gloo_sends_them() -> None:
     def message(op: str, *ranks: int) -> Message:
         return Message(op, ranks, 8.0, 8, 0, 0.0, 1.0)

@@ -55,7 +55,9 @@ def test_a_collective_is_one_of_all_its_ranks_and_the_last_is_named() -> None:
 
 def test_idle_is_what_no_rank_computes_in() -> None:
     spans = [[Span("forward", "0", 0, 1), Span("all_reduce", "", 0.5, 1)], [Span("backward", "0", 2, 4)]]
-    assert Scene("flat", spans, [], [], [], [], "").idle == pytest.approx(1 - 3 / 8)
+    assert Scene("flat", spans, [], [], [], [], "").idle == pytest.approx(1 - 2.5 / 8)
+    inner = [[Span("forward", "0", 0, 4), Span("all_reduce", "", 1, 3)]]  # of a pass half is a call
+    assert Scene("tp", inner, [], [], [], [], "").idle == pytest.approx(0.5)
     assert Scene("flat", spans, [Arrow(0, 1, 1, 0.0, 5.0)], [], [], [], "").step_s == 5.0
 
 
@@ -67,6 +69,12 @@ def test_a_run_has_a_scene_a_variant_with_its_messages_and_its_schedule_on_paper
     assert gpipe.sent_bytes == [8 * SENT_BYTES, 16 * SENT_BYTES, 16 * SENT_BYTES, 8 * SENT_BYTES]
     assert not gpipe.ideal and other.ideal == [[Span("forward", "0", 0.0, 1.0)]]
     assert scenes(judge(good_run()), good_run(), 100) == []
+
+
+def test_steps_that_are_drawn_together_are_counted() -> None:
+    spans = [Span(kind, "0", at, at + 1) for at, kind in enumerate(["forward", "optimizer"] * 4)]
+    assert scene("local_sgd", [spans, []], {}, [], 99).steps == 4
+    assert scene("ring", [[Span("all_reduce", "", 0, 1)]], {}, [], 99).steps == 1
 
 
 def test_what_does_not_fit_is_left_out_smallest_first_and_said() -> None:
