@@ -113,6 +113,7 @@ def test_docker_stop_ends_every_rank_in_under_a_second(cluster: Containers) -> N
 
 def test_a_stop_while_ranks_still_wait_for_each_other(cluster: Containers) -> None:
     cluster.up(2, **LONG)
+    cluster.begun()
     cluster.docker("stop", 1)
     cluster.docker("stop", 0)
     assert cluster.wait() == {0: 143, 1: 143}, cluster.logs()
