@@ -25,7 +25,7 @@ from workers.measure.activations import SavedActivations
 from workers.measure.formulas.pipelines import bubble
 from workers.parallel.boundaries import Boundaries
 from workers.parallel.mesh import Mesh
-from workers.parallel.phases import Span, recorded
+from workers.parallel.phases import COMPUTE, Span, recorded
 from workers.parallel.schedules import Action, one_forward_one_backward
 from workers.workload.data import Batches
 from workers.workload.model import Model, SquaredError, build_model
@@ -118,7 +118,7 @@ def step_of(
 
 def idle(group: dist.ProcessGroup, spans: list[Span]) -> float:
     """The part of all ranks' time in one step that none computes; ranks of one machine share a clock."""
-    computing = [span for span in spans if span.kind in ("forward", "backward")]
+    computing = [span for span in spans if span.kind in COMPUTE]
     ends = torch.tensor([-computing[0].start_s, computing[-1].end_s], dtype=torch.float64)
     busy = torch.tensor([sum(span.end_s - span.start_s for span in computing)], dtype=torch.float64)
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)

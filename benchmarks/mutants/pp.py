@@ -22,6 +22,12 @@ MUTANTS = [
         "                output = self._loss(0, output)",
         RUN + "gpipe",
     ),
+    Mutant("workers/parallel/zero_bubble.py", "ranks - rank)", "ranks)", RUN + "zb_h1"),
+    Mutant("workers/parallel/zero_bubble.py", "if number >= rank else []", "if number > rank else []", RUN + "zb_h1"),
+    Mutant("workers/parallel/split_backward.py", "rows.mT @ inputs", "rows.mT @ (2 * inputs)", RUN + "1f1b"),
+    Mutant(
+        "workers/parallel/split_backward.py", "gradient @ weight if", "gradient.clone() @ -weight if", RUN + "zb_h1"
+    ),
     Mutant(
         "workers/parallel/stages.py",
         "                total += copies[rank]",

@@ -4,20 +4,24 @@ A model that is cut between its layers needs little communication, an activation
 it. But a rank can work only on what the rank before it is done with. With the batch in one piece all ranks but one
 wait at any time; in m microbatches they fill the pipe, and the waiting shrinks to its filling and draining, the bubble.
 
-  predicted   bubble: (p-1)/(m+p-1) of all ranks' time; (p-1)/(v·m+p-1) with v chunks a rank (Narayanan et al. 2021,
-              "Megatron-LM", section 2.2). Bytes: A = B·S·D elements a cut and direction, so 2A a rank, A for the first
-              and the last one; 2v·A with chunks, less A at the model's two ends. In flight: m microbatches in gpipe,
-              min(m, p-r) in 1f1b
+  predicted   bubble: (p-1)/(m+p-1) of all ranks' time (Narayanan et al. 2021, "Megatron-LM", section 2.2), less where
+              the gradients of inputs go ahead of those of weights (workers/measure/formulas/pipelines.py). Bytes:
+              A = B·S·D elements a cut and direction, so 2A a rank, A for the first and the last one; 2v·A with chunks,
+              less A at the model's two ends. In flight: m microbatches in gpipe, min(m, p-r) in 1f1b
   shapes      inputs [B, S] on every rank; between stages [b, S, D], b samples of a microbatch (mlp: [b, D])
 
 The variants do the same arithmetic, in another order:
 
   naive         the whole batch as one microbatch: the model is split, the work is not
   gpipe         all microbatches forward, then all backward: every rank holds the activations of all m
-  1f1b          a backward as soon as there can be one: the same bubble, and rank r holds at most p - r of them
+  1f1b          a backward as soon as there can be one, and of it first what the stage before waits for: a third of the
+                bubble goes, and rank r holds at most p - r microbatches
   interleaved   1f1b with LAB_CHUNKS stages a rank: the pipe fills v times as fast, for v times the messages
-  torch_gpipe   torch.distributed.pipelining's ScheduleGPipe
-  torch_1f1b    and its Schedule1F1B
+  zb_h1         1f1b whose later ranks put the gradients of weights off to where they would wait
+  zbv           the same with two stages a rank, that lie like a V: the last rank hands itself its second one
+  dualpipev     on the same V a forward and a backward in turn; from 2p microbatches on
+  torch_...     torch.distributed.pipelining's ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble,
+                ScheduleZBVZeroBubble and ScheduleDualPipeV
 
 Ranks that share cores show no bubble, since one computes while another waits: LAB_SLEEP_MS pretends compute that
 takes no core.
@@ -31,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from experiments.pp.checks import check_in_flight, check_order
 from experiments.pp.mistakes import MISTAKES
-from experiments.pp.order import check_order
 from experiments.pp.predictions import passed_bytes, predict
 from experiments.pp.pretend import pretend_compute
 from experiments.pp.refusals import cannot, refuse
@@ -41,8 +45,8 @@ from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
-from workers.measure.formulas.pipelines import bubble, in_flight
-from workers.parallel import schedules
+from workers.measure.formulas.pipelines import FOLDED, bubble
+from workers.parallel import schedules, zero_bubble
 from workers.parallel.boundaries import Boundaries, sendable
 from workers.parallel.mesh import Mesh
 from workers.parallel.peers import Peers
@@ -65,7 +69,7 @@ class Options(ModeOptions):
 
     sizes = {"microbatches": 4}  # noqa: RUF012  ModeOptions says that it is the class's
     chunks: int = Field(
-        2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedule"
+        2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedules"
     )
     sleep_ms: float = Field(
         0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
@@ -82,7 +86,8 @@ class Options(ModeOptions):
 
 def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The whole batch goes from rank to rank and back."""
-    parts = stages_of(model, mesh.group, config)
+    parts = parts_of(model, mesh.group)
+    pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
     width = config.width if model.name == "gpt" or is_own(config.model) else None
     return Pipelined(parts, InTurn(parts, model.loss, mesh.group, width), mesh.group, config)
 
@@ -150,16 +155,36 @@ def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strat
     """The same, with LAB_CHUNKS thinner stages a rank."""
     chunks = config.own(Options).chunks
     schedule = schedules.interleaved(mesh.group.size(), config.num_microbatches, chunks)
-    return by_hand(model, mesh, config, schedule, chunks=chunks, **parts)
+    return by_hand(model, mesh, config, schedule, **parts)
+
+
+# --- gradients of weights where a rank would wait ---
+
+
+def zb_h1(model: Model, mesh: Mesh, config: Config, schedule: Scheduled = zero_bubble.zb_h1, **parts: Any) -> Strategy:
+    """1f1b, whose rank r puts the gradients of weights off by r microbatches."""
+    return by_hand(model, mesh, config, schedule(mesh.group.size(), config.num_microbatches), **parts)
+
+
+def zbv(model: Model, mesh: Mesh, config: Config, schedule: Scheduled = zero_bubble.zbv, **parts: Any) -> Strategy:
+    """Two stages a rank: the layers go down the ranks and up again."""
+    return by_hand(model, mesh, config, schedule(mesh.group.size(), config.num_microbatches), **parts)
+
+
+def dualpipev(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """The same stages, a forward and a backward in turn."""
+    return by_hand(model, mesh, config, zero_bubble.dualpipev(mesh.group.size(), config.num_microbatches), **parts)
 
 
 def by_hand(
-    model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *, chunks: int = 1,
+    model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *,
     boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided, piped: type[Pipeline] = Pipeline,
 ) -> Strategy:  # fmt: skip
     """Our pipeline does this rank's part of `schedule` on its stages; the other parts a mistake replaces."""
-    parts = stages_of(model, mesh.group, config, chunks)
-    pipeline = piped(parts.stages, schedule[mesh.group.rank()], mesh.group, boundaries)
+    owners = schedules.owners(schedule)
+    parts = parts_of(model, mesh.group, owners)
+    pipeline = piped(parts.stages, schedule[mesh.group.rank()], mesh.group, boundaries, owners)
+    pretend_compute(parts.stages, config, config.own(Options).sleep_ms, pipeline.splits)
     return Pipelined(parts, ByHand(pipeline, model.loss, weigh), mesh.group, config)
 
 
@@ -173,20 +198,35 @@ def torch_1f1b(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided)
     return by_torch("torch_1f1b", model, mesh, config, weigh)
 
 
+def torch_interleaved_zb(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
+    """PyTorch's interleaved schedule, whose gradients of weights fill what they can."""
+    return by_torch("torch_interleaved_zb", model, mesh, config, weigh)
+
+
+def torch_zbv(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
+    """PyTorch's zbv."""
+    return by_torch("torch_zbv", model, mesh, config, weigh)
+
+
+def torch_dualpipev(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
+    """PyTorch's dualpipev."""
+    return by_torch("torch_dualpipev", model, mesh, config, weigh)
+
+
 def by_torch(name: str, model: Model, mesh: Mesh, config: Config, weigh: Weigh) -> Strategy:
     """A schedule of PyTorch's on the same stages."""
-    from experiments.pp.torch_schedules import ByTorch  # most of a second, for these two alone
+    from experiments.pp.torch_schedules import ByTorch  # most of a second, for these alone
 
-    parts = stages_of(model, mesh.group, config)
+    parts = parts_of(model, mesh.group, owners_of(name, mesh.group.size(), config.own(Options).chunks))
+    pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
     return Pipelined(parts, ByTorch(name, parts, model.loss, mesh.group, config, weigh), mesh.group, config)
 
 
-def stages_of(model: Model, group: dist.ProcessGroup, config: Config, chunks: int = 1) -> Parts:
-    """This rank's runs of layers, as even as it goes; with LAB_SLEEP_MS they pretend to compute longer."""
-    parts, sleep_ms = parts_of(model, group, chunks), config.own(Options).sleep_ms
-    if sleep_ms:
-        pretend_compute(parts.stages.values(), config, sleep_ms, chunks)
-    return parts
+def owners_of(name: str, ranks: int, chunks: int) -> list[int]:
+    """The rank of each stage of a variant."""
+    if name.removeprefix("torch_") in FOLDED:
+        return zero_bubble.folded(ranks)
+    return [*range(ranks)] * (chunks if "interleaved" in name else 1)
 
 
 # --- the run ---
@@ -202,13 +242,13 @@ def run(lab: Lab) -> None:
         "predict",
     )
     lab.say(holds(config, lab.rank), all_ranks=True)
-    measured = measure(lab, also=partial(check_in_flight, lab))
+    measured = measure(lab, also=partial(check_in_flight, lab, config.own(Options).chunks))
     draw_on_paper(lab, partial(schedule_of, config))
     predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
     lab.compare_traffic(predictions, measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
-        chunks = config.own(Options).chunks if name == "interleaved" else 1
-        check_order(lab, name, measured[name], chunks)
+        owners = owners_of(name, ranks, config.own(Options).chunks)
+        check_order(lab, name, measured[name], owners)
     for prediction in predictions:
         name, predicted, formula = prediction.variant, prediction.value[lab.rank], prediction.formula
         seen = measured[name]
@@ -219,15 +259,23 @@ def run(lab: Lab) -> None:
 
 
 def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
-    """The schedule of a variant, PyTorch's too; None of a strategy of one's own."""
+    """The schedule of a variant, PyTorch's too where we know it; None of a strategy of one's own."""
     ranks, microbatches = config.world_size, config.num_microbatches
-    known = {
-        "naive": schedules.naive(ranks),
-        "gpipe": schedules.gpipe(ranks, microbatches),
-        "1f1b": schedules.one_forward_one_backward(ranks, microbatches),
-        "interleaved": schedules.interleaved(ranks, microbatches, config.own(Options).chunks),
+    chunks = config.own(Options).chunks
+    known: dict[str, Callable[[], schedules.Schedule]] = {
+        "naive": lambda: schedules.naive(ranks),
+        "gpipe": lambda: schedules.gpipe(ranks, microbatches),
+        "torch_gpipe": lambda: schedules.gpipe(ranks, microbatches),
+        "1f1b": lambda: schedules.one_forward_one_backward(ranks, microbatches),
+        "torch_1f1b": lambda: schedules.whole_one_forward_one_backward(ranks, microbatches),
+        "interleaved": lambda: schedules.interleaved(ranks, microbatches, chunks),
+        "zb_h1": lambda: zero_bubble.zb_h1(ranks, microbatches),
+        "zbv": lambda: zero_bubble.zbv(ranks, microbatches),
+        "torch_zbv": lambda: zero_bubble.zbv(ranks, microbatches),
+        "dualpipev": lambda: zero_bubble.dualpipev(ranks, microbatches),
+        "torch_dualpipev": lambda: zero_bubble.dualpipev(ranks, microbatches),
     }
-    return known.get(variant.removeprefix("torch_"))
+    return known[variant]() if variant in known else None
 
 
 def holds(config: Config, rank: int) -> str:
@@ -237,16 +285,6 @@ def holds(config: Config, rank: int) -> str:
     return f"holds      with one stage a rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
 
 
-def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
-    """No rank holds more microbatches for their backward pass than its schedule says."""
-    assert isinstance(strategy, Pipelined)
-    held, microbatches = strategy.engine.most_in_flight, lab.config.num_microbatches
-    if held is None:
-        return
-    allowed = in_flight(name, lab.world_size, microbatches, lab.rank, lab.config.own(Options).chunks)
-    lab.check("in flight", max(0, held - allowed), 0, name, f"{held} microbatches held at most, {allowed} allowed")
-
-
 MODE = Mode(
     shards=True,
     variants=(
@@ -254,8 +292,14 @@ MODE = Mode(
         Variant("gpipe", gpipe),
         Variant("1f1b", one_forward_one_backward),
         Variant("interleaved", interleaved),
+        Variant("zb_h1", zb_h1),
+        Variant("zbv", zbv),
+        Variant("dualpipev", dualpipev),
         Variant("torch_gpipe", torch_gpipe, by_torch=True),
         Variant("torch_1f1b", torch_1f1b, by_torch=True),
+        Variant("torch_interleaved_zb", torch_interleaved_zb, by_torch=True),
+        Variant("torch_zbv", torch_zbv, by_torch=True),
+        Variant("torch_dualpipev", torch_dualpipev, by_torch=True),
     ),
     run=run,
     options=Options,
@@ -267,6 +311,7 @@ MODE = Mode(
     reading=(
         "experiments/pp/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/schedules.py: which rank works on which microbatch when",
+        "workers/parallel/zero_bubble.py: and where the gradients of weights are put off",
         "workers/parallel/pipeline.py: does a schedule's actions with real layers",
         "workers/strategies/pipelined.py: the step around it, which all variants share",
     ),

@@ -11,13 +11,17 @@ from torch import Tensor
 
 from workers.config import Config
 from workers.contract import Instead, Mistake, Needs
+from workers.parallel import schedules
 from workers.parallel.boundaries import Boundaries
 from workers.parallel.pipeline import Loss, Pipeline
-from workers.parallel.schedules import Action, Schedule, gpipe, one_forward_one_backward
+from workers.parallel.schedules import Action, Schedule, in_two, whole_one_forward_one_backward
+from workers.parallel.zero_bubble import zbv
 from workers.workload.data import shard_sizes
 
-PIPELINED = ("gpipe", "1f1b", "interleaved", "torch_gpipe", "torch_1f1b")
-ONE_STAGE = ("gpipe", "1f1b")  # ours, with a stage a rank
+SPLIT = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
+TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
+PIPELINED = ("gpipe", *SPLIT, *TORCHS)
+ONE_STAGE = ("gpipe", "1f1b", "zb_h1")  # ours, with a stage a rank
 
 
 def undivided(share: float, num_samples: int, batch: int) -> float:
@@ -63,6 +67,16 @@ class Clinging(Pipeline):
             super()._backward(action)
 
 
+class Forgetful(Pipeline):
+    """Never comes back to the weights of the first microbatch."""
+
+    def _weight(self, action: Action) -> None:
+        if action.microbatch > 0:
+            super()._weight(action)
+        else:
+            self._parts.pop((action.stage, action.microbatch))
+
+
 @contextmanager
 def retained() -> Iterator[None]:
     """Inside autograd frees nothing that it has used."""
@@ -74,15 +88,27 @@ def retained() -> Iterator[None]:
         torch.autograd.backward = backward
 
 
+def all_ahead(ranks: int, microbatches: int) -> Schedule:
+    """1f1b, in which each rank runs ahead by all microbatches."""
+    return [in_two(actions) for actions in schedules.gpipe(ranks, microbatches)]
+
+
 def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
     """1f1b, in which each rank runs ahead by a microbatch more."""
     schedule = []
-    for rank, actions in enumerate(one_forward_one_backward(ranks, microbatches)):
+    for rank, actions in enumerate(whole_one_forward_one_backward(ranks, microbatches)):
         forwards, backwards = ([each for each in actions if each.kind == kind] for kind in ("forward", "backward"))
         ahead = min(ranks - rank, microbatches)
         turns = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
-        schedule.append(forwards[:ahead] + turns + backwards[microbatches - ahead :])
+        schedule.append(in_two(forwards[:ahead] + turns + backwards[microbatches - ahead :]))
     return schedule
+
+
+def at_once(ranks: int, microbatches: int) -> Schedule:
+    """zbv without any weights put off."""
+    back = [[action for action in actions if action.kind != "weight"] for actions in zbv(ranks, microbatches)]
+    whole = [[each._replace(kind="backward") if each.kind == "input" else each for each in own] for own in back]
+    return [in_two(actions) for actions in whole]
 
 
 # --- the settings that hide one ---
@@ -108,7 +134,7 @@ def one_in_flight(config: Config) -> str:
 
 
 def nothing_behind(config: Config) -> str:
-    """1f1b of as many microbatches as ranks and fewer leaves nothing to run ahead with."""
+    """As many microbatches as ranks and fewer leave nothing to run ahead with, and nothing to wait for."""
     most = config.num_microbatches
     return (
         f"LAB_MICROBATCHES={most}: it takes more than WORLD_SIZE={config.world_size}"
@@ -121,7 +147,7 @@ MISTAKES = {
     "gpipes_order": Mistake(
         "1f1b does all forwards first, as gpipe does: the same numbers and the same bubble, and all m are held",
         "schedule",
-        Instead(("1f1b",), {"schedule": gpipe}),
+        Instead(("1f1b",), {"schedule": all_ahead}),
         Needs(ranks=1, proof=False, microbatches=2),
     ),
     "one_more_ahead": Mistake(
@@ -133,8 +159,32 @@ MISTAKES = {
     "clinging_passes": Mistake(
         "a stage keeps what a microbatch saved until the step ends: the order of 1f1b, and the memory of gpipe",
         "activation bytes",
-        Instead(("1f1b", "interleaved"), {"piped": Clinging}),
+        Instead(SPLIT[:4], {"piped": Clinging}),
         Needs(proof=False, microbatches=2, unless=nothing_behind),
+    ),
+    "weights_first": Mistake(
+        "1f1b sends its input's gradient when those of the weights are done too: the stage before waits for both",
+        "schedule",
+        Instead(("1f1b",), {"schedule": whole_one_forward_one_backward}),
+        Needs(ranks=1, proof=False),
+    ),
+    "never_late": Mistake(
+        "zb_h1 puts no gradients of weights off: the bubble of 1f1b",
+        "schedule",
+        Instead(("zb_h1",), {"schedule": schedules.one_forward_one_backward}),
+        Needs(proof=False),
+    ),
+    "weights_at_once": Mistake(
+        "zbv computes the gradients of weights right behind each input's: every rule of its order holds, and it waits",
+        "bubble on paper",
+        Instead(("zbv",), {"schedule": at_once}),
+        Needs(proof=False, microbatches=2, unless=nothing_behind),
+    ),
+    "forgotten_weights": Mistake(
+        "a microbatch's gradients of weights are put off and never computed",
+        "gradients",
+        Instead(SPLIT, {"piped": Forgetful}),
+        Needs(ranks=1),
     ),
     "undivided_loss": Mistake(
         "each microbatch's mean loss is not divided by their number: gradients m times too large",

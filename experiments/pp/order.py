@@ -9,117 +9,114 @@ hands over; its microbatch is the mark of whoever runs it.
                 (Narayanan et al. 2021, section 2.2.1): min(m, p-r) microbatches are held
   interleaved   chunk by chunk for a group of microbatches, 2(p-1-r) + (v-1)·g passes ahead, g being the first group's
                 size (section 2.2.2; Megatron's own, whose groups are of p). Groups share m as evenly as it goes
+  zb_h1         forwards and inputs' gradients as in 1f1b, those of weights r microbatches later (Qi et al. 2023, 3.1)
+  zbv           each chunk takes its microbatches in order, down before up (section 6)
+  dualpipev     the same
+
+Both parts of a split backward pass count: in 1f1b and interleaved the weights come right behind.
 """
 
+from collections import Counter
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-import torch
-
-from workers.contract import Measured
-from workers.lab import Lab
-from workers.measure.formulas.pipelines import in_flight
-from workers.measure.order import Order
-from workers.passes.outline import saved_bytes
-from workers.strategies.pipelined import runs_of
+from workers.measure.formulas.pipelines import FOLDED, IN_ONE, ahead
+from workers.measure.order import Event, Order
+from workers.parallel.schedules import Kind
 from workers.workload.data import shard_sizes
-from workers.workload.model import outline
+
+BACK = ("backward", "input")  # the passes that hand a gradient on
 
 
 class Pass(NamedTuple):
     """One microbatch through one of this rank's chunks, one way or the other."""
 
-    kind: str
+    kind: Kind
     chunk: int  # counted from the model's first layers
     microbatch: int
 
 
 def passes(order: Order) -> list[Pass]:
     """The passes of a step in their order."""
-    runs: list[tuple[int, str, frozenset[str], int]] = []
-    for kind in ("forward", "backward"):
+    runs: list[tuple[int, Kind, Counter[str], int]] = []
+    for kind in get_args(Kind):
         for place, (label, events) in zip(order.where("begin", kind), order.within(kind), strict=True):
-            ran = {event.label for event in events if (event.what, event.name) == ("begin", "layer")}
-            learnt = {event.label.split(".")[0] for event in events if event.what == "gradient"}
-            runs.append((place, kind, frozenset(ran if kind == "forward" else learnt), int(label)))
-    chunks = sorted(
-        {layers for _, kind, layers, _ in runs if kind == "forward"}, key=lambda layers: min(map(int, layers))
-    )
-    known = {layers: number for number, layers in enumerate(chunks)}
-    return [Pass(kind, known.get(layers, -1), microbatch) for _, kind, layers, microbatch in sorted(runs)]
+            runs.append((place, kind, Counter(filter(None, map(layer_of, events))), int(label)))
+    chunks = sorted({frozenset(seen) for _, kind, seen, _ in runs if kind == "forward"}, key=lambda c: min(map(int, c)))
+    return [Pass(kind, chunk_of(seen, chunks), microbatch) for _, kind, seen, microbatch in sorted(runs, key=first)]
+
+
+def first(run: tuple[int, Kind, Counter[str], int]) -> int:
+    """Its place."""
+    return run[0]
+
+
+def layer_of(event: Event) -> str | None:
+    """The layer that runs, that autograd comes to, or whose parameter gets its gradient."""
+    if (event.what, event.name) in (("begin", "layer"), ("back", "layer")):
+        return event.label
+    return event.label.split(".")[0] if event.what == "gradient" else None
+
+
+def chunk_of(seen: Counter[str], chunks: list[frozenset[str]]) -> int:
+    """The chunk with most of what was seen (a tied weight is known by another's layer); -1 where nothing was."""
+    if len(chunks) == 1:
+        return 0
+    found = [sum(seen[layer] for layer in chunk) for chunk in chunks]
+    return found.index(max(found)) if any(found) else -1
 
 
 def broken(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
     """Sentences for the rules of schedule `name` that the passes of `rank` break; `chunks` a rank."""
-    forwards = [each for each in done if each.kind == "forward"]
-    backwards = [each for each in done if each.kind == "backward"]
-    every = {(chunk, number) for chunk in range(chunks) for number in range(microbatches)}
-    if any(sorted((c, m) for _, c, m in some) != sorted(every) for some in (forwards, backwards)):
-        return ["a microbatch does not go once forward and once backward through each chunk"]
-    faults = []
-    if any(done.index(Pass("forward", *each[1:])) > done.index(each) for each in backwards):
-        faults.append("a backward comes before its forward")
+    whole = name in IN_ONE
+    by_kind = {kind: [each for each in done if each.kind == kind] for kind in get_args(Kind)}
+    every = sorted((chunk, number) for chunk in range(chunks) for number in range(microbatches))
+    wanted: tuple[Kind, ...] = ("forward", "backward") if whole else ("forward", "input", "weight")
+    if any(sorted((c, m) for _, c, m in some) != (every if kind in wanted else []) for kind, some in by_kind.items()):
+        return [f"a microbatch does not go once {', '.join(wanted)} through each chunk"]
+    place = {each: index for index, each in enumerate(done)}
+    faults = [
+        f"{later} of a microbatch comes before its {sooner}"
+        for sooner, later in pairwise(wanted)
+        if any(place[each._replace(kind=sooner)] > place[each] for each in by_kind[later])
+    ]
+    turned = [each for each in done if each.kind != "weight"]
+    back = [each for each in turned if each.kind in BACK]
     group = group_of(microbatches, ranks) if name == "interleaved" else [0] * microbatches
-    ahead = [(group[m], chunk, m) for _, chunk, m in forwards]
-    back = [(group[m], -chunk, m) for _, chunk, m in backwards]
-    for kind, keys in (("forwards", ahead), ("backwards", back)):
+    for kind, some, way in (("forwards", by_kind["forward"], 1), ("backwards", back, -1)):
+        keys = [(group[m], way * chunk, m) for _, chunk, m in some]
+        if name in FOLDED:  # each chunk in its own order
+            keys.sort(key=lambda key: key[1])
         if keys != sorted(keys):
             faults.append(f"{kind} are not in the order of groups, chunks and microbatches")
-    allowed = in_flight(name, ranks, microbatches, rank, chunks)
-    first = [each.kind for each in done].index("backward")
-    if first != allowed:
-        faults.append(f"{first} forwards come before the first backward, where the rule says {allowed}")
-    turns = [each.kind for each in done[first:]]
+    allowed = ahead(name, ranks, microbatches, rank, chunks)
+    found = turned.index(back[0])
+    if found != allowed:
+        faults.append(f"{found} forwards come before the first backward, where the rule says {allowed}")
+    turns = [each.kind for each in turned[found:]]
     turns = turns[: len(turns) - turns[::-1].index("forward")] if "forward" in turns else []
-    if any(one == other for one, other in pairwise(turns)):
+    if name not in FOLDED and any(one == other for one, other in pairwise(turns)):
         faults.append("forwards and backwards do not take turns after the first backward")
+    if not whole and name not in FOLDED:
+        faults += untimely(done, rank if name == "zb_h1" else 0)
     return faults
+
+
+def untimely(done: list[Pass], late: int) -> list[str]:
+    """A sentence if weights do not come right behind the input's gradient of `late` microbatches later, or in their
+    order at the end."""
+    inputs, wanted = [each for each in done if each.kind == "input"], []
+    for each in done:
+        if each.kind != "weight":
+            wanted.append(each)
+        if each.kind == "input" and inputs.index(each) >= late:
+            wanted.append(inputs[inputs.index(each) - late]._replace(kind="weight"))
+    wanted += [each._replace(kind="weight") for each in inputs[max(0, len(inputs) - late) :]]
+    behind = f"those of the input {late} microbatches later" if late else "that of the input"
+    return [] if done == wanted else [f"the gradients of weights do not come right behind {behind}"]
 
 
 def group_of(microbatches: int, ranks: int) -> list[int]:
     """The group of each microbatch: at least p in each where there are as many, the larger groups first."""
     sizes = shard_sizes(microbatches, max(1, microbatches // ranks))
     return [group for group, size in enumerate(sizes) for _ in range(size)]
-
-
-def most_held(done: list[Pass], nbytes: dict[tuple[int, int], int]) -> int:
-    """The most bytes between a forward and its backward, of passes that save so many: {(chunk, microbatch): bytes}."""
-    held = most = 0
-    for kind, chunk, microbatch in done:
-        held += nbytes[chunk, microbatch] * (1 if kind == "forward" else -1)
-        most = max(most, held)
-    return most
-
-
-def check_order(lab: Lab, name: str, measured: Measured, chunks: int) -> None:
-    """The passes come in the order of the schedule, and what they save is gone after their backward."""
-    number = 1 if name == "naive" else lab.config.num_microbatches
-    done = passes(measured.order)
-    faults = broken(name, done, lab.rank, lab.world_size, number, chunks)
-    lab.check("schedule", len(faults), 0, name, "; ".join(faults) or f"{len(done)} passes in the order of {name}")
-    if not faults:
-        predicted = most_held(done, saved_by_pass(lab, chunks, number))
-        formula = "what the microbatches in flight save in one process"
-        lab.compare(
-            "activation bytes", predicted, measured.activation_bytes, tolerance=0.01 * predicted, variant=name,
-            formula=formula,
-        )  # fmt: skip
-
-
-def saved_by_pass(lab: Lab, chunks: int, number: int) -> dict[tuple[int, int], int]:
-    """Bytes that one process saves of each microbatch of `number` in each chunk of this rank."""
-    config = lab.config.model_copy(update={"microbatches": number})
-    batches = lab.mode.batches(config, proof=False, device=lab.device, dtype=getattr(torch, config.dtype))
-    microbatches = lab.dealt(batches, 0)
-    runs = runs_of(config.model, len(outline(config).layers), chunks * lab.world_size)[lab.rank :: lab.world_size]
-    sizes = {len(microbatch.inputs): microbatch for microbatch in microbatches}
-    saved = {
-        (chunk, size): saved_bytes(lab, run, microbatch)
-        for chunk, run in enumerate(runs)
-        for size, microbatch in sizes.items()
-    }
-    return {
-        (chunk, index): saved[chunk, len(microbatch.inputs)]
-        for chunk in range(chunks)
-        for index, microbatch in enumerate(microbatches)
-    }

@@ -7,7 +7,7 @@ from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.messages import gloo_all_reduce_messages
-from workers.measure.formulas.pipelines import bubble, pipeline_ends
+from workers.measure.formulas.pipelines import FOLDED, idle_share, pipeline_ends
 from workers.workload import model
 from workers.workload.own import is_own
 
@@ -21,41 +21,64 @@ def passed_bytes(config: Config) -> int:
     return config.batch * seq * config.width * itemsize
 
 
+OURS = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")
+TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
+
+
+def bubble_formula(name: str, ranks: int, microbatches: int) -> str:
+    """Idle of the time of a step, of p ranks, m microbatches and v chunks; empty where no paper sums it up, as of
+    PyTorch's interleaved zero bubble, whose order is the end of a search."""
+    few = {
+        "interleaved": "idle/(3vm+idle), idle = 2(p-1)+(v-1)((p-m)+max(0,p-2m))" if microbatches < ranks else "",
+        "zb_h1": "(2p-m-1)/(3m+2p-m-1)" if microbatches < ranks else "",
+        "zbv": "(4p-2m-2)/(6m+4p-2m-2)" if 2 * microbatches < 3 * ranks - 1 else "",
+    }
+    many = {
+        "naive": "(p-1)/p",
+        "gpipe": "(p-1)/(m+p-1)",
+        "1f1b": "2(p-1)/(3m+2(p-1))",
+        "interleaved": "2(p-1)/(3vm+2(p-1))",
+        "zb_h1": "(p-1)/(3m+p-1)",
+        "zbv": "(p-1)/(6m+p-1)",
+        "dualpipev": "(p-1)/(6m+p-1)",
+        "torch_1f1b": "(p-1)/(m+p-1)",
+        "torch_interleaved_zb": "",
+    }
+    plain = name if name in many else name.removeprefix("torch_")
+    return few.get(plain, "") or many[plain]
+
+
 def predict(config: Config, chunks: int) -> list[Prediction]:
     """Bytes, calls and bubble of one step of each variant that can run, a value a rank; `chunks` is LAB_CHUNKS."""
     ranks, microbatches = config.world_size, config.num_microbatches
     excluded = cannot(config, chunks)
     predictions = []
-    for name, number, stages in (
-        ("naive", 1, 1), ("gpipe", microbatches, 1), ("1f1b", microbatches, 1),
-        ("interleaved", microbatches, chunks), ("torch_gpipe", microbatches, 1), ("torch_1f1b", microbatches, 1),
-    ):  # fmt: skip
-        if name in excluded:
-            continue
-        ours = not name.startswith("torch")
-        ends = [pipeline_ends(ranks, stages, rank) for rank in range(ranks)]
-        more_bytes, more_calls, more_messages = beside(config)
+    for name in [name for name in (*OURS, *TORCHS) if name not in excluded]:
+        ours, plain, idle = name in OURS, name.removeprefix("torch_"), bubble_formula(name, ranks, microbatches)
+        number, stages = 1 if name == "naive" else microbatches, chunks if "interleaved" in name else 1
+        ends = [pipeline_ends(ranks, stages, rank, folded=plain in FOLDED) for rank in range(ranks)]
+        more_bytes, more_calls, more_messages = beside(config, folded=plain in FOLDED)
         sent = tuple(end * passed_bytes(config) + more for end, more in zip(ends, more_bytes, strict=True))
         calls = tuple(float(end * number + more) for end, more in zip(ends, more_calls, strict=True))
         messages = tuple(end * number + more for end, more in zip(ends, more_messages, strict=True))
         most = int(max(calls))
-        of_chunks = "v·" if stages > 1 else ""
+        of_chunks = "v·" if stages > 1 else "2·" if plain in FOLDED else ""
         formula, shown = f"2{of_chunks}A, the ends A less", "" if ours else PYTORCHS
         predictions.append(Prediction(name, "wire bytes", "B", formula, sent, most, shown, messages))
         if ours:
             predictions.append(Prediction(name, "calls", "calls", f"2{of_chunks}m, the ends m less", calls, most))
-        share = bubble(ranks, number, stages)
-        formula = "(p-1)/p" if name == "naive" else f"(p-1)/({of_chunks}m+p-1)"
-        predictions.append(Prediction(name, "bubble", "", formula, (share,) * ranks, most, "a time"))
+        if idle:
+            share = idle_share(name if name in ("torch_gpipe", "torch_1f1b") else plain, ranks, number, stages)
+            predictions.append(Prediction(name, "bubble", "", idle, (share,) * ranks, most, "a time"))
     return predictions
 
 
-def beside(config: Config) -> tuple[list[float], list[int], list[int]]:
-    """Bytes, calls and messages of each rank that are not a pipeline's own: a tied gradient, and the norm to clip
-    by."""
+def beside(config: Config, *, folded: bool = False) -> tuple[list[float], list[int], list[int]]:
+    """Bytes, calls and messages of each rank that are not a pipeline's own: a tied gradient, of which folded stages
+    have one copy, and the norm to clip by."""
     ranks = config.world_size
     nbytes, calls, messages = [0.0] * ranks, [0] * ranks, [0] * ranks
-    if ranks > 1 and config.tie and config.model == "gpt":
+    if ranks > 1 and config.tie and config.model == "gpt" and not folded:
         tied: int = model.VOCABULARY * config.width * getattr(torch, config.dtype).itemsize
         for rank in (0, ranks - 1):
             nbytes[rank] += tied

@@ -44,17 +44,8 @@ def misshapen(config: Config) -> list[str]:
 def cannot(config: Config, chunks: int) -> dict[str, str]:
     """The variants that cannot take these sizes, each with the reason; `chunks` is LAB_CHUNKS."""
     ranks, microbatches, batch = config.world_size, config.num_microbatches, config.batch
-    stages = ranks * chunks
-    reasons = {}
-    if stages > depth(config):
-        reasons["interleaved"] = (
-            f"LAB_CHUNKS={chunks} on {ranks} ranks makes {stages} stages, more than the {depth(config)} layers"
-        )
-    elif config.backend == "nccl" and ranks > 1:
-        reasons["interleaved"] = (
-            "NCCL runs messages in the order of their launch, and ranks with chunks would wait in a circle"
-        )
-    for name in ("torch_gpipe", "torch_1f1b"):
+    reasons: dict[str, str] = {}
+    for name in ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev"):
         if batch % microbatches:
             reasons[name] = (
                 f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of "
@@ -62,8 +53,29 @@ def cannot(config: Config, chunks: int) -> dict[str, str]:
             )
         elif config.device == "cuda" and config.backend == "gloo":
             reasons[name] = "it hands gloo tensors that live on a GPU, which gloo does not send"
+    for names, held, why in (
+        (("interleaved", "torch_interleaved_zb"), chunks, f"LAB_CHUNKS={chunks}"),
+        (("zbv", "dualpipev", "torch_zbv", "torch_dualpipev"), 2, "two stages a rank"),
+    ):
+        for name in names:
+            if ranks * held > depth(config):
+                reason = f"{why} on {ranks} ranks makes {ranks * held} stages, more than the {depth(config)} layers"
+                reasons.setdefault(name, reason)
+            elif config.backend == "nccl" and ranks > 1 and not name.startswith("torch"):
+                reasons[name] = (
+                    "NCCL runs messages in the order of their launch, and ranks with chunks would wait in a circle"
+                )
+    for name in ("dualpipev", "torch_dualpipev"):
+        if microbatches < 2 * ranks:
+            least = f"LAB_MICROBATCHES={microbatches} is fewer than 2p = {2 * ranks}, which fill both directions"
+            reasons.setdefault(name, least)
     if microbatches < ranks:
         reasons.setdefault(
             "torch_1f1b", f"LAB_MICROBATCHES={microbatches} is fewer than its {ranks} stages, which torch refuses"
+        )
+    if microbatches % max(1, microbatches // ranks):
+        rounds = max(1, microbatches // ranks)
+        reasons.setdefault(
+            "torch_interleaved_zb", f"LAB_MICROBATCHES={microbatches} is no multiple of its {rounds} rounds of {ranks}"
         )
     return reasons

@@ -10,6 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from workers.config import Config
 from workers.parallel.phases import phase
@@ -17,7 +22,12 @@ from workers.parallel.stages import Parts
 from workers.strategies.engines import Weigh, joined
 from workers.workload.data import Microbatch
 
-SCHEDULES = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}
+ONE_STAGE = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}
+SEVERAL = {
+    "torch_interleaved_zb": ScheduleInterleavedZeroBubble,
+    "torch_zbv": ScheduleZBVZeroBubble,
+    "torch_dualpipev": ScheduleDualPipeV,
+}
 
 
 class MarkedStage(PipelineStage):
@@ -29,27 +39,35 @@ class MarkedStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Backward of one microbatch, received before."""
-        with phase("backward", str(bwd_chunk_id)):
+        """Backward of one microbatch, received before, or the gradient of its input."""
+        with phase("backward" if kwargs.get("full_backward", True) else "input", str(bwd_chunk_id)):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The gradients of weights of one microbatch."""
+        with phase("weight", str(bwd_chunk_id)):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class ByTorch:
-    """Runs the schedule `name` on this rank's one stage; how many microbatches that holds is torch's own business."""
+    """Runs the schedule `name` on this rank's stages; how many microbatches those hold is torch's own business."""
 
     most_in_flight = None
 
     def __init__(
         self, name: str, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, config: Config, weigh: Weigh
     ) -> None:
-        self.first, self.last = group.rank() == 0, group.rank() == group.size() - 1
+        num_stages = group.size() * len(parts.stages)
+        self.first, self.last = 0 in parts.stages, num_stages - 1 in parts.stages
         self.loss, self.share, self.weigh = loss, 1.0, weigh
         self.num_microbatches = config.num_microbatches
-        ((self.number, self.module),) = parts.stages.items()
-        self.group = group
-        device = next(self.module.parameters()).device
-        stage = MarkedStage(self.module, self.number, group.size(), device, group=group)
-        self.schedule: Any = SCHEDULES[name](stage, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        device = next(iter(parts.parameters.values())).device
+        stages = [
+            MarkedStage(module, number, num_stages, device, group=group) for number, module in parts.stages.items()
+        ]
+        make: Any = ONE_STAGE[name] if name in ONE_STAGE else SEVERAL[name]
+        held = stages[0] if name in ONE_STAGE else stages
+        self.schedule: Any = make(held, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
         inputs, targets, share = joined(microbatches)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from experiments import dp
 from experiments.dp import overlap
 from experiments.fsdp import order as sharded
-from experiments.pp.mistakes import one_more_ahead
-from experiments.pp.order import Pass, broken, most_held, passes
+from experiments.pp.checks import most_held
+from experiments.pp.mistakes import all_ahead, one_more_ahead
+from experiments.pp.order import Pass, broken, passes
 from experiments.tp import order as sliced
 from tests.labs import TINY, failed, one_rank, run_experiment
 from tests.workers.parallel.held import most_in_flight
@@ -21,8 +22,9 @@ from workers.config import Config
 from workers.contract import Strategy, Variant
 from workers.measure.formulas.pipelines import in_flight
 from workers.measure.order import Event, Order
-from workers.parallel import schedules
+from workers.parallel import schedules, zero_bubble
 from workers.parallel.mesh import Mesh
+from workers.passes.outline import Saved
 from workers.rank.modes import load
 from workers.report.judge import judge
 from workers.report.lines import from_line
@@ -88,7 +90,7 @@ SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 13)))
 
 
 def of_rank(actions: list[schedules.Action], ranks: int) -> list[Pass]:
-    return [Pass(action.kind, action.stage // ranks, action.microbatch) for action in actions]
+    return [Pass(action.kind, action.stage // ranks, action.microbatch) for action in actions]  # a V's too
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
@@ -98,7 +100,11 @@ def test_pp_our_schedules_keep_the_rules_of_the_papers(ranks: int, microbatches:
         ("1f1b", 1): schedules.one_forward_one_backward(ranks, microbatches),
         ("interleaved", 2): schedules.interleaved(ranks, microbatches, 2),
         ("interleaved", 3): schedules.interleaved(ranks, microbatches, 3),
+        ("zb_h1", 1): zero_bubble.zb_h1(ranks, microbatches),
+        ("zbv", 2): zero_bubble.zbv(ranks, microbatches),
     }
+    if microbatches >= 2 * ranks:
+        made["dualpipev", 2] = zero_bubble.dualpipev(ranks, microbatches)
     for (name, chunks), schedule in made.items():
         for rank, actions in enumerate(schedule):
             assert broken(name, of_rank(actions, ranks), rank, ranks, microbatches, chunks) == []
@@ -114,26 +120,54 @@ def swapped(done: list[Pass], one: int, other: int) -> list[Pass]:
 def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
     ranks, many = 3, 6
     right = of_rank(schedules.one_forward_one_backward(ranks, many)[1], ranks)
+    whole = of_rank(schedules.whole_one_forward_one_backward(ranks, many)[1], ranks)
     gpipe = of_rank(schedules.gpipe(ranks, many)[1], ranks)
     assert broken("1f1b", gpipe, 1, ranks, many, 1) == [
+        "a microbatch does not go once forward, input, weight through each chunk"
+    ]
+    assert broken("1f1b", of_rank(all_ahead(ranks, many)[1], ranks), 1, ranks, many, 1) == [
         "6 forwards come before the first backward, where the rule says 2"
     ]
-    assert broken("gpipe", right, 1, ranks, many, 1)[0].startswith("2 forwards come before")
+    assert broken("gpipe", whole, 1, ranks, many, 1)[0].startswith("2 forwards come before")
     more = of_rank(one_more_ahead(ranks, many)[1], ranks)
     assert broken("1f1b", more, 1, ranks, many, 1) == [
         "3 forwards come before the first backward, where the rule says 2"
     ]
     assert broken("1f1b", right[:-1], 1, ranks, many, 1) == [
-        "a microbatch does not go once forward and once backward through each chunk"
+        "a microbatch does not go once forward, input, weight through each chunk"
     ]
     assert "forwards are not in the order" in broken("1f1b", swapped(right, 0, 1), 1, ranks, many, 1)[0]
-    assert any("take turns" in fault for fault in broken("1f1b", swapped(right, 3, 4), 1, ranks, many, 1))
-    late = [each for each in right if each != right[2]] + [right[2]]
+    assert any("take turns" in fault for fault in broken("1f1b", swapped(right, 4, 5), 1, ranks, many, 1))
+    late = [each for each in right if each not in right[2:4]] + right[2:4]
     assert any("backwards are not in the order" in fault for fault in broken("1f1b", late, 1, ranks, many, 1))
+    before = broken("1f1b", swapped(right, 2, 3), 1, ranks, many, 1)
+    assert "weight of a microbatch comes before its input" in before
+    assert before[-1] == "the gradients of weights do not come right behind that of the input"
+    h1 = of_rank(zero_bubble.zb_h1(ranks, many)[1], ranks)
+    assert broken("zb_h1", right, 1, ranks, many, 1) == [
+        "the gradients of weights do not come right behind those of the input 1 microbatches later"
+    ]
+    assert broken("1f1b", h1, 1, ranks, many, 1)[-1].startswith("the gradients of weights do not come")
+    v = of_rank(zero_bubble.zbv(ranks, many)[1], ranks)
+    assert any("forwards are not in the order" in fault for fault in broken("zbv", swapped(v, 0, 1), 1, ranks, many, 2))
     chunked = of_rank(schedules.interleaved(ranks, many, 2)[1], ranks)
-    other_way = [each._replace(chunk=1 - each.chunk) if each.kind == "backward" else each for each in chunked]
+    other_way = [each._replace(chunk=1 - each.chunk) if each.kind == "input" else each for each in chunked]
     assert broken("interleaved", chunked, 1, ranks, many, 2) == []
     assert broken("interleaved", other_way, 1, ranks, many, 2) != []
+
+
+def test_pp_parts_of_a_backward_pass_are_known_by_their_layers_and_hold_what_is_left() -> None:
+    def run(kind: str, *events: Event) -> list[Event]:
+        return [Event("begin", kind, "0"), *events, Event("end", kind, "0")]
+
+    ran = [Event("begin", "layer", layer) for layer in "0145"]
+    back = [Event("back", "layer", layer) for layer in "54"]  # of whose parameters nothing comes yet
+    tied = [gradient("4.w"), gradient("4.b"), gradient("0.w")]  # the last layer's is the first one's
+    events = [*run("forward", *ran[:2]), *run("forward", *ran[2:]), *run("input", *back), *run("weight", *tied)]
+    done = passes(made_up(events))
+    assert done == [("forward", 0, 0), ("forward", 1, 0), ("input", 1, 0), ("weight", 1, 0)]
+    assert most_held([*done, Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 60
+    assert most_held([*done[:3], Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 64
 
 
 def test_pp_passes_are_known_by_their_layers() -> None:
@@ -148,7 +182,7 @@ def test_pp_passes_are_known_by_their_layers() -> None:
     assert passes(made_up(events)) == [
         ("forward", 0, 0), ("forward", 1, 0), ("backward", 1, 0), ("backward", 0, 0)
     ]  # fmt: skip
-    assert most_held(passes(made_up(events)), {(0, 0): 30, (1, 0): 4}) == 34
+    assert most_held(passes(made_up(events)), {(0, 0): Saved(30, 9), (1, 0): Saved(4, 1)}) == 34
 
 
 # --- tp: the collectives of a layer ---

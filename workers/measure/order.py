@@ -3,6 +3,7 @@
     begin, end   a phase that a mechanism marks (forward, backward, wait, ...), its microbatch the label; and "layer",
                  the forward pass of one, its number the label
     gradient     autograd hands over the gradient of a parameter, which the label names
+    back         autograd comes to the output of a layer, its number the label
     call         a collective, a send or a receive begins, on these storages
     held         the storage of weights comes or goes: so many bytes from then on
 
@@ -13,6 +14,7 @@ the phases, which the mechanisms mark; a claim that needs none of these marks sh
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ RECEIVES = ("c10d::recv_", "c10d::recv_any_source_")
 class Event(NamedTuple):
     """One thing that happened."""
 
-    what: str  # begin, end, gradient, call or held
+    what: str  # begin, end, gradient, back, call or held
     name: str  # the phase, or the operation; empty of gradients and storages
     label: str = ""  # the microbatch, the layer's number, or the parameter's name
     nbytes: int = 0  # of the tensors of a call, or held from now on
@@ -78,6 +80,7 @@ class Order:
             begin, end = Event("begin", "layer", str(index)), Event("end", "layer", str(index))
             hooks.append(layer.register_forward_pre_hook(lambda *_, event=begin: self.events.append(event)))
             hooks.append(layer.register_forward_hook(lambda *_, event=end: self.events.append(event)))
+            hooks.append(layer.register_forward_hook(partial(self._left, Event("back", "layer", str(index)))))
         for name, parameter in self._parameters.items():
             event = Event("gradient", "", name)
             hooks.append(parameter.register_hook(lambda _, event=event: self.events.append(event)))
@@ -89,6 +92,10 @@ class Order:
         named = self._parameters.items()
         self.gradients = {name: key_of(p.grad) for name, p in named if p.grad is not None}
         self.layers, self._parameters = {}, {}  # the strategy goes, its order stays
+
+    def _left(self, event: Event, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: self.events.append(event))
 
     # --- questions ---
 

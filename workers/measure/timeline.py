@@ -15,7 +15,8 @@ ROUNDS = 16  # the best of them counts; more find a shorter one seldom
 
 # Every kind of span, and the class that it counts for. Inside a call one communicates; for a message one waits.
 CLASSES = {
-    "data": "data", "forward": "forward", "backward": "backward", "send": "communication",
+    "data": "data", "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
+    "send": "communication",
     "all_reduce": "communication", "all_gather": "communication", "reduce_scatter": "communication",
     "optimizer": "optimizer", "receive": "waiting", "wait": "waiting",
 }  # fmt: skip
@@ -100,9 +101,10 @@ def profile(spans: Iterable[Span]) -> dict[str, float]:
 def bubble(spans_by_rank: Sequence[Iterable[Span]]) -> float | None:
     """The share of the ranks' time in which they compute nothing, from the first forward to the last backward.
 
-    1 - sum(forward + backward) / (ranks x time); None where nobody computes. All on one clock.
+    1 - sum(forward + backward) / (ranks x time), a backward as a whole or in parts; None where nobody computes. All on
+    one clock.
     """
-    busy = [union(span for span in spans if span[0] in ("forward", "backward")) for spans in spans_by_rank]
+    busy = [union(span for span in spans if CLASSES[span[0]] in ("forward", "backward")) for spans in spans_by_rank]
     starts, ends = [of[0][0] for of in busy if of], [of[-1][1] for of in busy if of]
     if not starts or max(ends) <= min(starts):
         return None

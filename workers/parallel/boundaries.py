@@ -29,12 +29,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Boundaries:
-    """What one rank exchanges at the ends of its stages; stage s is on rank s % p of the group."""
+    """What one rank exchanges at the ends of its stages; stage s is on rank `owners[s]` of the group."""
 
-    def __init__(self, peers: Peers, num_stages: int) -> None:
-        self.peers, self.num_stages = peers, num_stages
+    def __init__(self, peers: Peers, owners: Sequence[int]) -> None:
+        self.peers, self.owners, self.num_stages = peers, owners, len(owners)
         self._sent: dict[Action, Message] = {}  # by the action that takes what is sent
-        self._samples: dict[tuple[str, int], Tensor] = {}  # what forward and backward of a stage take: one sample of it
+        self._samples: dict[tuple[str, int], Tensor] = {}  # what a stage takes forward and back: one sample of it
 
     def agree(self, stages: Mapping[int, nn.Module], sample: Tensor) -> None:
         """Learn all shapes, once: `sample` [1, ...] goes through the first stage, and its shape alone on to the
@@ -44,16 +44,16 @@ class Boundaries:
         outline = torch.empty(16, dtype=torch.long, device=wire)  # dtype, number of dimensions, dimensions
         sent: list[Message] = []
         for stage in sorted(stages):
-            before, after = (stage - 1) % self.peers.world_size, (stage + 1) % self.peers.world_size
+            before, after = (self._owner(neighbour) for neighbour in (stage - 1, stage + 1))
             if stage:
-                if before != self.peers.rank:
+                if before is not None:
                     self.peers.post(stage, receives=[(before, outline)])[0][0].wait()
                 sample = self._samples["forward", stage] = drawn(outline, self.device)
             with torch.no_grad():
                 output = stages[stage](sample)
-            self._samples["backward", stage] = output
+            self._samples["back", stage] = output
             outline = outlined(output).to(wire)
-            if stage + 1 < self.num_stages and after != self.peers.rank:
+            if after is not None:
                 sent += self.peers.post(stage + 1, sends=[(after, outline.clone())])[1]
         for message in sent:
             message.wait()
@@ -63,7 +63,7 @@ class Boundaries:
         self.sizes = sizes
         sources = ((action, self._peer(needs(action, self.num_stages))) for action in actions)
         self._due = deque((action, source) for action, source in sources if source is not None)  # receives to post
-        self._following = dict(pairwise(actions))
+        self._following = dict(pairwise(action for action in actions if action.kind != "weight"))  # those take nothing
         self._posted: dict[Action, tuple[Message, Tensor]] = {}
         self._handed: dict[Action, Tensor] = {}  # from a stage of this rank to the next one, which is here too
         self._post_ahead()
@@ -79,7 +79,7 @@ class Boundaries:
         with phase("receive", str(action.microbatch)):
             message.wait()
         answered = Action("forward", action.stage + 1, action.microbatch)
-        if action.kind == "backward" and answered in self._sent:
+        if action.kind != "forward" and answered in self._sent:
             self._sent.pop(answered).wait()  # its gradient is here, so it has arrived: let go of the activation
         return tensor.to(self.device)
 
@@ -107,11 +107,15 @@ class Boundaries:
 
     def tag(self, action: Action) -> int:
         """The tag of what `action` takes: another for each direction, stage and microbatch."""
-        return 2 * (action.stage * len(self.sizes) + action.microbatch) + (action.kind == "backward")
+        return 2 * (action.stage * len(self.sizes) + action.microbatch) + (action.kind != "forward")
 
     def _peer(self, action: Action | None) -> int | None:
         """The other rank that does `action`; None if there is no such action, or if it is this rank's own."""
-        rank = self.peers.rank if action is None else action.stage % self.peers.world_size
+        return None if action is None else self._owner(action.stage)
+
+    def _owner(self, stage: int) -> int | None:
+        """The other rank that has `stage`; None if there is no such stage, or if it is this rank's own."""
+        rank = self.owners[stage] if 0 <= stage < self.num_stages else self.peers.rank
         return None if rank == self.peers.rank else rank
 
     def _post_ahead(self) -> None:
@@ -129,7 +133,7 @@ class Boundaries:
 
     def _buffer(self, action: Action) -> Tensor:
         """Memory for what `action` takes [samples, ...], for gloo on the host."""
-        sample = self._samples[action.kind, action.stage]
+        sample = self._samples["forward" if action.kind == "forward" else "back", action.stage]
         device = self.device if self.peers.batched else "cpu"
         return sample.new_empty([self.sizes[action.microbatch], *sample.shape[1:]], device=device)
 

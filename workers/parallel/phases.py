@@ -17,14 +17,16 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import NamedTuple
 
-COMPUTE = ("forward", "backward")  # what a slower processor would take longer for
+COMPUTE = ("forward", "backward", "input", "weight")  # what a slower processor would take longer for
 
 
 class Span(NamedTuple):
     """A stretch of one rank's time, in seconds of `time.perf_counter`. Spans nest: an all_reduce inside a forward
     pass."""
 
-    kind: str  # data, forward, backward, send, receive, all_reduce, all_gather, reduce_scatter, optimizer or wait
+    # data, forward, backward (or its parts, input and weight), send, receive, all_reduce, all_gather, reduce_scatter,
+    # optimizer or wait
+    kind: str
     label: str  # the microbatch, where it has one
     start_s: float
     end_s: float

@@ -2,9 +2,10 @@
 
 Each rank goes down its list. A forward takes its input from the stage before, keeps input and output for the backward
 pass, and gives the output on; a backward takes the gradient of that output, runs autograd through the stage, and gives
-the gradient of the input back. What was kept goes with its backward, so a schedule's order alone decides how much a
-rank holds. Losses are what the caller's function returns for a microbatch: weighed by their share of the batch,
-microbatches of any sizes add up to the gradient of the whole.
+the gradient of the input back. Of a schedule that splits its backward passes the first part gives that gradient back,
+and the second one adds those of the weights. What was kept goes with its backward, so a schedule's order alone decides
+how much a rank holds. Losses are what the caller's function returns for a microbatch: weighed by their share of the
+batch, microbatches of any sizes add up to the gradient of the whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from workers.parallel.boundaries import Boundaries
 from workers.parallel.peers import Peers
 from workers.parallel.phases import phase
 from workers.parallel.schedules import Action
+from workers.parallel.split_backward import Part, SplitBackward, finish
 
 # (microbatch, output of the last stage) -> the scalar that is differentiated
 Loss = Callable[[int, Tensor], Tensor]
@@ -26,20 +28,23 @@ class Pipeline:
     """One rank of a pipeline; gradients are added to those that its parameters have.
 
     Args:
-        stages: this rank's, by their number; every rank has as many, and stage s is on rank s % p. The first dimension
-            of all that passes between them counts samples.
+        stages: this rank's, by their number; every rank has as many. The first dimension of all that passes between
+            them counts samples. Where the schedule splits backward passes their linear layers learn to do so.
         actions: this rank's part of a schedule.
         group: the ranks of the pipeline.
         boundaries: how tensors pass between stages.
+        owners: the rank of each stage; by default stage s is on rank s % p.
     """
 
     def __init__(
         self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
-        boundaries: type[Boundaries] = Boundaries,
+        boundaries: type[Boundaries] = Boundaries, owners: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.actions = stages, actions
         self.last = len(stages) * group.size() - 1
-        self.boundaries = boundaries(Peers(group), self.last + 1)
+        self.boundaries = boundaries(Peers(group), owners or [*range(group.size())] * len(stages))
+        halved = any(action.kind == "weight" for action in actions)
+        self.splits = {number: SplitBackward(stage) for number, stage in stages.items()} if halved else {}
         self.agreed = False
         self.most_in_flight = 0  # microbatches between forward and backward, each chunk's apart, at most so far
 
@@ -54,11 +59,14 @@ class Pipeline:
             self.agreed = True
         self._inputs, self._loss = inputs, loss
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch): input and output
+        self._parts: dict[tuple[int, int], list[Part]] = {}  # what is left to do for the weights
         self._losses: list[Tensor] = []
         self.boundaries.begin(self.actions, [len(microbatch) for microbatch in inputs])
         for action in self.actions:
             if action.kind == "forward":
                 self._forward(action)
+            elif action.kind == "weight":
+                self._weight(action)
             else:
                 self._backward(action)
         self.boundaries.finish()
@@ -73,13 +81,19 @@ class Pipeline:
                 output = self._loss(microbatch, output)
                 self._losses.append(output.detach())
         self._held[stage, microbatch] = hidden, output
-        self.most_in_flight = max(self.most_in_flight, len(self._held))
+        if self.splits:
+            self._parts[stage, microbatch] = self.splits[stage].taken()
+        self.most_in_flight = max(self.most_in_flight, len(self._held.keys() | self._parts.keys()))
         self.boundaries.give(action, output.detach())
 
     def _backward(self, action: Action) -> None:
         gradient = self.boundaries.take(action) if action.stage < self.last else None
         hidden, output = self._held.pop((action.stage, action.microbatch))
-        with phase("backward", str(action.microbatch)):
+        with phase(action.kind, str(action.microbatch)):
             torch.autograd.backward(output, gradient)
         if hidden.grad is not None:
             self.boundaries.give(action, hidden.grad)
+
+    def _weight(self, action: Action) -> None:
+        with phase("weight", str(action.microbatch)):
+            finish(self._parts.pop((action.stage, action.microbatch)))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from workers.parallel.boundaries import sendable
 from workers.parallel.peers import Peers
 from workers.parallel.phases import phase
+from workers.parallel.schedules import stages_of
 
 
 class Stage(nn.Module):
@@ -61,21 +62,21 @@ class Parts:
         return [name for name, ranks in self.holders.items() if len(ranks) > 1]
 
 
-def cut(model: nn.Module, layers: Sequence[nn.Module], runs: list[range], rank: int, ranks: int) -> Parts:
-    """Rank `rank`'s part of `model`, whose parameters are all in `layers`; stage s goes to rank s % ranks."""
+def cut(model: nn.Module, layers: Sequence[nn.Module], runs: list[range], rank: int, owners: Sequence[int]) -> Parts:
+    """Rank `rank`'s part of `model`, whose parameters are all in `layers`; stage s goes to rank `owners[s]`."""
     names = {parameter: name for name, parameter in model.named_parameters()}  # a tied one by its first name
     modules = {stage: [layers[index] for index in run] for stage, run in enumerate(runs)}
     held = {
         owner: {
             parameter
-            for stage in range(owner, len(runs), ranks)
+            for stage in stages_of(owner, owners)
             for layer in modules[stage]
             for parameter in layer.parameters()
         }
-        for owner in range(ranks)
+        for owner in range(max(owners) + 1)
     }
     return Parts(
-        {stage: Stage(dict(zip(runs[stage], modules[stage], strict=True))) for stage in range(rank, len(runs), ranks)},
+        {stage: Stage(dict(zip(runs[stage], modules[stage], strict=True))) for stage in stages_of(rank, owners)},
         {name: parameter for parameter, name in names.items() if parameter in held[rank]},
         {name: tuple(owner for owner in held if parameter in held[owner]) for parameter, name in names.items()},
         {name: parameter.shape for parameter, name in names.items()},

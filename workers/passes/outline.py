@@ -7,7 +7,7 @@ counted where nothing is split, gathered or scheduled, and what a strategy adds 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ from workers.workload.model import Model
 from workers.workload.own import is_own
 
 
-def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
+class Saved(NamedTuple):
+    """Bytes that a forward pass leaves for its backward pass."""
+
+    all_bytes: int
+    linear_bytes: int  # of these the inputs of linear layers, which the gradients of their weights need
+
+
+def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
     """What one forward pass of `microbatch` through the layers `run` leaves for its backward pass; behind the last
     layer the loss, too.
 
@@ -35,12 +42,22 @@ def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
     if run.start:
         shape = (*hidden.shape, lab.config.width) if model.name == "gpt" or is_own(model.name) else hidden.shape
         hidden = torch.zeros(shape, dtype=dtype, device=lab.device).requires_grad_()
+    inputs: dict[int, int] = {}  # bytes by storage
+    layers = model.layers[run.start : run.stop]
+    for linear in (module for layer in layers for module in layer.modules() if type(module) is nn.Linear):
+        linear.register_forward_pre_hook(lambda _, given: inputs.update(storage_bytes(given[0])))
     with SavedActivations() as saved:
-        for layer in model.layers[run.start : run.stop]:
+        for layer in layers:
             hidden = layer(hidden)
         if run.stop == len(model.layers):
             hidden = model.loss(hidden, targets) * share
-    return saved.live_bytes
+    return Saved(saved.live_bytes, sum(inputs.values()))
+
+
+def storage_bytes(tensor: Tensor) -> dict[int, int]:
+    """The bytes of a tensor's storage, by its address."""
+    storage = tensor.untyped_storage()
+    return {storage._cdata: storage.nbytes()}
 
 
 def outlined(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 from workers.lab import Lab
-from workers.parallel.schedules import Schedule
+from workers.parallel.schedules import Kind, Schedule
 from workers.parallel.simulation import simulate
 from workers.report import records
 
@@ -17,12 +17,14 @@ def draw_on_paper(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> No
     lengths."""
     for drawn in [each for each in lab.journal.records if isinstance(each, records.Timeline)]:
         schedule = schedule_of(drawn.variant)
-        lengths = {
-            kind: [end_s - start_s for passed, _, start_s, end_s in drawn.spans if passed == kind]
-            for kind in ("forward", "backward")
-        }
-        if schedule is None or lab.rank or not all(lengths.values()):
+        if schedule is None or lab.rank:
             continue
-        found = simulate(schedule, median(lengths["forward"]), median(lengths["backward"]))
+        lengths: dict[Kind, list[float]] = {action.kind: [] for action in schedule[0]}
+        for passed, _, start_s, end_s in drawn.spans:
+            if passed in lengths:
+                lengths[passed].append(end_s - start_s)
+        if not all(lengths.values()):  # of PyTorch's, which splits some backward passes and others not
+            continue
+        found = simulate(schedule, {kind: median(seconds) for kind, seconds in lengths.items()})
         spans = [[[span.kind, span.label, round(span.start_s, 6), round(span.end_s, 6)] for span in of] for of in found]
         lab.journal.write(records.Ideal(drawn.variant, spans))

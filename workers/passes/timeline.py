@@ -11,7 +11,7 @@ from typing import Any
 
 from workers.lab import Lab
 from workers.measure.timeline import Clock, bubble, profile
-from workers.parallel.phases import Span
+from workers.parallel.phases import COMPUTE, Span
 from workers.report import records
 
 KEPT_STEPS = 20  # of a long run the last ones: what goes to rank 0 does not grow with LAB_STEPS
@@ -49,11 +49,7 @@ def in_step(spans: list[Span]) -> list[Span]:
 def bounds(spans: list[Span], offset_s: float) -> Bounds:
     """When a step began and ended on this rank, and its passes, on rank 0's clock."""
     inside = in_step(spans)
-    passes = [
-        [span.kind, span.start_s + offset_s, span.end_s + offset_s]
-        for span in inside
-        if span.kind in ("forward", "backward")
-    ]
+    passes = [[span.kind, span.start_s + offset_s, span.end_s + offset_s] for span in inside if span.kind in COMPUTE]
     return [min(span.start_s for span in inside) + offset_s, max(span.end_s for span in inside) + offset_s, passes]
 
 

@@ -6,7 +6,7 @@ from workers.report.claims import Run
 from workers.report.panels import Rows
 from workers.report.records import Ranks
 from workers.report.scene import Scene, scenes
-from workers.report.spans import KINDS
+from workers.report.spans import KINDS, NUMBERED
 from workers.report.units import milliseconds
 
 MOST_TICKS = 8
@@ -62,14 +62,8 @@ def ticks(longest_s: float) -> list[tuple[float, str]]:
 def key(found: Sequence[Scene]) -> list[tuple[str, str]]:
     """(class, name) of all that is drawn."""
     used = {span.kind for scene in found for spans in scene.of_ranks for span in spans}
-    names = {
-        kind: KINDS[kind][0]
-        for kind in KINDS
-        if kind in used and kind not in ("forward", "backward", "receive", "wait")
-    }
-    entries = [
-        (f"{kind} blue", name) for kind, name in (("forward", "forward"), ("backward", "backward")) if kind in used
-    ]
+    names = {kind: KINDS[kind][0] for kind in KINDS if kind in used and kind not in (*NUMBERED, "receive", "wait")}
+    entries = [(f"{kind} blue", KINDS[kind][0]) for kind in NUMBERED if kind in used]
     entries += list(names.items())
     entries += [("wait", "waits")] if used & {"receive", "wait"} else []
     return [*entries, ("idle", "idle")]

@@ -1,19 +1,21 @@
 """How the marks of the picture look, on the page and in a file of its own.
 
 Light bars with a strong edge are forward and dark ones backward, both in the colour of their microbatch: strong colours
-hold 4.5:1 to white text and 3:1 to both grounds, and light ones are told by their edge.
+hold 4.5:1 to white text and 3:1 to both grounds, and light ones are told by their edge. Of a backward pass in two parts
+the inputs' gradient, which the stage before waits for, is dark, and what can wait, the weights', lies between.
 """
 
 import re
 
 from workers.report.panels import WIDTHS_PX
-from workers.report.spans import KINDS
+from workers.report.spans import KINDS, NUMBERED
 
-# Of a microbatch: the ground of its forward, and that of its backward, which is the edge of both.
+# Of a microbatch: the ground of its forward, of its weights' gradients, and of its backward, which is the edge of all.
 MICROBATCHES = {
-    "blue": ("#bfdbfe", "#2563eb"), "orange": ("#fed7aa", "#c2410c"), "teal": ("#99f6e4", "#0f766e"),
-    "violet": ("#ddd6fe", "#7c3aed"), "pink": ("#fbcfe8", "#be185d"), "olive": ("#d9f99d", "#4d7c0f"),
-    "sky": ("#bae6fd", "#0369a1"), "stone": ("#e7e5e4", "#57534e"),
+    "blue": ("#bfdbfe", "#72a0f5", "#2563eb"), "orange": ("#fed7aa", "#f09a66", "#c2410c"),
+    "teal": ("#99f6e4", "#54c4b4", "#0f766e"), "violet": ("#ddd6fe", "#b79bf8", "#7c3aed"),
+    "pink": ("#fbcfe8", "#ea8cbc", "#be185d"), "olive": ("#d9f99d", "#97bf56", "#4d7c0f"),
+    "sky": ("#bae6fd", "#62a9d4", "#0369a1"), "stone": ("#e7e5e4", "#a8a29e", "#57534e"),
 }  # fmt: skip
 LIGHT = {
     "--card": "#ffffff", "--ink": "#18202b", "--soft": "#566274", "--line": "#dfe4eb", "--hatch": "#c3ccd8",
@@ -21,15 +23,15 @@ LIGHT = {
 
 LOOK = (
     "".join(
-        f".forward.{name}{{fill:{light};stroke:{strong}}}.backward.{name}{{fill:{strong};stroke:{strong}}}"
-        for name, (light, strong) in MICROBATCHES.items()
+        f".{name}{{stroke:{strong}}}.forward.{name}{{fill:{light}}}.weight.{name}{{fill:{middle}}}"
+        f".backward.{name},.input.{name}{{fill:{strong}}}"
+        for name, (light, middle, strong) in MICROBATCHES.items()
     )
-    + "rect.forward,rect.backward{stroke-width:.8}rect.chunk{stroke-dasharray:3 2;stroke:#18202b}"
-    + "".join(
-        f"rect.{kind}{{fill:{hue}}}" for kind, (_, hue, _) in KINDS.items() if kind not in ("forward", "backward")
-    )
-    + "text.forward,text.backward{font-size:11px;text-anchor:middle;pointer-events:none}"
-    + "text.forward{fill:#18202b}text.backward{fill:#fff}"
+    + "".join(f"rect.{kind}{{stroke-width:.8}}" for kind in NUMBERED)
+    + "rect.chunk{stroke-dasharray:3 2;stroke:#18202b}"
+    + "".join(f"rect.{kind}{{fill:{hue}}}" for kind, (_, hue, _) in KINDS.items() if kind not in NUMBERED)
+    + "".join(f"text.{kind}{{font-size:11px;text-anchor:middle;pointer-events:none}}" for kind in NUMBERED)
+    + "text.forward,text.weight{fill:#18202b}text.backward,text.input{fill:#fff}"
     + "rect.idle{fill:url(#hatch)}.hatch{stroke:var(--hatch);stroke-width:1.4}.tip-of{fill:var(--soft)}"
     + ".band rect{fill:#8b4fd8}.band line{stroke:#8b4fd8;stroke-width:1}.band circle{fill:#8b4fd8}"
     + ".message{stroke:var(--soft);stroke-width:1;marker-end:url(#head);opacity:.8}"

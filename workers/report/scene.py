@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from workers.report.claims import Run
 from workers.report.records import Ideal, Messages, Ranks, select
-from workers.report.spans import Span, step_seconds, timelines
+from workers.report.spans import NUMBERED, Span, step_seconds, timelines
 
 LEAST_SHARE = 1 / 4000  # of a step: a quarter of a pixel on a desk
-BUSY = ("forward", "backward", "optimizer", "data")
+BUSY = ("forward", "backward", "input", "weight", "optimizer", "data")
 
 OfRanks = list[list[Span]]
 
@@ -216,11 +216,11 @@ def union_s(spans: Iterable[Span]) -> float:
 
 
 def chunk_of(spans: Sequence[Span]) -> dict[int, int]:
-    """By the index of a forward or backward which of the rank's chunks it is: a microbatch passes them in order, and
-    backward in the other."""
+    """By the index of a forward, a backward or part of one: which of the rank's chunks it is; a microbatch passes them
+    in order, and backward in the other."""
     times: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, span in enumerate(spans):
-        if span.kind in ("forward", "backward") and span.label:
+        if span.kind in NUMBERED and span.label:
             times[span.kind, span.label].append(index)
     return {
         index: place if kind == "forward" else len(indices) - 1 - place

@@ -13,17 +13,19 @@ from workers.report.claims import Run
 from workers.report.records import Overlap, Profile, Ranks, Timeline, select
 from workers.report.units import milliseconds
 
-OWN_WORK = ("data", "forward", "backward", "optimizer")
+OWN_WORK = ("data", "forward", "backward", "input", "weight", "optimizer")
 CLASSES = ("data", "forward", "backward", "communication", "optimizer", "waiting")
 
 # Outer kinds first: later ones are drawn over them, and lower. Colours hold 4.5:1 to white text, 3:1 to both grounds.
 KINDS = {
     "data": ("data", "#8a6a3a", 0.82), "forward": ("forward", "#2b6ce0", 0.82),
-    "backward": ("backward", "#bf4f10", 0.82), "optimizer": ("optimizer", "#12805c", 0.82), "all_reduce": ("all-reduce", "#8b4fd8", 0.56),
+    "backward": ("backward", "#bf4f10", 0.82), "input": ("backward: inputs", "#bf4f10", 0.82),
+    "weight": ("backward: weights", "#9a5b2c", 0.82), "optimizer": ("optimizer", "#12805c", 0.82),
+    "all_reduce": ("all-reduce", "#8b4fd8", 0.56),
     "all_gather": ("all-gather", "#b83c86", 0.56), "reduce_scatter": ("reduce-scatter", "#0b7f8c", 0.56),
     "send": ("send", "#7a6a12", 0.56), "receive": ("receive", "#6b7686", 0.16), "wait": ("wait", "#6b7686", 0.16),
 }  # fmt: skip
-NUMBERED = ("forward", "backward")  # bars that bear their microbatch
+NUMBERED = ("forward", "backward", "input", "weight")  # bars that bear their microbatch
 
 Profiles = list[dict[str, float] | None]  # seconds of a step by class, of each rank
 

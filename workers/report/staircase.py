@@ -16,7 +16,7 @@ from workers.report.spans import Span, bubble_sentence, step_seconds, timelines
 COLUMNS = 64
 FINE = 8  # samples a column
 IDLE = "."
-LEGEND = "0-9 forward of that microbatch, a-z its backward, - communication, + optimizer, . idle"
+LEGEND = "0-9 forward of that microbatch, a-z its backward, A-Z its weights apart, - communication, + optimizer, . idle"
 
 
 def staircases(run: Run, records: Ranks) -> Iterator[str]:
@@ -48,10 +48,11 @@ def row(spans: Sequence[Span], step_s: float, columns: int) -> str:
 
 
 def sign(span: Span) -> str:
-    """One letter for a span: a digit for a forward, a letter for a backward of the same microbatch."""
+    """One letter for a span: a digit for a forward, a letter for a backward of the same microbatch, a large one for its
+    weights where they come apart."""
     number = int(span.label) if span.label.isdecimal() else 0
     if span.kind == "forward":
         return str(number % 10)
-    if span.kind == "backward":
-        return chr(ord("a") + number % 26)
+    if span.kind in ("backward", "input", "weight"):
+        return chr(ord("A" if span.kind == "weight" else "a") + number % 26)
     return {"optimizer": "+", "receive": IDLE, "wait": IDLE, "data": IDLE}.get(span.kind, "-")

@@ -4,7 +4,7 @@ A variant differs in one thing only: the order of its work (`Engine`). Everythin
 stages, tied gradients summed over the ranks that hold them, one global norm to clip by.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -101,7 +101,8 @@ def runs_of(name: str, num_layers: int, num_stages: int) -> list[range]:
     return divide(num_layers, num_stages, first=ends, last=ends)
 
 
-def parts_of(model: Model, group: dist.ProcessGroup, chunks: int = 1) -> Parts:
-    """This rank's stages."""
-    runs = runs_of(model.name, len(model.layers), chunks * group.size())
-    return cut(model, list(model.layers), runs, group.rank(), group.size())
+def parts_of(model: Model, group: dist.ProcessGroup, owners: Sequence[int] = ()) -> Parts:
+    """This rank's stages, of which stage s is on rank `owners[s]`; by default every rank has one."""
+    owners = owners or range(group.size())
+    runs = runs_of(model.name, len(model.layers), len(owners))
+    return cut(model, list(model.layers), runs, group.rank(), owners)

@@ -4,9 +4,10 @@ from workers.parallel.schedules import Action
 
 
 def most_in_flight(actions: list[Action]) -> int:
-    """How many microbatches a rank holds at most between their forward and their backward; with chunks, each apart."""
+    """How many microbatches a rank holds at most between their forward and the end of their backward; with chunks, each
+    apart."""
     held = most = 0
     for action in actions:
-        held += 1 if action.kind == "forward" else -1
+        held += {"forward": 1, "input": 0, "backward": -1, "weight": -1}[action.kind]
         most = max(most, held)
     return most

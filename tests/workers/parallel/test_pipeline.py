@@ -122,11 +122,12 @@ def test_phases_tell_what_a_rank_did(ranks: Ranks) -> None:
     first, last = ranks(2, phases)
     assert first == [
         ("forward", "0"), ("send", "0"), ("forward", "1"), ("send", "1"),
-        ("receive", "0"), ("backward", "0"), ("receive", "1"), ("backward", "1"), ("wait", ""),
+        ("receive", "0"), ("input", "0"), ("weight", "0"), ("receive", "1"), ("input", "1"), ("weight", "1"),
+        ("wait", ""),
     ]  # fmt: skip
     assert last == [
-        ("receive", "0"), ("forward", "0"), ("backward", "0"), ("send", "0"),
-        ("receive", "1"), ("forward", "1"), ("backward", "1"), ("send", "1"), ("wait", ""),
+        ("receive", "0"), ("forward", "0"), ("input", "0"), ("send", "0"), ("weight", "0"),
+        ("receive", "1"), ("forward", "1"), ("input", "1"), ("send", "1"), ("weight", "1"), ("wait", ""),
     ]  # fmt: skip
 
 

@@ -42,7 +42,9 @@ class Tied(nn.Module):
 
 def parts_of(rank: int, ranks: int, stages: int | None = None) -> Parts:
     model = Tied()
-    return cut(model, list(model.layers), divide(4, stages or ranks), rank, ranks)
+    return cut(
+        model, list(model.layers), divide(4, stages or ranks), rank, [*range(ranks)] * ((stages or ranks) // ranks)
+    )
 
 
 def test_every_rank_knows_who_holds_what() -> None:
