@@ -86,7 +86,8 @@ class SplitBackward:
 
 
 def finish(parts: list[Part]) -> None:
-    """Add the gradients of weights that `parts` left, the last layer's first."""
-    reached = [(part.output, part.gradient) for part in reversed(parts) if part.gradient is not None]
-    for output, gradient in reached:
-        torch.autograd.backward(output, gradient)
+    """Add the gradients of weights that `parts` left, the last layer's first; what no first part came to has none."""
+    reached = [(part.output, part.gradient) for part in parts if part.gradient is not None]
+    if reached:
+        outputs, gradients = zip(*reached, strict=True)
+        torch.autograd.backward(outputs, gradients)  # autograd runs what was made last first
