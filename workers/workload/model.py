@@ -2,12 +2,16 @@
 
 The models help whoever cuts them. Layers are a list, so that a pipeline gives each stage a slice of it. q, k, v and o
 are separate matrices, and attention reads its number of heads from what its projections yield, so that tensor
-parallelism may shard them by heads. The loss is a module that can be replaced, and returns the sum over its terms,
-never the mean: sums of uneven shards add up, means do not. Weights come from a seed alone, whatever else was drawn.
+parallelism may shard them by heads; what gathers from other positions is one function, and an embedding may be told
+where its tokens stand, so that context parallelism may shard the sequence. The loss is a module that can be replaced,
+and returns the sum over its terms, never the mean: sums of uneven shards add up, means do not. Weights come from a seed
+alone, whatever else was drawn.
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +22,7 @@ from workers.workload import own
 from workers.workload.recompute import recomputed
 
 VOCABULARY = 256  # a token is a byte
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
@@ -94,18 +99,29 @@ class OwnModel(Model):
 
 
 class Embedding(nn.Module):
-    """Bytes to vectors: the token's plus the position's."""
+    """Bytes to vectors: the token's plus the position's.
+
+    `positions` [S] are those of the tokens that come in, where they do not begin at 0 or not follow each other.
+    """
 
     def __init__(self, seq: int, width: int) -> None:
         super().__init__()
+        self.positions: Tensor | None = None
         # Without the draw of numbers that nn.Embedding makes: on the meta device its first one imports sympy and 800
         # modules more, a second of each rank's start.
         self.token = nn.Embedding.from_pretrained(torch.empty(VOCABULARY, width), freeze=False)
         self.position = nn.Embedding.from_pretrained(torch.empty(seq, width), freeze=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        at = slice(tokens.shape[1]) if self.positions is None else self.positions
+        hidden: Tensor = self.token(tokens) + self.position.weight[at]
         return hidden  # [B, S, D]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What each position takes from those up to it: [B, heads, S, head_dim] of each, and of the result."""
+    mixed: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return mixed
 
 
 class Attention(nn.Module):
@@ -115,14 +131,14 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = width // heads
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.attend: Attend = causal
 
     def forward(self, hidden: Tensor) -> Tensor:
         # Heads are counted in the projections' output: a rank of a tensor-parallel group holds only its own.
         q, k, v = (
             project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v)
         )  # [B, heads, S, head_dim]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.o(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = self.o(self.attend(q, k, v).transpose(1, 2).flatten(-2))
         return out  # [B, S, D]
 
 

@@ -51,6 +51,20 @@ def test_the_loss_is_a_sum_so_that_parts_add_up(name: str) -> None:
     assert abs(whole.item() - parts.item()) <= 1e-12 * whole.item()
 
 
+def test_gpt_may_be_told_where_its_bytes_stand_and_how_they_look_at_each_other() -> None:
+    model = build_model(config_of(), 1).double()
+    tokens, order = torch.arange(6)[None], torch.tensor([4, 0, 5, 1, 3, 2])
+    hidden = model.layers[0](tokens)
+    first, attention = model.layers[0], model.layers[1].get_submodule("attention")
+    assert isinstance(first, models.Embedding) and isinstance(attention, models.Attention)
+    wanted = attention(hidden)
+    first.positions = order
+    assert torch.equal(first(tokens[:, order]), hidden[:, order])
+    seen = order[:, None] >= order
+    attention.attend = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    assert torch.allclose(attention(hidden[:, order]), wanted[:, order], atol=1e-14)
+
+
 def test_gpt_sees_no_later_byte() -> None:
     model = build_model(config_of(), 1)
     tokens = torch.arange(6)[None]
