@@ -1,0 +1,123 @@
+"""What each variant sends in a step, in how many calls, and what it holds between two: formulas to numbers."""
+
+from typing import NamedTuple
+
+import torch
+
+from experiments.cp.refusals import cannot
+from workers.config import Config
+from workers.measure.formulas import PYTORCHS, Prediction
+from workers.measure.formulas.collectives import all_reduce_bytes
+from workers.measure.formulas.context import (
+    gathered_bytes,
+    gathered_calls,
+    ring_bytes,
+    ring_rows,
+    ulysses_bytes,
+    ulysses_messages,
+)
+from workers.measure.formulas.messages import gloo_all_reduce_messages
+from workers.measure.formulas.sharding import rest_bytes
+from workers.parallel.buckets import layout
+from workers.parallel.positions import Positions, contiguous, zigzag
+from workers.parallel.slices import shares
+from workers.workload.data import shard_sizes
+from workers.workload.model import outline
+
+BY_HAND = ("gathered", "ring", "zigzag", "ulysses")
+FORMULAS = {
+    "gathered": "2(c-1)/c x KV a layer + gradients",
+    "ring": "3(c-1)/c x KV a layer + gradients",
+    "zigzag": "3(c-1)/c x KV a layer + gradients",
+    "ulysses": "4(c-1)/c² x KV a layer + gradients",
+    "torch_ring": "K, V, dK and dV by all_gather and all_to_all",
+}
+
+
+class Cost(NamedTuple):
+    """What a rank sends in a step."""
+
+    nbytes: float
+    calls: int
+    messages: int
+
+
+def positions_of(variant: str, config: Config) -> Positions:
+    """Who holds which positions in a variant."""
+    folded = variant in ("zigzag", "torch_ring")
+    return (zigzag if folded else contiguous)(config.seq, config.world_size)
+
+
+def itemsize_of(config: Config) -> int:
+    """Bytes of a number."""
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    return itemsize
+
+
+def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
+    """One layer's attention, forward and backward, over so many samples."""
+    rows = positions_of(variant, config).num_rows
+    row_bytes = 2 * samples * config.width * itemsize_of(config)  # of K and V
+    if variant == "gathered":
+        calls = gathered_calls(rows, rank, config.backend)
+        messages = (config.world_size - 1) * (3 if len(set(rows)) == 1 else 2)
+        return Cost(gathered_bytes(rows, row_bytes, rank), calls, messages)
+    if variant == "ulysses":
+        heads = shares(config.heads, config.world_size)
+        sent = sum(pairs > 0 for pairs in ulysses_messages(rows, heads, rank))
+        nbytes = ulysses_bytes(rows, heads, row_bytes // (2 * config.heads), rank)
+        return Cost(nbytes, sent, 4 * (config.world_size - 1))
+    sent = sum(number > 0 for number in ring_rows(rows, rank))
+    return Cost(ring_bytes(rows, row_bytes, rank), sent, 3 * (config.world_size - 1))
+
+
+def gradients_cost(config: Config) -> Cost:
+    """The sum of all gradients, a bucket at a time."""
+    sizes = [parameter.numel() * itemsize_of(config) for parameter in outline(config).parameters()]
+    buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
+    nbytes = sum(all_reduce_bytes("gloo", config.world_size, size) for size in buckets)
+    return Cost(nbytes, len(buckets), sum(gloo_all_reduce_messages(config.world_size, size) for size in buckets))
+
+
+def cost(variant: str, config: Config, rank: int) -> Cost:
+    """A step: every layer of every microbatch, and the gradients once."""
+    samples = shard_sizes(config.batch, config.num_microbatches)
+    layers = [layer_cost(variant, config, each, rank) for each in samples for _ in range(config.depth)]
+    nbytes, calls, messages = zip(gradients_cost(config), *layers, strict=True)
+    return Cost(sum(nbytes), sum(calls), sum(messages))
+
+
+def predict(config: Config) -> list[Prediction]:
+    """Bytes and calls of one step of each variant that can run, and what it holds between two, a value a rank."""
+    predictions = []
+    for variant in [name for name in FORMULAS if name not in cannot(config)]:
+        costs = [cost(variant, config, rank) for rank in range(config.world_size)]
+        nbytes, calls, messages = zip(*costs, strict=True)
+        formula, shown = FORMULAS[variant], "" if variant in BY_HAND else PYTORCHS
+        predictions.append(Prediction(variant, "wire bytes", "B", formula, nbytes, max(calls), shown, messages))
+        if variant in BY_HAND:
+            predictions.append(Prediction(variant, "calls", "calls", "messages and buckets", calls, max(calls)))
+        predictions.append(at_rest(variant, config, shown))
+    return predictions
+
+
+def at_rest(variant: str, config: Config, shown: str) -> Prediction:
+    """Weights, gradients and optimizer state: all of them on every rank; gathered has a mask, too."""
+    sizes = [parameter.numel() for parameter in outline(config).parameters()]
+    adam, itemsize = config.optimizer == "adamw", itemsize_of(config)
+    held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
+    masked = variant == "gathered"
+    masks = [masked * rows * config.seq * itemsize for rows in positions_of(variant, config).num_rows]
+    value = tuple(sum(held.values()) + mask for mask in masks)
+    formula = f"{(4 if adam else 2) * itemsize} x P" + " + S²/c" * masked
+    return Prediction(variant, "rest bytes", "B", formula, value, 0, shown)
+
+
+def summary(config: Config) -> str:
+    """One line of what is sent."""
+    both = 2 * config.batch * config.seq * config.width * itemsize_of(config) / 1e6
+    rows = sorted(set(contiguous(config.seq, config.world_size).num_rows), reverse=True)
+    return (
+        f"{' or '.join(map(str, rows))} of {config.seq} positions a rank; K and V of a layer are {both:.3g} MB, of"
+        " which a rank sends 2(c-1)/c (gathered), 3(c-1)/c (ring, zigzag), 4(c-1)/c² (ulysses)"
+    )

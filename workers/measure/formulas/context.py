@@ -1,0 +1,65 @@
+"""Context parallelism: N ranks, of which rank r holds `num_rows[r]` of S positions (Liu et al. 2023, Jacobs et al.
+2023).
+
+A row is what one position has: of K and V together 2·b·h numbers, of one head b·h/a. What is uneven is counted as it
+is; where all is even, of the bytes of all K and V a rank sends in a layer, forward and backward:
+
+    gathered   2(N-1)/N        ring, zigzag   3(N-1)/N        Ulysses   4(N-1)/N²
+"""
+
+from collections.abc import Sequence
+
+from workers.measure.formulas.collectives import all_gather_bytes, reduce_scatter_bytes
+
+
+def gathered_bytes(num_rows: Sequence[int], row_bytes: int, rank: int) -> float:
+    """Forward an all_gather of K and V, by the backend where parts are equal; backward a reduce_scatter of dK and
+    dV."""
+    nbytes, ranks = sum(num_rows) * row_bytes, len(num_rows)
+    gather = "gloo" if len(set(num_rows)) == 1 else "direct"
+    return all_gather_bytes(gather, ranks, nbytes, rank, row_bytes) + reduce_scatter_bytes(
+        "direct", ranks, nbytes, rank, row_bytes
+    )
+
+
+def gathered_calls(num_rows: Sequence[int], rank: int, backend: str) -> int:
+    """A call for an all_gather of equal parts; else, and for what gloo scatters, a send to each other rank."""
+    even, others = len(set(num_rows)) == 1, len(num_rows) - 1
+    scattered = sum(1 for other, rows in enumerate(num_rows) if rows and other != rank)
+    if not others:
+        return 0
+    gathered = 1 if even else others * (num_rows[rank] > 0)
+    return gathered + (1 if even and backend == "nccl" else scattered)
+
+
+def ring_rows(num_rows: Sequence[int], rank: int) -> list[int]:
+    """The rows of each message that a rank sends in a layer: forward K and V of all but the next rank, which has its
+    own; backward those again, and the gradients of all but its own."""
+    ranks = len(num_rows)
+    keys = [num_rows[(rank - turn) % ranks] for turn in range(ranks - 1)]
+    gradients = [num_rows[(rank - turn) % ranks] for turn in range(1, ranks)]
+    return [*keys, *keys, *gradients]
+
+
+def ring_bytes(num_rows: Sequence[int], row_bytes: int, rank: int) -> int:
+    """What they are together."""
+    return sum(ring_rows(num_rows, rank)) * row_bytes
+
+
+def ulysses_messages(num_rows: Sequence[int], num_heads: Sequence[int], rank: int) -> list[int]:
+    """The (row, head) pairs of each message in a layer: q, k and v by heads, the result by rows, and backward the same
+    the other way round. A head's row is counted for each tensor."""
+    others = [other for other in range(len(num_rows)) if other != rank]
+    by_heads = [num_rows[rank] * num_heads[other] for other in others]
+    by_rows = [num_rows[other] * num_heads[rank] for other in others]
+    return [*(3 * pairs for pairs in by_heads), *by_rows, *by_heads, *(3 * pairs for pairs in by_rows)]
+
+
+def ulysses_bytes(num_rows: Sequence[int], num_heads: Sequence[int], head_bytes: int, rank: int) -> int:
+    """What they are together, where a row of one head is `head_bytes`."""
+    return sum(ulysses_messages(num_rows, num_heads, rank)) * head_bytes
+
+
+def causal_share(num_ranks: int) -> float:
+    """What the last of N contiguous ranks has to do under a causal mask over the mean, in long sequences: (2N-1)/N."""
+    return (2 * num_ranks - 1) / num_ranks

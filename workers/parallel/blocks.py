@@ -1,0 +1,79 @@
+"""Attention in blocks: some rows with some of the keys, and how two such results become one.
+
+A softmax over all keys needs no more of a part of them than two things: the mean of the values under that part alone,
+and the logarithm of the sum that it was divided by (log-sum-exp, one number a row). With both, parts are merged in any
+order and without a score being kept (Milakov, Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al.
+2022, "FlashAttention", section 3.1). The backward pass of a part needs the log-sum-exp of the whole row, and no other
+part: so it can be done wherever the keys are.
+
+    out = e^(lse1 - lse)·out1 + e^(lse2 - lse)·out2        lse = log(e^lse1 + e^lse2)
+
+On the CPU a block is computed by PyTorch's flash attention, which gives its log-sum-exp; elsewhere by the formula.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Part(NamedTuple):
+    """What rows have from some of their keys."""
+
+    out: Tensor  # [B, heads, rows, head_dim]
+    lse: Tensor  # [B, heads, rows], in float32 at least; minus infinity where a row saw no key
+
+    def rows_from(self, first: int) -> "Part":
+        """The rows from `first` on: views."""
+        return Part(self.out[:, :, first:], self.lse[:, :, first:])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Part:
+    """Rows with keys, [B, heads, rows, head_dim] and [B, heads, keys, head_dim]; `causal` where both are the same
+    positions."""
+    if not (q.numel() and k.numel()):  # flash attention divides by zero
+        return Part(torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf, dtype=sum_type(q)))
+    if q.device.type == "cpu":
+        return Part(*FLASH(q, k, v, 0.0, causal))
+    scores = scores_of(q, k, causal=causal)
+    lse = scores.logsumexp(-1)
+    return Part((scores - lse[..., None]).exp().to(v.dtype) @ v, lse)
+
+
+def attend_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, *, causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v by this block, where `whole` is what the rows have from all keys, and `gradient` its
+    gradient."""
+    if not (q.numel() and k.numel()):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if q.device.type == "cpu":
+        found: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(gradient, q, k, v, whole.out, whole.lse, 0.0, causal)
+        return found
+    probabilities = (scores_of(q, k, causal=causal) - whole.lse[..., None]).exp()
+    inner = (gradient * whole.out).to(probabilities.dtype).sum(-1, keepdim=True)
+    scores = (probabilities * ((gradient @ v.mT) - inner)).to(q.dtype) / math.sqrt(q.shape[-1])
+    return scores @ k, scores.mT @ q, probabilities.to(v.dtype).mT @ gradient
+
+
+def scores_of(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
+    """[B, heads, rows, keys], in float32 at least; minus infinity where a row does not see a key."""
+    scores = (q @ k.mT).to(sum_type(q)) / math.sqrt(q.shape[-1])
+    unseen = torch.ones_like(scores, dtype=torch.bool).triu(1) if causal else None
+    return scores if unseen is None else scores.masked_fill(unseen, -math.inf)
+
+
+def merge(part: Part, more: Part) -> None:
+    """Add what the same rows have from other keys to `part`, in place; `part` saw a key in every row."""
+    lse = torch.logaddexp(part.lse, more.lse)
+    part.out.mul_((part.lse - lse).exp()[..., None]).add_(more.out * (more.lse - lse).exp()[..., None])
+    part.lse.copy_(lse)
+
+
+def sum_type(x: Tensor) -> torch.dtype:
+    """What sums of 16-bit numbers are kept in."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,62 @@
+"""What every context-parallel variant shares: a whole model on each rank, which works on some positions of all samples.
+
+Everything in a layer but attention works on each position by itself, so a rank does it for its own and needs to know
+nothing more; attention looks at the others' by the function that it is given. Each rank's loss is the sum over its own
+positions, weighed as in one process: the ranks' losses add up, and so do their gradients, once a step. For the
+gradients, ranks along this axis are replicas like those of data parallelism.
+"""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.config import Config
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.positions import Positions
+from workers.strategies.replica import Replica
+from workers.workload.model import Attend, Attention, Embedding, Model
+
+
+class OwnRows(nn.Module):
+    """`model` on the positions of `rank`: takes [B, S] of tokens and targets, and gives the loss of its own."""
+
+    def __init__(self, model: Model, positions: Positions, rank: int) -> None:
+        super().__init__()
+        self.model, self.positions, self.rank = model, positions, rank
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(self.own(inputs), self.own(targets))
+        return loss
+
+    def own(self, x: Tensor) -> Tensor:
+        """[B, S] to [B, rows]."""
+        return self.positions.own(x, self.rank)
+
+
+class ContextParallel(Replica):
+    """A Strategy: `model` on this rank's positions, its gradients summed over `group`.
+
+    Args:
+        positions: which rank of the axis holds which.
+        attend: what attention over all of them is: [B, heads, rows, head_dim] of q, k and v to as many.
+        group: the ranks along the axis; with data parallelism beside it those of both together.
+        rows: what cuts the samples.
+        scale: multiplies the loss that is differentiated.
+    """
+
+    def __init__(
+        self, model: Model, positions: Positions, attend: Attend, group: dist.ProcessGroup, config: Config, *,
+        rank: int, rows: type[OwnRows] = OwnRows, scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        place(model, positions, rank)
+        for part in model.modules():
+            if isinstance(part, Attention):
+                part.attend = attend
+        buckets = GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20)
+        super().__init__(model, config, buckets, forward=rows(model, positions, rank), scale=scale)
+
+
+def place(model: Model, positions: Positions, rank: int) -> None:
+    """Tell the embedding where the tokens of `rank` stand."""
+    first = model.layers[0]
+    assert isinstance(first, Embedding)
+    first.positions = positions.of(rank, first.position.weight.device)
