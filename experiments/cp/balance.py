@@ -26,7 +26,7 @@ PAIRS, BALANCE, AHEAD = "attention pairs", "balance", "keys ahead"
 
 
 class Kernels(TorchDispatchMode):
-    """`with (seen := Kernels()): step()`, then `seen.pairs` over all samples and heads, `seen.cpu_s` and `seen.order`."""
+    """Around a step: the `pairs` of all samples and heads, `cpu_s` and `order` of what is called inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

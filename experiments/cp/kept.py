@@ -42,7 +42,7 @@ def more(variant: str, config: Config, positions: Positions, samples: int, rank:
     """What attention keeps in all layers, less what one process keeps of this rank's rows."""
     itemsize, whole, rows = itemsize_of(config), positions.length, positions.num_rows[rank]
     row_bytes = samples * config.width * itemsize
-    if variant == "gathered":
+    if variant == "gathered" and rows:
         return 2 * config.depth * (whole - rows) * row_bytes + rows * whole * itemsize
     if variant != "ulysses":
         return 0

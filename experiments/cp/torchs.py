@@ -1,43 +1,43 @@
 """PyTorch's own context parallelism: its ring functions given the CPU's kernel, and context_parallel around them.
 
-`context_parallel` replaces scaled_dot_product_attention by a ring over the mesh, for the kernels of a GPU. Its two
-functions that go round take any kernel, so that what they do can be held beside ours: K and V by an all_gather, dK and
-dV by an all_to_all, positions folded as in `zigzag`, and equal runs alone.
+`context_parallel` replaces scaled_dot_product_attention by a ring over the mesh, for the kernels of a GPU alone. The
+two functions that go round take any kernel, so that what they do can be held beside ours: K and V by an all_gather, dK
+and dV by an all_to_all, positions folded as in `zigzag`, and equal runs alone.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from workers.config import Config
 from workers.contract import Strategy
 from workers.parallel.blocks import FLASH, FLASH_BACKWARD
 from workers.parallel.mesh import Mesh
-from workers.parallel.positions import zigzag
-from workers.strategies.context import ContextParallel
-from workers.workload.model import Attend, Model
+from workers.parallel.positions import Positions, zigzag
+from workers.strategies.context import ContextParallel, OwnRows
+from workers.workload.model import Model, causal
 
 SEQUENCE_DIM = 2  # of [B, heads, rows, head_dim]
 
 
 def torch_ring(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Its ring functions, called by hand."""
-    return around(TorchRing(mesh["cp"]), model, mesh, config)
+    group = mesh["cp"]
+    positions = zigzag(config.seq, group.size())
+    return ContextParallel(model, positions, TorchRing(group), group, config, rank=group.rank())
 
 
 def by_context_parallel(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """What its users write."""
-    return around(InContext(mesh["cp"], config), model, mesh, config)
+    """What its users write: plain attention, inside of its context."""
+    from torch.distributed.device_mesh import DeviceMesh
 
-
-def around(attend: Attend, model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """Folded positions, and `attend` for attention."""
     group = mesh["cp"]
-    positions = zigzag(config.seq, group.size())
-    return ContextParallel(model, positions, attend, group, config, rank=group.rank())
+    positions, devices = zigzag(config.seq, group.size()), DeviceMesh.from_group(group, config.device)
+    rows = partial(InContext, devices)
+    return ContextParallel(model, positions, causal, group, config, rank=group.rank(), rows=rows)
 
 
 class TorchRing:
@@ -86,17 +86,17 @@ def kernel(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Ten
     return found
 
 
-class InContext:
-    """scaled_dot_product_attention inside of `context_parallel`, with buffers that are cut already."""
+class InContext(OwnRows):
+    """`context_parallel` cuts the samples in their place, folded."""
 
-    def __init__(self, group: dist.ProcessGroup, config: Config) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
+    def __init__(self, devices: Any, model: Model, positions: Positions, rank: int) -> None:
+        super().__init__(model, positions, rank)
+        self.devices = devices
 
-        self.mesh = DeviceMesh.from_group(group, config.device)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         from torch.distributed.tensor.experimental import context_parallel
 
-        with context_parallel(self.mesh, buffers=[], buffer_seq_dims=[]):
-            mixed: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed
+        cut = [inputs.clone(), targets.clone()]
+        with context_parallel(self.devices, buffers=cut, buffer_seq_dims=[1, 1]):
+            loss: Tensor = self.model(*cut)
+        return loss

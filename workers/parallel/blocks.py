@@ -37,11 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Part:
     positions."""
     if not (q.numel() and k.numel()):  # flash attention divides by zero
         return Part(torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf, dtype=sum_type(q)))
-    if q.device.type == "cpu":
-        return Part(*FLASH(q, k, v, 0.0, causal))
-    scores = scores_of(q, k, causal=causal)
-    lse = scores.logsumexp(-1)
-    return Part((scores - lse[..., None]).exp().to(v.dtype) @ v, lse)
+    return Part(*FLASH(q, k, v, 0.0, causal)) if q.device.type == "cpu" else by_formula(q, k, v, causal=causal)
 
 
 def attend_backward(
@@ -51,20 +47,33 @@ def attend_backward(
     gradient."""
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if q.device.type == "cpu":
-        found: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(gradient, q, k, v, whole.out, whole.lse, 0.0, causal)
-        return found
+    if q.device.type != "cpu":
+        return backward_by_formula(gradient, q, k, v, whole, causal=causal)
+    found: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(gradient, q, k, v, whole.out, whole.lse, 0.0, causal)
+    return found
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Part:
+    """softmax(q·k/√d)·v, with all scores."""
+    scores = scores_of(q, k, causal=causal)
+    lse = scores.logsumexp(-1)
+    return Part((scores - lse[..., None]).exp().to(v.dtype) @ v, lse)
+
+
+def backward_by_formula(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With P = e^(scores - lse): dV = P'·dO, dS = P∘(dO·V' - sum of dO∘O), dQ = dS·K/√d, dK = dS'·Q/√d."""
     probabilities = (scores_of(q, k, causal=causal) - whole.lse[..., None]).exp()
     inner = (gradient * whole.out).to(probabilities.dtype).sum(-1, keepdim=True)
-    scores = (probabilities * ((gradient @ v.mT) - inner)).to(q.dtype) / math.sqrt(q.shape[-1])
-    return scores @ k, scores.mT @ q, probabilities.to(v.dtype).mT @ gradient
+    to_scores = (probabilities * ((gradient @ v.mT) - inner)).to(q.dtype) / math.sqrt(q.shape[-1])
+    return to_scores @ k, to_scores.mT @ q, probabilities.to(v.dtype).mT @ gradient
 
 
 def scores_of(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     """[B, heads, rows, keys], in float32 at least; minus infinity where a row does not see a key."""
     scores = (q @ k.mT).to(sum_type(q)) / math.sqrt(q.shape[-1])
-    unseen = torch.ones_like(scores, dtype=torch.bool).triu(1) if causal else None
-    return scores if unseen is None else scores.masked_fill(unseen, -math.inf)
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf) if causal else scores
 
 
 def merge(part: Part, more: Part) -> None:

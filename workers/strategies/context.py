@@ -6,6 +6,9 @@ positions, weighed as in one process: the ranks' losses add up, and so do their 
 gradients, ranks along this axis are replicas like those of data parallelism.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -32,6 +35,9 @@ class OwnRows(nn.Module):
         return self.positions.own(x, self.rank)
 
 
+Rows: TypeAlias = Callable[[Model, Positions, int], nn.Module]
+
+
 class ContextParallel(Replica):
     """A Strategy: `model` on this rank's positions, its gradients summed over `group`.
 
@@ -45,7 +51,7 @@ class ContextParallel(Replica):
 
     def __init__(
         self, model: Model, positions: Positions, attend: Attend, group: dist.ProcessGroup, config: Config, *,
-        rank: int, rows: type[OwnRows] = OwnRows, scale: float = 1.0,
+        rank: int, rows: Rows = OwnRows, scale: float = 1.0,
     ) -> None:  # fmt: skip
         place(model, positions, rank)
         for part in model.modules():
