@@ -79,7 +79,8 @@ def scores_of(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
 def merge(part: Part, more: Part) -> None:
     """Add what the same rows have from other keys to `part`, in place; `part` saw a key in every row."""
     lse = torch.logaddexp(part.lse, more.lse)
-    part.out.mul_((part.lse - lse).exp()[..., None]).add_(more.out * (more.lse - lse).exp()[..., None])
+    part.out.mul_((part.lse - lse).exp_()[..., None])
+    part.out.addcmul_(more.out.to(part.out.dtype), (more.lse - lse).exp_()[..., None])
     part.lse.copy_(lse)
 
 

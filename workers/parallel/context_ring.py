@@ -126,7 +126,7 @@ class Ring(torch.autograd.Function):
                     rows = whole.rows_from(first_row)
                     found = attend_backward(gradient[:, :, first_row:], q[:, :, first_row:], keys, values, rows)
                     to_q[:, :, first_row:] += found[0]
-                    to_theirs[:, :, :, :num_keys] = torch.stack(found[1:])
+                    torch.stack(found[1:], out=to_theirs[:, :, :, :num_keys])
                 yield source, to_theirs
 
         to_kv = ring.hand_home(parts(), torch.stack(own))
