@@ -23,6 +23,7 @@ SMALL = {
     "dp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
     "fsdp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
     "tp": {"LAB_DEPTH": "1"},
+    "cp": {"LAB_DEPTH": "1", "LAB_SEQ": "24"},
     "pp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "6"},
     "server": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
 }

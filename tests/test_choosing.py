@@ -13,7 +13,7 @@ from workers.plan.arguments import read
 
 PAGE = (TOP / "docs" / "choosing.md").read_text()
 ROWS = list(tables(PAGE))
-FORMULAS = ("activations", "collectives", "compression", "pipelines", "seconds", "sharding", "tensor")
+FORMULAS = ("activations", "collectives", "compression", "context", "pipelines", "seconds", "sharding", "tensor")
 
 
 def command_faults(command: str) -> list[str]:
