@@ -15,7 +15,12 @@ from experiments.cp.refusals import NO_PATH
 from tests.labs import Runs, built, failed
 from workers.config import Config, ConfigError
 from workers.measure.calls import Calls
+from workers.parallel.context_ring import RingAttention
+from workers.parallel.mesh import Mesh
+from workers.parallel.positions import contiguous, zigzag
+from workers.parallel.ulysses import UlyssesAttention
 from workers.rank.refusals import refuse
+from workers.strategies.context import ContextParallel
 from workers.testing.calls import Ranks
 from workers.workload.baseline import train
 from workers.workload.data import Batches
@@ -87,6 +92,25 @@ def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, setting
         assert set(BY_HAND) <= set(of_rank)
         for name, worst in of_rank.items():
             assert max(worst.values()) <= TOLERANCE, (name, worst)
+
+
+def beside_data_parallelism(group: dist.ProcessGroup, config: Config, name: str) -> float:
+    """The largest difference of a gradient to one process, of ranks two by two: half of the samples, and half of the
+    positions."""
+    (dense,) = train(build_model(config, config.seed).double(), batches_of(config), config, 1)
+    mesh = Mesh.grid({"dp": 2, "cp": 2}, group)
+    positions = (zigzag if name == "zigzag" else contiguous)(config.seq, 2)
+    attend = (RingAttention if name == "zigzag" else UlyssesAttention)(mesh["cp"], positions)
+    model = build_model(config, config.seed).double()
+    strategy = ContextParallel(model, positions, attend, group, config, rank=mesh.index("cp"))
+    strategy.backward(batches_of(config).dealt(0, mesh.index("dp"), 2))
+    found = dict(strategy.full("gradients"))
+    return max((found[label] - dense.gradients[label]).abs().max().item() for label in dense.gradients)
+
+
+@pytest.mark.parametrize("name", ["zigzag", "ulysses"])
+def test_it_stacks_with_data_parallelism(ranks: Ranks, name: str) -> None:
+    assert max(ranks(4, beside_data_parallelism, config_of(4), name)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("bug", [name for name, each in MISTAKES.items() if each.check in ("losses", "gradients")])

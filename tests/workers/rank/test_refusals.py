@@ -58,7 +58,7 @@ def test_recomputation_is_refused_where_layers_are_not_whole(mode: str) -> None:
 @pytest.mark.parametrize("mode", modes())
 def test_checkpoints_are_refused_where_none_are_made(mode: str, tmp_path: Path) -> None:
     found = refused(mode, LAB_CHECKPOINT_EVERY="5", LAB_RUNS_DIR=str(tmp_path))
-    assert (found == []) == (mode in ("dp", "fsdp", "pp", "tp"))
+    assert (found == []) == (mode in ("cp", "dp", "fsdp", "pp", "tp"))
     for sentence in found:
         assert sentence.startswith(f"LAB_CHECKPOINT_EVERY=5: {mode} ")
         assert sentence.endswith("; checkpoints go with dp, fsdp, pp, tp")

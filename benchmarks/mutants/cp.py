@@ -1,0 +1,62 @@
+"""Context parallelism: what is seen of other ranks' keys, how parts are merged, and what comes home."""
+
+from benchmarks.mutants import Mutant
+
+GPT = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_VARIANT="
+RING, BLOCKS, ULYSSES = (f"workers/parallel/{name}.py" for name in ("context_ring", "blocks", "ulysses"))
+POSITIONS, STRATEGY, LESSON = (
+    "workers/parallel/positions.py",
+    "workers/strategies/context.py",
+    "experiments/cp/__init__.py",
+)
+
+MUTANTS = [
+    Mutant(RING, "        return own if theirs is None else own.add_(theirs)", "        return own", GPT + "ring"),
+    Mutant(
+        RING,
+        "            total = part if theirs is None else part.add_(theirs)",
+        "            total = part",
+        GPT + "ring",
+    ),
+    Mutant(RING, "                    to_q[:, :, first_row:] += found[0]\n", "", GPT + "zigzag"),
+    Mutant(
+        RING, "rows = whole.rows_from(first_row)", "rows = attend(q[:, :, first_row:], keys, values)", GPT + "zigzag"
+    ),
+    Mutant(
+        RING,
+        "next_rank, rank_before = self.peers.after(1), self.peers.after(-1)",
+        "next_rank, rank_before = self.peers.after(-1), self.peers.after(1)",
+        GPT + "zigzag",
+    ),
+    Mutant(BLOCKS, "    part.lse.copy_(lse)\n", "", GPT + "ring"),
+    Mutant(BLOCKS, "(more.lse - lse).exp_()", "(more.lse - part.lse).exp_()", GPT + "ring"),
+    Mutant(POSITIONS, "key.start < row.start", "key.start <= row.stop", GPT + "zigzag"),
+    Mutant(POSITIONS, "runs[2 * num_ranks - 1 - rank])", "runs[num_ranks + rank])", GPT + "zigzag"),
+    Mutant(
+        ULYSSES,
+        "return ctx.swap.to_rows(gradients[0]), None",
+        "return ctx.swap.to_rows(gradients[0]) * 2, None",
+        GPT + "ulysses",
+    ),
+    Mutant(ULYSSES, "got[peers.rank] = parts[peers.rank]", "got[peers.rank] = parts[peers.rank] * 0", GPT + "ulysses"),
+    Mutant(STRATEGY, "        place(model, positions, rank)\n", "", GPT + "ring"),
+    Mutant(
+        STRATEGY,
+        "loss: Tensor = self.model(self.own(inputs), self.own(targets))",
+        "loss: Tensor = self.model(self.own(inputs), self.own(targets)) / 3",
+        GPT + "gathered",
+    ),
+    Mutant(
+        STRATEGY,
+        "buckets = GradientBuckets(model.parameters(), group,",
+        "buckets = GradientBuckets(list(model.parameters())[1:], group,",
+        GPT + "gathered",
+    ),
+    Mutant(LESSON, "self.rows[:, None] < self.keys", "self.rows[:, None] <= self.keys", GPT + "gathered"),
+    Mutant(
+        "workers/parallel/sequence.py",
+        "        return reduce_scatter(gradients[0], ctx.region.scattering), None, None",
+        "        return reduce_scatter(gradients[0], ctx.region.scattering) / 3, None, None",
+        GPT + "gathered",
+    ),
+]
