@@ -1,64 +1,23 @@
-"""Who does how much of attention: (row, key) pairs that each rank computed, counted where PyTorch is called.
+"""Who does how much of attention: the (row, key) pairs that each rank computed, and the busiest one's share of them.
 
-What is counted are the calls of its kernel, with the shapes and the mask that they were given, forward and backward: no
-number comes from the mechanism itself. Beside the pairs stands the processor's time in these calls, which is a time and
-only shown; and the order of kernels and receives, for keys have to be on their way while others are computed with.
+A causal mask gives the last positions most to do. What a variant should do follows from who holds which positions, what
+it does is counted (kernels.py). The processor's time in attention stands beside it, and is only shown. The order of
+kernels and receives is held, too: keys have to be on their way while others are computed with.
 """
 
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from experiments.cp.kernels import COMPUTE, RECEIVE, Kernels
 from experiments.cp.predictions import BY_HAND, positions_of
 from workers.config import Config
 from workers.lab import Lab
+from workers.measure.formulas import PYTORCHS
 from workers.measure.formulas.context import causal_share
 from workers.parallel.slices import shares
 
-FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
-BACKWARD = f"{FORWARD}_backward"
-RECEIVE, COMPUTE = "receive", "compute"
 PAIRS, BALANCE, AHEAD = "attention pairs", "balance", "keys ahead"
-
-
-class Kernels(TorchDispatchMode):
-    """Around a step: the `pairs` of all samples and heads, `cpu_s` and `order` of what is called inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.pairs, self.cpu_s = 0, 0.0
-        self.order: list[str] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler for this class."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name  # type: ignore[attr-defined]
-        began = time.thread_time()
-        result = func(*args, **(kwargs or {}))
-        if name in (FORWARD, BACKWARD):
-            self.cpu_s += time.thread_time() - began
-            q, k = args[:2] if name == FORWARD else args[1:3]
-            causal = args[4:5] if name == FORWARD else args[7:8]  # left out where it is False
-            self.pairs += pairs(q, k, causal=any(causal))
-            self.order.append(COMPUTE)
-        elif name == "c10d::recv_":
-            self.order.append(RECEIVE)
-        return result
-
-
-def pairs(q: Tensor, k: Tensor, *, causal: bool) -> int:
-    """(row, key) pairs of all samples and heads in [B, heads, rows, head_dim]; of a triangle those below it."""
-    rows, keys = q.shape[2], k.shape[2]
-    return q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if causal else rows * keys)
 
 
 class Work(NamedTuple):
@@ -89,32 +48,58 @@ def tolerance(config: Config) -> float:
     return max(0.02, 2 * config.world_size / config.seq)
 
 
+class Told(NamedTuple):
+    """Of one variant: the share by its formula, and by rank the pairs that were counted and the CPU seconds in them."""
+
+    name: str
+    predicted: float
+    pairs: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+
+
 def compare_balance(lab: Lab, variants: list[str]) -> None:
     """One step of each variant under `Kernels`: hold pairs, share and order against what they should be."""
     if lab.device.type != "cpu":
         lab.say("not counted: it is the CPU's kernel that is watched", "balance")
         return
-    rows = []
-    for name in [each for each in variants if each in lab.mode.names]:
-        seen, work = watched(lab, name), predicted(name, lab.config)
-        shown = "" if name in BY_HAND else "PyTorch's own, which ours stand beside"
-        both = 2 * lab.config.batch * lab.config.depth  # forward and backward
-        lab.compare(
-            PAIRS, both * work.pairs[lab.rank], seen.pairs, "pairs", 0, name, work.formula, shown=shown,
-            control="LAB_BUG=unfolded",
-        )  # fmt: skip
-        if name in ("ring", "zigzag"):
-            check_ahead(lab, name, seen.order)
-        everyone = lab.exchange.gather(f"work of {name}", (seen.pairs, seen.cpu_s))
-        if everyone is not None:
-            counts, seconds = zip(*everyone, strict=True)
-            share = busiest(counts)
-            lab.compare(BALANCE, work.share, share, "", tolerance(lab.config), name, work.formula, shown=shown)
-            needed = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * both
-            cells = [f"{work.share:.3f}", f"{share:.3f}", f"{sum(counts) / needed:.2f}"]
-            rows.append([name, *cells, " ".join(f"{each * 1e3:.1f}" for each in seconds), f"{busiest(seconds):.2f}"])
+    told = [of_variant(lab, name) for name in variants]
+    tell(lab, [each for each in told if each is not None])
+
+
+def of_variant(lab: Lab, name: str) -> Told | None:
+    """Its claims; what there is to tell of it, on rank 0."""
+    seen, work = watched(lab, name), predicted(name, lab.config)
+    shown = "" if name in BY_HAND else PYTORCHS
+    lab.compare(
+        PAIRS, twice(lab.config) * work.pairs[lab.rank], seen.pairs, "pairs", 0, name, work.formula, shown=shown,
+        control="LAB_BUG=unfolded",
+    )  # fmt: skip
+    if name in ("ring", "zigzag"):
+        check_ahead(lab, name, seen.order)
+    everyone = lab.exchange.gather(f"work of {name}", (seen.pairs, seen.cpu_s))
+    if everyone is None:
+        return None
+    pairs, cpu_s = zip(*everyone, strict=True)
+    lab.compare(BALANCE, work.share, busiest(pairs), "", tolerance(lab.config), name, work.formula, shown=shown)
+    return Told(name, work.share, pairs, cpu_s)
+
+
+def twice(config: Config) -> int:
+    """How often a step does the work of one sample and layer: forward and backward."""
+    return 2 * config.batch * config.depth
+
+
+def tell(lab: Lab, told: list[Told]) -> None:
+    """As a table and a chart."""
+    needed = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * twice(lab.config)
+    rows, shares_of = [], dict[str, list[list[float]]]()
+    for name, wanted, pairs, cpu_s in told:
+        cells = [f"{wanted:.3f}", f"{busiest(pairs):.3f}", f"{sum(pairs) / needed:.2f}"]
+        rows.append([name, *cells, " ".join(f"{each * 1e3:.1f}" for each in cpu_s), f"{busiest(cpu_s):.2f}"])
+        shares_of[name] = [list(map(float, range(len(pairs)))), [each * len(pairs) / sum(pairs) for each in pairs]]
     columns = ["variant", "by formula", "counted", "of what is needed", "CPU ms of attention by rank", "its share"]
     lab.table("Causal work: the busiest rank over the mean of all", columns, rows)
+    lab.chart("Causal work of each rank over the mean of all", "rank", "share", shares_of)
 
 
 def busiest(amounts: tuple[float, ...]) -> float:

@@ -15,6 +15,8 @@ def refuse(config: Config) -> list[str]:
     if config.model != "gpt":
         what = "is cut by no rule that the lab knows" if is_own(config.model) else "has no sequence to share out"
         return [f"LAB_MODEL={config.model} {what}, allowed: gpt"]
+    if config.device == "cuda" and config.backend == "gloo" and config.world_size > 1:
+        return ["LAB_BACKEND=gloo sends no keys that live on a GPU: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"]
     return untrainable(config, 1)
 
 

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.cp import MODE
-from experiments.cp.balance import COMPUTE, RECEIVE, Kernels, busiest, drawn, predicted, tolerance
-from experiments.cp.mistakes import BY_HAND, MISTAKES
+from experiments.cp.balance import busiest, drawn, predicted, tolerance
+from experiments.cp.kernels import COMPUTE, RECEIVE, Kernels
+from experiments.cp.mistakes import MISTAKES
+from experiments.cp.predictions import BY_HAND
 from experiments.cp.refusals import NO_PATH
 from tests.labs import Runs, built, failed
 from workers.config import Config, ConfigError
@@ -232,6 +234,8 @@ def test_a_run_of_three_ranks_passes_and_tells_who_does_how_much(runs: Runs) -> 
         ({"LAB_VARIANT": "torch_ring"}, "LAB_SEQ=7 is not a multiple of 4"),
         ({"LAB_VARIANT": "context_parallel"}, "does not have a sharding strategy"),
         ({"LAB_BUG": "unfolded"}, "LAB_SEQ=7: it takes 8 positions a rank"),
+        ({"LAB_BUG": "local_mask", "LAB_SEQ": "3"}, "LAB_SEQ=3: it takes 4 positions"),
+        ({"LAB_DEVICE": "cuda", "LAB_BACKEND": "gloo"}, "LAB_BACKEND=gloo sends no keys that live on a GPU"),
         ({"LAB_BUG": "by_arrival", "LAB_HEADS": "1", "LAB_SEQ": "1"}, "one head or one position"),
     ],
 )
