@@ -2,6 +2,8 @@
 
 import re
 
+from experiments.cp.balance import busiest, predicted
+from experiments.cp.predictions import BY_HAND, layer_cost
 from tests.docs.pages import README, anchors, page
 from tests.documents import spans, tables
 from workers.config import Config
@@ -35,3 +37,17 @@ def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
         )
     limit = float(base) + (dp.nbytes + zero3.nbytes) / 2e6
     assert re.search(rf"^limit +{limit:.0f} MB", block, re.MULTILINE)
+
+
+def test_the_figures_of_when_the_ring_and_when_ulysses_are_those_of_a_run() -> None:
+    rows = {row[0]: row[1:] for heading, row in tables(page("modes")) if heading == "When the ring, and when Ulysses"}
+    for ranks in (2, 4, 8):
+        config = Config.read({"RUN_MODE": "cp", "WORLD_SIZE": str(ranks)})
+        everything = 2 * config.seq * config.width * 4
+        costs = [layer_cost(name, config, 1, 0) for name in BY_HAND]
+        assert rows[f"sent, c = {ranks}"] == [f"{cost.nbytes / everything:.2f}" for cost in costs]
+    assert rows["calls of a rank, c = 8"] == [str(cost.calls) for cost in costs]
+    for label, ranks in (("work of the busiest rank over the mean, c = 8", 8), ("the same, c = 3, 8 heads", 3)):
+        config = Config.read({"RUN_MODE": "cp", "WORLD_SIZE": str(ranks)})
+        shares = [busiest(tuple(predicted(name, config).pairs)) for name in BY_HAND]
+        assert [cell.partition(",")[0] for cell in rows[label]] == [f"{share:.2f}" for share in shares]

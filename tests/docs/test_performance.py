@@ -3,7 +3,7 @@ code."""
 
 import re
 
-from benchmarks import collectives, compress, link, pp
+from benchmarks import collectives, compress, cp, link, pp
 from tests.docs.pages import page
 from workers.parallel.collectives import pick
 
@@ -53,6 +53,18 @@ def test_the_targets_of_sharding_are_judged_as_they_stand() -> None:
     for row in rows:
         most = float(row["limit"]) + slack[row["what"].split()[0]]
         assert (row["held"] == "yes") == (float(row["seen"]) <= most)
+
+
+ATTENDED = re.compile(
+    r"^(?P<name>zigzag|ulysses) .*?x \(\S+\) +(?P<cpu>[\d.]+)x \(\S+\) +CPU (?P<limit>[\d.]+)x +(?P<held>yes|NO)$",
+    re.MULTILINE,
+)
+
+
+def test_the_targets_of_long_sequences_are_judged_as_they_stand() -> None:
+    rows = {row["name"]: row for row in ATTENDED.finditer(PAGE)}
+    assert {name: float(row["limit"]) for name, row in rows.items()} == cp.CPU_TARGETS
+    assert all((row["held"] == "yes") == (float(row["cpu"]) <= float(row["limit"])) for row in rows.values())
 
 
 LINKED = re.compile(

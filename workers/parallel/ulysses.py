@@ -3,7 +3,7 @@
 Between attention and the rest of a layer an all-to-all turns one cut into the other: of q, k and v each rank has its
 positions of all heads, and gets all positions of its heads; of the result, the way back. Backward each all-to-all is
 its own transpose (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3). Of its part of a tensor a rank keeps what is of
-its own heads: it sends (N-1)/N of eight such parts a layer, where a ring sends six of them to each other rank.
+its own heads: it sends (N-1)/N of eight such parts a layer, where a ring sends six whole ones N-1 times.
 
 There are no more ranks with work than heads. Heads and positions may be shared out unevenly; a rank without either
 sends and receives what the others need.
