@@ -15,7 +15,7 @@ from workers.lab import Lab
 from workers.measure.formulas.pipelines import idle_share, in_flight
 from workers.parallel.schedules import Action, Kind, stages_of
 from workers.parallel.simulation import simulate
-from workers.passes.outline import Saved, saved_bytes
+from workers.passes.outline import Saved, saved
 from workers.strategies.pipelined import Pipelined, runs_of
 from workers.workload.model import outline
 
@@ -27,12 +27,12 @@ THIRDS: dict[Kind, float] = {
 }  # of a microbatch's work on one stage
 
 
-def most_held(done: list[Pass], saved: dict[tuple[int, int], Saved]) -> int:
+def most_held(done: list[Pass], kept: dict[tuple[int, int], Saved]) -> int:
     """The most bytes held for what is left of the backward passes, of passes that save so much: {(chunk, microbatch):
-    saved}; behind the input's gradient there are left the inputs of linear layers."""
+    kept}; behind the input's gradient there are left the inputs of linear layers."""
     held = most = 0
     for kind, chunk, microbatch in done:
-        whole, linear = saved[chunk, microbatch]
+        whole, linear = kept[chunk, microbatch]
         held += {"forward": whole, "backward": -whole, "input": linear - whole, "weight": -linear}[kind]
         most = max(most, held)
     return most
@@ -78,13 +78,13 @@ def saved_by_pass(lab: Lab, owners: list[int], number: int) -> dict[tuple[int, i
     microbatches = lab.dealt(batches, 0)
     runs = runs_of(config.model, len(outline(config).layers), len(owners))
     sizes = {len(microbatch.inputs): microbatch for microbatch in microbatches}
-    saved = {
-        (chunk, size): saved_bytes(lab, runs[stage], microbatch)
+    kept = {
+        (chunk, size): saved(lab, runs[stage], microbatch)
         for chunk, stage in enumerate(stages_of(lab.rank, owners))
         for size, microbatch in sizes.items()
     }
     return {
-        (chunk, index): saved[chunk, len(microbatch.inputs)]
+        (chunk, index): kept[chunk, len(microbatch.inputs)]
         for chunk in range(owners.count(lab.rank))
         for index, microbatch in enumerate(microbatches)
     }

@@ -30,7 +30,12 @@ class Saved(NamedTuple):
     linear_bytes: int  # of these the inputs of linear layers, which the gradients of their weights need
 
 
-def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
+def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
+    """What one forward pass of `microbatch` through the layers `run` leaves for its backward pass."""
+    return saved(lab, run, microbatch).all_bytes
+
+
+def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
     """What one forward pass of `microbatch` through the layers `run` leaves for its backward pass; behind the last
     layer the loss, too.
 
@@ -46,12 +51,12 @@ def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
     layers = model.layers[run.start : run.stop]
     for linear in (module for layer in layers for module in layer.modules() if type(module) is nn.Linear):
         linear.register_forward_pre_hook(lambda _, given: inputs.update(storage_bytes(given[0])))
-    with SavedActivations() as saved:
+    with SavedActivations() as seen:
         for layer in layers:
             hidden = layer(hidden)
         if run.stop == len(model.layers):
             hidden = model.loss(hidden, targets) * share
-    return Saved(saved.live_bytes, sum(inputs.values()))
+    return Saved(seen.live_bytes, sum(inputs.values()))
 
 
 def storage_bytes(tensor: Tensor) -> dict[int, int]:

@@ -8,7 +8,7 @@ import torch
 
 from tests.labs import TINY
 from workers.config import Config
-from workers.passes.outline import outlined, saved_bytes
+from workers.passes.outline import outlined, saved, saved_bytes
 from workers.workload.data import Batches
 from workers.workload.model import build_model
 
@@ -55,9 +55,10 @@ def test_what_is_computed_again_is_not_held(way: dict[str, Any]) -> None:
 def test_what_a_run_of_layers_saves_is_what_it_saves_in_the_model() -> None:
     lab = lab_of()
     (microbatch,) = lab.dealt(lab.batches(torch.float32), 0)
-    whole = saved_bytes(lab, range(3), microbatch)
-    first, rest = (saved_bytes(lab, run, microbatch) for run in (range(1), range(1, 3)))
+    whole = saved(lab, range(3), microbatch)
+    first, rest = (saved(lab, run, microbatch) for run in (range(1), range(1, 3)))
     assert first.all_bytes + rest.all_bytes == pytest.approx(whole.all_bytes, rel=0.1)
     assert 0 < first.all_bytes < rest.all_bytes
+    assert saved_bytes(lab, range(3), microbatch) == whole.all_bytes
     assert all(0 < part.linear_bytes < part.all_bytes for part in (first, rest, whole))
     assert first.linear_bytes + rest.linear_bytes == whole.linear_bytes
