@@ -24,15 +24,15 @@ from workers.workload import data, text
 from workers.workload import model as models
 from workers.workload.baseline import Losses
 from workers.workload.data import Batches, Microbatch
-from workers.workload.model import outline
+from workers.workload.model import Model, build_model, outline
 
 
 class Strategy(Protocol):
     """One way of training a model on many ranks.
 
-    Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat.
-    With an attribute `layers`, this rank's by their number in the model, its passes and gradients are seen in the order
-    of a step (measure/order.py).
+    Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat,
+    0 where they never do. With an attribute `layers`, this rank's by their number in the model, its passes and
+    gradients are seen in the order of a step (measure/order.py).
     """
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
@@ -209,6 +209,7 @@ class Mode:
     run: Callable[[Any], None] | None = (
         None  # on a lab.Lab; None: all variants are measured, and held against `predict`
     )
+    model: Callable[[Config, int], Model] = build_model  # by a seed, in float32 on the CPU: what one process trains
     title: Callable[[Config], str] = trained
     options: type[ModeOptions] = ModeOptions  # its own variables, and sizes where its defaults differ
     axes: Callable[[Config], dict[str, int]] = lambda config: {"dp": config.world_size}  # the batch is dealt along "dp"

@@ -25,7 +25,7 @@ from workers.report.journal import Journal
 from workers.report.progress import Work
 from workers.report.text import aligned
 from workers.workload.data import Batches, Microbatch
-from workers.workload.model import Model, build_model
+from workers.workload.model import Model
 from workers.workload.own import is_own
 
 
@@ -61,7 +61,7 @@ class Lab:
 
     def model(self, dtype: torch.dtype) -> Model:
         """The dense model by LAB_SEED: the same on every rank."""
-        return build_model(self.config, self.config.seed).to(self.device, dtype)
+        return self.mode.model(self.config, self.config.seed).to(self.device, dtype)
 
     def batches(self, dtype: torch.dtype, *, proof: bool = False) -> Batches:
         """The global batches, and each rank's part of them."""
@@ -159,6 +159,12 @@ class Lab:
     def losses(self) -> dict[str, list[float]]:
         """The loss curves of the timed pass by variant, and of one process, on rank 0; nothing elsewhere."""
         return {record.variant: record.values for record in self.journal.records if isinstance(record, records.Losses)}
+
+    def profiles(self) -> dict[str, dict[str, float]]:
+        """Where the time of a median timed step went on this rank: seconds by class, of each variant."""
+        return {
+            record.variant: record.seconds for record in self.journal.records if isinstance(record, records.Profile)
+        }
 
     def stepped(self, units: float = 1) -> None:
         """A step of a strategy is done, so many units of the work under way; the first one ends the start-up of the

@@ -21,7 +21,6 @@ from workers.config import Config
 from workers.contract import Build, Strategy
 from workers.lab import Lab
 from workers.measure.difference import difference
-from workers.workload.model import build_model
 
 STEPS = 3
 TOLERANCE = 1e-12  # for PyTorch's own
@@ -56,7 +55,7 @@ def stop_and_go(
     # The next start tidies it away, should this one be killed.
     folder = lab.journal.folder / finding.FOLDER / ".step-drill"
     batches = lab.batches(torch.float64, proof=True)
-    strategy = build(build_model(config, config.seed).to(lab.device, torch.float64), lab.mesh, config)
+    strategy = build(lab.mode.model(config, config.seed).to(lab.device, torch.float64), lab.mesh, config)
     course = Course(batches, [name])
     try:
         train(lab, name, strategy, course, range(1))
@@ -67,7 +66,7 @@ def stop_and_go(
         wanted = {label: tensor.clone() for label, tensor in strategy.full("weights") if lab.rank == 0}
         del strategy, state
         drawn = drawn_after(lab, saved)
-        other = build(build_model(config, config.seed + 1).to(lab.device, torch.float64), lab.mesh, config)
+        other = build(lab.mode.model(config, config.seed + 1).to(lab.device, torch.float64), lab.mesh, config)
         resumed = Course(batches, [name], saved, lab.mode.resumed_batch)
         resuming.load(other, name, folder / saved.name, lab.group)
     finally:

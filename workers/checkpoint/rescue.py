@@ -15,7 +15,6 @@ from pathlib import Path
 from workers.checkpoint import dcp, finding, manifest, writing
 from workers.checkpoint.manifest import Manifest
 from workers.checkpoint.saver import Saver, manifest_of, state_of
-from workers.workload.model import outline
 
 BOUND_S = 10.0
 
@@ -44,7 +43,7 @@ def save_alone(saver: Saver) -> str:
     if course.torn is not None:
         return f"rank {lab.rank} was in the middle of an update of {course.torn} and saves nothing, {last_good(saver)}"
     state = state_of(saver.strategies)
-    names = [name for name, _ in outline(lab.config).named_parameters()]
+    names = [name for name, _ in lab.mode.model(lab.config, lab.config.seed).named_parameters()]
     parts = [variant for variant in saver.strategies if not is_all_of(variant, names, state)]
     if parts:
         return f"rank {lab.rank} holds a part only of {', '.join(parts)} and saves nothing, {last_good(saver)}"
