@@ -53,9 +53,14 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
 
 
 def repeats_after(strategy: Strategy) -> int:
-    """After how many steps it makes the same calls again."""
+    """After how many steps it makes the same calls again; of one that never does, how many are counted."""
     steps: int = getattr(strategy, "repeats_after", 1)
-    return steps
+    return max(1, steps)
+
+
+def alike(strategy: Strategy) -> bool:
+    """Whether it ever makes the same calls again."""
+    return getattr(strategy, "repeats_after", 1) > 0
 
 
 def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:

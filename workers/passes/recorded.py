@@ -17,7 +17,7 @@ from workers.measure.formulas.messages import gloo_all_reduce_messages, wire_tol
 from workers.measure.messages import Message, Messages
 from workers.measure.timeline import align
 from workers.parallel.phases import Span, heard, phase, recorded, slowed
-from workers.passes.counted import repeats_after
+from workers.passes.counted import alike, repeats_after
 from workers.passes.timeline import bounds, in_step, placed
 from workers.report import records
 from workers.report.blocks import DRAWN, ON_WIRE
@@ -35,6 +35,7 @@ class Drawn(NamedTuple):
     nbytes: float
     messages: float  # of gloo, or receives where these are more
     ops: frozenset[str] = frozenset()
+    alike: bool = True  # whether its steps send the same
 
     def per(self, steps: int) -> "Drawn":
         """The same a step."""
@@ -64,7 +65,10 @@ def record(lab: Lab, strategies: Mapping[str, Strategy], course: Course) -> dict
         return partial(train, strategy, steps)
 
     drawn = draw(lab, {name: partial(prepared, strategy) for name, strategy in strategies.items()})
-    return {name: sent.per(repeats_after(strategies[name])) for name, sent in drawn.items()}
+    return {
+        name: sent.per(repeats_after(strategies[name]))._replace(alike=alike(strategies[name]))
+        for name, sent in drawn.items()
+    }
 
 
 def train(strategy: Strategy, steps: list[list[Microbatch]]) -> None:
@@ -144,13 +148,15 @@ def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Co
     """The picture is of all that is sent: as many bytes as the ledger saw called, and as the sockets counted.
 
     Within 1 %, and gloo's frames on the wire. Of PyTorch's own that is only shown: what its hooks call on gloo's
-    thread, ddp_powersgd's second factor, the ledger does not see. So is that of a strategy of one's own, whose steps
-    may not be alike; and on the wire what has an operation that gloo sends otherwise, as reduce_scatter twice.
+    thread, ddp_powersgd's second factor, the ledger does not see. So is that of a strategy whose steps are never alike,
+    as one's own may not be; and on the wire what has an operation that gloo sends otherwise, as reduce_scatter twice.
     """
     for name, sent in drawn.items():
         traffic, shown = counted[name].traffic, PYTORCHS if name in lab.mode.by_torch else ""
         if is_own(name):
             shown = "your own: its steps may not be alike"
+        if not sent.alike:
+            shown = shown or "no two of its steps send the same"
         hold_drawn(lab, name, traffic.called_bytes, sent.nbytes, "bytes as called", shown)
         if traffic.wire_error is None:
             tolerance = wire_tolerance(sent.nbytes, sent.messages)
