@@ -1,7 +1,8 @@
 """One process, the whole batch, nothing clever: what every strategy has to equal."""
 
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,10 @@ from workers.config import Config
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import make_optimizer, named_state
+
+# Of the square root of a type's unit: of 1000 tokens some are so near to another choice, of which rounding turns none
+# or one.
+TILT = 1.0
 
 
 class Snapshot(NamedTuple):
@@ -71,7 +76,7 @@ def losses(
     values: list[float] = []
     first: dict[str, Tensor] = {}
     for step in range(steps):
-        values.append(backward(model, divided(batches.full(step), parts), config))
+        values.append(backward(model, divided(batches.full(step), parts if model.divisible else 1), config))
         if not first:
             first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         if masters:
@@ -94,8 +99,15 @@ def divided(whole: Microbatch, parts: int) -> list[Microbatch]:
 
 @torch.no_grad()
 def move_by_a_unit(model: Model, seed: int) -> None:
-    """Move every weight by one unit in its last place, up or down as `seed` draws it; zeros stay zero."""
+    """Move every weight by one unit in its last place, up or down as `seed` draws it; zeros stay zero.
+
+    What is chosen between two that rounding may swap (`tilt`) is tilted to the other one.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
         parameter.add_(parameter.abs() * signs.to(parameter.dtype), alpha=torch.finfo(parameter.dtype).eps)
+    for part in model.modules():
+        if hasattr(part, "tilt"):
+            chooser: Any = part
+            chooser.tilt = TILT * math.sqrt(torch.finfo(parameter.dtype).eps)

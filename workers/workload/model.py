@@ -31,6 +31,8 @@ class Model(nn.Module):
     With `recompute` a layer keeps nothing but its input for the backward pass.
     """
 
+    divisible = True  # whether a batch in parts has the sum of a whole one
+
     def __init__(self, name: str, layers: list[nn.Module], loss: nn.Module, *, recompute: bool = False) -> None:
         super().__init__()
         self.name = name
