@@ -1,0 +1,255 @@
+"""Mixture of experts: E MLPs in place of one, a router that picks k of them for each token, and experts on ranks.
+
+A token costs k MLPs, however many there are: parameters grow, compute does not. They do not fit on every rank, so each
+rank holds some experts, and tokens travel to them and back. What they want is decided by the tokens, so it is uneven:
+a step lasts as long as its busiest rank. Capacity cuts that off, and drops tokens, which go on by the residual; a
+balance loss, or a bias on the choice, makes it rare.
+
+  predicted   rows of D numbers travel there and back, forward and backward: 2D x (rows that a rank gives away + rows
+              that it takes), with even routing 4(N-1)/N x k·T·D, T tokens a rank; all else is dp's, 2(N-1)/N x S' of
+              what is no expert. naive sends 2(N-1)/N x S of everything. Parameters a rank: Q + E·M/N where naive has
+              Q + E·M, M an MLP's. An expert takes C = ceil(LAB_CAPACITY·k·B/E) of the B tokens of a batch, first
+              choices first (Lepikhin et al. 2020, "GShard", section 2.2)
+  shapes      tokens [T, D] a rank; scores [T, E]; choices and gates [k, T]; what all want [N, k, E]; rows that arrive
+              [R, D] of any R, 0 too; experts up [E/N, D, 4D], down [E/N, 4D, D]
+
+One process routes the whole batch; ranks that each route their own tokens make the same choices, drop the same tokens
+and find the same losses, since each knows how often all others want each expert:
+
+  naive       every expert on every rank, data parallel: no token travels, and all experts' gradients do
+  ep          experts on ranks; tokens to them by an uneven all_to_all by hand
+  ep_dp       experts on some ranks, and the same on others: tokens travel among fewer, copies sum their gradients
+  ep_tp       experts on some ranks, each cut by its hidden units over others: all of these compute its tokens
+  ep_torch    ep with PyTorch's all_to_all_single
+
+LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE is `loss` (its section 2.2), `bias`
+(DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2: no loss that pulls at the router) or `none`.
+"""
+
+import hashlib
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.moe.mistakes import MISTAKES
+from experiments.moe.predictions import placements, predict
+from experiments.moe.refusals import cannot, refuse
+from experiments.moe.routes import Routes, check_capacity, draw, tokens_of
+from experiments.moe.torchs import AllToAllSingle
+from workers.checkpoint import mistakes as checkpoints
+from workers.config import Config
+from workers.config.options import Field, ModeOptions
+from workers.contract import Mode, Strategy, Variant
+from workers.lab import Lab
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.dispatch import AllToAll, Compute, Dispatch, Swap
+from workers.parallel.experts import MixtureOfExperts
+from workers.parallel.mesh import Mesh
+from workers.parallel.placement import Placement
+from workers.parallel.routing import capacity
+from workers.passes.measure import measure
+from workers.strategies.experts import ExpertParallel, distribute
+from workers.strategies.replica import Replica
+from workers.workload.experts import Mixing, MixtureModel, build_mixture, outline_mixture
+
+BALANCE_WEIGHT = 0.01  # Switch Transformers, section 2.2
+
+
+class Options(ModeOptions):
+    """What only mixtures of experts know."""
+
+    sizes = {"depth": 4}  # noqa: RUF012  ModeOptions says that it is the class's
+    experts: int = Field(
+        8, alias="LAB_EXPERTS", ge=1, le=4096, description="experts of each layer, on all ranks together"
+    )
+    top_k: int = Field(2, alias="LAB_TOP_K", ge=1, le=64, description="experts that compute each token")
+    capacity: float = Field(
+        1.25, alias="LAB_CAPACITY", ge=0, le=1000, allow_inf_nan=False,
+        description="places of an expert over its even share of a batch's choices; 0: no token is dropped",
+    )  # fmt: skip
+    balance: Literal["loss", "bias", "none"] = Field(
+        "loss", alias="LAB_BALANCE", description="what keeps experts busy alike: a loss, a bias on the choice, nothing"
+    )
+    router_z: float = Field(
+        0.001, alias="LAB_ROUTER_Z", ge=0, le=1000, allow_inf_nan=False,
+        description="weight of the router's z-loss, which keeps its scores small",
+    )  # fmt: skip
+
+
+def mixing(config: Config) -> Mixing:
+    """How tokens find experts with these settings."""
+    own = config.own(Options)
+    weight = BALANCE_WEIGHT if own.balance == "loss" else 0.0
+    return Mixing(own.experts, own.top_k, own.capacity, weight, own.router_z, by_bias=own.balance == "bias")
+
+
+# Parts that a mistake replaces: the layer around the router, the step, and the way of rows.
+Layer: TypeAlias = type[MixtureOfExperts]
+Step: TypeAlias = type[ExpertParallel]
+Way: TypeAlias = type[Dispatch]
+
+
+# --- naive: every expert on every rank ---
+
+
+def naive(model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts) -> Strategy:
+    """Data parallel: each rank computes its own tokens by all experts, and all gradients are summed."""
+    everything = Placement.spread(config.own(Options).experts, 4 * config.width, copies=mesh.group.size())
+    distribute(model, everything, mesh.group, Stays(mesh.group.rank()), layer)
+    buckets = GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20)
+    return Replica(model, config, buckets)
+
+
+class Stays:
+    """No way at all: this rank has all experts, so its tokens stay, and are only sorted by them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def addressed(self, admitted: list[list[int]]) -> Tensor:
+        """All rows in their order."""
+        return torch.arange(sum(admitted[self.rank]))
+
+    def __call__(self, rows: Tensor, admitted: list[list[int]], compute: Compute) -> Tensor:
+        """Each expert computes what chose it."""
+        return compute(rows, admitted[self.rank])
+
+
+# --- experts on ranks ---
+
+
+def ep(
+    model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts, step: Step = ExpertParallel,
+    way: Way = Dispatch,
+) -> Strategy:  # fmt: skip
+    """Some experts on each rank; tokens travel among all."""
+    return apart("ep", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
+
+
+def ep_dp(
+    model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts, step: Step = ExpertParallel,
+    way: Way = Dispatch,
+) -> Strategy:  # fmt: skip
+    """The ranks in a second grid: tokens travel along its rows, experts are copied along its columns."""
+    inner = len(placements(config, mixing(config))["ep_dp"].experts)
+    grid = Mesh.grid({"edp": mesh.group.size() // inner, "ep": inner}, mesh.group, config.collective_timeout_s)
+    return apart("ep_dp", model, mesh.group, config, AllToAll(grid["ep"]), layer, step, way, grid["edp"])
+
+
+def ep_tp(
+    model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts, step: Step = ExpertParallel,
+    way: Way = Dispatch,
+) -> Strategy:  # fmt: skip
+    """Some hidden units of some experts on each rank: a row goes to all that have a part of its expert, and what they
+    make of it is added up where it came from."""
+    return apart("ep_tp", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
+
+
+def ep_torch(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
+    """The same by PyTorch's collective."""
+    swap = AllToAllSingle(mesh.group)
+    return apart("ep_torch", model, mesh.group, config, swap, MixtureOfExperts, ExpertParallel, Dispatch)
+
+
+def apart(
+    name: str, model: MixtureModel, world: dist.ProcessGroup, config: Config, swap: Swap, layer: Layer, step: Step,
+    way: Way, copies: dist.ProcessGroup | None = None,
+) -> Strategy:  # fmt: skip
+    """Each rank keeps its part of the experts, and its tokens travel by `swap`."""
+    placement = placements(config, mixing(config))[name]
+    members = placement.members(world.rank())
+    held = [placement.experts_of(member) for member in members]
+    carries = way(held, members, members.index(world.rank()), swap)
+    distribute(model, placement, world, carries, layer)
+    return step(model, placement, world, config, copies)
+
+
+# --- the run ---
+
+
+def run(lab: Lab) -> None:
+    """Predict, prove, measure, and draw who computed how much."""
+    config, mixed = lab.config, mixing(lab.config)
+    lab.say(summary(config, mixed), "predict")
+    lab.say(holds(config, mixed, lab.rank), all_ranks=True)
+    routes = Routes()
+    lab.mode = routes.watching(lab.mode)
+    measured = measure(lab, also=partial(check_copies, lab), timed=routes.timed_steps_are_done)
+    routes.all_is_done()
+    check_capacity(lab, routes, mixed)
+    routed = {
+        name: [of_layer[-1].admitted for of_layer in notes.values()]
+        for name, notes in routes.counted.items()
+        if name in measured
+    }
+    predictions = predict(config, mixed, routed)
+    lab.compare_traffic(predictions, measured)
+    lab.compare_rest(predictions, measured)
+    for prediction in predictions:
+        if prediction.name == "calls" and prediction.variant in measured:
+            traffic = measured[prediction.variant].traffic
+            lab.compare_calls(prediction.variant, prediction.value[lab.rank], traffic, prediction.formula)
+    draw(lab, routes, placements(config, mixed), mixed)
+
+
+def summary(config: Config, mixed: Mixing) -> str:
+    """One line of what a token costs, and what an expert takes."""
+    tokens = tokens_of(config)
+    places = capacity(tokens, mixed.top_k, mixed.num_experts, mixed.capacity_factor)
+    bound = f"an expert takes {places}" if mixed.capacity_factor else "no token is dropped"
+    return (
+        f"{tokens} tokens a step choose {mixed.top_k} of {mixed.num_experts} experts, evenly "
+        f"{tokens * mixed.top_k / mixed.num_experts:.4g} each; {bound}"
+    )
+
+
+def holds(config: Config, mixed: Mixing, rank: int) -> str:
+    """The experts of a rank in `ep`, for its own log."""
+    mine = placements(config, mixed)["ep"].experts_of(rank)
+    which = ", ".join(map(str, mine)) or "none"
+    return f"holds      with ep {len(mine)} of {mixed.num_experts} experts a layer: {which}"
+
+
+def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:
+    """Ranks that hold the same experts hold the same numbers, to the bit."""
+    if not isinstance(strategy, ExpertParallel) or strategy.placement.copies == 1:
+        return
+    mine = hashlib.sha256()
+    for part in strategy.parts.values():
+        mine.update(part.detach().cpu().numpy().tobytes())
+    everyone = lab.exchange.gather("copies", mine.hexdigest())
+    if everyone is None:
+        return
+    wanted = everyone[: strategy.placement.ranks_of_a_copy] * strategy.placement.copies
+    differing = sum(one != other for one, other in zip(everyone, wanted, strict=True))
+    lab.check("copies", differing, 0, name, "ranks whose experts are not those of the first copy")
+
+
+MODE = Mode(
+    shards=True,
+    variants=(
+        Variant("naive", naive),
+        Variant("ep", ep),
+        Variant("ep_dp", ep_dp),
+        Variant("ep_tp", ep_tp),
+        Variant("ep_torch", ep_torch, by_torch=True),
+    ),
+    run=run,
+    model=lambda config, seed: build_mixture(config, seed, mixing(config)),
+    title=lambda config: outline_mixture(config, mixing(config)).describe(),
+    options=Options,
+    predict=lambda config: predict(config, mixing(config)),
+    refuse=lambda config: refuse(config, config.own(Options).experts, config.own(Options).top_k),
+    cannot=cannot,
+    mistakes=MISTAKES | checkpoints.MISTAKES,
+    reading=(
+        "experiments/moe/__init__.py: the variants, naive first, and what a run of them claims",
+        "workers/parallel/routing.py: which token goes to which expert, on ranks as in one process",
+        "workers/parallel/dispatch.py: rows to the ranks of their experts, and back",
+        "workers/parallel/experts.py: who holds what, and the layer around it",
+        "workers/strategies/experts.py: the step around them, and whose gradients are summed over whom",
+    ),
+)

@@ -1,0 +1,191 @@
+"""The classic mistakes of experts, made by LAB_BUG: whose gradients are summed, whose tokens count, and what a token
+without a place is."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from workers.config import Config
+from workers.contract import Instead, Mistake, Needs
+from workers.parallel import routing
+from workers.parallel.dispatch import Dispatch
+from workers.parallel.experts import MixtureOfExperts
+from workers.strategies.experts import ExpertParallel
+from workers.workload.data import Microbatch
+
+APART = ("ep", "ep_dp", "ep_tp")  # experts on ranks
+ROUTED = ("naive", *APART)
+
+
+class TimesRanks(ExpertParallel):
+    """Averages over the ranks, as DistributedDataParallel does, and scales the loss for it; experts are averaged by
+    nobody."""
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        ((inputs, targets, share),) = microbatches
+        ranks = self.world.size()
+        scaled = super().backward([Microbatch(inputs, targets, share * ranks)])
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and self.is_summed(name):
+                parameter.grad /= ranks
+        return scaled / ranks
+
+
+class RoutersApart(ExpertParallel):
+    """Takes a whole mixture for this rank's own, its router too, and sums over the ranks what is left."""
+
+    def is_summed(self, name: str) -> bool:
+        return ".mlp." not in name
+
+
+class LostResidual(ExpertParallel):
+    """Puts what experts made in the place of the token, its residual added there: who has no place comes to nothing."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        for name, mixture in self.model.mixtures.items():
+            made: list[Tensor] = []
+            mixture.register_forward_hook(lambda *what, made=made: made.append(what[2].detach()))
+            layer = self.model.get_submodule(name.rpartition(".")[0])
+            layer.register_forward_hook(lambda *what, made=made: what[2] * (made.pop() != 0).any(-1, keepdim=True))
+
+
+class CountedByAll(MixtureOfExperts):
+    """Adds the auxiliary loss of the whole batch to each rank's share, and the shares are summed."""
+
+    def balance(self, scores: Tensor, choices: routing.Choices, table: Tensor) -> None:
+        super().balance(scores, choices, table)
+        assert self.extra is not None
+        self.extra = self.extra * self.world.size()
+
+
+class OwnPlaces(MixtureOfExperts):
+    """Reckons the places of an expert, and who finds one, by each rank's tokens alone."""
+
+    def admit(self, experts: Tensor, table: Tensor, places: int) -> tuple[Tensor, list[list[int]]]:  # noqa: ARG002
+        alone = [of_rank.unsqueeze(0) for of_rank in table]
+        own = alone[self.world.rank()]
+        admitted = [routing.admitted(each, self.places(each))[0].tolist() for each in alone]
+        return routing.kept(experts, own, 0, self.places(own)), admitted
+
+
+class GateOverItself(MixtureOfExperts):
+    """Divides a single gate by the sum of all, which is itself."""
+
+    def choose(self, scores: Tensor) -> routing.Choices:
+        choices = super().choose(scores)
+        return choices._replace(gates=choices.gates / choices.gates.sum(0))
+
+
+class BiasedGates(MixtureOfExperts):
+    """Weighs experts by what they were chosen by, the bias too."""
+
+    def choose(self, scores: Tensor) -> routing.Choices:
+        choices = super().choose(scores)
+        assert self.router.bias is not None
+        gates = choices.gates + self.router.bias[choices.experts]
+        return choices._replace(gates=gates / gates.sum(0) if self.rules.top_k > 1 else gates)
+
+
+class BiasApart(MixtureOfExperts):
+    """Moves the bias by what this rank's tokens want."""
+
+    def move_bias(self, table: Tensor) -> None:
+        super().move_bias(table[self.world.rank() :][:1])
+
+
+class LeftSorted(Dispatch):
+    """Sends rows back in the order of the experts, and not as they came."""
+
+    def returned(self, done: Tensor, order: Tensor) -> Tensor:  # noqa: ARG002
+        return done
+
+
+def set_to(field: str, *allowed: object) -> Callable[[Config], str]:
+    """Why settings hide a mistake that shows with few values of one."""
+
+    def unless(config: Config) -> str:
+        value = config.options.model_dump()[field]
+        wanted = " or ".join(map(str, allowed))
+        return "" if value in allowed else f"LAB_{field.upper()}={value}: it takes {wanted}"
+
+    return unless
+
+
+def drops_few(config: Config) -> str:
+    """Where every token may find a place, none need lose anything."""
+    own = config.options.model_dump()
+    if 0 < own["capacity"] * own["top_k"] < 1:
+        return ""
+    return f"LAB_CAPACITY={own['capacity']}: it takes less than 1/LAB_TOP_K, where some tokens find no place at all"
+
+
+def drops_none(config: Config) -> str:
+    """Without a bound no expert is full, by whoever's tokens."""
+    return "LAB_CAPACITY=0: it takes more than 0, where an expert can be full" * (
+        not config.options.model_dump()["capacity"]
+    )
+
+
+def no_extra(config: Config) -> str:
+    """Without an auxiliary loss none is counted too often."""
+    own = config.options.model_dump()
+    missing = own["balance"] != "loss" and not own["router_z"]
+    return "LAB_ROUTER_Z=0: it takes an auxiliary loss, or LAB_BALANCE=loss" * missing
+
+
+MISTAKES = {
+    "experts_times_ep": Mistake(
+        "gradients are averaged over the ranks, and the loss is scaled for it: those of experts, which are summed where"
+        " they are, come out ep times too large (pytorch 160285)",
+        "gradients",
+        Instead(APART, {"step": TimesRanks}),
+    ),
+    "aux_on_every_rank": Mistake(
+        "each rank adds the auxiliary losses of the whole batch to its share: they count once a rank",
+        "losses",
+        Instead(ROUTED, {"layer": CountedByAll}),
+        Needs(unless=no_extra),
+    ),
+    "local_capacity": Mistake(
+        "the places of an expert are reckoned by each rank's own tokens: other tokens are dropped than in one process",
+        "capacity",
+        Instead(ROUTED, {"layer": OwnPlaces}),
+        Needs(unless=drops_none),
+    ),
+    "lost_residual": Mistake(
+        "a token that finds no place loses its residual too, and goes on as zeros",
+        "losses",
+        Instead(APART, {"step": LostResidual}),
+        Needs(unless=drops_few),
+    ),
+    "routers_apart": Mistake(
+        "the router is taken for an expert: its gradient is not summed over the ranks, and routers drift apart",
+        "gradients",
+        Instead(APART, {"step": RoutersApart}),
+    ),
+    "left_sorted": Mistake(
+        "rows go back in the order of the experts and not as they came: tokens get what others were computed to",
+        "losses",
+        Instead(APART, {"way": LeftSorted}),
+    ),
+    "gate_over_itself": Mistake(
+        "the gate of a switch is divided by the sum of all gates, which is itself: 1, and the router learns nothing",
+        "gradients",
+        Instead(ROUTED, {"layer": GateOverItself}),
+        Needs(unless=set_to("top_k", 1)),
+    ),
+    "biased_gates": Mistake(
+        "the bias that balances the choice weighs the experts' outputs too",
+        "gradients",
+        Instead(ROUTED, {"layer": BiasedGates}),
+        Needs(unless=set_to("balance", "bias")),
+    ),
+    "bias_apart": Mistake(
+        "each rank moves the bias by what its own tokens want, and routers drift apart",
+        "weights",
+        Instead(ROUTED, {"layer": BiasApart}),
+        Needs(unless=set_to("balance", "bias")),
+    ),
+}

@@ -1,0 +1,156 @@
+"""What a mixture of experts predicts: bytes and calls by what was routed, and what stands in memory between two steps.
+
+How many rows travel is known once they are routed. Before a run the prediction is that of even routing, and only shown;
+after it each rank's numbers are those of the step that was counted.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from workers.config import Config
+from workers.measure.formulas import PYTORCHS, Prediction
+from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes
+from workers.measure.formulas.messages import gloo_all_reduce_messages, half_messages
+from workers.measure.formulas.sharding import rest_bytes
+from workers.parallel.buckets import layout
+from workers.parallel.placement import Placement
+from workers.workload.experts import Mixing, MixtureModel, outline_mixture
+
+Admitted = Sequence[Sequence[int]]  # [n][E]: the rows of each rank for each expert
+NUMBER_BYTES = 8  # of one in the table of what is wanted, and of the norm
+
+
+def proper_divisor(number: int) -> int:
+    """The largest one below it; 1 of a prime."""
+    return max((each for each in range(1, number) if number % each == 0), default=1)
+
+
+def placements(config: Config, mixing: Mixing) -> dict[str, Placement]:
+    """Which rank holds which experts in each variant."""
+    ranks, hidden = config.world_size, 4 * config.width
+    inner = proper_divisor(ranks)
+    experts = mixing.num_experts
+    return {
+        "naive": Placement.spread(experts, hidden, copies=ranks),
+        "ep": Placement.spread(experts, hidden, ep=ranks),
+        "ep_dp": Placement.spread(experts, hidden, copies=ranks // inner, ep=inner),
+        "ep_tp": Placement.spread(experts, hidden, ep=inner, tp=ranks // inner),
+        "ep_torch": Placement.spread(experts, hidden, ep=ranks),
+    }
+
+
+def predict(config: Config, mixing: Mixing, routed: Mapping[str, Sequence[Admitted]] | None = None) -> list[Prediction]:
+    """Bytes and calls of one step of each variant, and bytes between two steps, a value a rank.
+
+    `routed` is what each layer admitted in the step of a variant; without it, as if all experts were wanted alike.
+    """
+    model = outline_mixture(config, mixing)
+    predictions = []
+    for name, placement in placements(config, mixing).items():
+        layers = routed.get(name) if routed is not None else None
+        shown = PYTORCHS if name == "ep_torch" else ""
+        why = "" if layers is not None or name == "naive" else "as if all experts were wanted alike"
+        if routed is None or layers is not None:
+            admitted = layers or [evenly(config, mixing)] * len(model.mixtures)
+            predictions += traffic(name, config, mixing, placement, model, admitted, shown or why)
+        predictions.append(at_rest(name, config, placement, model, shown))
+    return predictions
+
+
+def evenly(config: Config, mixing: Mixing) -> list[list[int]]:
+    """Rows of each rank for each expert, if all were wanted alike."""
+    tokens = config.batch * (config.seq if config.model == "gpt" else 1)
+    each = tokens * mixing.top_k // (config.world_size * mixing.num_experts)
+    return [[each] * mixing.num_experts for _ in range(config.world_size)]
+
+
+def traffic(
+    name: str, config: Config, mixing: Mixing, placement: Placement, model: MixtureModel, layers: Sequence[Admitted],
+    shown: str,
+) -> list[Prediction]:  # fmt: skip
+    """Rows there and back, forward and backward; the tables of what is wanted; gradients of what several ranks hold."""
+    ranks, itemsize = config.world_size, getattr(torch, config.dtype).itemsize
+    table = ranks * mixing.top_k * mixing.num_experts * NUMBER_BYTES
+    nbytes, calls, messages = [], [], []
+    for rank in range(ranks):
+        travelling = [travels(placement, rank, admitted) for admitted in layers]
+        sums = summed(name, config, placement, model, rank)
+        rows, sends = (sum(each) for each in zip(*travelling, strict=True)) if layers else (0, 0)
+        nbytes.append(
+            2 * rows * config.width * itemsize
+            + len(layers) * all_gather_bytes("gloo", ranks, table)
+            + sum(all_reduce_bytes("gloo", number, size) for number, size in sums)
+        )
+        calls.append(float(2 * sends + len(layers) + len(sums)))
+        messages.append(
+            2 * sends
+            + len(layers) * half_messages("gloo", "all_gather", ranks, table)
+            + sum(gloo_all_reduce_messages(number, size) for number, size in sums)
+        )
+    most = int(max(calls))
+    formula = "2(N-1)/N x S" if name == "naive" else "2(N-1)/N x S' + 2D(rows given + taken)"
+    found = [Prediction(name, "wire bytes", "B", formula, tuple(nbytes), most, shown, tuple(messages))]
+    if not shown:
+        found.append(Prediction(name, "calls", "calls", "messages, tables, buckets", tuple(calls), most))
+    return found
+
+
+def summed(name: str, config: Config, placement: Placement, model: MixtureModel, rank: int) -> list[tuple[int, int]]:
+    """Of each all_reduce of a step how many ranks sum how many bytes."""
+    ranks = config.world_size
+    if name == "naive":  # everything in the same buckets; all have all gradients, and so their norm
+        sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+        return [(ranks, size) for size in bucket_bytes(config, sizes)]
+    sums = [(ranks, size) for size in bucket_bytes(config, dense_sizes(model))]
+    if placement.copies > 1:
+        held = [size for size in expert_sizes(placement, model, rank) if size]
+        sums += [(placement.copies, size) for size in bucket_bytes(config, held)]
+    return sums + [(ranks, NUMBER_BYTES)] * (config.clip is not None)  # the norm to clip by
+
+
+def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, int]:
+    """Rows that `rank` gives and takes in one layer, itself left out, and to or from how many others."""
+    if placement.ranks_of_a_copy == 1:
+        return 0, 0
+    others = [member for member in placement.members(rank) if member != rank]
+    given = [sum(admitted[rank][expert] for expert in placement.experts_of(other)) for other in others]
+    taken = [sum(admitted[other][expert] for expert in placement.experts_of(rank)) for other in others]
+    return sum(given) + sum(taken), sum(rows > 0 for rows in given + taken)
+
+
+def dense_sizes(model: MixtureModel) -> list[int]:
+    """Numbers of each trained parameter that every rank holds whole, in the order of the model."""
+    return [
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if ".experts." not in name and parameter.requires_grad
+    ]
+
+
+def expert_sizes(placement: Placement, model: MixtureModel, rank: int) -> list[int]:
+    """Numbers of each parameter that `rank` holds of experts."""
+    return [
+        dense[placement.box(name.rpartition(".")[2], rank)].numel()
+        for name, dense in model.named_parameters()
+        if ".experts." in name
+    ]
+
+
+def bucket_bytes(config: Config, sizes: list[int]) -> list[int]:
+    """Bytes of the buckets of parameters of these sizes."""
+    nbytes = [size * getattr(torch, config.dtype).itemsize for size in sizes]
+    return [sum(nbytes[index] for index in bucket) for bucket in layout(nbytes, config.bucket_mib * 2**20)]
+
+
+def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel, shown: str) -> Prediction:
+    """Weights, gradients and optimizer state: all that is no expert on every rank, of the experts its own."""
+    itemsize, adam = getattr(torch, config.dtype).itemsize, config.optimizer == "adamw"
+    untrained = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    value = []
+    for rank in range(config.world_size):
+        sizes = dense_sizes(model) + expert_sizes(placement, model, rank)
+        held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
+        value.append(float(sum(held.values())) + untrained * itemsize)
+    formula = f"{(4 if adam else 2) * itemsize} x {'P' if name == 'naive' else 'what a rank holds'}"
+    return Prediction(name, "rest bytes", "B", formula, tuple(value), 0, shown)

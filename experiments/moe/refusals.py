@@ -1,0 +1,32 @@
+"""What a mixture of experts cannot run."""
+
+from workers.config import Config
+from workers.contract import untrainable
+from workers.workload.own import is_own
+
+
+def refuse(config: Config, experts: int, top_k: int) -> list[str]:
+    """Models without an MLP of the lab's, batches in parts, more choices than experts; what makes no batch for all."""
+    if config.model == "line" or is_own(config.model):
+        return [f"LAB_MODEL={config.model!r} has no MLP of the lab's for experts to replace, allowed: mlp, gpt"]
+    faults = []
+    if top_k > experts:
+        faults.append(f"LAB_TOP_K={top_k} is more than LAB_EXPERTS={experts}, allowed: 1 to {experts}")
+    if config.num_microbatches > 1:
+        faults.append(
+            f"LAB_MICROBATCHES={config.num_microbatches} parts a batch whose tokens share the places of an expert,"
+            " allowed: 1"
+        )
+    return faults + untrainable(config)
+
+
+def cannot(config: Config) -> dict[str, str]:
+    """The variants that these ranks, or their backend, rule out."""
+    ranks, reasons = config.world_size, {}
+    if not any(ranks % each == 0 for each in range(2, ranks)):
+        why = f"WORLD_SIZE={ranks} is no product of two axes that are longer than one rank"
+        reasons = {"ep_dp": why, "ep_tp": why}
+    if config.device == "cuda" and config.backend == "gloo" and ranks > 1:
+        why = "gloo sends no rows that live on a GPU: set LAB_BACKEND=nccl"
+        reasons |= dict.fromkeys(("ep", "ep_dp", "ep_tp", "ep_torch"), why)
+    return reasons

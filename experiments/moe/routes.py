@@ -1,0 +1,157 @@
+"""What was routed: noted by every strategy of a run as it trains, held against the rule of capacity, and drawn.
+
+A rank knows the table of all ranks (workers/parallel/routing.py), so any of them can say who computed how many rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import mean
+from typing import Any, TypeAlias
+
+from workers.config import Config
+from workers.contract import Build, Mode, Strategy
+from workers.lab import Lab
+from workers.parallel.experts import Routed
+from workers.parallel.placement import Placement
+from workers.parallel.routing import capacity
+from workers.workload.experts import Mixing
+
+Notes: TypeAlias = dict[str, list[Routed]]  # of each layer by name, a batch after the other
+
+
+class Routes:
+    """The notes of each strategy that a run makes, by variant, in the order of the passes."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, list[Notes]] = {}
+        self.timed: dict[str, Notes] = {}
+        self.counted: dict[str, Notes] = {}
+
+    def watching(self, mode: Mode) -> Mode:
+        """The mode, whose variants note what they route."""
+        variants = [
+            replace(each, build=self._noting(each.name, each.build)) if each.build else each for each in mode.variants
+        ]
+        return replace(mode, variants=tuple(variants))
+
+    def _noting(self, name: str, build: Build) -> Build:
+        def built(model: Any, *given: Any) -> Strategy:
+            strategy = build(model, *given)
+            mixtures = getattr(getattr(strategy, "model", None), "mixtures", {})
+            notes: Notes = {layer: [] for layer in mixtures}
+            for layer, mixture in mixtures.items():
+                mixture.seen = notes[layer]
+            self.made.setdefault(name, []).append(notes)
+            return strategy
+
+        return built
+
+    def timed_steps_are_done(self) -> None:
+        """The last strategies that were made are those of the timed steps."""
+        self.timed = {name: made[-1] for name, made in self.made.items()}
+
+    def all_is_done(self) -> None:
+        """Those made next were counted."""
+        for name, notes in self.timed.items():
+            later = self.made[name][self.made[name].index(notes) + 1 :]
+            self.counted |= {name: later[0]} if later else {}
+
+
+def tokens_of(config: Config) -> int:
+    """Tokens in a batch: bytes of text, or samples of an mlp."""
+    return config.batch * (config.seq if config.model == "gpt" else 1)
+
+
+def check_capacity(lab: Lab, routes: Routes, mixing: Mixing) -> None:
+    """Of every step and layer: an expert takes all that want it, up to the places that the whole batch gives it."""
+    places = capacity(tokens_of(lab.config), mixing.top_k, mixing.num_experts, mixing.capacity_factor)
+    for name, notes in routes.timed.items():
+        off = dropped = asked = 0
+        for routed in [each for of_layer in notes.values() for each in of_layer]:
+            for expert, wanted in enumerate(by_expert(routed)):
+                taken = sum(of_rank[expert] for of_rank in routed.admitted)
+                off = max(off, abs(taken - min(wanted, places)))
+                dropped, asked = dropped + wanted - taken, asked + wanted
+        if asked:
+            lab.check("capacity", off, 0, name, f"{dropped} of {asked} choices found none of {places} places")
+
+
+def by_expert(routed: Routed) -> list[int]:
+    """How often each expert was wanted, by the tokens of all ranks."""
+    return [sum(of) for of in zip(*(of_choice for of_rank in routed.wanted for of_choice in of_rank), strict=True)]
+
+
+def rows_of(placement: Placement, routed: Routed) -> list[int]:
+    """Rows that each rank computes; of a part of an expert's hidden units as many as of all."""
+    ranks = range(len(routed.admitted))
+    return [
+        sum(
+            routed.admitted[member][expert]
+            for member in placement.members(rank)
+            for expert in placement.experts_of(rank)
+        )
+        for rank in ranks
+    ]
+
+
+def busiest(rows: Sequence[int]) -> float:
+    """The rows of the rank with most over the mean; all others wait for it."""
+    return max(rows) / mean(rows) if any(rows) else 1.0
+
+
+def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixing) -> None:
+    """The picture of imbalance: who wants which expert, who computes how much, and what the step pays for it."""
+    everyone = lab.exchange.gather("seconds of routed steps", lab.profiles())
+    if everyone is None:
+        return
+    curves = {}
+    for name, notes in routes.timed.items():
+        steps = list(zip(*notes.values(), strict=True))  # [steps][layers]
+        if not steps:
+            continue
+        ratios = [mean(busiest(rows_of(placed[name], routed)) for routed in layers) for layers in steps]
+        curves[name] = [[float(step) for step in range(len(steps))], ratios]
+        if name == "ep" or (name == "naive" and "ep" not in routes.timed):
+            draw_experts(lab, name, notes, mixing)
+        lab.table(*by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in everyone]))
+    if curves:
+        lab.chart("rows of the busiest rank over the mean, of all layers", "step", "x the mean", curves)
+
+
+def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
+    """How often each expert was wanted by each rank's tokens, in the last step of the layer where it is most uneven."""
+    layer, last = max(
+        ((layer, of_layer[-1]) for layer, of_layer in notes.items()), key=lambda each: max(by_expert(each[1]))
+    )
+    experts = [float(expert) for expert in range(mixing.num_experts)]
+    series = {"wanted by all ranks": [experts, [float(each) for each in by_expert(last)]]}
+    for rank, of_choices in enumerate(last.wanted):
+        series[f"by rank {rank}"] = [experts, [float(sum(each)) for each in zip(*of_choices, strict=True)]]
+    series["taken"] = [experts, [float(sum(each)) for each in zip(*last.admitted, strict=True)]]
+    if mixing.capacity_factor:
+        series["places"] = [experts, [float(last.places)] * len(experts)]
+    lab.chart(f"{name}, {layer}: tokens of each expert in the last step", "expert", "tokens", series)
+
+
+def by_rank(
+    name: str, placement: Placement, layers: Sequence[Routed], seconds: Sequence[Mapping[str, float]]
+) -> tuple[str, list[str], list[list[Any]]]:
+    """A table of the last step: what each rank routed and computed, and where the time of a median step went."""
+    of_layers = [rows_of(placement, routed) for routed in layers]
+    computed = [sum(rows) for rows in zip(*of_layers, strict=True)]
+    paid = sum(max(rows) for rows in of_layers) / max(1.0, sum(mean(rows) for rows in of_layers))
+    rows: list[list[Any]] = []
+    for rank, mine in enumerate(computed):
+        wanted = sum(sum(of_choice) for routed in layers for of_choice in routed.wanted[rank])
+        taken = sum(sum(routed.admitted[rank]) for routed in layers)
+        held = placement.experts_of(rank)
+        which = f"{held.start} to {held.stop - 1}" if held else "none"
+        time = seconds[rank]
+        work, waits = (1e3 * sum(time[kind] for kind in kinds) for kinds in (("forward", "backward"), ("waiting",)))
+        share = mine / mean(computed) if any(computed) else 1.0
+        rows.append(
+            [f"rank {rank}", which, wanted, wanted - taken, mine, f"{share:.2f}", f"{work:.3g}", f"{waits:.3g}"]
+        )
+    title = f"{name}: the last step; each layer lasts as long as its busiest rank, {paid:.2f} x the mean rank's rows"
+    columns = ["", "experts", "choices", "dropped", "rows", "x the mean", "ms own work", "ms waiting"]
+    return title, columns, rows

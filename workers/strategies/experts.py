@@ -1,0 +1,154 @@
+"""What every expert-parallel variant shares: its part of the experts, all else whole, and an optimizer on each rank.
+
+What all ranks hold is summed over all of them, in buckets while the backward pass runs. An expert's gradient is
+complete where the expert is: every token that it computed sent its gradient there, whichever rank it belongs to. It is
+summed over the copies of that expert, where there are any, and over nobody else.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.config import Config
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.clip import clip_gradients
+from workers.parallel.experts import Carries, MixtureOfExperts, Rules
+from workers.parallel.peers import Peers
+from workers.parallel.phases import phase
+from workers.parallel.placement import Placement
+from workers.workload.data import Microbatch
+from workers.workload.experts import BIAS_RATE, Mixture, MixtureModel
+from workers.workload.optimizer import live_state, make_optimizer
+
+
+def distribute(
+    model: MixtureModel, placement: Placement, world: dist.ProcessGroup, carries: Carries,
+    layer: type[MixtureOfExperts] = MixtureOfExperts,
+) -> None:  # fmt: skip
+    """Replace each mixture of a dense `model` by this rank's part of it, in place; parameters keep their names."""
+    for name, mixture in model.mixtures.items():
+        assert isinstance(mixture, Mixture)
+        for key, dense in list(mixture.experts.named_parameters()):
+            part = dense.detach()[placement.box(key, world.rank())].clone(memory_format=torch.contiguous_format)
+            setattr(mixture.experts, key, nn.Parameter(part))
+        mixing = mixture.mixing
+        rules = Rules(mixing.top_k, mixing.capacity_factor, mixing.balance, mixing.z, BIAS_RATE)
+        model.set_submodule(name, layer(mixture.router, mixture.experts, rules, world, carries))
+
+
+class ExpertParallel:
+    """A Strategy over `model`, whose mixtures are distributed by `placement` over the ranks of `world`.
+
+    `copies` are the ranks that hold the same experts as this one, where they are more than one.
+    """
+
+    repeats_after = 0  # each batch is routed anew
+
+    def __init__(
+        self, model: MixtureModel, placement: Placement, world: dist.ProcessGroup, config: Config,
+        copies: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.placement, self.world, self.config = model, placement, world, config
+        self.peers = Peers(world)
+        self.parts = {
+            f"{name}.experts.{key}": parameter
+            for name, mixture in model.mixtures.items()
+            for key, parameter in mixture.get_submodule("experts").named_parameters()
+        }
+        whole = [parameter for name, parameter in model.named_parameters() if self.is_summed(name)]
+        bucket_bytes = config.bucket_mib * 2**20
+        self.sums = [GradientBuckets(whole, world, bucket_bytes)]
+        if copies is not None:
+            held = [parameter for parameter in self.parts.values() if parameter.numel()]
+            self.sums.append(GradientBuckets(held, copies, bucket_bytes))
+        self.optimizer = make_optimizer(model.parameters(), config)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """Forward and backward of this rank's one microbatch; tokens travel inside of both."""
+        ((inputs, targets, share),) = microbatches
+        self.model.zero_grad()
+        with ExitStack() as armed:
+            for sums in self.sums:
+                armed.enter_context(sums.accumulate(last=True))
+            with phase("forward", "0"):
+                loss: Tensor = self.model(inputs, targets) * share
+            with phase("backward", "0"):
+                loss.backward()
+        for sums in self.sums:
+            sums.finish()
+        for parameter in self.parts.values():
+            if parameter.grad is None:  # of no experts; an optimizer steps it like the others
+                parameter.grad = torch.zeros_like(parameter)
+        return loss.detach()
+
+    def is_summed(self, name: str) -> bool:
+        """Whether a parameter's gradient is summed over all ranks: each has found a part of it."""
+        return name not in self.parts
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """All layers, by number; of the experts in them this rank has a part."""
+        return dict(enumerate(self.model.layers))
+
+    def update(self) -> None:
+        """Clip by the norm of all gradients, each counted on the first rank that holds it, and take a step."""
+        if self.config.clip is not None:
+            named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            once = [gradient for name, gradient in named.items() if self.counts(name)]
+            clip_gradients(once, named.values(), self.config.clip, self.world)
+        self.optimizer.step()
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank is the first that holds its part of a parameter."""
+        rank = self.world.rank()
+        return rank < self.placement.ranks_of_a_copy if name in self.parts else rank == 0
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Dense tensors on rank 0, the parts of the first copy joined; nothing elsewhere."""
+        for name, parameter in self.model.named_parameters():
+            tag = self.peers.new_tag()
+            for prefix, tensor in self.own(kind, parameter).items():
+                joined: Tensor | None = tensor
+                if name in self.parts and tensor.dim():  # AdamW's number of steps is one number for all parts
+                    joined = self.joined(name.rpartition(".")[2], tensor, tag)
+                if joined is not None and self.world.rank() == 0:
+                    yield f"{prefix}.{name}" if prefix else name, joined
+
+    def own(self, kind: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """This rank's tensors of one kind, those of the optimizer by key."""
+        if kind == "optimizer":
+            return {key: value for key, value in self.optimizer.state[parameter].items() if isinstance(value, Tensor)}
+        tensor = parameter.detach() if kind == "weights" else parameter.grad
+        return {} if tensor is None else {"": tensor}
+
+    def joined(self, key: str, part: Tensor, tag: int) -> Tensor | None:
+        """The dense tensor of all parts, on rank 0."""
+        if self.world.rank() > 0:
+            sends = [(0, part.contiguous())] if self.world.rank() < self.placement.ranks_of_a_copy else []
+            for message in self.peers.post(tag, sends=sends)[1]:
+                message.wait()
+            return None
+        dense = part.new_empty(self.placement.shape(key, part))
+        boxes = [self.placement.box(key, rank) for rank in range(self.placement.ranks_of_a_copy)]
+        buffers = [part, *(torch.empty_like(dense[box]).contiguous() for box in boxes[1:])]
+        for message in self.peers.post(tag, receives=list(enumerate(buffers))[1:])[0]:
+            message.wait()
+        for box, buffer in zip(boxes, buffers, strict=True):
+            dense[box] = buffer
+        return dense
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of experts this rank's piece."""
+        state: dict[str, Any] = dict(live_state(self.model.named_parameters(), self.optimizer))
+        for label, tensor in state.items():
+            name = next((name for name in self.parts if label.endswith(f".{name}")), None)
+            if name is not None and tensor.dim():
+                state[label] = self.placement.piece(name.rpartition(".")[2], tensor, self.world.rank())
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: the state was filled in place."""
