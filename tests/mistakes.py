@@ -8,9 +8,14 @@ from workers.rank.modes import load
 WORLD_SIZE = 2  # odd and larger worlds are in each mode's own tests; three ranks take half as long again
 # What a mistake's needs do not say: sizes that it shows at.
 SIZES = {
+    "bias_apart": {"LAB_BALANCE": "bias"},
+    "biased_gates": {"LAB_BALANCE": "bias"},
+    "copies_apart": {"WORLD_SIZE": "4"},  # two axes
+    "gate_over_itself": {"LAB_TOP_K": "1"},
     "gather_all": {"LAB_DEPTH": "4"},
     "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},
     "lost_fold": {"WORLD_SIZE": "3"},  # no power of two
+    "lost_residual": {"LAB_CAPACITY": "0.4"},  # some tokens find no place at all
     "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},
     "stale_activation": {"WORLD_SIZE": "3"},  # a stage between two
 }
@@ -19,6 +24,7 @@ SMALL = {
     "comm": {"LAB_SWEEP_MIB": "0.25"},
     "largebatch": {"LAB_MODEL": "mlp", "LAB_STEPS": "32"},
     "compress": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
+    "moe": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2", "LAB_BATCH": "24"},
     "precision": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
     "dp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
     "fsdp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},

@@ -61,7 +61,7 @@ BALANCE_WEIGHT = 0.01  # Switch Transformers, section 2.2
 class Options(ModeOptions):
     """What only mixtures of experts know."""
 
-    sizes = {"depth": 4}  # noqa: RUF012  ModeOptions says that it is the class's
+    sizes = {"depth": 2}  # noqa: RUF012  ModeOptions says that it is the class's
     experts: int = Field(
         8, alias="LAB_EXPERTS", ge=1, le=4096, description="experts of each layer, on all ranks together"
     )

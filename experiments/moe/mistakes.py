@@ -39,6 +39,14 @@ class RoutersApart(ExpertParallel):
         return ".mlp." not in name
 
 
+class CopiesApart(ExpertParallel):
+    """Sums what all ranks hold, and thinks that experts are then done: each copy of them learns from its own ranks."""
+
+    def __init__(self, *given: Any) -> None:
+        model, placement, world, config, _ = given
+        super().__init__(model, placement, world, config)
+
+
 class LostResidual(ExpertParallel):
     """Puts what experts made in the place of the token, its residual added there: who has no place comes to nothing."""
 
@@ -164,6 +172,12 @@ MISTAKES = {
         "the router is taken for an expert: its gradient is not summed over the ranks, and routers drift apart",
         "gradients",
         Instead(APART, {"step": RoutersApart}),
+    ),
+    "copies_apart": Mistake(
+        "gradients of experts are not summed over the copies of them, which drift apart",
+        "copies",
+        Instead(("ep_dp",), {"step": CopiesApart}),
+        Needs(ranks=4),
     ),
     "left_sorted": Mistake(
         "rows go back in the order of the experts and not as they came: tokens get what others were computed to",

@@ -1,0 +1,258 @@
+"""Experts on ranks, the whole experiment: proven with drops and without, bytes by what was routed, at odd sizes."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments.moe import MODE, Options, Stays, mixing
+from experiments.moe.predictions import placements, predict, proper_divisor, travels
+from experiments.moe.routes import Routes, busiest, by_expert, by_rank, check_capacity, rows_of, tokens_of
+from tests.labs import TINY, built, copy_state, failed, run_experiment
+from workers.config import Config, ConfigError
+from workers.parallel.experts import Routed
+from workers.parallel.placement import Placement
+from workers.rank.refusals import refuse
+from workers.report.records import Chart, Check, Table, select
+from workers.testing.calls import Ranks
+from workers.workload.data import Batches
+
+pytestmark = pytest.mark.timeout(120)
+
+OURS = ("naive", "ep", "ep_dp", "ep_tp")
+BIG = {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}
+
+
+def config_of(world_size: int, **settings: str) -> Config:
+    return Config.read(TINY | {"RUN_MODE": "moe", "WORLD_SIZE": str(world_size)} | settings)
+
+
+# What could go wrong together: drops, a switch and a bias, fewer experts than ranks, tied ends, batches that divide by
+# nothing; four ranks have two axes.
+MIXES: list[tuple[int, dict[str, str]]] = [
+    (3, BIG | {"LAB_EXPERTS": "5", "LAB_CAPACITY": "0.7", "LAB_BATCH": "7", "LAB_TIE": "1", "LAB_DEPTH": "1"}),
+    (4, BIG | {"LAB_EXPERTS": "3", "LAB_TOP_K": "1", "LAB_BALANCE": "bias", "LAB_MODEL": "mlp", "LAB_BATCH": "13"}),
+    (2, {"LAB_EXPERTS": "2", "LAB_CAPACITY": "0", "LAB_BALANCE": "none", "LAB_MODEL": "mlp", "LAB_DTYPE": "bfloat16"}),
+    (1, {"LAB_EXPERTS": "1", "LAB_TOP_K": "1", "LAB_MODEL": "mlp", "LAB_DEPTH": "1"}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["drops", "mesh", "bfloat16", "alone"])
+def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+    run, records = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "moe", "LAB_STEPS": "3"} | settings))
+    assert failed(run) == set()
+    names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
+    proof = {"losses", "gradients", "weights"} | (
+        {"optimizer state", "clipped gradients"} if "LAB_CLIP" in settings else set()
+    )
+    could = set(OURS) - set(MODE.cannot(config_of(world_size)))
+    assert ("ep_dp" in could) == (world_size == 4)
+    for name in could:
+        assert {(name, claim) for claim in proof | {"capacity", "wire bytes", "calls", "rest bytes"}} <= names
+        assert ((name, "copies") in names) == (name == "ep_dp")
+    charts = [chart.title for _, chart in select(records, Chart)]
+    assert any("tokens of each expert" in title for title in charts)
+    assert any("busiest rank" in title for title in charts)
+    tables = [table for _, table in select(records, Table) if "the last step" in table.title]
+    assert len(tables) == len(could) + 1  # and PyTorch's
+    assert all(len(table.rows) == world_size for table in tables)
+
+
+def test_what_is_dropped_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"LAB_MODEL": "mlp", "LAB_CAPACITY": "0.5", "LAB_EXPERTS": "4", "LAB_VARIANT": "ep"}
+    _, records = run_experiment(ranks, 2, tmp_path, **({"RUN_MODE": "moe"} | settings))
+    details = [check.detail for _, check in select(records, Check) if check.name == "capacity"]
+    assert len(set(details)) == 1  # all ranks know all
+    dropped, asked = int(details[0].split()[0]), int(details[0].split()[2])
+    assert asked == 16 * 2 * 2 * (4 + 3)  # tokens, choices, layers; steps that were timed, and recorded
+    assert asked / 2 <= dropped < asked
+
+
+def test_the_proof_is_of_steps_that_drop_tokens(ranks: Ranks) -> None:
+    admitted, wanted = ranks(2, routed_of, config_of(2, LAB_CAPACITY="0.5", LAB_MODEL="mlp"))[0]
+    assert admitted < wanted
+
+
+def routed_of(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
+    """Rows that experts took in the first step of ep, and that tokens wanted."""
+    routes = Routes()
+    strategy = strategy_of("ep", group, config, routes)
+    strategy.backward(batches_of(config).dealt(0, group.rank(), group.size()))
+    (routed,) = routes.made["ep"][0]["layers.0.mlp"]
+    return sum(map(sum, routed.admitted)), sum(by_expert(routed))
+
+
+def strategy_of(name: str, group: dist.ProcessGroup, config: Config, routes: Routes | None = None) -> Any:
+    model = MODE.model(config, config.seed).double()
+    return built((routes or Routes()).watching(MODE), name, model, group, config)
+
+
+def batches_of(config: Config) -> Batches:
+    return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+
+
+def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
+    batches = batches_of(config)
+    strategies = [strategy_of(name, group, config) for _ in range(2)]
+    mine = group.rank(), group.size()
+    strategies[0].backward(batches.dealt(0, *mine))
+    strategies[0].update()
+    copy_state(strategies[0].state_dict(), state := strategies[1].state_dict())
+    strategies[1].load_state_dict(state)
+    for strategy in strategies:
+        strategy.backward(batches.dealt(1, *mine))
+        strategy.update()
+    pairs = zip(*(strategy.model.parameters() for strategy in strategies), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(4, "ep_dp"), (4, "ep_tp"), (3, "ep")])
+def test_a_state_that_was_saved_goes_on_alike(ranks: Ranks, world_size: int, name: str) -> None:
+    config = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_BALANCE="bias", LAB_EXPERTS="2", LAB_MODEL="mlp")
+    assert ranks(world_size, resumed, config, name) == [True] * world_size
+
+
+# --- what is claimed ---
+
+
+def test_what_travels_is_what_others_hold() -> None:
+    """Rows [n][E] of three ranks; ep on them has experts 0 and 1, 2, 3."""
+    admitted = [[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 0, 9]]
+    placement = Placement.spread(4, 8, ep=3)
+    assert travels(placement, 0, admitted) == (3 + 4 + 5 + 6, 3)
+    assert travels(placement, 2, admitted) == (4 + 8, 2)
+    assert travels(Placement.spread(4, 8, copies=3), 0, admitted) == (0, 0)
+    assert rows_of(placement, Routed([], admitted, 0)) == [14, 10, 21]
+    assert rows_of(Placement.spread(4, 8, copies=3), Routed([], admitted, 0)) == [10, 26, 9]
+
+
+def test_predictions_are_those_of_the_formulas() -> None:
+    config = config_of(4, LAB_DEPTH="1", LAB_MODEL="mlp", LAB_EXPERTS="4", LAB_TOP_K="1", LAB_BATCH="16")
+    mixed, ranks = mixing(config), 4
+    found = {(each.variant, each.name): each for each in predict(config, mixed)}
+    dense, expert = 2 * 16 + 4 * 16, 2 * 16 * 64  # norm and router; an expert
+    tables = 3 * 4 * 8  # a number an expert to three others
+    assert found["naive", "wire bytes"].value == (1.5 * 4 * (dense + 4 * expert) + tables,) * ranks
+    # Each rank's 4 tokens go evenly to 4 experts: 3 leave and 3 come.
+    assert found["ep", "wire bytes"].value == (1.5 * 4 * dense + tables + 2 * 6 * 16 * 4,) * ranks
+    assert found["ep", "rest bytes"].value == (8.0 * (dense + expert),) * ranks
+    assert found["naive", "rest bytes"].value == (8.0 * (dense + 4 * expert),) * ranks
+    assert found["ep", "wire bytes"].shown
+    assert not found["naive", "wire bytes"].shown
+    routed = predict(config, mixed, {"ep": [[[4, 0, 0, 0]] * 4]})
+    (wire,) = [each for each in routed if each.name == "wire bytes"]
+    beside = 1.5 * 4 * dense + tables
+    assert wire.value == (beside + 2 * 12 * 16 * 4, *[beside + 2 * 4 * 16 * 4] * 3)
+    assert wire.decides
+
+
+@pytest.mark.parametrize(("number", "divisor"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4)])
+def test_two_axes_are_a_divisor_and_the_rest(number: int, divisor: int) -> None:
+    assert proper_divisor(number) == divisor
+    for name, placement in placements(config_of(number), mixing(config_of(number))).items():
+        assert placement.ranks_of_a_copy * placement.copies == number, name
+
+
+def claims_of(routed: Routed, **settings: str) -> list[Any]:
+    """What the check of capacity says of one layer's batch."""
+    config, routes = config_of(2, **settings), Routes()
+    routes.timed = {"ep": {"layers.0.mlp": [routed]}}
+    claims: list[Any] = []
+    lab: Any = SimpleNamespace(config=config, check=lambda *claim: claims.append(claim))
+    check_capacity(lab, routes, mixing(config))
+    return claims
+
+
+@pytest.mark.parametrize(("taken", "off"), [([[4, 0], [1, 3]], 0), ([[3, 0], [1, 3]], 1), ([[4, 0], [3, 3]], 2)])
+def test_an_expert_that_takes_another_number_is_seen(taken: list[list[int]], off: int) -> None:
+    """Eight tokens of mlp choose one of two experts, five of them the first, which has ceil(1.25·8/2) = 5 places."""
+    routed = Routed([[[4, 0]], [[1, 3]]], taken, 5)
+    settings = {"LAB_EXPERTS": "2", "LAB_TOP_K": "1", "LAB_BATCH": "8", "LAB_MODEL": "mlp"}
+    ((name, difference, tolerance, *_),) = claims_of(routed, **settings)
+    assert (name, difference, tolerance) == ("capacity", off, 0)
+
+
+def test_the_busiest_rank_sets_the_pace() -> None:
+    assert busiest([3, 1]) == 1.5
+    assert busiest([0, 0]) == 1
+    layers = [Routed([[[4, 0]], [[2, 2]]], [[3, 0], [1, 2]], 4), Routed([[[0, 4]], [[0, 4]]], [[0, 4], [0, 0]], 4)]
+    times = [{"forward": 0.001, "backward": 0.002, "waiting": 0.5}] * 2
+    title, _, rows = by_rank("ep", Placement.spread(2, 4, ep=2), layers, times)
+    assert title.endswith(f"{(4 + 4) / (3 + 2):.2f} x the mean rank's rows")
+    assert rows == [
+        ["rank 0", "0 to 0", 8, 1, 4, "0.80", "3", "500"],
+        ["rank 1", "1 to 1", 8, 5, 6, "1.20", "3", "500"],
+    ]
+
+
+def test_notes_of_the_timed_steps_are_told_from_the_others() -> None:
+    routes = Routes()
+    strategy = SimpleNamespace(model=SimpleNamespace(mixtures={"layers.0.mlp": SimpleNamespace(seen=None)}))
+    ((variant,),) = [[each for each in MODE.variants if each.name == "ep"]]
+    mode = replace(MODE, variants=(replace(variant, build=lambda *_: strategy),))
+    build = routes.watching(mode).variants[0].build
+    assert build is not None
+    mixture, made = strategy.model.mixtures["layers.0.mlp"], []
+    for number in range(3):  # the proof, the timed steps, the counted one
+        build(strategy.model, None, None)
+        mixture.seen.append(number)
+        made.append(mixture.seen)
+        if number == 1:
+            routes.timed_steps_are_done()
+    routes.all_is_done()
+    assert routes.timed["ep"]["layers.0.mlp"] is made[1]
+    assert routes.counted["ep"]["layers.0.mlp"] is made[2]
+
+
+def test_tokens_are_bytes_of_text_or_samples() -> None:
+    assert tokens_of(config_of(2)) == 16 * 8
+    assert tokens_of(config_of(2, LAB_MODEL="mlp")) == 16
+
+
+def test_what_stays_is_computed_where_it_is() -> None:
+    stays = Stays(1)
+    assert stays.addressed([[1, 2], [0, 3]]).tolist() == [0, 1, 2]
+    assert stays("rows", [[1, 2], [0, 3]], lambda *given: given) == ("rows", [0, 3])  # type: ignore[arg-type]
+
+
+def test_balance_is_a_loss_a_bias_or_nothing() -> None:
+    found = {name: mixing(config_of(2, LAB_BALANCE=name)) for name in ("loss", "bias", "none")}
+    assert {name: (each.balance, each.by_bias) for name, each in found.items()} == {
+        "loss": (0.01, False), "bias": (0.0, True), "none": (0.0, False),
+    }  # fmt: skip
+    assert config_of(2).own(Options).top_k == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"LAB_MODEL": "line"}, "LAB_MODEL='line' has no MLP of the lab's for experts to replace"),
+        ({"LAB_TOP_K": "9"}, "LAB_TOP_K=9 is more than LAB_EXPERTS=8, allowed: 1 to 8"),
+        ({"LAB_MICROBATCHES": "2"}, "LAB_MICROBATCHES=2 parts a batch whose tokens share the places"),
+        ({"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
+        ({"LAB_VARIANT": "ep_dp", "WORLD_SIZE": "3"}, "WORLD_SIZE=3 is no product of two axes"),
+        ({"LAB_VARIANT": "ep", "LAB_DEVICE": "cuda"}, "gloo sends no rows that live on a GPU"),
+        ({"LAB_BUG": "gate_over_itself"}, "LAB_TOP_K=2: it takes 1"),
+        ({"LAB_BUG": "bias_apart"}, "LAB_BALANCE=loss: it takes bias"),
+        ({"LAB_BUG": "lost_residual"}, "LAB_CAPACITY=1.25: it takes less than 1/LAB_TOP_K"),
+        ({"LAB_BUG": "local_capacity", "LAB_CAPACITY": "0"}, "LAB_CAPACITY=0: it takes more than 0"),
+        ({"LAB_BUG": "aux_on_every_rank", "LAB_BALANCE": "none", "LAB_ROUTER_Z": "0"}, "it takes an auxiliary loss"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse(config_of(4, **settings), MODE)
+    (fault,) = refused.value.faults
+    assert words in fault
+
+
+def test_defaults_are_refused_nowhere() -> None:
+    for world_size in range(1, 9):
+        for model in ("gpt", "mlp"):
+            config = Config.read({"RUN_MODE": "moe", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
+            refuse(config, MODE)
+            assert bool(MODE.cannot(config)) == (world_size not in (4, 6, 8))
