@@ -210,6 +210,7 @@ class Mode:
         None  # on a lab.Lab; None: all variants are measured, and held against `predict`
     )
     model: Callable[[Config, int], Model] = build_model  # by a seed, in float32 on the CPU: what one process trains
+    more_parameters: Callable[[Config], float] = lambda config: 0.0  # noqa: ARG005  than LAB_MODEL has, to foretell memory
     title: Callable[[Config], str] = trained
     options: type[ModeOptions] = ModeOptions  # its own variables, and sizes where its defaults differ
     axes: Callable[[Config], dict[str, int]] = lambda config: {"dp": config.world_size}  # the batch is dealt along "dp"

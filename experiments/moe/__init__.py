@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.moe.mistakes import MISTAKES
-from experiments.moe.predictions import placements, predict
+from experiments.moe.predictions import more_parameters, placements, predict
 from experiments.moe.refusals import cannot, refuse
 from experiments.moe.routes import Routes, check_capacity, draw, tokens_of
 from experiments.moe.torchs import AllToAllSingle
@@ -239,6 +239,7 @@ MODE = Mode(
     ),
     run=run,
     model=lambda config, seed: build_mixture(config, seed, mixing(config)),
+    more_parameters=lambda config: more_parameters(config, config.own(Options).experts),
     title=lambda config: outline_mixture(config, mixing(config)).describe(),
     options=Options,
     predict=lambda config: predict(config, mixing(config)),

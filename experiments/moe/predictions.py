@@ -143,6 +143,12 @@ def bucket_bytes(config: Config, sizes: list[int]) -> list[int]:
     return [sum(nbytes[index] for index in bucket) for bucket in layout(nbytes, config.bucket_mib * 2**20)]
 
 
+def more_parameters(config: Config, experts: int) -> float:
+    """Than the model has without experts: these and a router in place of the MLP of each layer."""
+    width, layers = float(config.width), float(config.depth)
+    return layers * (experts * (8 * width**2 + width) - 8 * width**2 - 5 * width)
+
+
 def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel, shown: str) -> Prediction:
     """Weights, gradients and optimizer state: all that is no expert on every rank, of the experts its own."""
     itemsize, adam = getattr(torch, config.dtype).itemsize, config.optimizer == "adamw"

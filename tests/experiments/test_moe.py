@@ -20,6 +20,7 @@ from workers.rank.refusals import refuse
 from workers.report.records import Chart, Check, Table, select
 from workers.testing.calls import Ranks
 from workers.workload.data import Batches
+from workers.workload.model import outline
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -148,6 +149,14 @@ def test_predictions_are_those_of_the_formulas() -> None:
     beside = 1.5 * 4 * dense + tables
     assert wire.value == (beside + 2 * 12 * 16 * 4, *[beside + 2 * 4 * 16 * 4] * 3)
     assert wire.decides
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_parameters_are_foretold_as_they_are(name: str) -> None:
+    config = config_of(2, LAB_MODEL=name, LAB_EXPERTS="5")
+    found = MODE.model(config, 1).num_parameters()
+    assert outline(config).num_parameters() + MODE.more_parameters(config) == found
+    assert f"{found / 1e3:.1f}k parameters" in MODE.title(config)
 
 
 @pytest.mark.parametrize(("number", "divisor"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4)])

@@ -113,7 +113,8 @@ def estimate(config: Config, mode: Mode, here: int) -> Estimate:
     if not num_variants:  # a mode that trains nothing
         return Estimate({"the ranks themselves": here * BASE_BYTES}, 0.0)
     item, parts = ITEMSIZE[config.dtype], config.world_size if mode.shards else 1
-    count, copies = num_parameters(config), num_variants + 1  # and one process beside them
+    count = num_parameters(config) + mode.more_parameters(config)
+    copies = num_variants + 1  # and one process beside them
     state = 4 if config.optimizer == "adamw" else 2  # weights, gradients, two moments
     trained = num_variants * state * item * count / parts + 4 * count
     proven = (3 / parts + 1) * 8 * count if config.proof else 0.0

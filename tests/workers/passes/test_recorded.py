@@ -82,6 +82,14 @@ def test_what_is_ones_own_or_gloos_own_way_is_only_shown(name: str, ops: set[str
     assert [each.decides for each in found] == decides
 
 
+def test_steps_that_are_never_alike_are_only_shown() -> None:
+    lab = lab_alone()
+    compare_drawn(lab, {"ep": Drawn(900.0, 2, alike=False)}, {"ep": counted(1000.0, 1000.0, 0)["flat"]})
+    found = [each for each in lab.journal.records if isinstance(each, records.Comparison)]
+    assert {each.shown for each in found} == {"no two of its steps send the same"}
+    assert not any(each.decides for each in found)
+
+
 def test_messages_are_counted_as_gloo_sends_them() -> None:
     def message(op: str, *ranks: int) -> Message:
         return Message(op, ranks, 8.0, 8, 0, 0.0, 1.0)

@@ -34,7 +34,7 @@ def test_a_trace_is_refused_where_none_would_be_written(mode: str) -> None:
     assert len(found) == (mode in UNTIMED)
     if found:
         what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
-        assert found[0] == f"{what}, and {mode} has none, allowed: compress, dp, fsdp, pp, precision, server, tp"
+        assert found[0] == f"{what}, and {mode} has none, allowed: compress, dp, fsdp, moe, pp, precision, server, tp"
     assert refused(mode, LAB_TRACE="0") == []
 
 
@@ -58,10 +58,10 @@ def test_recomputation_is_refused_where_layers_are_not_whole(mode: str) -> None:
 @pytest.mark.parametrize("mode", modes())
 def test_checkpoints_are_refused_where_none_are_made(mode: str, tmp_path: Path) -> None:
     found = refused(mode, LAB_CHECKPOINT_EVERY="5", LAB_RUNS_DIR=str(tmp_path))
-    assert (found == []) == (mode in ("cp", "dp", "fsdp", "pp", "tp"))
+    assert (found == []) == (mode in ("cp", "dp", "fsdp", "moe", "pp", "tp"))
     for sentence in found:
         assert sentence.startswith(f"LAB_CHECKPOINT_EVERY=5: {mode} ")
-        assert sentence.endswith("; checkpoints go with dp, fsdp, pp, tp")
+        assert sentence.endswith("; checkpoints go with cp, dp, fsdp, moe, pp, tp")
 
 
 def test_variants_that_these_settings_rule_out_are_refused_only_by_name() -> None:
