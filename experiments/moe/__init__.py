@@ -23,7 +23,8 @@ and find the same losses, since each knows how often all others want each expert
   ep_torch    ep with PyTorch's all_to_all_single
 
 LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE is `loss` (its section 2.2), `bias`
-(DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2: no loss that pulls at the router) or `none`.
+(DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2: no loss that pulls at the router) or `none`. Ranks that share cores
+take turns, whoever has more rows: LAB_ROW_US pretends compute that takes no core.
 """
 
 import hashlib
@@ -36,8 +37,9 @@ from torch import Tensor
 
 from experiments.moe.mistakes import MISTAKES
 from experiments.moe.predictions import more_parameters, placements, predict
+from experiments.moe.pretend import pretend_compute
 from experiments.moe.refusals import cannot, refuse
-from experiments.moe.routes import Routes, check_capacity, draw, tokens_of
+from experiments.moe.routes import Routes, check_capacity, compare_pace, draw, tokens_of
 from experiments.moe.torchs import AllToAllSingle
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
@@ -77,6 +79,14 @@ class Options(ModeOptions):
         0.001, alias="LAB_ROUTER_Z", ge=0, le=1000, allow_inf_nan=False,
         description="weight of the router's z-loss, which keeps its scores small",
     )  # fmt: skip
+    row_us: float = Field(
+        0, alias="LAB_ROW_US", ge=0, le=1e6, allow_inf_nan=False,
+        description="microseconds of pretended compute of a row forward through an expert, twice that backward",
+    )  # fmt: skip
+
+    def untimed(self) -> "Options":
+        """Without pretended compute."""
+        return self.model_copy(update={"row_us": 0})
 
 
 def mixing(config: Config) -> Mixing:
@@ -99,6 +109,7 @@ def naive(model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = Mixtur
     """Data parallel: each rank computes its own tokens by all experts, and all gradients are summed."""
     everything = Placement.spread(config.own(Options).experts, 4 * config.width, copies=mesh.group.size())
     distribute(model, everything, mesh.group, Stays(mesh.group.rank()), layer)
+    pretend(model, everything, config)
     buckets = GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20)
     return Replica(model, config, buckets)
 
@@ -164,7 +175,15 @@ def apart(
     held = [placement.experts_of(member) for member in members]
     carries = way(held, members, members.index(world.rank()), swap)
     distribute(model, placement, world, carries, layer)
+    pretend(model, placement, config)
     return step(model, placement, world, config, copies)
+
+
+def pretend(model: MixtureModel, placement: Placement, config: Config) -> None:
+    """With LAB_ROW_US a rank's experts, or its parts of them, sleep behind each row."""
+    row_us = config.own(Options).row_us
+    if row_us:
+        pretend_compute(model, row_us / 1e6 / len(placement.hidden) / config.slowed_to)
 
 
 # --- the run ---
@@ -192,7 +211,9 @@ def run(lab: Lab) -> None:
         if prediction.name == "calls" and prediction.variant in measured:
             traffic = measured[prediction.variant].traffic
             lab.compare_calls(prediction.variant, prediction.value[lab.rank], traffic, prediction.formula)
-    draw(lab, routes, placements(config, mixed), mixed)
+    placed = placements(config, mixed)
+    draw(lab, routes, placed, mixed)
+    compare_pace(lab, routes, placed, config.own(Options).row_us / 1e6)
 
 
 def summary(config: Config, mixed: Mixing) -> str:
@@ -250,7 +271,7 @@ MODE = Mode(
         "experiments/moe/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/routing.py: which token goes to which expert, on ranks as in one process",
         "workers/parallel/dispatch.py: rows to the ranks of their experts, and back",
-        "workers/parallel/experts.py: who holds what, and the layer around it",
+        "workers/parallel/experts.py: the layer around both; placement.py: who holds which experts",
         "workers/strategies/experts.py: the step around them, and whose gradients are summed over whom",
     ),
 )

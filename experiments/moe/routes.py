@@ -5,9 +5,10 @@ A rank knows the table of all ranks (workers/parallel/routing.py), so any of the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, median
 from typing import Any, TypeAlias
 
+from experiments.moe.pretend import pretended_s
 from workers.config import Config
 from workers.contract import Build, Mode, Strategy
 from workers.lab import Lab
@@ -116,6 +117,21 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
         lab.table(*by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in everyone]))
     if curves:
         lab.chart("rows of the busiest rank over the mean, of all layers", "step", "x the mean", curves)
+
+
+def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_s: float) -> None:
+    """What imbalance costs: pretended compute of the busiest ranks, one layer after the other, beside a step's time."""
+    for name, seconds in lab.profiles().items() if row_s and lab.rank == 0 else ():
+        steps = [
+            pretended_s([rows_of(placed[name], routed) for routed in layers], row_s / len(placed[name].hidden))
+            for layers in zip(*routes.timed[name].values(), strict=True)
+        ]
+        if steps:
+            formula = "3 x LAB_ROW_US x rows of each layer's busiest rank"
+            lab.compare(
+                "paced by the busiest", median(steps), sum(seconds.values()), "s", variant=name, formula=formula,
+                shown="a time",
+            )  # fmt: skip
 
 
 def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:

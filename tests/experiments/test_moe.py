@@ -1,5 +1,6 @@
 """Experts on ranks, the whole experiment: proven with drops and without, bytes by what was routed, at odd sizes."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import torch.distributed as dist
 
 from experiments.moe import MODE, Options, Stays, mixing
 from experiments.moe.predictions import placements, predict, proper_divisor, travels
-from experiments.moe.routes import Routes, busiest, by_expert, by_rank, check_capacity, rows_of, tokens_of
+from experiments.moe.pretend import pretend_compute, pretended_s
+from experiments.moe.routes import Routes, busiest, by_expert, by_rank, check_capacity, compare_pace, rows_of, tokens_of
 from tests.labs import TINY, built, copy_state, failed, run_experiment
 from workers.config import Config, ConfigError
 from workers.parallel.experts import Routed
@@ -196,6 +198,37 @@ def test_the_busiest_rank_sets_the_pace() -> None:
         ["rank 0", "0 to 0", 8, 1, 4, "0.80", "3", "500"],
         ["rank 1", "1 to 1", 8, 5, 6, "1.20", "3", "500"],
     ]
+
+
+def test_experts_pretend_to_compute_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    mixture = SimpleNamespace(compute=lambda rows, _: 2 * rows)
+    pretend_compute(SimpleNamespace(mixtures={"layers.0.mlp": mixture}), 0.5)  # type: ignore[arg-type]
+    rows = torch.ones(3, 2, requires_grad=True)
+    done = mixture.compute(rows, [1, 2])
+    done.sum().backward()
+    assert slept == [1.5, 3.0]
+    assert bool((done == 2).all())
+    assert rows.grad is not None
+    assert bool((rows.grad == 2).all())
+
+
+def test_a_step_is_paced_by_each_layers_busiest_rank() -> None:
+    assert pretended_s([[4, 1], [2, 7]], 0.01) == pytest.approx(3 * 0.01 * (4 + 7))
+    layers = [Routed([], [[3, 0], [1, 2]], 4), Routed([], [[0, 4], [0, 0]], 4)]
+    routes, claims = Routes(), list[Any]()
+    routes.timed = {"ep_tp": {f"layers.{number}.mlp": [layer] for number, layer in enumerate(layers)}}
+    lab: Any = SimpleNamespace(
+        profiles=lambda: {"ep_tp": {"forward": 0.1, "waiting": 0.2}}, rank=0,
+        compare=lambda *claim, **words: claims.append((*claim, words)),
+    )  # fmt: skip
+    compare_pace(lab, routes, {"ep_tp": Placement.spread(2, 4, ep=1, tp=2)}, 0.01)
+    ((name, predicted, measured, unit, words),) = claims
+    assert (name, unit, words["shown"]) == ("paced by the busiest", "s", "a time")
+    assert (predicted, measured) == (pytest.approx(3 * 0.005 * (6 + 4)), pytest.approx(0.3))
+    compare_pace(lab, routes, {}, 0.0)  # nothing is pretended
+    assert len(claims) == 1
 
 
 def test_notes_of_the_timed_steps_are_told_from_the_others() -> None:
