@@ -46,12 +46,12 @@ from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
+from workers.measure.formulas.experts import even_row_bytes, expert_places
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.dispatch import AllToAll, Compute, Dispatch, Swap
 from workers.parallel.experts import MixtureOfExperts
 from workers.parallel.mesh import Mesh
 from workers.parallel.placement import Placement
-from workers.parallel.routing import capacity
 from workers.passes.measure import measure
 from workers.strategies.experts import ExpertParallel, distribute
 from workers.strategies.replica import Replica
@@ -218,12 +218,14 @@ def run(lab: Lab) -> None:
 
 def summary(config: Config, mixed: Mixing) -> str:
     """One line of what a token costs, and what an expert takes."""
-    tokens = tokens_of(config)
-    places = capacity(tokens, mixed.top_k, mixed.num_experts, mixed.capacity_factor)
-    bound = f"an expert takes {places}" if mixed.capacity_factor else "no token is dropped"
+    tokens, itemsize = tokens_of(config), getattr(torch, config.dtype).itemsize
+    places = expert_places(tokens, mixed.top_k, mixed.num_experts, mixed.capacity_factor)
+    bound = f"takes {places} at most" if mixed.capacity_factor else "drops none"
+    sent = even_row_bytes(config.world_size, tokens, mixed.top_k, config.width, itemsize)
     return (
-        f"{tokens} tokens a step choose {mixed.top_k} of {mixed.num_experts} experts, evenly "
-        f"{tokens * mixed.top_k / mixed.num_experts:.4g} each; {bound}"
+        f"{tokens} tokens a step choose {mixed.top_k} of {mixed.num_experts} experts: each is wanted "
+        f"{tokens * mixed.top_k / mixed.num_experts:.4g} times if evenly, and {bound}; in ep a rank then sends "
+        f"{sent / 1e6:.3g} MB of rows a layer"
     )
 
 

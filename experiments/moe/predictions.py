@@ -11,6 +11,7 @@ import torch
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes
+from workers.measure.formulas.experts import row_bytes
 from workers.measure.formulas.messages import gloo_all_reduce_messages, half_messages
 from workers.measure.formulas.sharding import rest_bytes
 from workers.parallel.buckets import layout
@@ -76,9 +77,9 @@ def traffic(
     for rank in range(ranks):
         travelling = [travels(placement, rank, admitted) for admitted in layers]
         sums = summed(name, config, placement, model, rank)
-        rows, sends = (sum(each) for each in zip(*travelling, strict=True)) if layers else (0, 0)
+        given, taken, sends = (sum(each) for each in zip(*travelling, strict=True))
         nbytes.append(
-            2 * rows * config.width * itemsize
+            row_bytes(given, taken, config.width, itemsize)
             + len(layers) * all_gather_bytes("gloo", ranks, table)
             + sum(all_reduce_bytes("gloo", number, size) for number, size in sums)
         )
@@ -109,14 +110,12 @@ def summed(name: str, config: Config, placement: Placement, model: MixtureModel,
     return sums + [(ranks, NUMBER_BYTES)] * (config.clip is not None)  # the norm to clip by
 
 
-def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, int]:
-    """Rows that `rank` gives and takes in one layer, itself left out, and to or from how many others."""
-    if placement.ranks_of_a_copy == 1:
-        return 0, 0
+def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, int, int]:
+    """Rows that `rank` gives and takes in one layer, itself left out, and to and from how many others."""
     others = [member for member in placement.members(rank) if member != rank]
     given = [sum(admitted[rank][expert] for expert in placement.experts_of(other)) for other in others]
     taken = [sum(admitted[other][expert] for expert in placement.experts_of(rank)) for other in others]
-    return sum(given) + sum(taken), sum(rows > 0 for rows in given + taken)
+    return sum(given), sum(taken), sum(rows > 0 for rows in given + taken)
 
 
 def dense_sizes(model: MixtureModel) -> list[int]:

@@ -12,9 +12,9 @@ from experiments.moe.pretend import pretended_s
 from workers.config import Config
 from workers.contract import Build, Mode, Strategy
 from workers.lab import Lab
+from workers.measure.formulas.experts import expert_places
 from workers.parallel.experts import Routed
 from workers.parallel.placement import Placement
-from workers.parallel.routing import capacity
 from workers.workload.experts import Mixing
 
 Notes: TypeAlias = dict[str, list[Routed]]  # of each layer by name, a batch after the other
@@ -65,7 +65,7 @@ def tokens_of(config: Config) -> int:
 
 def check_capacity(lab: Lab, routes: Routes, mixing: Mixing) -> None:
     """Of every step and layer: an expert takes all that want it, up to the places that the whole batch gives it."""
-    places = capacity(tokens_of(lab.config), mixing.top_k, mixing.num_experts, mixing.capacity_factor)
+    places = expert_places(tokens_of(lab.config), mixing.top_k, mixing.num_experts, mixing.capacity_factor)
     for name, notes in routes.timed.items():
         off = dropped = asked = 0
         for routed in [each for of_layer in notes.values() for each in of_layer]:

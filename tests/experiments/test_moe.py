@@ -126,9 +126,9 @@ def test_what_travels_is_what_others_hold() -> None:
     """Rows [n][E] of three ranks; ep on them has experts 0 and 1, 2, 3."""
     admitted = [[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 0, 9]]
     placement = Placement.spread(4, 8, ep=3)
-    assert travels(placement, 0, admitted) == (3 + 4 + 5 + 6, 3)
-    assert travels(placement, 2, admitted) == (4 + 8, 2)
-    assert travels(Placement.spread(4, 8, copies=3), 0, admitted) == (0, 0)
+    assert travels(placement, 0, admitted) == (3 + 4, 5 + 6, 3)
+    assert travels(placement, 2, admitted) == (0, 4 + 8, 2)
+    assert travels(Placement.spread(4, 8, copies=3), 0, admitted) == (0, 0, 0)
     assert rows_of(placement, Routed([], admitted, 0)) == [14, 10, 21]
     assert rows_of(Placement.spread(4, 8, copies=3), Routed([], admitted, 0)) == [10, 26, 9]
 
