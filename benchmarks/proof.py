@@ -1,6 +1,6 @@
 """How far N ranks are from one process, for N = 1 to 8: `python -m benchmarks.proof`.
 
-The proof of dp, fsdp, tp and pp at each world size, all variants that can run, little dividing evenly: the largest
+The proof of dp, fsdp, tp, pp and moe at each world size, all variants that can run, little dividing evenly: the largest
 differences of losses, gradients and updated weights in float64.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.rounds import table
 
 TOP = Path(__file__).parent.parent
 TARGET = 1e-12
-MODES = ("dp", "fsdp", "tp", "pp")
+MODES = ("dp", "fsdp", "tp", "pp", "moe")
 SIZES = {"LAB_WIDTH": "24", "LAB_HEADS": "8", "LAB_DEPTH": "8", "LAB_SEQ": "15", "LAB_BATCH": "17", "LAB_STEPS": "1"}
 
 
