@@ -135,18 +135,23 @@ def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_
 
 
 def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
-    """How often each expert was wanted by each rank's tokens, in the last step of the layer where it is most uneven."""
+    """How often each expert was wanted, and took a token, in the last step of the layer where it is most uneven."""
     layer, last = max(
         ((layer, of_layer[-1]) for layer, of_layer in notes.items()), key=lambda each: max(by_expert(each[1]))
     )
     experts = [float(expert) for expert in range(mixing.num_experts)]
-    series = {"wanted by all ranks": [experts, [float(each) for each in by_expert(last)]]}
-    for rank, of_choices in enumerate(last.wanted):
-        series[f"by rank {rank}"] = [experts, [float(sum(each)) for each in zip(*of_choices, strict=True)]]
-    series["taken"] = [experts, [float(sum(each)) for each in zip(*last.admitted, strict=True)]]
+    series = {
+        "wanted": [experts, [float(each) for each in by_expert(last)]],
+        "taken": [experts, [float(sum(each)) for each in zip(*last.admitted, strict=True)]],
+    }
     if mixing.capacity_factor:
         series["places"] = [experts, [float(last.places)] * len(experts)]
     lab.chart(f"{name}, {layer}: tokens of each expert in the last step", "expert", "tokens", series)
+    by_whom = {
+        f"rank {rank}": [experts, [float(sum(each)) for each in zip(*of_choices, strict=True)]]
+        for rank, of_choices in enumerate(last.wanted)
+    }
+    lab.chart(f"{name}, {layer}: whose tokens they are", "expert", "tokens that want it", by_whom)
 
 
 def by_rank(

@@ -13,7 +13,17 @@ import torch.distributed as dist
 from experiments.moe import MODE, Options, Stays, mixing
 from experiments.moe.predictions import placements, predict, proper_divisor, travels
 from experiments.moe.pretend import pretend_compute, pretended_s
-from experiments.moe.routes import Routes, busiest, by_expert, by_rank, check_capacity, compare_pace, rows_of, tokens_of
+from experiments.moe.routes import (
+    Routes,
+    busiest,
+    by_expert,
+    by_rank,
+    check_capacity,
+    compare_pace,
+    draw_experts,
+    rows_of,
+    tokens_of,
+)
 from tests.labs import TINY, built, copy_state, failed, run_experiment
 from workers.config import Config, ConfigError
 from workers.parallel.experts import Routed
@@ -59,6 +69,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
         assert ((name, "copies") in names) == (name == "ep_dp")
     charts = [chart.title for _, chart in select(records, Chart)]
     assert any("tokens of each expert" in title for title in charts)
+    assert any("whose tokens they are" in title for title in charts)
     assert any("busiest rank" in title for title in charts)
     tables = [table for _, table in select(records, Table) if "the last step" in table.title]
     assert len(tables) == len(could) + 1  # and PyTorch's
@@ -198,6 +209,18 @@ def test_the_busiest_rank_sets_the_pace() -> None:
         ["rank 0", "0 to 0", 8, 1, 4, "0.80", "3", "500"],
         ["rank 1", "1 to 1", 8, 5, 6, "1.20", "3", "500"],
     ]
+
+
+def test_each_experts_tokens_are_drawn_as_they_were_routed() -> None:
+    """Two ranks, two choices of each token, two experts of which the first has three places."""
+    routed = Routed([[[2, 0], [0, 2]], [[2, 1], [1, 2]]], [[2, 2], [1, 3]], 3)
+    charts: dict[str, Any] = {}
+    lab: Any = SimpleNamespace(chart=lambda title, _x, _y, series: charts.update({title.partition(": ")[2]: series}))
+    mixed = mixing(config_of(2, LAB_EXPERTS="2"))
+    draw_experts(lab, "ep", {"layers.0.mlp": [routed]}, mixed)
+    of_each, by_whom = charts.values()
+    assert of_each == {"wanted": [[0, 1], [5, 5]], "taken": [[0, 1], [3, 5]], "places": [[0, 1], [3, 3]]}
+    assert by_whom == {"rank 0": [[0, 1], [2, 2]], "rank 1": [[0, 1], [3, 3]]}
 
 
 def test_experts_pretend_to_compute_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
