@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.moe.mistakes import MISTAKES
-from experiments.moe.predictions import more_parameters, placements, predict
+from experiments.moe.predictions import more_parameters, num_buckets, placements, predict
 from experiments.moe.pretend import pretend_compute
 from experiments.moe.refusals import cannot, refuse
 from experiments.moe.routes import Routes, check_capacity, compare_pace, draw, tokens_of
@@ -47,6 +47,7 @@ from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas.experts import even_row_bytes, expert_places
+from workers.measure.order import Order
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.dispatch import AllToAll, Compute, Dispatch, Swap
 from workers.parallel.experts import MixtureOfExperts
@@ -211,6 +212,8 @@ def run(lab: Lab) -> None:
         if prediction.name == "calls" and prediction.variant in measured:
             traffic = measured[prediction.variant].traffic
             lab.compare_calls(prediction.variant, prediction.value[lab.rank], traffic, prediction.formula)
+    for name in [name for name in measured if name not in lab.mode.by_torch]:
+        check_overlap(lab, name, measured[name].order, num_buckets(name, config, mixed, lab.rank))
     placed = placements(config, mixed)
     draw(lab, routes, placed, mixed)
     compare_pace(lab, routes, placed, config.own(Options).row_us / 1e6)
@@ -234,6 +237,13 @@ def holds(config: Config, mixed: Mixing, rank: int) -> str:
     mine = placements(config, mixed)["ep"].experts_of(rank)
     which = ", ".join(map(str, mine)) or "none"
     return f"holds      with ep {len(mine)} of {mixed.num_experts} experts a layer: {which}"
+
+
+def check_overlap(lab: Lab, name: str, order: Order, buckets: int) -> None:
+    """All sums of gradients begin before the backward pass is over, however many tokens travel inside of it."""
+    over = max(order.where("end", "backward"), default=-1)
+    early = sum(place < over for place in order.where("call", "all_reduce"))
+    lab.compare("launched early", buckets, early, "buckets", variant=name, formula="all buckets")
 
 
 def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:

@@ -47,6 +47,15 @@ class CopiesApart(ExpertParallel):
         super().__init__(model, placement, world, config)
 
 
+class LateSums(ExpertParallel):
+    """Thinks that messages inside of the backward pass leave no room for sums, and begins them after it."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        for sums in self.sums:
+            sums.overlap = False
+
+
 class LostResidual(ExpertParallel):
     """Puts what experts made in the place of the token, its residual added there: who has no place comes to nothing."""
 
@@ -178,6 +187,12 @@ MISTAKES = {
         "copies",
         Instead(("ep_dp",), {"step": CopiesApart}),
         Needs(ranks=4),
+    ),
+    "late_sums": Mistake(
+        "gradients are summed when the backward pass is over, and no sum travels while it computes",
+        "launched early",
+        Instead(APART, {"step": LateSums}),
+        Needs(proof=False),
     ),
     "left_sorted": Mistake(
         "rows go back in the order of the experts and not as they came: tokens get what others were computed to",

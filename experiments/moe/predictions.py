@@ -77,6 +77,8 @@ def traffic(
     for rank in range(ranks):
         travelling = [travels(placement, rank, admitted) for admitted in layers]
         sums = summed(name, config, placement, model, rank)
+        if config.clip is not None and name != "naive":  # whose ranks all have all gradients, and so their norm
+            sums.append((ranks, NUMBER_BYTES))
         given, taken, sends = (sum(each) for each in zip(*travelling, strict=True))
         nbytes.append(
             row_bytes(given, taken, config.width, itemsize)
@@ -98,16 +100,21 @@ def traffic(
 
 
 def summed(name: str, config: Config, placement: Placement, model: MixtureModel, rank: int) -> list[tuple[int, int]]:
-    """Of each all_reduce of a step how many ranks sum how many bytes."""
+    """Of each bucket of gradients how many ranks sum how many bytes."""
     ranks = config.world_size
-    if name == "naive":  # everything in the same buckets; all have all gradients, and so their norm
+    if name == "naive":  # everything in the same buckets
         sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
         return [(ranks, size) for size in bucket_bytes(config, sizes)]
     sums = [(ranks, size) for size in bucket_bytes(config, dense_sizes(model))]
     if placement.copies > 1:
         held = [size for size in expert_sizes(placement, model, rank) if size]
         sums += [(placement.copies, size) for size in bucket_bytes(config, held)]
-    return sums + [(ranks, NUMBER_BYTES)] * (config.clip is not None)  # the norm to clip by
+    return sums
+
+
+def num_buckets(name: str, config: Config, mixing: Mixing, rank: int) -> int:
+    """How many sums of gradients a step has on `rank`."""
+    return len(summed(name, config, placements(config, mixing)[name], outline_mixture(config, mixing), rank))
 
 
 def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, int, int]:

@@ -65,7 +65,9 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     could = set(OURS) - set(MODE.cannot(config_of(world_size)))
     assert ("ep_dp" in could) == (world_size == 4)
     for name in could:
-        assert {(name, claim) for claim in proof | {"capacity", "wire bytes", "calls", "rest bytes"}} <= names
+        assert {
+            (name, claim) for claim in proof | {"capacity", "wire bytes", "calls", "rest bytes", "launched early"}
+        } <= names
         assert ((name, "copies") in names) == (name == "ep_dp")
     charts = [chart.title for _, chart in select(records, Chart)]
     assert any("tokens of each expert" in title for title in charts)
