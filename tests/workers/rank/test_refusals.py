@@ -34,7 +34,9 @@ def test_a_trace_is_refused_where_none_would_be_written(mode: str) -> None:
     assert len(found) == (mode in UNTIMED)
     if found:
         what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
-        assert found[0] == f"{what}, and {mode} has none, allowed: compress, dp, fsdp, moe, pp, precision, server, tp"
+        assert (
+            found[0] == f"{what}, and {mode} has none, allowed: compress, cp, dp, fsdp, moe, pp, precision, server, tp"
+        )
     assert refused(mode, LAB_TRACE="0") == []
 
 
