@@ -27,7 +27,7 @@ MUTANTS = [
         GPT + "megatron",
     ),
     Mutant(
-        "experiments/tp/__init__.py",
+        "workers/strategies/slicing.py",
         "    enter_before(project, region)",
         "    None",
         GPT + "megatron",

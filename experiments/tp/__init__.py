@@ -41,7 +41,6 @@ from experiments.tp.order import check_order
 from experiments.tp.plans import cuts_of
 from experiments.tp.predictions import SAVED, holds, predict, summary, untied_linears
 from experiments.tp.refusals import cannot, refuse
-from experiments.tp.rows import rows_first
 from experiments.tp.torchs import dtensor
 from experiments.tp.uses import called
 from workers.checkpoint import mistakes as checkpoints
@@ -54,16 +53,15 @@ from workers.parallel.phases import phase
 from workers.parallel.sequence import Sequence
 from workers.parallel.slices import shares
 from workers.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear, Whole
-from workers.parallel.vocabulary import VocabularyParallelCrossEntropy, VocabularyParallelEmbedding
 from workers.passes.measure import measure
+from workers.strategies.rows import rows_first
+from workers.strategies.slicing import QKV, Row, own_heads, slice_layers
 from workers.strategies.tensor import TensorParallel, local
-from workers.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
+from workers.workload.model import Model
 from workers.workload.own import is_own
 
-# Parts that a mistake replaces: f and g at the two ends of a slice, a rank's own q, k and v, what sums over slices.
+# What a mistake replaces: f and g at the two ends of a slice.
 MakeRegion: TypeAlias = Callable[[dist.ProcessGroup], Region]
-QKV: TypeAlias = Callable[[Attention, tuple[int, ...], int], dict[str, nn.Module]]
-Row: TypeAlias = type[RowParallelLinear]
 
 
 # --- naive: what one writes first, since it needs nothing but the layer ---
@@ -114,12 +112,6 @@ class Gather(torch.autograd.Function):
 # --- megatron: two layers a slice, and nothing is sent between them ---
 
 
-def own_heads(attention: Attention, heads: tuple[int, ...], rank: int) -> dict[str, nn.Module]:
-    """A rank's heads of q, of k and of v: the same ones of each."""
-    dense = {"q": attention.q, "k": attention.k, "v": attention.v}
-    return {name: ColumnParallelLinear(project, heads, rank) for name, project in dense.items()}
-
-
 def megatron(
     model: Model,
     mesh: Mesh,
@@ -134,60 +126,6 @@ def megatron(
     else:
         slice_layers(model, mesh.group, region(mesh.group), qkv, row)
     return TensorParallel(model, mesh.group, config)
-
-
-def slice_layers(model: Model, group: dist.ProcessGroup, region: Region, qkv: QKV, row: Row) -> None:
-    """Replace the layers of a dense `model` by this rank's slices of them, in place; parameters keep their names.
-
-    Attention: enter, once for all three -> q, k, v by rows, whole heads; o by columns, the same heads -> leave.
-    MLP:       enter -> up by rows; down by columns -> leave.
-    """
-    rank, ranks = group.rank(), group.size()
-    for part in list(model.modules()):
-        if isinstance(part, Attention):
-            heads = shares(part.q.out_features // part.head_dim, ranks, part.head_dim)
-            for name, project in qkv(part, heads, rank).items():
-                part.register_module(name, project)
-            part.register_module("o", row(part.o, heads, rank, region))
-            enter_before(part, region)
-        elif isinstance(part, MLP):
-            sizes = shares(part.up.out_features, ranks)
-            part.register_module("up", ColumnParallelLinear(part.up, sizes, rank))
-            part.register_module("down", row(part.down, sizes, rank, region))
-            enter_before(part, region)
-    if model.name == "gpt":
-        slice_ends(model, group, region)
-
-
-def slice_ends(model: Model, group: dist.ProcessGroup, region: Region) -> None:
-    """gpt's two ends, by rows of the vocabulary; tied weights stay tied, since both are sliced by the same ones.
-
-    Embedding:    token -> leave; position whole.
-    Head:         norm whole; enter -> project.
-    CrossEntropy: over the ranks' scores, which are never gathered.
-    """
-    rank, sizes = group.rank(), shares(VOCABULARY, group.size())
-    first, last = model.layers[0], model.layers[-1]
-    assert isinstance(first, Embedding)
-    assert isinstance(last, Head)
-    tied = last.project.weight is first.token.weight
-    token = VocabularyParallelEmbedding(first.token, sizes, rank, region)
-    project = ColumnParallelLinear(last.project, sizes, rank)
-    if tied:
-        project.weight = token.weight
-    first.register_module("token", token)
-    last.register_module("project", project)
-    enter_before(project, region)
-    model.loss = VocabularyParallelCrossEntropy(sizes, group)
-
-
-def enter_before(module: nn.Module, region: Region) -> None:
-    """What `module` is given comes through `region.enter` first: a hook, so that no parameter gets another name."""
-    module.register_forward_pre_hook(partial(_entered, region))
-
-
-def _entered(region: Region, _: nn.Module, args: tuple[Any, ...]) -> Tensor:
-    return region.enter(args[0])
 
 
 # --- sequence: the same slices, and between them a part of the rows on each rank ---
@@ -261,6 +199,7 @@ MODE = Mode(
     reading=(
         "experiments/tp/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/tensor.py: f and g, and the two linear layers of a slice",
+        "workers/strategies/slicing.py: where they stand in the lab's layers",
         "workers/parallel/vocabulary.py: gpt's two ends, by rows of the vocabulary",
         "workers/parallel/sequence.py: what stands in place of f and g in `sequence`",
     ),

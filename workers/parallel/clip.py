@@ -17,17 +17,19 @@ EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, and what i
 
 @torch.no_grad()
 def clip_gradients(
-    once: Iterable[Tensor], every: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup
+    once: Iterable[Tensor], every: Iterable[Tensor], max_norm: float, *groups: dist.ProcessGroup
 ) -> Tensor:
     """Scale `every` gradient of this rank in place, so that the global norm is at most `max_norm`; returns that norm.
 
-    `once` are those that count on this rank: over all ranks each gradient of the model in exactly one of them.
+    `once` are those that count on this rank: over all ranks each gradient of the model in exactly one of them. The
+    `groups` of a mesh are its axes: what was summed along one is summed along the next.
     """
     every = list(every)
     squares = torch.zeros((), dtype=torch.float64, device=every[0].device if every else None)
     for gradient in once:
         squares += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-    dist.all_reduce(squares, group=group)
+    for group in groups:
+        dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     scale = min(1.0, max_norm / (norm.item() + EPSILON))
     if scale < 1.0:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 class Mesh:
     """This rank's groups by axis, in the order of the grid."""
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None = None) -> None:
         self.groups = dict(groups)
+        self._world = world
 
     @classmethod
     def grid(cls, sizes: Mapping[str, int], world: dist.ProcessGroup, timeout_s: float = 300.0) -> "Mesh":
@@ -34,7 +35,7 @@ class Mesh:
                 f"a mesh of {product} takes {math.prod(sizes.values())} ranks, and there are {world.size()}"
             )
         if len(sizes) == 1:
-            return cls(dict.fromkeys(sizes, world))
+            return cls(dict.fromkeys(sizes, world), world)
         ranks = torch.tensor(dist.get_process_group_ranks(world)).view(*sizes.values())
         me = dist.get_global_rank(world, world.rank())
         groups = {}
@@ -45,7 +46,7 @@ class Mesh:
             own = next(group for row, group in zip(rows, made, strict=True) if me in row)
             assert isinstance(own, dist.ProcessGroup)
             groups[axis] = own
-        return cls(groups)
+        return cls(groups, world)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -54,6 +55,11 @@ class Mesh:
         if len(long) > 1:
             raise ValueError(f"a mesh of {', '.join(self.groups)} has no one group: name the axis")
         return long[0]
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """All ranks of the grid."""
+        return self._world or self.group
 
     def __getitem__(self, axis: str) -> dist.ProcessGroup:
         return self.groups[axis]

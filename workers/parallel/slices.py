@@ -32,6 +32,13 @@ class Slice:
         shape[self.dim], offset[self.dim] = sum(self.sizes), self.first(rank)
         return Piece(torch.Size(shape), [(tuple(offset), part)] if part.numel() else [])
 
+    def placed(self, piece: Piece, rank: int) -> Piece:
+        """The same for a piece of that part."""
+        shape, first = list(piece.shape), self.first(rank)
+        shape[self.dim] = sum(self.sizes)
+        moved = [((*at[: self.dim], at[self.dim] + first, *at[self.dim + 1 :]), box) for at, box in piece.boxes]
+        return Piece(torch.Size(shape), moved)
+
     def first(self, rank: int) -> int:
         """Where the part of `rank` begins."""
         return sum(self.sizes[:rank])

@@ -1,4 +1,4 @@
-"""What `sequence` needs beside its region: rows come first in what the model works on, since they are sliced."""
+"""What sequence parallelism needs beside its region: rows come first in what a model works on, for they are sliced."""
 
 from torch import Tensor, nn
 
@@ -15,6 +15,11 @@ def rows_first(model: Model, region: Sequence) -> None:
         model.register_forward_pre_hook(lambda _, batch: tuple(region.own(rows) for rows in batch))
         return
     model.register_forward_pre_hook(lambda _, batch: tuple(rows.t() for rows in batch))
+    rows_inside(model, region)
+
+
+def rows_inside(model: Model, region: Sequence) -> None:
+    """The layers of gpt take [S, B, ...] and give it; who runs them turns what comes in."""
     for part in list(model.modules()):
         if isinstance(part, Attention):  # between its projections it knows no other order than [B, S, D]
             for project in (part.q, part.k, part.v):

@@ -1,0 +1,233 @@
+"""Every axis at once: one model sliced, in stages and replicated, on one grid of ranks.
+
+Each axis alone has a limit: replicas hold everything, slices talk in every layer, pipelines idle. Large models take
+all of them, and ranks stand in a grid: those that differ along one axis alone are a group. Nothing new is needed, since
+each mechanism works on what the one below it left. What breaks breaks where axes meet: a gradient summed over the wrong
+group, too early or twice; a norm in which an element counts t times or not at all.
+
+  predicted   along each axis what it sends alone, of what is left for it: over dp 2(d-1)/d of a rank's own weights,
+              P/(t·p) of them; over tp 2(t-1)/t x b·s·h a sum of its own layers, for its own samples; over pp b·s·h at
+              an end, b·s·h/t with sequence parallelism (Narayanan et al. 2021, "Megatron-LM", section 3.2). At rest
+              P/(t·p) of everything, and what ZeRO leaves of that
+  shapes      inputs [B/d, S] in m microbatches; between stages [b, S, D], or rows [b, S/t, D]; weights of a rank
+              [D/t, D] of L/p layers
+
+LAB_MESH names the axes from the outermost to the innermost, as pp2,dp2,tp2; tp sends most, so its ranks are neighbours.
+
+  naive            all forwards, then all backwards, and at last a gradient at a time over the replicas
+  gpipe            buckets, launched inside the last backward pass of the pipeline
+  1f1b             the same, with fewer microbatches held
+  interleaved      LAB_CHUNKS stages a rank: each stage's buckets in its own last pass
+  sequence         1f1b over sequence parallelism: what is whole on a rank of a slice is used on its rows, and summed
+  zero1            sequence, and each replica keeps and steps its part of the optimizer's state
+  zero2            and of the gradients, summed in each backward pass of the pipeline
+  zero3            and of the weights, gathered for each pass of each microbatch: a pipeline makes many
+  dtensor_fsdp2    PyTorch's own on two axes: parallelize_module, and fully_shard over its DTensors
+  pipelining_fsdp2 PyTorch's own on the other two: torch.distributed.pipelining over fully_shard
+
+The lab's models have no dropout, so no generator has to differ along an axis; `ranklab prove` holds those of a model of
+your own against the mesh. 16-bit weights have float32 masters.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from experiments.mesh.layout import sizes_of
+from experiments.mesh.refusals import cannot, refuse
+from workers.config import Config
+from workers.config.options import Field, ModeOptions
+from workers.contract import Mode, Strategy, Variant
+from workers.parallel import schedules
+from workers.parallel.mesh import Mesh
+from workers.parallel.reducing import ReducingPipeline
+from workers.parallel.sequence import Sequence
+from workers.parallel.slices import Slice, slices_of
+from workers.parallel.stages import Parts
+from workers.parallel.tensor import Whole
+from workers.strategies.engines import ByHand
+from workers.strategies.kept import Kept, Replicas, shards_of
+from workers.strategies.pipelined import parts_of
+from workers.strategies.rows import rows_inside
+from workers.strategies.slicing import slice_layers
+from workers.strategies.stacked import Stacked
+from workers.workload.model import Model
+from workers.workload.recompute import recomputed
+
+
+class Options(ModeOptions):
+    """What a mesh alone knows."""
+
+    sizes = {"microbatches": 4, "batch": 32}  # noqa: RUF012  ModeOptions says that it is the class's
+    mesh: str = Field(
+        "", alias="LAB_MESH",
+        description="axes from the outermost to the innermost with their ranks, as pp2,dp2,tp2; unset: the prime"
+        " factors of WORLD_SIZE on dp, tp and pp in turn",
+    )  # fmt: skip
+    chunks: int = Field(
+        2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedule"
+    )
+
+
+def axes(config: Config) -> dict[str, int]:
+    """Ranks along each axis, the innermost last."""
+    return sizes_of(config.own(Options).mesh, config.world_size)
+
+
+# --- the whole order of composition ---
+
+# What a mistake replaces.
+Groups: TypeAlias = Callable[[Mesh], dist.ProcessGroup]
+Stacks: TypeAlias = type[Stacked]
+Pipelines: TypeAlias = type[ReducingPipeline]
+
+
+def over_dp(mesh: Mesh) -> dist.ProcessGroup:
+    """The replicas of a stage's slice: whose gradients are summed."""
+    return mesh["dp"]
+
+
+def stack(
+    model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *, chunks: int = 1, rows: bool = False,
+    zero: int = 0, overlap: bool = True, pipelined: Pipelines = ReducingPipeline, stacked: Stacks = Stacked,
+    group_of: Groups = over_dp, sums_rows: bool = True,
+) -> Strategy:  # fmt: skip
+    """Slices, then stages of them, then what is kept of each stage over the replicas, then one step around all."""
+    rows = rows and mesh.size("tp") > 1
+    slices = sliced(model, mesh, rows=rows)
+    parts = parts_of(model, mesh["pp"], chunks)
+    keep = Keep(parts, slices, mesh, config, rows=rows and sums_rows, zero=zero, overlap=overlap, group=group_of(mesh))
+    kept = {number: keep.stage(number) for number in parts.stages}
+    stages = {
+        number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
+    }
+    pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept)
+    return stacked(parts, slices, kept, ByHand(pipeline, model.loss), mesh, config)
+
+
+def sliced(model: Model, mesh: Mesh, *, rows: bool) -> dict[str, Slice]:
+    """This rank's slices of all layers, in place; says which parameters they are. With `rows` what lies between two
+    slices is this rank's part of the rows."""
+    if mesh.size("tp") == 1:
+        return {}
+    region = Sequence(mesh["tp"]) if rows else Whole(mesh["tp"])
+    slice_layers(model, mesh["tp"], region)
+    if isinstance(region, Sequence):
+        rows_inside(model, region)
+        region.num_rows = len(model.get_parameter("layers.0.position.weight"))  # a later stage meets no embedding
+    return slices_of(model)
+
+
+class Keep:
+    """What is kept of this rank's stages: everything on each replica, or with `zero` shards of it."""
+
+    def __init__(
+        self, parts: Parts, slices: dict[str, Slice], mesh: Mesh, config: Config, *, rows: bool, zero: int,
+        overlap: bool, group: dist.ProcessGroup,
+    ) -> None:  # fmt: skip
+        self.parts, self.mesh, self.config = parts, mesh, config
+        self.zero, self.overlap, self.group = zero, overlap, group
+        self.whole = [p for name, p in parts.parameters.items() if rows and name not in slices]
+        self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
+
+    def stage(self, number: int) -> list[Kept]:
+        """Of one stage."""
+        stage, tp = self.parts.stages[number], self.mesh["tp"] if self.whole else None
+        own = set(stage.parameters())
+        named = {name: p for name, p in self.parts.parameters.items() if p in own}
+        if not self.zero:
+            return [Replicas(named, self.group, self.config, whole=self.whole, rows=tp, overlap=self.overlap)]
+        names = {p: name for name, p in named.items()}
+        layers = list(stage.layers.values())
+        return [
+            *shards_of(stage, layers, self.group, self.zero, names=names, shared=self.shared, whole=self.whole, rows=tp)
+        ]
+
+
+class Turned(nn.Module):
+    """A stage's layers: samples come first in what it takes and gives, [b, S, ...]; inside of it rows, with `rows`."""
+
+    def __init__(self, layers: nn.ModuleDict, *, rows: bool, recompute: bool) -> None:
+        super().__init__()
+        self.layers, self.rows, self.recompute = layers, rows, recompute
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.transpose(0, 1) if self.rows else hidden
+        for layer in self.layers.values():
+            hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)
+        return hidden.transpose(0, 1) if self.rows else hidden
+
+
+# --- the variants, in reading order ---
+
+
+def naive(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """A bucket of a byte is a gradient by itself."""
+    one_by_one = config.model_copy(update={"bucket_mib": 2.0**-20})
+    return stack(model, mesh, one_by_one, piped("gpipe", mesh, config), overlap=False, **parts)
+
+
+def gpipe(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """All forwards, then all backwards."""
+    return stack(model, mesh, config, piped("gpipe", mesh, config), **parts)
+
+
+def one_forward_one_backward(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """A backward as soon as there can be one."""
+    return stack(model, mesh, config, piped("1f1b", mesh, config), **parts)
+
+
+def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """Thinner stages, several a rank."""
+    return stack(model, mesh, config, piped("interleaved", mesh, config), chunks=config.own(Options).chunks, **parts)
+
+
+def sequence(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """Rows between the slices, and between the stages."""
+    return stack(model, mesh, config, piped("1f1b", mesh, config), rows=True, **parts)
+
+
+def zero1(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """Optimizer state in shards."""
+    return stack(model, mesh, config, piped("1f1b", mesh, config), rows=model.name == "gpt", zero=1, **parts)
+
+
+def zero2(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """And gradients."""
+    return stack(model, mesh, config, piped("1f1b", mesh, config), rows=model.name == "gpt", zero=2, **parts)
+
+
+def zero3(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """And weights."""
+    return stack(model, mesh, config, piped("1f1b", mesh, config), rows=model.name == "gpt", zero=3, **parts)
+
+
+def piped(name: str, mesh: Mesh, config: Config) -> schedules.Schedule:
+    """Who works on which microbatch when, along pp."""
+    ranks, microbatches = mesh.size("pp"), config.num_microbatches
+    if name == "interleaved":
+        return schedules.interleaved(ranks, microbatches, config.own(Options).chunks)
+    made = {"gpipe": schedules.gpipe, "1f1b": schedules.one_forward_one_backward}[name]
+    return made(ranks, microbatches)
+
+
+MODE = Mode(
+    shards=True,
+    variants=(
+        Variant("naive", naive),
+        Variant("gpipe", gpipe),
+        Variant("1f1b", one_forward_one_backward),
+        Variant("interleaved", interleaved),
+        Variant("sequence", sequence),
+        Variant("zero1", zero1),
+        Variant("zero2", zero2),
+        Variant("zero3", zero3),
+    ),
+    options=Options,
+    axes=axes,
+    refuse=lambda config: refuse(config, config.own(Options).mesh),
+    cannot=lambda config: cannot(config, axes(config), config.own(Options).chunks),
+    recomputes=True,
+)
