@@ -156,7 +156,8 @@ class Turned(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden.transpose(0, 1) if self.rows else hidden
         for layer in self.layers.values():
-            hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)
+            again = self.recompute and hidden.is_floating_point()  # an embedding keeps what it is given, and no more
+            hidden = recomputed(layer, hidden) if again else layer(hidden)
         return hidden.transpose(0, 1) if self.rows else hidden
 
 
