@@ -30,16 +30,22 @@ your own against the mesh. 16-bit weights have float32 masters.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from experiments.mesh.axes import check_in_flight, check_overlap, compare_axes, tell
+from experiments.mesh.held import HOW, Rank
 from experiments.mesh.layout import sizes_of
+from experiments.mesh.predictions import predict
 from experiments.mesh.refusals import cannot, refuse
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Strategy, Variant
+from workers.lab import Lab
+from workers.measure.formulas import Prediction
 from workers.parallel import schedules
 from workers.parallel.mesh import Mesh
 from workers.parallel.reducing import ReducingPipeline
@@ -47,6 +53,7 @@ from workers.parallel.sequence import Sequence
 from workers.parallel.slices import Slice, slices_of
 from workers.parallel.stages import Parts
 from workers.parallel.tensor import Whole
+from workers.passes.measure import measure
 from workers.strategies.engines import ByHand
 from workers.strategies.kept import Kept, Replicas, shards_of
 from workers.strategies.pipelined import parts_of
@@ -214,6 +221,36 @@ def piped(name: str, mesh: Mesh, config: Config) -> schedules.Schedule:
     return made(ranks, microbatches)
 
 
+# --- the run ---
+
+
+def predicted(config: Config) -> list[Prediction]:
+    """Bytes and calls of a step, bytes between two, and the bubble."""
+    sizes, chunks = axes(config), config.own(Options).chunks
+    return predict(config, sizes, chunks, cannot(config, sizes, chunks))
+
+
+def run(lab: Lab) -> None:
+    """Predict, prove, measure; then axis by axis."""
+    config, sizes, chunks = lab.config, axes(lab.config), lab.config.own(Options).chunks
+    tell(lab, sizes, chunks)
+    measured = measure(lab, also=partial(check_in_flight, lab))
+    predictions = [each for each in predicted(config) if each.variant in measured]
+    lab.compare_traffic(predictions, measured)
+    lab.compare_rest(predictions, measured)
+    for name in [name for name in measured if name in HOW]:
+        compare_axes(lab, name, Rank(config, sizes, lab.rank, HOW[name], chunks), measured[name])
+        check_overlap(lab, name, measured[name])
+    for each in predictions:
+        seen = measured[each.variant]
+        if each.name == "calls":
+            lab.compare_calls(each.variant, each.value[lab.rank], seen.traffic, each.formula)
+        if each.name == "bubble" and seen.bubble is not None:
+            lab.compare(
+                "bubble", each.value[lab.rank], seen.bubble, "", 0.03, each.variant, each.formula, shown=each.shown
+            )
+
+
 MODE = Mode(
     shards=True,
     variants=(
@@ -226,8 +263,10 @@ MODE = Mode(
         Variant("zero2", zero2),
         Variant("zero3", zero3),
     ),
+    run=run,
     options=Options,
     axes=axes,
+    predict=predicted,
     refuse=lambda config: refuse(config, config.own(Options).mesh),
     cannot=lambda config: cannot(config, axes(config), config.own(Options).chunks),
     recomputes=True,

@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from workers.parallel.pipeline import Pipeline
+from workers.parallel.boundaries import Boundaries
+from workers.parallel.pipeline import Loss, Pipeline
 from workers.parallel.schedules import Action
 
 
@@ -33,6 +34,14 @@ class Reducer(Protocol):
         """After the last one: every gradient is the sum over all replicas."""
 
 
+class Shapes(Boundaries):
+    """Keeps of what passes between stages the shapes alone: a sample of each end is memory that nobody reads."""
+
+    def agree(self, stages: Mapping[int, nn.Module], sample: Tensor) -> None:
+        super().agree(stages, sample)
+        self._samples = {end: known.new_zeros(()).expand(known.shape) for end, known in self._samples.items()}
+
+
 class ReducingPipeline(Pipeline):
     """`Pipeline`, whose stages' gradients `reducers` sum."""
 
@@ -40,10 +49,16 @@ class ReducingPipeline(Pipeline):
         self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
         reducers: Mapping[int, Sequence[Reducer]],
     ) -> None:  # fmt: skip
-        super().__init__(stages, actions, group)
+        super().__init__(stages, actions, group, Shapes)
         self.reducers = reducers
         # The last one of each stage: a later one takes the place of those before.
         self.last_backward = {action.stage: action for action in actions if action.kind == "backward"}
+
+    def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
+        """The same; between two steps nothing of a batch is held."""
+        total = super().step(inputs, loss)
+        del self._inputs, self._loss
+        return total
 
     def _backward(self, action: Action) -> None:
         last = self.is_last(action)

@@ -1,0 +1,112 @@
+"""What a run of a mesh is held to beside its sums: bytes along each axis, microbatches in flight, and when the buckets
+of a pipeline are launched.
+
+A rank's peers along an axis are those that differ along it alone, and every group is of one axis: so whom bytes went to
+says which axis they belong to, on the wire as in the calls.
+"""
+
+from collections.abc import Mapping
+
+from experiments.mesh.held import HOW, Rank, at
+from experiments.mesh.predictions import FORMULAS, by_axis
+from workers.contract import Measured, Strategy
+from workers.lab import Lab
+from workers.measure.formulas.messages import wire_tolerance
+from workers.measure.formulas.pipelines import in_flight
+from workers.measure.order import Order
+from workers.strategies.stacked import Stacked
+
+TESTS = "tests/experiments/test_mesh.py::"
+
+
+def tell(lab: Lab, sizes: Mapping[str, int], chunks: int) -> None:
+    """The grid, and what 1f1b sends along each of its axes."""
+    grid = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
+    for axis, cost in by_axis(Rank(lab.config, sizes, 0, HOW["1f1b"], chunks)).items():
+        lab.say(f"{grid}: 1f1b sends {cost.nbytes / 1e6:.3g} MB over {axis} in {cost.calls} calls", "predict")
+    place = ", ".join(f"{axis} {index}" for axis, index in at(lab.rank, sizes).items())
+    rank = Rank(lab.config, sizes, lab.rank, HOW["1f1b"], chunks)
+    layers = [layer for run in rank.stages.values() for layer in run]
+    numel = sum(local.numel for stage in rank.stages for unit in rank.units(stage) for local in unit)
+    lab.say(f"holds      at {place}: layers {layers[0]} to {layers[-1]}, {numel} parameters", all_ranks=True)
+
+
+def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
+    """Called bytes of each axis exactly, those on the wire within 1 % and gloo's frames."""
+    traffic = measured.traffic
+    for axis, cost in by_axis(rank).items():
+        called = sum(op.called_bytes for op in traffic.called if op.axis == axis)
+        control = f"{TESTS}test_bytes_along_a_wrong_axis_fail"
+        lab.compare(
+            f"called bytes over {axis}", round(cost.nbytes, 3), round(called, 3), "B", 0.0, name, FORMULAS[axis],
+            control=control,
+        )  # fmt: skip
+        if traffic.wire_error is None:
+            peers = [peer for peer in traffic.wire if apart(lab.rank, peer, rank.sizes) == {axis}]
+            sent = sum(traffic.wire[peer].sent for peer in peers)
+            lab.compare(
+                f"wire bytes over {axis}", cost.nbytes, sent, "B", wire_tolerance(cost.nbytes, cost.messages), name,
+                FORMULAS[axis], control=control,
+            )  # fmt: skip
+
+
+def apart(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
+    """The axes along which two ranks differ."""
+    here, there = at(one, sizes), at(other, sizes)
+    return {axis for axis in sizes if here[axis] != there[axis]}
+
+
+def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
+    """No rank holds more microbatches for their backward pass than its schedule says."""
+    if name not in HOW or not isinstance(strategy, Stacked):
+        return
+    mesh, held = lab.mesh, strategy.engine.most_in_flight
+    chunks = len(strategy.parts.stages)
+    allowed = in_flight(HOW[name].schedule, mesh.size("pp"), lab.config.num_microbatches, mesh.index("pp"), chunks)
+    detail = f"{held} microbatches held at most, {allowed} allowed"
+    lab.check(
+        "in flight", max(0, (held or 0) - allowed), 0, name, detail, control=f"{TESTS}test_too_many_in_flight_fail"
+    )
+
+
+def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
+    """Buckets are launched inside a backward pass, as soon as their gradients are there: of `naive` none, of ZeRO
+    nothing is in buckets."""
+    if HOW[name].zero or lab.mesh.size("dp") == 1:
+        return
+    sums = launches(measured.order)
+    inside = [place for place in sums if within_backward(measured.order, place)]
+    wrong = len(inside) if HOW[name].one_by_one else len(sums) - len(inside) + len(untimely(measured.order, sums))
+    detail = f"{len(inside)} of {len(sums)} buckets were launched inside of a backward pass"
+    lab.check("overlap", wrong, 0, name, detail)
+
+
+def launches(order: Order) -> dict[int, set[str]]:
+    """The gradients of each bucket, by the place of the call that sums it: those that lie in the storage it sends."""
+    held: dict[int, set[str]] = {}
+    for label, storage in order.gradients.items():
+        held.setdefault(storage, set()).add(label)
+    found: dict[int, set[str]] = {}
+    for place, event in enumerate(order.events):
+        if (event.what, event.name) == ("call", "all_reduce"):
+            for storage in event.storages & set(held):
+                found[place] = held.pop(storage)
+    return found
+
+
+def within_backward(order: Order, place: int) -> bool:
+    """Whether something happened inside of a backward pass."""
+    begun = sum(other < place for other in order.where("begin", "backward"))
+    return begun > sum(other < place for other in order.where("end", "backward"))
+
+
+def untimely(order: Order, sums: Mapping[int, set[str]]) -> list[int]:
+    """The places of sums that began before the last of their gradients was there, or after a further one."""
+    written = {event.label: place for place, event in enumerate(order.events) if event.what == "gradient"}
+    found, ready = [], -1
+    for place, labels in sums.items():
+        own = max(written[label] for label in labels)
+        ready = max(ready, own)  # never before the sums ahead
+        if place < own or any(ready < other < place for other in written.values()):
+            found.append(place)
+    return found
