@@ -15,10 +15,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from workers.check.script import STACKS
@@ -109,6 +111,26 @@ class Ranks:
         self.stop()
 
 
+@contextmanager
+def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that a call makes are named alike on all its ranks, and end with it.
+
+    torch names a group by how many it has made in this process, and ranks that were in no call before have made fewer:
+    under two names ranks wait for each other for ever.
+    """
+    world = dist.distributed_c10d._world
+    made = torch.tensor(world.group_count)
+    dist.all_reduce(made, dist.ReduceOp.MAX, group=group)
+    world.group_count = most = int(made)
+    before = set(world.pg_map)
+    del made  # or who counts the tensors of a call would count it
+    yield
+    if world.group_count > most:
+        dist.barrier(group)  # nobody closes what another still reads
+        for each in [each for each in world.pg_map if each not in before]:
+            dist.destroy_process_group(each)
+
+
 def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
     """One rank: join, then run what arrives until None does."""
     _, stacks = at_home(start, ends, output)
@@ -132,7 +154,9 @@ def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
         gc.collect()
         gc.freeze()  # as a rank does: a meter that looks at all objects need not look at 350,000 of modules
         try:
-            control.send((True, function(groups[world_size], *args)))
+            with own_groups(groups[world_size]):
+                value = function(groups[world_size], *args)
+            control.send((True, value))
         except BaseException:
             control.send((False, traceback.format_exc()))
     dist.destroy_process_group()
