@@ -6,7 +6,6 @@ not once.
 """
 
 from contextlib import nullcontext
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from workers.config import Config
 from workers.contract import Strategy
 from workers.parallel.mesh import Mesh
 from workers.parallel.slices import Slice
+from workers.strategies.dtensors import plan, tie
 from workers.strategies.tensor import TensorParallel
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
@@ -32,9 +32,7 @@ def dtensor(model: Model, mesh: Mesh, config: Config) -> Strategy:
     own = is_own(config.model)
     parallelize_module(model, devices, styles(cuts_of(config, mesh.group.size())) if own else plan(model))
     if config.tie and not own:
-        model.layers[-1].get_submodule("project").register_parameter(
-            "weight", model.get_parameter("layers.0.token.weight")
-        )
+        tie(model)
     return OfDTensors(model, mesh.group, config, slices_of(model, mesh.group.size()))
 
 
@@ -52,21 +50,6 @@ class OfDTensors(TensorParallel):
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):  # the embedding's comes whole
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         return share
-
-
-def plan(model: nn.Module) -> dict[str, Any]:
-    """How each linear layer and embedding is parallelised, by its name."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    styles = {
-        "token": RowwiseParallel(input_layouts=Replicate()),
-        "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel(),
-        "up": ColwiseParallel(), "down": RowwiseParallel(),
-        "project": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }  # fmt: skip
-    names = [name for name, _ in model.named_modules()]
-    return {name: styles[name.rpartition(".")[2]] for name in names if name.rpartition(".")[2] in styles}
 
 
 def slices_of(model: nn.Module, num_ranks: int) -> dict[str, Slice]:
