@@ -18,10 +18,16 @@ SIZES = {
     "lost_residual": {"LAB_CAPACITY": "0.4"},  # some tokens find no place at all
     "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},
     "stale_activation": {"WORLD_SIZE": "3"},  # a stage between two
+    "norm_by_stage": {"LAB_MESH": "pp2"},
+    "norm_by_all": {"LAB_MESH": "tp2"},
+    "tied_too_early": {"LAB_MESH": "pp2", "LAB_TIE": "1"},
+    "wrong_group": {"LAB_MESH": "tp2"},
+    "rows_not_summed": {"LAB_MESH": "tp2"},
 }
 # In seconds: an mlp takes a quarter of a gpt's time, and tp alone asks what a layer is; largebatch compares curves.
 SMALL = {
     "comm": {"LAB_SWEEP_MIB": "0.25"},
+    "mesh": {"LAB_BATCH": "8", "LAB_STEPS": "2"},
     "largebatch": {"LAB_MODEL": "mlp", "LAB_STEPS": "32"},
     "compress": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
     "moe": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2", "LAB_BATCH": "24"},

@@ -38,9 +38,12 @@ from torch import Tensor, nn
 
 from experiments.mesh.axes import check_in_flight, check_overlap, compare_axes, tell
 from experiments.mesh.held import HOW, Rank
-from experiments.mesh.layout import sizes_of
+from experiments.mesh.layout import axes
+from experiments.mesh.mistakes import MISTAKES
 from experiments.mesh.predictions import predict
 from experiments.mesh.refusals import cannot, refuse
+from experiments.mesh.torchs import dtensor_fsdp2, pipelining_fsdp2
+from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Strategy, Variant
@@ -59,7 +62,7 @@ from workers.strategies.kept import Kept, Replicas, shards_of
 from workers.strategies.pipelined import parts_of
 from workers.strategies.rows import rows_inside
 from workers.strategies.slicing import slice_layers
-from workers.strategies.stacked import Stacked
+from workers.strategies.stacked import Clip, Stacked, clip_over_all
 from workers.workload.model import Model
 from workers.workload.recompute import recomputed
 
@@ -78,11 +81,6 @@ class Options(ModeOptions):
     )
 
 
-def axes(config: Config) -> dict[str, int]:
-    """Ranks along each axis, the innermost last."""
-    return sizes_of(config.own(Options).mesh, config.world_size)
-
-
 # --- the whole order of composition ---
 
 # What a mistake replaces.
@@ -99,7 +97,7 @@ def over_dp(mesh: Mesh) -> dist.ProcessGroup:
 def stack(
     model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *, chunks: int = 1, rows: bool = False,
     zero: int = 0, overlap: bool = True, pipelined: Pipelines = ReducingPipeline, stacked: Stacks = Stacked,
-    group_of: Groups = over_dp, sums_rows: bool = True,
+    clip: Clip = clip_over_all, group_of: Groups = over_dp, sums_rows: bool = True,
 ) -> Strategy:  # fmt: skip
     """Slices, then stages of them, then what is kept of each stage over the replicas, then one step around all."""
     rows = rows and mesh.size("tp") > 1
@@ -111,7 +109,7 @@ def stack(
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
     }
     pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept)
-    return stacked(parts, slices, kept, ByHand(pipeline, model.loss), mesh, config)
+    return stacked(parts, slices, kept, ByHand(pipeline, model.loss), mesh, config, clip)
 
 
 def sliced(model: Model, mesh: Mesh, *, rows: bool) -> dict[str, Slice]:
@@ -262,6 +260,8 @@ MODE = Mode(
         Variant("zero1", zero1),
         Variant("zero2", zero2),
         Variant("zero3", zero3),
+        Variant("dtensor_fsdp2", dtensor_fsdp2, by_torch=True),
+        Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
     ),
     run=run,
     options=Options,
@@ -269,5 +269,13 @@ MODE = Mode(
     predict=predicted,
     refuse=lambda config: refuse(config, config.own(Options).mesh),
     cannot=lambda config: cannot(config, axes(config), config.own(Options).chunks),
+    mistakes=MISTAKES | checkpoints.MISTAKES,
     recomputes=True,
+    reading=(
+        "experiments/mesh/__init__.py: the order of composition, and the variants",
+        "workers/parallel/mesh.py: one group an axis",
+        "workers/parallel/reducing.py: sums inside the last backward pass of each stage",
+        "workers/strategies/kept.py: what is kept of a stage over the replicas, and what ZeRO shards of it",
+        "workers/strategies/stacked.py: the step around them, the one norm, and the way back to dense tensors",
+    ),
 )

@@ -52,12 +52,6 @@ def misfit(mesh: str, world_size: int) -> list[str]:
     ]
 
 
-def shown(sizes: dict[str, int]) -> str:
-    """As it is read: dp 2 x tp 2."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
-
-
-def mesh_of(config: Config) -> dict[str, int]:
-    """The grid of these settings."""
-    given = config.options.model_dump().get("mesh", "")
-    return sizes_of(given, config.world_size)
+def axes(config: Config) -> dict[str, int]:
+    """Ranks along each axis of these settings, the innermost last."""
+    return sizes_of(getattr(config.options, "mesh", ""), config.world_size)

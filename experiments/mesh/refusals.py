@@ -3,6 +3,7 @@
 from experiments.mesh.layout import misfit, sizes_of
 from workers.config import Config
 from workers.contract import untrainable
+from workers.workload.data import shard_sizes
 from workers.workload.model import VOCABULARY
 
 
@@ -45,4 +46,42 @@ def cannot(config: Config, sizes: dict[str, int], chunks: int) -> dict[str, str]
         reasons["sequence"] = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
     elif sizes["tp"] == 1:
         reasons["sequence"] = "it cuts rows among the ranks of a slice: give LAB_MESH a tp of 2 or more"
-    return reasons
+    return reasons | torchs_cannot(config, sizes)
+
+
+def torchs_cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
+    """PyTorch's own: of each the first reason that applies."""
+    found = {"dtensor_fsdp2": slices_over_shards(config, sizes), "pipelining_fsdp2": stages_over_shards(config, sizes)}
+    first = {name: next((why for applies, why in reasons if applies), "") for name, reasons in found.items()}
+    return {name: why for name, why in first.items() if why}
+
+
+def slices_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool, str]]:
+    """What keeps DTensors from being sharded by fully_shard."""
+    t = sizes["tp"]
+    parts = {f"LAB_HEADS={config.heads}": config.heads, f"4 x LAB_WIDTH={config.width}": 4 * config.width}
+    uneven = [name for name, count in parts.items() if count % t] or [""]
+    alone = "DDP over DTensors fails (a gradient has no shape), so it is fully_shard that keeps the replicas"
+    return [
+        (sizes["pp"] > 1, "its plan knows no stages: set pp1 in LAB_MESH"),
+        (1 in (t, sizes["dp"]), f"it stacks two axes, and {alone}: give LAB_MESH a dp and a tp of 2 or more"),
+        (config.model != "gpt", "its loss over split scores is a text's: set LAB_MODEL=gpt"),
+        (bool(uneven[0]), f"{uneven[0]} is not a multiple of tp {t}, and its plan splits evenly"),
+        (config.clip is not None, "torch's clip_grad_norm_ takes no gradients on two meshes, slices and wholes"),
+    ]
+
+
+def stages_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool, str]]:
+    """What keeps PyTorch's pipelines from stages that fully_shard has taken over; the schedules without a bubble hang
+    over gloo then, so it is 1F1B."""
+    replicas, p, m = sizes["dp"], sizes["pp"], config.num_microbatches
+    dealt = [*shard_sizes(config.batch, replicas), *shard_sizes(config.batch, replicas, uneven=True)]
+    given = f"LAB_BATCH={config.batch} on dp {replicas} deals {min(dealt)} to {max(dealt)} samples"
+    return [
+        (sizes["tp"] > 1, "its stages are layers that nothing has sliced: set tp1 in LAB_MESH"),
+        (1 in (p, replicas), "it stacks two axes: give LAB_MESH a dp and a pp of 2 or more"),
+        (config.tie and config.model == "gpt", "it sums no gradient of a weight that two stages share"),
+        (config.clip is not None, "torch's clip_grad_norm_ knows no stages (torchtitan issue 596)"),
+        (m < p, f"LAB_MICROBATCHES={m} is fewer than its {p} stages, which torch refuses"),
+        (any(size % m for size in dealt), f"torch wants equal microbatches, and {given} in LAB_MICROBATCHES={m}"),
+    ]

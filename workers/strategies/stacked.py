@@ -94,7 +94,7 @@ class Stacked:
     def update(self) -> None:
         """Clip by the one norm, step what is kept here, and give the others what is new."""
         if self.config.clip is not None:
-            once = [box for held in self.once("gradients") for _, box in held.piece.boxes]
+            once = [box for held in filter(self.in_norm, self.held("gradients")) for _, box in held.piece.boxes]
             every = [entry.summed.grad for entry in self.entries() if entry.summed.grad is not None]
             self.norm = self.clip(once, every, self.config.clip, self.mesh)
         for each in self.kept:
@@ -133,10 +133,24 @@ class Stacked:
 
     def counts(self, held: Held) -> bool:
         """Whether it counts here: of all ranks that hold the same, on the first."""
-        number = not held.piece.shape  # a count of steps, which all have
-        first_slice = (held.name in self.slices and not number) or self.mesh.index("tp") == 0
-        first_replica = not (held.everywhere or number) or self.mesh.index("dp") == 0
-        return first_slice and first_replica and self.parts.holders[held.name][0] == self.mesh.index("pp")
+        return self.first_slice(held) and self.first_replica(held) and self.first_stage(held)
+
+    def first_slice(self, held: Held) -> bool:
+        """Of the ranks of a slice; a number, AdamW's count of steps, all of them have."""
+        return (held.name in self.slices and bool(held.piece.shape)) or self.mesh.index("tp") == 0
+
+    def first_replica(self, held: Held) -> bool:
+        """Of the replicas."""
+        sharded = not held.everywhere and bool(held.piece.shape)
+        return sharded or self.mesh.index("dp") == 0
+
+    def first_stage(self, held: Held) -> bool:
+        """Of the stages that share a weight."""
+        return self.parts.holders[held.name][0] == self.mesh.index("pp")
+
+    def in_norm(self, held: Held) -> bool:
+        """Whether its elements are in this rank's part of the norm."""
+        return self.counts(held)
 
     def once(self, kind: str) -> Iterator[Held]:
         """What counts on this rank: over all ranks each element of the dense model once."""

@@ -1,0 +1,133 @@
+"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last were found in public.
+
+Dropout that is alike along dp or apart along tp is not among them: the lab's models have none (`ranklab prove` holds
+that of a model of your own against its mesh).
+"""
+
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from experiments.mesh.layout import axes
+from workers.config import Config
+from workers.contract import Instead, Mistake, Needs
+from workers.parallel.clip import clip_gradients
+from workers.parallel.mesh import Mesh
+from workers.parallel.reducing import ReducingPipeline
+from workers.parallel.schedules import Action
+from workers.parallel.stages import sum_shared
+from workers.strategies.stacked import Held, Stacked
+
+KEPT = ("1f1b", "zero1")  # whole and in shards
+OVERLAPPED = ("gpipe", "1f1b", "interleaved")
+BY_ROWS = ("sequence", "zero2")
+
+
+def clip_by_stage(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
+    """Sums along every axis but the pipeline's."""
+    return clip_gradients(once, every, bound, mesh["dp"], mesh["tp"])
+
+
+class CountedByAll(Stacked):
+    """Takes what a rank of a slice holds for its own."""
+
+    def in_norm(self, held: Held) -> bool:
+        return self.first_replica(held) and self.first_stage(held)
+
+
+class TiedTooEarly(Stacked):
+    """Sums what the layers themselves have left of the gradient of a tied weight, of which ZeRO took shards before."""
+
+    def sum_over_stages(self) -> None:
+        left = {name: self.parts.parameters[name] for name in self.parts.shared if name in self.parts.parameters}
+        copies = {name: nn.Parameter(parameter.detach()) for name, parameter in left.items()}
+        for name, copy in copies.items():
+            gradient = left[name].grad
+            copy.grad = copy.detach().clone().zero_() if gradient is None else gradient.clone()
+        if self.parts.shared:
+            sum_shared(replace(self.parts, parameters=copies), self.stages)
+
+
+class ArmedAround(ReducingPipeline):
+    """Arms the sums around the whole schedule."""
+
+    def is_last(self, action: Action) -> bool:  # noqa: ARG002
+        return True
+
+
+def over_tp(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of a slice, in the place of the replicas."""
+    return mesh["tp"]
+
+
+# --- the settings that hide one ---
+
+
+def short(config: Config, *names: str) -> str:
+    """A sentence where one of these axes is one rank long."""
+    sizes = axes(config)
+    missing = [name for name in names if sizes[name] == 1]
+    return f"a mesh without {missing[0]}: give LAB_MESH a {missing[0]} of 2 or more" if missing else ""
+
+
+def untied(config: Config) -> str:
+    """Where no weight is on two stages."""
+    if config.model != "gpt" or not config.tie:
+        return "LAB_TIE=0 or another model than gpt: no two stages share a weight"
+    return short(config, "pp")
+
+
+def rowless(config: Config) -> str:
+    """Where no rows are cut."""
+    return short(config, "tp") if config.model == "gpt" else f"LAB_MODEL={config.model}: its rows are not cut"
+
+
+MISTAKES = {
+    "norm_by_stage": Mistake(
+        "each stage clips by a norm of its own, so the gradient turns (torchtitan issue 596)",
+        "clipped gradients",
+        Instead(KEPT, {"clip": clip_by_stage}),
+        Needs(clip=True, unless=lambda config: short(config, "pp")),
+    ),
+    "norm_by_all": Mistake(
+        "what all ranks of a slice hold whole is in the norm once a rank, t times (NeMo-RL pull request 3788)",
+        "clipped gradients",
+        Instead(KEPT, {"stacked": CountedByAll}),
+        Needs(clip=True, unless=lambda config: short(config, "tp")),
+    ),
+    "tied_too_early": Mistake(
+        "a tied embedding's gradient is summed over the stages beside ZeRO's shards, which were taken before"
+        " (Megatron-LM issue 844)",
+        "gradients",
+        Instead(("zero2",), {"stacked": TiedTooEarly}),
+        Needs(unless=untied),
+    ),
+    "wrong_group": Mistake(
+        "gradients of replicas are summed over the ranks of a slice: another group than the batch was dealt along"
+        " (as in VeOmni issue 1059)",
+        "gradients",
+        Instead(("gpipe", "1f1b"), {"group_of": over_tp}),
+        Needs(unless=lambda config: short(config, "tp")),
+    ),
+    "armed_around": Mistake(
+        "buckets are armed around the whole pipeline and launched by its first backward pass: the sums are of one"
+        " microbatch (picotron pull request 5)",
+        "gradients",
+        Instead(OVERLAPPED, {"pipelined": ArmedAround}),
+        Needs(microbatches=2, unless=lambda config: short(config, "dp")),
+    ),
+    "rows_not_summed": Mistake(
+        "sequence parallelism leaves each rank its own rows' part of a norm's gradient, and nobody adds them up"
+        " (Megatron-LM issue 1446)",
+        "gradients",
+        Instead(BY_ROWS, {"sums_rows": False}),
+        Needs(unless=rowless),
+    ),
+    "late_buckets": Mistake(
+        "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",
+        "overlap",
+        Instead(OVERLAPPED, {"overlap": False}),
+        Needs(proof=False, unless=lambda config: short(config, "dp")),
+    ),
+}

@@ -1,0 +1,251 @@
+"""Products of axes against one process in float64, what a mesh predicts and refuses, and what makes its checks fail."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.mesh import MODE
+from experiments.mesh.axes import apart, check_in_flight, compare_axes
+from experiments.mesh.held import HOW, Rank, at
+from experiments.mesh.layout import default, misfit, sizes_of
+from experiments.mesh.predictions import by_axis
+from tests.labs import built
+from workers.config import Config
+from workers.measure.calls import CalledOp
+from workers.measure.ledger import Traffic, WireBytes
+from workers.parallel.mesh import Mesh
+from workers.strategies.stacked import Stacked
+from workers.testing.calls import Ranks
+from workers.workload.baseline import Snapshot, train
+from workers.workload.data import Batches
+from workers.workload.model import build_model, outline
+
+ODD = {
+    "RUN_MODE": "mesh", "LAB_WIDTH": "15", "LAB_HEADS": "5", "LAB_DEPTH": "5", "LAB_SEQ": "7", "LAB_BATCH": "13",
+    "LAB_MICROBATCHES": "3", "LAB_BUCKET_MIB": "0.005",
+}  # fmt: skip
+TUNED = {"LAB_TIE": "1", "LAB_CLIP": "0.05", "LAB_OPTIMIZER": "adamw"}
+TOLERANCE = 1e-12
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def config_of(world_size: int, mesh: str, **settings: str) -> Config:
+    return Config.read(ODD | {"WORLD_SIZE": str(world_size), "LAB_MESH": mesh} | settings)
+
+
+def batches_of(config: Config) -> Batches:
+    return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+
+
+# --- the proof ---
+
+
+def differences(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """For each variant the worst relative difference to one process after two steps, of each kind, on rank 0."""
+    dense: list[Snapshot] = []
+    if group.rank() == 0:
+        dense = list(train(build_model(config, config.seed).double(), batches_of(config), config, 2))
+    found = {}
+    for name in [name for name in names if name not in MODE.cannot(config)]:
+        strategy = built(MODE, name, build_model(config, config.seed).double(), group, config)
+        found[name] = trained(strategy, group, config, dense)
+    return found
+
+
+def trained(strategy: Any, group: dist.ProcessGroup, config: Config, dense: list[Snapshot]) -> dict[str, float]:
+    worst = dict.fromkeys(("losses", "gradients", "weights", "optimizer"), 0.0)
+    for step in range(2):
+        mesh = strategy.mesh
+        share = strategy.backward(batches_of(config).dealt(step, mesh.index("dp"), mesh.size("dp")))
+        loss = torch.zeros((), dtype=torch.float64) if share is None else share.clone()
+        dist.all_reduce(loss, group=group)
+        strategy.update()
+        for kind in ("gradients", "weights", "optimizer"):
+            tensors = dict(strategy.full(kind))
+            assert group.rank() == 0 or not tensors
+            if group.rank() == 0:
+                worst[kind] = max(worst[kind], farthest(tensors, getattr(dense[step], kind)))
+        if group.rank() == 0:
+            worst["losses"] = max(worst["losses"], abs(loss.item() - dense[step].loss))
+    return worst
+
+
+def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert set(found) == set(wanted)
+    assert all(found[name].shape == wanted[name].shape for name in wanted)
+    return max(((found[name] - wanted[name]).abs().max().item() for name in wanted), default=0.0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh", "names", "settings"),
+    [
+        (4, "pp2,tp2", ("interleaved", "sequence", "zero2"), TUNED),
+        (4, "dp2,tp2", ("gpipe", "sequence", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
+        (4, "tp1,dp2,pp2", ("naive", "interleaved", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
+        (6, "dp3,pp2", ("1f1b", "zero1", "zero2"), TUNED),
+        (8, "dp2,tp2,pp2", ("interleaved", "zero1", "zero3"), TUNED),
+        (3, "tp3", ("1f1b", "sequence"), {}),
+        (4, "dp2,pp2", ("1f1b", "zero2"), {"LAB_MODEL": "mlp"}),
+    ],
+)
+def test_a_mesh_does_what_one_process_does(
+    ranks: Ranks, world_size: int, mesh: str, names: tuple[str, ...], settings: dict[str, str]
+) -> None:
+    found, *_ = ranks(world_size, differences, config_of(world_size, mesh, **settings), names)
+    assert list(found) == list(names)
+    for name, worst in found.items():
+        assert max(worst.values()) <= TOLERANCE, (name, worst)
+
+
+def norms(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) -> dict[str, float]:
+    """The norm that each variant clips by."""
+    found = {}
+    for name in names:
+        strategy = built(MODE, name, build_model(config, config.seed).double(), group, config)
+        mesh = strategy.mesh
+        strategy.backward(batches_of(config).dealt(0, mesh.index("dp"), mesh.size("dp")))
+        strategy.update()
+        found[name] = strategy.norm.item()
+    return found
+
+
+def test_each_element_counts_once_in_the_norm(ranks: Ranks) -> None:
+    config = config_of(4, "pp2,tp2", LAB_TIE="1", LAB_CLIP="0.05")
+    plain = config.model_copy(update={"clip": None})
+    (first,) = train(build_model(config, config.seed).double(), batches_of(plain), plain, 1)
+    wanted = math.hypot(*(gradient.norm().item() for gradient in first.gradients.values()))
+    for of_rank in ranks(4, norms, config, ("1f1b", "sequence", "zero2")):
+        assert of_rank == pytest.approx(dict.fromkeys(of_rank, wanted), rel=1e-12)
+
+
+# --- what is held ---
+
+
+def test_every_parameter_has_a_place_and_every_element_one_owner() -> None:
+    config = config_of(6, "pp2,tp3", LAB_TIE="1")
+    sizes = sizes_of("pp2,tp3", 6)
+    total = 0
+    for rank in range(6):
+        held = Rank(config, sizes, rank, HOW["1f1b"], 2)
+        for stage in held.stages:
+            for local in [local for unit in held.units(stage) for local in unit]:
+                twice = local.shared and not held.is_first
+                total += local.numel if not twice and (not local.whole or held.at["tp"] == 0) else 0
+    assert total == outline(config).num_parameters()
+
+
+def test_the_last_axis_is_the_innermost() -> None:
+    sizes = {"pp": 2, "dp": 1, "tp": 3}
+    assert [at(rank, sizes)["tp"] for rank in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert apart(0, 2, sizes) == {"tp"}
+    assert apart(0, 4, sizes) == {"tp", "pp"}
+
+
+# --- what makes a check fail ---
+
+
+def lab_of_rank_0() -> Any:
+    """A rank that notes what it is held to."""
+    claims: dict[str, bool] = {}
+
+    def compare(name: str, predicted: float, measured: float, _unit: str, tolerance: float, *_: str, **__: str) -> None:
+        claims[name] = abs(predicted - measured) <= tolerance
+
+    def check(name: str, difference: float, tolerance: float, *_: str, **__: str) -> None:
+        claims[name] = difference <= tolerance
+
+    config = config_of(4, "dp2,tp2")
+    mesh = SimpleNamespace(size=lambda axis: 2, index=lambda axis: 0)
+    return SimpleNamespace(rank=0, config=config, mesh=mesh, compare=compare, check=check, claims=claims)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_bytes_along_a_wrong_axis_fail(swapped: bool) -> None:
+    lab = lab_of_rank_0()
+    rank = Rank(lab.config, {"dp": 2, "tp": 2, "pp": 1}, 0, HOW["1f1b"], 2)
+    costs = by_axis(rank)
+    took = {"dp": "tp", "tp": "dp"} if swapped else {"dp": "dp", "tp": "tp"}
+    called = [CalledOp("all_reduce", took[axis], cost.calls, 0, cost.nbytes) for axis, cost in costs.items()]
+    neighbour = {"tp": 1, "dp": 2}
+    wire = {neighbour[took[axis]]: WireBytes(cost.nbytes) for axis, cost in costs.items()} | {3: WireBytes()}
+    compare_axes(lab, "1f1b", rank, SimpleNamespace(traffic=Traffic(called, wire)))  # type: ignore[arg-type]
+    assert len(lab.claims) == 4
+    assert all(lab.claims.values()) is not swapped
+    assert all(lab.claims[f"called bytes over {axis}"] is not swapped for axis in ("dp", "tp"))
+
+
+@pytest.mark.parametrize(("held", "holds"), [(2, True), (3, False)])
+def test_too_many_in_flight_fail(held: int, holds: bool) -> None:
+    lab = lab_of_rank_0()
+    strategy: Any = Stacked.__new__(Stacked)
+    strategy.engine = SimpleNamespace(most_in_flight=held)
+    strategy.parts = SimpleNamespace(stages=[0])
+    check_in_flight(lab, "1f1b", strategy)
+    assert lab.claims == {"in flight": holds}
+
+
+# --- LAB_MESH ---
+
+
+@pytest.mark.parametrize(("world_size", "sizes"), [(1, (1, 1, 1)), (2, (1, 2, 1)), (6, (1, 3, 2)), (8, (2, 2, 2))])
+def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]) -> None:
+    assert tuple(default(world_size).values()) == sizes  # pp, dp, tp
+    assert math.prod(sizes) == world_size
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fault"),
+    [
+        ("dp2,tp2,pp2", ""),
+        ("", ""),
+        ("tp8", ""),
+        ("dp2,tp2", "takes 4 ranks, and WORLD_SIZE=8"),
+        ("dp2,dp4", "is no mesh"),
+        ("cp8", "is no mesh"),
+        ("dp0,tp8", "is no mesh"),
+        ("2,4", "is no mesh"),
+        ("dp2 tp4", "is no mesh"),
+    ],
+)
+def test_what_is_no_grid_is_refused_in_a_sentence(mesh: str, fault: str) -> None:
+    found = misfit(mesh, 8)
+    assert len(found) == bool(fault)
+    assert all(fault in sentence and "LAB_MESH=" in sentence for sentence in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"LAB_MODEL": "line"}, "cannot be cut along three axes"),
+        ({"LAB_MESH": "tp8", "LAB_HEADS": "5"}, "LAB_HEADS=5 cannot be sliced over tp 8"),
+        ({"LAB_MESH": "pp8"}, "LAB_DEPTH=5 layers are fewer than pp 8 stages"),
+        ({"LAB_MESH": "dp8", "LAB_BATCH": "6"}, "LAB_BATCH=6 is smaller"),
+    ],
+)
+def test_what_an_axis_cannot_take_is_refused(settings: dict[str, str], fault: str) -> None:
+    found = MODE.refuse(config_of(8, settings.pop("LAB_MESH", ""), **settings))
+    assert any(fault in sentence for sentence in found), found
+
+
+def test_what_cannot_run_says_why() -> None:
+    reasons = MODE.cannot(config_of(2, "dp2"))
+    assert "a pp of 2 or more" in reasons["interleaved"]
+    assert "a tp of 2 or more" in reasons["sequence"]
+
+
+def grid(group: dist.ProcessGroup) -> tuple[list[str], list[int], int]:
+    mesh = Mesh.grid({"dp": 2, "tp": 1, "pp": 2}, group)
+    return list(mesh.groups), [mesh.index(axis) for axis in ("dp", "pp")], mesh.world.size()
+
+
+def test_a_mesh_knows_its_axes_and_all_of_its_ranks(ranks: Ranks) -> None:
+    found = ranks(4, grid)
+    assert [places for _, places, _ in found] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert {tuple(names) for names, _, _ in found} == {("dp", "tp", "pp")}
+    assert {world for *_, world in found} == {4}
