@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from experiments.pp.checks import check_in_flight, check_order
 from experiments.pp.mistakes import MISTAKES
 from experiments.pp.predictions import passed_bytes, predict
-from experiments.pp.pretend import pretend_compute
 from experiments.pp.refusals import cannot, refuse
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
@@ -57,6 +56,7 @@ from workers.passes.measure import measure
 from workers.passes.paper import draw_on_paper
 from workers.strategies.engines import ByHand, Weigh, divided, joined
 from workers.strategies.pipelined import Pipelined, parts_of, runs_of
+from workers.strategies.pretended import pretend_compute
 from workers.workload.data import Microbatch
 from workers.workload.model import Model, outline
 from workers.workload.own import is_own

@@ -15,7 +15,6 @@ from torch import Tensor
 from experiments.pp import MODE, Options
 from experiments.pp.checks import check_in_flight
 from experiments.pp.mistakes import MISTAKES
-from experiments.pp.pretend import pretend_compute
 from tests.labs import built, copy_state
 from workers.config import Config, ConfigError
 from workers.measure.calls import Calls
@@ -23,6 +22,7 @@ from workers.measure.formulas.pipelines import FOLDED, bubble
 from workers.rank.refusals import refuse
 from workers.strategies.engines import ByHand
 from workers.strategies.pipelined import Pipelined
+from workers.strategies.pretended import pretend_compute
 from workers.testing.calls import Ranks
 from workers.workload.baseline import Snapshot, train
 from workers.workload.data import Batches, shard_sizes
