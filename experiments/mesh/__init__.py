@@ -29,19 +29,16 @@ The lab's models have no dropout, so no generator has to differ along an axis; `
 your own against the mesh. 16-bit weights have float32 masters.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
-
-import torch.distributed as dist
-from torch import Tensor, nn
+from typing import Any
 
 from experiments.mesh.axes import check_in_flight, check_overlap, compare_axes, tell
-from experiments.mesh.held import HOW, Rank
+from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.layout import axes
 from experiments.mesh.mistakes import MISTAKES
 from experiments.mesh.predictions import predict
 from experiments.mesh.refusals import cannot, refuse
+from experiments.mesh.stack import stack
 from experiments.mesh.torchs import dtensor_fsdp2, pipelining_fsdp2
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
@@ -51,20 +48,9 @@ from workers.lab import Lab
 from workers.measure.formulas import Prediction
 from workers.parallel import schedules
 from workers.parallel.mesh import Mesh
-from workers.parallel.reducing import ReducingPipeline
-from workers.parallel.sequence import Sequence
-from workers.parallel.slices import Slice, slices_of
-from workers.parallel.stages import Parts
-from workers.parallel.tensor import Whole
 from workers.passes.measure import measure
-from workers.strategies.engines import ByHand
-from workers.strategies.kept import Kept, Replicas, shards_of
-from workers.strategies.pipelined import parts_of
-from workers.strategies.rows import rows_inside
-from workers.strategies.slicing import slice_layers
-from workers.strategies.stacked import Clip, Stacked, clip_over_all
+from workers.passes.paper import draw_on_paper
 from workers.workload.model import Model
-from workers.workload.recompute import recomputed
 
 
 class Options(ModeOptions):
@@ -79,91 +65,14 @@ class Options(ModeOptions):
     chunks: int = Field(
         2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedule"
     )
+    sleep_ms: float = Field(
+        0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
+        description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",
+    )  # fmt: skip
 
-
-# --- the whole order of composition ---
-
-# What a mistake replaces.
-Groups: TypeAlias = Callable[[Mesh], dist.ProcessGroup]
-Stacks: TypeAlias = type[Stacked]
-Pipelines: TypeAlias = type[ReducingPipeline]
-
-
-def over_dp(mesh: Mesh) -> dist.ProcessGroup:
-    """The replicas of a stage's slice: whose gradients are summed."""
-    return mesh["dp"]
-
-
-def stack(
-    model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *, chunks: int = 1, rows: bool = False,
-    zero: int = 0, overlap: bool = True, pipelined: Pipelines = ReducingPipeline, stacked: Stacks = Stacked,
-    clip: Clip = clip_over_all, group_of: Groups = over_dp, sums_rows: bool = True,
-) -> Strategy:  # fmt: skip
-    """Slices, then stages of them, then what is kept of each stage over the replicas, then one step around all."""
-    rows = rows and mesh.size("tp") > 1
-    slices = sliced(model, mesh, rows=rows)
-    parts = parts_of(model, mesh["pp"], chunks)
-    keep = Keep(parts, slices, mesh, config, rows=rows and sums_rows, zero=zero, overlap=overlap, group=group_of(mesh))
-    kept = {number: keep.stage(number) for number in parts.stages}
-    stages = {
-        number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
-    }
-    pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept)
-    return stacked(parts, slices, kept, ByHand(pipeline, model.loss), mesh, config, clip)
-
-
-def sliced(model: Model, mesh: Mesh, *, rows: bool) -> dict[str, Slice]:
-    """This rank's slices of all layers, in place; says which parameters they are. With `rows` what lies between two
-    slices is this rank's part of the rows."""
-    if mesh.size("tp") == 1:
-        return {}
-    region = Sequence(mesh["tp"]) if rows else Whole(mesh["tp"])
-    slice_layers(model, mesh["tp"], region)
-    if isinstance(region, Sequence):
-        rows_inside(model, region)
-        region.num_rows = len(model.get_parameter("layers.0.position.weight"))  # a later stage meets no embedding
-    return slices_of(model)
-
-
-class Keep:
-    """What is kept of this rank's stages: everything on each replica, or with `zero` shards of it."""
-
-    def __init__(
-        self, parts: Parts, slices: dict[str, Slice], mesh: Mesh, config: Config, *, rows: bool, zero: int,
-        overlap: bool, group: dist.ProcessGroup,
-    ) -> None:  # fmt: skip
-        self.parts, self.mesh, self.config = parts, mesh, config
-        self.zero, self.overlap, self.group = zero, overlap, group
-        self.whole = [p for name, p in parts.parameters.items() if rows and name not in slices]
-        self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
-
-    def stage(self, number: int) -> list[Kept]:
-        """Of one stage."""
-        stage, tp = self.parts.stages[number], self.mesh["tp"] if self.whole else None
-        own = set(stage.parameters())
-        named = {name: p for name, p in self.parts.parameters.items() if p in own}
-        if not self.zero:
-            return [Replicas(named, self.group, self.config, whole=self.whole, rows=tp, overlap=self.overlap)]
-        names = {p: name for name, p in named.items()}
-        layers = list(stage.layers.values())
-        return [
-            *shards_of(stage, layers, self.group, self.zero, names=names, shared=self.shared, whole=self.whole, rows=tp)
-        ]
-
-
-class Turned(nn.Module):
-    """A stage's layers: samples come first in what it takes and gives, [b, S, ...]; inside of it rows, with `rows`."""
-
-    def __init__(self, layers: nn.ModuleDict, *, rows: bool, recompute: bool) -> None:
-        super().__init__()
-        self.layers, self.rows, self.recompute = layers, rows, recompute
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.transpose(0, 1) if self.rows else hidden
-        for layer in self.layers.values():
-            again = self.recompute and hidden.is_floating_point()  # an embedding keeps what it is given, and no more
-            hidden = recomputed(layer, hidden) if again else layer(hidden)
-        return hidden.transpose(0, 1) if self.rows else hidden
+    def untimed(self) -> "Options":
+        """Without pretended compute."""
+        return self.model_copy(update={"sleep_ms": 0})
 
 
 # --- the variants, in reading order ---
@@ -212,7 +121,12 @@ def zero3(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
 
 def piped(name: str, mesh: Mesh, config: Config) -> schedules.Schedule:
     """Who works on which microbatch when, along pp."""
-    ranks, microbatches = mesh.size("pp"), config.num_microbatches
+    return scheduled(name, mesh.size("pp"), config)
+
+
+def scheduled(name: str, ranks: int, config: Config) -> schedules.Schedule:
+    """The same of so many stages' ranks."""
+    microbatches = config.num_microbatches
     if name == "interleaved":
         return schedules.interleaved(ranks, microbatches, config.own(Options).chunks)
     made = {"gpipe": schedules.gpipe, "1f1b": schedules.one_forward_one_backward}[name]
@@ -233,6 +147,7 @@ def run(lab: Lab) -> None:
     config, sizes, chunks = lab.config, axes(lab.config), lab.config.own(Options).chunks
     tell(lab, sizes, chunks)
     measured = measure(lab, also=partial(check_in_flight, lab))
+    draw_on_paper(lab, partial(on_paper, sizes, config))
     predictions = [each for each in predicted(config) if each.variant in measured]
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
@@ -247,6 +162,14 @@ def run(lab: Lab) -> None:
             lab.compare(
                 "bubble", each.value[lab.rank], seen.bubble, "", 0.03, each.variant, each.formula, shown=each.shown
             )
+
+
+def on_paper(sizes: dict[str, int], config: Config, variant: str) -> schedules.Schedule | None:
+    """The schedule of every rank of the grid."""
+    if variant not in HOW:
+        return None
+    along = scheduled(HOW[variant].schedule, sizes["pp"], config)
+    return [along[at(rank, sizes)["pp"]] for rank in range(config.world_size)]
 
 
 MODE = Mode(
@@ -272,7 +195,8 @@ MODE = Mode(
     mistakes=MISTAKES | checkpoints.MISTAKES,
     recomputes=True,
     reading=(
-        "experiments/mesh/__init__.py: the order of composition, and the variants",
+        "experiments/mesh/__init__.py: the variants, and what a run of them claims",
+        "experiments/mesh/stack.py: the whole order of composition",
         "workers/parallel/mesh.py: one group an axis",
         "workers/parallel/reducing.py: sums inside the last backward pass of each stage",
         "workers/strategies/kept.py: what is kept of a stage over the replicas, and what ZeRO shards of it",

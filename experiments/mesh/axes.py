@@ -8,7 +8,7 @@ says which axis they belong to, on the wire as in the calls.
 from collections.abc import Mapping
 
 from experiments.mesh.held import HOW, Rank, at
-from experiments.mesh.predictions import FORMULAS, by_axis
+from experiments.mesh.sent import FORMULAS, by_axis
 from workers.contract import Measured, Strategy
 from workers.lab import Lab
 from workers.measure.formulas.messages import wire_tolerance

@@ -13,7 +13,7 @@ from experiments.mesh import MODE
 from experiments.mesh.axes import apart, check_in_flight, compare_axes
 from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.layout import default, misfit, sizes_of
-from experiments.mesh.predictions import by_axis
+from experiments.mesh.sent import by_axis
 from tests.labs import built
 from workers.config import Config
 from workers.measure.calls import CalledOp
