@@ -84,8 +84,9 @@ def _allowed(field: Any) -> str:
 
 
 def names() -> list[str]:
-    """Every variable, those of all modes too, in the order of the table."""
-    return [*aliases(Config), *(name for mode in modes() for name in aliases(declared(lesson_file(mode))))]
+    """Every variable, those of all modes too, in the order of the table; what two modes know is one."""
+    own = (name for mode in modes() for name in aliases(declared(lesson_file(mode))))
+    return list(dict.fromkeys([*aliases(Config), *own]))
 
 
 def compose_lines() -> str:
