@@ -12,9 +12,10 @@ from workers.config import ConfigError
 from workers.measure.formulas.seconds import training_flops
 from workers.measure.formulas.sharding import rest_bytes
 from workers.plan.advice import Plan, framework, plan, reason, remedies
-from workers.plan.arguments import read
+from workers.plan.arguments import asks_to_see, read
 from workers.plan.costs import Cost
 from workers.plan.job import Job, Link
+from workers.plan.shown import command
 from workers.plan.sizes import shown_count
 from workers.report.text import aligned
 from workers.report.units import human_bytes, three_digits
@@ -111,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"refused    {batch} cannot be dealt equally to any number of replicas that {job.gpus} GPUs make")
         return 2
     print("\n".join(lines(job, told, chosen)))
+    if chosen.pick is not None and asks_to_see(arguments):
+        print(f"together   {command(chosen.pick.layout, job)}")
     return 0
 
 

@@ -88,6 +88,9 @@ def parser() -> Parser:
         "--no-sequence-parallel", action="store_true", help="keep norms and dropouts whole on each tensor-parallel rank"
     )
     made.add_argument(
+        "--see", action="store_true", help="end with a run of this lab that shows the layout that is taken"
+    )
+    made.add_argument(
         "--calibrate", nargs="+", type=Path, default=[], metavar="RUN",
         help="finished runs of this lab in place of data sheets: a comm run gives link and latency, a dp or fsdp run FLOP/s",
     )  # fmt: skip
@@ -119,6 +122,12 @@ def read(arguments: Sequence[str] | None) -> tuple[Job, list[str]]:
     if faults:
         raise ConfigError(faults)
     return _job(values, words, sequence_parallel=not asked.no_sequence_parallel, measured=measured)
+
+
+def asks_to_see(arguments: Sequence[str] | None) -> bool:
+    """Whether the answer ends with a run that shows what is taken."""
+    seen: bool = parser().parse_known_args(arguments)[0].see
+    return seen
 
 
 def _sizes(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:

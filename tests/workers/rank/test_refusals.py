@@ -53,7 +53,7 @@ def test_recomputation_is_refused_where_layers_are_not_whole(mode: str) -> None:
     assert found == (
         []
         if mode in ("dp", "fsdp")
-        else [f"LAB_RECOMPUTE=1 is not possible in {mode}, allowed: dp, fsdp, whose ranks run whole layers"]
+        else [f"LAB_RECOMPUTE=1 is not possible in {mode}, allowed: dp, fsdp, mesh, whose ranks run whole layers"]
     )
 
 

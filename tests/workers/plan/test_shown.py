@@ -1,0 +1,55 @@
+"""`--see`: the layout that was taken, on at most 8 ranks, in a command that the lab takes."""
+
+import math
+import shlex
+
+import pytest
+
+from experiments.mesh import MODE
+from workers.config import Config
+from workers.plan.__main__ import main
+from workers.plan.arguments import read
+from workers.plan.layouts import KINDS, Layout, layouts
+from workers.plan.shown import MOST_RANKS, command, shrunk
+
+SEVEN = "--params 7B --gpus 64 --gpu-memory 80GB"
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def settings(told: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in shlex.split(told) if "=" in word)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        (Layout(8, 16, 32, 1), (2, 2, 2)),
+        (Layout(1, 1, 64, 3), (8, 1, 1)),
+        (Layout(8, 1, 2, 0), (2, 1, 4)),
+        (Layout(1, 3, 2, 0), (2, 3, 1)),
+        (Layout(1, 1, 1, 0), (1, 1, 1)),
+    ],
+)
+def test_no_axis_gets_lost(layout: Layout, sizes: tuple[int, ...]) -> None:
+    assert tuple(shrunk(layout).values()) == sizes
+    assert math.prod(sizes) <= MOST_RANKS
+
+
+def test_every_kind_is_a_run_that_the_lab_takes() -> None:
+    job, _ = read([*SEVEN.split(), "--recompute"])
+    for _, tensor, pipeline, stage in KINDS:
+        given = settings(command(next(layouts(job, tensor, pipeline, stage)), job))
+        config = Config.read(given)
+        assert MODE.refuse(config) == []
+        assert not set(config.variant) & set(MODE.cannot(config))
+        assert config.recompute
+        assert (f"zero{stage}" in config.variant) == bool(stage)
+
+
+@pytest.mark.parametrize("see", [True, False])
+def test_the_answer_ends_with_it_where_it_is_asked_for(see: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SEVEN.split(), *(["--see"] if see else [])]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert ("RUN_MODE=mesh" in last) == see
+    assert not see or settings(last)["LAB_MESH"] == "dp8"
