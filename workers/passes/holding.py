@@ -3,7 +3,7 @@
   timed losses       of every step, against the one process that trains the same steps in the same type (alone.py)
   audited loss, audited weights, audited optimizer
                      of sampled steps, against one process from the same weights and state (audit.py)
-  timed replicas     ranks that hold a weight whole hold the same, to the bit, after the last step
+  timed replicas     ranks that hold a weight, or the same part of it, hold the same to the bit after the last step
   timed steps        every rank has done every step, and all that were to be audited were
 
 PyTorch's own are shown beside them. So is what on purpose is not what one process computes, unless `Held` names what it
@@ -19,6 +19,7 @@ import torch
 from workers.checkpoint.course import Course
 from workers.contract import Held, OneProcess, Strategy
 from workers.lab import Lab
+from workers.parallel.piece import Piece
 from workers.passes.alone import Alone, farthest, one_process
 from workers.passes.audit import Audit
 from workers.workload import baseline
@@ -121,17 +122,20 @@ def in_float32(lab: Lab, strategies: Mapping[str, Strategy], dtype: torch.dtype)
 
 
 def own_weights(lab: Lab, strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that this rank holds whole; of a mode that saves nothing, what its strategy gives as dense."""
+    """The weights that this rank holds, a box of one by where it stands: replicas of a slice hold the same. Of a mode
+    that saves nothing, what its strategy gives as dense."""
     if lab.mode.unsaved and not hasattr(strategy, "state_dict"):
         yield from strategy.full("weights")
         return
     for label, weight in strategy.state_dict().items():
         if label.startswith("weights.") and isinstance(weight, torch.Tensor):
             yield label, weight
+        elif label.startswith("weights.") and isinstance(weight, Piece):
+            yield from ((f"{label} at {offset}", box) for offset, box in weight.boxes)
 
 
 def check_alike(lab: Lab, name: str, strategy: Strategy) -> None:
-    """Ranks that hold a weight whole hold the same, to the bit, by the checksum of each."""
+    """Ranks that hold the same weight, or the same box of it, hold the same to the bit, by the checksum of each."""
     lab.at(lab.config.steps, f"the weights of {name}")
     mine = {
         label: hashlib.sha256(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
@@ -142,5 +146,5 @@ def check_alike(lab: Lab, name: str, strategy: Strategy) -> None:
         return
     labels = {label for of_rank in everyone for label in of_rank}
     differing = [label for label in labels if len({of_rank[label] for of_rank in everyone if label in of_rank}) > 1]
-    detail = f"weights that differ between ranks, of {len(labels)} that a rank holds whole"
+    detail = f"weights that differ between ranks, of {len(labels)} that a rank holds"
     lab.check("timed replicas", len(differing), 0, variant=name, detail=detail, control=CONTROLS["replicas"])
