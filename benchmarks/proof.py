@@ -1,8 +1,8 @@
 """How far N ranks are from one process, for N = 1 to 8: `python -m benchmarks.proof [MODE ...]`.
 
-The proof of dp, fsdp, tp, pp, moe, cp and mesh at each world size, all variants that can run, little dividing evenly: the
-largest differences of losses, gradients and updated weights in float64. Of mesh every product of dp, tp and pp, with
-tied weights, where a second proof clips by the one norm and steps AdamW; the last line is the worst of all.
+The proof of dp, fsdp, tp, pp, moe, cp and mesh at each world size, all variants that can run, little dividing evenly:
+the largest differences of losses, gradients and updated weights in float64. Of mesh every product of dp, tp and pp,
+with tied weights, where a second proof clips by the one norm and steps AdamW; the last line is the worst of all.
 """
 
 import itertools

@@ -125,12 +125,12 @@ def piped(name: str, mesh: Mesh, config: Config) -> schedules.Schedule:
 
 
 def scheduled(name: str, ranks: int, config: Config) -> schedules.Schedule:
-    """The same of so many stages' ranks."""
+    """The same of so many stages' ranks; backward passes in one piece, which is when the sums over dp begin."""
     microbatches = config.num_microbatches
     if name == "interleaved":
-        return schedules.interleaved(ranks, microbatches, config.own(Options).chunks)
+        return schedules.in_one(schedules.interleaved(ranks, microbatches, config.own(Options).chunks))
     made = {"gpipe": schedules.gpipe, "1f1b": schedules.one_forward_one_backward}[name]
-    return made(ranks, microbatches)
+    return schedules.in_one(made(ranks, microbatches))
 
 
 # --- the run ---

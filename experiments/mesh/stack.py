@@ -48,13 +48,13 @@ def stack(
     """Slices, then stages of them, then what is kept of each stage over the replicas, then one step around all."""
     rows = rows and mesh.size("tp") > 1
     slices = sliced(model, mesh, rows=rows)
-    parts = parts_of(model, mesh["pp"], chunks)
+    parts = parts_of(model, mesh["pp"], [*range(mesh.size("pp"))] * chunks)
     keep = Keep(parts, slices, mesh, config, rows=rows and sums_rows, zero=zero, overlap=overlap, group=group_of(mesh))
     kept = {number: keep.stage(number) for number in parts.stages}
     stages = {
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
     }
-    pretend(stages, mesh, config, chunks)
+    pretend(stages, mesh, config)
     pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept)
     return stacked(parts, slices, kept, ByHand(pipeline, model.loss), mesh, config, clip)
 
@@ -113,9 +113,9 @@ class Turned(nn.Module):
         return hidden.transpose(0, 1) if self.rows else hidden
 
 
-def pretend(stages: dict[int, Turned], mesh: Mesh, config: Config, chunks: int) -> None:
+def pretend(stages: dict[int, Turned], mesh: Mesh, config: Config) -> None:
     """With LAB_SLEEP_MS stages pretend to compute longer, each replica's microbatches alike."""
     sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
     if sleep_ms:
         of_replica = config.model_copy(update={"batch": config.batch / mesh.size("dp")})
-        pretend_compute(stages.values(), of_replica, sleep_ms, chunks)
+        pretend_compute(stages, of_replica, sleep_ms, {})

@@ -267,7 +267,7 @@ def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
         "gpipe": lambda: schedules.gpipe(ranks, microbatches),
         "torch_gpipe": lambda: schedules.gpipe(ranks, microbatches),
         "1f1b": lambda: schedules.one_forward_one_backward(ranks, microbatches),
-        "torch_1f1b": lambda: schedules.whole_one_forward_one_backward(ranks, microbatches),
+        "torch_1f1b": lambda: schedules.in_one(schedules.one_forward_one_backward(ranks, microbatches)),
         "interleaved": lambda: schedules.interleaved(ranks, microbatches, chunks),
         "zb_h1": lambda: zero_bubble.zb_h1(ranks, microbatches),
         "zbv": lambda: zero_bubble.zbv(ranks, microbatches),

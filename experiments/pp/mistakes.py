@@ -11,10 +11,9 @@ from torch import Tensor
 
 from workers.config import Config
 from workers.contract import Instead, Mistake, Needs
-from workers.parallel import schedules
 from workers.parallel.boundaries import Boundaries
 from workers.parallel.pipeline import Loss, Pipeline
-from workers.parallel.schedules import Action, Schedule, in_two, whole_one_forward_one_backward
+from workers.parallel.schedules import Action, Schedule, gpipe, in_one, in_two, one_forward_one_backward
 from workers.parallel.zero_bubble import zbv
 from workers.workload.data import shard_sizes
 
@@ -88,15 +87,20 @@ def retained() -> Iterator[None]:
         torch.autograd.backward = backward
 
 
+def whole(ranks: int, microbatches: int) -> Schedule:
+    """1f1b, whose backward passes are not split."""
+    return in_one(one_forward_one_backward(ranks, microbatches))
+
+
 def all_ahead(ranks: int, microbatches: int) -> Schedule:
     """1f1b, in which each rank runs ahead by all microbatches."""
-    return [in_two(actions) for actions in schedules.gpipe(ranks, microbatches)]
+    return [in_two(actions) for actions in gpipe(ranks, microbatches)]
 
 
 def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
     """1f1b, in which each rank runs ahead by a microbatch more."""
     schedule = []
-    for rank, actions in enumerate(whole_one_forward_one_backward(ranks, microbatches)):
+    for rank, actions in enumerate(whole(ranks, microbatches)):
         forwards, backwards = ([each for each in actions if each.kind == kind] for kind in ("forward", "backward"))
         ahead = min(ranks - rank, microbatches)
         turns = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
@@ -165,13 +169,13 @@ MISTAKES = {
     "weights_first": Mistake(
         "1f1b sends its input's gradient when those of the weights are done too: the stage before waits for both",
         "schedule",
-        Instead(("1f1b",), {"schedule": whole_one_forward_one_backward}),
+        Instead(("1f1b",), {"schedule": whole}),
         Needs(ranks=1, proof=False),
     ),
     "never_late": Mistake(
         "zb_h1 puts no gradients of weights off: the bubble of 1f1b",
         "schedule",
-        Instead(("zb_h1",), {"schedule": schedules.one_forward_one_backward}),
+        Instead(("zb_h1",), {"schedule": one_forward_one_backward}),
         Needs(proof=False),
     ),
     "weights_at_once": Mistake(

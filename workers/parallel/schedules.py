@@ -52,14 +52,10 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
     """A backward as soon as there can be one: the last rank's first follows its first forward."""
-    return [in_two(actions) for actions in whole_one_forward_one_backward(ranks, microbatches)]
-
-
-def whole_one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
-    """The same with the backward pass in one, as the papers have it: the bubble of gpipe."""
     orders = (_orders(rank, ranks, [microbatches], 1) for rank in range(ranks))
     return [
-        _alternate(forwards, backwards, ahead=ranks - 1 - rank) for rank, (forwards, backwards) in enumerate(orders)
+        in_two(_alternate(forwards, backwards, ahead=ranks - 1 - rank))
+        for rank, (forwards, backwards) in enumerate(orders)
     ]
 
 
@@ -109,6 +105,14 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
     ahead = min(ahead, len(forwards))
     turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return forwards[:ahead] + turns + backwards[len(forwards) - ahead :]
+
+
+def in_one(schedule: Schedule) -> Schedule:
+    """The same with each backward pass in one, as the first papers have it: the bubble of gpipe, a v-th with chunks."""
+    return [
+        [each._replace(kind="backward") if each.kind == "input" else each for each in actions if each.kind != "weight"]
+        for actions in schedule
+    ]
 
 
 def owners(schedule: Schedule) -> list[int]:

@@ -13,13 +13,13 @@ from workers.parallel.schedules import (
     Schedule,
     gives,
     gpipe,
+    in_one,
     interleaved,
     naive,
     needs,
     one_forward_one_backward,
     owners,
     stages_of,
-    whole_one_forward_one_backward,
 )
 from workers.parallel.simulation import simulate
 from workers.parallel.zero_bubble import dualpipev, zb_h1, zbv
@@ -252,7 +252,7 @@ def test_interleaving_keeps_groups_of_p_in_flight_and_not_the_whole_batch() -> N
 
 
 def test_simulation_waits_for_what_an_action_needs() -> None:
-    spans = simulate(whole_one_forward_one_backward(2, 2), {"forward": 1, "backward": 2})
+    spans = simulate(in_one(one_forward_one_backward(2, 2)), {"forward": 1, "backward": 2})
     assert [(span.kind, span.label, span.start_s, span.end_s) for span in spans[1]] == [
         ("forward", "0", 1, 2), ("backward", "0", 2, 4), ("forward", "1", 4, 5), ("backward", "1", 5, 7),
     ]  # fmt: skip
@@ -265,7 +265,7 @@ def test_simulation_waits_for_what_an_action_needs() -> None:
 
 
 def test_simulation_names_who_waits_for_ever() -> None:
-    first, second = whole_one_forward_one_backward(2, 2)
+    first, second = in_one(one_forward_one_backward(2, 2))
     with pytest.raises(ValueError, match=r"rank 0 waits for ever.*backward.*stage=0"):
         simulate([first[::-1], second], {"forward": 1, "backward": 2})
 

@@ -5,9 +5,16 @@ IN_ONE = ("naive", "gpipe", "torch_gpipe", "torch_1f1b")  # whose backward passe
 FOLDED = ("zbv", "dualpipev")  # two stages a rank, that lie like a V
 
 
-def bubble(ranks: int, microbatches: int) -> float:
-    """The part of all ranks' time that idles where a backward pass is one piece: (p-1)/(m+p-1)."""
-    return (ranks - 1) / (microbatches + ranks - 1)
+def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
+    """The part of all ranks' time that idles where a backward pass is one piece: (p-1)/(m+p-1), with chunks
+    (p-1)/(v·m+p-1).
+
+    With chunks a microbatch comes back to a rank after p others. Where there are fewer, m < p, the first rank waits for
+    it: a step takes the time of p + (m-1)/v microbatches (by simulation; Megatron allows multiples of p alone).
+    """
+    if chunks > 1 and microbatches < ranks:
+        return 1 - microbatches / (ranks + (microbatches - 1) / chunks)
+    return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
 def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> float:

@@ -11,10 +11,10 @@ from workers.parallel.schedules import (
     Schedule,
     gives,
     gpipe,
+    in_one,
     interleaved,
     one_forward_one_backward,
     owners,
-    whole_one_forward_one_backward,
 )
 from workers.parallel.simulation import simulate
 from workers.parallel.zero_bubble import dualpipev, folded, zb_h1, zbv
@@ -40,7 +40,7 @@ def test_bubble_of_the_papers() -> None:
 def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
     found = {
         "gpipe": gpipe(ranks, microbatches),
-        "torch_1f1b": whole_one_forward_one_backward(ranks, microbatches),
+        "torch_1f1b": in_one(one_forward_one_backward(ranks, microbatches)),
         "1f1b": one_forward_one_backward(ranks, microbatches),
         "interleaved": interleaved(ranks, microbatches, chunks),
         "zb_h1": zb_h1(ranks, microbatches),
@@ -62,6 +62,15 @@ def test_formulas_are_those_of_the_schedules(ranks: int, microbatches: int, chun
             first = next(index for index, kind in enumerate(turned) if kind != "forward")
             assert first == ahead(name, ranks, microbatches, rank, chunks), name
             assert most_in_flight(actions) == in_flight(name, ranks, microbatches, rank, chunks), name
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
+def test_with_backward_passes_in_one_piece_the_bubble_is_the_first_papers(
+    ranks: int, microbatches: int, chunks: int
+) -> None:
+    spans = simulate(in_one(interleaved(ranks, microbatches, chunks)), LASTS)
+    length = max(own[-1].end_s for own in spans)
+    assert bubble(ranks, microbatches, chunks) == pytest.approx(1 - 3 * chunks * microbatches / length)
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
