@@ -35,7 +35,8 @@ def test_a_trace_is_refused_where_none_would_be_written(mode: str) -> None:
     if found:
         what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
         assert (
-            found[0] == f"{what}, and {mode} has none, allowed: compress, cp, dp, fsdp, moe, pp, precision, server, tp"
+            found[0]
+            == f"{what}, and {mode} has none, allowed: compress, cp, dp, fsdp, mesh, moe, pp, precision, server, tp"
         )
     assert refused(mode, LAB_TRACE="0") == []
 
@@ -52,7 +53,7 @@ def test_recomputation_is_refused_where_layers_are_not_whole(mode: str) -> None:
     found = refused(mode, LAB_RECOMPUTE="1")
     assert found == (
         []
-        if mode in ("dp", "fsdp")
+        if mode in ("dp", "fsdp", "mesh")
         else [f"LAB_RECOMPUTE=1 is not possible in {mode}, allowed: dp, fsdp, mesh, whose ranks run whole layers"]
     )
 
@@ -60,10 +61,10 @@ def test_recomputation_is_refused_where_layers_are_not_whole(mode: str) -> None:
 @pytest.mark.parametrize("mode", modes())
 def test_checkpoints_are_refused_where_none_are_made(mode: str, tmp_path: Path) -> None:
     found = refused(mode, LAB_CHECKPOINT_EVERY="5", LAB_RUNS_DIR=str(tmp_path))
-    assert (found == []) == (mode in ("cp", "dp", "fsdp", "moe", "pp", "tp"))
+    assert (found == []) == (mode in ("cp", "dp", "fsdp", "mesh", "moe", "pp", "tp"))
     for sentence in found:
         assert sentence.startswith(f"LAB_CHECKPOINT_EVERY=5: {mode} ")
-        assert sentence.endswith("; checkpoints go with cp, dp, fsdp, moe, pp, tp")
+        assert sentence.endswith("; checkpoints go with cp, dp, fsdp, mesh, moe, pp, tp")
 
 
 def test_variants_that_these_settings_rule_out_are_refused_only_by_name() -> None:
