@@ -5,9 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from experiments.mesh import MODE
 from experiments.mesh.axes import apart, check_in_flight, compare_axes
@@ -15,14 +13,14 @@ from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.layout import default, misfit, sizes_of
 from experiments.mesh.sent import by_axis
 from tests.labs import built
+from tests.meshes import batches_of, differences
 from workers.config import Config
 from workers.measure.calls import CalledOp
 from workers.measure.ledger import Traffic, WireBytes
 from workers.parallel.mesh import Mesh
 from workers.strategies.stacked import Stacked
 from workers.testing.calls import Ranks
-from workers.workload.baseline import Snapshot, train
-from workers.workload.data import Batches
+from workers.workload.baseline import train
 from workers.workload.model import build_model, outline
 
 ODD = {
@@ -39,47 +37,7 @@ def config_of(world_size: int, mesh: str, **settings: str) -> Config:
     return Config.read(ODD | {"WORLD_SIZE": str(world_size), "LAB_MESH": mesh} | settings)
 
 
-def batches_of(config: Config) -> Batches:
-    return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-
-
 # --- the proof ---
-
-
-def differences(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """For each variant the worst relative difference to one process after two steps, of each kind, on rank 0."""
-    dense: list[Snapshot] = []
-    if group.rank() == 0:
-        dense = list(train(build_model(config, config.seed).double(), batches_of(config), config, 2))
-    found = {}
-    for name in [name for name in names if name not in MODE.cannot(config)]:
-        strategy = built(MODE, name, build_model(config, config.seed).double(), group, config)
-        found[name] = trained(strategy, group, config, dense)
-    return found
-
-
-def trained(strategy: Any, group: dist.ProcessGroup, config: Config, dense: list[Snapshot]) -> dict[str, float]:
-    worst = dict.fromkeys(("losses", "gradients", "weights", "optimizer"), 0.0)
-    for step in range(2):
-        mesh = strategy.mesh
-        share = strategy.backward(batches_of(config).dealt(step, mesh.index("dp"), mesh.size("dp")))
-        loss = torch.zeros((), dtype=torch.float64) if share is None else share.clone()
-        dist.all_reduce(loss, group=group)
-        strategy.update()
-        for kind in ("gradients", "weights", "optimizer"):
-            tensors = dict(strategy.full(kind))
-            assert group.rank() == 0 or not tensors
-            if group.rank() == 0:
-                worst[kind] = max(worst[kind], farthest(tensors, getattr(dense[step], kind)))
-        if group.rank() == 0:
-            worst["losses"] = max(worst["losses"], abs(loss.item() - dense[step].loss))
-    return worst
-
-
-def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert set(found) == set(wanted)
-    assert all(found[name].shape == wanted[name].shape for name in wanted)
-    return max(((found[name] - wanted[name]).abs().max().item() for name in wanted), default=0.0)
 
 
 @pytest.mark.parametrize(
