@@ -19,7 +19,7 @@ TOP = Path(__file__).parent.parent
 FORMULAS, MEASURE, WORKLOAD = "workers.measure.formulas", "workers.measure", "workers.workload"
 CONFIG, REPORT, PARALLEL, CLUSTER = "workers.config", "workers.report", "workers.parallel", "workers.cluster"
 STRATEGIES, CONTRACT, LAB, CHECKPOINT = "workers.strategies", "workers.contract", "workers.lab", "workers.checkpoint"
-PASSES, RANK, PLAN = "workers.passes", "workers.rank", "workers.plan"
+PASSES, RANK, PLAN, FAULTS = "workers.passes", "workers.rank", "workers.plan", "workers.faults"
 BELOW_LAB = [CONFIG, CONTRACT, REPORT, PARALLEL, MEASURE, WORKLOAD, CLUSTER]
 FLOORS: dict[str, list[str]] = {
     CONFIG: [],
@@ -33,8 +33,9 @@ FLOORS: dict[str, list[str]] = {
     STRATEGIES: [CONFIG, PARALLEL, WORKLOAD],
     LAB: BELOW_LAB,
     CHECKPOINT: [*BELOW_LAB, LAB],
+    FAULTS: [MEASURE],
     PASSES: [*BELOW_LAB, LAB, CHECKPOINT],
-    RANK: [*BELOW_LAB, LAB, CHECKPOINT, PASSES, f"{STRATEGIES}.own"],
+    RANK: [*BELOW_LAB, LAB, CHECKPOINT, FAULTS, PASSES, f"{STRATEGIES}.own"],
     "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
     "workers.engine": [CONFIG],
     "workers.live": [CONFIG, REPORT],

@@ -32,7 +32,9 @@ class Strategy(Protocol):
 
     Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat,
     0 where they never do. With an attribute `layers`, this rank's by their number in the model, its passes and
-    gradients are seen in the order of a step (measure/order.py).
+    gradients are seen in the order of a step (measure/order.py). With a method `alike(kind)`, the names and tensors of
+    the "gradients" or "weights" that this rank holds whole and that are the same, to the bit, wherever the name is
+    held, these are compared between ranks (passes/corruption.py).
     """
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:

@@ -6,7 +6,7 @@ report. It holds no clock, no print, no file and no os.environ; what is done to 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from workers.cluster.exchange import Exchange
 from workers.config import Config
-from workers.contract import Counted, Mode
+from workers.contract import Counted, Mode, Strategy
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.messages import wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
@@ -46,12 +46,17 @@ class Lab:
         self.journal = journal
         self.at = at  # (step, phase): what the watch tells the other ranks
         self.first_step_at: float | None = None
+        self.step = 0  # of the training itself, that began last
         self.side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
         self.work = Work()  # of how many units, and how many are done: what rank 0's heartbeat tells
         self.rescue: Callable[[], None] | None = None  # while the timed pass saves: what a failing rank saves by itself
         # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has
         # left.
         self.let_leave: Callable[[Callable[[int], None]], None] | None = None
+        # What a drill does (rank/drills.py): as a step of the training that is timed begins, and once a variant's
+        # "gradients" or "weights" are there, with the names of those that other ranks hold too.
+        self.on_step: Callable[[int, str], None] = lambda _step, _variant: None
+        self.on_tensors: Callable[[str, str, Strategy, int, Container[str]], None] = lambda *_: None
         # By all ranks when a section of rank 0's log (report/log.py) is complete, or one row more of all its `rows`: it
         # is told then, and not at the end.
         self.finished: Callable[..., None] = lambda _section, _rows=(): None
@@ -70,6 +75,12 @@ class Lab:
     def dealt(self, batches: Batches, step: int) -> list[Microbatch]:
         """This rank's microbatches of the batch of `step`: dealt along the mesh's axis dp, alike to all elsewhere."""
         return batches.dealt(step, self.mesh.index("dp"), self.mesh.size("dp"))
+
+    def begin_step(self, step: int, variant: str) -> None:
+        """The main thread begins a step of the training itself, and not of what is beside it."""
+        self.at(step, variant)
+        self.step = step
+        self.on_step(step, variant)
 
     # --- what is said ---
 

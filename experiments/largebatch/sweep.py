@@ -94,7 +94,7 @@ def trainees(
 def train(lab: Lab, lockstep: Lockstep, steps: int, audit: Audit | None = None) -> None:
     """Forward, backward and update of all, step by step; an audit looks at some."""
     for step in range(steps):
-        lab.at(step, f"batches of {lockstep.trainees[0].k} times the base")
+        lab.begin_step(step, f"batches of {lockstep.trainees[0].k} times the base")
         lockstep.backward(step)
         lockstep.update(step)
         lab.stepped(len(lockstep.trainees))

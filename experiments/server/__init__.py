@@ -28,7 +28,7 @@ that shares no code with the workers computes in it what they should have (async
 LAB_SLOW_RANK=2:0.5 makes a straggler.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -161,6 +161,10 @@ class Served(Replica):
             for message in messages:
                 message.wait()
 
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The weights; of gradients the server alone has the mean."""
+        return super().alike(kind) if kind == "weights" else iter(())
+
 
 # --- in rounds ---
 
@@ -197,6 +201,10 @@ class Apart(Replica):
         """A step of its own; every H-th time the outer step."""
         super().update()
         self.outer.step(self.share)
+
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
+        """Nothing: in a round each has weights of its own."""
+        return iter(())
 
 
 # --- out of step ---

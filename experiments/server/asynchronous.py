@@ -78,7 +78,7 @@ def run_freely(
     workers = [rank for rank in range(lab.world_size) if rank not in lab.exchange.gone]
 
     def noted(step: int) -> None:
-        lab.at(step, name)
+        lab.begin_step(step, name)
         lab.work.reach(sum(witness.finished.values()))
 
     worker = make_worker(

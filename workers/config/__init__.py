@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from workers.config import faults as planned
 from workers.config import values
 from workers.config.options import ModeOptions, aliases, declared
 from workers.config.sentences import named_value, sentence, shown
@@ -89,6 +90,10 @@ class Config(BaseSettings):
     checkpoint_async: bool = Field(False, alias="LAB_CHECKPOINT_ASYNC", description="1: write checkpoints while training goes on")
     resume: str | None = Field(None, alias="LAB_RESUME", description="go on from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
 
+    # What is to go wrong, and what looks for it.
+    faults: str | None = Field(None, alias="LAB_FAULTS", description="what is to go wrong, and when: kill:rank2@step5, pause:rank1:1s@4s, kill:1/30s, flip:gradient@step3, ..., separated by commas; what is left out LAB_SEED draws")
+    audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps from one audit of what ranks hold alike to the next: a weight or gradient that differs is named by rank; unset: none, or every step where LAB_FAULTS flips a bit")
+
     # Where its files go.
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
     run_id: Annotated[str, AfterValidator(values.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
@@ -148,6 +153,7 @@ class Config(BaseSettings):
                     sentence(fault, given.get(name, ""), model.model_fields[names[name]]) for fault, name in wrong
                 ]
         config: Self | None = found.get(cls.__name__)
+        faults += planned.read(given.get("LAB_FAULTS", ""))[1]
         faults += _contradictions(config) if config is not None else []
         faults += _too_many(given.get("WORLD_SIZE", ""), "RANKS_ON_HOST" in environ or "RANK" not in given)
         if faults or config is None:
@@ -195,6 +201,17 @@ class Config(BaseSettings):
         rank, _, share = (self.slow_rank or "").partition(":")
         return float(share) if rank and int(rank) == self.rank else 1.0
 
+    @property
+    def planned_faults(self) -> list[planned.Fault]:
+        """The entries of LAB_FAULTS."""
+        return planned.read(self.faults or "")[0]
+
+    @property
+    def audited_every(self) -> int | None:
+        """LAB_AUDIT_EVERY, or every step where a bit is to flip."""
+        flips = any(each.kind == "flip" for each in self.planned_faults)
+        return self.audit_every or (1 if flips else None)
+
     def untimed(self) -> Self:
         """The same for passes that measure no time."""
         return self.model_copy(update={"options": self.options.untimed()})
@@ -228,6 +245,7 @@ def _contradictions(config: Config) -> list[str]:
         refusals.append(
             f"LAB_SLOW_RANK={config.slow_rank!r} names a rank outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}"
         )
+    refusals += planned.misfits(config.planned_faults, config.world_size, config.steps, config.checkpoint_every)
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
         refusals.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
     return refusals

@@ -153,6 +153,7 @@ class FlatUnits:
     ) -> None:  # fmt: skip
         # Even chunks, the least bytes: gloo's reduce_scatter sends twice as much, so both halves are ours there.
         self.collective = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
+        self.keeps_whole = keeps_whole
         groups, self.unit_of = grouped(model, layers)
         self.units = [
             self.unit_class(named, group.size(), group.rank(), keeps_whole=keeps_whole, home=home) for named in groups

@@ -45,7 +45,8 @@ class Audit:
 
     def __init__(self, lab: Lab, batches: Batches, alone: Mapping[str, Alone | None], first: int) -> None:
         self.lab, self.batches, self.alone = lab, batches, alone
-        self.steps = sampled(first, lab.config.steps, lab.config.seed)
+        drilled = {each.step for each in lab.config.planned_faults if each.flipped and each.step is not None}
+        self.steps = sorted({*sampled(first, lab.config.steps, lab.config.seed), *drilled})
         self.done: dict[str, list[int]] = {name: [] for name in alone}
         self.found: dict[str, dict[str, Finding]] = {name: {} for name in alone}  # each kind's worst
         self._known: tuple[str, Gradient] | None = None  # the last gradient, by what it was computed from

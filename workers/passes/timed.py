@@ -20,6 +20,7 @@ from workers.contract import Build, Held, Strategy
 from workers.lab import Lab
 from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded, slowed
+from workers.passes.corruption import Corruption
 from workers.passes.counted import WARMUP_STEPS
 from workers.passes.holding import Curves, Holding
 from workers.passes.recorded import Drawn, record
@@ -41,17 +42,23 @@ class Stopwatch:
         self.shares: dict[str, list[float | None]] = {name: [] for name in names}
         self.chronicle = Chronicle(names)
 
-    def step(self, name: str, strategy: Strategy, lab: Lab, course: Course, step: int) -> None:
+    def step(
+        self, name: str, strategy: Strategy, lab: Lab, course: Course, step: int, corruption: Corruption
+    ) -> None:  # fmt: skip
         """One step, from its first forward to its update; all ranks begin together."""
         with recorded() as spans, slowed(lab.config.slowed_to):
             with phase("data"):
                 microbatches = lab.dealt(course.batches, course.data_step(step))
             lab.exchange.barrier(f"step {step} of {name}")
-            lab.at(step, name)
+            lab.begin_step(step, name)
             started, busy = time.perf_counter(), time.process_time()
             share = strategy.backward(microbatches)
+            lab.on_tensors("gradients", name, strategy, step, corruption.shared(name))
+            corruption.hash("gradients", name, strategy, step)
             with phase("optimizer"), course.updating(name):
                 strategy.update()
+            lab.on_tensors("weights", name, strategy, step, corruption.shared(name))
+            corruption.hash("weights", name, strategy, step)
             if lab.device.type == "cuda":
                 torch.cuda.synchronize(lab.device)
         self.chronicle.add(name, step, spans)
@@ -82,6 +89,7 @@ def time_steps(
     watch = Stopwatch(list(variants))
     course = begun(lab, batches, strategies, checkpoints)
     holding = Holding(lab, course, strategies, dtype, held)
+    corruption = Corruption(lab, strategies, lab.config.audited_every)
     steps = range(course.first, lab.config.steps)
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
         clock = align(lab.group)
@@ -92,14 +100,16 @@ def time_steps(
                 for name in rotated(list(variants), step):
                     if course.done[name] == step:  # a rank that saved by itself may have been between two variants
                         with holding.audit.around(name, strategies[name], step, course.data_step(step)) as shares:
-                            watch.step(name, strategies[name], lab, course, step)
+                            watch.step(name, strategies[name], lab, course, step, corruption)
                             shares.append(watch.shares[name][-1])
+                        corruption.compare(name, step)
                 passed(step)
                 progress.advance()
     warmup = WARMUP_STEPS if len(steps) > WARMUP_STEPS else 0
     for name in variants:
         lab.journal.write(records.Steps(name, watch.wall[name][warmup:], watch.cpu[name][warmup:]))
     holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
+    corruption.decide()
     if checkpoints is not None:
         write_digests(lab, strategies)
     if not steps:

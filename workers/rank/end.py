@@ -20,7 +20,7 @@ from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.lab import Lab
 from workers.rank.sections import Sections
-from workers.report import records
+from workers.report import drills, records
 from workers.report.claims import Run
 from workers.report.journal import Journal, Unwritable
 from workers.report.judge import exit_code, judge
@@ -50,6 +50,10 @@ def conclude(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[],
     if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
         made = run["mistake"]
         lab.check("LAB_BUG", 1, 0, detail=f"{made['check']}, which sees {made['name']}, {how}", control=CONTROL)
+        by_rank[lab.rank].append(lab.journal.records[-1])
+        run = judge(by_rank)
+    for drill in [each for each in run["drills"] if each["held"] is False]:
+        lab.check("drill", 1, 0, detail=drills.sentence(drill), control=drills.CONTROL)
         by_rank[lab.rank].append(lab.journal.records[-1])
         run = judge(by_rank)
     return settle(run, by_rank, sections, outcome, agree)
@@ -115,12 +119,14 @@ def bury(verdict: Verdict, succession: Succession, journal: Journal, outcome: Ou
         return
     for lost in verdict.lost:
         journal.write(lost)
-    journal.write(records.Failed(verdict.exit_code, verdict.sentence))
+    journal.write(records.Failed(verdict.exit_code, verdict.sentence, time.time()))
     if journal.folder is None or not succession.turn(outcome.claimed):
         return
     run = judge(last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records})
     mine = outcome.write(run)
     succession.tell()
+    for drill in run["drills"] if mine else ():
+        journal.say(f"drill      {drills.sentence(drill)}")
     if mine and run["unseen"]:
         journal.say(f"unseen     {unseen_sentence(run)}")
     if mine:

@@ -58,6 +58,7 @@ def idle(config: Config, mode: Mode) -> Iterator[str]:
         if config.trace:
             what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
             yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
+    yield from undrilled(config, mode)
     if config.recompute and not mode.recomputes:
         allowed = modes_that(lambda other: other.recomputes)
         yield f"LAB_RECOMPUTE=1 is not possible in {config.mode_name}, allowed: {allowed}, whose ranks run whole layers"
@@ -66,6 +67,21 @@ def idle(config: Config, mode: Mode) -> Iterator[str]:
             if value is not None:
                 allowed = modes_that(lambda other: not other.unsaved)
                 yield f"{name}={value}: {config.mode_name} {mode.unsaved}; checkpoints go with {allowed}"
+
+
+def undrilled(config: Config, mode: Mode) -> Iterator[str]:
+    """A fault whose moment never comes in this mode, or that nothing in it could see."""
+    if mode.timed:
+        return
+    name, allowed = config.mode_name, modes_that(lambda other: other.timed)
+    if config.audit_every is not None:
+        what = f"LAB_AUDIT_EVERY={config.audit_every} compares what the variants of a timed training hold alike"
+        yield f"{what}, and {name} has none, allowed: {allowed}"
+    for each in config.planned_faults:
+        if each.flipped:
+            yield f"LAB_FAULTS: {each.text!r} is looked for in a timed training, and {name} has none, allowed: {allowed}"
+        elif each.step is not None and not mode.at_once:
+            yield f"LAB_FAULTS: {each.text!r} comes at a step of a training, and {name} has none, allowed: @2s"
 
 
 def excluded(config: Config, mode: Mode) -> Iterator[str]:

@@ -113,6 +113,12 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         check_ledger(lab)
         measure_link(lab)
         import_and_freeze(config, mode)
+        if config.faults is not None:
+            from workers.rank.drills import (
+                Drills,
+            )  # torch's checkpoints come with it, which other runs need not wait for
+
+            Drills(lab, cluster).begin()
         (mode.run or everything)(lab)
         lab.at(config.steps, "report")
         write_dropped(journal, cluster)

@@ -43,6 +43,11 @@ class Journal:
                 _append(self._log, text)
             self.folder = folder
 
+    @property
+    def open_files(self) -> list[int]:
+        """The descriptors of its two files, once there is a folder."""
+        return [] if self.folder is None else [self._log, self._lines]
+
     def say(self, text: str) -> None:
         """Print `text`, and keep it in the log."""
         with self._lock:

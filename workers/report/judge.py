@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from workers.report.claims import Run, merge_checks, merge_comparisons
+from workers.report.drills import drills
 from workers.report.lines import BrokenRecord, write_atomically
 from workers.report.records import (
     Activations,
@@ -87,6 +88,7 @@ def judge(records: Ranks) -> Run:
             {"check": each.check, "sentence": each.sentence, "ranks": each.ranks}
             for _, each in select(records, Finding)
         ],
+        "drills": drills(records),
         "unseen": _unseen(records, start.world_size),
         "dropped": _dropped(records),
     }

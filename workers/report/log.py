@@ -7,7 +7,7 @@ the last line alone says all that a script needs: the verdict, the report's path
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from workers.report import blocks
+from workers.report import blocks, drills
 from workers.report.blocks import line
 from workers.report.claims import Run
 from workers.report.records import Ranks
@@ -54,6 +54,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *blocks.more_checks(run),
         *blocks.compared(run),
         *(line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
+        *(line("drill", drills.sentence(each)) for each in run.get("drills", [])),
         *([line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
         *(line("error", sentence) for sentence in error_sentences(run)),
         *(line("lost", lost_sentence(lost)) for lost in run["lost"]),

@@ -274,6 +274,52 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Corrupted:
+    """A tensor of a variant that ranks held alike and that differed, the first of an audit; on rank 0."""
+
+    variant: str
+    step: int
+    tensor: str  # "gradients.<parameter>" or "weights.<parameter>"
+    ranks: list[int]  # by majority the odd ones, else all that hold it
+    majority: bool
+    others: int  # tensors that differed in the same audit
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault that LAB_FAULTS plans: what it is, and what should come of it; on every rank."""
+
+    number: int
+    event: str  # in words: "kill rank 2 at step 5"
+    kind: str
+    rank: int
+    outcome: str  # what should come of it, as workers/report/drills.py names it
+    bound_s: float  # within which
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A planned fault that was made, by the rank that made it, just before."""
+
+    number: int
+    rank: int
+    step: int
+    variant: str
+    at: float  # Unix time, in seconds
+    detail: str = ""  # of a flipped bit the tensor and the numbers; of a checkpoint the file
+    outcome: str = ""  # where it is another than was planned: "named" where other ranks hold a copy
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What was said of a checkpoint that a drill had damaged, by a look such as a resumed run takes."""
+
+    number: int
+    sentence: str
+
+
+@dataclass(frozen=True)
 class Unshared:
     """The machines share no disk, so each holds what its own ranks write: the host of every rank."""
 
@@ -304,6 +350,7 @@ class Failed:
 
     exit_code: int
     error: str
+    at: float = 0.0  # Unix time, in seconds
 
 
 @dataclass(frozen=True)
@@ -345,6 +392,10 @@ Record = (
     | Chart
     | Finding
     | Dropped
+    | Corrupted
+    | Planned
+    | Injected
+    | Refused
     | Unshared
     | Lost
     | Left

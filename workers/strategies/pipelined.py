@@ -87,6 +87,12 @@ class Pipelined:
     def _owner(self, name: str) -> int:
         return self.parts.holders[name][0]
 
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The layers of this rank: tied weights are on another rank too."""
+        for name, parameter in self.parts.parameters.items():
+            for tensor in self._own(kind, parameter).values():
+                yield name, tensor
+
     def state_dict(self) -> dict[str, Any]:
         """The layers of this rank, under their dense names."""
         return dict(live_state(self.parts.parameters.items(), self.optimizer))

@@ -86,6 +86,10 @@ class Replica:
         """A replica holds everything: nothing is sent."""
         return named_tensors(self.model, self.optimizer, kind)
 
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The same on every rank, to the bit."""
+        return named_tensors(self.model, self.optimizer, kind)
+
     def state_dict(self) -> dict[str, Any]:
         return dict(live_state(self.model.named_parameters(), self.optimizer))
 

@@ -80,6 +80,12 @@ class Sharded:
         tensor = unit.master.detach() if kind == "weights" else unit.shard.grad
         return {} if tensor is None else {"": tensor}
 
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Weights, where every rank keeps all of them; of gradients each has a part of its own."""
+        if kind == "weights" and self.zero.keeps_whole:
+            for unit in self.zero.units:
+                yield from zip(unit.named, unit.views(unit.whole), strict=True)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's pieces of the dense tensors."""
         prime(self.optimizer)

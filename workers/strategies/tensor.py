@@ -98,6 +98,12 @@ class TensorParallel:
         """This rank's tensors, in the same order on every rank."""
         return named_tensors(self.model, self.optimizer, kind)
 
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """What every rank holds whole; of DTensors those that are replicated."""
+        for name, tensor in self.held(kind):
+            if name not in self.slices and all(each.is_replicate() for each in getattr(tensor, "placements", ())):
+                yield name, local(tensor)
+
     def state_dict(self) -> dict[str, Any]:
         """Of a sliced tensor this rank's piece, and a DTensor as it is."""
         state: dict[str, Any] = dict(live_state(self.model.named_parameters(), self.optimizer))
