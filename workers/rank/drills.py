@@ -146,7 +146,7 @@ class Drills:
         assert self.lab.journal.folder is not None
         (newest, *_) = finding.candidates(self.lab.journal.folder)
         name = files.damage(newest, list(read(newest).files), self._draw(event, ""))
-        self._note(event, step, detail=f"{newest.name} ({name}")
+        self._note(event, step, detail=f"{newest.name}/{name}")
         said: list[str] = []
         try:
             found = finding.newest_good(self.lab.journal.folder, said.append)

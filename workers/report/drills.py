@@ -102,7 +102,8 @@ def _full(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, s
 
 def _refused(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
     said = [each.sentence for _, each in select(records, Refused) if each.number == plan.number]
-    held = bool(said) and made.detail in said[0] and "is damaged" in said[0]
+    folder, _, file = made.detail.partition("/")
+    held = bool(said) and f"{folder} is damaged ({file}" in said[0]
     return held, said[0] if said else "it was taken"
 
 
