@@ -59,7 +59,7 @@ def test_what_is_none_is_refused_in_a_sentence(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Config.read(GIVEN | {"LAB_FAULTS": text})
     (fault,) = refused.value.faults
-    assert fault.startswith(f"LAB_FAULTS: '{text}' ")
+    assert fault.startswith(f"LAB_FAULTS='{text}' ")
     assert said in fault
 
 

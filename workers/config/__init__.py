@@ -153,7 +153,7 @@ class Config(BaseSettings):
                     sentence(fault, given.get(name, ""), model.model_fields[names[name]]) for fault, name in wrong
                 ]
         config: Self | None = found.get(cls.__name__)
-        faults += planned.read(given.get("LAB_FAULTS", ""))[1]
+        faults += planned.read(given["LAB_FAULTS"])[1] if "LAB_FAULTS" in typed else []
         faults += _contradictions(config) if config is not None else []
         faults += _too_many(given.get("WORLD_SIZE", ""), "RANKS_ON_HOST" in environ or "RANK" not in given)
         if faults or config is None:

@@ -95,7 +95,7 @@ def read(text: str) -> tuple[list[Fault], list[str]]:
         try:
             entries.append(_entry(part))
         except ValueError as error:
-            wrong.append(f"LAB_FAULTS: {shown(part)} {error}")
+            wrong.append(f"LAB_FAULTS={shown(part)} {error}")
     return entries, wrong
 
 
@@ -179,7 +179,7 @@ def misfits(entries: Sequence[Fault], world_size: int, steps: int, checkpoint_ev
             wrong.append("needs two ranks that talk to each other")
         else:
             continue
-        wrong[-1] = f"LAB_FAULTS: {shown(each.text)} {wrong[-1]}"
+        wrong[-1] = f"LAB_FAULTS={shown(each.text)} {wrong[-1]}"
     return wrong
 
 

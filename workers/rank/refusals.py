@@ -79,9 +79,9 @@ def undrilled(config: Config, mode: Mode) -> Iterator[str]:
         yield f"{what}, and {name} has none, allowed: {allowed}"
     for each in config.planned_faults:
         if each.flipped:
-            yield f"LAB_FAULTS: {each.text!r} changes a timed training, and {name} has none, allowed: {allowed}"
+            yield f"LAB_FAULTS={each.text!r} changes a timed training, and {name} has none, allowed: {allowed}"
         elif each.step is not None and not mode.at_once:
-            yield f"LAB_FAULTS: {each.text!r} comes at a step of a training, and {name} has none, allowed: @2s"
+            yield f"LAB_FAULTS={each.text!r} comes at a step of a training, and {name} has none, allowed: @2s"
 
 
 def excluded(config: Config, mode: Mode) -> Iterator[str]:
