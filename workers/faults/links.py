@@ -2,8 +2,9 @@
 
 A socket has a filter (socket(7), SO_ATTACH_FILTER) that decides which packets arrive: one that drops all of them cuts
 it off, in TCP with every acknowledgement, so that the other end sends again and again into nothing. And it has a pace
-(SO_MAX_PACING_RATE), above which it sends no data. What takes NET_ADMIN, delays and rates of a whole container, is
-compose/net.yaml's.
+(SO_MAX_PACING_RATE), above which it sends no data. Since Linux 6.15 a filter of TCP takes NET_ADMIN; without it a cut
+drops heartbeats alone, and if it is for good the rank's connections send nothing. Delays, and rates of a whole
+container, are compose/net.yaml's.
 
     in     this rank hears nobody: all its sockets drop what comes
     out    nobody hears it: the others drop its heartbeats, and its connections send next to nothing
@@ -30,10 +31,19 @@ Instructions = list[tuple[int, int, int, int]]
 Address = tuple[str, int]
 
 
-def hear_nobody() -> Callable[[], None]:
-    """Drop all that comes to this process from other ranks; returns what ends it."""
-    _each(lambda each: attach(each, ALL))
-    return hear_again
+def hear_nobody() -> bool:
+    """Drop all that comes to this process from other ranks, until `hear_again`; False where this kernel lets it drop
+    datagrams alone."""
+    refused = []
+
+    def drop(each: socket.socket) -> None:
+        try:
+            attach(each, ALL)
+        except PermissionError:
+            refused.append(each.type)
+
+    _each(drop)
+    return not refused
 
 
 def hear_again() -> None:
@@ -76,7 +86,7 @@ def attach(each: socket.socket, instructions: Instructions) -> None:
 
 
 def _detach(each: socket.socket) -> None:
-    with suppress(FileNotFoundError):  # one that came later has none
+    with suppress(FileNotFoundError, PermissionError):  # one that came later has none, nor has one that got none
         each.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 

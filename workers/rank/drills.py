@@ -27,6 +27,7 @@ from workers.report.records import Injected, Planned, Refused
 
 NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
 UNSURE_S = 1.5  # so much after LAB_LOST_AFTER_S a silence may be forgiven still
+DATAGRAMS = "of what comes the heartbeats alone, since this kernel wants NET_ADMIN to drop what comes by TCP"
 KINDS = {"gradient": "gradients", "weight": "weights"}
 
 
@@ -130,11 +131,11 @@ class Drills:
         """The rank stops hearing, the others stop hearing it, or both."""
         undo = None
         if mine:
-            self._note(event, step)
-            if event.way == "out":
+            whole = event.way == "out" or links.hear_nobody()
+            self._note(event, step, detail="" if whole else DATAGRAMS)
+            if event.way == "out" or not (whole or event.duration_s):
                 links.send_nothing()
-            else:
-                undo = links.hear_nobody()
+            undo = links.hear_again
         elif event.way != "in" and event.rank is not None:
             member = self.cluster.members[event.rank]
             undo = links.deafen_to(self.cluster.socket, (member.ip, member.udp_port))
