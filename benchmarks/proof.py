@@ -1,8 +1,8 @@
 """How far N ranks are from one process, for N = 1 to 8: `python -m benchmarks.proof [MODE ...]`.
 
 The proof of dp, fsdp, tp, pp, moe and cp at each world size, all variants that can run, little dividing evenly: the
-largest differences of losses, gradients and updated weights in float64. Of mesh every product of dp, tp and pp, with heads,
-rows and samples that nothing divides and tied weights; the second time the one norm clips, and AdamW steps.
+largest differences of losses, gradients and updated weights in float64. Of mesh every product of dp, tp and pp, with
+heads, rows and samples that nothing divides and tied weights; the second time the one norm clips, and AdamW steps.
 """
 
 import itertools
