@@ -262,7 +262,6 @@ def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:
 
 
 MODE = Mode(
-    shards=True,
     variants=(
         Variant("naive", naive),
         Variant("ep", ep),

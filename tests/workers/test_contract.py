@@ -41,6 +41,8 @@ def test_a_mode_of_nothing_has_defaults_that_work() -> None:
     assert (mode.predict(config), mode.refuse(config), dict(mode.cannot(config))) == ([], [], {})
     assert mode.axes(config) == {"dp": 3}
     assert (mode.names, mode.by_torch, mode.timed) == ((), (), False)
+    assert mode.model(config, 1).describe() == mode.title(config)
+    assert mode.more_parameters(config) == 0
     assert mode.refuse(Config.read({"LAB_HEADS": "7"})) == [
         "LAB_WIDTH=128 is not a multiple of LAB_HEADS=7: heads share the width equally"
     ]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.labs import run_experiment
 from tests.workers.test_lab import counted, held, lab_alone
 from workers.measure.messages import Message
+from workers.passes.counted import alike, repeats_after
 from workers.passes.recorded import Drawn, compare_drawn, median_step, number_of, written
 from workers.report import records
 from workers.report.scene import arrows_of, bands_of
@@ -80,6 +82,15 @@ def test_what_is_ones_own_or_gloos_own_way_is_only_shown(name: str, ops: set[str
     compare_drawn(lab, {name: Drawn(1000.0, 2, frozenset(ops))}, {name: counted(1000.0, 1000.0, 0)["flat"]})
     found = [each for each in lab.journal.records if isinstance(each, records.Comparison)]
     assert [each.decides for each in found] == decides
+
+
+@pytest.mark.parametrize(
+    ("says", "counted_steps", "ever"),
+    [({}, 1, True), ({"repeats_after": 4}, 4, True), ({"repeats_after": 0}, 1, False)],
+)
+def test_a_strategy_says_when_its_steps_repeat(says: dict[str, int], counted_steps: int, ever: bool) -> None:
+    strategy: Any = SimpleNamespace(**says)
+    assert (repeats_after(strategy), alike(strategy)) == (counted_steps, ever)
 
 
 def test_steps_that_are_never_alike_are_only_shown() -> None:

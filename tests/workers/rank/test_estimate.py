@@ -57,6 +57,16 @@ def test_what_no_machine_holds_is_refused_at_once(sizes: dict[str, str], lower: 
         assert fault.startswith("4 ranks of these settings need about ")
 
 
+def test_what_a_mode_trains_beside_the_model_is_foretold_too() -> None:
+    few, many = (
+        Config.read({"RUN_MODE": "moe", "LAB_WIDTH": "256", "LAB_TOP_K": "1", "LAB_EXPERTS": number})
+        for number in ("1", "4096")
+    )
+    assert too_large(few, load("moe")) == []
+    (fault,) = too_large(many, load("moe"))
+    assert fault.endswith("lower LAB_WIDTH, LAB_DEPTH or the number of variants")
+
+
 def test_what_this_estimate_is_unsure_of_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config, mode = Config.read({}), load("dp")
     needed = estimate(config, mode, 4).nbytes
