@@ -46,8 +46,8 @@ MISTAKES = {
         Needs(unless=too_few),
     ),
     "local_mask": Mistake(
-        "the mask of a folded part is made as if it were one run: its early rows see nothing of later ranks' early keys"
-        " and its late rows too little",
+        "the mask of a folded part is made by local positions, as if it were one run: rows look at later keys, and"
+        " miss earlier ones",
         "losses",
         Instead(("zigzag",), {"attention": local_mask}),
         Needs(unless=too_few),
