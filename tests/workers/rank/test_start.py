@@ -98,7 +98,7 @@ def test_a_mode_that_trains_nothing_saves_nothing(tmp_path: Path, mode: str, env
         refuse(config_of(RUN_MODE=mode, LAB_RUNS_DIR=str(tmp_path), **environ), load(mode))
     ((name, value),) = environ.items()
     assert error.value.faults[0] == (
-        f"{name}={value}: {mode} trains nothing that could be saved; checkpoints go with dp, fsdp, moe, pp, tp"
+        f"{name}={value}: {mode} trains nothing that could be saved; checkpoints go with cp, dp, fsdp, mesh, moe, pp, tp"
     )
 
 
