@@ -52,7 +52,10 @@ class Lab:
         self.rescue: Callable[[], None] | None = None  # while the timed pass saves: what a failing rank saves by itself
         # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has
         # left.
-        self.let_leave: Callable[[Callable[[int], None]], None] | None = None
+        self.let_leave: Callable[..., None] | None = None
+        # By all ranks that are left: from now on this one keeps the store of all, in the store that is given.
+        self.move: Callable[[dist.Store, int], None] | None = None
+        self.own_ip = "127.0.0.1"  # where the other ranks reach this one
         # What a drill does (rank/drills.py): as a step of the training that is timed begins, and once a variant's
         # "gradients" or "weights" are there, with the names of those that other ranks hold too.
         self.on_step: Callable[[int, str], None] = lambda _step, _variant: None
@@ -84,16 +87,21 @@ class Lab:
 
     # --- what is said ---
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for all: rank 0, or who keeps the store where rank 0 has left."""
+        return self.rank == self.exchange.host
+
     def say(self, text: str, heading: str = "", *, all_ranks: bool = False) -> None:
         """A line in the log of rank 0, or of every rank; with a heading it stands in the report too."""
-        if self.rank == 0 or all_ranks:
+        if self.speaks or all_ranks:
             self.journal.say(f"{heading:<11}{text}" if heading else text)
-        if self.rank == 0 and heading:
+        if self.speaks and heading:
             self.journal.write(records.Said(heading, text))
 
     def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
         """A table of the lesson's own, in rank 0's log and in the report."""
-        if self.rank == 0:
+        if self.speaks:
             self.journal.say("\n".join([title, *aligned(columns, rows)]))
             self.journal.write(records.Table(title, columns, rows))
 
@@ -102,7 +110,7 @@ class Lab:
         log_x: bool = False, log_y: bool = False,
     ) -> None:  # fmt: skip
         """A line chart in the report: `series` maps a name to [x values, y values]."""
-        if self.rank == 0:
+        if self.speaks:
             self.journal.write(records.Chart(title, x_label, y_label, series, log_x, log_y))
 
     # --- what decides ---

@@ -35,7 +35,13 @@ class Exchange:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._waiting = waiting  # tells the watch what is waited for
+        self.host = 0  # the rank that keeps the store, and collects for all
         self.gone: set[int] = set()  # ranks that have left a run which goes on without them; the watch adds to it
+        self._turn = 0
+
+    def move(self, store: dist.Store, host: int) -> None:
+        """From now on use `store`, which rank `host` keeps, and collect there; all who are left call it together."""
+        self.store, self.host = store, host
         self._turn = 0
 
     def everyone(self, name: str, value: Any) -> list[Any]:
@@ -46,7 +52,7 @@ class Exchange:
         """
         turn = self._next(name)
         self._give(turn, value)
-        if self.rank == 0:
+        if self.rank == self.host:
             values = self._take_all(turn, name)
             self.store.set(f"{turn}/all", json.dumps(values))
             return values
@@ -54,22 +60,22 @@ class Exchange:
             return self._take_collected(turn, name)
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
-        """The values of all ranks on rank 0, None elsewhere."""
+        """The values of all ranks on the host, which is rank 0 where it lives; None elsewhere."""
         turn = self._next(name)
         self._give(turn, value)
-        if self.rank == 0:
+        if self.rank == self.host:
             return self._take_all(turn, name)
         # It waits for nobody: but ranks must change place together, or the watch calls one of them slow.
         with self._waiting(name):
             return None
 
     def share(self, name: str, value: Any = None) -> Any:
-        """Rank 0's value, on every rank."""
+        """The host's value, on every rank."""
         turn = self._next(name)
-        if self.rank == 0:
+        if self.rank == self.host:
             self._give(turn, value)
         with self._waiting(name):
-            return self._take(turn, name, 0)
+            return self._take(turn, name, self.host)
 
     def barrier(self, name: str) -> None:
         """Return once every rank has come here."""
@@ -91,14 +97,14 @@ class Exchange:
         try:
             return list(self._wait_for(f"{turn}/all", self.timeout_s))
         except TimeoutError as error:
-            late = next((rank for rank in range(self.world_size) if not self._has_given(turn, rank)), 0)
+            late = next((rank for rank in range(self.world_size) if not self._has_given(turn, rank)), self.host)
             raise self._in_vain(name, late) from error
 
     def _has_given(self, turn: str, rank: int) -> bool:
         try:
             return rank in self.gone or self.store.check([f"{turn}/{rank}"])
-        except RuntimeError:  # the store is gone, and rank 0 with it
-            return rank != 0
+        except RuntimeError:  # the store is gone, and its host with it
+            return rank != self.host
 
     def _take(self, turn: str, name: str, rank: int) -> Any:
         """A rank's value; None where it has left without one."""

@@ -16,11 +16,12 @@ AFTER = "after the verdict, which stands"
 
 
 class Goodbye:
-    """Of one rank. `outlived` are the ranks that were lost after the verdict."""
+    """Of one rank. `outlived` are the ranks that were lost after the verdict, `host` the one that keeps the store."""
 
     def __init__(self, rank: int, hearing: Hearing, say: Callable[[str], None]) -> None:
         self.rank, self.hearing, self.say = rank, hearing, say
         self.outlived: set[int] = set()
+        self.host = 0
 
     def heard(self, now: float, end_by: float, *, committed: bool) -> bool:
         """Whether this rank may go: every rank that still sends has heard the goodbye, and on rank 0 has said its own;
@@ -47,7 +48,7 @@ class Goodbye:
         if self.hearing.left >> other & 1:
             return True
         knows = bool(self.hearing.peers[other].acknowledged >> self.rank & 1)
-        return knows and (self.rank != 0 or bool(self.hearing.ended >> other & 1))
+        return knows and (self.rank != self.host or bool(self.hearing.ended >> other & 1))
 
     def outlive(self, verdict: Verdict, now: float) -> None:
         """Ranks were lost that had accepted the run's verdict: it stands, and nobody waits for them."""

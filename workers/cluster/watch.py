@@ -10,7 +10,7 @@ tables to agree, up to 0.75 s for the words to go round. The thread wakes once a
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -78,13 +78,19 @@ class Watch(threading.Thread):
         self._signals.open()
         self._departure = Departure(self._signals, say, on_verdict)
 
-    def let_leave(self, on_left: Callable[[Lost], None]) -> None:
+    def let_leave(self, on_left: Callable[[Lost], None], hung_up: Callable[[], Set[int]] | None = None) -> None:
         """From now on the loss of any rank but 0 does not end the others: each calls `on_left`, on the watch's thread,
-        and goes on.
+        and goes on. Where `hung_up` tells whose processes have closed their connections, rank 0 may go like any other.
 
         All ranks call this at the same point of the run; a later call puts another `on_left` in the place of the first.
         """
         self._parting.on_left, self.main.together = on_left, False
+        if hung_up is not None:
+            self._parting.hung_up, self._parting.needed = hung_up, frozenset()
+
+    def need(self, host: int) -> None:
+        """From now on rank `host` keeps the store of all in rank 0's place, and its loss ends the run."""
+        self._parting.needed, self.goodbye.host = {host}, host
 
     def agree(self) -> None:
         """Accept the verdict that rank 0 gave; returns once no rank can end otherwise.
@@ -248,6 +254,9 @@ class Watch(threading.Thread):
 
     def _judge(self) -> None:
         now = time.monotonic()
+        gone = self._parting.gone(self.hearing.seen(self.main.place, now))
+        if gone is not None and not self._agreement.bound and self._parting.allows(gone):
+            self._part(gone)
         verdict = self._judging.verdict(self.main.place, now)
         if verdict is None:
             return

@@ -10,9 +10,11 @@ gone.
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
+
+import torch.distributed as dist
 
 from workers.cluster.exchange import Exchange
 from workers.cluster.succession import Succession
@@ -87,16 +89,26 @@ def everything_written(sections: Sections, folder: Path) -> records.Ranks:
     return by_rank
 
 
-def let_leave(watch: Watch, exchange: Exchange, journal: Journal, then: Callable[[int], None]) -> None:
+def let_leave(
+    watch: Watch, exchange: Exchange, journal: Journal, then: Callable[[int], None],
+    hung_up: Callable[[], Set[int]] | None = None,
+) -> None:  # fmt: skip
     """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then`
-    hears of it."""
+    hears of it. With `hung_up` (Watch.let_leave) rank 0 may leave, too."""
 
     def left(lost: records.Lost) -> None:
         journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the others went on"))
         exchange.gone.add(lost.rank)
         then(lost.rank)
 
-    watch.let_leave(left)
+    watch.let_leave(left, hung_up)
+
+
+def move(watch: Watch, exchange: Exchange, sections: Sections, store: dist.Store, host: int) -> None:
+    """From now on `host` keeps the `store` of all who are left, and speaks and writes for them."""
+    exchange.move(store, host)
+    sections.again()
+    watch.need(host)
 
 
 def draw(folder: Path, page: Path) -> bool:

@@ -26,6 +26,10 @@ class Sections:
         self._last = ""  # the section that was told last
         self._given = 0
 
+    def again(self) -> None:
+        """Another rank collects from now on: it is given all that was ever written."""
+        self.by_rank, self._given = {}, 0
+
     def finished(self, name: str, rows: Sequence[str] = ()) -> None:
         """Tell what is new in the section of this name in `log.SECTIONS`; all ranks call it together.
 

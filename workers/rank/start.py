@@ -26,7 +26,7 @@ from workers.measure.ledger import Ledger
 from workers.passes.measure import everything
 from workers.rank import one_folder
 from workers.rank.device import pick_device
-from workers.rank.end import bury, conclude, let_leave
+from workers.rank.end import bury, conclude, let_leave, move
 from workers.rank.estimate import too_long
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
@@ -102,8 +102,10 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
         lab.let_leave = partial(let_leave, watch, exchange, journal)
+        lab.own_ip = cluster.members[cluster.rank].ip
         lab.work = work
         sections = Sections(exchange, journal, told)
+        lab.move = partial(move, watch, exchange, sections)
         lab.finished = sections.finished
         greet(lab, cluster, folder)
         if apart is not None:
@@ -129,7 +131,9 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             lab.rescue()
         return watch.fail(error)
     watch.finish()
-    if 0 in watch.goodbye.outlived:  # after all had agreed, perhaps before it could put its verdict in place
+    if (
+        exchange.host in watch.goodbye.outlived
+    ):  # after all had agreed, perhaps before it could put its verdict in place
         outcome.publish()
     dist.destroy_process_group()
     return code

@@ -4,7 +4,7 @@ from typing import cast
 
 from workers.cluster.going_on import Parting
 from workers.cluster.heartbeat import Hearing
-from workers.cluster.verdict import Verdict
+from workers.cluster.verdict import Seen, Verdict
 from workers.cluster.watch_socket import Post
 from workers.report.records import Lost
 
@@ -54,3 +54,39 @@ def test_who_left_is_told_of_once_and_forgotten() -> None:
     assert one.parting.heard_at == {2: 7.0}
     assert one.hearing.present() == {0, 1, 3}
     assert set(one.addresses) == {0, 3}
+
+
+class Free(Parted):
+    """Rank 1 of four, of which nobody is needed; ranks in `dead` have hung up."""
+
+    def __init__(self, *dead: int) -> None:
+        super().__init__()
+        self.parting.on_left = lambda lost: self.left.append(lost.rank)
+        self.parting.hung_up, self.parting.needed = lambda: set(dead), frozenset()
+
+
+def test_where_nobody_is_needed_rank_0_may_be_lost_too() -> None:
+    assert Free().parting.allows(verdict_on(0))
+    assert not Free().parting.allows(verdict_on(1)), "that is this rank"
+
+
+def test_of_two_halves_the_one_with_the_lowest_rank_goes_on() -> None:
+    assert Free().parting.allows(verdict_on(2))
+    assert not Free().parting.allows(verdict_on(0, 2)), "ranks 1 and 3 are the half without the lowest"
+    assert not Free().parting.allows(verdict_on(0, 2, 3)), "three that may live on"
+
+
+def test_who_has_hung_up_may_not_live_on_and_counts_for_no_half() -> None:
+    assert Free(0, 2).parting.allows(verdict_on(0, 2))
+    assert Free(0, 2, 3).parting.allows(verdict_on(0, 2, 3))
+    assert Free(2).parting.allows(verdict_on(0, 2)), "ranks 1 and 3, and rank 0 alone is silent"
+
+
+def test_who_hung_up_and_is_silent_is_gone_at_once_and_who_still_beats_is_not() -> None:
+    one = Free(0, 2)
+    seen = {rank: Seen(4, "train", silent_s=1.2 if rank == 2 else 0.2) for rank in range(4)}
+    verdict = one.parting.gone(seen)
+    assert verdict is not None
+    assert [entry.rank for entry in verdict.lost] == [2]
+    assert "its connections were closed" in verdict.sentence
+    assert Free().parting.gone(seen) is None
