@@ -1,0 +1,76 @@
+"""Lines between processes, here of one process: what is said arrives, ends are told, and strangers are not heard."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from workers.parallel.lines import ENDED, Address, Lines
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Lines, Lines]]:
+    one, other = Lines(0, "127.0.0.1", "secret"), Lines(1, "127.0.0.1", "secret")
+    one.book = other.book = {rank: Address("127.0.0.1", each.port, 0) for rank, each in enumerate((one, other))}
+    assert other.dial([0]) == []
+    yield one, other
+    one.close()
+    other.close()
+
+
+def heard(lines: Lines) -> tuple[int, int, Any]:
+    return lines.heard.get(timeout=5)
+
+
+def test_what_is_said_arrives_with_who_says_it(pair: tuple[Lines, Lines]) -> None:
+    one, other = pair
+    other.send(0, {"kind": "a", "long": "x" * 100_000})
+    assert heard(one) == (1, other.life, {"kind": "a", "long": "x" * 100_000})
+    one.tell([1], {"kind": "b"})
+    assert heard(other) == (0, one.life, {"kind": "b"})
+
+
+def test_the_end_of_a_line_is_told_at_once(pair: tuple[Lines, Lines]) -> None:
+    one, other = pair
+    life, began = other.life, time.monotonic()
+    other.hang_up()
+    assert heard(one) == (1, life, {"kind": ENDED})
+    assert time.monotonic() - began < 0.5
+    assert one.open() == {}
+
+
+def test_who_comes_back_has_another_life(pair: tuple[Lines, Lines]) -> None:
+    one, other = pair
+    life = other.life
+    other.hang_up()
+    assert heard(one) == (1, life, {"kind": ENDED})
+    assert other.dial([0]) == []
+    other.send(0, {"kind": "again"})
+    assert heard(one) == (1, other.life, {"kind": "again"})
+    assert other.life != life
+
+
+def test_two_that_dial_each_other_at_once_lose_no_line(pair: tuple[Lines, Lines]) -> None:
+    one, other = pair
+    assert one.dial([1]) == []
+    one.send(1, {"kind": "a"})
+    other.send(0, {"kind": "b"})
+    assert heard(other)[2] == {"kind": "a"}
+    assert heard(one)[2] == {"kind": "b"}
+
+
+def test_who_does_not_know_the_secret_is_not_heard(pair: tuple[Lines, Lines]) -> None:
+    one, _ = pair
+    stranger = Lines(7, "127.0.0.1", "another")
+    stranger.book = one.book
+    assert stranger.dial([0]) == [0]
+    with socket.create_connection(("127.0.0.1", one.port)) as raw:
+        raw.sendall(json.dumps({"rank": 1, "life": 3, "proof": "x"}).encode() + b"\n[[[\n")
+        assert raw.recv(10) == b""
+    assert set(one.open()) == {1}
+    stranger.close()

@@ -1,0 +1,260 @@
+"""A line to each other rank: a TCP connection that carries words, and whose end is the death of a process.
+
+The kernel closes the sockets of a process that is killed, so its peers read the end of the line within milliseconds;
+a process that is paused or cut off closes nothing, and is silent. The first is certain and is said here, the second is
+left to who counts silences (cluster/watch.py). Every rank has a line to every other, so no rank is a hub.
+
+A process names itself by rank and *life*, a number of its own: a rank that comes back is another process. Words are
+JSON, a line each. Who does not know the run's secret is not listened to.
+"""
+
+import hmac
+import json
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+
+TICK_S = 0.05
+DIAL_S = 1.0  # for one connection to be accepted
+MAX_BYTES = 1 << 20  # of one message
+ENDED = "ended"  # the kind of what this rank tells itself when a line ends
+
+
+class Address(NamedTuple):
+    """Where a rank listens: for lines, and as the host of a store."""
+
+    ip: str
+    port: int
+    store_port: int
+
+
+class Line:
+    """One connection, once its greeting was heard."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.received = connection, b""
+        self.rank: int | None = None
+        self.life = 0
+        self.dialled = False  # by this rank
+
+    def read(self) -> list[Message]:
+        """What has come; raises OSError at its end."""
+        with suppress(BlockingIOError):
+            new = self.connection.recv(1 << 16)
+            if not new:
+                raise ConnectionResetError
+            self.received += new
+        if len(self.received) > MAX_BYTES:
+            raise ConnectionResetError
+        *whole, self.received = self.received.split(b"\n")
+        return [message for message in map(parsed, whole) if isinstance(message, dict)]
+
+
+def first_line(connection: socket.socket) -> bytes:
+    """The greeting, and not a byte of what follows it; raises OSError."""
+    received = b""
+    while not received.endswith(b"\n"):
+        new = connection.recv(1)
+        if not new or len(received) > MAX_BYTES:
+            raise ConnectionResetError
+        received += new
+    return received
+
+
+def parsed(text: bytes) -> Any:
+    """JSON, or None where it is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
+
+
+class Lines:
+    """The lines of one rank, read by a thread of their own; `heard` holds (rank, life, message) in their order."""
+
+    def __init__(self, rank: int, ip: str, secret: str) -> None:
+        self.rank, self.ip, self.life = rank, ip, time.time_ns()
+        self.heard: queue.SimpleQueue[tuple[int, int, Message]] = queue.SimpleQueue()
+        # On the thread of the lines, as soon as it is heard.
+        self.on_news: Callable[[int, int, Message], None] = lambda rank, life, message: None  # noqa: ARG005
+        self.book: dict[int, Address] = {}
+        self._secret = secret.encode()
+        self._lines: dict[int, Line] = {}
+        self._lock = threading.Lock()
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        self._listening = socket.create_server((ip, 0), family=family, backlog=64)
+        self.port = int(self._listening.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._connections = frozenset({self._listening})  # of any thread's: replaced, never changed
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
+        self._thread.start()
+
+    # --- what the main thread asks for ---
+
+    def dial(self, ranks: Iterable[int]) -> list[int]:
+        """Open a line to each of `ranks` in the book; returns those that did not answer."""
+        return [rank for rank in ranks if not self._dial(rank)]
+
+    def send(self, rank: int, message: Message) -> None:
+        """Say it to `rank`; nothing where the line has ended, of which `heard` tells."""
+        with self._lock:
+            line = self._lines.get(rank)
+            if line is not None:
+                with suppress(OSError):
+                    line.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def tell(self, ranks: Iterable[int], message: Message) -> None:
+        for rank in ranks:
+            self.send(rank, message)
+
+    def open(self) -> dict[int, int]:
+        """The lives at the other ends, by rank."""
+        with self._lock:
+            return {rank: line.life for rank, line in self._lines.items()}
+
+    def filenos(self) -> set[int]:
+        """The descriptors of all that is open here."""
+        return {connection.fileno() for connection in self._connections}
+
+    def hang_up(self) -> None:
+        """Close every line without a word, as the kernel does for a process that is killed; begin another life."""
+        with self._lock:
+            self._lines = {}
+            for key in list(self._selector.get_map().values()):
+                if key.data is not None:
+                    self._drop(key.data)
+            self.life = time.time_ns()
+        while not self.heard.empty():  # what was meant for the life that is over
+            self.heard.get()
+
+    def close(self) -> None:
+        """End the thread, and all lines."""
+        self._closed = True
+        self._thread.join()
+        self.hang_up()
+        self._listening.close()
+        self._selector.close()
+
+    # --- how lines come and go ---
+
+    def _greeting(self, to: int) -> Message:
+        words = f"{self.rank} {self.life} {to}"
+        return {"rank": self.rank, "life": self.life, "proof": self._proof(words)}
+
+    def _proof(self, words: str) -> str:
+        return hmac.new(self._secret, words.encode(), "sha256").hexdigest()
+
+    def _dial(self, rank: int) -> bool:
+        address = self.book[rank]
+        line: Line | None = None
+        try:
+            line = self._opened(socket.create_connection((address.ip, address.port), DIAL_S))
+            line.dialled = True
+            line.connection.sendall(json.dumps(self._greeting(rank)).encode() + b"\n")
+            if not self._greeted(line, parsed(first_line(line.connection))):
+                raise ConnectionResetError
+        except OSError:
+            if line is not None:
+                self._drop(line)
+            return False
+        self._adopt(line)
+        return True
+
+    def _greeted(self, line: Line, message: Any) -> bool:
+        """Take down who is at the other end, if it knows the secret."""
+        if not isinstance(message, dict):
+            return False
+        rank, life = message.get("rank"), message.get("life")
+        if not hmac.compare_digest(self._proof(f"{rank} {life} {self.rank}"), str(message.get("proof"))):
+            return False
+        line.rank, line.life = int(str(rank)), int(str(life))
+        return True
+
+    def _adopt(self, line: Line) -> None:
+        """From now on this is the line to its rank; that of a life before has ended.
+
+        Two that dial each other at once have two lines: both are read, and what is said goes over the lower rank's.
+        """
+        assert line.rank is not None
+        line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            before = self._lines.get(line.rank)
+            again = before is not None and before.life == line.life
+            if not again or line.dialled == (self.rank < line.rank):
+                self._lines[line.rank] = line
+        if before is not None and not again:
+            self._drop(before)
+            self._tell_self(before, {"kind": ENDED})
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(line.connection)
+        self._selector.register(line.connection, selectors.EVENT_READ, line)
+
+    def _opened(self, connection: socket.socket) -> Line:
+        connection.settimeout(DIAL_S)
+        self._connections |= {connection}
+        return Line(connection)
+
+    def _drop(self, line: Line) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(line.connection)
+        self._connections -= {line.connection}
+        line.connection.close()
+
+    def _tell_self(self, line: Line, message: Message) -> None:
+        assert line.rank is not None
+        self.heard.put((line.rank, line.life, message))
+        self.on_news(line.rank, line.life, message)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(TICK_S):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._listen(key.data)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listening.accept()
+            self._selector.register(connection, selectors.EVENT_READ, self._opened(connection))
+
+    def _listen(self, line: Line) -> None:
+        try:
+            messages = line.read()
+        except (OSError, ValueError):
+            self._end(line)
+            return
+        for message in messages:
+            if line.rank is not None:
+                self._tell_self(line, message)
+            elif self._greeted(line, message):
+                with suppress(OSError):
+                    line.connection.sendall(json.dumps(self._greeting(line.rank or 0)).encode() + b"\n")
+                self._adopt(line)
+            else:
+                self._drop(line)
+                return
+
+    def _end(self, line: Line) -> None:
+        with self._lock:
+            ours = line.rank is not None and self._lines.get(line.rank) is line
+            if ours:
+                del self._lines[line.rank or 0]
+            self._drop(line)
+        if ours:
+            self._tell_self(line, {"kind": ENDED})
+
+
+def book_of(entries: Mapping[int, Iterable[Any]]) -> dict[int, Address]:
+    """Addresses by rank, as they came over JSON."""
+    return {int(rank): Address(*entry) for rank, entry in entries.items()}

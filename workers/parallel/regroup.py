@@ -1,0 +1,95 @@
+"""A gloo group of some of the processes, made and left again in the same process: torch's global state has no part.
+
+A collective waits in C++ until its peers send or hang up. What wakes it is the end of its sockets, so to `cut` a group
+is to shut them down: the waiting thread raises, and so do the peers that wait for this one. `abort` of
+ProcessGroupGloo does not (torch 2.13: the thread waits on).
+"""
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.parallel.lines import Address
+
+ASK_S = 0.3  # for a store's host to accept: torch's own client tries again and again where nobody listens
+FORM_S = 10.0
+
+
+def sockets() -> set[int]:
+    """The descriptors of this process's sockets."""
+    found = set()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # that of the listing itself
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                found.add(descriptor)
+    return found
+
+
+def shut_down(descriptor: int) -> None:
+    """End a connection for both sides; a socket that listens is left alone, since gloo aborts the process over it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.getpeername()
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class Regroup:
+    """Groups of one process, one at a time. `others` are the sockets that are no group's, whenever they were opened."""
+
+    def __init__(self, ip: str, timeout_s: float, others: Callable[[], set[int]]) -> None:
+        self.ip, self.timeout_s, self._others = ip, timeout_s, others
+        self._gloo: Any = None  # a ProcessGroupGloo, whose methods torch does not declare
+        self._before: set[int] | None = None  # the sockets that were open before the group; None where there is none
+
+    def form(self, name: str, place: int, size: int, host: Address) -> None:
+        """Be number `place` of `size` in a new group, over the store of `host`; raises RuntimeError where it fails."""
+        self.leave()
+        self._before = sockets()
+        try:
+            socket.create_connection((host.ip, host.store_port), ASK_S).close()
+        except OSError:
+            raise RuntimeError(f"nobody listens at the store of {host.ip}:{host.store_port}") from None
+        bound = timedelta(seconds=FORM_S)
+        store = dist.TCPStore(host.ip, host.store_port, None, False, bound, wait_for_workers=False)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.ip)]
+        options._timeout = bound
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, size, options)
+        gloo._set_default_timeout(timedelta(seconds=self.timeout_s))
+        self._gloo = gloo
+
+    def cut(self) -> None:
+        """From any thread: whoever waits in the group, or for it to stand, raises RuntimeError."""
+        before = self._before
+        if before is not None:
+            for descriptor in sockets() - before - self._others():
+                shut_down(descriptor)
+
+    def leave(self) -> None:
+        """Hang up; who still waits for this process raises RuntimeError."""
+        self.cut()
+        self._before = self._gloo = None
+
+    # --- collectives; all raise RuntimeError where a member is gone ---
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place, the sum over all members."""
+        self._gloo.allreduce([tensor]).wait()
+        return tensor
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        """In place, that of the member number `root`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._gloo.broadcast([tensor], options).wait()
+        return tensor
+
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor) -> None:
+        """Fill `pieces`, one a member, all of one length."""
+        self._gloo.allgather([list(pieces)], [mine]).wait()
