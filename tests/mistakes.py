@@ -14,6 +14,7 @@ SIZES = {
     "gate_over_itself": {"LAB_TOP_K": "1"},
     "gather_all": {"LAB_DEPTH": "4"},
     "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},
+    "oldest_state": {"WORLD_SIZE": "3"},  # one survivor has the sum, one has not
     "lost_fold": {"WORLD_SIZE": "3"},  # no power of two
     "lost_residual": {"LAB_CAPACITY": "0.4"},  # some tokens find no place at all
     "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},
@@ -32,6 +33,7 @@ SMALL = {
     "compress": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
     "moe": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2", "LAB_BATCH": "24"},
     "precision": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
+    "elastic": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1", "LAB_STEPS": "8", "LAB_SAVED_EVERY": "2"},
     "dp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
     "fsdp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2"},
     "tp": {"LAB_DEPTH": "1"},

@@ -1,0 +1,141 @@
+"""Elastic training: ranks die, come back and are taken in, and the training goes on with those who are there.
+
+Large runs lose a rank every few hours. Who ends and begins again pays for all ranks: the start, and every step since
+the last checkpoint. But a group is no more than its connections. A process that is killed hangs up, so the others know
+at once; they leave the group, agree on who is there and on the last step that stands, and make a new group in the same
+processes (Horovod Elastic; torchft). No rank is a special case: each keeps a store, and the first that lives calls.
+
+  rule        the global batch stays the same, and whoever is in at a step divides it. So whatever happens, the run
+              equals one process: weights, moments and losses to 1e-12, and each sample of each epoch is seen once
+  kept        a step that any survivor has applied stands, and whoever lacks it takes it over
+  redone      a step that none has applied is computed again, by those who are left
+  predicted   a loss costs at most one step again (`restart`: those since the checkpoint, up to LAB_SAVED_EVERY); a step
+              sends 2(N-1)/N x 8 B x (P + E + 2) a rank; a newcomer is sent 8 B x (3P + LAB_STEPS x (E + 1))
+  shapes      weights [P] and AdamW's moments [2, P] as flat vectors in float64, E samples an epoch
+
+  restart     what torchrun does: all begin again from the last checkpoint
+  shrink      the survivors go on with N-1
+  spare       the last rank waits outside, and takes the place of the first one lost
+  join        whoever died comes back as a process that has nothing, and is let in at the next step
+
+Ranks die on purpose, LAB_LOSSES of each variant, at moments that LAB_SEED draws (drills.py): they close their sockets
+as the kernel does for a killed process, and forget all. With LAB_LOSSES=0 nothing dies unless you do it: `docker kill`.
+Who is silent, paused or cut off, is left after LAB_LOST_AFTER_S by the majority; the minority ends and says so.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from experiments.elastic.course import Course, Policy
+from experiments.elastic.drills import Drill, drawn
+from experiments.elastic.holding import hold
+from experiments.elastic.mistakes import MISTAKES
+from experiments.elastic.net import Net, open_net, settle
+from experiments.elastic.shown import show
+from workers.config import Config
+from workers.config.options import Field, ModeOptions
+from workers.contract import Mode, Variant, untrainable
+from workers.lab import Lab
+from workers.strategies.survivor import Survivor
+
+
+class Options(ModeOptions):
+    """How often ranks are lost on purpose, and how often `restart` saves."""
+
+    # Larger steps grow roundings past 1e-12 in some hundreds of them.
+    sizes = {"width": 32, "depth": 2, "optimizer": "adamw", "lr": 1e-4}  # noqa: RUF012
+    losses: int = Field(
+        2, alias="LAB_LOSSES", ge=0, le=10_000, description="ranks of each variant that die on purpose; 0: none"
+    )
+    saved_every: int = Field(
+        5, alias="LAB_SAVED_EVERY", ge=1, le=10_000, description="steps between two checkpoints of restart"
+    )
+
+
+POLICIES = (
+    Policy("restart", restarts=True),
+    Policy("shrink"),
+    Policy("spare", spares=1),
+    Policy("join", returns=True),
+)
+
+
+def cannot(config: Config) -> dict[str, str]:
+    """Who is alone has no survivors."""
+    few = f"WORLD_SIZE={config.world_size}: "
+    reasons: dict[str, str] = {}
+    if config.world_size < 2:
+        reasons |= dict.fromkeys(("shrink", "join"), f"{few}nobody is left to go on")
+    if config.world_size < 3:
+        reasons["spare"] = f"{few}it takes two that train and one that waits"
+    return reasons
+
+
+def refuse(config: Config) -> list[str]:
+    """What cannot be trained, and what is not float64 on a CPU."""
+    refusals = untrainable(config)
+    if config.device != "cpu":
+        refusals.append(
+            f"LAB_DEVICE={config.device!r} is not possible in elastic, allowed: cpu, where gloo's groups are"
+        )
+    return refusals
+
+
+def run(lab: Lab, survivor: type[Survivor] = Survivor) -> None:
+    """Every variant with its losses; then whoever is left holds each against one process."""
+    unable = lab.mode.cannot(lab.config)
+    wanted = [policy for policy in POLICIES if lab.wants(policy.name)]
+    for policy in wanted:
+        if policy.name in unable:
+            lab.skip(policy.name, unable[policy.name])
+    net = open_net(lab)
+    courses = [train(lab, net, policy, survivor) for policy in wanted if policy.name not in unable]
+    settle(lab, net)
+    for course in courses:
+        hold(lab, course)
+    show(lab, courses)
+    net.close()
+
+
+def train(lab: Lab, net: Net, policy: Policy, survivor: type[Survivor]) -> Course:
+    """This rank's way through one variant."""
+    config, own = lab.config, lab.config.own(Options)
+    members = list(range(lab.world_size - policy.spares))
+    seed = 1000 * config.seed + POLICIES.index(policy)
+    losses = drawn(seed, members, config.steps, own.losses, comes_back=policy.restarts or policy.returns)
+
+    def make(at: Callable[[str], None]) -> Survivor:
+        batches = lab.batches(torch.float64, proof=True)
+        return survivor(lab.model(torch.float64), batches, config, lab.rank, config.steps, at)
+
+    folder = lab.journal.folder
+    assert folder is not None, "a rank that trains has a folder"
+    course = Course(
+        net, policy, make, Drill(losses, lab.rank), saved=folder / f"{policy.name}.rank{lab.rank}.pt",
+        saved_every=own.saved_every, noted=lambda step: lab.at(step, policy.name),
+    )  # fmt: skip
+    deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in losses)
+    lab.say(f"{policy.name}: {deaths or 'nobody'} dies on purpose", "drill")
+    course.run()
+    return course
+
+
+MODE = Mode(
+    variants=tuple(Variant(policy.name) for policy in POLICIES),
+    run=run,
+    options=Options,
+    refuse=refuse,
+    cannot=cannot,
+    mistakes=MISTAKES,
+    unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart",
+    reading=(
+        "experiments/elastic/__init__.py: the variants, and what a run claims",
+        "experiments/elastic/course.py: the way of one rank, in and out, until all steps are done",
+        "workers/strategies/survivor.py: a replica whose steps are kept or redone",
+        "workers/parallel/membership.py: how those who are left agree on who is in",
+        "workers/parallel/regroup.py: gloo groups that are left and made again in the same process",
+        "workers/parallel/lines.py: the connections whose end is the death of a rank",
+        "experiments/elastic/holding.py: one process that goes through the membership record",
+    ),
+)

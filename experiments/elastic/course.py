@@ -1,0 +1,215 @@
+"""The way of one rank through one variant: in, out, and in again, until all steps are done.
+
+assemble -> in the view: make a group, take over what is missing, train
+               a member is gone   leave the group, meet, go on in the next view
+               somebody asks      after the step leave the group, meet, go on
+               this rank dies     hang up, forget everything, come back to wait outside
+            outside: ask, until a view has this rank in it, or the training is over
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from experiments.elastic.drills import COMPUTED, Drill, Killed
+from experiments.elastic.net import Net
+from workers.parallel.membership import BEGIN, GivenUp, Member, View
+from workers.strategies.survivor import Report, Survivor
+
+AWAY_S = 0.2  # from a death in a drill to the return
+WAIT_S = 5.0  # for a rank that comes back, at most
+MEMBER, SPARE, NOBODY = "member", "spare", "nobody"
+
+
+class Policy(NamedTuple):
+    """What a variant does about a loss."""
+
+    name: str
+    restarts: bool = False  # all begin again from the last checkpoint
+    spares: int = 0  # ranks that wait outside from the start
+    returns: bool = False  # whoever died comes back and asks to be let in
+
+    @property
+    def wish(self) -> str:
+        """What a rank that died comes back as."""
+        return MEMBER if self.returns else NOBODY
+
+
+class Event(NamedTuple):
+    """A change of who is in, as one member saw it."""
+
+    why: str
+    began_at: float  # Unix time: it met with an error, or was asked
+    agreed_at: float
+    next_step_at: float  # the next step was applied
+    before: list[int]
+    after: list[int]
+    applied_before: int  # steps, by this rank
+    applied: int  # and what all go on from
+
+
+class Course:
+    """One rank in one variant; `make` gives a fresh training, which calls its argument between the parts of a step."""
+
+    def __init__(
+        self, net: Net, policy: Policy, make: Callable[[Callable[[str], None]], Survivor], drill: Drill, *,
+        saved: Path, saved_every: int, noted: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.net, self.policy, self.make, self.drill = net, policy, make, drill
+        self.saved, self.saved_every, self.noted = saved, saved_every, noted
+        self.training = self.fresh()
+        self.record: list[list[Any]] = []  # [first step, members by rank], as the views have it
+        self.events: list[Event] = []
+        self.commits: list[tuple[float, int]] = []  # Unix time, steps applied
+        self.wanted = len(net.membership.world) - policy.spares
+        self.lives = 1
+        self.taken_back = 0  # updates that this rank had applied and that do not stand, in all of its lives
+        self.computed = 0  # steps, those that were computed again included
+        self.finished = False
+        self.apart = 0.0  # how far this rank's state is from the first member's at the end
+        self.moments: torch.Tensor | None = None
+
+    def fresh(self) -> Survivor:
+        """A training of which no step is done."""
+
+        def at(moment: str) -> None:
+            self.computed += moment == COMPUTED
+            self.drill.at(self.training.applied, moment)
+
+        return self.make(at)
+
+    def run(self) -> None:
+        """Take part until the training is over."""
+        view = self.net.membership.assemble(f"{BEGIN} {self.policy.name}", self.training.report(), self.first)
+        while view is not None:
+            view = self.within(view)
+
+    def within(self, view: View) -> View | None:
+        """Be in `view`, or outside of it, until the next one; None at the end."""
+        if self.net.membership.me not in view.members:
+            return self.net.membership.ask({"as": SPARE if self.lives == 1 else self.policy.wish}, {})
+        try:
+            self.enter(view)
+            return self.train(view)
+        except Killed:
+            return self.die()
+        except GivenUp:
+            raise
+        except RuntimeError as error:
+            why = str(error)
+        return self.regroup(f"lost: {why}", view)
+
+    def enter(self, view: View) -> None:
+        """Make the view's group, and have what its members have."""
+        self.record = view.plan["record"]
+        self.net.form(view)
+        self.training.enter(self.net.group, view.ranks, view.plan)
+
+    def train(self, view: View) -> View | None:
+        """Step until somebody asks to be let in, or until the end."""
+        membership, group = self.net.membership, self.net.group
+        place, size = view.members.index(membership.me), len(view.members)
+        while self.training.applied < self.training.steps:
+            membership.news()
+            if place == 0:
+                self.wait_for_returns()
+            self.noted(self.training.applied)
+            asked = self.training.step(group, place, size, wish=place == 0 and bool(self.newcomers(size)))
+            self.committed()
+            if asked:
+                return self.regroup("asked", view)
+        self.moments = self.training.moments(group)
+        mine = self.training.state()
+        self.apart = float((group.broadcast(mine.clone(), 0) - mine).abs().max())
+        group.sum(torch.zeros(1))  # whoever has come here knows that all have every step
+        membership.finish()
+        group.leave()
+        self.finished = True
+        return None
+
+    def committed(self) -> None:
+        """A step stands on this rank."""
+        now = time.time()
+        self.commits.append((now, self.training.applied))
+        if self.events and not self.events[-1].next_step_at:
+            self.events[-1] = self.events[-1]._replace(next_step_at=now)
+        if self.policy.restarts and self.training.applied % self.saved_every == 0:
+            self.training.save(self.saved)
+
+    # --- when who is in changes ---
+
+    def regroup(self, why: str, before: View) -> View | None:
+        """Leave the group and agree on who goes on, and from where."""
+        began_at, applied = time.time(), self.training.applied
+        self.net.group.leave()
+        membership = self.net.membership
+        if self.policy.restarts and why != "asked":
+            view = self.restart()
+        else:
+            view = membership.meet(self.training.report(), self.next)
+        if view is None:
+            self.finished = True
+            return None
+        event = Event(
+            why, began_at, time.time(), 0.0, list(before.ranks), list(view.ranks), applied, view.plan["applied"]
+        )
+        self.events.append(event)
+        self.taken_back += max(0, applied - event.applied)
+        return view
+
+    def restart(self) -> View | None:
+        """What a process that is started again does: nothing is left but what lies on the disk."""
+        self.training = self.fresh()
+        if self.saved.exists():
+            self.training.load(self.saved)
+        return self.net.membership.assemble(f"restart {self.policy.name}", self.training.report(), self.first)
+
+    def die(self) -> View | None:
+        """Hang up as a killed process does, and come back as another one that has nothing."""
+        self.net.hang_up()
+        self.lives += 1
+        self.training, self.events, self.commits, self.computed = self.fresh(), [], [], 0
+        time.sleep(AWAY_S)
+        self.net.come_back()
+        if self.policy.restarts:
+            return self.restart()
+        return self.net.membership.ask({"as": self.policy.wish}, {})
+
+    def wait_for_returns(self) -> None:
+        """In a drill: the first member waits until whoever comes back has asked."""
+        deadline = time.monotonic() + WAIT_S
+        if self.policy.returns and self.drill.waits_for(self.training.applied):
+            while not self.newcomers(self.wanted) and len(self.net.membership.view.members) < self.wanted:
+                self.net.membership.news()
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.01)
+
+    def newcomers(self, size: int) -> list[Member]:
+        """Who is to be let in beside `size` members: whoever asks, and spares where members are missing."""
+        asking = self.net.membership.asking
+        joining = [member for member, wish in asking.items() if wish["as"] == MEMBER]
+        spares = [member for member, wish in asking.items() if wish["as"] == SPARE]
+        return joining + spares[: max(0, self.wanted - size - len(joining))]
+
+    # --- what the first member decides ---
+
+    def first(self, there: list[Member], reports: dict[Member, Report]) -> Report:
+        """The view in which all begin, or begin again."""
+        return self.planned(there[: len(there) - self.policy.spares] if not self.record else there, [], reports)
+
+    def next(self, there: list[Member], reports: dict[Member, Report]) -> Report:
+        """The view of those who are left, and of whom they let in."""
+        members = [member for member in there if reports[member]]
+        others = [member for member in there if member not in members]  # asked, and were let in by a view that fell
+        return self.planned(members, [*others, *self.newcomers(len(there))], reports)
+
+    def planned(self, members: list[Member], newcomers: list[Member], reports: dict[Member, Report]) -> Report:
+        by_rank = {member.rank: reports[member] for member in members}
+        plan = self.training.decide(by_rank, [member.rank for member in newcomers])
+        ranks = [member.rank for member in (*members, *newcomers)]
+        kept = [entry for entry in self.record if entry[0] < plan["applied"]]
+        return plan | {"members": [*members, *newcomers], "record": [*kept, [plan["applied"], ranks]]}

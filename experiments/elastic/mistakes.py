@@ -1,0 +1,106 @@
+"""The classic mistakes of training that survives, made on purpose by LAB_BUG."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.config import Config
+from workers.contract import Instead, Mistake, Needs
+from workers.parallel.regroup import Regroup
+from workers.strategies.survivor import Report, Survivor
+
+
+class StaleDeal(Survivor):
+    """Divides the batch among as many as there were at the start."""
+
+    first: tuple[int, int] | None = None
+
+    def computed(self, place: int, size: int) -> Tensor:
+        self.first = self.first or (place, size)
+        return super().computed(*self.first)
+
+
+class Oldest(Survivor):
+    """Goes on from the rank that is behind: the simplest step that all have."""
+
+    def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
+        applied = {rank: int(report["applied"]) for rank, report in reports.items()}
+        least = min(applied.values())
+        source = next(rank for rank, steps in applied.items() if steps == least)
+        ahead = [rank for rank, steps in applied.items() if steps > least]
+        return {"applied": least, "source": source, "behind": [*ahead, *newcomers]}
+
+
+class Unsent(Survivor):
+    """A newcomer begins from the weights of LAB_SEED, as it did when it was started first."""
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        if plan["behind"]:
+            group.broadcast(self.state(), ranks.index(plan["source"]))
+        self.applied = int(plan["applied"])
+
+
+class WeightsAlone(Survivor):
+    """Saves no moments, so a restart begins with none."""
+
+    def take(self, state: Tensor, applied: int) -> None:
+        super().take(state, applied)
+        self.piece = self.piece._replace(moments=torch.zeros_like(self.piece.moments))
+
+
+class Twice(Survivor):
+    """Redoes the step on its own after a loss, whether it has applied it or not."""
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        super().enter(group, ranks, plan)
+        if self.applied:
+            self.apply(self.vectors.gradients)
+
+
+def unlost(config: Config) -> str:
+    """Why no check could see a mistake that is made after a loss."""
+    if not config.options.model_dump()["losses"]:
+        return "LAB_LOSSES=0: nobody dies"
+    return f"LAB_STEPS={config.steps}: nobody dies in fewer than 4" if config.steps < 4 else ""
+
+
+def unsaved(config: Config) -> str:
+    """Why no restart could find a checkpoint of before its loss."""
+    if config.options.model_dump()["saved_every"] * 3 > config.steps:
+        return "LAB_SAVED_EVERY above a third of LAB_STEPS: nothing is saved before the last loss"
+    return unlost(config)
+
+
+MISTAKES = {
+    "stale_deal": Mistake(
+        "survivors deal the batch among as many as there were at the start: the lost rank's samples are left out",
+        "samples",
+        Instead(run={"survivor": StaleDeal}),
+        Needs(proof=False, variants=("shrink",), unless=unlost),
+    ),
+    "oldest_state": Mistake(
+        "after a loss all go on from the rank that is behind: updates that others had applied are lost",
+        "updates kept",
+        Instead(run={"survivor": Oldest}),
+        Needs(ranks=3, proof=False, variants=("join",), unless=unlost),
+    ),
+    "unsent_state": Mistake(
+        "a newcomer is told the step and not sent the state: it goes on from the first weights",
+        "replicas",
+        Instead(run={"survivor": Unsent}),
+        Needs(proof=False, variants=("join",), unless=unlost),
+    ),
+    "weights_alone": Mistake(
+        "what is taken over has no moments of the optimizer: AdamW begins anew in the midst of the training",
+        "optimizer",
+        Instead(run={"survivor": WeightsAlone}),
+        Needs(proof=False, variants=("restart",), unless=unsaved),
+    ),
+    "redone_twice": Mistake(
+        "after a change of members each applies its own gradient of the step once more",
+        "weights",
+        Instead(run={"survivor": Twice}),
+        Needs(proof=False, variants=("shrink",), unless=unlost),
+    ),
+}

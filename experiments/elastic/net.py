@@ -1,0 +1,95 @@
+"""What connects a rank to the others through all losses: lines, a store of its own, who is in, and the group of now."""
+
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from workers.lab import Lab
+from workers.parallel.lines import ENDED, Lines, Message, book_of
+from workers.parallel.membership import BEGIN, Member, Membership, View
+from workers.parallel.regroup import Regroup
+
+STORE_S = 20.0
+
+
+@dataclass
+class Net:
+    """Of one rank. Every rank keeps a store, so that no rank's death is a special case."""
+
+    lines: Lines
+    membership: Membership
+    group: Regroup
+    store: dist.TCPStore
+
+    def form(self, view: View) -> None:
+        """The group of `view`, over the store of its first member; raises RuntimeError where one of them is gone."""
+        members = view.members
+        if gone := [member.rank for member in members if not self.membership.lives(member)]:
+            raise RuntimeError(f"ranks {gone} are gone before the group stood")
+        host = self.lines.book[members[0].rank]
+        name = f"view {view.number} of {' '.join(f'{member.rank}.{member.life}' for member in members)}"
+        self.group.form(name, members.index(self.membership.me), len(members), host)
+
+    def heed(self, rank: int, life: int, message: Message) -> None:
+        """On the thread of the lines: what ends the group wakes whoever waits in it."""
+        ended = message.get("kind") == ENDED and Member(rank, life) in self.membership.view.members
+        if ended or message.get("kind") in ("call", "given up"):
+            self.group.cut()
+
+    def part(self, rank: int) -> None:
+        """On the thread of the watch: `rank` was given up."""
+        self.membership.part(rank)
+        if rank in self.membership.view.ranks:
+            self.group.cut()
+
+    def hung_up(self) -> set[int]:
+        """The ranks to which there is no line."""
+        return self.membership.world - set(self.lines.open()) - {self.lines.rank}
+
+    def hang_up(self) -> None:
+        """As the kernel does for a process that is killed."""
+        self.group.leave()
+        self.lines.hang_up()
+        self.membership.forget()
+
+    def close(self) -> None:
+        """All is said: end the thread of the lines."""
+        self.group.leave()
+        self.lines.close()
+
+    def come_back(self) -> None:
+        """Open a line to each rank that answers."""
+        self.lines.dial(sorted(self.membership.world - self.membership.parted - {self.lines.rank}))
+
+
+def open_net(lab: Lab) -> Net:
+    """Lines between all ranks; from here on each of them may be lost."""
+    secret = lab.exchange.share("the lines' secret", secrets.token_hex(16) if lab.rank == 0 else None)
+    lines = Lines(lab.rank, lab.own_ip, secret)
+    store = dist.TCPStore(lab.own_ip, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False)
+    entries = lab.exchange.everyone("the lines' addresses", [lab.own_ip, lines.port, store.port])
+    lines.book = book_of(dict(enumerate(entries)))
+    membership = Membership(lines, range(lab.world_size), lab.config.collective_timeout_s)
+    net = Net(lines, membership, Regroup(lab.own_ip, lab.config.collective_timeout_s, lines.filenos), store)
+    lines.on_news = net.heed
+    lines.dial(range(lab.rank))
+    lab.exchange.barrier("the lines")
+    if lab.let_leave is not None:
+        lab.let_leave(net.part, net.hung_up)
+    return net
+
+
+def settle(lab: Lab, net: Net) -> None:
+    """All that is left: who is still here keeps the store of all, the lowest rank of them, and speaks for all."""
+    view = net.membership.assemble(f"{BEGIN} the end", {}, lambda there, reports: {"members": there})  # noqa: ARG005
+    assert view is not None
+    host = min(view.ranks)
+    if lab.move is not None:
+        address = net.lines.book[host]
+        bound = timedelta(seconds=STORE_S)
+        store = net.store
+        if host != lab.rank:
+            store = dist.TCPStore(address.ip, address.store_port, None, False, bound, wait_for_workers=False)
+        lab.move(dist.PrefixStore("the rest", store), host)

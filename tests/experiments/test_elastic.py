@@ -1,0 +1,112 @@
+"""The mode `elastic`: losses whose outcome is known, and wrong lines that its checks have to name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.elastic.course import Course
+from experiments.elastic.drills import COMPUTED, TORN, Drill, Killed, Loss, Torn, drawn
+from tests.labs import Runs, failed_with
+from workers.config import Config
+from workers.rank.modes import load
+from workers.strategies.survivor import Survivor
+from workers.testing.calls import Ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def computing_twice(right: Any) -> Any:
+    """Computes its gradient, throws it away, and computes it again."""
+
+    def wrong(self: Survivor, place: int, size: int) -> torch.Tensor:
+        row: torch.Tensor = right(self, place, size)
+        self.at("computed")
+        return row
+
+    return wrong
+
+
+def doubling_the_loss(right: Any) -> Any:
+    """Writes down twice the loss that it saw."""
+
+    def wrong(self: Survivor, place: int, size: int) -> torch.Tensor:
+        row: torch.Tensor = right(self, place, size)
+        row[-1] *= 2
+        return row
+
+    return wrong
+
+
+def naming_others(right: Any) -> Any:
+    """Writes the members into the record in another order than the one in which they deal."""
+
+    def wrong(self: Course, *given: Any) -> Any:
+        plan = right(self, *given)
+        plan["record"][-1][1] = plan["record"][-1][1][::-1]
+        return plan
+
+    return wrong
+
+
+FAULTS = {
+    "redone": (Survivor, "computed", computing_twice),
+    "losses": (Survivor, "computed", doubling_the_loss),
+    "record": (Course, "planned", naming_others),
+}
+
+
+@pytest.mark.parametrize("check", FAULTS)
+def test_a_wrong_line_fails_by_name(ranks: Ranks, tmp_path: Path, check: str) -> None:
+    settings = {"RUN_MODE": "elastic", "LAB_VARIANT": "join", "LAB_STEPS": "6", "LAB_DEPTH": "1", "LAB_LOSSES": "0"}
+    found = failed_with(ranks, tmp_path, "tests.experiments.test_elastic", check, **settings)
+    assert check in found
+
+
+def test_three_ranks_lose_two_each_way(runs: Runs) -> None:
+    small = {"LAB_MODEL": "mlp", "LAB_DEPTH": "1", "LAB_STEPS": "8", "LAB_SAVED_EVERY": "2"}
+    run = runs(3, RUN_MODE="elastic", **small)
+    assert run.judged["verdict"] == "pass"
+    variants = {check["variant"] for check in run.judged["checks"] if check["name"] == "weights"}
+    assert variants == set(load("elastic").names)
+
+
+def test_losses_leave_somebody_and_are_the_same_for_all_ranks() -> None:
+    losses = drawn(7, [0, 1, 2], 20, 5, comes_back=False)
+    assert losses == drawn(7, [0, 1, 2], 20, 5, comes_back=False)
+    assert len({loss.rank for loss in losses}) == len(losses) == 2
+    assert [loss.moment for loss in losses] == [TORN, COMPUTED]
+    assert len(drawn(7, [0, 1], 20, 5, comes_back=True)) == 5
+    assert drawn(7, [0], 20, 5, comes_back=True) == []
+    assert all(loss.step < 18 for loss in drawn(7, [0, 1, 2], 20, 17, comes_back=True))
+
+
+def test_a_rank_meets_its_own_losses_once() -> None:
+    losses = [Loss(3, 1, COMPUTED), Loss(5, 2, TORN, without=1)]
+    drill = Drill(losses, rank=1)
+    drill.at(3, "summed")
+    with pytest.raises(Killed):
+        drill.at(3, "computed")
+    drill.at(3, "computed")
+    with pytest.raises(Torn):
+        drill.at(5, "summed")
+    Drill(losses, rank=0).at(3, "computed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "impossible"),
+    [
+        ({"WORLD_SIZE": "1"}, {"shrink", "join", "spare"}),
+        ({"WORLD_SIZE": "2"}, {"spare"}),
+        ({"WORLD_SIZE": "3"}, set()),
+    ],
+)
+def test_who_is_too_few_is_told_why(settings: dict[str, str], impossible: set[str]) -> None:
+    config = Config.read({"RUN_MODE": "elastic", "RANK": "0", "MASTER_ADDR": "127.0.0.1"} | settings)
+    assert set(load("elastic").cannot(config)) == impossible
+
+
+def test_a_gpu_is_refused() -> None:
+    config = Config.read({"RUN_MODE": "elastic", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "LAB_DEVICE": "cuda"})
+    assert any("LAB_DEVICE='cuda'" in sentence for sentence in load("elastic").refuse(config))
