@@ -189,7 +189,8 @@ def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float
         if not stopped_at:
             _bury(ranks)
         late = stopped_at and now - stopped_at[0] > STOP_GRACE_S
-        if late or (failed_at is not None and now - failed_at > failed_grace_s):
+        stuck = failed_at is not None and now - failed_at > failed_grace_s
+        if late or (stuck and not any(each.line.may_leave() for each in ranks)):
             for each in ranks:
                 each.process.kill()
         time.sleep(POLL_S)

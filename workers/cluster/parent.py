@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 VARIABLE = "RANKLAB_PARENT"  # the number of a rank's descriptor
+JOINED, MAY_LEAVE = b"joined", b"may leave"
 
 
 class Parent:
@@ -41,9 +42,16 @@ class Parent:
         """All ranks have met: whoever dies from now on is missed by the watch."""
         with self._lock:
             self._joined = True
+        self._tell(JOINED)
+
+    def may_leave(self) -> None:
+        """From now on ranks that die end nobody else: the others need as long as they need."""
+        self._tell(MAY_LEAVE)
+
+    def _tell(self, word: bytes) -> None:
         if self._socket is not None:
             with suppress(OSError):
-                self._socket.send(b"joined")
+                self._socket.send(word)
 
     def _listen(self, from_parent: socket.socket) -> None:
         with suppress(OSError, ValueError):
@@ -66,13 +74,21 @@ class Child:
     def __init__(self) -> None:
         self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        self._joined = False
+        self._told: set[bytes] = set()
 
     def joined(self) -> bool:
         """Whether the rank has told that it has met the others."""
-        with suppress(OSError):
-            self._joined = self._joined or self._socket.recv(64) == b"joined"
-        return self._joined
+        return JOINED in self._heard()
+
+    def may_leave(self) -> bool:
+        """Whether it has told that it goes on without those that die."""
+        return MAY_LEAVE in self._heard()
+
+    def _heard(self) -> set[bytes]:
+        with suppress(OSError):  # nothing more is there
+            while word := self._socket.recv(64):
+                self._told.add(word)
+        return self._told
 
     def tell(self, sentence: str, spoke: bool) -> None:
         """Who died, and whether that rank has said why itself."""

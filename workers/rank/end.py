@@ -17,6 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from workers.cluster.exchange import Exchange
+from workers.cluster.parent import Parent
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
@@ -90,7 +91,7 @@ def everything_written(sections: Sections, folder: Path) -> records.Ranks:
 
 
 def let_leave(
-    watch: Watch, exchange: Exchange, journal: Journal, then: Callable[[int], None],
+    watch: Watch, exchange: Exchange, journal: Journal, parent: Parent, then: Callable[[int], None],
     hung_up: Callable[[], Set[int]] | None = None,
 ) -> None:  # fmt: skip
     """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then`
@@ -102,6 +103,7 @@ def let_leave(
         then(lost.rank)
 
     watch.let_leave(left, hung_up)
+    parent.may_leave()
 
 
 def move(watch: Watch, exchange: Exchange, sections: Sections, store: dist.Store, host: int) -> None:

@@ -101,7 +101,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         lab = Lab(config, mode, device, world, exchange, ledger, journal, watch.main.at)
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
-        lab.let_leave = partial(let_leave, watch, exchange, journal)
+        lab.let_leave = partial(let_leave, watch, exchange, journal, parent)
         lab.own_ip = cluster.members[cluster.rank].ip
         lab.work = work
         sections = Sections(exchange, journal, told)

@@ -127,6 +127,10 @@ def test_a_rank_that_has_joined_leaves_the_word_to_the_watch() -> None:
     child.tell("rank 1 was killed by SIGKILL", False)
     time.sleep(0.2)  # this process is still here
     assert child.joined()
+    assert not child.may_leave()
+    rank.may_leave()
+    assert child.may_leave()
+    assert child.joined()
     child.close()
 
 
