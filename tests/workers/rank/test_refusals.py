@@ -10,7 +10,7 @@ from workers.contract import Mode, Variant
 from workers.rank.modes import load
 from workers.rank.refusals import refuse
 
-UNTIMED = ("comm", "train", "largebatch")
+UNTIMED = ("comm", "elastic", "train", "largebatch")
 
 
 def refused(mode: str, **environ: str) -> list[str]:
