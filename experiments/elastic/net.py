@@ -30,7 +30,12 @@ class Net:
             raise RuntimeError(f"ranks {gone} are gone before the group stood")
         host = self.lines.book[members[0].rank]
         name = f"view {view.number} of {' '.join(f'{member.rank}.{member.life}' for member in members)}"
-        self.group.form(name, members.index(self.membership.me), len(members), host)
+
+        def stands() -> bool:
+            lives = self.lines.open() | {self.lines.rank: self.lines.life}
+            return all(lives.get(each.rank) == each.life and self.membership.lives(each) for each in members)
+
+        self.group.form(name, members.index(self.membership.me), len(members), host, stands)
 
     def heed(self, rank: int, life: int, message: Message) -> None:
         """On the thread of the lines: what ends the group wakes whoever waits in it."""

@@ -8,6 +8,7 @@ ProcessGroupGloo does not (torch 2.13: the thread waits on).
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +21,7 @@ from workers.parallel.lines import Address
 
 ASK_S = 0.3  # for a store's host to accept: torch's own client tries again and again where nobody listens
 FORM_S = 10.0
+LOOK_S = 0.02
 
 
 def sockets() -> set[int]:
@@ -47,10 +49,31 @@ class Regroup:
         self._gloo: Any = None  # a ProcessGroupGloo, whose methods torch does not declare
         self._before: set[int] | None = None  # the sockets that were open before the group; None where there is none
 
-    def form(self, name: str, place: int, size: int, host: Address) -> None:
-        """Be number `place` of `size` in a new group, over the store of `host`; raises RuntimeError where it fails."""
+    def form(self, name: str, place: int, size: int, host: Address, stands: Callable[[], bool]) -> None:
+        """Be number `place` of `size` in a new group, over the store of `host`.
+
+        Raises RuntimeError where it fails, soon after it no longer `stands`: a member that dies meanwhile would be
+        waited for, and sockets are opened after one cut that only another ends.
+        """
         self.leave()
         self._before = sockets()
+        formed = threading.Event()
+        watcher = threading.Thread(target=self._cut_unless, args=(stands, formed), daemon=True)
+        watcher.start()
+        try:
+            self._gloo = self._formed(name, place, size, host)
+        finally:
+            formed.set()
+            watcher.join()
+        if not stands():
+            raise RuntimeError("a member went while the group was made")
+
+    def _cut_unless(self, stands: Callable[[], bool], formed: threading.Event) -> None:
+        while not formed.wait(LOOK_S):
+            if not stands():
+                self.cut()
+
+    def _formed(self, name: str, place: int, size: int, host: Address) -> Any:
         try:
             socket.create_connection((host.ip, host.store_port), ASK_S).close()
         except OSError:
@@ -62,7 +85,7 @@ class Regroup:
         options._timeout = bound
         gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, size, options)
         gloo._set_default_timeout(timedelta(seconds=self.timeout_s))
-        self._gloo = gloo
+        return gloo
 
     def cut(self) -> None:
         """From any thread: whoever waits in the group, or for it to stand, raises RuntimeError."""
