@@ -75,6 +75,8 @@ HOLDS = {
     "RUN_MODE=pp LAB_BUG=undivided_loss": Shown((), "gradients"),
     "RUN_MODE=cp": Shown((PROVEN, r"Activations that rank 0 keeps", r"zigzag +1\.000 +1\.0", r"skipped +context_parallel")),
     "RUN_MODE=cp LAB_VARIANT=ring,ulysses": Shown((r"ring calls", r"ulysses calls", r"ring +1\.500 +1\.4")),
+    "RUN_MODE=moe": Shown((PROVEN, r"ep +.*held", r"ep capacity")),
+    "RUN_MODE=elastic": Shown((r"shrink samples +.*held", r"join updates kept +.*held")),
     "RUN_MODE=mesh": Shown((r"1f1b +.*held", r"zero3 called bytes over dp", r"naive overlap")),
     "RUN_MODE=fsdp": Shown((r"naive +.*held", r"zero3 calls", r"16 bytes a parameter")),
     "RUN_MODE=fsdp LAB_RECOMPUTE=1": Shown((r"zero3_kept",), more="LAB_VARIANT=zero3,zero3_kept"),

@@ -4,6 +4,7 @@ from benchmarks.mutants import Mutant
 
 RUN = "RUN_MODE=pp LAB_MODEL=mlp LAB_DEPTH=6 LAB_MICROBATCHES=6 LAB_VARIANT="
 SCHEDULES, PIPELINE = "workers/parallel/schedules.py", "workers/parallel/pipeline.py"
+LATE, SPLIT = "workers/parallel/zero_bubble.py", "workers/parallel/split_backward.py"
 
 MUTANTS = [
     Mutant(SCHEDULES, "ahead=ranks - 1 - rank)", "ahead=ranks - rank)", RUN + "1f1b"),
@@ -22,9 +23,11 @@ MUTANTS = [
         "                output = self._loss(0, output)",
         RUN + "gpipe",
     ),
-    Mutant("workers/parallel/zero_bubble.py", "ranks - rank)", "ranks)", RUN + "zb_h1"),
-    Mutant("workers/parallel/zero_bubble.py", "if number >= rank else []", "if number > rank else []", RUN + "zb_h1"),
-    Mutant("workers/parallel/split_backward.py", "rows.mT @ inputs", "rows.mT @ (2 * inputs)", RUN + "1f1b"),
+    Mutant(
+        "workers/parallel/zero_bubble.py", "min(microbatches, ranks - rank)", "min(microbatches, ranks)", RUN + "zb_h1"
+    ),
+    Mutant(LATE, "if number >= rank else []", "if number > rank else []", RUN + "zb_h1"),
+    Mutant(SPLIT, "rows.mT @ inputs", "rows.mT @ (2 * inputs)", RUN + "1f1b"),
     Mutant(
         "workers/parallel/split_backward.py", "gradient @ weight if", "gradient.clone() @ -weight if", RUN + "zb_h1"
     ),

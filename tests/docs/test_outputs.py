@@ -49,7 +49,7 @@ def output_of(command: str) -> str:
 def shape(text: str) -> list[str]:
     """The text without its numbers, the widths of its columns, and what is drawn between two bars: who was when
     where."""
-    plain = (NUMBER.sub("#", re.sub(r"\|[-+.0-9a-z]{32,}\|$", "|drawn|", line)) for line in text.splitlines())
+    plain = (NUMBER.sub("#", re.sub(r"\|[-+.0-9A-Za-z]{32,}\|$", "|drawn|", line)) for line in text.splitlines())
     # Two figures that are equal are written as one: bytes at rest and at the peak.
     return [re.sub(r"# / #", "#", re.sub(r"\s+", " ", line)).strip() for line in plain]
 
