@@ -5,10 +5,11 @@ section 2). What is put off are the two products of a linear layer that make no 
 sum of dY for its bias: nearly all of a weight's work in a transformer. Gains, embeddings and whatever else a stage has
 are small, and get their gradients with the input's.
 
-Both parts are autograd's own graphs. A linear layer's output carries the first one; beside it the layer leaves a
-`Part`, an output without memory whose backward pass is the second one. So hooks of parameters are called when their
-gradient comes, and what waits for its second part is saved by autograd as all else: each layer's input X. The gradients
-of outputs dY wait beside it, as many bytes.
+Both parts are autograd's own graphs. A linear layer's output is that of weights without gradients, which makes the
+first one torch's own; a hook on it keeps dY. Beside it the layer leaves a `Part`, an output without memory whose
+backward pass is the second one. So hooks of parameters are called when their gradient comes, and what waits for its
+second part is saved by autograd as all else: each layer's input X. The gradients of outputs dY wait beside it, as many
+bytes.
 """
 
 from functools import partial
@@ -26,21 +27,9 @@ class Part:
         self.output = output
         self.gradient: Tensor | None = None
 
-
-class FirstPart(torch.autograd.Function):
-    """A linear layer whose backward pass gives dX = dY·W and hands dY to `part`."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, _anchor: Tensor, part: Part) -> Tensor:
-        ctx.part, ctx.inputs_need = part, inputs.requires_grad
-        ctx.save_for_backward(weight)
-        return F.linear(inputs, weight, bias)  # [..., out]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        ctx.part.gradient = gradient
-        (weight,) = ctx.saved_tensors
-        return gradient @ weight if ctx.inputs_need else None, None, None, None, None
+    def reach(self, gradient: Tensor) -> None:
+        """The first part comes to the layer's output."""
+        self.gradient = gradient
 
 
 class SecondPart(torch.autograd.Function):
@@ -64,7 +53,6 @@ class SplitBackward:
 
     def __init__(self, stage: nn.Module) -> None:
         self.left: list[Part] = []
-        self._anchor = torch.zeros((), requires_grad=True)  # an output has a graph though its input needs no gradient
         for module in stage.modules():
             if type(module) is nn.Linear:  # a subclass may compute something else
                 module.forward = partial(self._linear, module)  # type: ignore[method-assign]
@@ -78,10 +66,11 @@ class SplitBackward:
         weight, bias = linear.weight, linear.bias
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return F.linear(inputs, weight, bias)
-        second: Tensor = SecondPart.apply(weight, bias, inputs.detach())  # type: ignore[no-untyped-call]
-        self.left.append(Part(second))
-        plain = None if bias is None else bias.detach()
-        output: Tensor = FirstPart.apply(inputs, weight.detach(), plain, self._anchor, self.left[-1])  # type: ignore[no-untyped-call]
+        part = Part(SecondPart.apply(weight, bias, inputs.detach()))  # type: ignore[no-untyped-call]
+        self.left.append(part)
+        given = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
+        output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
+        output.register_hook(part.reach)
         return output
 
 
