@@ -5,33 +5,16 @@ do not. LAB_ROW_US is the time of a row through a whole expert forward, twice th
 hidden units takes its share. The real experts are still there, and what they take comes on top.
 """
 
-import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from workers.parallel.dispatch import Compute
+from workers.strategies.pretended import Sleep
 from workers.workload.experts import MixtureModel
 
 PASSES = 3  # a forward, and a backward that takes two
-
-
-class Sleep(torch.autograd.Function):
-    """Identity; sleeps so many seconds in forward, twice as many in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep((PASSES - 1) * ctx.seconds)
-        return gradients[0], None
 
 
 def pretend_compute(model: MixtureModel, row_s: float) -> None:
@@ -42,7 +25,8 @@ def pretend_compute(model: MixtureModel, row_s: float) -> None:
 
 def slept(compute: Compute, row_s: float, rows: Tensor, counts: list[int]) -> Tensor:
     """What `compute` makes of the rows, later."""
-    done: Tensor = Sleep.apply(compute(rows, counts), row_s * len(rows))  # type: ignore[no-untyped-call]
+    forward_s = row_s * len(rows)
+    done: Tensor = Sleep.apply(compute(rows, counts), forward_s, (PASSES - 1) * forward_s)  # type: ignore[no-untyped-call]
     return done
 
 

@@ -237,8 +237,8 @@ def run(lab: Lab) -> None:
     config, ranks, microbatches = lab.config, lab.world_size, lab.config.num_microbatches
     share = bubble(ranks, microbatches)
     lab.say(
-        f"all ranks idle for (p-1)/(m+p-1) = {share:.0%} of a step with p={ranks}, m={microbatches}, and a cut passes "
-        f"{passed_bytes(config) / 1e6:.3g} MB each way",
+        f"in gpipe ranks idle for (p-1)/(m+p-1) = {share:.0%} of a step with p={ranks}, m={microbatches}, and a cut "
+        f"passes {passed_bytes(config) / 1e6:.3g} MB each way",
         "predict",
     )
     lab.say(holds(config, lab.rank), all_ranks=True)
