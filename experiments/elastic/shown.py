@@ -1,12 +1,13 @@
-"""What the losses of a run did, in words and pictures: who was in when, what each change cost, and samples a second."""
+"""What the losses of a run did, in words and pictures: who was in when, what each change cost, and when steps stood, of
+which the report draws samples a second."""
 
 from typing import Any
 
 from experiments.elastic.course import Course, Event
 from experiments.elastic.holding import RULE, members_at
 from workers.lab import Lab
+from workers.report import records
 
-WINDOWS = 60  # of the curve of samples a second
 COLUMNS = [
     "", "what", "step", "in before", "in after", "steps redone", "agreed after (ms)", "next step after (ms)",
     "next step at (Unix s)",
@@ -15,23 +16,31 @@ COLUMNS = [
 
 def show(lab: Lab, courses: list[Course]) -> None:
     """Each variant as its first member saw it; all who are left call it together."""
+    for course in courses:
+        write(lab, course)
     mine = [told(lab.rank, course) for course in courses]
     everyone = lab.exchange.gather("elastic", mine)
     if everyone is None:
         return
     lab.say(RULE, "rule")
     rows: list[list[Any]] = []
-    curves = {}
     for number, course in enumerate(courses):
         found = [of_rank[number] for of_rank in everyone if of_rank is not None and of_rank[number] is not None]
         for seen in found:
             rows += [[course.policy.name, *row] for row in seen["rows"]]
-            curves[course.policy.name] = rate(seen["commits"], lab.config.batch)
             record = ", ".join(f"from step {first} {' '.join(map(str, ranks))}" for first, ranks in seen["record"])
             lab.say(f"{course.policy.name}: {record}", "members")
     if rows:
         lab.table("What each change of members cost, as the first member saw it", COLUMNS, rows)
-    lab.chart("Samples a second; a gap is a change of members", "s since the variant began", "samples/s", curves)
+
+
+def write(lab: Lab, course: Course) -> None:
+    """When this rank's steps stood, and who was in from when on, for the report."""
+    name = course.policy.name
+    lab.journal.write(records.Stood(name, [at for at, _ in course.commits]))
+    for event in course.events:
+        what = "asked" if event.why == "asked" else "restart" if course.policy.restarts else "lost"
+        lab.journal.write(records.Changed(name, event.applied, event.began_at, what, event.after))
 
 
 def told(rank: int, course: Course) -> dict[str, Any] | None:
@@ -40,7 +49,6 @@ def told(rank: int, course: Course) -> dict[str, Any] | None:
         return None
     return {
         "rows": [row(event) for event in course.events],
-        "commits": course.commits,
         "record": course.record,
     }
 
@@ -52,13 +60,3 @@ def row(event: Event) -> list[Any]:
     members = [" ".join(map(str, ranks)) for ranks in (event.before, event.after)]
     cells = [event.why.partition(":")[0], event.applied, *members, redone, round(agreed, 1), round(after, 1)]
     return [*cells, round(event.next_step_at, 3)]
-
-
-def rate(commits: list[list[float]], batch: int) -> list[list[float]]:
-    """Samples a second in WINDOWS equal windows of the time from the first step to the last: [times, rates]."""
-    times = [at for at, _ in commits]
-    window = max((times[-1] - times[0]) / WINDOWS, 1e-3)
-    counts = [0] * (WINDOWS + 1)
-    for at in times:
-        counts[min(WINDOWS, int((at - times[0]) / window))] += 1
-    return [[number * window for number in range(WINDOWS)], [batch * count / window for count in counts[:WINDOWS]]]

@@ -23,7 +23,7 @@ from workers.faults import bits, files, links, process
 from workers.faults.messages import Messages, flipping
 from workers.lab import Lab
 from workers.passes.corruption import alike
-from workers.report.records import Injected, Planned, Refused
+from workers.report.records import Injected, Planned, Refused, Stood
 
 NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
 UNSURE_S = 1.5  # so much after LAB_LOST_AFTER_S a silence may be forgiven still
@@ -51,6 +51,8 @@ class Drills:
 
     def step(self, step: int, variant: str) -> None:
         """A step begins: what comes at a step comes once, in the first variant; bits flip in each."""
+        if self.lab.mode.timed:
+            self.lab.journal.write(Stood(variant, [time.time()]))
         for event in self.events:
             if event.flipped == "message" and event.rank == self.lab.rank and self._shows(variant, covered=False):
                 self._listen(event, step, variant)

@@ -153,6 +153,7 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 PLACES = {"d", "x", "y", "width", "height", "cx", "cy", "r", "transform"}  # attributes that hold coordinates
+LABELS = "plot text-overlay"  # what pygal writes beside points that have a label
 DECIMALS = re.compile(r"-?\d+\.\d\d+(e-\d+)?")
 
 LOOK = """
@@ -166,6 +167,7 @@ LOOK = """
 .chart .stackedline-graph .series .line { fill: var(--hue); stroke: none; }
 .chart .series .rect, .chart .series .dot { fill: var(--hue); }
 .chart .box rect, .chart .box path { fill: none; stroke: var(--hue); stroke-width: 2; }
+.chart .text-overlay text { transform: translate(-13px, -15px); font-size: 11px; font-weight: 600; fill: var(--ink); }
 .legend i { display: inline-block; width: 1.1rem; height: .22rem; margin: 0 .4rem .22rem 0; background: var(--hue); }
 .legend i.dashed { background: repeating-linear-gradient(90deg, var(--hue) 0 .3rem, transparent .3rem .5rem); }
 """
@@ -197,6 +199,9 @@ def _lean(root: Any, pens: Sequence[Pen], names: Sequence[str]) -> Any:
         for child in list(parent):
             kind = (child.get("class") or "") if isinstance(child.tag, str) else "comment"
             unused = kind == "comment" or child.tag in ("defs", "title") or "overlay" in kind or "background" in kind
+            if kind == LABELS:
+                child[:] = list(child.iter("text"))
+                unused = not len(child)
             if unused or (child.tag == "desc" and kind != "value"):
                 parent.remove(child)
             elif child.tag == "desc":

@@ -1,4 +1,5 @@
-"""What held and what did not, as sections of a page: the proof, the other checks, predicted beside measured."""
+"""What held and what did not, as sections of a page: the proof, the other checks, drills, predicted beside
+measured."""
 
 from typing import Any
 
@@ -55,6 +56,17 @@ def _proof_row(variant: str, run: Run) -> list[Any]:
 def verdict_chip(claim: Run) -> Markup:
     """Held, failed, or only shown."""
     return chip("FAILED" if not claim["passed"] else "held" if claim.get("decides", True) else "shown")
+
+
+def drills(run: Run) -> Markup:
+    """Every fault that was planned: what should have come of it, and what did."""
+    words = {True: chip("held"), False: chip("FAILED"), None: chip("nothing to hold")}
+    rows = [
+        [words[each["held"]], ": ".join(filter(None, (each["event"], each["detail"]))), each["should"], each["did"]]
+        for each in run.get("drills", [])
+    ]
+    note = "Faults on purpose, by LAB_FAULTS. One that did not come is no fault where the run had ended before."
+    return section("Drills", table(["", "fault", "what should come of it", "what did"], rows), note=note)
 
 
 def comparisons(run: Run) -> Markup:

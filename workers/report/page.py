@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workers.report import charts, costs, held, memory, profile
+from workers.report import charts, costs, held, memory, pace, profile
 from workers.report.blocks import PROOF
 from workers.report.claims import Run
 from workers.report.judge import PROOF as PROVEN
@@ -62,6 +62,8 @@ def page(run: Run, records: Ranks) -> str:
             '<div class="own">',
             *_own(records, colour),
             "</div>",
+            pace.pace(run, records),
+            held.drills(run),
             held.checks(run),
             '<div class="evidence">',
             held.comparisons(run),

@@ -320,6 +320,26 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Stood:
+    """When steps of a variant stood on this rank, or began where nobody knows more; Unix times, in their order. Of a
+    run with LAB_FAULTS a record a step, of a run whose ranks come and go one a variant."""
+
+    variant: str
+    at: list[float]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The members of a run whose ranks come and go are others from a step on, as one that went on saw it."""
+
+    variant: str
+    step: int
+    at: float  # Unix time: it noticed
+    what: str  # "lost", "asked" to be let in, or all "restart"
+    members: list[int]  # from then on
+
+
+@dataclass(frozen=True)
 class Unshared:
     """The machines share no disk, so each holds what its own ranks write: the host of every rank."""
 
@@ -396,6 +416,8 @@ Record = (
     | Planned
     | Injected
     | Refused
+    | Stood
+    | Changed
     | Unshared
     | Lost
     | Left
