@@ -224,6 +224,7 @@ class Mode:
     unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does
     shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
     at_once: int = 0  # trainings beside each other, each of a stream of samples, where they are not its variants
+    stepped: bool = False  # whether it trains by itself, and says when a step begins (Lab.begin_step)
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
     # What a mistake may replace in the passes.

@@ -113,7 +113,7 @@ def train(lab: Lab, net: Net, policy: Policy, survivor: type[Survivor]) -> Cours
     assert folder is not None, "a rank that trains has a folder"
     course = Course(
         net, policy, make, Drill(losses, lab.rank), saved=folder / f"{policy.name}.rank{lab.rank}.pt",
-        saved_every=own.saved_every, noted=lambda step: lab.at(step, policy.name),
+        saved_every=own.saved_every, noted=lambda step: lab.begin_step(step, policy.name),
     )  # fmt: skip
     deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in losses)
     lab.say(f"{policy.name}: {deaths or 'nobody'} dies on purpose", "drill")
@@ -128,6 +128,7 @@ MODE = Mode(
     refuse=refuse,
     cannot=cannot,
     mistakes=MISTAKES,
+    stepped=True,
     unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart",
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",

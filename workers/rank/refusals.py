@@ -80,7 +80,7 @@ def undrilled(config: Config, mode: Mode) -> Iterator[str]:
     for each in config.planned_faults:
         if each.flipped:
             yield f"LAB_FAULTS={each.text!r} changes a timed training, and {name} has none, allowed: {allowed}"
-        elif each.step is not None and not mode.at_once:
+        elif each.step is not None and not (mode.at_once or mode.stepped):
             yield f"LAB_FAULTS={each.text!r} comes at a step of a training, and {name} has none, allowed: @2s"
 
 
