@@ -6,7 +6,6 @@ from typing import Any
 from experiments.elastic.course import Course, Event
 from experiments.elastic.holding import RULE, members_at
 from workers.lab import Lab
-from workers.report import records
 
 COLUMNS = [
     "", "what", "step", "in before", "in after", "steps redone", "agreed after (ms)", "next step after (ms)",
@@ -37,10 +36,10 @@ def show(lab: Lab, courses: list[Course]) -> None:
 def write(lab: Lab, course: Course) -> None:
     """When this rank's steps stood, and who was in from when on, for the report."""
     name = course.policy.name
-    lab.journal.write(records.Stood(name, [at for at, _ in course.commits]))
+    lab.stood(name, [at for at, _ in course.commits])
     for event in course.events:
         what = "asked" if event.why == "asked" else "restart" if course.policy.restarts else "lost"
-        lab.journal.write(records.Changed(name, event.applied, event.began_at, what, event.after))
+        lab.changed(name, event.applied, event.began_at, what, event.after)
 
 
 def told(rank: int, course: Course) -> dict[str, Any] | None:

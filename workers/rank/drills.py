@@ -23,7 +23,7 @@ from workers.faults import bits, files, links, process
 from workers.faults.messages import Messages, flipping
 from workers.lab import Lab
 from workers.passes.corruption import alike
-from workers.report.records import Injected, Planned, Refused, Stood
+from workers.report.records import Injected, Planned, Refused
 
 NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
 UNSURE_S = 1.5  # so much after LAB_LOST_AFTER_S a silence may be forgiven still
@@ -38,6 +38,7 @@ class Drills:
         self.lab, self.cluster = lab, cluster
         self.entries = lab.config.planned_faults
         self.events = planned(self.entries, lab.config.seed, lab.world_size)
+        self._timed_alike = {each.name for each in lab.mode.variants if each.build is not None}  # in step on all ranks
         self._made: set[int] = set()
         self._messages: Messages | None = None
         self._num_messages: dict[str, int] = {}  # of a step of each variant
@@ -51,8 +52,8 @@ class Drills:
 
     def step(self, step: int, variant: str) -> None:
         """A step begins: what comes at a step comes once, in the first variant; bits flip in each."""
-        if self.lab.mode.timed:
-            self.lab.journal.write(Stood(variant, [time.time()]))
+        if variant in self._timed_alike:
+            self.lab.stood(variant, [time.time()])
         for event in self.events:
             if event.flipped == "message" and event.rank == self.lab.rank and self._shows(variant, covered=False):
                 self._listen(event, step, variant)
