@@ -141,6 +141,13 @@ class ExpertParallel:
             dense[box] = buffer
         return dense
 
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """All but the experts, whose copies stand along a column of the grid alone."""
+        for name, parameter in self.model.named_parameters():
+            if self.is_summed(name):
+                for tensor in self.own(kind, parameter).values():
+                    yield name, tensor
+
     def state_dict(self) -> dict[str, Any]:
         """Of experts this rank's piece."""
         state: dict[str, Any] = dict(live_state(self.model.named_parameters(), self.optimizer))

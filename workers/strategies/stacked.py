@@ -163,6 +163,14 @@ class Stacked:
         for label in sorted(dense, key=lambda label: order[label if kind != "optimizer" else label.split(".", 1)[1]]):
             yield label, dense[label]
 
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """What all replicas hold: along dp, and what is no slice along tp too; shards are of one rank each."""
+        for held in self.held(kind):
+            if held.everywhere:
+                own = f" slice {self.mesh.index('tp')}" if held.name in self.slices else ""
+                ((_, whole),) = held.piece.boxes
+                yield f"{held.label}{own}", whole
+
     def state_dict(self) -> dict[str, Any]:
         """Of a parameter that this rank holds whole the tensor, of any other its piece."""
         prime(self.optimizer)
