@@ -161,6 +161,11 @@ class Served(Replica):
             for message in messages:
                 message.wait()
 
+    @property
+    def steps(self) -> bool:
+        """Whether gradients are read once they are there: a worker has sent its own."""
+        return self.peers.rank == SERVER
+
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """The weights; of gradients the server alone has the mean."""
         return super().alike(kind) if kind == "weights" else iter(())

@@ -3,6 +3,7 @@ Data Corruptions at Scale").
 
     sign       the highest bit
     exponent   the 8 after it (11 in float64, 5 in float16): the number is 2^1 to 2^128 times as large, or as small
+    highest    of the exponent: what is below 2 becomes 2^128 times as large
     mantissa   the 3 highest of the rest: by a 2nd, a 4th or an 8th of its power of two
 """
 
@@ -15,6 +16,8 @@ from torch import Tensor
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 EXPONENT_BITS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8, torch.float64: 11}
 HIGH = 3  # bits of the mantissa
+HIGHEST = "highest"
+PACKED_BIT = 6
 
 
 @dataclass(frozen=True)
@@ -31,21 +34,29 @@ class Flip:
 
 
 def bits_of(dtype: torch.dtype, kind: str) -> range:
-    """The bits that count as sign, exponent or (the highest of the) mantissa."""
+    """The bits that count as sign, exponent, its highest, or (the three highest of the) mantissa."""
     sign = 8 * dtype.itemsize - 1
     exponent = sign - EXPONENT_BITS[dtype]
     return {
         "sign": range(sign, sign + 1),
         "exponent": range(exponent, sign),
+        HIGHEST: range(sign - 1, sign),
         "mantissa": range(exponent - HIGH, exponent),
     }[kind]
 
 
 @torch.no_grad()
 def flip(tensor: Tensor, kind: str, draw: random.Random) -> Flip:
-    """Flip one bit in place; of the numbers that are not small beside the others, so that it can matter."""
+    """Flip one bit in place; of the numbers that are not small beside the others, so that it can matter.
+
+    Of packed bytes it is the second bit of the last one: of a float that stands there the highest of its exponent.
+    """
     flat = tensor.detach().reshape(-1)
     assert flat.data_ptr() == tensor.data_ptr(), "a view of the tensor, or its copy would be changed"
+    if flat.dtype == torch.uint8:
+        before = flat[-1].item()
+        flat[-1] ^= 1 << PACKED_BIT
+        return Flip(len(flat) - 1, PACKED_BIT, before, flat[-1].item())
     large = (flat.abs() >= flat.abs().mean()).nonzero()
     index = int(large[draw.randrange(len(large))]) if len(large) else draw.randrange(len(flat))
     bit = draw.choice(bits_of(tensor.dtype, kind))

@@ -39,7 +39,7 @@ class Messages:
 
     def _kernel(self, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *args: Any) -> Any:
-            held = [each for each in tensors(args[0]) if each.is_floating_point() and each.numel()]
+            held = [each for each in tensors(args[0]) if has_numbers(each)]
             self.count += bool(held)
             if not held or self.change is None or self.count != self.number:
                 return pass_on(keys & BELOW, *args)
@@ -67,6 +67,11 @@ def received(op: str, held: list[Tensor], rank: int, size: int) -> Tensor:
         return held[0]
     parts = held if len(held) > 1 else list(held[0].view(-1).chunk(size))
     return parts[(rank + 1) % len(parts)]
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Floats, or bytes into which they were packed; counts and places are none."""
+    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@
     refused   a look such as a resumed run takes passes the damaged checkpoint over, and names the file
     named     the audit of that step, or the first one after it, names rank and tensor; of two holders, both
     seen      a check of the timed steps fails: no rank holds a copy of what was changed
+    unseen    nothing, since it was not made: no check of these settings could see it
     open      either: a pause that ends about when it would be named
 
 A drill is no verdict of its own: a killed rank ends a run with 3 as any loss does. `held` is None where the fault did
@@ -30,6 +31,7 @@ SHOULD = {
     "refused": "the damaged checkpoint passed over by name",
     "named": "named by rank and tensor",
     "seen": "a check of the timed steps fails",
+    "unseen": "nothing: no check could see it",
     "open": "survived, or named",
 }
 
@@ -53,7 +55,11 @@ def sentence(drill: Run) -> str:
 
 def _entry(records: Ranks, plan: Planned, made: Injected | None) -> Run:
     outcome = (made.outcome if made else "") or plan.outcome
-    event = f"{plan.event} in {made.variant}" if made and made.variant and outcome in ("named", "seen") else plan.event
+    event = (
+        f"{plan.event} in {made.variant}"
+        if made and made.variant and outcome in ("named", "seen", "unseen")
+        else plan.event
+    )
     held, did = _missing(records, plan) if made is None else _JUDGES[outcome](records, plan, made)
     detail = made.detail if made else ""
     should = SHOULD[outcome].format(bound=plan.bound_s)
@@ -128,6 +134,10 @@ def _seen(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, s
     return bool(failed), f"{' and '.join(failed)} failed" if failed else "no check failed"
 
 
+def _unseen(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:  # noqa: ARG001
+    return None, "not made"
+
+
 def _open(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
     return None, _survived(records, plan, made)[1]
 
@@ -140,5 +150,6 @@ _JUDGES = {
     "refused": _refused,
     "named": _named,
     "seen": _seen,
+    "unseen": _unseen,
     "open": _open,
 }

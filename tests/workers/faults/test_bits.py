@@ -37,6 +37,13 @@ def test_bits_lie_where_the_formats_have_them() -> None:
     assert bits_of(torch.float32, "mantissa") == range(20, 23)
     assert bits_of(torch.float64, "exponent") == range(52, 63)
     assert bits_of(torch.bfloat16, "exponent") == range(7, 15)
+    assert bits_of(torch.float32, "highest") == range(30, 31)
+
+
+def test_the_highest_bit_of_a_packed_float_is_that_of_the_float() -> None:
+    packed = torch.tensor([1.0]).view(torch.uint8)
+    flip(packed, "sign", random.Random(1))
+    assert packed.view(torch.float32).item() == float("inf")
 
 
 def test_a_number_that_matters_is_taken_and_zeros_too_where_there_is_nothing_else() -> None:

@@ -100,6 +100,35 @@ def test_flipped_bits_are_named_or_fail_a_check(ranks: Ranks, tmp_path: Path, mo
     assert ("audited replicas" in names) == (should == "named")
 
 
+# Bytes that are packed, steps without a message, experts and meshes beside their replicas.
+BESIDE = [
+    ("compress", "topk", "message", 3, "a check"),
+    ("compress", "powersgd", "weight", 3, "named"),
+    ("precision", "bf16_master", "gradient", 3, "named"),
+    ("server", "local_sgd", "message", 3, "a check"),
+    ("cp", "ring", "gradient", 3, "named"),
+    ("moe", "ep", "gradient", 3, "named"),
+    ("mesh", "gpipe", "weight", 4, "named"),
+    ("mesh", "zero3", "gradient", 4, "a check"),
+]
+
+
+@pytest.mark.parametrize(("mode", "variant", "what", "world_size", "should"), BESIDE)
+def test_bits_flip_in_every_mode_that_trains(
+    ranks: Ranks, tmp_path: Path, mode: str, variant: str, what: str, world_size: int, should: str
+) -> None:
+    given = {"RUN_MODE": mode, "LAB_VARIANT": variant, "LAB_STEPS": "9" if variant == "local_sgd" else "4"}
+    (drill,) = run(ranks, tmp_path, f"flip:{what}:rank1@step2", given, world_size=world_size)["drills"]
+    assert drill["held"], drill
+    assert drill["should"].startswith(should)
+
+
+def test_a_gradient_that_its_rank_has_sent_is_left_alone(ranks: Ranks, tmp_path: Path) -> None:
+    found = run(ranks, tmp_path, "flip:gradient:rank1@step2", {"RUN_MODE": "server", "LAB_VARIANT": "sync"})
+    assert [(each["held"], each["did"]) for each in found["drills"]] == [(None, "not made")]
+    assert not failed(found)
+
+
 def test_a_tied_weight_of_a_pipeline_has_two_holders(ranks: Ranks, tmp_path: Path) -> None:
     given = {"RUN_MODE": "pp", "LAB_VARIANT": "gpipe", "LAB_DEPTH": "3", "LAB_TIE": "1", "LAB_SEED": "3"}
     (drill,) = run(ranks, tmp_path, "flip:weight:rank2@step1", given)["drills"]
@@ -125,7 +154,7 @@ def test_an_audit_that_sees_nothing_does_not_pass_for_one_that_holds(ranks: Rank
 
 def test_what_no_check_could_see_is_not_made(ranks: Ranks, tmp_path: Path) -> None:
     found = run(ranks, tmp_path, "flip:gradient@step1", {"RUN_MODE": "fsdp", "LAB_VARIANT": "zero3", "LAB_PROOF": "0"})
-    assert [(each["held"], each["did"]) for each in found["drills"]] == [(False, "did not come")]
+    assert [(each["held"], each["did"]) for each in found["drills"]] == [(None, "not made")]
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(ranks: Ranks, tmp_path: Path) -> None:
@@ -172,6 +201,15 @@ def processes(folder: Path, faults: str, **given: str) -> tuple[int, dict[str, A
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return done.returncode, json.loads((folder / "drill" / "run.json").read_text()), done.stdout + done.stderr
+
+
+def test_an_elastic_run_goes_on_without_a_rank_that_is_killed_at_a_step(tmp_path: Path) -> None:
+    small = {"LAB_VARIANT": "shrink", "LAB_LOSSES": "0", "LAB_STEPS": "30", "LAB_DEPTH": "1"}
+    code, found, said = processes(tmp_path, "kill:rank0@step12", RUN_MODE="elastic", **small)
+    assert (code, found["verdict"]) == (137, "pass"), said
+    assert [(drill["held"], drill["did"]) for drill in found["drills"]] == [
+        (True, "rank 0 left, and the others went on")
+    ]
 
 
 @pytest.mark.parametrize("mode", PROCESSES)

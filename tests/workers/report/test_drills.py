@@ -85,6 +85,10 @@ def test_where_ranks_may_leave_the_others_go_on() -> None:
     assert held(records) is True
 
 
+def test_what_was_not_made_is_nothing_to_hold() -> None:
+    assert held(run(plan("seen", "flip"), made(variant="flat", outcome="unseen"))) is None
+
+
 def test_of_two_that_are_cut_each_names_the_other() -> None:
     both = {0: ended(), 1: ended(said="rank 1 is cut off at step 3 in flat: nothing heard from rank 0 for 3.3 s")}
     records = run(plan("lost", "cut"), made(), said=both)
