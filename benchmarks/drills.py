@@ -2,9 +2,9 @@
 
     python -m benchmarks.drills [MODES] [--kinds KINDS] [--at-once RUNS]
 
-Each cell is a run of local processes with one variant, a small model and one text of LAB_FAULTS: "held" where the run
-says that it ended as it should, "FAILED" and the sentence below the table where it did not, "-" where the mode refuses
-the fault, whose sentence stands below too. Exit code 1 if one did not hold.
+Each cell is a run of local processes with one variant, a small model and one text of LAB_FAULTS. "held": the run says
+that it ended as it should. "FAILED": it did not, and why stands below the table. "-": the mode refuses the fault, or
+nothing in it could see it, and why stands below. Exit code 1 if one did not hold.
 """
 
 import argparse
@@ -55,6 +55,7 @@ FAULTS = {
 }
 FLIPS = ("gradient", "weight", "message")  # are seen by the steps that are held against one process
 HELD, FAILED, REFUSED = "held", "FAILED", "-"
+REFUSAL = "refused"  # how its sentence begins
 
 
 class Cell(NamedTuple):
@@ -80,12 +81,15 @@ def drilled(mode: str, kind: str) -> Cell:
             return Cell(FAILED, f"no end in {RUN_TIMEOUT_S:g} s: {str(error.stdout)[-300:]}")
         path = Path(folder, "drill", "run.json")
         if done.returncode == 2:
-            return Cell(REFUSED, " ".join((done.stdout + done.stderr).split()))
+            said = next(line for line in (done.stdout + done.stderr).splitlines() if REFUSAL in line)
+            return Cell(REFUSED, said.partition(REFUSAL)[2].strip())
         if not path.exists():
             return Cell(FAILED, f"no run.json, exit code {done.returncode}: {(done.stdout + done.stderr)[-300:]}")
         drills = json.loads(path.read_text())["drills"]
     if drills and all(drill["held"] for drill in drills):
         return Cell(HELD, drills[0]["did"])
+    if drills and all(drill["held"] is None for drill in drills):
+        return Cell(REFUSED, f"{drills[0]['event']}: {drills[0]['did']}, {drills[0]['should']}")
     told = "; ".join(f"{drill['event']}: {drill['did']}, should be: {drill['should']}" for drill in drills)
     return Cell(FAILED, told or (done.stdout + done.stderr)[-300:])
 
