@@ -21,7 +21,8 @@ from experiments.elastic.course import Course
 from experiments.elastic.drills import COMPUTED, Drill, Killed
 from experiments.elastic.net import open_net, settle
 from workers.config import Config
-from workers.config.faults import Fault, arrivals
+from workers.config.events import arrivals
+from workers.config.faults import Fault
 from workers.faults import process
 from workers.lab import Lab
 from workers.parallel.membership import View

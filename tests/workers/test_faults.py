@@ -5,7 +5,8 @@ from itertools import islice
 import pytest
 
 from workers.config import Config, ConfigError
-from workers.config.faults import Fault, arrivals, planned, read
+from workers.config.events import arrivals, planned
+from workers.config.faults import Fault, read
 
 pytestmark = pytest.mark.timeout(60)
 GIVEN = {"RUN_MODE": "dp", "WORLD_SIZE": "4", "LAB_STEPS": "20"}

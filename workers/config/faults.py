@@ -5,14 +5,13 @@
     kill:1/30s,pause:1/60s       one in 30 s in the mean, and one in 60 s: which rank and when, LAB_SEED draws
     flip:gradient@step3          one bit of one gradient, of a rank and a tensor that LAB_SEED draws
 
-An entry is a kind, what it needs between colons in any order, and a moment; what it leaves out is drawn. Nothing here
-does anything: workers/faults/ does it, and whoever needs another clock reads the same events.
+An entry is a kind, what it needs between colons in any order, and a moment; what it leaves out is drawn (events.py).
+Nothing here does anything: workers/faults/ does it.
 """
 
-import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from workers.config import values
@@ -181,28 +180,3 @@ def misfits(entries: Sequence[Fault], world_size: int, steps: int, checkpoint_ev
             continue
         wrong[-1] = f"LAB_FAULTS={shown(each.text)} {wrong[-1]}"
     return wrong
-
-
-def planned(entries: Sequence[Fault], seed: int, world_size: int) -> list[Fault]:
-    """The events of all entries that have a moment, each with a rank: the same on every rank."""
-    events = []
-    for index, entry in enumerate(entries):
-        if entry.every_s is None:
-            rank = _generator(seed, index).randrange(world_size) if entry.rank is None else entry.rank
-            events.append(replace(entry, rank=rank, number=index))
-    return events
-
-
-def arrivals(entry: Fault, index: int, seed: int, world_size: int) -> Iterator[Fault]:
-    """The events of an entry that comes again and again, without end: times between them are exponential, as of what
-    happens independently."""
-    assert entry.every_s is not None
-    draw, at_s = _generator(seed, index), 0.0
-    for count in range(1000):
-        at_s += draw.expovariate(1 / entry.every_s)
-        rank = draw.randrange(world_size) if entry.rank is None else entry.rank
-        yield replace(entry, rank=rank, at_s=at_s, every_s=None, number=index + 1000 * (count + 1))
-
-
-def _generator(seed: int, index: int) -> random.Random:
-    return random.Random(f"{seed} {index}")

@@ -14,7 +14,8 @@ from workers.checkpoint import finding, lease
 from workers.checkpoint.manifest import Unreadable, read
 from workers.cluster.link import bits_s
 from workers.cluster.rendezvous import Cluster
-from workers.config.faults import Fault, arrivals, planned
+from workers.config.events import arrivals, planned
+from workers.config.faults import Fault
 from workers.faults import files, links, process
 from workers.lab import Lab
 from workers.rank.flips import Flips, draw_of

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from tests.labs import TINY, failed, lab_of
 from tests.test_run import TOP
 from workers.cluster.rendezvous import Cluster
-from workers.config.faults import planned, read
+from workers.config.events import planned
+from workers.config.faults import read
 from workers.passes import corruption
 from workers.passes.measure import everything
 from workers.rank.drills import Drills, outcome_of
