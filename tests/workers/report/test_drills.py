@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.documents import TOP
 from tests.workers.report.made_up import good_run
 from workers.report.drills import SHOULD, drills, sentence
 from workers.report.judge import judge
@@ -187,3 +188,12 @@ def test_a_drill_is_in_run_json_with_what_should_and_what_did() -> None:
     assert drill["did"] == f"rank 1 named by 3 after 3.4 s, exit code 3: {SAID}"
     assert sentence(drill).endswith("(as it should)")
     assert judge(good_run())["drills"] == []
+
+
+def test_the_line_of_the_page_is_that_of_the_report() -> None:
+    """Of a killed rank no two runs print the same: which step each heartbeat told is a matter of moments."""
+    said = "rank 1 lost at step 2 in naive: no heartbeat for 3.3 s"
+    records = run(plan("lost"), made(), said={rank: ended(said=said) for rank in (0, 2)})
+    (drill,) = drills({rank: of_rank for rank, of_rank in records.items() if rank < 3})
+    shown = (TOP / "docs" / "reliability.md").read_text()
+    assert f"\nrank 0 | drill      {sentence(drill)}\n" in shown

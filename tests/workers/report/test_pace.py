@@ -71,6 +71,7 @@ def test_the_area_of_the_curve_is_the_samples() -> None:
     assert area == pytest.approx(16 * (len(times) - 1), rel=0.01)
     assert min(y) < 20 < 150 < y[0]
     assert len(x) <= 2 * 121
+    assert curve([0.0, 1.0, 2.0, 2.5], 16, 2, 2.5)[0] == [0.0, 2.0, 2.0, 2.5]
     assert curve([0.0, 1.0], 16, 1, 3.0) == ([0.0, 1.0, 1.0, 3.0], [16.0, 16.0, 0.0, 0.0])
 
 
