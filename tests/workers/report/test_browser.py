@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.workers.report.made_up import good_run, pipeline_run, plus, with_check, with_measured, written
+from tests.workers.report.made_up import drilled_run, good_run, pipeline_run, plus, with_check, with_measured, written
 from workers.report.__main__ import main
 from workers.report.looks import MICROBATCHES
 from workers.report.records import Ideal
@@ -59,7 +59,8 @@ return faint;
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run in which all held, one in which nothing did, the two together, and a pipeline with its timelines."""
+    """A run in which all held, one in which nothing did, the two together, a pipeline with its timelines, and one
+    with a drill."""
     folder = tmp_path_factory.mktemp("runs")
     five = {"naive": 81e-3, "flat": 55e-3, "bucketed": 50e-3, "ring": 49e-3, "ddp": 50e-3}
     passed = written(folder / "passed", good_run())
@@ -70,14 +71,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paper = [[["forward", str(k), 0.01 * k, 0.01 * k + 0.01] for k in range(8)]] * 4
     pipeline = written(folder / "pipeline", plus(pipeline_run(), Ideal("1f1b", paper)))
     assert (main([str(passed)]), main([str(failed)]), main([str(passed), str(failed)])) == (0, 1, 0)
-    assert main([str(pipeline)]) == 0
-    reports = {"pass": passed, "fail": failed, "pipeline": pipeline}
+    drills = written(folder / "drills", drilled_run())
+    assert (main([str(pipeline)]), main([str(drills)])) == (0, 0)
+    reports = {"pass": passed, "fail": failed, "pipeline": pipeline, "drills": drills}
     return {name: run / "report.html" for name, run in reports.items()} | {"compare": failed / "compare-passed.html"}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["pass", "fail", "pipeline", "compare"])
+@pytest.mark.parametrize("name", ["pass", "fail", "pipeline", "drills", "compare"])
 def test_a_page_can_be_read(
     browser: webdriver.Chrome, pages: dict[str, Path], name: str, width: str, scheme: str
 ) -> None:

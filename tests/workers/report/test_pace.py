@@ -5,27 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.workers.report.made_up import good_run, plus
+from tests.workers.report.made_up import BEGAN, drilled_run, good_run, plus, stood
 from workers.report.judge import judge
 from workers.report.pace import Course, courses, covered, curve, events, pace
 from workers.report.page import page
-from workers.report.records import Changed, Failed, Injected, Planned, Ranks, Stood
+from workers.report.records import Changed, Failed, Planned
 
 pytestmark = pytest.mark.timeout(60)
-BEGAN = 1_000_000.0
-
-
-def stood(variant: str, first: float, steps: int, step_s: float = 0.1) -> Stood:
-    return Stood(variant, [BEGAN + first + number * step_s for number in range(steps)])
-
-
-def faulty_run() -> Ranks:
-    """Two variants in turn; rank 1 stands still at 3 s."""
-    plan = Planned(0, "pause rank 1 for 2 s at step 30", "pause", 1, "survived", 5.0, 30)
-    records = plus(
-        good_run(), stood("flat", 0, 30), stood("flat", 5, 20), stood("ring", 0.05, 30), stood("ring", 5.05, 20)
-    )
-    return plus(plus(records, plan), Injected(0, 1, 30, "", BEGAN + 3.0), rank=1)
 
 
 def test_a_page_without_times_of_steps_is_as_before() -> None:
@@ -35,7 +21,7 @@ def test_a_page_without_times_of_steps_is_as_before() -> None:
 
 
 def test_a_pause_is_a_valley_with_its_mark_and_its_drill_a_row() -> None:
-    records = faulty_run()
+    records = drilled_run()
     text = page(judge(records), records)
     assert "<h2>Samples a second</h2>" in text and "<h2>Drills</h2>" in text
     assert re.search(r"<td class=n>1</td><td class=n>3\.00</td><td class=w>pause rank 1 for 2 s at step 30</td>", text)
@@ -44,14 +30,14 @@ def test_a_pause_is_a_valley_with_its_mark_and_its_drill_a_row() -> None:
 
 def test_a_drill_that_did_not_hold_is_said_so_and_so_is_one_without_a_word() -> None:
     plan = Planned(1, "kill rank 2 after 90.0 s", "kill", 2, "lost", 5.0)
-    records = plus(faulty_run(), plan, replace(plan, number=2, event="kill rank 3 at step 9", step=9))
+    records = plus(drilled_run(), plan, replace(plan, number=2, event="kill rank 3 at step 9", step=9))
     text = page(judge(records), records)
     assert re.search(r"nothing to hold</span></td><td>kill rank 2 after 90.0 s", text)
     assert re.search(r"FAILED</span></td><td>kill rank 3 at step 9</td>.*did not come", text)
 
 
 def test_variants_in_turn_are_one_course_and_those_behind_each_other_have_their_own() -> None:
-    (both,) = courses(faulty_run())
+    (both,) = courses(drilled_run())
     assert both.variants == ["flat", "ring"] and len(both.times) == 100
     records = plus(good_run(), stood("restart", 0, 10), stood("join", 2, 10))
     one, other = courses(records)
