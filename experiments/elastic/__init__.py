@@ -9,14 +9,20 @@ processes (Horovod Elastic; torchft). No rank is a special case: each keeps a st
               equals one process: weights, moments and losses to 1e-12, and each sample of each epoch is seen once
   kept        a step that any survivor has applied stands, and whoever lacks it takes it over
   redone      a step that none has applied is computed again, by those who are left
-  predicted   a loss costs at most one step again (`restart`: those since the checkpoint, up to LAB_SAVED_EVERY); a step
-              sends 2(N-1)/N x 8 B x (P + E + 2) a rank; a newcomer is sent 8 B x (3P + LAB_STEPS x (E + 1))
+  predicted   a loss costs at most one step again (`restart`, `zero1`: those since the checkpoint, up to
+              LAB_SAVED_EVERY); a step sends 2(N-1)/N x 8 B x (P + E + 2) a rank, where state is sharded E + 3 of them
+              and with copies 16 B x P/N more; a newcomer is sent 8 B x (3P + LAB_STEPS x (E + 1)), or P/N of moments;
+              moments take 16 B x P, in shards 16 B x P/N, and as much again with copies
   shapes      weights [P] and AdamW's moments [2, P] as flat vectors in float64, E samples an epoch
 
   restart     what torchrun does: all begin again from the last checkpoint
   shrink      the survivors go on with N-1
   spare       the last rank waits outside, and takes the place of the first one lost
   join        whoever died comes back as a process that has nothing, and is let in at the next step
+  zero1       as join, with the optimizer's state in shards (ZeRO-1), which are cut anew whenever the members change;
+              a loss takes a shard along, so all go back to the last checkpoint
+  peer_memory the same, and a copy of each shard lies in the memory of another member (Gemini; Wang et al. 2023): the
+              others go on from it, without a disk
 
 Ranks die on purpose, LAB_LOSSES of each variant, at moments that LAB_SEED draws (drills.py): they close their sockets
 as the kernel does for a killed process, and forget all. With LAB_LOSSES=0 nothing dies unless you do it: `docker kill`.
@@ -24,19 +30,22 @@ Who is silent, paused or cut off, is left after LAB_LOST_AFTER_S by the majority
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from experiments.elastic.counting import count
 from experiments.elastic.course import Course, Policy
 from experiments.elastic.drills import Drill, drawn
 from experiments.elastic.holding import hold
 from experiments.elastic.mistakes import MISTAKES
-from experiments.elastic.net import Net, open_net, settle
+from experiments.elastic.net import Net, let_leave, open_net, settle
 from experiments.elastic.shown import show
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Variant, untrainable
 from workers.lab import Lab
+from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Survivor
 
 
@@ -49,7 +58,11 @@ class Options(ModeOptions):
         2, alias="LAB_LOSSES", ge=0, le=10_000, description="ranks of each variant that die on purpose; 0: none"
     )
     saved_every: int = Field(
-        5, alias="LAB_SAVED_EVERY", ge=1, le=10_000, description="steps between two checkpoints of restart"
+        5,
+        alias="LAB_SAVED_EVERY",
+        ge=1,
+        le=10_000,
+        description="steps between two checkpoints of restart, zero1 and peer_memory",
     )
 
 
@@ -58,6 +71,8 @@ POLICIES = (
     Policy("shrink"),
     Policy("spare", spares=1),
     Policy("join", returns=True),
+    Policy("zero1", returns=True, sharded=True),
+    Policy("peer_memory", returns=True, sharded=True, copies=True),
 )
 
 
@@ -66,7 +81,7 @@ def cannot(config: Config) -> dict[str, str]:
     few = f"WORLD_SIZE={config.world_size}: "
     reasons: dict[str, str] = {}
     if config.world_size < 2:
-        reasons |= dict.fromkeys(("shrink", "join"), f"{few}nobody is left to go on")
+        reasons |= dict.fromkeys(("shrink", "join", "zero1", "peer_memory"), f"{few}nobody is left to go on")
     if config.world_size < 3:
         reasons["spare"] = f"{few}it takes two that train and one that waits"
     return reasons
@@ -82,15 +97,20 @@ def refuse(config: Config) -> list[str]:
     return refusals
 
 
-def run(lab: Lab, survivor: type[Survivor] = Survivor) -> None:
+def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurvivor] = ShardedSurvivor) -> None:
     """Every variant with its losses; then whoever is left holds each against one process."""
     unable = lab.mode.cannot(lab.config)
     wanted = [policy for policy in POLICIES if lab.wants(policy.name)]
     for policy in wanted:
         if policy.name in unable:
             lab.skip(policy.name, unable[policy.name])
+    chosen = [policy for policy in wanted if policy.name not in unable]
+    kinds = {policy: partial(sharded, copies=policy.copies) if policy.sharded else survivor for policy in chosen}
     net = open_net(lab)
-    courses = [train(lab, net, policy, survivor) for policy in wanted if policy.name not in unable]
+    for policy in chosen:
+        count(lab, net, policy, maker(lab, kinds[policy])())
+    let_leave(lab, net)
+    courses = [train(lab, net, policy, maker(lab, kinds[policy])) for policy in chosen]
     settle(lab, net)
     for course in courses:
         hold(lab, course)
@@ -98,17 +118,22 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor) -> None:
     net.close()
 
 
-def train(lab: Lab, net: Net, policy: Policy, survivor: type[Survivor]) -> Course:
+def maker(lab: Lab, kind: Callable[..., Survivor]) -> Callable[..., Survivor]:
+    """What gives a fresh training of this rank, of one kind; its argument is called between the parts of a step."""
+
+    def make(at: Callable[[str], None] = lambda moment: None) -> Survivor:  # noqa: ARG005
+        batches = lab.batches(torch.float64, proof=True)
+        return kind(lab.model(torch.float64), batches, lab.config, lab.rank, lab.config.steps, at)
+
+    return make
+
+
+def train(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor]) -> Course:
     """This rank's way through one variant."""
     config, own = lab.config, lab.config.own(Options)
     members = list(range(lab.world_size - policy.spares))
     seed = 1000 * config.seed + POLICIES.index(policy)
     losses = drawn(seed, members, config.steps, own.losses, comes_back=policy.restarts or policy.returns)
-
-    def make(at: Callable[[str], None]) -> Survivor:
-        batches = lab.batches(torch.float64, proof=True)
-        return survivor(lab.model(torch.float64), batches, config, lab.rank, config.steps, at)
-
     folder = lab.journal.folder
     assert folder is not None, "a rank that trains has a folder"
     course = Course(
@@ -129,11 +154,13 @@ MODE = Mode(
     cannot=cannot,
     mistakes=MISTAKES,
     stepped=True,
-    unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart",
+    unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart, zero1 and peer_memory",
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",
         "experiments/elastic/course.py: the way of one rank, in and out, until all steps are done",
         "workers/strategies/survivor.py: a replica whose steps are kept or redone",
+        "workers/strategies/sharded_survivor.py: the same with shards, which move with the members, and their copies",
+        "workers/parallel/shards.py: who holds what, who keeps whose copy, and what moves",
         "workers/parallel/membership.py: how those who are left agree on who is in",
         "workers/parallel/regroup.py: gloo groups that are left and made again in the same process",
         "workers/parallel/lines.py: the connections whose end is the death of a rank",

@@ -17,10 +17,11 @@ import torch
 from experiments.elastic.drills import COMPUTED, Drill, Killed
 from experiments.elastic.net import Net
 from workers.parallel.membership import BEGIN, GivenUp, Member, View
+from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Report, Survivor
 
 AWAY_S = 0.2  # from a death in a drill to the return
-WAIT_S = 5.0  # for a rank that comes back, at most
+WAIT_S = 10.0  # for a rank that comes back, at most
 MEMBER, SPARE, NOBODY = "member", "spare", "nobody"
 
 
@@ -31,6 +32,13 @@ class Policy(NamedTuple):
     restarts: bool = False  # all begin again from the last checkpoint
     spares: int = 0  # ranks that wait outside from the start
     returns: bool = False  # whoever died comes back and asks to be let in
+    sharded: bool = False  # no member has another's part of the optimizer's state
+    copies: bool = False  # save one, that keeps its copy
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.restarts or self.sharded
 
     @property
     def wish(self) -> str:
@@ -49,6 +57,7 @@ class Event(NamedTuple):
     after: list[int]
     applied_before: int  # steps, by this rank
     applied: int  # and what all go on from
+    restored: bool  # from a checkpoint
 
 
 class Course:
@@ -70,6 +79,7 @@ class Course:
         self.computed = 0  # steps, those that were computed again included
         self.finished = False
         self.apart = 0.0  # how far this rank's state is from the first member's at the end
+        self.copies_apart = 0.0  # and the copies that it keeps from what they are of
         self.moments: torch.Tensor | None = None
 
     def fresh(self) -> Survivor:
@@ -77,9 +87,13 @@ class Course:
 
         def at(moment: str) -> None:
             self.computed += moment == COMPUTED
-            self.drill.at(self.training.applied, moment)
+            if len(self.net.membership.view.members) > 1:  # the last one dies only if you kill it
+                self.drill.at(self.training.applied, moment)
 
-        return self.make(at)
+        training = self.make(at)
+        if isinstance(training, ShardedSurvivor):  # what a loss may lead back to, whatever an earlier life has saved
+            training.save(self.saved, self.net.group)
+        return training
 
     def run(self) -> None:
         """Take part until the training is over."""
@@ -122,6 +136,8 @@ class Course:
             if asked:
                 return self.regroup("asked", view)
         self.moments = self.training.moments(group)
+        if isinstance(self.training, ShardedSurvivor):
+            self.copies_apart = self.training.copies_apart(self.moments)
         mine = self.training.state()
         self.apart = float((group.broadcast(mine.clone(), 0) - mine).abs().max())
         group.sum(torch.zeros(1))  # whoever has come here knows that all have every step
@@ -136,8 +152,8 @@ class Course:
         self.commits.append((now, self.training.applied))
         if self.events and not self.events[-1].next_step_at:
             self.events[-1] = self.events[-1]._replace(next_step_at=now)
-        if self.policy.restarts and self.training.applied % self.saved_every == 0:
-            self.training.save(self.saved)
+        if self.policy.saves and self.training.applied % self.saved_every == 0:
+            self.training.save(self.saved, self.net.group)
 
     # --- when who is in changes ---
 
@@ -153,11 +169,13 @@ class Course:
         if view is None:
             self.finished = True
             return None
+        restored = self.policy.restarts or bool(view.plan.get("restored"))
         event = Event(
-            why, began_at, time.time(), 0.0, list(before.ranks), list(view.ranks), applied, view.plan["applied"]
-        )
+            why, began_at, time.time(), 0.0, list(before.ranks), list(view.ranks), applied, view.plan["applied"],
+            restored,
+        )  # fmt: skip
         self.events.append(event)
-        self.taken_back += max(0, applied - event.applied)
+        self.taken_back += 0 if restored else max(0, applied - event.applied)
         return view
 
     def restart(self) -> View | None:

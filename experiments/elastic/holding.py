@@ -11,11 +11,15 @@ from torch import Tensor
 
 from experiments.elastic.course import Course
 from workers.lab import Lab
+from workers.parallel.shards import keeper, part, wards
+from workers.parallel.versions import Recut
+from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import OWNERS
 from workers.workload.baseline import backward
 from workers.workload.optimizer import make_optimizer
 
 CONTROL = "tests/experiments/test_elastic.py::test_a_wrong_line_fails_by_name"
+SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_came_another_way_fails_by_name"
 TOLERANCE = 1e-12  # float64
 RULE = (
     "an epoch is a permutation by (seed, epoch), a step takes its next LAB_BATCH samples, and whoever is in at the step"
@@ -65,6 +69,7 @@ def hold(lab: Lab, course: Course) -> None:
         return
     lab.check("replicas", course.apart, 0, name, "this rank's weights, moments and history beside the first member's")
     hold_redone(lab, course)
+    hold_shards(lab, course)
     if lab.rank != members_at(course.record, training.steps)[0]:
         return
     weights, moments, losses = replay(lab, course.record, training.steps)
@@ -86,13 +91,55 @@ def hold_kept(lab: Lab, course: Course) -> None:
 
 def hold_redone(lab: Lab, course: Course) -> None:
     """A loss costs at most the step that was under way, or what has been computed since the last checkpoint."""
-    events = [event for event in course.events if event.why.startswith("lost")]
+    losses = [event for event in course.events if event.why.startswith("lost")]
     if course.lives > 1 or not course.record or lab.rank not in course.record[0][1] or course.record[0][0] > 0:
         return
-    most = len(events) * (course.saved_every if course.policy.restarts else 1)
+    most = sum(course.saved_every if loss.restored else 1 for loss in losses)
     again = course.computed - course.training.steps
-    detail = f"steps computed again beyond the {most} that {len(events)} losses may cost"
+    detail = f"steps computed again beyond the {most} that {len(losses)} losses may cost"
     lab.check("redone", max(0, again - most), 0, course.policy.name, detail, control=CONTROL)
+
+
+def hold_shards(lab: Lab, course: Course) -> None:
+    """Shards came from memory wherever somebody still had them, no more was sent than was lacking, copies are right."""
+    training, name = course.training, course.policy.name
+    if not isinstance(training, ShardedSurvivor):
+        return
+    for recut in training.recuts:
+        lacked = lacking_bytes(training, recut, lab.rank)
+        lab.compare(
+            "moved bytes", lacked, recut.received_bytes, "B", 0.0, name,
+            f"16 B x what rank {lab.rank} lacked of its parts over ranks {recut.ranks}", control=SHARDS_CONTROL,
+        )  # fmt: skip
+    wrong = sum(recut.restored != died_with_its_copies(recut, copies=training.copies) for recut in training.recuts)
+    lab.check(
+        "from memory", wrong, 0, name, "checkpoints read where memory had all, or the reverse", control=SHARDS_CONTROL
+    )
+    if training.copies:
+        lab.check("copies", course.copies_apart, 0, name, "that this rank keeps, beside what they are of, at the end")
+
+
+def lacking_bytes(training: ShardedSurvivor, recut: Recut, rank: int) -> int:
+    """What `rank` needed of the new cut and had not, number by number."""
+    if recut.restored:
+        return 0  # all came from the disk of one
+    wanted, had = torch.zeros(2, training.total, dtype=torch.bool)
+    size, place = len(recut.ranks), recut.ranks.index(rank)
+    for each in (place, *(wards(place, size) if training.copies else ())):
+        wanted[slice(*part(training.total, each, size))] = True
+    for begin, end in recut.has.get(rank, ()):
+        had[begin:end] = True
+    return 8 * len(training.piece.moments) * int((wanted & ~had).sum())
+
+
+def died_with_its_copies(recut: Recut, *, copies: bool) -> bool:
+    """Whether a rank was gone, and whoever kept its copy too, by the rule of placement."""
+    ranks = recut.version.ranks
+    for place, rank in enumerate(ranks):
+        keeping = keeper(place, len(ranks)) if copies else None
+        if rank not in recut.has and (keeping is None or ranks[keeping] not in recut.has):
+            return True
+    return False
 
 
 def hold_samples(lab: Lab, course: Course) -> None:

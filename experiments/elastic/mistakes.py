@@ -7,7 +7,10 @@ from torch import Tensor
 
 from workers.config import Config
 from workers.contract import Instead, Mistake, Needs
-from workers.parallel.regroup import Regroup
+from workers.parallel.flat_step import Piece
+from workers.parallel.regroup import Parcel, Regroup
+from workers.parallel.shards import Range, part, wards
+from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Report, Survivor
 
 
@@ -58,6 +61,41 @@ class Twice(Survivor):
             self.apply(self.vectors.gradients)
 
 
+class StaleCopies(ShardedSurvivor):
+    """Sends its keeper the moments of before the update."""
+
+    def to_copy(self, before: Piece, after: Piece) -> Tensor:  # noqa: ARG002
+        return before.moments.contiguous()
+
+
+class Upstream(ShardedSurvivor):
+    """Sends its copies up the ring, and takes what comes for those of the members that the rule names."""
+
+    def copied(self, group: Regroup, place: int, size: int, moments: Tensor) -> dict[Range, Tensor]:
+        ranges = [part(self.total, each, size) for each in range(size)]
+        after = (place + 1) % size
+        come = moments.new_empty(len(moments), ranges[after][1] - ranges[after][0])
+        group.exchange([Parcel((place - 1) % size, moments)], [Parcel(after, come)])
+        copies = {}
+        for ward in wards(place, size):
+            begin, end = ranges[ward]
+            copies[begin, end] = moments.new_zeros(len(moments), end - begin)
+            copies[begin, end][:, : come.shape[1]] = come[:, : end - begin]
+        return copies
+
+
+class OldCut(ShardedSurvivor):
+    """Keeps the shard that it had, from its first number on, where the new cut has it begin elsewhere."""
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        before = self.held[0]
+        super().enter(group, ranks, plan)
+        if before.version.ranks and self.held[0].version.ranks != before.version.ranks:
+            old, own = next(iter(before.parts.values())), next(iter(self.held[0].parts.values()))
+            length = min(own.shape[1], old.shape[1])
+            own[:, :length] = old[:, :length]
+
+
 def unlost(config: Config) -> str:
     """Why no check could see a mistake that is made after a loss."""
     if not config.options.model_dump()["losses"]:
@@ -102,5 +140,23 @@ MISTAKES = {
         "weights",
         Instead(run={"survivor": Twice}),
         Needs(proof=False, variants=("shrink",), unless=unlost),
+    ),
+    "stale_copies": Mistake(
+        "the copy of a shard is sent before the update: it is one step behind",
+        "copies",
+        Instead(run={"sharded": StaleCopies}),
+        Needs(proof=False, variants=("peer_memory",)),
+    ),
+    "wrong_keeper": Mistake(
+        "copies go the other way round than the rule by which they are looked for: a rank's is taken for another's",
+        "optimizer",
+        Instead(run={"sharded": Upstream}),
+        Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
+    ),
+    "old_cut": Mistake(
+        "when the members change each keeps the shard of the old cut: moments lie at other weights' places",
+        "optimizer",
+        Instead(run={"sharded": OldCut}),
+        Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
     ),
 }

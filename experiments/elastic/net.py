@@ -70,7 +70,7 @@ class Net:
 
 
 def open_net(lab: Lab) -> Net:
-    """Lines between all ranks; from here on each of them may be lost."""
+    """Lines between all ranks."""
     secret = lab.exchange.share("the lines' secret", secrets.token_hex(16) if lab.rank == 0 else None)
     lines = Lines(lab.rank, lab.own_ip, secret)
     store = dist.TCPStore(lab.own_ip, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False)
@@ -81,9 +81,14 @@ def open_net(lab: Lab) -> Net:
     lines.on_news = net.heed
     lines.dial(range(lab.rank))
     lab.exchange.barrier("the lines")
+    return net
+
+
+def let_leave(lab: Lab, net: Net) -> None:
+    """From here on each rank may be lost; all call it together."""
+    lab.exchange.barrier("ranks may leave")
     if lab.let_leave is not None:
         lab.let_leave(net.part, net.hung_up)
-    return net
 
 
 def settle(lab: Lab, net: Net) -> None:

@@ -6,10 +6,12 @@ from typing import Any
 from experiments.elastic.course import Course, Event
 from experiments.elastic.holding import RULE, members_at
 from workers.lab import Lab
+from workers.parallel.shards import keeper
 
+PLACEMENT = "members lie in pairs and keep each other's copy, of an odd number the last three do in a ring"
 COLUMNS = [
-    "", "what", "step", "in before", "in after", "steps redone", "agreed after (ms)", "next step after (ms)",
-    "next step at (Unix s)",
+    "", "what", "step", "in before", "in after", "steps redone", "state from", "agreed after (ms)",
+    "next step after (ms)", "next step at (Unix s)",
 ]  # fmt: skip
 
 
@@ -29,6 +31,8 @@ def show(lab: Lab, courses: list[Course]) -> None:
             rows += [[course.policy.name, *row] for row in seen["rows"]]
             record = ", ".join(f"from step {first} {' '.join(map(str, ranks))}" for first, ranks in seen["record"])
             lab.say(f"{course.policy.name}: {record}", "members")
+            if course.policy.copies:
+                lab.say(f"{course.policy.name}: {PLACEMENT}; {placed(seen['record'])}", "copies")
     if rows:
         lab.table("What each change of members cost, as the first member saw it", COLUMNS, rows)
 
@@ -38,8 +42,18 @@ def write(lab: Lab, course: Course) -> None:
     name = course.policy.name
     lab.stood(name, [at for at, _ in course.commits])
     for event in course.events:
-        what = "asked" if event.why == "asked" else "restart" if course.policy.restarts else "lost"
+        what = "asked" if event.why == "asked" else "restart" if event.restored else "lost"
         lab.changed(name, event.applied, event.began_at, what, event.after)
+
+
+def placed(record: list[list[Any]]) -> str:
+    """Which rank held whose copy, from which step on."""
+    found = []
+    for first, ranks in record:
+        keepers = [(rank, keeper(place, len(ranks))) for place, rank in enumerate(ranks)]
+        pairs = ", ".join(f"{rank}'s with {ranks[place]}" for rank, place in keepers if place is not None)
+        found.append(f"from step {first} {pairs or 'none'}")
+    return "; ".join(found)
 
 
 def told(rank: int, course: Course) -> dict[str, Any] | None:
@@ -57,5 +71,6 @@ def row(event: Event) -> list[Any]:
     agreed, after = (1000 * (at - event.began_at) for at in (event.agreed_at, event.next_step_at or event.agreed_at))
     redone = max(0, event.applied_before - event.applied)
     members = [" ".join(map(str, ranks)) for ranks in (event.before, event.after)]
-    cells = [event.why.partition(":")[0], event.applied, *members, redone, round(agreed, 1), round(after, 1)]
+    source = "checkpoint" if event.restored else "memory"
+    cells = [event.why.partition(":")[0], event.applied, *members, redone, source, round(agreed, 1), round(after, 1)]
     return [*cells, round(event.next_step_at, 3)]

@@ -10,7 +10,12 @@ from experiments.elastic.course import Course
 from experiments.elastic.drills import COMPUTED, TORN, Drill, Killed, Loss, Torn, drawn
 from tests.labs import Runs, failed_with
 from workers.config import Config
+from workers.parallel import versions
+from workers.parallel.regroup import Regroup
+from workers.parallel.versions import Held
 from workers.rank.modes import load
+from workers.strategies import sharded_survivor
+from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Survivor
 from workers.testing.calls import Ranks
 
@@ -50,18 +55,85 @@ def naming_others(right: Any) -> Any:
     return wrong
 
 
+def sending_one_twice(right: Any) -> Any:
+    """Sends the first piece that has to move once more."""
+
+    def wrong(*given: Any) -> Any:
+        found = right(*given)
+        return [*found, *found[:1]]
+
+    return wrong
+
+
+def reading_the_disk(right: Any) -> Any:
+    """Takes every shard for lost once the members change."""
+
+    def wrong(has: Any, total: int) -> Any:
+        return right(has, total) or ([(0, total)] if all(ranges != [(0, total)] for ranges in has.values()) else [])
+
+    return wrong
+
+
+def summing_twice(right: Any) -> Any:
+    """Sends the small sum of each step once more."""
+
+    def wrong(self: Regroup, tensor: torch.Tensor) -> torch.Tensor:
+        right(self, tensor.clone())
+        summed: torch.Tensor = right(self, tensor)
+        return summed
+
+    return wrong
+
+
+def hoarding(right: Any) -> Any:
+    """Keeps the moments of the step before."""
+
+    def wrong(self: ShardedSurvivor, held: Held, weights: torch.Tensor) -> None:
+        before = self.held[0]
+        right(self, held, weights)
+        self.held = [held, before]
+
+    return wrong
+
+
 FAULTS = {
+    "moved bytes": (versions, "moves", sending_one_twice),
+    "from memory": (sharded_survivor, "gaps", reading_the_disk),
+    "called bytes": (Regroup, "sum", summing_twice),
+    "moments held": (ShardedSurvivor, "commit", hoarding),
     "redone": (Survivor, "computed", computing_twice),
     "losses": (Survivor, "computed", doubling_the_loss),
     "record": (Course, "planned", naming_others),
 }
 
 
-@pytest.mark.parametrize("check", FAULTS)
+SMALL = {"RUN_MODE": "elastic", "LAB_STEPS": "6", "LAB_DEPTH": "1"}
+
+
+@pytest.mark.parametrize("check", ["redone", "losses", "record"])
 def test_a_wrong_line_fails_by_name(ranks: Ranks, tmp_path: Path, check: str) -> None:
-    settings = {"RUN_MODE": "elastic", "LAB_VARIANT": "join", "LAB_STEPS": "6", "LAB_DEPTH": "1", "LAB_LOSSES": "0"}
+    settings = SMALL | {"LAB_VARIANT": "join", "LAB_LOSSES": "0"}
     found = failed_with(ranks, tmp_path, "tests.experiments.test_elastic", check, **settings)
     assert check in found
+
+
+@pytest.mark.parametrize("check", ["moved bytes", "from memory"])
+def test_a_shard_that_came_another_way_fails_by_name(ranks: Ranks, tmp_path: Path, check: str) -> None:
+    settings = SMALL | {"LAB_VARIANT": "peer_memory", "LAB_LOSSES": "1"}
+    assert failed_with(ranks, tmp_path, "tests.experiments.test_elastic", check, **settings) == {check}
+
+
+@pytest.mark.parametrize("variant", ["shrink", "peer_memory"])
+def test_a_step_that_sends_more_fails_by_name(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+    settings = SMALL | {"LAB_VARIANT": variant, "LAB_LOSSES": "0"}
+    found = failed_with(ranks, tmp_path, "tests.experiments.test_elastic", "called bytes", **settings)
+    assert found == {"called bytes", "wire bytes"}
+
+
+def test_what_is_hoarded_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    settings = SMALL | {"LAB_VARIANT": "zero1", "LAB_LOSSES": "0"}
+    found = failed_with(ranks, tmp_path, "tests.experiments.test_elastic", "moments held", **settings)
+    assert found == {"moments held"}
 
 
 def test_three_ranks_lose_two_each_way(runs: Runs) -> None:
@@ -97,7 +169,7 @@ def test_a_rank_meets_its_own_losses_once() -> None:
 @pytest.mark.parametrize(
     ("settings", "impossible"),
     [
-        ({"WORLD_SIZE": "1"}, {"shrink", "join", "spare"}),
+        ({"WORLD_SIZE": "1"}, {"shrink", "join", "spare", "zero1", "peer_memory"}),
         ({"WORLD_SIZE": "2"}, {"spare"}),
         ({"WORLD_SIZE": "3"}, set()),
     ],

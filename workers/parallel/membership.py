@@ -96,9 +96,17 @@ class Membership:
         return self._agree(why, report, decide, expected)
 
     def ask(self, wish: Message, report: Report) -> View | None:
-        """Wait outside until a view takes this process in; None once the training has come to its end without it."""
+        """Wait outside until a view takes this process in; None once the training has come to its end without it.
+
+        Raises TimeoutError once nobody has been left for long who could let it in: who lives waits outside, too.
+        """
         asked: set[int] = set()
+        hopeful_at = time.monotonic()
         while not self._over():
+            if set(self.lines.open()) > {member.rank for member in self.asking}:
+                hopeful_at = time.monotonic()
+            if time.monotonic() - hopeful_at > self.timeout_s:
+                raise TimeoutError(f"for {self.timeout_s:g} s nobody was left who could let rank {self.me.rank} in")
             for rank, life in self.lines.open().items():
                 if life not in asked:
                     self.lines.send(rank, {"kind": "ask", **wish})

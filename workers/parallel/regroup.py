@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +22,13 @@ from workers.parallel.lines import Address
 ASK_S = 0.3  # for a store's host to accept: torch's own client tries again and again where nobody listens
 FORM_S = 10.0
 LOOK_S = 0.02
+
+
+class Parcel(NamedTuple):
+    """A tensor that goes to the member number `peer`, or that is filled with what comes from it."""
+
+    peer: int
+    tensor: Tensor
 
 
 def sockets() -> set[int]:
@@ -46,6 +53,8 @@ class Regroup:
 
     def __init__(self, ip: str, timeout_s: float, others: Callable[[], set[int]]) -> None:
         self.ip, self.timeout_s, self._others = ip, timeout_s, others
+        self.called_bytes = 0.0  # of all collectives so far: what the best algorithm sends of them a member
+        self.place = self._size = 0
         self._gloo: Any = None  # a ProcessGroupGloo, whose methods torch does not declare
         self._before: set[int] | None = None  # the sockets that were open before the group; None where there is none
 
@@ -56,6 +65,7 @@ class Regroup:
         waited for, and sockets are opened after one cut that only another ends.
         """
         self.leave()
+        self.place, self._size = place, size
         self._before = sockets()
         formed = threading.Event()
         watcher = threading.Thread(target=self._cut_unless, args=(stands, formed), daemon=True)
@@ -104,6 +114,7 @@ class Regroup:
     def sum(self, tensor: Tensor) -> Tensor:
         """In place, the sum over all members."""
         self._gloo.allreduce([tensor]).wait()
+        self.called_bytes += 2 * (self._size - 1) / self._size * tensor.nbytes
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
@@ -113,6 +124,21 @@ class Regroup:
         self._gloo.broadcast([tensor], options).wait()
         return tensor
 
-    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor) -> None:
-        """Fill `pieces`, one a member, all of one length."""
-        self._gloo.allgather([list(pieces)], [mine]).wait()
+    def all_gather(self, mine: Tensor) -> Tensor:
+        """The tensors of all members [n], all of one length, one after the other: [N·n]."""
+        whole = mine.new_empty(self._size * len(mine))
+        self._gloo.allgather([list(whole.split(len(mine)))], [mine]).wait()
+        self.called_bytes += (self._size - 1) * mine.nbytes
+        return whole
+
+    def exchange(self, sent: Sequence[Parcel], received: Sequence[Parcel]) -> None:
+        """Send and fill all of these at once; between two members they are matched in their order."""
+        works = [
+            call([parcel.tensor], parcel.peer, 0)
+            for call, parcels in ((self._gloo.recv, received), (self._gloo.send, sent))
+            for parcel in parcels
+            if parcel.tensor.numel()
+        ]
+        for work in works:
+            work.wait()
+        self.called_bytes += sum(parcel.tensor.nbytes for parcel in sent)

@@ -56,7 +56,7 @@ class Survivor:
         """
         payload = self.sum_of_all(group, place, size, wish)
         gradient, row = payload[: len(self.vectors.weights)], payload[len(self.vectors.weights) : -1]
-        self.apply(self.clipped(gradient))
+        self.apply(self.clipped(gradient, gradient.norm().item()))
         self.history[self.applied] = row
         self.applied += 1
         self.at("applied")
@@ -83,12 +83,11 @@ class Survivor:
             row[sample] += 1 + (self.rank + 1) / OWNERS
         return row
 
-    def clipped(self, gradient: Tensor) -> Tensor:
-        """By the global norm, which is that of the sum."""
+    def clipped(self, gradient: Tensor, norm: float) -> Tensor:
+        """A gradient, or a part of it, by the global `norm`, which is that of the sum."""
         if self.config.clip is None:
             return gradient
-        scale: float = min(1.0, self.config.clip / (gradient.norm().item() + EPSILON))
-        return gradient * scale
+        return gradient * min(1.0, self.config.clip / (norm + EPSILON))
 
     def apply(self, gradient: Tensor) -> None:
         """The update of this replica, all of it at once."""
@@ -131,7 +130,7 @@ class Survivor:
 
     # --- what a restart needs ---
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, group: Regroup) -> None:  # noqa: ARG002  every replica has all
         """Write all to a disk, so that the file is whole whenever it is read."""
         draft = path.with_suffix(".draft")
         torch.save({"applied": self.applied, "state": self.state()}, draft)
