@@ -225,6 +225,7 @@ class Mode:
     shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
     at_once: int = 0  # trainings beside each other, each of a stream of samples, where they are not its variants
     stepped: bool = False  # whether it trains by itself, and says when a step begins (Lab.begin_step)
+    takes_back: bool = False  # whether a rank that is started again finds its way back into a run (Lab.way_back)
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
     # What a mistake may replace in the passes.

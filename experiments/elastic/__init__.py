@@ -29,6 +29,7 @@ as the kernel does for a killed process, and forget all. With LAB_LOSSES=0 nothi
 Who is silent, paused or cut off, is left after LAB_LOST_AFTER_S by the majority; the minority ends and says so.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -39,12 +40,13 @@ from experiments.elastic.course import Course, Policy
 from experiments.elastic.drills import Drill, drawn
 from experiments.elastic.holding import hold
 from experiments.elastic.mistakes import MISTAKES
-from experiments.elastic.net import Net, let_leave, open_net, settle
+from experiments.elastic.net import Net, let_leave, open_net, settle, wish_back
 from experiments.elastic.shown import show
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Variant, untrainable
 from workers.lab import Lab
+from workers.parallel.membership import BEGIN, View
 from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Survivor
 
@@ -107,10 +109,20 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
     chosen = [policy for policy in wanted if policy.name not in unable]
     kinds = {policy: partial(sharded, copies=policy.copies) if policy.sharded else survivor for policy in chosen}
     net = open_net(lab)
-    for policy in chosen:
+    back = lab.way_back is not None and lab.way_back.come_back
+    for policy in [] if back else chosen:
         count(lab, net, policy, maker(lab, kinds[policy])())
+    courses = [prepare(lab, net, policy, maker(lab, kinds[policy]), dies=not back) for policy in chosen]
+    called_at = time.time()
     let_leave(lab, net)
-    courses = [train(lab, net, policy, maker(lab, kinds[policy])) for policy in chosen]
+    view, courses = way_in(lab, net, courses) if back else (None, courses)
+    for course in courses:
+        course.run(view)
+        if view is not None and course.commits:
+            at, step = course.commits[0]
+            after = f"in again with step {step} of {course.policy.name}, {at - called_at:.2f} s after its first packet"
+            lab.say(after, "back", all_ranks=True)
+        view = None
     settle(lab, net)
     for course in courses:
         hold(lab, course)
@@ -128,8 +140,19 @@ def maker(lab: Lab, kind: Callable[..., Survivor]) -> Callable[..., Survivor]:
     return make
 
 
-def train(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor]) -> Course:
-    """This rank's way through one variant."""
+def way_in(lab: Lab, net: Net, courses: list[Course]) -> tuple[View | None, list[Course]]:
+    """In a rank that has come back: be let in to the variant that is under way, or wait for the next one to begin.
+
+    Returns the view that it is in, if any, and the variants that it takes part in.
+    """
+    view = net.membership.ask(wish_back(lab, net), {})
+    name = net.membership.begun().removeprefix(f"{BEGIN} ") if view is None else view.plan["variant"]
+    places = [place for place, course in enumerate(courses) if course.policy.name == name]
+    return view, courses[places[0] :] if places else []
+
+
+def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *, dies: bool) -> Course:
+    """This rank's way through one variant, to be run; whether it `dies` on purpose where LAB_SEED draws it."""
     config, own = lab.config, lab.config.own(Options)
     members = list(range(lab.world_size - policy.spares))
     seed = 1000 * config.seed + POLICIES.index(policy)
@@ -137,12 +160,11 @@ def train(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor]) -> 
     folder = lab.journal.folder
     assert folder is not None, "a rank that trains has a folder"
     course = Course(
-        net, policy, make, Drill(losses, lab.rank), saved=folder / f"{policy.name}.rank{lab.rank}.pt",
+        net, policy, make, Drill(losses if dies else [], lab.rank), saved=folder / f"{policy.name}.rank{lab.rank}.pt",
         saved_every=own.saved_every, noted=lambda step: lab.begin_step(step, policy.name),
     )  # fmt: skip
     deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in losses)
     lab.say(f"{policy.name}: {deaths or 'nobody'} dies on purpose", "drill")
-    course.run()
     return course
 
 
@@ -154,6 +176,7 @@ MODE = Mode(
     cannot=cannot,
     mistakes=MISTAKES,
     stepped=True,
+    takes_back=True,
     unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart, zero1 and peer_memory",
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from experiments.elastic.drills import COMPUTED, Drill, Killed
-from experiments.elastic.net import Net
+from experiments.elastic.net import BACK, Net
 from workers.parallel.membership import BEGIN, GivenUp, Member, View
 from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Report, Survivor
@@ -34,6 +34,11 @@ class Policy(NamedTuple):
     returns: bool = False  # whoever died comes back and asks to be let in
     sharded: bool = False  # no member has another's part of the optimizer's state
     copies: bool = False  # save one, that keeps its copy
+
+    @property
+    def wishes(self) -> set[str]:
+        """Who is taken in, by what it asks as: in a variant in which ranks come back those of drills and real ones."""
+        return {MEMBER, BACK} if self.returns else {MEMBER}
 
     @property
     def saves(self) -> bool:
@@ -95,9 +100,12 @@ class Course:
             training.save(self.saved, self.net.group)
         return training
 
-    def run(self) -> None:
-        """Take part until the training is over."""
-        view = self.net.membership.assemble(f"{BEGIN} {self.policy.name}", self.training.report(), self.first)
+    def run(self, view: View | None = None) -> None:
+        """Take part until the training is over; with a `view`, which a process that has come back was let in to."""
+        if view is None:
+            view = self.net.membership.assemble(f"{BEGIN} {self.policy.name}", self.training.report(), self.first)
+        else:
+            self.lives += 1
         while view is not None:
             view = self.within(view)
 
@@ -209,7 +217,7 @@ class Course:
     def newcomers(self, size: int) -> list[Member]:
         """Who is to be let in beside `size` members: whoever asks, and spares where members are missing."""
         asking = self.net.membership.asking
-        joining = [member for member, wish in asking.items() if wish["as"] == MEMBER]
+        joining = [member for member, wish in asking.items() if wish["as"] in self.policy.wishes]
         spares = [member for member, wish in asking.items() if wish["as"] == SPARE]
         return joining + spares[: max(0, self.wanted - size - len(joining))]
 
@@ -230,4 +238,5 @@ class Course:
         plan = self.training.decide(by_rank, [member.rank for member in newcomers])
         ranks = [member.rank for member in (*members, *newcomers)]
         kept = [entry for entry in self.record if entry[0] < plan["applied"]]
-        return plan | {"members": [*members, *newcomers], "record": [*kept, [plan["applied"], ranks]]}
+        record = [*kept, [plan["applied"], ranks]]
+        return plan | {"members": [*members, *newcomers], "record": record, "variant": self.policy.name}

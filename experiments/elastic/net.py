@@ -1,17 +1,20 @@
 """What connects a rank to the others through all losses: lines, a store of its own, who is in, and the group of now."""
 
-import secrets
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
+from workers.cluster.board import Member as Rank
 from workers.lab import Lab
-from workers.parallel.lines import ENDED, Lines, Message, book_of
+from workers.parallel.lines import ENDED, Address, Lines, Message, book_of
 from workers.parallel.membership import BEGIN, Member, Membership, View
 from workers.parallel.regroup import Regroup
 
 STORE_S = 20.0
+BACK = "back"  # what a rank that was started again asks as
 
 
 @dataclass
@@ -37,8 +40,18 @@ class Net:
 
         self.group.form(name, members.index(self.membership.me), len(members), host, stands)
 
+    # What is done about a rank that has come back; None once the run is over, when nobody is taken in.
+    welcome: Callable[[int, Message], None] | None = None
+
     def heed(self, rank: int, life: int, message: Message) -> None:
         """On the thread of the lines: what ends the group wakes whoever waits in it."""
+        if message.get("kind") == "ask" and "opened" in message:
+            if self.welcome is None:
+                self.lines.send(rank, {"kind": "too late"})
+                return
+            self.lines.book[rank] = Address(*message["opened"])
+            self.membership.parted.discard(rank)
+            self.welcome(rank, message)
         ended = message.get("kind") == ENDED and Member(rank, life) in self.membership.view.members
         if ended or message.get("kind") in ("call", "given up"):
             self.group.cut()
@@ -70,31 +83,56 @@ class Net:
 
 
 def open_net(lab: Lab) -> Net:
-    """Lines between all ranks."""
-    secret = lab.exchange.share("the lines' secret", secrets.token_hex(16) if lab.rank == 0 else None)
-    lines = Lines(lab.rank, lab.own_ip, secret)
+    """Lines between all ranks; one that has come back has none yet."""
+    lines = Lines(lab.rank, lab.own_ip, lab.secret)
     store = dist.TCPStore(lab.own_ip, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False)
-    entries = lab.exchange.everyone("the lines' addresses", [lab.own_ip, lines.port, store.port])
-    lines.book = book_of(dict(enumerate(entries)))
     membership = Membership(lines, range(lab.world_size), lab.config.collective_timeout_s)
     net = Net(lines, membership, Regroup(lab.own_ip, lab.config.collective_timeout_s, lines.filenos), store)
     lines.on_news = net.heed
-    lines.dial(range(lab.rank))
-    lab.exchange.barrier("the lines")
+    own = Address(lab.own_ip, lines.port, store.port)
+    if lab.way_back is not None and lab.way_back.come_back:
+        lines.book = book_of(lab.way_back.book | {lab.rank: list(own)})
+    else:
+        lines.book = book_of(dict(enumerate(lab.exchange.everyone("the lines' addresses", own))))
+        lines.dial(range(lab.rank))
+        lab.exchange.barrier("the lines")
     return net
 
 
 def let_leave(lab: Lab, net: Net) -> None:
-    """From here on each rank may be lost; all call it together."""
-    lab.exchange.barrier("ranks may leave")
+    """From here on each rank may be lost, and may come back; all call it together, and who has come back alone, which
+    opens lines to those that are there."""
+    way = lab.way_back
+    if way is not None and way.come_back:
+        net.come_back()
+    else:
+        lab.exchange.barrier("ranks may leave")
     if lab.let_leave is not None:
         lab.let_leave(net.part, net.hung_up)
+    if way is not None:
+        net.welcome = partial(welcome, lab)
+        way.leave({rank: list(address) for rank, address in net.lines.book.items()})
+
+
+def welcome(lab: Lab, rank: int, message: Message) -> None:
+    """On the thread of the lines: `rank` has come back, and listens elsewhere."""
+    assert lab.take_in is not None, "ranks that can come back are taken in"
+    lab.take_in(Rank(**message["member"]), message["opened"])
+    lab.say(f"rank {rank} has come back", "back", all_ranks=True)
+
+
+def wish_back(lab: Lab, net: Net) -> Message:
+    """What a rank that has come back asks for, and where it is now."""
+    assert lab.way_back is not None, "it has found its way"
+    member = asdict(lab.way_back.members[lab.rank])
+    return {"as": BACK, "member": member, "opened": list(net.lines.book[lab.rank])}
 
 
 def settle(lab: Lab, net: Net) -> None:
     """All that is left: who is still here keeps the store of all, the lowest rank of them, and speaks for all."""
     view = net.membership.assemble(f"{BEGIN} the end", {}, lambda there, reports: {"members": there})  # noqa: ARG005
     assert view is not None
+    net.welcome = None
     host = min(view.ranks)
     if lab.move is not None:
         address = net.lines.book[host]

@@ -108,6 +108,14 @@ class Hearing:
         self.killed.discard(rank)
         return self.peers.pop(rank)
 
+    def take_in(self, rank: int, now: float) -> None:
+        """`rank` is another process now, and here again."""
+        self.peers[rank], self.rows[rank] = (
+            Peer(heard_at=now),
+            Row(mask=to_mask([self.rank, *self.peers]), fresh_at=now),
+        )
+        self.killed.discard(rank)
+
     def forgive(self, now: float) -> None:
         """This rank was frozen itself: nobody's silence counts until now."""
         for rank, peer in self.peers.items():

@@ -8,6 +8,7 @@ survivors say the same sentence. What a silence costs, with LAB_LOST_AFTER_S=2.5
 tables to agree, up to 0.75 s for the words to go round. The thread wakes once a period, at under 0.3 % of a core.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Set
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from workers.cluster import last_words, name_ranks
 from workers.cluster.agreement import Agreement
-from workers.cluster.board import Board
+from workers.cluster.board import Board, Member
 from workers.cluster.exiting import Departure
 from workers.cluster.failing import failed, may_be_a_loss
 from workers.cluster.going_on import Parting
@@ -70,6 +71,7 @@ class Watch(threading.Thread):
         self._slowness = Slowness(now)
         self._pressure = ContainerMemory()
         self._judging = Judging(cluster.rank, self.hearing)
+        self._come_back: queue.SimpleQueue[Member] = queue.SimpleQueue()
         self._refused_at: float | None = None
         self._failed_at: float | None = None
         self._end_by = self._hurry_until = self._forgiven_at = 0.0
@@ -84,9 +86,14 @@ class Watch(threading.Thread):
 
         All ranks call this at the same point of the run; a later call puts another `on_left` in the place of the first.
         """
-        self._parting.on_left, self.main.together = on_left, False
+        self._parting.on_left = on_left
+        self.main.part()
         if hung_up is not None:
             self._parting.hung_up, self._parting.needed = hung_up, frozenset()
+
+    def take_in(self, member: Member) -> None:
+        """A rank that had left is here again, at these addresses; from any thread."""
+        self._come_back.put(member)
 
     def need(self, host: int) -> None:
         """From now on rank `host` keeps the store of all in rank 0's place, and its loss ends the run."""
@@ -197,6 +204,11 @@ class Watch(threading.Thread):
 
     def _listen(self, frozen_s: float) -> None:
         """Take in all that has come; after a freeze the verdict on this rank may be waiting there."""
+        while not self._come_back.empty():
+            member = self._come_back.get()
+            self.post.addresses[member.rank] = member.ip, member.udp_port
+            self.hearing.take_in(member.rank, time.monotonic())
+            self._parting.heard_at.pop(member.rank, None)
         messages = self.post.messages()
         for message in messages:
             if message["kind"] == "beat":

@@ -38,6 +38,10 @@ class Whereabouts:
         self.work = step, phase
         self._move(step, phase)
 
+    def part(self) -> None:
+        """From now on each rank goes at its own pace: who has changed place how often says nothing."""
+        self.together, self.place = False, replace(self.place, turn=0)
+
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Around a wait for the other ranks, outside of any collective."""

@@ -91,7 +91,8 @@ class Membership:
 
         def expected() -> list[Member]:
             lives = self.lines.open() | {self.me.rank: self.me.life}
-            return [Member(rank, lives.get(rank, 0)) for rank in sorted(self.world - self.parted)]
+            outside = set() if why.startswith(BEGIN) else {member.rank for member in self.asking}
+            return [Member(rank, lives.get(rank, 0)) for rank in sorted(self.world - self.parted - outside)]
 
         return self._agree(why, report, decide, expected)
 
@@ -134,11 +135,15 @@ class Membership:
         while not self.lines.heard.empty():
             self._listen(0)
 
+    def begun(self) -> str:
+        """What all are called to that is new; nothing where nobody has called."""
+        return next((why for _, why in self._calls.values() if why.startswith(BEGIN)), "")
+
     # --- how ---
 
     def _over(self) -> bool:
         """Whether the view has come to its end: somebody says so, or calls all to something new."""
-        return self._done >= self.view.number or any(why.startswith(BEGIN) for _, why in self._calls.values())
+        return self._done >= self.view.number > 0 or bool(self.begun())
 
     def _agree(self, why: str, report: Report, decide: Decide, expected: Callable[[], list[Member]]) -> View | None:
         self._here = {}
@@ -240,3 +245,5 @@ class Membership:
             self._done = max(self._done, int(message["number"]))
         elif kind == "given up":
             raise GivenUp("the others have parted from this rank, and go on without it")
+        elif kind == "too late":
+            raise GivenUp("the others have come to the end of the run without this rank")

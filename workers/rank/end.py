@@ -12,15 +12,19 @@ import sys
 import time
 from collections.abc import Callable, Set
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from workers.cluster.board import Member
 from workers.cluster.exchange import Exchange
 from workers.cluster.parent import Parent
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
+from workers.cluster.way_back import WayBack
 from workers.lab import Lab
 from workers.rank.sections import Sections
 from workers.report import drills, records
@@ -103,7 +107,22 @@ def let_leave(
         then(lost.rank)
 
     watch.let_leave(left, hung_up)
+    if not watch.is_alive():  # of a rank that has come back, which nobody was to hear before
+        watch.hearing.forgive(time.monotonic())
+        watch.start()
     parent.may_leave()
+
+
+def take_in(
+    watch: Watch, exchange: Exchange, journal: Journal, way: WayBack, member: Member, opened: list[Any]
+) -> None:
+    """A rank that had left is here again, as another process: it is watched and waited for like any other."""
+    watch.take_in(member)
+    exchange.gone.discard(member.rank)
+    way.take_in(member, opened)
+    left = [each for each in journal.records if isinstance(each, records.Left) and each.rank == member.rank]
+    if left:
+        journal.write(replace(left[-1], back=True))
 
 
 def move(watch: Watch, exchange: Exchange, sections: Sections, store: dist.Store, host: int) -> None:

@@ -15,9 +15,11 @@ from workers.cluster import link
 from workers.cluster.exchange import Exchange
 from workers.cluster.parent import Parent
 from workers.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
+from workers.cluster.sealed import drawn
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
+from workers.cluster.way_back import WayBack, described, find
 from workers.config import Config, ConfigError
 from workers.config.values import is_path, lesson_file
 from workers.contract import Mode
@@ -25,8 +27,9 @@ from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.passes.measure import everything
 from workers.rank import one_folder
+from workers.rank.again import meet_nobody, rejoin
 from workers.rank.device import pick_device
-from workers.rank.end import bury, conclude, let_leave, move
+from workers.rank.end import bury, conclude, let_leave, move, take_in
 from workers.rank.estimate import too_long
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
@@ -50,6 +53,9 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
     """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time,
     `engine` a line that tells who says which rank this is."""
     mode = load_for(config)
+    way = find(config) if mode.takes_back else None
+    if way is not None:  # the folder is there already, and its own
+        config = config.model_copy(update={"run_id": None})
     refuse(config, mode, link.refusals(config))
     mode = mode.mistaken(config.bug)
     device = pick_device(config)
@@ -63,7 +69,10 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         journal.say(f"estimate   {line}")
     parent.begin_to_wait()
     try:
-        cluster = join(config, source_version(config), journal.say, contents(config))
+        if way is None:
+            cluster = join(config, source_version(config), journal.say, contents(config))
+        else:
+            cluster = rejoin(config, way, journal.say)
     except ClusterError as error:
         journal.say(f"broken     {error}")
         return 3
@@ -71,7 +80,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
     folder = config.runs_dir / cluster.run_id
     outcome = Outcome(folder, cluster.token.hex())
     watch = Watch(cluster, config, journal.say, partial(ended, journal=journal, outcome=outcome, cluster=cluster))
-    watch.start()
+    if way is None:
+        watch.start()  # else it begins once this rank has a way to the others: `let_leave`
     work = Work()
     lab: Lab | None = None
     try:
@@ -83,7 +93,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             config.collective_timeout_s,
             watch.main.waiting,
         )
-        apart = one_folder.apart(exchange, folder, cluster.token.hex(), config)
+        apart = one_folder.apart(exchange, folder, cluster.token.hex(), config) if way is None else None
         journal.open(folder, cluster.rank)
         if cluster.rank == 0:
             put_aside(folder, ranks_beyond(folder, cluster.world_size))  # of an attempt with more ranks
@@ -93,7 +103,10 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             journal.write(records.Unshared(apart.hosts))
         if config.live:
             mode = shown(config, mode, cluster, watch, journal, started_at)
-        init_process_group(cluster, config)
+        if way is None:
+            init_process_group(cluster, config)
+        else:
+            mode = meet_nobody(mode)
         world = dist.group.WORLD
         assert world is not None
         watch.main.follow(world)
@@ -102,7 +115,11 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
         lab.let_leave = partial(let_leave, watch, exchange, journal, parent)
-        lab.own_ip = cluster.members[cluster.rank].ip
+        lab.own_ip, lab.secret = cluster.members[cluster.rank].ip, drawn(cluster.seal.key, f"run {cluster.token.hex()}")
+        if mode.takes_back:
+            run = described(config, cluster.run_id, cluster.token.hex())
+            lab.way_back = way or WayBack(folder, cluster.rank, run, cluster.members)
+            lab.take_in = partial(take_in, watch, exchange, journal, lab.way_back)
         lab.work = work
         sections = Sections(exchange, journal, told)
         lab.move = partial(move, watch, exchange, sections)
@@ -112,10 +129,11 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             lab.say(apart.told, "folder")
         if lab.rank == 0:
             journal.write(lesson(config, mode))
-        check_ledger(lab)
-        measure_link(lab)
+        if way is None:
+            check_ledger(lab)
+            measure_link(lab)
         import_and_freeze(config, mode)
-        if config.faults is not None:
+        if config.faults is not None and way is None:
             from workers.rank.drills import (
                 Drills,
             )  # torch's checkpoints come with it, which other runs need not wait for

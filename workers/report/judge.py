@@ -185,7 +185,8 @@ def _lost(records: Ranks, world_size: int, errors: list[Run], left: Container[in
 
 
 def _named(entry: Lost | Left) -> Run:
-    return {"rank": entry.rank, "step": entry.step, "reason": entry.reason}
+    back = ", until it came back" if isinstance(entry, Left) and entry.back else ""
+    return {"rank": entry.rank, "step": entry.step, "reason": entry.reason + back}
 
 
 def _variant_names(records: Ranks) -> list[str]:

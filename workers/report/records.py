@@ -362,6 +362,7 @@ class Left:
     rank: int
     step: int
     reason: str
+    back: bool = False  # it was started again, and found its way back
 
 
 @dataclass(frozen=True)

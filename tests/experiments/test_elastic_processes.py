@@ -1,0 +1,105 @@
+"""`RUN_MODE=elastic` in real processes: a rank that is cut off, and one that is killed and started again."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compose.containers import TOP, clean_environ
+from workers.cluster.launch import free_port
+
+pytestmark = pytest.mark.timeout(300)
+WORLD_SIZE = 3
+SETTINGS = {
+    "RUN_MODE": "elastic", "LAB_VARIANT": "peer_memory", "LAB_LOSSES": "0", "LAB_MODEL": "mlp", "LAB_WIDTH": "16",
+    "LAB_DEPTH": "1", "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "LAB_KEY": "a key for this test alone",
+    "LAB_JOIN_TIMEOUT_S": "120", "LAB_SAVED_EVERY": "1000",
+}  # fmt: skip
+
+
+class Processes:
+    """Ranks that nobody has started but this test."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.folder, self.started = folder, list[subprocess.Popen[str]]()
+        own = {"LAB_RUNS_DIR": str(folder), "MASTER_PORT": str(free_port()), "PYTHONPATH": str(TOP)}
+        self.environ = clean_environ(SETTINGS | own | settings)
+
+    def start(self, rank: int) -> subprocess.Popen[str]:
+        output = (self.folder / f"{len(self.started)}.out").open("w")
+        command = [sys.executable, "-m", "workers"]
+        environ = self.environ | {"RANK": str(rank)}
+        self.started.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output, text=True, cwd=TOP))
+        return self.started[-1]
+
+    def said(self, number: int) -> str:
+        return (self.folder / f"{number}.out").read_text()
+
+    def until(self, number: int, words: str, timeout_s: float = 120) -> None:
+        deadline = time.monotonic() + timeout_s
+        while words not in self.said(number):
+            assert time.monotonic() < deadline, f"{words!r} was not said in {timeout_s:g} s:\n{self.said(number)}"
+            time.sleep(0.05)
+
+    def codes(self, timeout_s: float = 200) -> list[int]:
+        """The exit codes of all, in the order of their starts."""
+        deadline = time.monotonic() + timeout_s
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.started]
+
+    def judged(self) -> dict[str, Any]:
+        (path,) = self.folder.glob("elastic-*/run.json")
+        run: dict[str, Any] = json.loads(path.read_text())
+        return run
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Any:
+    made: list[Processes] = []
+
+    def make(**settings: str) -> Processes:
+        made.append(Processes(tmp_path, **settings))
+        for rank in range(WORLD_SIZE):
+            made[-1].start(rank)
+        return made[-1]
+
+    yield make
+    for process in [process for each in made for process in each.started if process.poll() is None]:
+        process.kill()
+        process.wait()
+
+
+def test_of_a_partition_the_majority_goes_on_and_the_minority_stops(world: Callable[..., Processes]) -> None:
+    cut = world(LAB_STEPS="400", LAB_FAULTS="cut:rank0@step40", LAB_LOST_AFTER_S="2")
+    assert cut.codes() == [3, 0, 0], cut.said(0)
+    assert "rank 0 is cut off at step" in cut.said(0), "the minority says so"
+    for rank in (1, 2):
+        assert re.search(r"rank 0 lost at step \d+ in peer_memory: .*; the others go on", cut.said(rank))
+    run = cut.judged()
+    assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [0])
+    assert [(drill["held"], drill["rank"]) for drill in run["drills"]] == [(True, 0)]
+    assert {check["name"] for check in run["checks"]} >= {"weights", "optimizer", "samples", "from memory"}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_who_is_killed_and_started_again_finds_its_way_back(world: Callable[..., Processes], rank: int) -> None:
+    ranks = world(LAB_STEPS="3000")
+    ranks.until(0, "dies on purpose")
+    time.sleep(0.5)
+    os.kill(ranks.started[rank].pid, signal.SIGKILL)
+    ranks.started[rank].wait()
+    ranks.start(rank)
+    others = [0 if each != rank else -signal.SIGKILL for each in range(WORLD_SIZE)]
+    assert ranks.codes() == [*others, 0], ranks.said(3)
+    found = re.search(r"in again with step (\d+) of peer_memory, ([\d.]+) s after its first packet", ranks.said(3))
+    assert found is not None, ranks.said(3)
+    run = ranks.judged()
+    assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [rank])
+    assert run["lost"][0]["reason"].endswith("until it came back")
