@@ -308,4 +308,5 @@ class Watch(threading.Thread):
         lost = {entry.rank for entry in to_others.lost}
         survivors = sorted(self.hearing.heard(time.monotonic()) & self.hearing.present() - lost)
         cut_off = self.cluster.rank in lost and own is to_others
+        given_up = given_up or (cut_off and self._parting.on_left is not None)  # the others go on, and have the word
         self._departure.leave(own, Succession(survivors, self.hearing, self.post, given_up=given_up, cut_off=cut_off))
