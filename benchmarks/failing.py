@@ -25,7 +25,7 @@ from workers.config.events import arrivals
 from workers.config.faults import Fault
 from workers.faults import process
 from workers.lab import Lab
-from workers.parallel.membership import View
+from workers.parallel.heard import View
 from workers.strategies.survivor import Survivor
 
 LEAST = 3  # members of whom one may be killed: two that die at once would leave nobody

@@ -36,17 +36,18 @@ from functools import partial
 import torch
 
 from experiments.elastic.counting import count
-from experiments.elastic.course import Course, Policy
+from experiments.elastic.course import Course
 from experiments.elastic.drills import Drill, drawn
 from experiments.elastic.holding import hold
 from experiments.elastic.mistakes import MISTAKES
 from experiments.elastic.net import Net, let_leave, open_net, settle, wish_back
+from experiments.elastic.policy import Policy
 from experiments.elastic.shown import show
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Variant, untrainable
 from workers.lab import Lab
-from workers.parallel.membership import BEGIN, View
+from workers.parallel.heard import BEGIN, View
 from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Survivor
 
@@ -187,6 +188,7 @@ MODE = Mode(
         "workers/parallel/membership.py: how those who are left agree on who is in",
         "workers/parallel/regroup.py: gloo groups that are left and made again in the same process",
         "workers/parallel/lines.py: the connections whose end is the death of a rank",
+        "workers/cluster/way_back.py: how a rank that is started again finds the others",
         "experiments/elastic/holding.py: one process that goes through the membership record",
     ),
 )

@@ -4,8 +4,8 @@ Each variant takes two steps in a group of all ranks, the second of which is cou
 wire by what the kernel says of the sockets.
 """
 
-from experiments.elastic.course import Policy
 from experiments.elastic.net import Net
+from experiments.elastic.policy import Policy
 from workers.lab import Lab
 from workers.measure.formulas.elastic import (
     STEP,

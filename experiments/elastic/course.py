@@ -15,40 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from experiments.elastic.drills import COMPUTED, Drill, Killed
-from experiments.elastic.net import BACK, Net
-from workers.parallel.membership import BEGIN, GivenUp, Member, View
+from experiments.elastic.net import Net
+from experiments.elastic.policy import SPARE, Policy
+from workers.parallel.heard import BEGIN, GivenUp, Member, View
 from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Report, Survivor
 
 AWAY_S = 0.2  # from a death in a drill to the return
 WAIT_S = 10.0  # for a rank that comes back, at most
-MEMBER, SPARE, NOBODY = "member", "spare", "nobody"
-
-
-class Policy(NamedTuple):
-    """What a variant does about a loss."""
-
-    name: str
-    restarts: bool = False  # all begin again from the last checkpoint
-    spares: int = 0  # ranks that wait outside from the start
-    returns: bool = False  # whoever died comes back and asks to be let in
-    sharded: bool = False  # no member has another's part of the optimizer's state
-    copies: bool = False  # save one, that keeps its copy
-
-    @property
-    def wishes(self) -> set[str]:
-        """Who is taken in, by what it asks as: in a variant in which ranks come back those of drills and real ones."""
-        return {MEMBER, BACK} if self.returns else {MEMBER}
-
-    @property
-    def saves(self) -> bool:
-        """Whether there are checkpoints."""
-        return self.restarts or self.sharded
-
-    @property
-    def wish(self) -> str:
-        """What a rank that died comes back as."""
-        return MEMBER if self.returns else NOBODY
 
 
 class Event(NamedTuple):

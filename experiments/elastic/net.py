@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from workers.cluster.board import Member as Rank
 from workers.lab import Lab
-from workers.parallel.lines import ENDED, Address, Lines, Message, book_of
-from workers.parallel.membership import BEGIN, Member, Membership, View
+from workers.parallel.heard import BEGIN, Member, View
+from workers.parallel.line import Address, Message, book_of
+from workers.parallel.lines import ENDED, Lines
+from workers.parallel.membership import Membership
 from workers.parallel.regroup import Regroup
 
 STORE_S = 20.0

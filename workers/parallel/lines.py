@@ -1,78 +1,23 @@
-"""A line to each other rank: a TCP connection that carries words, and whose end is the death of a process.
+"""The lines of a rank, one to each other: the end of one is the death of the process at its other end.
 
 The kernel closes the sockets of a process that is killed, so its peers read the end of the line within milliseconds;
 a process that is paused or cut off closes nothing, and is silent. The first is certain and is said here, the second is
 left to who counts silences (cluster/watch.py). Every rank has a line to every other, so no rank is a hub.
-
-A process names itself by rank and *life*, a number of its own: a rank that comes back is another process. Words are
-JSON, a line each. Who does not know the run's secret is not listened to.
 """
 
-import hmac
-import json
 import queue
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
 
-Message = dict[str, Any]
+from workers.parallel.line import Address, Greeting, Line, Message, first_line, parsed, written
 
 TICK_S = 0.05
 DIAL_S = 1.0  # for one connection to be accepted
-MAX_BYTES = 1 << 20  # of one message
 ENDED = "ended"  # the kind of what this rank tells itself when a line ends
-
-
-class Address(NamedTuple):
-    """Where a rank listens: for lines, and as the host of a store."""
-
-    ip: str
-    port: int
-    store_port: int
-
-
-class Line:
-    """One connection, once its greeting was heard."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.received = connection, b""
-        self.rank: int | None = None
-        self.life = 0
-        self.dialled = False  # by this rank
-
-    def read(self) -> list[Message]:
-        """What has come; raises OSError at its end."""
-        with suppress(BlockingIOError):
-            new = self.connection.recv(1 << 16)
-            if not new:
-                raise ConnectionResetError
-            self.received += new
-        if len(self.received) > MAX_BYTES:
-            raise ConnectionResetError
-        *whole, self.received = self.received.split(b"\n")
-        return [message for message in map(parsed, whole) if isinstance(message, dict)]
-
-
-def first_line(connection: socket.socket) -> bytes:
-    """The greeting, and not a byte of what follows it; raises OSError."""
-    received = b""
-    while not received.endswith(b"\n"):
-        new = connection.recv(1)
-        if not new or len(received) > MAX_BYTES:
-            raise ConnectionResetError
-        received += new
-    return received
-
-
-def parsed(text: bytes) -> Any:
-    """JSON, or None where it is none."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return None
 
 
 class Lines:
@@ -84,7 +29,7 @@ class Lines:
         # On the thread of the lines, as soon as it is heard.
         self.on_news: Callable[[int, int, Message], None] = lambda rank, life, message: None  # noqa: ARG005
         self.book: dict[int, Address] = {}
-        self._secret = secret.encode()
+        self._greeting = Greeting(rank, secret)
         self._lines: dict[int, Line] = {}
         self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
@@ -109,7 +54,7 @@ class Lines:
             line = self._lines.get(rank)
             if line is not None:
                 with suppress(OSError):
-                    line.connection.sendall(json.dumps(message).encode() + b"\n")
+                    line.connection.sendall(written(message))
 
     def tell(self, ranks: Iterable[int], message: Message) -> None:
         for rank in ranks:
@@ -145,37 +90,20 @@ class Lines:
 
     # --- how lines come and go ---
 
-    def _greeting(self, to: int) -> Message:
-        words = f"{self.rank} {self.life} {to}"
-        return {"rank": self.rank, "life": self.life, "proof": self._proof(words)}
-
-    def _proof(self, words: str) -> str:
-        return hmac.new(self._secret, words.encode(), "sha256").hexdigest()
-
     def _dial(self, rank: int) -> bool:
         address = self.book[rank]
         line: Line | None = None
         try:
             line = self._opened(socket.create_connection((address.ip, address.port), DIAL_S))
             line.dialled = True
-            line.connection.sendall(json.dumps(self._greeting(rank)).encode() + b"\n")
-            if not self._greeted(line, parsed(first_line(line.connection))):
+            line.connection.sendall(written(self._greeting.words(self.life, rank)))
+            if not self._greeting.heard(line, parsed(first_line(line.connection))):
                 raise ConnectionResetError
         except OSError:
             if line is not None:
                 self._drop(line)
             return False
         self._adopt(line)
-        return True
-
-    def _greeted(self, line: Line, message: Any) -> bool:
-        """Take down who is at the other end, if it knows the secret."""
-        if not isinstance(message, dict):
-            return False
-        rank, life = message.get("rank"), message.get("life")
-        if not hmac.compare_digest(self._proof(f"{rank} {life} {self.rank}"), str(message.get("proof"))):
-            return False
-        line.rank, line.life = int(str(rank)), int(str(life))
         return True
 
     def _adopt(self, line: Line) -> None:
@@ -237,9 +165,9 @@ class Lines:
         for message in messages:
             if line.rank is not None:
                 self._tell_self(line, message)
-            elif self._greeted(line, message):
+            elif self._greeting.heard(line, message):
                 with suppress(OSError):
-                    line.connection.sendall(json.dumps(self._greeting(line.rank or 0)).encode() + b"\n")
+                    line.connection.sendall(written(self._greeting.words(self.life, line.rank or 0)))
                 self._adopt(line)
             else:
                 self._drop(line)
@@ -253,8 +181,3 @@ class Lines:
             self._drop(line)
         if ours:
             self._tell_self(line, {"kind": ENDED})
-
-
-def book_of(entries: Mapping[int, Iterable[Any]]) -> dict[int, Address]:
-    """Addresses by rank, as they came over JSON."""
-    return {int(rank): Address(*entry) for rank, entry in entries.items()}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.parallel.lines import Address
+from workers.parallel.line import Address
 
 ASK_S = 0.3  # for a store's host to accept: torch's own client tries again and again where nobody listens
 FORM_S = 10.0

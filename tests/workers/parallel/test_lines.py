@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from workers.parallel.lines import ENDED, Address, Lines
+from workers.parallel.line import Address
+from workers.parallel.lines import ENDED, Lines
 
 pytestmark = pytest.mark.timeout(30)
 

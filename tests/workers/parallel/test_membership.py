@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from workers.parallel.lines import Address, Lines
-from workers.parallel.membership import BEGIN, GivenUp, Member, Membership, Report, View
+from workers.parallel.heard import BEGIN, GivenUp, Member, Report, View
+from workers.parallel.line import Address
+from workers.parallel.lines import Lines
+from workers.parallel.membership import Membership
 
 pytestmark = pytest.mark.timeout(60)
 
