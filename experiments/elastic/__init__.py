@@ -118,6 +118,8 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
     let_leave(lab, net)
     view, courses = way_in(lab, net, courses) if back else (None, courses)
     for course in courses:
+        deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in course.drill.losses)
+        lab.say(f"{course.policy.name}: {deaths or 'nobody'} dies on purpose", "drill")
         course.run(view)
         if view is not None and course.commits:
             at, step = course.commits[0]
@@ -160,13 +162,10 @@ def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *
     losses = drawn(seed, members, config.steps, own.losses, comes_back=policy.restarts or policy.returns)
     folder = lab.journal.folder
     assert folder is not None, "a rank that trains has a folder"
-    course = Course(
+    return Course(
         net, policy, make, Drill(losses if dies else [], lab.rank), saved=folder / f"{policy.name}.rank{lab.rank}.pt",
         saved_every=own.saved_every, noted=lambda step: lab.begin_step(step, policy.name),
     )  # fmt: skip
-    deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in losses)
-    lab.say(f"{policy.name}: {deaths or 'nobody'} dies on purpose", "drill")
-    return course
 
 
 MODE = Mode(
