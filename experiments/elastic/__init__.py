@@ -102,15 +102,15 @@ def refuse(config: Config) -> list[str]:
 
 def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurvivor] = ShardedSurvivor) -> None:
     """Every variant with its losses; then whoever is left holds each against one process."""
+    back = lab.way_back is not None and lab.way_back.come_back
     unable = lab.mode.cannot(lab.config)
     wanted = [policy for policy in POLICIES if lab.wants(policy.name)]
-    for policy in wanted:
+    for policy in [] if back else wanted:
         if policy.name in unable:
             lab.skip(policy.name, unable[policy.name])
     chosen = [policy for policy in wanted if policy.name not in unable]
     kinds = {policy: partial(sharded, copies=policy.copies) if policy.sharded else survivor for policy in chosen}
     net = open_net(lab)
-    back = lab.way_back is not None and lab.way_back.come_back
     for policy in [] if back else chosen:
         count(lab, net, policy, maker(lab, kinds[policy])())
     courses = [prepare(lab, net, policy, maker(lab, kinds[policy]), dies=not back) for policy in chosen]

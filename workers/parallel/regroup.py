@@ -55,18 +55,19 @@ class Regroup:
         self.ip, self.timeout_s, self._others = ip, timeout_s, others
         self.called_bytes = 0.0  # of all collectives so far: what the best algorithm sends of them a member
         self.place = self._size = 0
+        self._is_cut = False  # since the group began to be made
         self._gloo: Any = None  # a ProcessGroupGloo, whose methods torch does not declare
         self._before: set[int] | None = None  # the sockets that were open before the group; None where there is none
 
     def form(self, name: str, place: int, size: int, host: Address, stands: Callable[[], bool]) -> None:
         """Be number `place` of `size` in a new group, over the store of `host`.
 
-        Raises RuntimeError where it fails, soon after it no longer `stands`: a member that dies meanwhile would be
-        waited for, and sockets are opened after one cut that only another ends.
+        Raises RuntimeError where it fails, soon after it no longer `stands` or was cut: a member that dies meanwhile
+        would be waited for, and sockets are opened after one cut that only another ends.
         """
         self.leave()
         self.place, self._size = place, size
-        self._before = sockets()
+        self._is_cut, self._before = False, sockets()
         formed = threading.Event()
         watcher = threading.Thread(target=self._cut_unless, args=(stands, formed), daemon=True)
         watcher.start()
@@ -75,12 +76,12 @@ class Regroup:
         finally:
             formed.set()
             watcher.join()
-        if not stands():
-            raise RuntimeError("a member went while the group was made")
+        if self._is_cut or not stands():
+            raise RuntimeError("a member went while the group was made, or called the others")
 
     def _cut_unless(self, stands: Callable[[], bool], formed: threading.Event) -> None:
         while not formed.wait(LOOK_S):
-            if not stands():
+            if self._is_cut or not stands():
                 self.cut()
 
     def _formed(self, name: str, place: int, size: int, host: Address) -> Any:
@@ -99,7 +100,7 @@ class Regroup:
 
     def cut(self) -> None:
         """From any thread: whoever waits in the group, or for it to stand, raises RuntimeError."""
-        before = self._before
+        before, self._is_cut = self._before, True
         if before is not None:
             for descriptor in sockets() - before - self._others():
                 shut_down(descriptor)
