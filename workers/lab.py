@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.cluster.board import Member
 from workers.cluster.exchange import Exchange
-from workers.cluster.way_back import WayBack
 from workers.config import Config
 from workers.contract import Counted, Mode, Strategy
 from workers.measure.formulas import Prediction
@@ -61,8 +59,8 @@ class Lab:
         self.secret = ""  # what only ranks of this run know
         # Where ranks may leave and be started again: who is there, for those that come back; and what to do once one
         # has, with its addresses and what its mode has opened.
-        self.way_back: WayBack | None = None
-        self.take_in: Callable[[Member, list[Any]], None] | None = None
+        self.way_back: Any = None  # of rank/way_back.py
+        self.take_in: Callable[[dict[str, Any], list[Any]], None] | None = None
         # What a drill does (rank/drills.py): as a step of the training that is timed begins, and once a variant's
         # "gradients" or "weights" are there, with the names of those that other ranks hold too.
         self.on_step: Callable[[int, str], None] = lambda _step, _variant: None

@@ -187,7 +187,7 @@ MODE = Mode(
         "workers/parallel/membership.py: how those who are left agree on who is in",
         "workers/parallel/regroup.py: gloo groups that are left and made again in the same process",
         "workers/parallel/lines.py: the connections whose end is the death of a rank",
-        "workers/cluster/way_back.py: how a rank that is started again finds the others",
+        "workers/rank/way_back.py: how a rank that is started again finds the others",
         "experiments/elastic/holding.py: one process that goes through the membership record",
     ),
 )

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch.distributed as dist
 
-from workers.cluster.board import Member as Rank
 from workers.lab import Lab
 from workers.parallel.heard import BEGIN, Member, View
 from workers.parallel.line import Address, Message, book_of
@@ -119,7 +118,7 @@ def let_leave(lab: Lab, net: Net) -> None:
 def welcome(lab: Lab, rank: int, message: Message) -> None:
     """On the thread of the lines: `rank` has come back, and listens elsewhere."""
     assert lab.take_in is not None, "ranks that can come back are taken in"
-    lab.take_in(Rank(**message["member"]), message["opened"])
+    lab.take_in(message["member"], message["opened"])
     lab.say(f"rank {rank} has come back", "back", all_ranks=True)
 
 

@@ -18,9 +18,9 @@ from workers.cluster.key import key_of
 from workers.cluster.opening import Opener
 from workers.cluster.rendezvous import Cluster
 from workers.cluster.sealed import Seal
-from workers.cluster.way_back import WayBack, own_ip
 from workers.config import Config
 from workers.contract import Mode
+from workers.rank.way_back import WayBack, own_ip
 
 ALONE_S = 60.0
 

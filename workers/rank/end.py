@@ -24,9 +24,9 @@ from workers.cluster.parent import Parent
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
-from workers.cluster.way_back import WayBack
 from workers.lab import Lab
 from workers.rank.sections import Sections
+from workers.rank.way_back import WayBack
 from workers.report import drills, records
 from workers.report.claims import Run
 from workers.report.journal import Journal, Unwritable

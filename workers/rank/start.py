@@ -19,7 +19,6 @@ from workers.cluster.sealed import drawn
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
-from workers.cluster.way_back import WayBack, described, find
 from workers.config import Config, ConfigError
 from workers.config.values import is_path, lesson_file
 from workers.contract import Mode
@@ -39,6 +38,7 @@ from workers.rank.live import shown
 from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
 from workers.rank.sections import Sections
+from workers.rank.way_back import WayBack, described, find
 from workers.report import records
 from workers.report.claim import Taken, claim
 from workers.report.journal import Journal, put_aside, ranks_beyond

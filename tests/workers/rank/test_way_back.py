@@ -10,8 +10,8 @@ import pytest
 
 from workers.cluster.board import Member
 from workers.cluster.heartbeat import Hearing, Place
-from workers.cluster.way_back import WayBack, described, find
 from workers.config import Config
+from workers.rank.way_back import WayBack, described, find
 from workers.report.claim import claim
 
 pytestmark = pytest.mark.timeout(60)
