@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from workers.config import Config
-from workers.contract import Instead, Mistake, Mode, Needs
+from workers.contract import Instead, Mistake, Mode, Needs, untrained
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
 
@@ -178,7 +178,7 @@ MODE = Mode(
     run=run,
     title=lambda config: f"DistributedSampler, {LENGTH} samples",  # noqa: ARG005
     predict=predict,
-    refuse=lambda config: [],  # noqa: ARG005  nothing is trained here, whatever the sizes are
+    refuse=untrained,  # whatever the sizes are
     mistakes={
         "no_set_epoch": Mistake(
             "the sampler is never told the epoch: every epoch deals the same shards in the same order",

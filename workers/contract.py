@@ -25,6 +25,7 @@ from workers.workload import model as models
 from workers.workload.baseline import Losses
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model, build_model, outline
+from workers.workload.own import is_own
 
 
 class Strategy(Protocol):
@@ -200,6 +201,13 @@ def untrainable(config: Config, num_shards: int | None = None) -> list[str]:
     rank."""
     shards = config.world_size if num_shards is None else num_shards
     return models.refusals(config) + data.refusals(config, shards) + text.refusals(config)
+
+
+def untrained(config: Config) -> list[str]:
+    """A sentence for a model of one's own where a mode trains none."""
+    if not is_own(config.model):
+        return []
+    return [f"LAB_MODEL={config.model!r}: {config.mode_name} trains nothing, so run it in dp, fsdp, tp or pp"]
 
 
 @dataclass(frozen=True)

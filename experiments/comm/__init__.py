@@ -25,7 +25,7 @@ from experiments.comm.gradients import Convention, as_it_is
 from experiments.comm.mistakes import MISTAKES
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
-from workers.contract import Mode, Variant
+from workers.contract import Mode, Variant, untrained
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
@@ -156,7 +156,7 @@ MODE = Mode(
     run=run,
     title=title,
     predict=predict,
-    refuse=lambda config: [],  # noqa: ARG005  nothing is trained here, whatever the sizes are
+    refuse=untrained,  # whatever the sizes are
     mistakes=MISTAKES,
     unsaved="trains nothing that could be saved",
     reading=(

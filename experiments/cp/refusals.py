@@ -13,8 +13,12 @@ NO_PATH = (
 def refuse(config: Config) -> list[str]:
     """Models whose sequence nobody can cut, and what makes no batch: all ranks take the same samples."""
     if config.model != "gpt":
-        what = "is cut by no rule that the lab knows" if is_own(config.model) else "has no sequence to share out"
-        return [f"LAB_MODEL={config.model} {what}, allowed: gpt"]
+        if is_own(config.model):
+            return [
+                f"LAB_MODEL={config.model} is cut by no rule that the lab knows, allowed: gpt; share out its positions"
+                " in a strategy of your own, and prove it by `ranklab prove`"
+            ]
+        return [f"LAB_MODEL={config.model} has no sequence to share out, allowed: gpt"]
     if config.device == "cuda" and config.backend == "gloo" and config.world_size > 1:
         return ["LAB_BACKEND=gloo sends no keys that live on a GPU: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"]
     return untrainable(config, 1)

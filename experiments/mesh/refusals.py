@@ -5,12 +5,15 @@ from workers.config import Config
 from workers.contract import untrainable
 from workers.workload.data import shard_sizes
 from workers.workload.model import VOCABULARY
+from workers.workload.own import is_own
 
 
 def refuse(config: Config, mesh: str) -> list[str]:
     """No grid of these ranks, a model that cannot be cut, too little of it for an axis; and what makes no batch."""
     if config.model not in ("gpt", "mlp"):
-        return [f"LAB_MODEL={config.model!r} cannot be cut along three axes, allowed: gpt, mlp"]
+        more = "; a plan beside it cuts it in tp, its layers in pp, and dp and fsdp take it whole"
+        where = more if is_own(config.model) else ""
+        return [f"LAB_MODEL={config.model!r} cannot be cut along three axes, allowed: gpt, mlp{where}"]
     wrong = misfit(mesh, config.world_size)
     if wrong:
         return wrong

@@ -16,7 +16,7 @@ hands over; its microbatch is the mark of whoever runs it.
 Both parts of a split backward pass count: in 1f1b and interleaved the weights come right behind.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import NamedTuple, get_args
 
@@ -43,7 +43,21 @@ def passes(order: Order) -> list[Pass]:
         for place, (label, events) in zip(order.where("begin", kind), order.within(kind), strict=True):
             runs.append((place, kind, Counter(filter(None, map(layer_of, events))), int(label)))
     chunks = sorted({frozenset(seen) for _, kind, seen, _ in runs if kind == "forward"}, key=lambda c: min(map(int, c)))
-    return [Pass(kind, chunk_of(seen, chunks), microbatch) for _, kind, seen, microbatch in sorted(runs, key=first)]
+    done = [Pass(kind, chunk_of(seen, chunks), microbatch) for _, kind, seen, microbatch in sorted(runs, key=first)]
+    return told_apart(done, len(chunks))
+
+
+def told_apart(done: list[Pass], chunks: int) -> list[Pass]:
+    """The same, where a weight pass showed nothing: that of a chunk without a linear layer, as an embedding's. A
+    microbatch comes back through its last chunk first."""
+    silent = [chunk for chunk in range(chunks) if ("weight", chunk) not in {(kind, of) for kind, of, _ in done}]
+    left = defaultdict[int, list[int]](silent.copy)
+    return [
+        each._replace(chunk=left[each.microbatch].pop())
+        if each.kind == "weight" and each.chunk < 0 and left[each.microbatch]
+        else each
+        for each in done
+    ]
 
 
 def first(run: tuple[int, Kind, Counter[str], int]) -> int:

@@ -57,6 +57,7 @@ from workers.strategies.replica import Replica, begin_alike
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import make_optimizer
+from workers.workload.own import is_own
 
 Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
 
@@ -200,7 +201,7 @@ def run(lab: Lab) -> None:
     sizes = "line" if config.model == "line" else f"width {config.width}, depth {config.depth}"
     lab.say(f"{sizes}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict")
     show_formats(lab)
-    in_16_bits = [name for name in lab.mode.names if name != "fp32"]
+    in_16_bits = [name for name in lab.mode.names if name != "fp32" and not is_own(name)]
     measured = measure(lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(hold, lab)))
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
@@ -210,7 +211,7 @@ def run(lab: Lab) -> None:
         seen = {
             each.name: observe(lab, each.name, each.build)
             for each in lab.mode.variants
-            if each.build and lab.wants(each.name)
+            if each.build and lab.wants(each.name) and not is_own(each.name)
         }
     show_seen(lab, seen)
 

@@ -14,7 +14,7 @@ from experiments.dp import overlap
 from experiments.fsdp import order as sharded
 from experiments.pp.checks import most_held
 from experiments.pp.mistakes import all_ahead, one_more_ahead
-from experiments.pp.order import Pass, broken, passes
+from experiments.pp.order import Pass, broken, passes, told_apart
 from experiments.tp import order as sliced
 from tests.labs import TINY, failed, one_rank, run_experiment
 from tests.workers.parallel.held import most_in_flight
@@ -168,6 +168,15 @@ def test_pp_parts_of_a_backward_pass_are_known_by_their_layers_and_hold_what_is_
     assert done == [("forward", 0, 0), ("forward", 1, 0), ("input", 1, 0), ("weight", 1, 0)]
     assert most_held([*done, Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 60
     assert most_held([*done[:3], Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 64
+
+
+def test_pp_a_weight_pass_that_shows_nothing_is_that_of_a_chunk_without_a_linear_layer() -> None:
+    seen = Pass("weight", 1, 0)
+    assert told_apart([seen, Pass("weight", -1, 0)], 2) == [seen, Pass("weight", 0, 0)]
+    unseen = [Pass("weight", -1, 0)] * 2
+    assert told_apart(unseen, 2) == [Pass("weight", 1, 0), Pass("weight", 0, 0)]  # back through the last one first
+    assert told_apart([seen, *unseen], 2)[1:] == [Pass("weight", 0, 0), unseen[0]]  # one too many is nobody's
+    assert told_apart([Pass("input", -1, 0)], 1) == [Pass("input", -1, 0)]
 
 
 def test_pp_passes_are_known_by_their_layers() -> None:

@@ -14,6 +14,8 @@ from workers.contract import Mode
 from workers.rank.estimate import too_large
 from workers.rank.modes import modes_that
 from workers.report.latest import LATEST
+from workers.strategies.own import is_step
+from workers.workload.own import is_own
 
 # The longest path below LAB_RUNS_DIR that a run writes: a run id, a checkpoint's draft, a file of it.
 DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
@@ -24,7 +26,8 @@ def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None
     refusals = [*unknown(config, mode), *idle(config, mode)]
     # What no machine holds is not asked for: a mode makes an outline of all layers for its answer.
     refusals += too_large(config, mode) or mode.refuse(config)
-    refusals = refusals or [*excluded(config, mode), *hidden(config, mode)]  # of sizes that the mode can take
+    # Of sizes that the mode can take.
+    refusals = refusals or [*excluded(config, mode), *out_of_place(config, mode), *hidden(config, mode)]
     refusals += [*unwritable(config), *of_this_rank]
     if config.resume is not None or config.checkpoint_every is not None:
         from workers.checkpoint import finding  # a run without checkpoints need not wait for it
@@ -89,6 +92,22 @@ def excluded(config: Config, mode: Mode) -> Iterator[str]:
     for name, reason in mode.cannot(config).items():
         if name in config.variant:
             yield f"LAB_VARIANT={name!r} cannot run: {reason}"
+
+
+def out_of_place(config: Config, mode: Mode) -> Iterator[str]:
+    """A strategy of one's own where no variant is trained by itself, or a replica's step where ranks share samples."""
+    timed = any(each.build is not None for each in mode.variants if not is_own(each.name))
+    shared = [axis for axis, size in mode.axes(config).items() if axis != "dp" and size > 1]
+    for name in filter(is_own, config.variant):
+        what = f"LAB_VARIANT={name!r}"
+        if not timed:
+            allowed = modes_that(lambda other: other.timed)
+            yield f"{what} is timed beside a mode's variants, and {config.mode_name} times none, allowed: {allowed}"
+        elif shared and is_step(name):
+            yield (
+                f"{what} is the step of a replica with samples of its own, and {config.mode_name} deals the ranks of"
+                f" {' and '.join(shared)} the same ones: write a strategy of (model, mesh, config), or run it in dp"
+            )
 
 
 def hidden(config: Config, mode: Mode) -> Iterator[str]:

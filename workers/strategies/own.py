@@ -26,7 +26,7 @@ def maker(spec: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = beside(spec, spec.rpartition(":")[2])
     if function is None or not callable(function):
         raise TypeError(f"has no function {spec.rpartition(':')[2]!r}")
-    if tuple(inspect.signature(function).parameters) == STEP:
+    if is_step(spec):
         return lambda model, mesh, config: OfStep(function, model, mesh, config)
     try:
         inspect.signature(function).bind("model", "mesh", "config")
@@ -35,6 +35,12 @@ def maker(spec: str) -> Callable[..., Any]:
             f"is no strategy: allowed is a function of (model, mesh, config), or of ({', '.join(STEP)})"
         ) from None
     return function
+
+
+def is_step(spec: str) -> bool:
+    """Whether LAB_VARIANT names a whole training step, of a rank that holds the whole model and has samples of its
+    own."""
+    return tuple(inspect.signature(beside(spec, spec.rpartition(":")[2])).parameters) == STEP
 
 
 class Deferred:

@@ -127,7 +127,9 @@ class MixtureModel(Model):
         """The mixtures in the order of their layers, by name: each a Mixture, or what a strategy puts there."""
         return {f"layers.{index}.mlp": layer.mlp for index, layer in enumerate(self.layers) if hasattr(layer, "mlp")}
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            raise TypeError("the balance of its experts is part of a mixture's loss: call model(inputs, targets)")
         total = super().forward(inputs, targets)
         terms = targets.shape[1] if self.name == "mlp" else 1  # of a token: a token of mlp is a sample
         for mixture in self.mixtures.values():

@@ -26,7 +26,8 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """Layers in a row and a loss; `forward(inputs, targets)` is the sum of the loss's terms, a scalar.
+    """Layers in a row and a loss; `forward(inputs, targets)` is the sum of the loss's terms, a scalar, and without
+    targets what the last layer gives, for a loss of someone's own.
 
     With `recompute` a layer keeps nothing but its input for the backward pass.
     """
@@ -40,10 +41,12 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.loss = loss
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         hidden = inputs
         for layer in self.layers:
             hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)
+        if targets is None:
+            return hidden
         total: Tensor = self.loss(hidden, targets)
         return total
 
@@ -82,15 +85,6 @@ class OwnModel(Model):
         self.spec = spec
         loss = own.OwnLoss(own.beside(spec, "loss"))
         super().__init__(spec, own.layers_of(own.made(spec, seed)), loss, recompute=recompute)
-
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The sum of the loss's terms; without targets what its own forward pass gives, for a loss of its own."""
-        if targets is not None:
-            return super().forward(inputs, targets)
-        hidden = inputs
-        for layer in self.layers:
-            hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)
-        return hidden
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -9,12 +9,14 @@ import torch
 from tests.labs import Runs, failed
 from workers.config import Config, ConfigError
 from workers.rank.modes import load_for
+from workers.rank.refusals import refuse
 from workers.strategies.own import maker
 from workers.workload.model import build_model, outline, refusals
 from workers.workload.own import layers_of, made, reads_text
 
 OWN = str(Path(__file__).parents[3] / "mine" / "own.py")
 MODEL, STEP = f"{OWN}:model", f"{OWN}:train_step"
+pytestmark = pytest.mark.timeout(120)
 SOURCE = """
 import torch
 from torch import nn
@@ -44,6 +46,9 @@ def odd(seed):
 def number(seed):
     return 3
 
+def whole(model, mesh, config):
+    return None
+
 def wrong(model, optimizer, microbatches, group):
     optimizer.zero_grad()
     for inputs, targets, share in microbatches:
@@ -65,7 +70,7 @@ def config(**environ: str) -> Config:
 
 @pytest.mark.parametrize(("mode", "settings"), [
     ("dp", {"LAB_VARIANT": f"flat,ddp,{STEP}"}), ("fsdp", {"LAB_VARIANT": "zero1,zero3,fsdp2"}),
-    ("compress", {"LAB_VARIANT": "naive,topk"}), ("server", {"LAB_VARIANT": "sync"}), ("precision", {"LAB_VARIANT": "bf16"}),
+    ("compress", {"LAB_VARIANT": "naive,topk"}), ("server", {"LAB_VARIANT": "sync"}), ("precision", {"LAB_VARIANT": f"bf16,{STEP}"}),
     ("pp", {"LAB_VARIANT": "gpipe,torch_gpipe", "LAB_WIDTH": "24"}), ("tp", {"LAB_VARIANT": "naive,megatron"}),
 ])  # fmt: skip
 def test_an_own_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[str, str]) -> None:
@@ -74,6 +79,53 @@ def test_an_own_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[st
     assert ran.judged["proven"]
     names = [each["name"] for each in ran.judged["variants"]]
     assert set(settings["LAB_VARIANT"].split(",")) <= set(names)
+
+
+def test_a_stage_of_its_own_without_a_linear_layer_has_nothing_to_put_off(runs: Runs) -> None:
+    """An embedding alone: its weight pass shows no gradient, and it saves no more than the bytes that come in."""
+    variants = "naive,interleaved,zbv"
+    ran = runs(2, RUN_MODE="pp", LAB_MODEL=MODEL, LAB_VARIANT=variants, LAB_WIDTH="24", LAB_MICROBATCHES="4")
+    assert ran.judged["verdict"] == "pass", failed(ran.judged)
+
+
+def test_a_step_with_a_loss_of_its_own_trains_the_labs_model_too(runs: Runs) -> None:
+    ran = runs(2, RUN_MODE="dp", LAB_MODEL="gpt", LAB_VARIANT=STEP)
+    assert ran.judged["verdict"] == "pass", failed(ran.judged)
+
+
+REPLICA = "is the step of a replica with samples of its own, and {} deals the ranks of {} the same ones"
+NONE_TIMED = "is timed beside a mode's variants, and {} times none, allowed: compress, cp, dp, "
+
+
+@pytest.mark.parametrize(("mode", "settings", "words"), [
+    ("tp", {}, REPLICA.format("tp", "tp")), ("pp", {}, REPLICA.format("pp", "pp")),
+    ("cp", {}, REPLICA.format("cp", "cp")), ("mesh", {"LAB_MESH": "tp2"}, REPLICA.format("mesh", "tp")),
+    ("moe", {}, "would route its own tokens as if there were no others: write a strategy of (model, mesh, config)"),
+    *((mode, {}, NONE_TIMED.format(mode)) for mode in ("comm", "train", "elastic", "largebatch")),
+])  # fmt: skip
+def test_a_step_is_refused_where_it_has_no_place(mode: str, settings: dict[str, str], words: str) -> None:
+    asked = config(RUN_MODE=mode, LAB_VARIANT=STEP, **settings)
+    with pytest.raises(ConfigError) as error:
+        refuse(asked, load_for(asked))
+    (said,) = error.value.faults
+    assert words in said
+
+
+@pytest.mark.parametrize(("mode", "words"), [
+    ("mesh", "; a plan beside it cuts it in tp, its layers in pp, and dp and fsdp take it whole"),
+    ("cp", "share out its positions in a strategy of your own, and prove it by `ranklab prove`"),
+    ("moe", "; one with experts of its own runs in dp and fsdp, and `ranklab prove` proves how you share them out"),
+    ("comm", "comm trains nothing, so run it in dp, fsdp, tp or pp"), ("train", "train trains nothing"),
+])  # fmt: skip
+def test_a_mode_that_cannot_train_it_says_which_can(mode: str, words: str) -> None:
+    (said,) = load_for(config(RUN_MODE=mode)).refuse(config(RUN_MODE=mode, LAB_MODEL=MODEL))
+    assert words in said
+
+
+def test_a_strategy_has_a_place_where_its_ranks_share_samples(file: str) -> None:
+    for mode in ("tp", "pp", "cp", "moe"):
+        asked = config(RUN_MODE=mode, LAB_VARIANT=f"{file}:whole")
+        refuse(asked, load_for(asked))
 
 
 def test_batches_of_its_own_are_dealt_like_the_texts(runs: Runs, file: str) -> None:
@@ -118,9 +170,9 @@ def test_what_is_no_model_is_refused_before_torch_comes_in(value: str) -> None:
 
 
 def test_pp_wants_what_stages_pass_on_to_have_one_shape() -> None:
-    refuse = load_for(config(RUN_MODE="pp")).refuse
-    assert refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL, LAB_WIDTH="24")) == []
-    (said,) = refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL))
+    mode = load_for(config(RUN_MODE="pp"))
+    assert mode.refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL, LAB_WIDTH="24")) == []
+    (said,) = mode.refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL))
     assert "layer 0 gives [B, 64, 24]: set them to what all layers give" in said
 
 
