@@ -112,6 +112,8 @@ class Case:
     stacks: dict[int, list[Frame]] = field(default_factory=dict)
     moved_at: float = 0.0  # the last time that it told anything, on the clock of rank 0's doctor
     sockets: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    counting: bool = True  # whether what is called counts: in a proof the steps alone
+    counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
 
     def __post_init__(self) -> None:
         self._places: dict[int, Place] = {}
@@ -156,7 +158,8 @@ class Case:
             del self._known[next(iter(self._known))]
         self.calls.append(call)
         self.num_calls += 1
-        self.called_bytes += called_bytes(found, len(call.group.ranks), self.rank)
+        if self.counting:
+            self.called_bytes += called_bytes(found, len(call.group.ranks), self.rank)
 
     def _take_end(self, number: int, at_s: float) -> None:
         call = self.open.pop(number, None)
@@ -227,7 +230,16 @@ class Case:
     def _take_stacks(self, stacks: dict[str, list[list[Any]]]) -> None:
         self.stacks = {int(thread): [Frame(*each) for each in frames] for thread, frames in stacks.items()}
 
+    def _take_counting(self, counting: bool) -> None:
+        self.counting = counting
+
+    def _take_wire(self, steps: int, found: list[list[Any]]) -> None:
+        self.counted_steps = steps
+        self.sockets = {(tuple(near), tuple(far)): sent for near, far, sent in found}
+
     def _take_sockets(self, found: list[list[Any]]) -> None:
+        if not self.counting or self.counted_steps:
+            return
         for near, far, sent in found:
             key = tuple(near), tuple(far)
             self.sockets[key] = max(sent, self.sockets.get(key, 0))

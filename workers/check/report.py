@@ -1,7 +1,7 @@
 """What rank 0 writes down of a check: the findings, and the tables of lines, peers and ranks."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from workers.check.casebook import Case
@@ -18,6 +18,7 @@ OF_DEVICES = "tests/workers/check/test_parts.py::test_two_ranks_on_one_gpu_of_a_
 MOST_LINES = 60
 SHOWN = 3  # lines of the script in the log
 OFTEN, MOSTLY = 10, 0.8  # of the calls of a line, for a rank to be called late there
+WIRE = "Wire: who sent how much to whom"
 MAKERS = ("init_process_group", "new_group")
 
 
@@ -51,8 +52,7 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
         yield records.Table("Collectives by line", columns, [row(line, steps(doctor)) for line in lines[:MOST_LINES]])
     for sentence in late(lines, steps(doctor)):
         yield records.Said("late", sentence)
-    if not doctor.records:  # beside a proof the wire has what the proof itself sends, too
-        yield from wire(doctor.cases)
+    yield from wire(doctor.cases)
     yield from ended(doctor.cases)
 
 
@@ -65,9 +65,9 @@ def told(doctor: Doctor) -> Iterator[str]:
         for each in finding.rows:
             columns = [cell.ljust(width) for cell, width in zip(each, [*widths, 0], strict=True)]
             yield f"{'where':<11}{'  '.join(columns)}".rstrip()
-    for record in doctor.records:
-        if isinstance(record, records.Table):
-            yield "\n".join([record.title, *aligned(record.columns, record.rows)])
+    yield from shown(doctor.records)
+    if doctor.records:  # of a proof, whose steps are few and alike
+        yield from shown(wire(doctor.cases))
     for sentence in questions(doctor):
         yield f"{'question':<11}{sentence}"
     lines = slowest_lines(doctor) if not doctor.findings else []
@@ -129,8 +129,15 @@ def row(line: Line, steps: int) -> list[Any]:
     ]  # fmt: skip
 
 
+def shown(tables: Iterable[records.Record]) -> Iterator[str]:
+    """Tables as the log has them."""
+    for record in tables:
+        if isinstance(record, records.Table):
+            yield "\n".join([record.title, *aligned(record.columns, record.rows)])
+
+
 def wire(cases: list[Case]) -> Iterator[records.Record]:
-    """Who sent how much to whom, beside what was called."""
+    """Who sent how much to whom, beside what was called; of a proof a step of the file's."""
     owner = {(near, far): case.rank for case in cases for near, far in case.sockets}
     sent: dict[tuple[int, int], int] = defaultdict(int)
     for case in cases:
@@ -138,15 +145,15 @@ def wire(cases: list[Case]) -> Iterator[records.Record]:
             peer = owner.get((far, near))
             if peer is not None and peer != case.rank:
                 sent[case.rank, peer] += nbytes
-    size = len(cases)
+    size, steps = len(cases), min(case.counted_steps for case in cases)
     if sent and size > 1:
-        rows = [
-            [f"rank {case.rank}", *(sent.get((case.rank, peer), 0) for peer in range(size)),
-             sum(sent.get((case.rank, peer), 0) for peer in range(size)), round(case.called_bytes)]
-            for case in cases
-        ]  # fmt: skip
+        rows = []
+        for case in cases:
+            to = [round(sent.get((case.rank, peer), 0) / max(1, steps)) for peer in range(size)]
+            rows.append([f"rank {case.rank}", *to, sum(to), round(case.called_bytes / max(1, steps))])
         columns = ["bytes sent by", *(f"to rank {peer}" for peer in range(size)), "in all", "called"]
-        yield records.Table("Wire: who sent how much to whom", columns, rows)
+        of_what = f"Wire: who sent how much to whom in a step, on average of {steps}" if steps else WIRE
+        yield records.Table(of_what, columns, rows)
 
 
 def ended(cases: list[Case]) -> Iterator[records.Record]:

@@ -42,8 +42,8 @@ class Job(NamedTuple):
     words: Sequence[str]
     every: int  # LAB_CHECK_EVERY
     command: str = "check"
-    # What is done with the script: (job, telling, recorder). None: it is run as `python SCRIPT WORDS` does.
-    play: Callable[["Job", Telling, Recorder], None] | None = None
+    # What is done with the script: (job, telling, recorder, waits). None: it is run as `python SCRIPT WORDS` does.
+    play: Callable[["Job", Telling, Recorder, Waits], None] | None = None
 
 
 class Ends(NamedTuple):
@@ -66,6 +66,7 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != doctor:
             os._exit(137)
+    signal.signal(STACKS, signal.SIG_IGN)  # until there are stacks to show: left alone it kills
     os.setpgid(0, 0)  # so that what it starts ends with it
     variables = os.read(ends.gate, 65536)
     if not variables:  # there is no run
@@ -77,7 +78,7 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
     recorder, training, waits = watched(telling, job)
     faulthandler.register(STACKS, file=ends.stacks, all_threads=True, chain=False)
     telling.say("main", threading.get_ident())
-    code = ended(job, telling, recorder, training)
+    code = ended(job, telling, recorder, training, waits)
     waits.tell_sockets()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -105,10 +106,10 @@ def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder,
     return recorder, waits
 
 
-def ended(job: Job, telling: Telling, recorder: Recorder, training: Training) -> int:
+def ended(job: Job, telling: Telling, recorder: Recorder, training: Training, waits: Waits) -> int:
     """Run the script to its end, its threads and what it left for its exit too; its exit code."""
     try:
-        (job.play or run_as_main)(job, telling, recorder)
+        (job.play or run_as_main)(job, telling, recorder, waits)
         code = 0
     except SystemExit as error:
         code = exit_code(error, telling)
@@ -137,7 +138,7 @@ def enter(job: Job) -> None:
     sys.argv = [str(job.script), *job.words]
 
 
-def run_as_main(job: Job, telling: Telling, recorder: Recorder) -> None:  # noqa: ARG001
+def run_as_main(job: Job, telling: Telling, recorder: Recorder, waits: Waits) -> None:  # noqa: ARG001
     """What `python SCRIPT WORDS` does, in the script's folder."""
     source = job.script.read_bytes()
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from workers.check.recording import Recorder
 from workers.check.telling import now
 from workers.measure import sockets
-from workers.measure.sockets import NoDiagnostics
+from workers.measure.sockets import Endpoint, NoDiagnostics
 
 STORE = ("wait", "get", "multi_get")
 
@@ -81,13 +81,18 @@ class Waits:
 
     def tell_sockets(self) -> None:
         """What each connection of this process has sent until now."""
+        self._telling.say("sockets", [(near, far, sent) for (near, far), sent in self.sent().items()])
+
+    def sent(self) -> dict[tuple[Endpoint, Endpoint], int]:
+        """The bytes that each connection has sent, by its two ends; none where the system does not tell."""
+        found = []
         with suppress(NoDiagnostics):
-            found = [
-                (each.local, each.remote, each.sent_bytes)
-                for each in sockets.connections().values()
-                if self._store_port not in (each.local[1], each.remote[1])
-            ]
-            self._telling.say("sockets", found)
+            found = list(sockets.connections().values())
+        return {
+            (each.local, each.remote): each.sent_bytes
+            for each in found
+            if self._store_port not in (each.local[1], each.remote[1])
+        }
 
     def _on_gloo(self, args: tuple[Any, ...], named: dict[str, Any], position: int) -> tuple[tuple[Any, ...], Any]:
         """The same call with gloo where NCCL is asked for and no GPU is there."""

@@ -5,6 +5,7 @@ times is the file's alone.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from workers.check.recording import Recorder
 from workers.check.script import Job, enter
 from workers.check.telling import Telling
+from workers.check.waits import Waits
 from workers.config import Config
 from workers.parallel.mesh import Mesh
 from workers.prove import buffers, fitness
@@ -26,15 +28,18 @@ from workers.prove.grid import Grid
 from workers.prove.theirs import Refused, Theirs, load
 from workers.prove.trainee import OfStrategy, Stepped, Trainee, Unseen
 from workers.prove.verdict import Everything, Mine, Teller, tell
+from workers.prove.wire import Wire
 
 
-def play(job: Job, telling: Telling, recorder: Recorder, config: Config) -> None:
+def play(job: Job, telling: Telling, recorder: Recorder, waits: Waits, config: Config) -> None:
     """In the place of a script: prove the file, tell what was found."""
     enter(job)
     try:
         theirs = load(job.script, config)
         dist.init_process_group("gloo")
-        Proof(theirs, telling, recorder.unseen).run()
+        wire = Wire(telling, recorder, waits)
+        Proof(theirs, telling, wire.unseen, wire.step).run()
+        wire.tell()
     except Refused as refused:
         telling.say("refused", str(refused))
         raise SystemExit(2) from None
@@ -44,8 +49,8 @@ def play(job: Job, telling: Telling, recorder: Recorder, config: Config) -> None
 class Proof:
     """One rank's part."""
 
-    def __init__(self, theirs: Theirs, telling: Teller, unseen: Unseen) -> None:
-        self.theirs, self.telling, self.unseen = theirs, telling, unseen
+    def __init__(self, theirs: Theirs, telling: Teller, unseen: Unseen, stepping: Unseen = nullcontext) -> None:
+        self.theirs, self.telling, self.unseen, self.stepping = theirs, telling, unseen, stepping
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.seed = theirs.config.seed
         self.grid = Grid(theirs.axes(self.world_size))
@@ -117,7 +122,9 @@ class Proof:
         steps: list[Step] = []
         drawn: list[Any] = []
         for number in range(STEPS):
-            share = trainee.step(self.dealing.dealt(number, self.grid.index(self.rank, "dp")))
+            microbatches = self.dealing.dealt(number, self.grid.index(self.rank, "dp"))
+            with self.stepping():
+                share = trainee.step(microbatches)
             if number == 0:
                 drawn = list(draws.drawn)
             steps.append(Step(share, trainee.gradients(), trainee.weights()))
