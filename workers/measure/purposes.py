@@ -44,6 +44,9 @@ class Owners:
         self.parameters = [
             thing for thing in found if isinstance(thing, nn.Parameter) and thing.device.type == storages.device_type
         ]
+        # What was alive before is another's: a leftover in 16 bits would make masters of all weights.
+        ours = [parameter.itemsize for parameter in self.parameters if not storages.was(parameter, BEFORE)]
+        self._model_itemsize = min(ours, default=0)
         self.optimizers = [thing for thing in found if isinstance(thing, torch.optim.Optimizer)]
 
     def label(self) -> None:
@@ -57,9 +60,8 @@ class Owners:
 
     def _held(self) -> Iterator[tuple[Tensor, str]]:
         """Each tensor with its purpose."""
-        model_itemsize = min((parameter.itemsize for parameter in self.parameters), default=0)
         for parameter in self.parameters:
-            yield parameter, "optimizer" if parameter.itemsize > model_itemsize else "parameters"
+            yield parameter, "optimizer" if parameter.itemsize > self._model_itemsize else "parameters"
             if parameter.grad is not None:
                 yield parameter.grad, "gradients"
         for state in [state for optimizer in self.optimizers for state in optimizer.state.values()]:

@@ -268,6 +268,17 @@ def test_the_process_grows_by_what_tensors_hold(ranks: Ranks, unseen_mib: int, a
                 assert (abs(grown - counted) <= TOLERANCE * counted) == agree, seen
 
 
+def test_weights_are_no_masters_of_what_another_has_left_alive() -> None:
+    """As a test that ran before in this process may, or a file of someone's own: it was there before the block."""
+    left = small(torch.bfloat16)
+    with MemoryLedger() as memory:
+        model = small()
+        with memory.step():
+            model(torch.ones(5, 8))
+    assert next(left.parameters()).itemsize == 2
+    assert (memory.rest["parameters"], memory.rest["optimizer"]) == (4 * P, 0)
+
+
 def test_weights_are_no_masters_of_an_outline() -> None:
     """Which is of float32, on the meta device, and shared by all who count parameters."""
     outlined = outline(Config.read({"LAB_MODEL": "mlp", "LAB_DEPTH": "1"}))
