@@ -41,7 +41,8 @@ def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) 
             assert called == round(2 * 2 / 3 * 42_368 * 8)
             assert called <= sent <= 1.1 * called
     gradients = next(each for each in proven.run["checks"] if each["name"] == "gradients")
-    assert ("seen is written by the forward pass: " in proven.said) == (name == "model")
+    assert ("seen is written by the steps: " in proven.said) == (name == "model")
+    assert ("average is written by the steps: as in one process on all ranks" in proven.said) == (name == "model")
     assert gradients["max_abs_diff"] < (1e-7 if name == "pp" else 1e-12)  # it clips without torch's epsilon
 
 
@@ -117,6 +118,43 @@ def train_step(model, optimizer, microbatches, mesh):
     optimizer.step()
     return total * (1 + 0.5 * (mesh.get_local_rank("tp") == 0))
 """
+
+
+LOGGING = """
+from right_model import after_step as after_step
+from right_model import batch, model
+from net import loss
+
+import torch
+import torch.distributed as dist
+
+def train_step(model, optimizer, microbatches, group):
+    optimizer.zero_grad()
+    for inputs, targets, share in microbatches:
+        with torch.no_grad():
+            shown = loss(model, inputs, targets)
+        (loss(model, inputs, targets) * share).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+    if group.rank():
+        after_step(model)
+    optimizer.step()
+"""
+
+
+def test_buffers_that_are_written_twice_or_too_early_are_named(tmp_path: Path) -> None:
+    (tmp_path / "logging_twice.py").write_text(LOGGING)
+    for name in ("net", "right_model"):
+        (tmp_path / f"{name}.py").write_text((FILES / f"{name}.py").read_text())
+    proven = check(tmp_path / "logging_twice.py", 2, tmp_path, module="tests.prove.undrawn")
+    assert proven.code == 1, proven.said
+    seen, passes, average = proven.sentences
+    assert seen.startswith("seen, a buffer that one process writes, ends as") and seen.endswith(
+        ": it moved 2 x as far (on ranks 0 and 1)"
+    )
+    assert passes.startswith("passes, ") and passes.endswith(": it moved 2 x as far (on ranks 0 and 1)")
+    assert average.startswith("average, ") and average.endswith("(on ranks 0 and 1)")
 
 
 def test_a_gradient_that_a_strategy_never_gives_is_no_gradient_that_holds(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from it first, and why. In containers: ./run prove FILE. FILE has any of
   train_step(model, optimizer, microbatches, group)  one step of a rank; each microbatch is (inputs, targets, share)
   prepare(model, group)                              what is trained in its place: DDP(model), fully_shard(model), ...
   strategy(model, mesh, config)                      in the place of both, as in ranklab.contract
+  after_step(model)                                  what train_step ends with beside the update: one process does it
   mesh, clip, terms, even                            axes such as {{"dp": -1, "tp": 2}}; docs/your-own.md
 
 variables   WORLD_SIZE (4), LAB_MICROBATCHES (2), LAB_SEED, {own}; of the lab's own model LAB_WIDTH, LAB_DEPTH, ...

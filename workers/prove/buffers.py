@@ -1,8 +1,9 @@
 """Buffers: what a model carries beside its weights, a mask, a table of frequencies, a running mean.
 
 No gradient reaches them, so no gradient shows by itself that they are wrong. What one process leaves as it was is to be
-so on every rank, to the bit; what its forward pass writes comes from the samples that it saw, and a rank has seen
-others: that is held where the ranks make it one process's, and else said, not counted as wrong.
+so on every rank, to the bit. What its forward pass writes comes from the samples that it saw, and a rank has seen
+others: there a rank has to end with what one process has, or with what one process would make of the rank's own
+microbatches, one after another. All else is named.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ class Kept(NamedTuple):
 
     start: Mapping[str, Tensor]
     end: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]  # what one process would make of this rank's samples alone
+    uncompared: str = ""  # why those that are written say nothing about this rank
 
 
 def of(model: nn.Module) -> dict[str, Tensor]:
@@ -44,18 +47,54 @@ def wrong(ranks: Sequence[Kept], dense: Kept) -> Iterator[tuple[str, list[int]]]
             )
             yield sentence, other
             continue
-        moved = [rank for rank, mine in held.items() if not same(mine.start[name], mine.end[name])]
-        if moved and same(start, dense.end[name]):
-            yield f"{name}, a buffer that one process leaves as it was, changes on {name_ranks(moved)}", moved
+        if same(start, dense.end[name]):
+            moved = [rank for rank, mine in held.items() if not same(mine.start[name], mine.end[name])]
+            if moved:
+                yield (
+                    f"{name}, a buffer that one process leaves as it was, changes on {name_ranks(moved)}; what"
+                    " train_step means to write, as an average of weights, after_step(model) beside it says",
+                    moved,
+                )
+            continue
+        odd = [rank for rank, mine in held.items() if not mine.uncompared and not explained(name, mine, dense)]
+        if odd:
+            mine = held[odd[0]]
+            yield (
+                f"{name}, a buffer that one process writes, ends as {shown(mine.end[name])} on rank {odd[0]}, which is"
+                f" neither one process's {shown(dense.end[name])} nor what it makes of this rank's samples,"
+                f" {shown(mine.own[name])}{times(start, mine.end[name], mine.own[name])} (on {name_ranks(odd)})",
+                odd,
+            )
 
 
-def written(ranks: Sequence[Kept], dense: Kept) -> list[tuple[str, list[int]]]:
-    """Buffers that one process's forward pass writes, each with the ranks that end with other numbers."""
-    return [
-        (name, [rank for rank, mine in enumerate(ranks) if name in mine.end and not near(mine.end[name], end)])
-        for name, end in dense.end.items()
-        if not same(dense.start[name], end)
-    ]
+def written(ranks: Sequence[Kept], dense: Kept) -> Iterator[str]:
+    """Of each buffer that one process writes a sentence: whether ranks have the same, and why not."""
+    for name, end in dense.end.items():
+        if same(dense.start[name], end):
+            continue
+        held = {rank: mine for rank, mine in enumerate(ranks) if name in mine.end}
+        reasons = {rank: mine.uncompared for rank, mine in held.items() if mine.uncompared}
+        others = [rank for rank, mine in held.items() if rank not in reasons and not near(mine.end[name], end)]
+        said = f"as one process makes them of their own samples on {name_ranks(others)}" if others else ""
+        said = said or ("as in one process on all others" if reasons else "as in one process on all ranks")
+        more = f"; not compared on {name_ranks(list(reasons))}: {next(iter(reasons.values()))}" if reasons else ""
+        yield f"{name} is written by the steps: {said}{more}"
+
+
+def explained(name: str, mine: Kept, dense: Kept) -> bool:
+    """Whether a rank ends with what one process has, or with what it would make of the rank's samples."""
+    return near(mine.end[name], dense.end[name]) or near(mine.end[name], mine.own[name])
+
+
+def times(start: Tensor, found: Tensor, wanted: Tensor) -> str:
+    """How many times as far it went as it had to, where it is that."""
+    if found.shape != wanted.shape or start.shape != wanted.shape:
+        return ""
+    went, right = found.double() - start.double(), wanted.double() - start.double()
+    square = (right * right).sum().item()
+    factor = (went * right).sum().item() / square if square else 0.0
+    alike = bool(factor) and near(went, factor * right)
+    return f": it moved {factor:.4g} x as far" if alike else ""
 
 
 def begins_otherwise(found: Tensor, dense: Tensor) -> bool:

@@ -30,7 +30,7 @@ class Dense(NamedTuple):
     start: dict[str, Tensor]
     steps: list[Snapshot]
     order: list[str]  # of the backward pass
-    carried: buffers.Kept = buffers.Kept({}, {})  # buffers
+    carried: buffers.Kept = buffers.Kept({}, {}, {})  # buffers
 
 
 def one_process(theirs: Theirs, dealing: Dealing) -> Dense:
@@ -61,11 +61,12 @@ def one_process(theirs: Theirs, dealing: Dealing) -> Dense:
             for each in trained:
                 if each.grad is not None:
                     each.add_(each.grad, alpha=-LEARNING_RATE)
+        theirs.after_step(model)
         gradients = {name: each.grad.clone() for name, each in named.items() if each.grad is not None}
         weights = {name: each.detach().clone() for name, each in named.items()}
         steps.append(Snapshot(loss, gradients, weights, norm))
     in_order = [*order, *(name for name in named if name not in order)]
-    return Dense(start, steps, in_order, buffers.Kept(carried, buffers.of(model)))
+    return Dense(start, steps, in_order, buffers.Kept(carried, buffers.of(model), {}))
 
 
 def backward(theirs: Theirs, model: nn.Module, parts: Sequence[Microbatch]) -> float:
@@ -76,6 +77,26 @@ def backward(theirs: Theirs, model: nn.Module, parts: Sequence[Microbatch]) -> f
         loss.backward()
         total += loss.item()
     return total
+
+
+def by_own_samples(theirs: Theirs, dense: Dense, dealt: Sequence[Sequence[Microbatch]]) -> dict[str, Tensor]:
+    """The buffers that one process would end with on these microbatches of each step alone, at the right weights."""
+    model = theirs.model(theirs.config.seed)
+    named = dict(model.named_parameters())
+
+    def take(weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(weights[name])
+
+    starts = [dense.start, *(each.weights for each in dense.steps[:-1])]
+    for before, after, parts in zip(starts, dense.steps, dealt, strict=True):
+        take(before)
+        for part in parts:
+            theirs.loss(model, part.inputs, part.targets)
+        take(after.weights)
+        theirs.after_step(model)
+    return buffers.of(model)
 
 
 def contributions(

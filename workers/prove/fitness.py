@@ -15,6 +15,11 @@ from workers.prove.theirs import Refused
 def refuse(model: nn.Module) -> None:
     """Raises Refused for a model that sees which samples stand beside each other, or draws where nobody can look."""
     for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise Refused(
+                f"{name} is a SyncBatchNorm, which torch runs on GPUs alone, and each microbatch would still be"
+                " normalised by itself: use GroupNorm, or put it into eval()"
+            )
         if isinstance(module, _BatchNorm) and module.training:
             raise Refused(
                 f"{name} is a {type(module).__name__}, whose output depends on which samples stand beside each other:"

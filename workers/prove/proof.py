@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from workers.check.recording import Recorder
 from workers.check.script import Job, enter
@@ -21,7 +22,7 @@ from workers.parallel.mesh import Mesh
 from workers.prove import buffers, fitness
 from workers.prove.compare import Step, compared
 from workers.prove.dealing import Dealing
-from workers.prove.dense import STEPS, Dense, names_of, one_process
+from workers.prove.dense import STEPS, Dense, by_own_samples, names_of, one_process
 from workers.prove.dropouts import Draws
 from workers.prove.forward import Passes, parted
 from workers.prove.grid import Grid
@@ -86,7 +87,7 @@ class Proof:
                 dict(trainee.misfits),
                 [step.share for step in steps],
                 drawn,
-                buffers.Kept(carried, self._buffers(trained)),
+                self._kept(trained, carried, dense),
                 bool("strategy" in self.theirs),
             )
             everything = Everything(self.theirs, self.dealing, self.grid, dense, canonical, self.everyone(mine))
@@ -99,6 +100,17 @@ class Proof:
     def _buffers(self, trained: nn.Module) -> dict[str, Tensor]:
         with self.unseen():
             return buffers.of(trained)
+
+    def _kept(self, trained: nn.Module, start: dict[str, Tensor], dense: Dense) -> buffers.Kept:
+        """This rank's buffers, and what one process would make of its samples."""
+        shard = self.grid.index(self.rank, "dp")
+        own = by_own_samples(self.theirs, dense, [self.dealing.dealt(step, shard) for step in range(STEPS)])
+        uncompared = ""
+        if self.rank and isinstance(trained, DistributedDataParallel) and trained.broadcast_buffers:
+            uncompared = "DDP gives them rank 0's before each step"
+        elif "strategy" in self.theirs:
+            uncompared = "a strategy may train a copy of the model"
+        return buffers.Kept(start, self._buffers(trained), own, uncompared)
 
     def _parted(self, passes: Passes) -> str:
         """Where this rank's forward pass parts from one process's."""

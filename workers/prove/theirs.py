@@ -8,6 +8,7 @@
     prepare(model, group)                             the module that is trained: DDP(model), fully_shard(model), ...
     strategy(model, mesh, config)                     in the place of both: a Strategy, as in ranklab.contract
     mesh                                              axes and sizes as {"dp": -1, "tp": 2}; unset: all ranks are dp
+    after_step(model)                                 what a step ends with beside the update, as an average of weights
     clip                                              the norm that train_step clips to; unset: none
     even                                              True: shards and microbatches have to be of one size
 
@@ -38,6 +39,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "train_step": ("model", "optimizer", "microbatches", "group"),
     "prepare": ("model", "group"),
     "strategy": ("model", "mesh", "config"),
+    "after_step": ("model",),
 }
 VALUES = ("mesh", "clip", "even")
 NAMES = (*WORDS, *VALUES)
@@ -85,6 +87,12 @@ class Theirs:
             shape = f"of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise Refused(f"loss(model, inputs, targets) returned {shape}: allowed is a sum, a tensor of no dims")
         return found
+
+    def after_step(self, model: nn.Module) -> None:
+        """What the file says that a step ends with; nothing where it says none."""
+        if "after_step" in self:
+            with torch.no_grad():
+                self["after_step"](model)
 
     def terms(self, targets: Tensor) -> int:
         """How many terms the loss over these targets has."""

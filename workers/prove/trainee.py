@@ -169,4 +169,5 @@ def train_step(
     if clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
+    theirs.after_step(model)
     return total

@@ -164,9 +164,8 @@ def tell(
         telling.say("record", to_line(modules(all_, first)))
     if any(mine.drawn for mine in all_.ranks):
         telling.say("said", "dropout", "nothing is dropped here; who draws what is compared along the axes")
-    for name, others in buffers.written([mine.carried for mine in all_.ranks], all_.dense.carried):
-        where = f"other on {name_ranks(others)}, of their own samples; not compared" if others else "alike on all ranks"
-        telling.say("said", "buffers", f"{name} is written by the forward pass: {where}")
+    for sentence in buffers.written([mine.carried for mine in all_.ranks], all_.dense.carried):
+        telling.say("said", "buffers", sentence)
     if not seen:
         telling.say("said", "losses", "not compared: train_step returned none on any rank")
 

@@ -143,7 +143,9 @@ def unfit(module: nn.Module) -> list[str]:
     """What no number of ranks computes as one process does."""
     found = []
     for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm):
+        if isinstance(part, nn.SyncBatchNorm):
+            found.append(f"has {name}, a SyncBatchNorm: torch runs it on GPUs alone, and each microbatch by itself")
+        elif isinstance(part, _BatchNorm):
             found.append(f"has {name}, a {type(part).__name__}: its output depends on which samples a rank has")
         if isinstance(part, _DropoutNd) and part.p > 0:
             found.append(f"has {name}, which draws what no other rank draws: set its p to 0, or use `ranklab prove`")

@@ -197,6 +197,10 @@ def test_a_file_that_says_nothing_usable_is_refused(source: str, words: str, tmp
     ("model", "words"),
     [
         (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)),
+            "1 is a SyncBatchNorm, which torch runs on GPUs alone",
+        ),
+        (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
             "1 is a BatchNorm1d, whose output depends on which samples",
         ),
@@ -226,7 +230,8 @@ def test_a_loss_that_no_parameter_is_in_is_refused() -> None:
 
 
 def kept(start: dict[str, torch.Tensor], **end: torch.Tensor) -> buffers.Kept:
-    return buffers.Kept(start, start | end)
+    own = start | {name: start[name] + 5 for name in start if name == "seen"}
+    return buffers.Kept(start, start | end, own)
 
 
 def test_a_buffer_is_held_to_the_bit_where_one_process_leaves_it_alone() -> None:
@@ -234,13 +239,35 @@ def test_a_buffer_is_held_to_the_bit_where_one_process_leaves_it_alone() -> None
     start = {"mask": mask, "seen": seen}
     alone = kept(start, seen=seen + 12)
     assert list(buffers.wrong([kept(start, seen=seen + 12), kept(start, seen=seen + 5)], alone)) == []
-    assert buffers.written([kept(start, seen=seen + 12), kept(start, seen=seen + 5)], alone) == [("seen", [1])]
-    ((said, ranks),) = buffers.wrong([kept(start), kept(start, mask=mask + 1)], alone)
-    assert (said, ranks) == ("mask, a buffer that one process leaves as it was, changes on rank 1", [1])
+    assert list(buffers.written([kept(start, seen=seen + 12), kept(start, seen=seen + 5)], alone)) == [
+        "seen is written by the steps: as one process makes them of their own samples on rank 1"
+    ]
+    right = kept(start, seen=seen + 5)
+    ((said, ranks),) = buffers.wrong([right, kept(start, mask=mask + 1, seen=seen + 5)], alone)
+    assert said.startswith("mask, a buffer that one process leaves as it was, changes on rank 1; what train_step means")
+    assert ranks == [1]
     other = {"mask": torch.ones(3), "seen": seen}
-    ((said, ranks),) = buffers.wrong([kept(other), kept(start)], alone)
+    ((said, ranks),) = buffers.wrong([kept(other, seen=seen + 5), right], alone)
     assert said.startswith("mask, a buffer, begins with other numbers on rank 0 than the model's (1, 1, 1, not 0, -inf")
     assert ranks == [0]
+
+
+def test_a_buffer_that_one_process_writes_is_its_own_or_that_of_the_ranks_samples() -> None:
+    start = {"seen": torch.zeros((), dtype=torch.int64)}
+    alone, seen = kept(start, seen=torch.tensor(12)), torch.tensor(10)
+    ((said, ranks),) = buffers.wrong([kept(start, seen=torch.tensor(5)), kept(start, seen=seen)], alone)
+    assert said == (
+        "seen, a buffer that one process writes, ends as 10 on rank 1, which is neither one process's 12 nor what it"
+        " makes of this rank's samples, 5: it moved 2 x as far (on rank 1)"
+    )
+    assert ranks == [1]
+    ((said, _),) = buffers.wrong([kept(start)], alone)
+    assert said.endswith("samples, 5 (on rank 0)")  # it never moved
+    theirs = kept(start, seen=seen)._replace(uncompared="it is rank 0's")
+    assert list(buffers.wrong([theirs], alone)) == []
+    assert next(buffers.written([theirs], alone)).endswith("others; not compared on rank 0: it is rank 0's")
+    wide = torch.zeros(3)
+    assert not buffers.near(wide[:2], wide) and not buffers.near(wide + 1e-9, wide) and buffers.near(wide + 1e-12, wide)
 
 
 def test_a_buffer_that_a_rank_has_a_part_of_may_be_its_own_but_may_not_change() -> None:

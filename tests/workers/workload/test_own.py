@@ -32,6 +32,9 @@ def batch(seed, step):
 def normed(seed):
     return nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Dropout(0.1))
 
+def synced(seed):
+    return nn.Sequential(nn.Linear(7, 9), nn.SyncBatchNorm(9))
+
 class Odd(nn.Module):
     def __init__(self):
         super().__init__()
@@ -141,6 +144,7 @@ def test_an_own_strategy_that_is_wrong_fails_by_its_name(runs: Runs, file: str) 
 
 
 @pytest.mark.parametrize(("name", "words"), [
+    ("synced", "has 1, a SyncBatchNorm: torch runs it on GPUs alone"),
     ("normed", "has 1, a BatchNorm1d: its output depends on which samples a rank has"),
     ("odd", "has `layers` that its forward pass does not run in a row"),
     ("number", "returned a int: allowed is an nn.Module"), ("missing", "has no function 'missing'"),
