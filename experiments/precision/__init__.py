@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from experiments.precision.draws import check_draws
 from experiments.precision.formats import converted, show_formats
 from experiments.precision.mistakes import MISTAKES
-from experiments.precision.peak import compare_peak
+from experiments.precision.peak import compare_peak, format_of
 from experiments.precision.predictions import SCALED, predict, refuse
 from experiments.precision.proof import prove
 from experiments.precision.rehearsal import rehearse
@@ -204,7 +204,7 @@ def run(lab: Lab) -> None:
     in_16_bits = [name for name in lab.mode.names if name != "fp32" and not is_own(name)]
     measured = measure(lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(hold, lab)))
     lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured)
+    lab.compare_rest(predictions, measured, format_of)
     compare_peak(lab, measured)
     show_gradients(lab)
     with lab.work.of(config.steps * sum(map(lab.wants, lab.mode.names)), "steps observed"):

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.tp.between import check_between
 from experiments.tp.cuts import cut
 from experiments.tp.mistakes import MISTAKES
 from experiments.tp.order import check_order
@@ -147,12 +148,16 @@ def run(lab: Lab) -> None:
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
     lab.say(holds(lab.config, lab.rank), all_ranks=True)
+    if is_own(lab.config.model) and lab.config.proof and lab.wants("megatron"):
+        check_between(lab)
     measured = measure(lab, also=partial(check_replicas, lab))
     lab.compare_traffic(predictions, measured)
+    if is_own(lab.config.model):
+        lab.compare_rest(predictions, measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         check_order(lab, name, measured[name].order)
     for prediction in predictions:
-        if prediction.name != "wire bytes":
+        if prediction.name in ("calls", SAVED):
             compare(lab, prediction, measured)
 
 

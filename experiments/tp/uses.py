@@ -10,13 +10,17 @@ from typing import NamedTuple
 
 import torch
 
+from experiments.tp.cuts import Cut
 from experiments.tp.layers import linears, uses
 from experiments.tp.plans import cuts_of, plan_of
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes
 from workers.measure.formulas.messages import gloo_all_reduce_messages
+from workers.measure.formulas.sharding import rest_bytes
+from workers.parallel.slices import shares
 from workers.workload.data import shard_sizes
+from workers.workload.model import outline
 
 FORMULAS = {
     "naive": ("(t-1)/t x rows x (out + 2·in) a linear layer", "2 a linear layer"),
@@ -79,7 +83,30 @@ def predict(config: Config, cannot: Iterable[str]) -> list[Prediction]:
         )
         if of_calls:
             found.append(Prediction(variant, "calls", "calls", of_calls, (calls,) * ranks, calls))
+        kept = tuple(rest(variant, config, rank) for rank in range(ranks))
+        found.append(
+            Prediction(variant, "rest bytes", "B", "weights, gradients and moments of its parts", kept, 0, shown)
+        )
     return found
+
+
+def rest(variant: str, config: Config, rank: int) -> float:
+    """Bytes of weights, gradients and optimizer state that a rank keeps between two steps: its parts, and the rest
+    whole."""
+    ranks = config.world_size
+    layers = {layer.ours: layer for layer in linears(config).values()}
+    cuts = {name: Cut(True, shares(layer.outputs, ranks)) for name, layer in layers.items()}
+    cuts = cuts if variant == "naive" else cuts_of(config, ranks)
+    sizes = []
+    for name, parameter in outline(config).named_parameters():
+        holder, _, own = name.rpartition(".")
+        each, numel = cuts.get(holder), parameter.numel()
+        if each is not None and (each.by_outputs or own == "weight"):  # all ranks have the whole bias of a row
+            numel = numel // sum(each.sizes) * each.sizes[rank]
+        sizes.append(numel)
+    adam, itemsize = config.optimizer == "adamw", getattr(torch, config.dtype).itemsize
+    held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
+    return float(sum(held.values()))
 
 
 def priced(variant: str, config: Config) -> tuple[float, int, int]:

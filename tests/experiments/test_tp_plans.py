@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from experiments.tp import MODE
+from experiments.tp.between import off
 from experiments.tp.order import drawn
 from experiments.tp.refusals import cannot, refuse
 from experiments.tp.uses import priced, sent
@@ -54,6 +55,23 @@ HEADS = "plan = {'1.[qkv]': ('column', 4), '1.o': ('row', 4), '1.up': 'column', 
 ENDS = "batch = batch_of\nplan = {'0': 'column', '2': 'row'}\n"
 
 
+SOFT = """
+class Soft(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(9, 14), nn.Linear(14, 9)
+
+    def forward(self, x):
+        return x + self.down(torch.softmax(self.up(x), -1))
+
+def soft(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(256, 9), Soft(), nn.Linear(9, 256))
+
+plan = {'1.up': 'column', '1.down': 'row'}
+"""
+
+
 def file(folder: Path, plan: str, name: str = "net") -> str:
     """LAB_MODEL of a file with this plan."""
     path = folder / f"planned_{abs(hash(plan))}.py"
@@ -83,6 +101,27 @@ def test_whole_heads_and_a_layer_that_is_called_twice_are_one_process(
     assert {each["name"] for each in judged["variants"]} == variants
     calls = {each["variant"] for each in judged["comparisons"] if each["name"] == "calls" and each["passed"]}
     assert calls == {"naive", "megatron"}
+
+
+def test_what_works_on_all_features_is_named_beside_the_proof_that_fails(runs: Runs, tmp_path: Path) -> None:
+    judged = ran(runs, 2, file(tmp_path, SOFT, "soft"), LAB_VARIANT="megatron")
+    wrong = {each["name"]: each["detail"] for each in judged["checks"] if not each["passed"]}
+    assert {"gradients", "losses", "between the slices"} <= set(wrong)
+    said = wrong["between the slices"]
+    assert said.startswith("what layers.1.down takes on rank ") and "as a softmax or a norm does" in said
+
+
+def test_whole_heads_are_right_between_the_slices(tmp_path: Path) -> None:
+    found = off(config_of(file(tmp_path, HEADS), 5), 1)
+    assert set(found) == {"layers.1.o", "layers.1.down"}
+    assert max(found.values()) < 1e-12
+
+
+def test_each_rank_keeps_its_parts_and_what_is_whole(runs: Runs, tmp_path: Path) -> None:
+    judged = ran(runs, 3, file(tmp_path, HEADS), LAB_OPTIMIZER="adamw", LAB_VARIANT="naive,megatron")
+    assert judged["verdict"] == "pass", failed(judged)
+    kept = [each for each in judged["comparisons"] if each["name"] == "rest bytes"]
+    assert {each["variant"] for each in kept} == {"naive", "megatron"} and all(each["decides"] for each in kept)
 
 
 def test_a_model_of_which_nothing_is_whole_is_one_process(runs: Runs, tmp_path: Path) -> None:

@@ -242,6 +242,14 @@ def _layers(config: Config) -> Model:
     return Model("gpt", [first, *blocks, last], CrossEntropy(), recompute=config.recompute)
 
 
+def buffer_bytes(config: Config, dtype: torch.dtype) -> int:
+    """What the model carries beside its weights, its floating point in `dtype`: of the lab's own models nothing."""
+    itemsizes = (
+        (each.numel(), dtype if each.is_floating_point() else each.dtype) for each in outline(config).buffers()
+    )
+    return sum(numel * kept.itemsize for numel, kept in itemsizes)
+
+
 def refusals(config: Config) -> list[str]:
     """A sentence if the sizes make no model."""
     if own.is_own(config.model):

@@ -29,6 +29,13 @@ def batch(seed, step):
     inputs = torch.randn(16, 7, generator=torch.Generator().manual_seed(1000 * seed + step))
     return inputs, inputs[:, :2] ** 2
 
+def masked(seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2))
+    net[2].register_buffer("mask", torch.ones(100))
+    net[2].register_buffer("index", torch.arange(50))
+    return net
+
 def normed(seed):
     return nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Dropout(0.1))
 
@@ -89,6 +96,14 @@ def test_a_stage_of_its_own_without_a_linear_layer_has_nothing_to_put_off(runs: 
     variants = "naive,interleaved,zbv"
     ran = runs(2, RUN_MODE="pp", LAB_MODEL=MODEL, LAB_VARIANT=variants, LAB_WIDTH="24", LAB_MICROBATCHES="4")
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
+
+
+@pytest.mark.parametrize("mode", ["dp", "precision"])
+def test_buffers_of_its_own_are_held_beside_the_weights(runs: Runs, file: str, mode: str) -> None:
+    ran = runs(2, RUN_MODE=mode, LAB_MODEL=f"{file}:masked", LAB_VARIANT="flat" if mode == "dp" else "bf16")
+    assert ran.judged["verdict"] == "pass", failed(ran.judged)
+    (rest,) = (each for each in ran.judged["comparisons"] if each["name"] == "rest bytes")
+    assert rest["formula"].endswith(" + buffers")
 
 
 def test_a_step_with_a_loss_of_its_own_trains_the_labs_model_too(runs: Runs) -> None:
