@@ -1,4 +1,4 @@
-"""Linear layers of any model replaced by a rank's part of them, with f before and g after, and by DTensor's.
+"""Layers of any model replaced by a rank's part of them, with f before and g after, and by DTensor's.
 
 f stands before a tensor and not before a layer: whatever number of layers takes the same one, as q, k and v do, it is
 entered once, and its gradient is summed once. DTensor enters it for each.
@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from workers.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear
+from workers.parallel.vocabulary import VocabularyParallelEmbedding
 
 
 class Cut(NamedTuple):
-    """How one linear layer is cut."""
+    """How one layer is cut."""
 
     by_outputs: bool
-    sizes: tuple[int, ...]  # features of each rank
+    sizes: tuple[int, ...]  # features of each rank, or an embedding's rows
+    embeds: bool = False
 
 
 class Alone:
@@ -58,9 +60,13 @@ def cut(
     entered = Entered(region)
     for name, each in cuts.items():
         dense = model.get_submodule(name)
+        if isinstance(dense, nn.Embedding):
+            part: nn.Module = VocabularyParallelEmbedding(dense, each.sizes, rank, region)
+            model.set_submodule(name, part)
+            continue
         assert isinstance(dense, nn.Linear)
         if each.by_outputs:
-            part: nn.Module = ColumnParallelLinear(dense, each.sizes, rank)
+            part = ColumnParallelLinear(dense, each.sizes, rank)
             part.register_forward_pre_hook(entered)
         else:
             part = row(dense, each.sizes, rank, region)
@@ -70,6 +76,12 @@ def cut(
 
 def styles(cuts: dict[str, Cut]) -> dict[str, Any]:
     """The same as DTensor's plan."""
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    return {name: ColwiseParallel() if each.by_outputs else RowwiseParallel() for name, each in cuts.items()}
+    def style(each: Cut) -> Any:
+        if each.embeds:
+            return RowwiseParallel(input_layouts=Replicate())
+        return ColwiseParallel() if each.by_outputs else RowwiseParallel()
+
+    return {name: style(each) for name, each in cuts.items()}

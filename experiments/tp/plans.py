@@ -1,10 +1,12 @@
-"""How a model of one's own is cut: the `plan` beside it names its linear layers, and each one's way.
+"""How a model of one's own is cut: the `plan` beside it names its linear layers and embeddings, and each one's way.
 
     plan = {"layers.*.up": "column", "layers.*.down": "row"}
 
 "column" gives each rank some of a layer's outputs, "row" some of the next one's inputs, which are those outputs
 (Shoeybi et al. 2019, section 3). Features that must stay together, as a head's do, are given with it: ("column", 8).
-Names are the file's own, and a `*` stands for any part of one.
+An embedding is cut by "row", some of its vocabulary on each rank. Names are the file's own, and a `*` stands for any
+part of one. A plan of PyTorch's parallelize_module says the same by its styles, ColwiseParallel() and
+RowwiseParallel().
 """
 
 from fnmatch import fnmatchcase
@@ -14,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from experiments.tp.cuts import Alone, Cut, cut
-from experiments.tp.layers import linears
+from experiments.tp.layers import cuttable
 from workers.config import Config
 from workers.parallel.slices import shares
 from workers.workload import own
 from workers.workload.model import build_model
 
 COLUMN, ROW = "column", "row"
+STYLES = {"ColwiseParallel": COLUMN, "RowwiseParallel": ROW}  # torch's, with the layouts that they have by default
 ALLOWED = "allowed: 'column', 'row', or with the features that stay together ('column', 8)"
 EXAMPLE = "plan = {'layers.*.up': 'column', 'layers.*.down': 'row'}"
 
@@ -31,6 +34,7 @@ class Planned(NamedTuple):
     way: str
     features: int  # that are shared out
     unit: int  # of them, that stay together
+    embeds: bool = False
 
     @property
     def units(self) -> int:
@@ -40,7 +44,7 @@ class Planned(NamedTuple):
     @property
     def what(self) -> str:
         """What is shared out, in words."""
-        features = "outputs" if self.way == COLUMN else "inputs"
+        features = "outputs" if self.way == COLUMN else "rows" if self.embeds else "inputs"
         return features if self.unit == 1 else f"parts of {self.unit} {features}"
 
 
@@ -53,17 +57,27 @@ def planned(config: Config) -> dict[str, Planned]:
     """The layers that the plan names, by their name in the model that is trained; a later line of it counts."""
     found = {}
     for pattern, value in plan_of(config).items():
-        way, unit = value if isinstance(value, tuple) else (value, 1)
-        for name, layer in linears(config).items():
+        way, unit = as_words(value)
+        for name, layer in cuttable(config).items():
             if fnmatchcase(name, pattern):
-                found[layer.ours] = Planned(way, layer.outputs if way == COLUMN else layer.inputs, unit)
+                features = layer.outputs if way == COLUMN else layer.inputs
+                found[layer.ours] = Planned(way, features, unit, layer.embeds)
     return found
+
+
+def as_words(value: Any) -> tuple[Any, Any]:
+    """The way and the unit of a line of the plan; of a style of torch's the word for it."""
+    way, unit = value if isinstance(value, tuple) and len(value) == 2 else (value, 1)
+    kind = type(way)
+    if kind.__module__.startswith("torch.distributed.tensor.parallel") and kind.__name__ in STYLES:
+        way = STYLES[kind.__name__] if vars(way) == vars(kind()) else f"{kind.__name__} of layouts of its own"
+    return way, unit
 
 
 def cuts_of(config: Config, num_ranks: int) -> dict[str, Cut]:
     """How each of them is cut over so many ranks."""
     return {
-        name: Cut(each.way == COLUMN, shares(each.units, num_ranks, each.unit))
+        name: Cut(each.way == COLUMN, shares(each.units, num_ranks, each.unit), each.embeds)
         for name, each in planned(config).items()
     }
 
@@ -79,31 +93,41 @@ def faults(config: Config) -> list[str]:
     if not isinstance(plan, dict) or not plan:
         return [f"{named}: its plan is {plan!r}, allowed: linear layers and how each is cut, {EXAMPLE}"]
     found = [
-        fault for pattern, value in plan.items() for fault in (*misnamed(config, pattern), *misput(pattern, value))
+        fault
+        for pattern, value in plan.items()
+        for fault in (*misnamed(config, pattern), *(misput(pattern, value) or miscut(config, pattern, value)))
     ]
     return [f"{named}: {fault}" for fault in found or misfits(config)]
 
 
 def misnamed(config: Config, pattern: str) -> list[str]:
-    """A sentence where a line of the plan names no linear layer."""
-    known = list(linears(config))
+    """A sentence where a line of the plan names nothing that can be cut."""
+    known = list(cuttable(config))
     if any(fnmatchcase(name, str(pattern)) for name in known):
         return []
     shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
-    return [f"plan[{pattern!r}] is none of the linear layers that it calls, allowed: {shown or 'it has none'}"]
+    return [f"plan[{pattern!r}] is none of the linear layers and embeddings that it calls, allowed: {shown or 'none'}"]
 
 
 def misput(pattern: str, value: Any) -> list[str]:
     """A sentence where a line of the plan says no way to cut."""
-    way, unit = value if isinstance(value, tuple) and len(value) == 2 else (value, 1)
+    way, unit = as_words(value)
     right = way in (COLUMN, ROW) and isinstance(unit, int) and unit > 0
-    return [] if right else [f"plan[{pattern!r}] is {value!r}, {ALLOWED}"]
+    return [] if right else [f"plan[{pattern!r}] is {(way if unit == 1 else value)!r}, {ALLOWED}"]
+
+
+def miscut(config: Config, pattern: str, value: Any) -> list[str]:
+    """A sentence where an embedding is cut by its outputs, which nothing would put together."""
+    embeds = [name for name, each in cuttable(config).items() if each.embeds and fnmatchcase(name, pattern)]
+    if as_words(value)[0] != COLUMN or not embeds:
+        return []
+    return [f"plan[{pattern!r}] cuts {embeds[0]}, an embedding, by its outputs, allowed: 'row', its vocabulary"]
 
 
 def misfits(config: Config) -> list[str]:
     """Sentences where what is to be cut cannot be cut in so many parts."""
     found = []
-    for name, layer in linears(config).items():
+    for name, layer in cuttable(config).items():
         each = planned(config).get(layer.ours)
         if each is None:
             continue

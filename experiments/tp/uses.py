@@ -12,7 +12,7 @@ import torch
 
 from experiments.tp.cuts import Cut
 from experiments.tp.layers import linears, uses
-from experiments.tp.plans import cuts_of, plan_of
+from experiments.tp.plans import as_words, cuts_of, plan_of
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes
@@ -138,7 +138,7 @@ def holds(config: Config, rank: int) -> str:
     """What a rank has of each line of the plan, for its own log."""
     parts = []
     for pattern, value in plan_of(config).items():
-        parts.append(f"{pattern} by {value[0] if isinstance(value, tuple) else value}")
+        parts.append(f"{pattern} by {as_words(value)[0]}")
     kept = sum(each.sizes[rank] for each in cuts_of(config, config.world_size).values())
     whole = sum(sum(each.sizes) for each in cuts_of(config, config.world_size).values())
     return f"holds      {kept} of {whole} features of {', '.join(parts)}"

@@ -9,7 +9,7 @@ from experiments.tp import MODE
 from experiments.tp.between import off
 from experiments.tp.order import drawn
 from experiments.tp.refusals import cannot, refuse
-from experiments.tp.uses import priced, sent
+from experiments.tp.uses import priced, rest, sent
 from tests.labs import Runs, failed
 from workers.config import Config
 
@@ -72,6 +72,14 @@ plan = {'1.up': 'column', '1.down': 'row'}
 """
 
 
+TORCHS = """
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+plan = {"1.up": ColwiseParallel(), "1.down": RowwiseParallel(), "0": "row"}
+"""
+
+
 def file(folder: Path, plan: str, name: str = "net") -> str:
     """LAB_MODEL of a file with this plan."""
     path = folder / f"planned_{abs(hash(plan))}.py"
@@ -117,6 +125,19 @@ def test_whole_heads_are_right_between_the_slices(tmp_path: Path) -> None:
     assert max(found.values()) < 1e-12
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_embedding_by_rows_and_a_plan_in_torchs_words_are_one_process(
+    runs: Runs, tmp_path: Path, world_size: int
+) -> None:
+    judged = ran(runs, world_size, file(tmp_path, TORCHS))
+    assert judged["verdict"] == "pass", failed(judged)
+    assert {each["name"] for each in judged["variants"]} >= {"naive", "megatron"}
+    config = config_of(file(tmp_path, TORCHS))
+    without = config_of(file(tmp_path, TORCHS.replace(', "0": "row"', "")))
+    assert rest("megatron", without, 0) - rest("megatron", config, 0) == 2 * 4 * 128 * 9  # half of the vocabulary
+    assert sent("megatron", config, 4)[0] == ("all_reduce", 4 * 8 * 9, False, 0)
+
+
 def test_each_rank_keeps_its_parts_and_what_is_whole(runs: Runs, tmp_path: Path) -> None:
     judged = ran(runs, 3, file(tmp_path, HEADS), LAB_OPTIMIZER="adamw", LAB_VARIANT="naive,megatron")
     assert judged["verdict"] == "pass", failed(judged)
@@ -160,13 +181,15 @@ def test_a_layer_that_takes_the_data_sends_nothing_backward(tmp_path: Path) -> N
 @pytest.mark.parametrize(("plan", "words"), [
     ("", "has no plan beside it, and tp cannot know how to cut it"),
     ("plan = ['up']\n", r"its plan is ['up'], allowed: linear layers and how each is cut"),
-    ("plan = {'1.top': 'column'}\n", "plan['1.top'] is none of the linear layers that it calls, allowed: 1.q, 1.k, 1.v, 1.o, 1.up"),
+    ("plan = {'1.top': 'column'}\n", "plan['1.top'] is none of the linear layers and embeddings that it calls, allowed: 0, 1.q, 1.k, 1.v, 1.o, 1.up"),
     ("plan = {'1.up': 'rows'}\n", "plan['1.up'] is 'rows', allowed: 'column', 'row'"),
     ("plan = {'1.q': ('column', 5)}\n", "1.q has 24 features, which make no whole parts of 5 outputs"),
     ("plan = {'1.q': ('column', 24)}\n", "1.q has 1 parts of 24 outputs, which cannot be split over WORLD_SIZE=2"),
     ("plan = {'1.up': 'column'}\n", "cut by its plan for rank 0 of 2 it does not run ("),
     ("plan = {'2': 'column'}\n", "it gives (2, 8, 128), not (2, 8, 256)"),
-    ("plan = {'1.scale': 'row'}\n", "plan['1.scale'] is none of the linear layers that it calls, allowed: 1.q, 1.k"),
+    ("plan = {'1.scale': 'row'}\n", "plan['1.scale'] is none of the linear layers and embeddings that it calls, allowed: 0, 1.q, 1.k"),
+    ("plan = {'0': 'column'}\n", "plan['0'] cuts 0, an embedding, by its outputs, allowed: 'row', its vocabulary"),
+    (TORCHS.replace("()", "(output_layouts=Replicate())"), "plan['1.up'] is 'ColwiseParallel of layouts of its own', allowed: 'column'"),
 ])  # fmt: skip
 def test_a_plan_that_cuts_nothing_right_is_refused_in_a_sentence(tmp_path: Path, plan: str, words: str) -> None:
     (said,) = refuse(config_of(file(tmp_path, plan)))
