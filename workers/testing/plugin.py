@@ -142,7 +142,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     for number, text in outcome.printed.items():
         if text:
             pyfuncitem.add_report_section("call", f"output of rank {number}", text)
-    if outcome.late or outcome.findings or any(each.outcome == "failed" for each in outcome.ended.values()):
+    if outcome.is_bad:
         pytest.fail(words(outcome), pytrace=False)
     skipped = [each.text for each in outcome.ended.values() if each.outcome == "skipped"]
     if skipped:

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
@@ -111,8 +111,15 @@ class Outcome:
     ended: dict[int, Ended]
     findings: list[Finding]
     printed: dict[int, str]
+    lost: Mapping[int, str]  # ranks whose process was killed, and how
     late: str = ""  # why it was ended, where that is no finding
     rows: list[tuple[str, str]] = field(default_factory=list)  # where each rank was then
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the test has failed, and its ranks are of no more use."""
+        failed = any(each.outcome == "failed" for each in self.ended.values())
+        return bool(self.late or self.findings or self.lost) or failed
 
 
 class Pool:
@@ -143,7 +150,7 @@ class Pool:
         for rank, task in zip(self._ranks, tasks, strict=False):
             rank.begin(task)
         outcome = Watching(self._ranks[: len(tasks)], tasks[0].timeout_s).until_the_end()
-        if outcome.late or outcome.findings or any(each.outcome == "failed" for each in outcome.ended.values()):
+        if outcome.is_bad:
             self.kill()
         return outcome
 
@@ -225,7 +232,7 @@ class Watching:
         rows = [(f"rank {case.rank}", where(case.frames())) for case in self._doctor.cases if not case.over]
         printed = {number: rank.printed() for number, rank in enumerate(self._ranks)}
         kept = [each for each in self._doctor.findings if each.check in (MATCH, HANG, END)]
-        return Outcome(self._ended, kept, printed, late, rows if late else [])
+        return Outcome(self._ended, kept, printed, self._doctor.lost, late, rows if late else [])
 
 
 def where(frames: Sequence[Any]) -> str:
@@ -236,7 +243,8 @@ def where(frames: Sequence[Any]) -> str:
 
 def words(outcome: Outcome) -> str:
     """A failed test: the doctor's sentences, where each rank was, and the traceback of who failed itself."""
-    said = [finding.sentence for finding in outcome.findings]
+    said = [f"rank {rank} {how}" for rank, how in outcome.lost.items()]  # what others raised came of it
+    said += [finding.sentence for finding in outcome.findings]
     if outcome.late:
         said.append(outcome.late)
     if not said:
@@ -248,7 +256,7 @@ def words(outcome: Outcome) -> str:
     blamed = {rank for finding in outcome.findings if finding.check == END for rank in finding.ranks}
     texts: dict[str, list[int]] = {}
     for rank, each in sorted(outcome.ended.items()):
-        if each.outcome == "failed" and (rank in blamed or not outcome.findings):
+        if each.outcome == "failed" and (rank in blamed or not (outcome.findings or outcome.lost)):
             texts.setdefault(each.text, []).append(rank)
     for text, ranks in texts.items():
         said += ["", f"on {name_ranks(ranks)}:", text]

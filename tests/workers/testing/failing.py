@@ -1,6 +1,7 @@
 """Tests that fail on purpose, each in another way, and some beside them; test_plugin.py runs this file by pytest."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -43,6 +44,13 @@ def test_never_comes(rank):
 def test_leaves(rank):
     if rank == 2:
         os._exit(7)
+    dist.barrier()
+
+
+@ranklab.ranks(2)
+def test_killed(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 

@@ -50,6 +50,7 @@ def test_an_assert_is_shown_as_pytest_does_with_what_each_rank_printed(said: str
         ("test_deadlock", f"rank 1 calls barrier at {line_of(FAILING, 'b').replace('failing', 'tests/workers/testing/failing')}"),
         ("test_never_comes", "rank 0 waits in recv #0 from rank 1"),
         ("test_leaves", "rank 2 left by os._exit(7)"),
+        ("test_killed", "rank 1 was killed by SIGKILL"),
         ("test_garbage", "another shape"),
         ("test_slow", "not done after 1 s"),
         ("test_cannot_travel", "the argument 'capsys' cannot travel to a rank"),
@@ -63,7 +64,7 @@ def test_each_way_to_fail_has_its_sentence(said: str, name: str, words: str) -> 
 def test_what_comes_after_a_failure_runs_on_new_ranks_and_nothing_is_left(said: str) -> None:
     assert re.search(r"test_after_it\[2 ranks\] PASSED", said)
     assert re.search(r"test_is_skipped\[2 ranks\] SKIPPED", said)
-    assert "9 failed, 1 passed, 1 skipped" in said
+    assert "10 failed, 1 passed, 1 skipped" in said
 
 
 def test_it_runs_under_xdist_and_by_name() -> None:
