@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from workers.config import Config
 from workers.contract import Counted, Instead, Mistake, Mode
 from workers.lab import Lab
 from workers.measure.calls import CalledOp
@@ -19,6 +20,7 @@ def lab_alone(**mistakes: str) -> Lab:
     """A Lab that only writes down; the mode has a mistake for each check that is named."""
     lab: Any = Lab.__new__(Lab)
     lab.journal, lab.world_size, lab.rank = Journal(), 2, 0
+    lab.config = Config.read({"LAB_MODEL": "line"})
     lab.mode = Mode(mistakes={name: Mistake("", check, Instead()) for name, check in mistakes.items()})
     lab.finished = lambda section: None
     return lab  # type: ignore[no-any-return]
