@@ -4,6 +4,7 @@
                                               neighbours
     mesh["tp"]                                the group of this rank's three
     mesh.size("pp"), mesh.index("pp")         1 and 0: an axis that is not there is one rank long
+    mesh.across("dp", "cp")                   the group of those that differ along dp, along cp or along both
 
 Today's strategies take one axis, of which `mesh.group` is the group; those that stack take what they need by name. The
 grid is that of Megatron-LM (Narayanan et al. 2021, section 3) and of DeviceMesh. Nothing here is global: whoever builds
@@ -21,9 +22,12 @@ import torch.distributed as dist
 class Mesh:
     """This rank's groups by axis, in the order of the grid."""
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None = None, timeout_s: float = 300.0
+    ) -> None:
         self.groups = dict(groups)
-        self._world = world
+        self._world, self._timeout_s = world, timeout_s
+        self._across: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     @classmethod
     def grid(cls, sizes: Mapping[str, int], world: dist.ProcessGroup, timeout_s: float = 300.0) -> "Mesh":
@@ -35,18 +39,29 @@ class Mesh:
                 f"a mesh of {product} takes {math.prod(sizes.values())} ranks, and there are {world.size()}"
             )
         if len(sizes) == 1:
-            return cls(dict.fromkeys(sizes, world), world)
+            return cls(dict.fromkeys(sizes, world), world, timeout_s)
         ranks = torch.tensor(dist.get_process_group_ranks(world)).view(*sizes.values())
-        me = dist.get_global_rank(world, world.rank())
         groups = {}
         for dim, axis in enumerate(sizes):
-            rows = ranks.movedim(dim, -1).reshape(-1, sizes[axis]).tolist()
-            # Every rank makes every row's group, in the same order: torch counts them to give each its name.
-            made = [dist.new_group(row, timedelta(seconds=timeout_s), group_desc=f"mesh_{axis}") for row in rows]
-            own = next(group for row, group in zip(rows, made, strict=True) if me in row)
-            assert isinstance(own, dist.ProcessGroup)
-            groups[axis] = own
-        return cls(groups, world)
+            rows = ranks.movedim(dim, -1).reshape(-1, sizes[axis])
+            groups[axis] = group_of_row(rows.tolist(), world, timeout_s, axis)
+        return cls(groups, world, timeout_s)
+
+    def across(self, *axes: str) -> dist.ProcessGroup:
+        """The group of the ranks that differ along these axes alone, in the order of the grid. Where more than one of
+        them is longer than one rank it is made the first time, by a collective of all ranks."""
+        long = tuple(axis for axis in self.groups if axis in axes and self.size(axis) > 1)
+        if len(long) < 2:
+            return self.groups[(*long, *axes)[0]]
+        if long not in self._across:
+            grid = torch.tensor(dist.get_process_group_ranks(self.world)).view(
+                [self.size(axis) for axis in self.groups]
+            )
+            dims = [list(self.groups).index(axis) for axis in long]
+            rows = grid.movedim(dims, list(range(-len(dims), 0))).reshape(-1, math.prod(map(self.size, long)))
+            name = "_".join(axis for axis in axes if axis in long)
+            self._across[long] = group_of_row(rows.tolist(), self.world, self._timeout_s, name)
+        return self._across[long]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -71,3 +86,13 @@ class Mesh:
     def index(self, axis: str) -> int:
         """This rank's place along `axis`."""
         return self.groups[axis].rank() if axis in self.groups else 0
+
+
+def group_of_row(rows: list[list[int]], world: dist.ProcessGroup, timeout_s: float, name: str) -> dist.ProcessGroup:
+    """The group of this rank's row. Every rank makes every row's group, in the same order: torch counts them to give
+    each its name."""
+    me = dist.get_global_rank(world, world.rank())
+    made = [dist.new_group(row, timedelta(seconds=timeout_s), group_desc=f"mesh_{name}") for row in rows]
+    own = next(group for row, group in zip(rows, made, strict=True) if me in row)
+    assert isinstance(own, dist.ProcessGroup)
+    return own

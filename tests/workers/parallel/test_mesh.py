@@ -46,6 +46,26 @@ def test_a_mesh_of_one_axis_is_the_group_itself(ranks: Ranks) -> None:
     assert ranks(3, one_axis, {"dp": 3}) == [(True, 1, 0)] * 3
 
 
+def together(group: dist.ProcessGroup, sizes: dict[str, int], axes: tuple[str, ...]) -> tuple[str, list[int], bool]:
+    """The group over several axes: its description, its ranks, and whether it is made once."""
+    mesh = Mesh.grid(sizes, group)
+    made = mesh.across(*axes)
+    return made.group_desc, dist.get_process_group_ranks(made), mesh.across(*axes) is made
+
+
+def test_a_group_over_two_axes_has_those_that_differ_along_either(ranks: Ranks) -> None:
+    found = ranks(8, together, {"cp": 2, "tp": 2, "dp": 2}, ("dp", "cp"))
+    assert [of_rank[1] for of_rank in found] == [[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]] * 2
+    assert {(description, once) for description, _, once in found} == {("mesh_dp_cp", True)}
+
+
+def test_a_group_over_axes_of_which_one_is_long_is_that_axis(ranks: Ranks) -> None:
+    found = ranks(4, together, {"tp": 2, "cp": 2, "dp": 1}, ("dp", "cp"))
+    assert [(description, members) for description, members, _ in found] == [
+        ("mesh_cp", [0, 1]), ("mesh_cp", [0, 1]), ("mesh_cp", [2, 3]), ("mesh_cp", [2, 3])
+    ]  # fmt: skip
+
+
 def refused(group: dist.ProcessGroup, sizes: dict[str, int], axis: str) -> str:
     """The sentence with which a mesh is refused, or its only group."""
     try:
