@@ -26,6 +26,7 @@ SIZES = {
     "tied_too_early": {"LAB_MESH": "pp2", "LAB_TIE": "1"},
     "wrong_group": {"LAB_MESH": "tp2"},
     "rows_not_summed": {"LAB_MESH": "tp2"},
+    "scaled_by_cp": {"LAB_MESH": "cp2"},
 }
 # In seconds: an mlp takes a quarter of a gpt's time, and tp alone asks what a layer is; largebatch compares curves.
 SMALL = {

@@ -7,12 +7,14 @@ group, too early or twice; a norm in which an element counts t times or not at a
 
   predicted   along each axis what it sends alone, of what is left for it: over dp 2(d-1)/d of a rank's own weights,
               P/(t·p) of them; over tp 2(t-1)/t x b·s·h a sum of its own layers, for its own samples; over pp b·s·h at
-              an end, b·s·h/t with sequence parallelism (Narayanan et al. 2021, "Megatron-LM", section 3.2). At rest
-              P/(t·p) of everything, and what ZeRO leaves of that
-  shapes      inputs [B/d, S] in m microbatches; between stages [b, S, D], or rows [b, S/t, D]; weights of a rank
-              [D/t, D] of L/p layers
+              an end, b·s·h/t with sequence parallelism (Narayanan et al. 2021, "Megatron-LM", section 3.2); over cp
+              3(c-1)/c of K and V of its own heads and samples a layer. Of s positions a rank has s/c, and gradients
+              are summed over dp and cp together. At rest P/(t·p) of everything, and what ZeRO leaves of that
+  shapes      inputs [B/d, S/c] in m microbatches; between stages [b, S/c, D], or rows [b, S/(c·t), D]; weights of a
+              rank [D/t, D] of L/p layers
 
 LAB_MESH names the axes from the outermost to the innermost, as pp2,dp2,tp2; tp sends most, so its ranks are neighbours.
+With a cp samples are folded over its ranks, and keys and values go round (zigzag of RUN_MODE=cp).
 
   naive            all forwards, then all backwards, and at last a gradient at a time over the replicas
   gpipe            buckets, launched inside the last backward pass of the pipeline
@@ -22,6 +24,7 @@ LAB_MESH names the axes from the outermost to the innermost, as pp2,dp2,tp2; tp 
   zero1            sequence, and each replica keeps and steps its part of the optimizer's state
   zero2            and of the gradients, summed in each backward pass of the pipeline
   zero3            and of the weights, gathered for each pass of each microbatch: a pipeline makes many
+  ulysses          1f1b, whose ranks along cp swap positions for heads around attention
   dtensor_fsdp2    PyTorch's own on two axes: parallelize_module, and fully_shard over its DTensors
   pipelining_fsdp2 PyTorch's own on the other two: torch.distributed.pipelining over fully_shard
 
@@ -48,6 +51,8 @@ from workers.lab import Lab
 from workers.measure.formulas import Prediction
 from workers.parallel import schedules
 from workers.parallel.mesh import Mesh
+from workers.parallel.positions import contiguous
+from workers.parallel.ulysses import UlyssesAttention
 from workers.passes.measure import measure
 from workers.passes.paper import draw_on_paper
 from workers.workload.model import Model
@@ -119,6 +124,12 @@ def zero3(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     return stack(model, mesh, config, piped("1f1b", mesh, config), rows=model.name == "gpt", zero=3, **parts)
 
 
+def ulysses(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """Heads for positions, and back."""
+    schedule = piped("1f1b", mesh, config)
+    return stack(model, mesh, config, schedule, cut=contiguous, attention=UlyssesAttention, **parts)
+
+
 def piped(name: str, mesh: Mesh, config: Config) -> schedules.Schedule:
     """Who works on which microbatch when, along pp."""
     return scheduled(name, mesh.size("pp"), config)
@@ -183,6 +194,7 @@ MODE = Mode(
         Variant("zero1", zero1),
         Variant("zero2", zero2),
         Variant("zero3", zero3),
+        Variant("ulysses", ulysses),
         Variant("dtensor_fsdp2", dtensor_fsdp2, by_torch=True),
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
     ),

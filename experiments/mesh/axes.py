@@ -1,12 +1,14 @@
 """What a run of a mesh is held to beside its sums: bytes along each axis, microbatches in flight, and when the buckets
 of a pipeline are launched.
 
-A rank's peers along an axis are those that differ along it alone, and every group is of one axis: so whom bytes went to
-says which axis they belong to, on the wire as in the calls.
+A rank's peers along an axis are those that differ along it alone: so whom bytes went to says which axis they belong to,
+on the wire as in the calls. Where gradients are summed over dp and cp together, one group has peers of either axis:
+its calls are its own, and on the wire both axes are held as one.
 """
 
 from collections.abc import Mapping
 
+from experiments.mesh.costs import Cost, total
 from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.sent import FORMULAS, by_axis
 from workers.contract import Measured, Strategy
@@ -33,21 +35,31 @@ def tell(lab: Lab, sizes: Mapping[str, int], chunks: int) -> None:
 
 def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
     """Called bytes of each axis exactly, those on the wire within 1 % and gloo's frames."""
-    traffic = measured.traffic
-    for axis, cost in by_axis(rank).items():
+    traffic, control = measured.traffic, f"{TESTS}test_bytes_along_a_wrong_axis_fail"
+    costs = by_axis(rank)
+    for axis, cost in costs.items():
         called = sum(op.called_bytes for op in traffic.called if op.axis == axis)
-        control = f"{TESTS}test_bytes_along_a_wrong_axis_fail"
         lab.compare(
             f"called bytes over {axis}", round(cost.nbytes, 3), round(called, 3), "B", 0.0, name, FORMULAS[axis],
             control=control,
         )  # fmt: skip
-        if traffic.wire_error is None:
-            peers = [peer for peer in traffic.wire if apart(lab.rank, peer, rank.sizes) == {axis}]
-            sent = sum(traffic.wire[peer].sent for peer in peers)
-            lab.compare(
-                f"wire bytes over {axis}", cost.nbytes, sent, "B", wire_tolerance(cost.nbytes, cost.messages), name,
-                FORMULAS[axis], control=control,
-            )  # fmt: skip
+    for axis, cost in on_the_wire(costs).items() if traffic.wire_error is None else ():
+        along = set(axis.split("_"))
+        peers = [peer for peer in traffic.wire if apart(lab.rank, peer, rank.sizes) <= along]
+        sent = sum(traffic.wire[peer].sent for peer in peers)
+        lab.compare(
+            f"wire bytes over {axis}", cost.nbytes, sent, "B", wire_tolerance(cost.nbytes, cost.messages), name,
+            FORMULAS[axis], control=control,
+        )  # fmt: skip
+
+
+def on_the_wire(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+    """What goes to the peers along each axis; of a group over two axes with all that goes along either."""
+    within = {axis: group for group in costs for axis in group.split("_") if "_" in group}
+    found: dict[str, list[Cost]] = {}
+    for axis, cost in costs.items():
+        found.setdefault(within.get(axis, axis), []).append(cost)
+    return {axis: total(parts) for axis, parts in found.items()}
 
 
 def apart(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
@@ -72,7 +84,7 @@ def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
 def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
     """Buckets are launched inside a backward pass, as soon as their gradients are there: of `naive` none, of ZeRO
     nothing is in buckets."""
-    if HOW[name].zero or lab.mesh.size("dp") == 1:
+    if HOW[name].zero or lab.mesh.size("dp") == lab.mesh.size("cp") == 1:
         return
     sums = launches(measured.order)
     inside = [place for place in sums if within_backward(measured.order, place)]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from workers.config import Config
+from workers.parallel.positions import contiguous, zigzag
 from workers.parallel.slices import shares
 from workers.strategies.pipelined import runs_of
 from workers.workload.data import shard_sizes
@@ -20,6 +21,7 @@ BY_HEADS = ("attention.q.weight", "attention.q.bias", "attention.k.weight", "att
             "attention.v.bias", "attention.o.weight")  # fmt: skip
 BY_UNITS = ("mlp.up.weight", "mlp.up.bias", "mlp.down.weight")
 BY_VOCABULARY = ("token.weight", "project.weight")
+REPLICATED = ("dp", "cp")  # the axes along which all ranks hold the same
 
 
 class How(NamedTuple):
@@ -29,6 +31,7 @@ class How(NamedTuple):
     rows: bool = False  # sequence parallelism, where there is a text and a tp
     zero: int = 0
     one_by_one: bool = False  # gradients, not in buckets
+    swaps: bool = False  # positions for heads along cp (Ulysses), where others send keys round
 
 
 HOW = {
@@ -40,6 +43,7 @@ HOW = {
     "zero1": How(rows=True, zero=1),
     "zero2": How(rows=True, zero=2),
     "zero3": How(rows=True, zero=3),
+    "ulysses": How(swaps=True),
 }
 
 
@@ -58,19 +62,39 @@ class Rank:
     def __init__(self, config: Config, sizes: Mapping[str, int], rank: int, how: How, chunks: int) -> None:
         self.config, self.sizes, self.how = config, sizes, how
         self.at = at(rank, sizes)
-        self.t, self.p, self.d = sizes["tp"], sizes["pp"], sizes["dp"]
+        self.t, self.p, self.d, self.c = sizes["tp"], sizes["pp"], sizes["dp"], sizes["cp"]
         self.chunks = chunks if how.schedule == "interleaved" else 1
         self.is_gpt = config.model == "gpt"
         self.rows = how.rows and self.is_gpt and self.t > 1
         self.itemsize: int = getattr(torch, config.dtype).itemsize
         self.microbatches = shard_sizes(shard_sizes(config.batch, self.d)[self.at["dp"]], config.num_microbatches)
-        self.seq = config.seq if self.is_gpt else 1
+        cut = (contiguous if how.swaps else zigzag)(config.seq if self.is_gpt else 1, self.c)
+        self.positions = cut.num_rows  # of each rank along cp
+        self.seq = self.positions[self.at["cp"]]
 
     @cached_property
     def stages(self) -> dict[int, list[int]]:
         """The layers of each of this rank's stages."""
         runs = runs_of(self.config.model, len(outline(self.config).layers), self.p * self.chunks)
         return {stage: list(runs[stage]) for stage in range(self.at["pp"], len(runs), self.p)}
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same of the model: with other samples, or with other positions of the same."""
+        return self.d * self.c
+
+    @property
+    def replica(self) -> int:
+        """This one's place among them, in the order of the grid."""
+        place = 0
+        for axis in (axis for axis in self.sizes if axis in REPLICATED):
+            place = place * self.sizes[axis] + self.at[axis]
+        return place
+
+    @property
+    def replicated(self) -> str:
+        """The axis, or both, along which they lie: the name of their group."""
+        return "_".join(axis for axis in REPLICATED if self.sizes[axis] > 1) or "dp"
 
     @property
     def num_blocks(self) -> int:
@@ -87,7 +111,7 @@ class Rank:
         return self.at["pp"] == self.p - 1
 
     def own_rows(self) -> int:
-        """Positions that this rank has of each sample between two slices."""
+        """Positions that this rank has of each sample between two slices, of those along cp."""
         return shares(self.seq, self.t)[self.at["tp"]] if self.rows else self.seq
 
     def units(self, stage: int) -> list[list[Local]]:

@@ -6,8 +6,8 @@ from itertools import cycle
 
 from workers.config import Config
 
-AXES = ("pp", "dp", "tp")  # as ranks are laid out by default: tp sends most, so its ranks are neighbours
-HANDED = ("dp", "tp", "pp")  # who gets the next factor of WORLD_SIZE where LAB_MESH is unset
+AXES = ("pp", "dp", "cp", "tp")  # as ranks are laid out by default: tp sends most, so its ranks are neighbours
+HANDED = ("dp", "tp", "pp")  # who gets the next factor of WORLD_SIZE where LAB_MESH is unset; cp takes a text
 
 
 def sizes_of(mesh: str, world_size: int) -> dict[str, int]:
@@ -41,7 +41,7 @@ def misfit(mesh: str, world_size: int) -> list[str]:
     names = [match[1] for match in found if match]
     if None in found or not set(names) <= set(AXES) or len(set(names)) < len(names):
         return [
-            f"LAB_MESH={mesh!r} is no mesh: allowed are dp, tp and pp, each once and with its ranks, as dp2,tp2,pp2"
+            f"LAB_MESH={mesh!r} is no mesh: allowed are dp, cp, tp and pp, each once and with its ranks, as dp2,tp2,pp2"
         ]
     product = math.prod(sizes_of(mesh, world_size).values())
     if product == world_size:

@@ -17,11 +17,13 @@ from workers.parallel.mesh import Mesh
 from workers.parallel.reducing import ReducingPipeline
 from workers.parallel.schedules import Action
 from workers.parallel.stages import sum_shared
+from workers.strategies.engines import Weigh
 from workers.strategies.stacked import Held, Stacked
 
 KEPT = ("1f1b", "zero1")  # whole and in shards
 OVERLAPPED = ("gpipe", "1f1b", "interleaved")
 BY_ROWS = ("sequence", "zero2")
+BY_POSITIONS = ("1f1b", "zero2", "ulysses")
 
 
 def clip_by_stage(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
@@ -56,6 +58,11 @@ class ArmedAround(ReducingPipeline):
         return True
 
 
+def times_cp(mesh: Mesh) -> Weigh:
+    """As if gradients were averaged over the positions, and not summed."""
+    return lambda share, *_: share * mesh.size("cp")
+
+
 def over_tp(mesh: Mesh) -> dist.ProcessGroup:
     """The ranks of a slice, in the place of the replicas."""
     return mesh["tp"]
@@ -69,6 +76,12 @@ def short(config: Config, *names: str) -> str:
     sizes = axes(config)
     missing = [name for name in names if sizes[name] == 1]
     return f"a mesh without {missing[0]}: give LAB_MESH a {missing[0]} of 2 or more" if missing else ""
+
+
+def unreplicated(config: Config) -> str:
+    """Where no two ranks hold the same."""
+    sizes = axes(config)
+    return "" if sizes["dp"] * sizes["cp"] > 1 else "a mesh without dp and cp: give LAB_MESH a dp of 2 or more"
 
 
 def untied(config: Config) -> str:
@@ -110,12 +123,19 @@ MISTAKES = {
         Instead(("gpipe", "1f1b"), {"group_of": over_tp}),
         Needs(unless=lambda config: short(config, "tp")),
     ),
+    "scaled_by_cp": Mistake(
+        "the loss is multiplied by the ranks along cp, and its gradients are summed over them all the same: c times too"
+        " large (Megatron-LM issue 906)",
+        "gradients",
+        Instead(BY_POSITIONS, {"weigh": times_cp}),
+        Needs(unless=lambda config: short(config, "cp")),
+    ),
     "armed_around": Mistake(
         "buckets are armed around the whole pipeline and launched by its first backward pass: the sums are of one"
         " microbatch (picotron pull request 5)",
         "gradients",
         Instead(OVERLAPPED, {"pipelined": ArmedAround}),
-        Needs(microbatches=2, unless=lambda config: short(config, "dp")),
+        Needs(microbatches=2, unless=unreplicated),
     ),
     "rows_not_summed": Mistake(
         "sequence parallelism leaves each rank its own rows' part of a norm's gradient, and nobody adds them up"
@@ -128,6 +148,6 @@ MISTAKES = {
         "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",
         "overlap",
         Instead(OVERLAPPED, {"overlap": False}),
-        Needs(proof=False, unless=lambda config: short(config, "dp")),
+        Needs(proof=False, unless=unreplicated),
     ),
 }

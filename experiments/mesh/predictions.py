@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
+from experiments.mesh.costs import total
 from experiments.mesh.held import HOW, Rank
 from experiments.mesh.rest import at_rest
-from experiments.mesh.sent import by_axis, total
+from experiments.mesh.sent import by_axis
 from workers.config import Config
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.pipelines import bubble
@@ -21,7 +22,7 @@ def predict(config: Config, sizes: Mapping[str, int], chunks: int, excluded: Map
         nbytes, calls, messages = (tuple(column) for column in zip(*costs, strict=True))
         most = int(max(calls))
         found += [
-            Prediction(name, "wire bytes", "B", "dp + tp + pp", nbytes, most, messages=messages),
+            Prediction(name, "wire bytes", "B", "of each axis", nbytes, most, messages=messages),
             Prediction(name, "calls", "calls", "of each axis", tuple(map(float, calls)), most),
             Prediction(name, "rest bytes", "B", f"P/(t·p), zero{how.zero}", tuple(map(at_rest, ranks)), 0),
             idle(name, config, ranks),

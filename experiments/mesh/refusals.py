@@ -7,6 +7,8 @@ from workers.workload.data import shard_sizes
 from workers.workload.model import VOCABULARY
 from workers.workload.own import is_own
 
+NO_POSITIONS = "PyTorch's context_parallel has no path on a CPU (RUN_MODE=cp says why): set cp1 in LAB_MESH"
+
 
 def refuse(config: Config, mesh: str) -> list[str]:
     """No grid of these ranks, a model that cannot be cut, too little of it for an axis; and what makes no batch."""
@@ -18,6 +20,8 @@ def refuse(config: Config, mesh: str) -> list[str]:
     if wrong:
         return wrong
     sizes = sizes_of(mesh, config.world_size)
+    if config.model != "gpt" and sizes["cp"] > 1:
+        return [f"LAB_MODEL={config.model} has no positions to share out over cp {sizes['cp']}: set LAB_MODEL=gpt"]
     return too_small(config, sizes) + untrainable(config, sizes["dp"])
 
 
@@ -30,6 +34,8 @@ def too_small(config: Config, sizes: dict[str, int]) -> list[str]:
         for name, count in counts.items()
         if count < sizes["tp"]
     ]
+    if config.seq < sizes["cp"]:
+        found.append(f"LAB_SEQ={config.seq} positions are fewer than cp {sizes['cp']} ranks: every rank needs one")
     if config.depth < sizes["pp"]:
         found.append(f"LAB_DEPTH={config.depth} layers are fewer than pp {sizes['pp']} stages: every stage needs one")
     return found
@@ -49,6 +55,8 @@ def cannot(config: Config, sizes: dict[str, int], chunks: int) -> dict[str, str]
         reasons["sequence"] = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
     elif sizes["tp"] == 1:
         reasons["sequence"] = "it cuts rows among the ranks of a slice: give LAB_MESH a tp of 2 or more"
+    if sizes["cp"] == 1:
+        reasons["ulysses"] = "every rank has all positions of its samples: give LAB_MESH a cp of 2 or more"
     return reasons | torchs_cannot(config, sizes)
 
 
@@ -67,6 +75,7 @@ def slices_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool
     alone = "DDP over DTensors fails (a gradient has no shape), so it is fully_shard that keeps the replicas"
     return [
         (sizes["pp"] > 1, "its plan knows no stages: set pp1 in LAB_MESH"),
+        (sizes["cp"] > 1, NO_POSITIONS),
         (1 in (t, sizes["dp"]), f"it stacks two axes, and {alone}: give LAB_MESH a dp and a tp of 2 or more"),
         (config.model != "gpt", "its loss over split scores is a text's: set LAB_MODEL=gpt"),
         (bool(uneven[0]), f"{uneven[0]} is not a multiple of tp {t}, and its plan splits evenly"),
@@ -82,6 +91,7 @@ def stages_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool
     given = f"LAB_BATCH={config.batch} on dp {replicas} deals {min(dealt)} to {max(dealt)} samples"
     return [
         (sizes["tp"] > 1, "its stages are layers that nothing has sliced: set tp1 in LAB_MESH"),
+        (sizes["cp"] > 1, NO_POSITIONS),
         (1 in (p, replicas), "it stacks two axes: give LAB_MESH a dp and a pp of 2 or more"),
         (config.tie and config.model == "gpt", "it sums no gradient of a weight that two stages share"),
         (config.clip is not None, "torch's clip_grad_norm_ knows no stages (torchtitan issue 596)"),

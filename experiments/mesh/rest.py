@@ -12,13 +12,13 @@ def at_rest(rank: Rank) -> float:
     held = 0.0
     for unit in [unit for stage in rank.stages for unit in rank.units(stage)]:
         numel, zero = sum(local.numel for local in unit), stage_of(rank, unit)
-        own, chunk = owned(rank, unit) if zero else numel, -(-numel // rank.d)
+        own, chunk = owned(rank, unit) if zero else numel, -(-numel // rank.replicas)
         tensors = adam * (1 if zero else len(unit))
         kept = rest_bytes(
             zero, numel, own, itemsize=rank.itemsize, moments=2 * adam, masters=masters, num_tensors=tensors
         )
         if zero:
-            padded = rest_bytes(zero, rank.d * chunk, chunk, itemsize=rank.itemsize, moments=0)
+            padded = rest_bytes(zero, rank.replicas * chunk, chunk, itemsize=rank.itemsize, moments=0)
             kept |= {"parameters": padded["parameters"]} | ({"gradients": padded["gradients"]} if zero == 1 else {})
         held += sum(kept.values())
     return held

@@ -2,48 +2,30 @@
 and of the batch."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
+from experiments.mesh.costs import Cost, summed, total
 from experiments.mesh.held import Local, Rank
-from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes, chunk_bytes, reduce_scatter_bytes
-from workers.measure.formulas.messages import gloo_all_reduce_messages
+from experiments.mesh.sent_by_slices import over_tp
+from workers.measure.formulas.context import ring_rows, ulysses_messages
 from workers.measure.formulas.pipelines import pipeline_ends
 from workers.measure.formulas.sharding import zero_bytes
 from workers.parallel.buckets import layout
+from workers.parallel.slices import shares
 
 NORM_BYTES = 8  # clipping sums one number along each axis
 FORMULAS = {
     "dp": "2(d-1)/d x P/(t·p), in ZeRO of chunks",
+    "cp": "3(c-1)/c x K and V a layer, in ulysses 4(c-1)/c²; and gradients as over dp",
+    "dp_cp": "2(dc-1)/dc x P/(t·p), in ZeRO of chunks",
     "tp": "2(t-1)/t x b·s·h a sum of its layers, and the loss",
     "pp": "b·s·h an end, with rows b·s·h/t, and what two stages share",
 }
 
 
-class Cost(NamedTuple):
-    """What a rank sends."""
-
-    nbytes: float = 0.0
-    calls: int = 0
-    messages: int = 0
-
-    def times(self, number: int) -> "Cost":
-        return Cost(number * self.nbytes, number * self.calls, number * self.messages)
-
-
-def total(costs: list[Cost]) -> Cost:
-    """All of them together."""
-    return Cost(*(sum(parts) for parts in zip(Cost(), *costs, strict=True)))
-
-
-def summed(ranks: int, nbytes: int) -> Cost:
-    """An all_reduce of gloo's."""
-    return Cost(all_reduce_bytes("gloo", ranks, nbytes), 1, gloo_all_reduce_messages(ranks, nbytes))
-
-
 # --- over the replicas ---
 
 
-def over_dp(rank: Rank) -> Cost:
+def over_replicas(rank: Rank) -> Cost:
     """Buckets of each stage, or what ZeRO moves of each unit."""
     costs = []
     for stage in rank.stages:
@@ -57,16 +39,17 @@ def in_buckets(rank: Rank, units: list[list[Local]]) -> Cost:
     ordered = sorted((local for unit in units for local in unit), key=lambda local: not local.shared)
     sizes = [local.numel * rank.itemsize for local in ordered]
     limit = 1.0 if rank.how.one_by_one else rank.config.bucket_mib * 2**20
-    return total([summed(rank.d, sum(sizes[index] for index in bucket)) for bucket in layout(sizes, limit)])
+    buckets = layout(sizes, limit)
+    return total([summed(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets])
 
 
 def in_shards(rank: Rank, unit: list[Local]) -> Cost:
     """Sums and gathers of chunks; a unit that two layers compute with stays gathered from the one to the other."""
-    zero, microbatches = stage_of(rank, unit), len(rank.microbatches)
+    zero, microbatches, replicas = stage_of(rank, unit), len(rank.microbatches), rank.replicas
     gathers = 1 if spans(rank, unit) else 2
-    chunk = -(-sum(local.numel for local in unit) // rank.d)
-    nbytes = zero_bytes(zero, rank.d, rank.d * chunk * rank.itemsize, microbatches, gathers)
-    moves = {1: 2, 2: microbatches + 1, 3: microbatches * (gathers + 1)}[zero] * (rank.d - 1)
+    chunk = -(-sum(local.numel for local in unit) // replicas)
+    nbytes = zero_bytes(zero, replicas, replicas * chunk * rank.itemsize, microbatches, gathers)
+    moves = {1: 2, 2: microbatches + 1, 3: microbatches * (gathers + 1)}[zero] * (replicas - 1)
     return Cost(nbytes, moves, moves)
 
 
@@ -80,70 +63,26 @@ def spans(rank: Rank, unit: list[Local]) -> bool:
     return rank.config.tie and rank.p == 1 and unit[0].name == "token.weight"
 
 
-# --- over the ranks of a slice ---
+# --- over the positions ---
 
 
-def over_tp(rank: Rank) -> Cost:
-    """Sums at the ends of slices, or gathers and scatters of rows; the loss; and what rows leave to be summed."""
-    costs = [rows_at_rest(rank)] if rank.rows else []
-    for samples in rank.microbatches:
-        costs.append(in_rows(rank, samples) if rank.rows else in_sums(rank, samples))
-        if rank.is_last and rank.is_gpt:
-            scores = samples * rank.seq * max(rank.itemsize, 4)  # maxima; then sums, and the targets' scores
-            costs += [summed(rank.t, scores), summed(rank.t, 2 * scores)]
-    return total(costs)
-
-
-def ends_of_slices(rank: Rank) -> int:
-    """Where activations or their gradients are summed: forward and backward of each slice, and a half at gpt's ends."""
-    slices = 2 if rank.is_gpt else 1
-    return 2 * slices * rank.num_blocks + (rank.is_first + rank.is_last) * rank.is_gpt
-
-
-def in_sums(rank: Rank, samples: int) -> Cost:
-    """All_reduces of b·s·h; a block that is computed again sums its attention again, and needs no more."""
-    again = rank.num_blocks if rank.config.recompute and rank.is_gpt else 0
-    nbytes = samples * rank.seq * rank.config.width * rank.itemsize
-    return summed(rank.t, nbytes).times(ends_of_slices(rank) + again)
-
-
-def in_rows(rank: Rank, samples: int) -> Cost:
-    """A gather and a scatter of rows in place of each; computed again, a block gathers for both slices and scatters
-    once, and the head gathers."""
-    row_bytes = samples * rank.config.width * rank.itemsize
-    both = ends_of_slices(rank)
-    again = rank.num_blocks if rank.config.recompute else 0
-    head = int(rank.is_last and rank.config.recompute)
-    return total(
-        [gathered(rank, row_bytes).times(both + 2 * again + head), scattered(rank, row_bytes).times(both + again)]
-    )
-
-
-def gathered(rank: Rank, row_bytes: int) -> Cost:
-    """An all_gather of the text's rows: equal chunks by the backend, in one call; others one to each rank."""
-    t, own = rank.t, rank.at["tp"]
-    nbytes = all_gather_bytes("direct", t, rank.seq * row_bytes, own, row_bytes)
-    if rank.seq % t == 0:
-        return Cost(nbytes, 1, 2 * (t - 1))
-    return Cost(nbytes, t - 1 if rank.own_rows() else 0, t - 1)
-
-
-def scattered(rank: Rank, row_bytes: int) -> Cost:
-    """A reduce_scatter of rows: to each other rank its own."""
-    t, own = rank.t, rank.at["tp"]
-    filled = sum(size > 0 for other, size in enumerate(chunk_bytes(t, rank.seq, 1)) if other != own)
-    return Cost(reduce_scatter_bytes("direct", t, rank.seq * row_bytes, own, row_bytes), filled, t - 1)
-
-
-def rows_at_rest(rank: Rank) -> Cost:
-    """Gradients of what every rank holds whole and used on its rows: of a stage in one sum, or of a unit of ZeRO."""
-    costs = []
-    for stage in rank.stages:
-        wholes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units(stage)]
-        times = len(rank.microbatches) if rank.how.zero > 1 else 1
-        sums = [nbytes for nbytes in wholes if nbytes] if rank.how.zero else [sum(wholes)]
-        costs += [summed(rank.t, nbytes).times(times) for nbytes in sums]
-    return total(costs)
+def over_cp(rank: Rank) -> Cost:
+    """Keys and values on their way round and their gradients behind them, or heads for positions and back; a block
+    that is computed again sends what it sent forward once more."""
+    head_bytes = rank.config.width // rank.config.heads * rank.itemsize
+    own = shares(rank.config.heads, rank.t)[rank.at["tp"]]
+    heads, again, place = shares(own, rank.c), rank.config.recompute, rank.at["cp"]
+    if rank.how.swaps:
+        sent, row_bytes = ulysses_messages(rank.positions, heads, place), head_bytes
+    else:
+        sent, row_bytes = ring_rows(rank.positions, place), 2 * own * head_bytes
+    forward = len(sent) // (2 if rank.how.swaps else 3)
+    sent += sent[:forward] * again
+    costs = [
+        Cost(samples * sum(sent) * row_bytes, sum(number > 0 for number in sent) * (samples > 0), len(sent))
+        for samples in rank.microbatches
+    ]
+    return total(costs).times(rank.num_blocks)
 
 
 # --- over the stages ---
@@ -164,18 +103,20 @@ def over_pp(rank: Rank) -> Cost:
 def owned(rank: Rank, unit: list[Local]) -> int:
     """Numbers of a unit that this rank steps."""
     numel = sum(local.numel for local in unit)
-    chunk = -(-numel // rank.d)
-    return max(0, min(chunk, numel - rank.at["dp"] * chunk))
+    chunk = -(-numel // rank.replicas)
+    return max(0, min(chunk, numel - rank.replica * chunk))
 
 
-OVER: Mapping[str, Callable[[Rank], Cost]] = {"dp": over_dp, "tp": over_tp, "pp": over_pp}
+OVER: Mapping[str, Callable[[Rank], Cost]] = {"cp": over_cp, "tp": over_tp, "pp": over_pp}
 
 
 def by_axis(rank: Rank) -> dict[str, Cost]:
-    """What a rank sends along each axis that is longer than one rank."""
-    norm = [] if rank.config.clip is None else [NORM_BYTES]
-    return {
-        axis: total([OVER[axis](rank), *(summed(ranks, nbytes) for nbytes in norm)])
-        for axis, ranks in rank.sizes.items()
-        if ranks > 1
-    }
+    """What a rank sends in each of its groups: along each axis that is longer than one rank, and over dp and cp
+    together where both are."""
+    long = {axis: ranks for axis, ranks in rank.sizes.items() if ranks > 1}
+    costs = {axis: [OVER[axis](rank)] if axis in OVER else [] for axis in long}
+    for axis, ranks in long.items():
+        costs[axis] += [] if rank.config.clip is None else [summed(ranks, NORM_BYTES)]
+    if rank.replicas > 1:
+        costs.setdefault(rank.replicated, []).append(over_replicas(rank))
+    return {axis: total(parts) for axis, parts in costs.items()}

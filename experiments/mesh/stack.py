@@ -1,4 +1,5 @@
-"""The whole order of composition: slices of all layers, stages of those, what each replica keeps of a stage, one step.
+"""The whole order of composition: positions of all samples, slices of all layers, stages of those, what each replica
+keeps of a stage, one step.
 
 Each line works on what the one before left, and none knows how: a pipeline cuts whatever layers there are, buckets and
 shards take whatever parameters a stage has.
@@ -12,42 +13,60 @@ from torch import Tensor, nn
 
 from workers.config import Config
 from workers.contract import Strategy
+from workers.parallel.context_ring import RingAttention
 from workers.parallel.mesh import Mesh
+from workers.parallel.positions import Positions, zigzag
 from workers.parallel.reducing import ReducingPipeline
 from workers.parallel.schedules import Schedule
 from workers.parallel.sequence import Sequence
 from workers.parallel.slices import Slice, slices_of
 from workers.parallel.stages import Parts
 from workers.parallel.tensor import Whole
-from workers.strategies.engines import ByHand
+from workers.strategies.context import OfOwnPositions, share_out
+from workers.strategies.engines import ByHand, Engine, Weigh, divided
 from workers.strategies.kept import Kept, Replicas, shards_of
 from workers.strategies.pipelined import parts_of
 from workers.strategies.pretended import pretend_compute
 from workers.strategies.rows import rows_inside
 from workers.strategies.slicing import slice_layers
 from workers.strategies.stacked import Clip, Stacked, clip_over_all
-from workers.workload.model import Model
+from workers.workload.model import Attend, Model
 from workers.workload.recompute import recomputed
 
+Cut: TypeAlias = Callable[[int, int], Positions]
+Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
+
 # What a mistake replaces.
+Weighs: TypeAlias = Callable[[Mesh], Weigh]
 Groups: TypeAlias = Callable[[Mesh], dist.ProcessGroup]
 Stacks: TypeAlias = type[Stacked]
 Pipelines: TypeAlias = type[ReducingPipeline]
 
 
-def over_dp(mesh: Mesh) -> dist.ProcessGroup:
-    """The replicas of a stage's slice: whose gradients are summed."""
-    return mesh["dp"]
+def over_replicas(mesh: Mesh) -> dist.ProcessGroup:
+    """The replicas of a stage's slice, whose gradients are summed: they have other samples, or other positions."""
+    return mesh.across("dp", "cp")
+
+
+def as_dealt(mesh: Mesh) -> Weigh:  # noqa: ARG001  the sums over own positions add up like those over own samples
+    """What a loss term counts: one over those of the whole batch."""
+    return divided
 
 
 def stack(
     model: Model, mesh: Mesh, config: Config, schedule: Schedule, *, chunks: int = 1, rows: bool = False,
-    zero: int = 0, overlap: bool = True, pipelined: Pipelines = ReducingPipeline, stacked: Stacks = Stacked,
-    clip: Clip = clip_over_all, group_of: Groups = over_dp, sums_rows: bool = True,
+    zero: int = 0, overlap: bool = True, cut: Cut = zigzag, attention: Attention = RingAttention,
+    weigh: Weighs = as_dealt, pipelined: Pipelines = ReducingPipeline, stacked: Stacks = Stacked,
+    clip: Clip = clip_over_all, group_of: Groups = over_replicas, sums_rows: bool = True,
 ) -> Strategy:  # fmt: skip
-    """Slices, then stages of them, then what is kept of each stage over the replicas, then one step around all."""
+    """Positions, then slices, then stages of them, then what is kept of each stage over the replicas, then one step
+    around all."""
     rows = rows and mesh.size("tp") > 1
-    slices = sliced(model, mesh, rows=rows)
+    positions = cut(config.seq, mesh.size("cp")) if mesh.size("cp") > 1 else None
+    if positions is not None:
+        share_out(model, positions, attention(mesh["cp"], positions), mesh.index("cp"))
+    num_rows = config.seq if positions is None else positions.num_rows[mesh.index("cp")]
+    slices = sliced(model, mesh, num_rows if rows else None)
     parts = parts_of(model, mesh["pp"], [*range(mesh.size("pp"))] * chunks)
     keep = Keep(parts, slices, mesh, config, rows=rows and sums_rows, zero=zero, overlap=overlap, group=group_of(mesh))
     kept = {number: keep.stage(number) for number in parts.stages}
@@ -56,19 +75,22 @@ def stack(
     }
     pretend(stages, mesh, config)
     pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept)
-    return stacked(parts, slices, kept, ByHand(pipeline, model.loss), mesh, config, clip)
+    engine: Engine = ByHand(pipeline, model.loss, weigh(mesh))
+    if positions is not None:
+        engine = OfOwnPositions(engine, positions, mesh.index("cp"))
+    return stacked(parts, slices, kept, engine, mesh, config, clip)
 
 
-def sliced(model: Model, mesh: Mesh, *, rows: bool) -> dict[str, Slice]:
-    """This rank's slices of all layers, in place; says which parameters they are. With `rows` what lies between two
-    slices is this rank's part of the rows."""
+def sliced(model: Model, mesh: Mesh, num_rows: int | None) -> dict[str, Slice]:
+    """This rank's slices of all layers, in place; says which parameters they are. With `num_rows`, of a sample, what
+    lies between two slices is this rank's part of them."""
     if mesh.size("tp") == 1:
         return {}
-    region = Sequence(mesh["tp"]) if rows else Whole(mesh["tp"])
+    region = Whole(mesh["tp"]) if num_rows is None else Sequence(mesh["tp"])
     slice_layers(model, mesh["tp"], region)
-    if isinstance(region, Sequence):
+    if isinstance(region, Sequence) and num_rows is not None:
         rows_inside(model, region)
-        region.num_rows = len(model.get_parameter("layers.0.position.weight"))  # a later stage meets no embedding
+        region.num_rows = num_rows  # a later stage meets no embedding
     return slices_of(model)
 
 

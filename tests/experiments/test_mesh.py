@@ -50,6 +50,10 @@ def config_of(world_size: int, mesh: str, **settings: str) -> Config:
         (8, "dp2,tp2,pp2", ("interleaved", "zero1", "zero3"), TUNED),
         (3, "tp3", ("1f1b", "sequence"), {}),
         (4, "dp2,pp2", ("1f1b", "zero2"), {"LAB_MODEL": "mlp"}),
+        (4, "cp2,tp2", ("sequence", "zero2", "ulysses"), TUNED),
+        (4, "cp2,dp2", ("1f1b", "zero1", "zero3", "ulysses"), TUNED | {"LAB_RECOMPUTE": "1"}),
+        (6, "pp2,cp3", ("interleaved", "zero2"), TUNED),
+        (8, "dp2,cp2,tp2", ("sequence", "ulysses"), TUNED),
     ],
 )
 def test_a_mesh_does_what_one_process_does(
@@ -126,7 +130,7 @@ def lab_of_rank_0() -> Any:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_bytes_along_a_wrong_axis_fail(swapped: bool) -> None:
     lab = lab_of_rank_0()
-    rank = Rank(lab.config, {"dp": 2, "tp": 2, "pp": 1}, 0, HOW["1f1b"], 2)
+    rank = Rank(lab.config, {"dp": 2, "tp": 2, "pp": 1, "cp": 1}, 0, HOW["1f1b"], 2)
     costs = by_axis(rank)
     took = {"dp": "tp", "tp": "dp"} if swapped else {"dp": "dp", "tp": "tp"}
     called = [CalledOp("all_reduce", took[axis], cost.calls, 0, cost.nbytes) for axis, cost in costs.items()]
@@ -148,12 +152,29 @@ def test_too_many_in_flight_fail(held: int, holds: bool) -> None:
     assert lab.claims == {"in flight": holds}
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_sum_over_two_axes_is_held_with_both(moved: bool) -> None:
+    lab = lab_of_rank_0()
+    rank = Rank(lab.config, {"dp": 2, "cp": 2, "tp": 1, "pp": 1}, 0, HOW["1f1b"], 2)
+    costs = by_axis(rank)
+    assert set(costs) == {"dp", "cp", "dp_cp"}
+    assert costs["dp"].nbytes == 0  # nothing clips
+    called = [CalledOp("all_reduce", axis, cost.calls, 0, cost.nbytes) for axis, cost in costs.items()]
+    ring, gradients = costs["cp"].nbytes, costs["dp_cp"].nbytes
+    wire = {1: WireBytes(ring), 2: WireBytes(), 3: WireBytes(0 if moved else gradients)}
+    compare_axes(lab, "1f1b", rank, SimpleNamespace(traffic=Traffic(called, wire)))  # type: ignore[arg-type]
+    assert set(lab.claims) == {*(f"called bytes over {axis}" for axis in costs), "wire bytes over dp_cp"}
+    assert lab.claims["wire bytes over dp_cp"] is not moved
+
+
 # --- LAB_MESH ---
 
 
-@pytest.mark.parametrize(("world_size", "sizes"), [(1, (1, 1, 1)), (2, (1, 2, 1)), (6, (1, 3, 2)), (8, (2, 2, 2))])
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(1, (1, 1, 1, 1)), (2, (1, 2, 1, 1)), (6, (1, 3, 1, 2)), (8, (2, 2, 1, 2))]
+)
 def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]) -> None:
-    assert tuple(default(world_size).values()) == sizes  # pp, dp, tp
+    assert tuple(default(world_size).values()) == sizes  # pp, dp, cp, tp
     assert math.prod(sizes) == world_size
 
 
@@ -165,7 +186,9 @@ def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]
         ("tp8", ""),
         ("dp2,tp2", "takes 4 ranks, and WORLD_SIZE=8"),
         ("dp2,dp4", "is no mesh"),
-        ("cp8", "is no mesh"),
+        ("cp8", ""),
+        ("dp2,cp2,tp2", ""),
+        ("ab8", "is no mesh"),
         ("dp0,tp8", "is no mesh"),
         ("2,4", "is no mesh"),
         ("dp2 tp4", "is no mesh"),
@@ -182,6 +205,8 @@ def test_what_is_no_grid_is_refused_in_a_sentence(mesh: str, fault: str) -> None
     [
         ({"LAB_MODEL": "line"}, "cannot be cut along three axes"),
         ({"LAB_MESH": "tp8", "LAB_HEADS": "5"}, "LAB_HEADS=5 cannot be sliced over tp 8"),
+        ({"LAB_MESH": "cp8"}, "LAB_SEQ=7 positions are fewer than cp 8 ranks"),
+        ({"LAB_MESH": "cp8", "LAB_MODEL": "mlp"}, "has no positions to share out"),
         ({"LAB_MESH": "pp8"}, "LAB_DEPTH=5 layers are fewer than pp 8 stages"),
         ({"LAB_MESH": "dp8", "LAB_BATCH": "6"}, "LAB_BATCH=6 is smaller"),
     ],
@@ -195,6 +220,8 @@ def test_what_cannot_run_says_why() -> None:
     reasons = MODE.cannot(config_of(2, "dp2"))
     assert "a pp of 2 or more" in reasons["interleaved"]
     assert "a tp of 2 or more" in reasons["sequence"]
+    assert "a cp of 2 or more" in reasons["ulysses"]
+    assert "ulysses" not in MODE.cannot(config_of(2, "cp2"))
 
 
 def grid(group: dist.ProcessGroup) -> tuple[list[str], list[int], int]:

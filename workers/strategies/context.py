@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from workers.config import Config
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.positions import Positions
+from workers.strategies.engines import Engine
 from workers.strategies.replica import Replica
+from workers.workload.data import Microbatch
 from workers.workload.model import Attend, Attention, Embedding, Model
 
 
@@ -53,12 +55,35 @@ class ContextParallel(Replica):
         self, model: Model, positions: Positions, attend: Attend, group: dist.ProcessGroup, config: Config, *,
         rank: int, rows: Rows = OwnRows, scale: float = 1.0,
     ) -> None:  # fmt: skip
-        place(model, positions, rank)
-        for part in model.modules():
-            if isinstance(part, Attention):
-                part.attend = attend
+        share_out(model, positions, attend, rank)
         buckets = GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20)
         super().__init__(model, config, buckets, forward=rows(model, positions, rank), scale=scale)
+
+
+def share_out(model: Model, positions: Positions, attend: Attend, rank: int) -> None:
+    """Let `model` work on the positions of `rank`, and attend to those of all ranks."""
+    place(model, positions, rank)
+    for part in model.modules():
+        if isinstance(part, Attention):
+            part.attend = attend
+
+
+class OfOwnPositions:
+    """An Engine that gives `engine` this rank's positions of each microbatch."""
+
+    def __init__(self, engine: Engine, positions: Positions, rank: int) -> None:
+        self.engine, self.positions, self.rank = engine, positions, rank
+
+    @property
+    def most_in_flight(self) -> int | None:
+        return self.engine.most_in_flight
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        own = [
+            Microbatch(self.positions.own(inputs, self.rank), self.positions.own(targets, self.rank), share)
+            for inputs, targets, share in microbatches
+        ]
+        return self.engine.step(own)
 
 
 def place(model: Model, positions: Positions, rank: int) -> None:

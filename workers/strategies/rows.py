@@ -36,7 +36,9 @@ class RowsEmbedding(nn.Module):
     def __init__(self, embedding: Embedding, region: Sequence) -> None:
         super().__init__()
         self.token, self.position, self.region = embedding.token, embedding.position, region
+        self.positions = embedding.positions
 
     def forward(self, tokens: Tensor) -> Tensor:
+        at = slice(len(tokens)) if self.positions is None else self.positions
         hidden: Tensor = self.token(tokens)
-        return hidden + self.region.own(self.position.weight[: len(tokens)])[:, None]
+        return hidden + self.region.own(self.position.weight[at])[:, None]

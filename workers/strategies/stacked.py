@@ -5,7 +5,8 @@ takes runs of what stands there then, data parallelism sums whatever parameters 
 axis is here: which gradients are summed over which ranks once the pipeline is through, the norm in which each element
 counts once, and where each part stands in the dense model.
 
-  over dp   every stage's gradients, in its last backward pass (parallel/reducing.py)
+  over dp   every stage's gradients, in its last backward pass (parallel/reducing.py); and over cp with them, since
+            ranks with other positions are replicas like those with other samples
   over tp   what sequence parallelism keeps whole and uses on its rows (kept.py)
   over pp   a weight that two stages share, after the sums over dp: its shards lie opposite each other
 """
@@ -49,7 +50,7 @@ class Held(NamedTuple):
 
 
 class Stacked:
-    """A Strategy on a mesh with the axes dp, tp and pp.
+    """A Strategy on a mesh with the axes dp, cp, tp and pp.
 
     Args:
         parts: this rank's stages, of layers that are sliced already.
@@ -142,7 +143,7 @@ class Stacked:
     def first_replica(self, held: Held) -> bool:
         """Of the replicas."""
         sharded = not held.everywhere and bool(held.piece.shape)
-        return sharded or self.mesh.index("dp") == 0
+        return sharded or self.mesh.index("dp") == self.mesh.index("cp") == 0
 
     def first_stage(self, held: Held) -> bool:
         """Of the stages that share a weight."""
