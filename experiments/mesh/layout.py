@@ -39,6 +39,11 @@ def misfit(mesh: str, world_size: int) -> list[str]:
     parts = mesh.split(",") if mesh else []
     found = [re.fullmatch(r"([a-z]+)([1-9]\d{0,4})", part.strip()) for part in parts]
     names = [match[1] for match in found if match]
+    if "ep" in names:
+        return [
+            f"LAB_MESH={mesh!r}: the model of a mesh has no experts, RUN_MODE=moe lays them over the ranks of dp (ep,"
+            " ep_dp) and over those of a slice (ep_tp)"
+        ]
     if None in found or not set(names) <= set(AXES) or len(set(names)) < len(names):
         return [
             f"LAB_MESH={mesh!r} is no mesh: allowed are dp, cp, tp and pp, each once and with its ranks, as dp2,tp2,pp2"

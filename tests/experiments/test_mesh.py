@@ -189,6 +189,7 @@ def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]
         ("cp8", ""),
         ("dp2,cp2,tp2", ""),
         ("ab8", "is no mesh"),
+        ("dp4,ep2", "RUN_MODE=moe"),
         ("dp0,tp8", "is no mesh"),
         ("2,4", "is no mesh"),
         ("dp2 tp4", "is no mesh"),
