@@ -35,13 +35,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.pp.checks import check_in_flight, check_order
+from experiments.pp.checks import check_order
 from experiments.pp.mistakes import MISTAKES
 from experiments.pp.predictions import passed_bytes, predict
 from experiments.pp.refusals import cannot, refuse
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.config.options import Field, ModeOptions
+from workers.config.options import PipelineOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas.pipelines import FOLDED, bubble
@@ -52,6 +52,7 @@ from workers.parallel.peers import Peers
 from workers.parallel.phases import phase
 from workers.parallel.pipeline import Pipeline
 from workers.parallel.stages import Parts
+from workers.passes.in_flight import check_in_flight
 from workers.passes.measure import measure
 from workers.passes.paper import draw_on_paper
 from workers.strategies.engines import ByHand, Weigh, divided, joined
@@ -64,21 +65,10 @@ from workers.workload.own import is_own
 Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # of p ranks and m microbatches
 
 
-class Options(ModeOptions):
-    """What only pipelines know."""
+class Options(PipelineOptions):
+    """Microbatches."""
 
     sizes = {"microbatches": 4}  # noqa: RUF012  ModeOptions says that it is the class's
-    chunks: int = Field(
-        2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedules"
-    )
-    sleep_ms: float = Field(
-        0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
-        description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",
-    )  # fmt: skip
-
-    def untimed(self) -> "Options":
-        """Without pretended compute."""
-        return self.model_copy(update={"sleep_ms": 0})
 
 
 # --- naive: one rank works at a time ---
@@ -242,7 +232,7 @@ def run(lab: Lab) -> None:
         "predict",
     )
     lab.say(holds(config, lab.rank), all_ranks=True)
-    measured = measure(lab, also=partial(check_in_flight, lab, config.own(Options).chunks))
+    measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(schedule_of, config))
     predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
     lab.compare_traffic(predictions, measured)
@@ -256,6 +246,12 @@ def run(lab: Lab) -> None:
             lab.compare_calls(name, predicted, seen.traffic, formula)
         if prediction.name == "bubble" and seen.bubble is not None:
             lab.compare("bubble", predicted, seen.bubble, "", 0.03, name, formula, shown=prediction.shown)
+
+
+def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
+    """A variant is named like its schedule."""
+    assert isinstance(strategy, Pipelined)
+    check_in_flight(lab, name, strategy, name)
 
 
 def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:

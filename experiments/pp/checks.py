@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from experiments.pp.order import Pass, broken, passes
-from workers.contract import Measured, Strategy
+from workers.contract import Measured
 from workers.lab import Lab
-from workers.measure.formulas.pipelines import idle_share, in_flight
+from workers.measure.formulas.pipelines import idle_share
 from workers.parallel.schedules import Action, Kind, stages_of
 from workers.parallel.simulation import simulate
 from workers.passes.outline import Saved, saved
 from workers.strategies.engines import joined
-from workers.strategies.pipelined import Pipelined, runs_of
+from workers.strategies.pipelined import runs_of
 from workers.workload.model import outline
 
 THIRDS: dict[Kind, float] = {
@@ -90,13 +90,3 @@ def saved_by_pass(lab: Lab, owners: list[int], number: int, *, as_one: bool) -> 
         for chunk in range(owners.count(lab.rank))
         for index, microbatch in enumerate(microbatches)
     }
-
-
-def check_in_flight(lab: Lab, chunks: int, name: str, strategy: Strategy) -> None:
-    """No rank holds more microbatches for their backward pass than its schedule says; `chunks` is LAB_CHUNKS."""
-    assert isinstance(strategy, Pipelined)
-    held, microbatches = strategy.engine.most_in_flight, lab.config.num_microbatches
-    if held is None:
-        return
-    allowed = in_flight(name, lab.world_size, microbatches, lab.rank, chunks)
-    lab.check("in flight", max(0, held - allowed), 0, name, f"{held} microbatches held at most, {allowed} allowed")

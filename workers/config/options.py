@@ -8,7 +8,7 @@ class,
         ratio: float = Field(0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that topk sends")
 
 whose lines need nothing but the names of this file: they alone are run here. `config.own(Options)` gives the lesson its
-values.
+values. What the lessons of pipelines have in common stands here once, for them to build on.
 """
 
 import ast
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Field", "Literal", "ModeOptions", "aliases", "declared"]
+__all__ = ["Field", "Literal", "ModeOptions", "PipelineOptions", "aliases", "declared"]
 
 
 class ModeOptions(BaseModel):
@@ -35,6 +35,22 @@ class ModeOptions(BaseModel):
         return self
 
 
+class PipelineOptions(ModeOptions):
+    """What only pipelines know."""
+
+    chunks: int = Field(
+        2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedules"
+    )
+    sleep_ms: float = Field(
+        0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
+        description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",
+    )  # fmt: skip
+
+    def untimed(self) -> Self:
+        """Without pretended compute."""
+        return self.model_copy(update={"sleep_ms": 0})
+
+
 @cache
 def declared(lesson: Path) -> type[ModeOptions]:
     """The class Options of the lesson in this file; ModeOptions itself where it has none, or is no Python."""
@@ -43,7 +59,8 @@ def declared(lesson: Path) -> type[ModeOptions]:
     except (OSError, SyntaxError, ValueError):  # the import says it in its own words
         return ModeOptions
     found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options"]
-    names: dict[str, Any] = {name: globals()[name] for name in ("Field", "Literal", "ModeOptions")}
+    known = ("Field", "Literal", "ModeOptions", "PipelineOptions")
+    names: dict[str, Any] = {name: globals()[name] for name in known}
     exec(compile(ast.Module(list[ast.stmt](found), []), str(lesson), "exec"), names | {"__name__": __name__}, names)
     options: type[ModeOptions] = names.get("Options", ModeOptions)
     if options is not ModeOptions:  # no module has it by name, so a process that it is sent to reads the lesson again
