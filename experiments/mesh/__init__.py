@@ -18,10 +18,12 @@ With a cp samples are folded over its ranks, and keys and values go round (zigza
 
   naive            all forwards, then all backwards, and at last a gradient at a time over the replicas
   gpipe            buckets, launched inside the last backward pass of the pipeline
-  1f1b             the same, with fewer microbatches held
+  1f1b             with fewer microbatches held; the gradient of an input goes before those of weights are computed, and
+                   the buckets are launched in the second part
   interleaved      LAB_CHUNKS stages a rank: each stage's buckets in its own last pass
+  zb_h1            1f1b, whose later ranks put the gradients of weights off to where they would wait
   sequence         1f1b over sequence parallelism: what is whole on a rank of a slice is used on its rows, and summed
-  zero1            sequence, and each replica keeps and steps its part of the optimizer's state
+  zero1            sequence, backward passes in one, and each replica keeps and steps its part of the optimizer's state
   zero2            and of the gradients, summed in each backward pass of the pipeline
   zero3            and of the weights, gathered for each pass of each microbatch: a pipeline makes many
   ulysses          1f1b, whose ranks along cp swap positions for heads around attention
@@ -32,11 +34,12 @@ The lab's models have no dropout, so no generator has to differ along an axis; `
 your own against the mesh. 16-bit weights have float32 masters.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from experiments.mesh.axes import check_in_flight, check_overlap, compare_axes, tell
-from experiments.mesh.held import HOW, Rank, at
+from experiments.mesh.axes import check_gradients_first, check_overlap, compare_axes, tell
+from experiments.mesh.held import HOW, How, Rank, at
 from experiments.mesh.layout import axes
 from experiments.mesh.mistakes import MISTAKES
 from experiments.mesh.predictions import predict
@@ -45,20 +48,22 @@ from experiments.mesh.stack import stack
 from experiments.mesh.torchs import dtensor_fsdp2, pipelining_fsdp2
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.config.options import Field, ModeOptions
+from workers.config.options import Field, PipelineOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
-from workers.parallel import schedules
+from workers.parallel import schedules, zero_bubble
 from workers.parallel.mesh import Mesh
 from workers.parallel.positions import contiguous
 from workers.parallel.ulysses import UlyssesAttention
+from workers.passes.in_flight import check_in_flight
 from workers.passes.measure import measure
 from workers.passes.paper import draw_on_paper
+from workers.strategies.stacked import Stacked
 from workers.workload.model import Model
 
 
-class Options(ModeOptions):
+class Options(PipelineOptions):
     """What a mesh alone knows."""
 
     sizes = {"microbatches": 4, "batch": 32}  # noqa: RUF012  ModeOptions says that it is the class's
@@ -67,17 +72,6 @@ class Options(ModeOptions):
         description="axes from the outermost to the innermost with their ranks, as pp2,dp2,tp2; unset: the prime"
         " factors of WORLD_SIZE on dp, tp and pp in turn",
     )  # fmt: skip
-    chunks: int = Field(
-        2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedule"
-    )
-    sleep_ms: float = Field(
-        0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
-        description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",
-    )  # fmt: skip
-
-    def untimed(self) -> "Options":
-        """Without pretended compute."""
-        return self.model_copy(update={"sleep_ms": 0})
 
 
 # --- the variants, in reading order ---
@@ -86,7 +80,7 @@ class Options(ModeOptions):
 def naive(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """A bucket of a byte is a gradient by itself."""
     one_by_one = config.model_copy(update={"bucket_mib": 2.0**-20})
-    return stack(model, mesh, one_by_one, piped("gpipe", mesh, config), overlap=False, **parts)
+    return stack(model, mesh, one_by_one, piped("naive", mesh, config), overlap=False, **parts)
 
 
 def gpipe(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
@@ -101,47 +95,56 @@ def one_forward_one_backward(model: Model, mesh: Mesh, config: Config, **parts: 
 
 def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """Thinner stages, several a rank."""
-    return stack(model, mesh, config, piped("interleaved", mesh, config), chunks=config.own(Options).chunks, **parts)
+    schedule = piped("interleaved", mesh, config)
+    return stack(model, mesh, config, schedule, chunks=config.own(Options).chunks, **parts)
+
+
+def zb_h1(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """Gradients of weights where a rank would wait."""
+    return stack(model, mesh, config, piped("zb_h1", mesh, config), **parts)
 
 
 def sequence(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """Rows between the slices, and between the stages."""
-    return stack(model, mesh, config, piped("1f1b", mesh, config), rows=True, **parts)
+    return stack(model, mesh, config, piped("sequence", mesh, config), rows=True, **parts)
 
 
 def zero1(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """Optimizer state in shards."""
-    return stack(model, mesh, config, piped("1f1b", mesh, config), rows=model.name == "gpt", zero=1, **parts)
+    return stack(model, mesh, config, piped("zero1", mesh, config), rows=model.name == "gpt", zero=1, **parts)
 
 
 def zero2(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """And gradients."""
-    return stack(model, mesh, config, piped("1f1b", mesh, config), rows=model.name == "gpt", zero=2, **parts)
+    return stack(model, mesh, config, piped("zero2", mesh, config), rows=model.name == "gpt", zero=2, **parts)
 
 
 def zero3(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """And weights."""
-    return stack(model, mesh, config, piped("1f1b", mesh, config), rows=model.name == "gpt", zero=3, **parts)
+    return stack(model, mesh, config, piped("zero3", mesh, config), rows=model.name == "gpt", zero=3, **parts)
 
 
 def ulysses(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """Heads for positions, and back."""
-    schedule = piped("1f1b", mesh, config)
+    schedule = piped("ulysses", mesh, config)
     return stack(model, mesh, config, schedule, cut=contiguous, attention=UlyssesAttention, **parts)
 
 
-def piped(name: str, mesh: Mesh, config: Config) -> schedules.Schedule:
+def piped(variant: str, mesh: Mesh, config: Config) -> schedules.Schedule:
     """Who works on which microbatch when, along pp."""
-    return scheduled(name, mesh.size("pp"), config)
+    return scheduled(HOW[variant], mesh.size("pp"), config)
 
 
-def scheduled(name: str, ranks: int, config: Config) -> schedules.Schedule:
-    """The same of so many stages' ranks; backward passes in one piece, which is when the sums over dp begin."""
-    microbatches = config.num_microbatches
-    if name == "interleaved":
-        return schedules.in_one(schedules.interleaved(ranks, microbatches, config.own(Options).chunks))
-    made = {"gpipe": schedules.gpipe, "1f1b": schedules.one_forward_one_backward}[name]
-    return schedules.in_one(made(ranks, microbatches))
+def scheduled(how: How, ranks: int, config: Config) -> schedules.Schedule:
+    """The same of so many stages' ranks."""
+    make: dict[str, Callable[[int, int], schedules.Schedule]] = {
+        "gpipe": schedules.gpipe,
+        "1f1b": schedules.one_forward_one_backward,
+        "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
+        "zb_h1": zero_bubble.zb_h1,
+    }
+    made = make[how.schedule](ranks, config.num_microbatches)
+    return made if how.in_two(ranks, recompute=config.recompute) else schedules.in_one(made)
 
 
 # --- the run ---
@@ -157,7 +160,7 @@ def run(lab: Lab) -> None:
     """Predict, prove, measure; then axis by axis."""
     config, sizes, chunks = lab.config, axes(lab.config), lab.config.own(Options).chunks
     tell(lab, sizes, chunks)
-    measured = measure(lab, also=partial(check_in_flight, lab))
+    measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(on_paper, sizes, config))
     predictions = [each for each in predicted(config) if each.variant in measured]
     lab.compare_traffic(predictions, measured)
@@ -165,6 +168,7 @@ def run(lab: Lab) -> None:
     for name in [name for name in measured if name in HOW]:
         compare_axes(lab, name, Rank(config, sizes, lab.rank, HOW[name], chunks), measured[name])
         check_overlap(lab, name, measured[name])
+        check_gradients_first(lab, name, Rank(config, sizes, lab.rank, HOW[name], chunks), measured[name])
     for each in predictions:
         seen = measured[each.variant]
         if each.name == "calls":
@@ -175,11 +179,18 @@ def run(lab: Lab) -> None:
             )
 
 
+def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
+    """Of the variants by hand, that no stage holds more than its schedule says."""
+    if name in HOW:
+        assert isinstance(strategy, Stacked)
+        check_in_flight(lab, name, strategy, HOW[name].schedule)
+
+
 def on_paper(sizes: dict[str, int], config: Config, variant: str) -> schedules.Schedule | None:
     """The schedule of every rank of the grid."""
     if variant not in HOW:
         return None
-    along = scheduled(HOW[variant].schedule, sizes["pp"], config)
+    along = scheduled(HOW[variant], sizes["pp"], config)
     return [along[at(rank, sizes)["pp"]] for rank in range(config.world_size)]
 
 
@@ -190,6 +201,7 @@ MODE = Mode(
         Variant("gpipe", gpipe),
         Variant("1f1b", one_forward_one_backward),
         Variant("interleaved", interleaved),
+        Variant("zb_h1", zb_h1),
         Variant("sequence", sequence),
         Variant("zero1", zero1),
         Variant("zero2", zero2),

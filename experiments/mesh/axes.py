@@ -1,5 +1,5 @@
-"""What a run of a mesh is held to beside its sums: bytes along each axis, microbatches in flight, and when the buckets
-of a pipeline are launched.
+"""What a run of a mesh is held to beside its sums: bytes along each axis, when the buckets of a pipeline are launched,
+and what goes ahead of the gradients of weights.
 
 A rank's peers along an axis are those that differ along it alone: so whom bytes went to says which axis they belong to,
 on the wire as in the calls. Where gradients are summed over dp and cp together, one group has peers of either axis:
@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from experiments.mesh.costs import Cost, total
 from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.sent import FORMULAS, by_axis
-from workers.contract import Measured, Strategy
+from workers.contract import Measured
 from workers.lab import Lab
 from workers.measure.formulas.messages import wire_tolerance
-from workers.measure.formulas.pipelines import in_flight
 from workers.measure.order import Order
-from workers.strategies.stacked import Stacked
 
 TESTS = "tests/experiments/test_mesh.py::"
 
@@ -68,19 +66,6 @@ def apart(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
     return {axis for axis in sizes if here[axis] != there[axis]}
 
 
-def check_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
-    """No rank holds more microbatches for their backward pass than its schedule says."""
-    if name not in HOW or not isinstance(strategy, Stacked):
-        return
-    mesh, held = lab.mesh, strategy.engine.most_in_flight
-    chunks = len(strategy.parts.stages)
-    allowed = in_flight(HOW[name].schedule, mesh.size("pp"), lab.config.num_microbatches, mesh.index("pp"), chunks)
-    detail = f"{held} microbatches held at most, {allowed} allowed"
-    lab.check(
-        "in flight", max(0, (held or 0) - allowed), 0, name, detail, control=f"{TESTS}test_too_many_in_flight_fail"
-    )
-
-
 def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
     """Buckets are launched inside a backward pass, as soon as their gradients are there: of `naive` none, of ZeRO
     nothing is in buckets."""
@@ -91,6 +76,29 @@ def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
     wrong = len(inside) if HOW[name].one_by_one else len(sums) - len(inside) + len(untimely(measured.order, sums))
     detail = f"{len(inside)} of {len(sums)} buckets were launched inside of a backward pass"
     lab.check("overlap", wrong, 0, name, detail)
+
+
+def check_gradients_first(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
+    """Where backward passes are in two, the stage before is given its gradient before those of weights are computed."""
+    split = rank.how.in_two(rank.p, recompute=lab.config.recompute)
+    wanted = split * sum(number > 0 for number in rank.stages) * lab.config.num_microbatches
+    found = sent_between(measured.order)
+    detail = f"{found} gradients of inputs were sent between the two parts of a backward pass, {wanted} should be"
+    lab.check(
+        "gradients first", abs(found - wanted), 0, name, detail,
+        control=f"{TESTS}test_a_gradient_that_is_sent_behind_the_weights_is_seen",
+    )  # fmt: skip
+
+
+def sent_between(order: Order) -> int:
+    """How often something was sent between the gradients of a microbatch's input and those of its weights."""
+    sends, found = order.where("call", "send"), 0
+    for place in order.where("end", "input"):
+        label = order.events[place].label
+        behind = next((other for other in order.where("begin", "weight", label) if other > place), place)
+        following = min((other for other in order.where("begin", "input") if other > place), default=behind)
+        found += any(place < send < min(behind, following) for send in sends)
+    return found
 
 
 def launches(order: Order) -> dict[int, set[str]]:
@@ -107,9 +115,12 @@ def launches(order: Order) -> dict[int, set[str]]:
 
 
 def within_backward(order: Order, place: int) -> bool:
-    """Whether something happened inside of a backward pass."""
-    begun = sum(other < place for other in order.where("begin", "backward"))
-    return begun > sum(other < place for other in order.where("end", "backward"))
+    """Whether something happened inside of a backward pass, or of a part of one."""
+    begun, ended = (
+        sum(other < place for kind in ("backward", "input", "weight") for other in order.where(what, kind))
+        for what in ("begin", "end")
+    )
+    return begun > ended
 
 
 def untimely(order: Order, sums: Mapping[int, set[str]]) -> list[int]:

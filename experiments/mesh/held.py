@@ -33,12 +33,21 @@ class How(NamedTuple):
     one_by_one: bool = False  # gradients, not in buckets
     swaps: bool = False  # positions for heads along cp (Ulysses), where others send keys round
 
+    def in_two(self, ranks: int, *, recompute: bool) -> bool:
+        """Whether a stage of so many sends the gradient of its input before it computes those of its weights.
+
+        ZeRO sums a layer's gradients and lets them go as the pass leaves it, and a layer that is computed again would
+        be kept until the second part: of both the pass stays in one.
+        """
+        return self.schedule != "gpipe" and ranks > 1 and not (self.zero or recompute)
+
 
 HOW = {
     "naive": How("gpipe", one_by_one=True),
     "gpipe": How("gpipe"),
     "1f1b": How(),
     "interleaved": How("interleaved"),
+    "zb_h1": How("zb_h1"),
     "sequence": How(rows=True),
     "zero1": How(rows=True, zero=1),
     "zero2": How(rows=True, zero=2),

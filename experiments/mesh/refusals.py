@@ -51,6 +51,10 @@ def cannot(config: Config, sizes: dict[str, int], chunks: int) -> dict[str, str]
         reasons["interleaved"] = (
             f"LAB_CHUNKS={chunks} on pp {sizes['pp']} makes {stages} stages of {config.depth} layers"
         )
+    if sizes["pp"] == 1:
+        reasons["zb_h1"] = "one stage waits for no other: give LAB_MESH a pp of 2 or more"
+    elif config.recompute:
+        reasons["zb_h1"] = "LAB_RECOMPUTE=1 keeps backward passes in one, and it puts half of them off: set it to 0"
     if config.model != "gpt":
         reasons["sequence"] = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
     elif sizes["tp"] == 1:

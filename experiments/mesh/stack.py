@@ -73,8 +73,8 @@ def stack(
     stages = {
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
     }
-    pretend(stages, mesh, config)
     pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept)
+    pretend(pipeline, mesh, config)
     engine: Engine = ByHand(pipeline, model.loss, weigh(mesh))
     if positions is not None:
         engine = OfOwnPositions(engine, positions, mesh.index("cp"))
@@ -135,9 +135,9 @@ class Turned(nn.Module):
         return hidden.transpose(0, 1) if self.rows else hidden
 
 
-def pretend(stages: dict[int, Turned], mesh: Mesh, config: Config) -> None:
+def pretend(pipeline: ReducingPipeline, mesh: Mesh, config: Config) -> None:
     """With LAB_SLEEP_MS stages pretend to compute longer, each replica's microbatches alike."""
     sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
     if sleep_ms:
         of_replica = config.model_copy(update={"batch": config.batch / mesh.size("dp")})
-        pretend_compute(stages, of_replica, sleep_ms, {})
+        pretend_compute(pipeline.stages, of_replica, sleep_ms, pipeline.splits)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from experiments.mesh import MODE
-from experiments.mesh.axes import apart, check_in_flight, compare_axes
+from experiments.mesh.axes import apart, check_gradients_first, compare_axes, sent_between
 from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.layout import default, misfit, sizes_of
 from experiments.mesh.sent import by_axis
@@ -17,8 +17,8 @@ from tests.meshes import batches_of, differences
 from workers.config import Config
 from workers.measure.calls import CalledOp
 from workers.measure.ledger import Traffic, WireBytes
+from workers.measure.order import Event, Order
 from workers.parallel.mesh import Mesh
-from workers.strategies.stacked import Stacked
 from workers.testing.calls import Ranks
 from workers.workload.baseline import train
 from workers.workload.model import build_model, outline
@@ -43,16 +43,16 @@ def config_of(world_size: int, mesh: str, **settings: str) -> Config:
 @pytest.mark.parametrize(
     ("world_size", "mesh", "names", "settings"),
     [
-        (4, "pp2,tp2", ("interleaved", "sequence", "zero2"), TUNED),
+        (4, "pp2,tp2", ("interleaved", "zb_h1", "sequence", "zero2"), TUNED),
         (4, "dp2,tp2", ("gpipe", "sequence", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
         (4, "tp1,dp2,pp2", ("naive", "interleaved", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (6, "dp3,pp2", ("1f1b", "zero1", "zero2"), TUNED),
+        (6, "dp2,pp3", ("1f1b", "zb_h1", "zero1", "zero2"), TUNED),
         (8, "dp2,tp2,pp2", ("interleaved", "zero1", "zero3"), TUNED),
         (3, "tp3", ("1f1b", "sequence"), {}),
         (4, "dp2,pp2", ("1f1b", "zero2"), {"LAB_MODEL": "mlp"}),
         (4, "cp2,tp2", ("sequence", "zero2", "ulysses"), TUNED),
         (4, "cp2,dp2", ("1f1b", "zero1", "zero3", "ulysses"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (6, "pp2,cp3", ("interleaved", "zero2"), TUNED),
+        (6, "pp2,cp3", ("interleaved", "zb_h1"), TUNED),
         (8, "dp2,cp2,tp2", ("sequence", "ulysses"), TUNED),
     ],
 )
@@ -142,16 +142,6 @@ def test_bytes_along_a_wrong_axis_fail(swapped: bool) -> None:
     assert all(lab.claims[f"called bytes over {axis}"] is not swapped for axis in ("dp", "tp"))
 
 
-@pytest.mark.parametrize(("held", "holds"), [(2, True), (3, False)])
-def test_too_many_in_flight_fail(held: int, holds: bool) -> None:
-    lab = lab_of_rank_0()
-    strategy: Any = Stacked.__new__(Stacked)
-    strategy.engine = SimpleNamespace(most_in_flight=held)
-    strategy.parts = SimpleNamespace(stages=[0])
-    check_in_flight(lab, "1f1b", strategy)
-    assert lab.claims == {"in flight": holds}
-
-
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_sum_over_two_axes_is_held_with_both(moved: bool) -> None:
     lab = lab_of_rank_0()
@@ -165,6 +155,22 @@ def test_a_sum_over_two_axes_is_held_with_both(moved: bool) -> None:
     compare_axes(lab, "1f1b", rank, SimpleNamespace(traffic=Traffic(called, wire)))  # type: ignore[arg-type]
     assert set(lab.claims) == {*(f"called bytes over {axis}" for axis in costs), "wire bytes over dp_cp"}
     assert lab.claims["wire bytes over dp_cp"] is not moved
+
+
+@pytest.mark.parametrize(("behind", "found"), [(False, 1), (True, 0)])
+def test_a_gradient_that_is_sent_behind_the_weights_is_seen(behind: bool, found: int) -> None:
+    first, weights = (
+        [Event("begin", kind, "0"), Event("gradient", "", "1.weight"), Event("end", kind, "0")]
+        for kind in ("input", "weight")
+    )
+    send, order = [Event("call", "send")], Order({})
+    order.events = first + (weights + send if behind else send + weights)
+    assert sent_between(order) == found
+    lab, config = lab_of_rank_0(), config_of(2, "pp2", LAB_MICROBATCHES="1")
+    lab.config = config
+    rank = Rank(config, sizes_of("pp2", 2), 1, HOW["1f1b"], 2)
+    check_gradients_first(lab, "1f1b", rank, SimpleNamespace(order=order))  # type: ignore[arg-type]
+    assert lab.claims == {"gradients first": not behind}
 
 
 # --- LAB_MESH ---
@@ -222,6 +228,8 @@ def test_what_cannot_run_says_why() -> None:
     assert "a pp of 2 or more" in reasons["interleaved"]
     assert "a tp of 2 or more" in reasons["sequence"]
     assert "a cp of 2 or more" in reasons["ulysses"]
+    assert "a pp of 2 or more" in reasons["zb_h1"]
+    assert "LAB_RECOMPUTE=1 keeps" in MODE.cannot(config_of(2, "pp2", LAB_RECOMPUTE="1"))["zb_h1"]
     assert "ulysses" not in MODE.cannot(config_of(2, "cp2"))
 
 

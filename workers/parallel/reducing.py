@@ -4,13 +4,14 @@ Data parallelism sums a step's gradients once, and begins while the backward pas
 many backward passes, and only a stage's last one leaves its gradients complete: what is summed before is a part of
 them, on every rank another part, and no error says so. Armed around the whole schedule, buckets are launched by the
 first microbatch's gradients. So whoever sums is told of each backward pass, and which is the last (Narayanan et al.
-2021, "Megatron-LM", section 3, sums after the whole pipeline; its later releases as here).
+2021, "Megatron-LM", section 3, sums after the whole pipeline; its later releases as here). Of a backward pass in two
+parts he is told of both: gains and biases have their gradients after the first part, matrices after the second.
 
 The ranks along the data-parallel axis go down one list of actions, so their sums meet in one order.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch.distributed as dist
@@ -28,7 +29,7 @@ class Reducer(Protocol):
         """Before the first microbatch."""
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around the backward pass of a microbatch."""
+        """Around the backward pass of a microbatch, or a part of it."""
 
     def finish(self) -> None:
         """After the last one: every gradient is the sum over all replicas."""
@@ -51,8 +52,8 @@ class ReducingPipeline(Pipeline):
     ) -> None:  # fmt: skip
         super().__init__(stages, actions, group, Shapes)
         self.reducers = reducers
-        # The last one of each stage: a later one takes the place of those before.
-        self.last_backward = {action.stage: action for action in actions if action.kind == "backward"}
+        # The last one of each stage, in both parts: a later one takes the place of those before.
+        self.last_microbatch = {action.stage: action.microbatch for action in actions if action.kind != "forward"}
 
     def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
         """The same; between two steps nothing of a batch is held."""
@@ -61,12 +62,22 @@ class ReducingPipeline(Pipeline):
         return total
 
     def _backward(self, action: Action) -> None:
+        with self.told(action):
+            super()._backward(action)
+
+    def _weight(self, action: Action) -> None:
+        with self.told(action):
+            super()._weight(action)
+
+    @contextmanager
+    def told(self, action: Action) -> Iterator[None]:
+        """Around a backward pass, or a part of it."""
         last = self.is_last(action)
         with ExitStack() as stack:
             for reducer in self.reducers[action.stage]:
                 stack.enter_context(reducer.microbatch(last=last))
-            super()._backward(action)
+            yield
 
     def is_last(self, action: Action) -> bool:
-        """Whether this backward pass leaves the gradients of its stage complete."""
-        return action == self.last_backward[action.stage]
+        """Whether what this gives of the stage's gradients is complete with it."""
+        return action.microbatch == self.last_microbatch[action.stage]

@@ -5,6 +5,8 @@ section 2). What is put off are the two products of a linear layer that make no 
 sum of dY for its bias: nearly all of a weight's work in a transformer. Gains, embeddings and whatever else a stage has
 are small, and get their gradients with the input's.
 
+A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do (tensor.py).
+
 Both parts are autograd's own graphs. A linear layer's output is that of weights without gradients, which makes the
 first one torch's own; a hook on it keeps dY. Beside it the layer leaves a `Part`, an output without memory whose
 backward pass is the second one. So hooks of parameters are called when their gradient comes, and what waits for its
@@ -12,12 +14,15 @@ second part is saved by autograd as all else: each layer's input X. The gradient
 bytes.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear
 
 
 class Part:
@@ -55,15 +60,16 @@ class SplitBackward:
         self.left: list[Part] = []
         for module in stage.modules():
             if type(module) is nn.Linear:  # a subclass may compute something else
-                module.forward = partial(self._linear, module)  # type: ignore[method-assign]
+                module.forward = partial(linear, self._product, module)  # type: ignore[method-assign]
+            elif hasattr(module, "product"):
+                setattr(module, "product", self._product)  # noqa: B010  mypy takes any attribute for a parameter
 
     def taken(self) -> list[Part]:
         """The parts of what ran since they were taken last."""
         parts, self.left = self.left, []
         return parts
 
-    def _linear(self, linear: nn.Linear, inputs: Tensor) -> Tensor:
-        weight, bias = linear.weight, linear.bias
+    def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return F.linear(inputs, weight, bias)
         part = Part(SecondPart.apply(weight, bias, inputs.detach()))  # type: ignore[no-untyped-call]
@@ -72,6 +78,11 @@ class SplitBackward:
         output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
         output.register_hook(part.reach)
         return output
+
+
+def linear(product: Product, layer: nn.Linear, inputs: Tensor) -> Tensor:
+    """The forward pass of a linear layer, by `product`."""
+    return product(inputs, layer.weight, layer.bias)
 
 
 def finish(parts: list[Part]) -> None:

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from workers.parallel.phases import phase
 from workers.parallel.slices import Slice
+from workers.parallel.split_backward import Product
 
 
 class Region(Protocol):
@@ -103,9 +104,10 @@ class ColumnParallelLinear(nn.Module):
         self.slices = {name: Slice(0, sizes) for name, _ in dense.named_parameters()}
         self.weight = nn.Parameter(self.slices["weight"].piece(dense.weight, rank))
         self.bias = None if dense.bias is None else nn.Parameter(self.slices["bias"].piece(dense.bias, rank))
+        self.product: Product = F.linear  # a pipeline may split its backward pass (split_backward.py)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)  # [..., D/tp]
+        return self.product(x, self.weight, self.bias)  # [..., D/tp]
 
 
 class RowParallelLinear(nn.Module):
@@ -120,7 +122,8 @@ class RowParallelLinear(nn.Module):
         self.region = region
         self.weight = nn.Parameter(self.slices["weight"].piece(dense.weight, rank))
         self.bias = None if dense.bias is None else nn.Parameter(dense.bias.detach().clone())
+        self.product: Product = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        total = self.region.leave(F.linear(x, self.weight))  # [..., D]
+        total = self.region.leave(self.product(x, self.weight, None))  # [..., D]
         return total if self.bias is None else total.add_(self.bias)
