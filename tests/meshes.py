@@ -11,7 +11,6 @@ from tests.labs import built
 from workers.config import Config
 from workers.workload.baseline import Snapshot, train
 from workers.workload.data import Batches
-from workers.workload.model import build_model
 
 
 def batches_of(config: Config) -> Batches:
@@ -22,10 +21,10 @@ def differences(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]
     """For each variant the worst relative difference to one process after two steps, of each kind, on rank 0."""
     dense: list[Snapshot] = []
     if group.rank() == 0:
-        dense = list(train(build_model(config, config.seed).double(), batches_of(config), config, 2))
+        dense = list(train(MODE.model(config, config.seed).double(), batches_of(config), config, 2))
     found = {}
     for name in [name for name in names if name not in MODE.cannot(config)]:
-        strategy = built(MODE, name, build_model(config, config.seed).double(), group, config)
+        strategy = built(MODE, name, MODE.model(config, config.seed).double(), group, config)
         found[name] = trained(strategy, group, config, dense)
     return found
 

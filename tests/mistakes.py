@@ -27,6 +27,9 @@ SIZES = {
     "wrong_group": {"LAB_MESH": "tp2"},
     "rows_not_summed": {"LAB_MESH": "tp2"},
     "scaled_by_cp": {"LAB_MESH": "cp2"},
+    "dropout_alike": {"LAB_DROPOUT": "0.2"},
+    "dropout_apart": {"LAB_MESH": "tp2", "LAB_DROPOUT": "0.2"},
+    "dropout_by_own_rows": {"LAB_MESH": "tp2", "LAB_DROPOUT": "0.2"},
 }
 # In seconds: an mlp takes a quarter of a gpt's time, and tp alone asks what a layer is; largebatch compares curves.
 SMALL = {

@@ -30,8 +30,8 @@ With a cp samples are folded over its ranks, and keys and values go round (zigza
   dtensor_fsdp2    PyTorch's own on two axes: parallelize_module, and fully_shard over its DTensors
   pipelining_fsdp2 PyTorch's own on the other two: torch.distributed.pipelining over fully_shard
 
-The lab's models have no dropout, so no generator has to differ along an axis; `ranklab prove` holds those of a model of
-your own against the mesh. 16-bit weights have float32 masters.
+With LAB_DROPOUT masks belong to samples and positions: alike along tp where activations are, others along dp, along cp
+and where rows are cut (workers/workload/dropout.py). 16-bit weights have float32 masters.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ from workers.passes.in_flight import check_in_flight
 from workers.passes.measure import measure
 from workers.passes.paper import draw_on_paper
 from workers.strategies.stacked import Stacked
-from workers.workload.model import Model
+from workers.workload.model import Model, build_model, dropping
 
 
 class Options(PipelineOptions):
@@ -72,6 +72,15 @@ class Options(PipelineOptions):
         description="axes from the outermost to the innermost with their ranks, as pp2,dp2,tp2; unset: the prime"
         " factors of WORLD_SIZE on dp, tp and pp in turn",
     )  # fmt: skip
+    dropout: float = Field(
+        0, alias="LAB_DROPOUT", ge=0, lt=1, allow_inf_nan=False,
+        description="share of what attention and MLP of a block add that is dropped, by masks of samples and positions",
+    )  # fmt: skip
+
+
+def trained(config: Config, seed: int) -> Model:
+    """The model of LAB_MODEL, whose blocks drop LAB_DROPOUT of what they add."""
+    return dropping(build_model(config, seed), config, config.own(Options).dropout)
 
 
 # --- the variants, in reading order ---
@@ -211,6 +220,7 @@ MODE = Mode(
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
     ),
     run=run,
+    model=trained,
     options=Options,
     axes=axes,
     predict=predicted,

@@ -75,6 +75,7 @@ class Rank:
         self.chunks = chunks if how.schedule == "interleaved" else 1
         self.is_gpt = config.model == "gpt"
         self.rows = how.rows and self.is_gpt and self.t > 1
+        self.drops: bool = getattr(config.options, "dropout", 0) > 0
         self.itemsize: int = getattr(torch, config.dtype).itemsize
         self.microbatches = shard_sizes(shard_sizes(config.batch, self.d)[self.at["dp"]], config.num_microbatches)
         cut = (contiguous if how.swaps else zigzag)(config.seq if self.is_gpt else 1, self.c)

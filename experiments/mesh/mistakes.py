@@ -1,11 +1,8 @@
-"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last were found in public.
-
-Dropout that is alike along dp or apart along tp is not among them: the lab's models have none (`ranklab prove` holds
-that of a model of your own against its mesh).
-"""
+"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last were found in public."""
 
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,11 +16,13 @@ from workers.parallel.schedules import Action
 from workers.parallel.stages import sum_shared
 from workers.strategies.engines import Weigh
 from workers.strategies.stacked import Held, Stacked
+from workers.workload.dropout import Dropouts
 
 KEPT = ("1f1b", "zero1")  # whole and in shards
 OVERLAPPED = ("gpipe", "1f1b", "interleaved")
 BY_ROWS = ("sequence", "zero2")
 BY_POSITIONS = ("1f1b", "zero2", "ulysses")
+DROPPED = ("1f1b", "zero2")
 
 
 def clip_by_stage(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
@@ -63,6 +62,29 @@ def times_cp(mesh: Mesh) -> Weigh:
     return lambda share, *_: share * mesh.size("cp")
 
 
+class ByPlace(Dropouts):
+    """Draws by the place of a sample in its replica's microbatch, as generators of one seed on all replicas do."""
+
+    def checksums(self, inputs: Tensor) -> list[int]:
+        return list(range(len(inputs)))
+
+
+def drawn_alike(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
+    """The same masks for the samples of all replicas."""
+    dropouts.__class__ = ByPlace
+
+
+def drawn_apart(dropouts: Dropouts, mesh: Mesh) -> None:
+    """Another seed on each rank of a slice."""
+    dropouts.seed += mesh.index("tp")
+
+
+def drawn_by_own_rows(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
+    """Rows are counted from 0 on each rank, as generators of one seed on ranks with other rows do."""
+    if dropouts.rows is not None:
+        dropouts.rows = torch.arange(len(dropouts.rows))
+
+
 def over_tp(mesh: Mesh) -> dist.ProcessGroup:
     """The ranks of a slice, in the place of the replicas."""
     return mesh["tp"]
@@ -89,6 +111,11 @@ def untied(config: Config) -> str:
     if config.model != "gpt" or not config.tie:
         return "LAB_TIE=0 or another model than gpt: no two stages share a weight"
     return short(config, "pp")
+
+
+def undropped(config: Config, *names: str) -> str:
+    """Where nothing is dropped, or one of these axes is short."""
+    return short(config, *names) if getattr(config.options, "dropout", 0) else "LAB_DROPOUT=0: nothing is dropped"
 
 
 def rowless(config: Config) -> str:
@@ -143,6 +170,26 @@ MISTAKES = {
         "gradients",
         Instead(BY_ROWS, {"sums_rows": False}),
         Needs(unless=rowless),
+    ),
+    "dropout_alike": Mistake(
+        "generators of one seed on all replicas: dropout takes the same numbers of other samples (transformers issue"
+        " 31412)",
+        "losses",
+        Instead(DROPPED, {"draws": drawn_alike}),
+        Needs(unless=lambda config: undropped(config, "dp")),
+    ),
+    "dropout_apart": Mistake(
+        "ranks of a slice draw apart, and drop other numbers of activations that all of them hold (Megatron-DeepSpeed"
+        " pull request 276)",
+        "losses",
+        Instead(("1f1b", "zb_h1"), {"draws": drawn_apart}),
+        Needs(unless=lambda config: undropped(config, "tp")),
+    ),
+    "dropout_by_own_rows": Mistake(
+        "ranks with other rows of a sample draw alike (PaddleFleetX pull request 1005)",
+        "losses",
+        Instead(BY_ROWS, {"draws": drawn_by_own_rows}),
+        Needs(unless=lambda config: rowless(config) or undropped(config)),
     ),
     "late_buckets": Mistake(
         "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",

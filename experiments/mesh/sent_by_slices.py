@@ -24,21 +24,25 @@ def ends_of_slices(rank: Rank) -> int:
 
 
 def in_sums(rank: Rank, samples: int) -> Cost:
-    """All_reduces of b·s·h; a block that is computed again sums its attention again, and needs no more."""
-    again = rank.num_blocks if rank.config.recompute and rank.is_gpt else 0
+    """All_reduces of b·s·h; a block that is computed again sums its attention again, and needs no more unless the
+    mask of what its MLP gives is kept."""
+    again = rank.num_blocks * (1 + rank.drops) if rank.config.recompute and rank.is_gpt else 0
     nbytes = samples * rank.seq * rank.config.width * rank.itemsize
     return summed(rank.t, nbytes).times(ends_of_slices(rank) + again)
 
 
 def in_rows(rank: Rank, samples: int) -> Cost:
     """A gather and a scatter of rows in place of each; computed again, a block gathers for both slices and scatters
-    once, and the head gathers."""
+    once, with a mask behind its MLP twice, and the head gathers."""
     row_bytes = samples * rank.config.width * rank.itemsize
     both = ends_of_slices(rank)
     again = rank.num_blocks if rank.config.recompute else 0
     head = int(rank.is_last and rank.config.recompute)
     return total(
-        [gathered(rank, row_bytes).times(both + 2 * again + head), scattered(rank, row_bytes).times(both + again)]
+        [
+            gathered(rank, row_bytes).times(both + 2 * again + head),
+            scattered(rank, row_bytes).times(both + again * (1 + rank.drops)),
+        ]
     )
 
 

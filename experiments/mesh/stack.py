@@ -8,6 +8,7 @@ shards take whatever parameters a stage has.
 from collections.abc import Callable
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,13 +24,14 @@ from workers.parallel.slices import Slice, slices_of
 from workers.parallel.stages import Parts
 from workers.parallel.tensor import Whole
 from workers.strategies.context import OfOwnPositions, share_out
-from workers.strategies.engines import ByHand, Engine, Weigh, divided
+from workers.strategies.engines import ByHand, Engine, OfDroppedSamples, Weigh, divided
 from workers.strategies.kept import Kept, Replicas, shards_of
 from workers.strategies.pipelined import parts_of
 from workers.strategies.pretended import pretend_compute
 from workers.strategies.rows import rows_inside
 from workers.strategies.slicing import slice_layers
 from workers.strategies.stacked import Clip, Stacked, clip_over_all
+from workers.workload.dropout import Dropouts
 from workers.workload.model import Attend, Model
 from workers.workload.recompute import recomputed
 
@@ -38,6 +40,7 @@ Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
 
 # What a mistake replaces.
 Weighs: TypeAlias = Callable[[Mesh], Weigh]
+Draws: TypeAlias = Callable[[Dropouts, Mesh], None]
 Groups: TypeAlias = Callable[[Mesh], dist.ProcessGroup]
 Stacks: TypeAlias = type[Stacked]
 Pipelines: TypeAlias = type[ReducingPipeline]
@@ -53,11 +56,15 @@ def as_dealt(mesh: Mesh) -> Weigh:  # noqa: ARG001  the sums over own positions 
     return divided
 
 
+def by_sample(dropouts: Dropouts, mesh: Mesh) -> None:
+    """Leave the masks as one process draws them: alike along tp, where activations are, and new along all else."""
+
+
 def stack(
     model: Model, mesh: Mesh, config: Config, schedule: Schedule, *, chunks: int = 1, rows: bool = False,
     zero: int = 0, overlap: bool = True, cut: Cut = zigzag, attention: Attention = RingAttention,
-    weigh: Weighs = as_dealt, pipelined: Pipelines = ReducingPipeline, stacked: Stacks = Stacked,
-    clip: Clip = clip_over_all, group_of: Groups = over_replicas, sums_rows: bool = True,
+    weigh: Weighs = as_dealt, draws: Draws = by_sample, pipelined: Pipelines = ReducingPipeline,
+    stacked: Stacks = Stacked, clip: Clip = clip_over_all, group_of: Groups = over_replicas, sums_rows: bool = True,
 ) -> Strategy:  # fmt: skip
     """Positions, then slices, then stages of them, then what is kept of each stage over the replicas, then one step
     around all."""
@@ -67,17 +74,24 @@ def stack(
         share_out(model, positions, attention(mesh["cp"], positions), mesh.index("cp"))
     num_rows = config.seq if positions is None else positions.num_rows[mesh.index("cp")]
     slices = sliced(model, mesh, num_rows if rows else None)
+    dropouts = model.dropouts
+    if dropouts is not None:
+        own_masks(dropouts, positions, mesh, rows=rows)
+        draws(dropouts, mesh)
     parts = parts_of(model, mesh["pp"], [*range(mesh.size("pp"))] * chunks)
     keep = Keep(parts, slices, mesh, config, rows=rows and sums_rows, zero=zero, overlap=overlap, group=group_of(mesh))
     kept = {number: keep.stage(number) for number in parts.stages}
     stages = {
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
     }
-    pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept)
+    turned = {} if dropouts is None else {"turn_to": dropouts.turn_to}
+    pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept, **turned)
     pretend(pipeline, mesh, config)
     engine: Engine = ByHand(pipeline, model.loss, weigh(mesh))
     if positions is not None:
         engine = OfOwnPositions(engine, positions, mesh.index("cp"))
+    if dropouts is not None:
+        engine = OfDroppedSamples(engine, dropouts)
     return stacked(parts, slices, kept, engine, mesh, config, clip)
 
 
@@ -92,6 +106,15 @@ def sliced(model: Model, mesh: Mesh, num_rows: int | None) -> dict[str, Slice]:
         rows_inside(model, region)
         region.num_rows = num_rows  # a later stage meets no embedding
     return slices_of(model)
+
+
+def own_masks(dropouts: Dropouts, positions: Positions | None, mesh: Mesh, *, rows: bool) -> None:
+    """Of each sample's mask the rows that this rank has: its positions along cp, and of those its rows along tp."""
+    if positions is None and not rows:
+        return
+    own = torch.arange(dropouts.shape[0]) if positions is None else positions.of(mesh.index("cp"))
+    dropouts.rows = own.tensor_split(mesh.size("tp"))[mesh.index("tp")] if rows else own
+    dropouts.rows_first = rows
 
 
 class Keep:

@@ -54,6 +54,9 @@ def config_of(world_size: int, mesh: str, **settings: str) -> Config:
         (4, "cp2,dp2", ("1f1b", "zero1", "zero3", "ulysses"), TUNED | {"LAB_RECOMPUTE": "1"}),
         (6, "pp2,cp3", ("interleaved", "zb_h1"), TUNED),
         (8, "dp2,cp2,tp2", ("sequence", "ulysses"), TUNED),
+        (4, "pp2,tp2", ("1f1b", "zb_h1", "sequence"), {"LAB_DROPOUT": "0.3"}),
+        (4, "cp2,tp2", ("sequence", "zero3"), {"LAB_DROPOUT": "0.3", "LAB_RECOMPUTE": "1"}),
+        (2, "dp2", ("1f1b",), {"LAB_DROPOUT": "0.3", "LAB_MODEL": "mlp"}),
     ],
 )
 def test_a_mesh_does_what_one_process_does(

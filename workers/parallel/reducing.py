@@ -10,7 +10,7 @@ parts he is told of both: gains and biases have their gradients after the first 
 The ranks along the data-parallel axis go down one list of actions, so their sums meet in one order.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
@@ -44,14 +44,14 @@ class Shapes(Boundaries):
 
 
 class ReducingPipeline(Pipeline):
-    """`Pipeline`, whose stages' gradients `reducers` sum."""
+    """`Pipeline`, whose stages' gradients `reducers` sum; `turn_to` hears which microbatch is worked on next."""
 
     def __init__(
         self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
-        reducers: Mapping[int, Sequence[Reducer]],
+        reducers: Mapping[int, Sequence[Reducer]], turn_to: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
         super().__init__(stages, actions, group, Shapes)
-        self.reducers = reducers
+        self.reducers, self.turn_to = reducers, turn_to
         # The last one of each stage, in both parts: a later one takes the place of those before.
         self.last_microbatch = {action.stage: action.microbatch for action in actions if action.kind != "forward"}
 
@@ -60,6 +60,10 @@ class ReducingPipeline(Pipeline):
         total = super().step(inputs, loss)
         del self._inputs, self._loss
         return total
+
+    def _forward(self, action: Action) -> None:
+        self.turn_to(action.microbatch)
+        super()._forward(action)
 
     def _backward(self, action: Action) -> None:
         with self.told(action):
@@ -72,6 +76,7 @@ class ReducingPipeline(Pipeline):
     @contextmanager
     def told(self, action: Action) -> Iterator[None]:
         """Around a backward pass, or a part of it."""
+        self.turn_to(action.microbatch)  # a layer may be computed again
         last = self.is_last(action)
         with ExitStack() as stack:
             for reducer in self.reducers[action.stage]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from workers.parallel.pipeline import Pipeline
 from workers.workload.data import Microbatch
+from workers.workload.dropout import Dropouts
 
 
 class Engine(Protocol):
@@ -52,6 +53,21 @@ class ByHand:
             return weighed
 
         return self.pipeline.step([microbatch.inputs for microbatch in microbatches], loss)
+
+
+class OfDroppedSamples:
+    """An engine that says by which samples `dropouts` draw their masks, before `engine` cuts anything."""
+
+    def __init__(self, engine: Engine, dropouts: Dropouts) -> None:
+        self.engine, self.dropouts = engine, dropouts
+
+    @property
+    def most_in_flight(self) -> int | None:
+        return self.engine.most_in_flight
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        self.dropouts.deal([microbatch.inputs for microbatch in microbatches])
+        return self.engine.step(microbatches)
 
 
 def joined(microbatches: list[Microbatch]) -> Microbatch:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from workers.config import Config
 from workers.workload import own
+from workers.workload.dropout import Dropouts
 from workers.workload.recompute import recomputed
 
 VOCABULARY = 256  # a token is a byte
@@ -40,9 +41,12 @@ class Model(nn.Module):
         self.recompute = recompute
         self.layers = nn.ModuleList(layers)
         self.loss = loss
+        self.dropouts: Dropouts | None = None  # where blocks drop some of what they add
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         hidden = inputs
+        if self.dropouts is not None:
+            self.dropouts.samples = self.dropouts.checksums(inputs)
         for layer in self.layers:
             hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)
         if targets is None:
@@ -215,6 +219,13 @@ def build_model(config: Config, seed: int) -> Model:
     """The model of LAB_MODEL in float32 on the CPU, its weights a function of `seed` alone."""
     model = _layers(config)
     model.initialise(seed)
+    return model
+
+
+def dropping(model: Model, config: Config, share: float) -> Model:
+    """The same, whose blocks drop a `share` of what their attention and their MLP add."""
+    shape = (config.seq, config.width) if model.name == "gpt" else (config.width,)
+    model.dropouts = Dropouts(list(model.layers), share, config.seed, shape) if share else None
     return model
 
 

@@ -4,7 +4,8 @@ rest.
 Memory for the backward pass falls from all that every layer saves to one tensor a layer, for one more forward pass
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4). torch.utils.checkpoint does the same;
 its first call imports torch's compiler, a second of an idle core and 80 MB of each rank (`python -X importtime -c
-"import torch._dynamo"`), in a lab that counts them. No layer here draws random numbers, so there are none to put back.
+"import torch._dynamo"`), in a lab that counts them. What a layer drops is a function of its samples (dropout.py), so no
+generator has to be put back; who computes again says of which samples.
 """
 
 from collections.abc import Callable
