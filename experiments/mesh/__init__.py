@@ -42,6 +42,7 @@ from experiments.mesh.axes import check_gradients_first, check_overlap, compare_
 from experiments.mesh.held import HOW, How, Rank, at
 from experiments.mesh.layout import axes
 from experiments.mesh.mistakes import MISTAKES
+from experiments.mesh.peak import compare_peaks
 from experiments.mesh.predictions import predict
 from experiments.mesh.refusals import cannot, refuse
 from experiments.mesh.stack import stack
@@ -174,10 +175,14 @@ def run(lab: Lab) -> None:
     predictions = [each for each in predicted(config) if each.variant in measured]
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
-    for name in [name for name in measured if name in HOW]:
-        compare_axes(lab, name, Rank(config, sizes, lab.rank, HOW[name], chunks), measured[name])
+    ranks = {name: Rank(config, sizes, lab.rank, HOW[name], chunks) for name in measured if name in HOW}
+    for name, rank in ranks.items():
+        compare_axes(lab, name, rank, measured[name])
         check_overlap(lab, name, measured[name])
-        check_gradients_first(lab, name, Rank(config, sizes, lab.rank, HOW[name], chunks), measured[name])
+        check_gradients_first(lab, name, rank, measured[name])
+    compare_peaks(
+        lab, ranks, {name: piped(name, lab.mesh, config)[rank.at["pp"]] for name, rank in ranks.items()}, measured
+    )
     for each in predictions:
         seen = measured[each.variant]
         if each.name == "calls":

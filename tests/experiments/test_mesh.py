@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from experiments.mesh import MODE
+from experiments.mesh import MODE, peak
 from experiments.mesh.axes import apart, check_gradients_first, compare_axes, sent_between
 from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.layout import default, misfit, sizes_of
@@ -19,6 +19,7 @@ from workers.measure.calls import CalledOp
 from workers.measure.ledger import Traffic, WireBytes
 from workers.measure.order import Event, Order
 from workers.parallel.mesh import Mesh
+from workers.passes.forgotten import Moment
 from workers.testing.calls import Ranks
 from workers.workload.baseline import train
 from workers.workload.model import build_model, outline
@@ -174,6 +175,20 @@ def test_a_gradient_that_is_sent_behind_the_weights_is_seen(behind: bool, found:
     rank = Rank(config, sizes_of("pp2", 2), 1, HOW["1f1b"], 2)
     check_gradients_first(lab, "1f1b", rank, SimpleNamespace(order=order))  # type: ignore[arg-type]
     assert lab.claims == {"gradients first": not behind}
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_gradients_that_stay_whole_show_in_the_peak(monkeypatch: pytest.MonkeyPatch, stay: bool) -> None:
+    """As if zero2 had room for all gradients, as zero1 has."""
+    lab, config = lab_of_rank_0(), config_of(2, "dp2")
+    rank = Rank(config, sizes_of("dp2", 2), 0, HOW["zero2"], 2)
+    passed = [Moment(1000, layer, last=True) for stage in rank.stages.values() for layer in reversed(stage)]
+    monkeypatch.setattr(peak, "moments", lambda *_: passed)
+    lab.config, lab.at = config, lambda *_: None
+    numel = sum(local.numel for stage in rank.stages for unit in rank.units(stage) for local in unit)
+    seen = {"gradients": peak.peak_bytes(rank, passed) + stay * numel * rank.itemsize}
+    peak.compare_peaks(lab, {"zero2": rank}, {"zero2": []}, {"zero2": SimpleNamespace(peak=seen)})  # type: ignore[dict-item]
+    assert lab.claims == {"peak bytes": not stay}
 
 
 # --- LAB_MESH ---

@@ -21,7 +21,7 @@ def loss_of(batches: list[Tensor], share: float = 0.3) -> float:
     """The loss of these batches, one after the other, in one model."""
     config = Config.read(SIZES)
     model = dropping(build_model(config, 1).double(), config, share)
-    return sum(model(batch, batch.roll(-1, 1)).item() for batch in batches)
+    return sum(float(model(batch, batch.roll(-1, 1)).item()) for batch in batches)
 
 
 def test_a_batch_in_parts_drops_what_it_drops_whole() -> None:
