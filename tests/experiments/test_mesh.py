@@ -11,7 +11,7 @@ from experiments.mesh import MODE, peak
 from experiments.mesh.axes import apart, check_gradients_first, compare_axes, sent_between
 from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.layout import default, misfit, sizes_of
-from experiments.mesh.sent import by_axis
+from experiments.mesh.sent import by_axis, owned
 from tests.labs import built
 from tests.meshes import batches_of, differences
 from workers.config import Config
@@ -111,6 +111,18 @@ def test_the_last_axis_is_the_innermost() -> None:
     assert [at(rank, sizes)["tp"] for rank in range(6)] == [0, 1, 2, 0, 1, 2]
     assert apart(0, 2, sizes) == {"tp"}
     assert apart(0, 4, sizes) == {"tp", "pp"}
+
+
+def test_replicas_are_counted_in_the_order_of_the_grid() -> None:
+    config, sizes = config_of(8, "dp2,tp2,cp2"), {"dp": 2, "tp": 2, "cp": 2, "pp": 1}
+    ranks = [Rank(config, sizes, rank, HOW["zero3"], 2) for rank in range(8)]
+    assert [rank.replica for rank in ranks] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert {(rank.replicas, rank.replicated) for rank in ranks} == {(4, "dp_cp")}
+    turned = {"cp": 2, "dp": 2, "tp": 2, "pp": 1}
+    assert [Rank(config, turned, rank, HOW["zero3"], 2).replica for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    (stage,) = ranks[0].stages
+    for unit in ranks[0].units(stage):
+        assert sum(owned(ranks[place], unit) for place in (0, 1, 4, 5)) == sum(local.numel for local in unit)
 
 
 # --- what makes a check fail ---
