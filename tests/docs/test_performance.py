@@ -3,7 +3,7 @@ code."""
 
 import re
 
-from benchmarks import collectives, compress, cp, link, pp
+from benchmarks import collectives, compress, cp, link, mesh, pp
 from tests.docs.pages import page
 from workers.parallel.collectives import pick
 
@@ -53,6 +53,17 @@ def test_the_targets_of_sharding_are_judged_as_they_stand() -> None:
     for row in rows:
         most = float(row["limit"]) + slack[row["what"].split()[0]]
         assert (row["held"] == "yes") == (float(row["seen"]) <= most)
+
+
+MESHED = re.compile(
+    r"^(?P<what>step|wire|peak) +(?P<seen>[\d.]+)x +(?P<limit>[\d.]+)x +(?P<held>yes|NO)$", re.MULTILINE
+)
+
+
+def test_the_targets_of_a_mesh_are_judged_as_they_stand() -> None:
+    rows = {row["what"]: row for row in MESHED.finditer(PAGE)}
+    assert {what: float(row["limit"]) for what, row in rows.items()} == mesh.TARGETS
+    assert all((row["held"] == "yes") == (float(row["seen"]) <= float(row["limit"])) for row in rows.values())
 
 
 ATTENDED = re.compile(
