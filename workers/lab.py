@@ -5,6 +5,7 @@ part of the batch, checks and comparisons that decide the verdict, and words and
 report. It holds no clock, no print, no file and no os.environ; what is done to every variant is in passes/.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
@@ -223,7 +224,8 @@ class Lab:
             seen = {"called bytes": (round(predicted, 3), round(traffic.called_bytes, 3), 0.0)}
             if traffic.wire_error is None:
                 tolerance = wire_tolerance(predicted, prediction.messages_of(self.rank))
-                seen["wire bytes"] = (predicted, traffic.wire_bytes, tolerance)
+                label = f"the wire of {prediction.variant}"
+                seen["wire bytes"] = (*self.of_ranks(label, predicted, traffic.wire_bytes), tolerance)
             for name, (wanted, value, tolerance) in seen.items():
                 self.compare(
                     name, wanted, value, "B", tolerance, prediction.variant, prediction.formula,
@@ -232,6 +234,14 @@ class Lab:
         self.finished("measured")
         if not any(prediction.name == "rest bytes" for prediction in predictions):
             self.finished("memory")  # nothing is held against it
+
+    def of_ranks(self, label: str, wanted_bytes: float, wire_bytes: float) -> tuple[float, float]:
+        """What is held against each other on the wire: this rank's bytes. Over plain TCP small sums go to rank 0 and
+        back, so ranks differ and the formula is their mean: there both are the mean of all ranks."""
+        if self.config.backend != "tcp":
+            return wanted_bytes, wire_bytes
+        everyone = self.exchange.everyone(label, (wanted_bytes, wire_bytes))
+        return statistics.fmean(wanted for wanted, _ in everyone), statistics.fmean(sent for _, sent in everyone)
 
     def compare_calls(self, variant: str, predicted: float, traffic: Traffic, formula: str = "") -> None:
         """Hold the number of calls in a step of a variant against its prediction, exactly."""

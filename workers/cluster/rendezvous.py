@@ -169,7 +169,7 @@ def init_process_group(cluster: Cluster, config: Config) -> None:
     import torch.distributed as dist
 
     interface = interface_of(cluster.members[cluster.rank].ip)
-    if config.backend == "gloo" and interface is not None:
+    if config.backend != "nccl" and interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(
         config.backend,

@@ -73,7 +73,7 @@ class Config(BaseSettings):
     bug: str | None = Field(None, alias="LAB_BUG", description="a classic mistake to make on purpose; `make explain` lists those of a mode")
 
     # How it is run.
-    backend: Literal["gloo", "nccl"] = Field("gloo", alias="LAB_BACKEND", description="library that moves the bytes")
+    backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="what moves the bytes: a library, or the lab's own transport over plain TCP")
     device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
     threads: int = Field(1, alias="LAB_THREADS", ge=1, le=1024, description="compute threads of a rank")
     bucket_mib: float = Field(1, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB")
@@ -248,6 +248,8 @@ def _contradictions(config: Config) -> list[str]:
     refusals += planned.misfits(config.planned_faults, config.world_size, config.steps, config.checkpoint_every)
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
         refusals.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
+    if config.backend == "tcp" and config.device == "cuda":
+        refusals.append("LAB_BACKEND=tcp works on LAB_DEVICE=cpu alone: it sends from the memory of tensors")
     return refusals
 
 

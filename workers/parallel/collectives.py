@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.parallel import direct, ring, rooted, tree
-from workers.parallel.peers import Message, Peers, Pending, Steps, split
+from workers.parallel.peers import Carrier, Message, Peers, Pending, Steps, split
 
 
 class Algorithm(Protocol):
@@ -74,11 +74,15 @@ class Collective:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, algorithm: str = "auto", algorithms: Mapping[str, Algorithm] = ALGORITHMS
+        self,
+        group: dist.ProcessGroup,
+        algorithm: str = "auto",
+        algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+        carrier: Carrier | None = None,
     ) -> None:
         if algorithm not in (*algorithms, "backend", "auto"):
             raise ValueError(f"algorithm {algorithm!r} is not one of {', '.join(algorithms)}, backend, auto")
-        self.peers = Peers(group)
+        self.peers = Peers(group, carrier)
         self.algorithm, self.algorithms = algorithm, algorithms
 
     def all_reduce(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Pending:
@@ -156,7 +160,7 @@ def _backend(op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
         work = peers.group._reduce_scatter_base(result, whole.view(-1), dist.ReduceScatterOptions())
     else:
         work = peers.group._allgather_base(whole.view(-1), split(whole, peers.world_size)[peers.rank])
-    yield Message(work, f"{op} of {dist.get_backend(peers.group)}")
+    yield Message(work, f"{op} of", dist.get_backend(peers.group))
 
 
 def _copied(whole: Tensor, result: Tensor) -> Steps:

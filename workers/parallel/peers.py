@@ -9,21 +9,40 @@ end it is a blocking call; driven to its first yield its messages are under way 
 No thread is needed, gloo moves the bytes on its own.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import count, cycle
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from workers.parallel.scratch import Scratch
+
+
+class Work(Protocol):
+    """What was begun, as torch's own `Work`."""
+
+    def wait(self) -> object: ...
+
+
+RECEIVE, SEND = "receive from", "send to"
+TAGS_A_CALL = 256  # of a call that runs beside others
 
 
 @dataclass(slots=True)
 class Message:
     """One tensor under way to or from a peer. A world of one, and an empty chunk, send nothing: `work` is None then."""
 
-    work: dist.Work | None
-    what: str  # "receive from rank 2": an error names whom it waited for
+    work: Work | None
+    what: str  # "receive from": an error names whom it waited for
+    whom: str
+
+    @property
+    def here(self) -> bool:
+        """Whether it is over, of a carrier that knows without a wait."""
+        return self.work is None or getattr(self.work, "done", False)
 
     def wait(self) -> None:
         """Return once the tensor is received, or may be changed again; raises RuntimeError naming the peer."""
@@ -34,7 +53,7 @@ class Message:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{self.what} failed: {error}") from error
+            raise RuntimeError(f"{self.what} {self.whom} failed: {error}") from error
 
 
 Steps = Generator[Message, None, None]
@@ -48,6 +67,12 @@ class Pending:
         self._steps = steps
         self._awaited = next(steps, None)
 
+    def advance(self) -> bool:
+        """Go on as far as messages have come, of a carrier that knows; whether it is finished."""
+        while self._awaited is not None and self._awaited.here:
+            self._awaited = next(self._steps, None)
+        return self._awaited is None
+
     def wait(self) -> None:
         """Finish; returns once the result stands in its tensor. Further calls return at once."""
         while self._awaited is not None:
@@ -55,22 +80,39 @@ class Pending:
             self._awaited = next(self._steps, None)
 
 
-class Peers:
-    """The other ranks of `group`, by their rank in it, and scratch memory that is used again from call to call."""
+class Carrier(Protocol):
+    """What carries a tensor to or from the rank `peer` of a group: a process group, or a channel of plain TCP."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
+
+class Peers:
+    """The other ranks of `group`, by their rank in it, and scratch memory that is used again from call to call.
+
+    Their messages go over the group's own send and receive, or over another `carrier`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, carrier: Carrier | None = None) -> None:
+        self.group, self.carrier = group, carrier or group
         self.rank = group.rank()
         self.world_size = group.size()
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
         self.batched = dist.get_backend(group) == "nccl"
-        self._free: list[Tensor] = []
-        self._tag = 0
+        self._scratch = Scratch()
+        self._tags: Iterator[int] = cycle(range(1, 2**20))
 
     def new_tag(self) -> int:
         """A tag for the next collective, the same on all ranks, so that two under way do not mix."""
-        self._tag = self._tag % 2**20 + 1
-        return self._tag
+        return next(self._tags)
+
+    def of_call(self, number: int) -> "Peers":
+        """The same for one call of several under way: its tags are its own, in whatever order they take turns, and its
+        scratch memory goes with it."""
+        own = object.__new__(Peers)
+        own.__dict__ = self.__dict__ | {"_tags": count(-number * TAGS_A_CALL), "_scratch": Scratch()}
+        return own
 
     def after(self, distance: int) -> int:
         """The rank `distance` further around the ring; negative: before."""
@@ -79,57 +121,48 @@ class Peers:
     def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
         """Begin one round's messages, receives first; empty tensors are not sent. Returns (receives, sends) in
         order."""
-        wanted = [(True, peer, tensor) for peer, tensor in receives] + [(False, peer, tensor) for peer, tensor in sends]
-        works = self._post_batch(wanted) if self.batched else [self._post(tag, *entry) for entry in wanted]
-        verbs = ["receive from" if receiving else "send to" for receiving, _, _ in wanted]
-        messages = [
-            Message(work, f"{verb} {self._names[entry[1]]}")
-            for work, verb, entry in zip(works, verbs, wanted, strict=True)
+        if self.batched:
+            return self._post_batch(list(receives), list(sends))
+        carrier, names = self.carrier, self._names
+        received = [
+            Message(carrier.recv([tensor], peer, tag) if tensor.numel() else None, RECEIVE, names[peer])
+            for peer, tensor in receives
         ]
-        num_receives = sum(receiving for receiving, _, _ in wanted)
-        return messages[:num_receives], messages[num_receives:]
+        sent = [
+            Message(carrier.send([tensor], peer, tag) if tensor.numel() else None, SEND, names[peer])
+            for peer, tensor in sends
+        ]
+        return received, sent
 
-    def _post(self, tag: int, receiving: bool, peer: int, tensor: Tensor) -> dist.Work | None:
-        if tensor.numel() == 0:
-            return None
-        return self.group.recv([tensor], peer, tag) if receiving else self.group.send([tensor], peer, tag)
-
-    def _post_batch(self, wanted: Sequence[tuple[bool, int, Tensor]]) -> Sequence[dist.Work | None]:
+    def _post_batch(
+        self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]]
+    ) -> tuple[list[Message], list[Message]]:
         """NCCL runs messages in stream order: those of a round must be one launch, or two ranks wait for each other."""
+        wanted = [(RECEIVE, *entry) for entry in receives] + [(SEND, *entry) for entry in sends]
         operations = [
-            dist.P2POp(dist.irecv if receiving else dist.isend, tensor, group=self.group, group_peer=peer)
-            for receiving, peer, tensor in wanted
+            dist.P2POp(dist.irecv if what == RECEIVE else dist.isend, tensor, group=self.group, group_peer=peer)
+            for what, peer, tensor in wanted
             if tensor.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return [*works, *[None] * (len(wanted) - len(works))]
+        padded = [*works, *[None] * (len(wanted) - len(works))]
+        messages = [
+            Message(work, what, self._names[peer]) for work, (what, peer, _) in zip(padded, wanted, strict=True)
+        ]
+        return messages[: len(receives)], messages[len(receives) :]
 
-    @contextmanager
-    def scratch(self, numel: int, like: Tensor) -> Iterator[Tensor]:
+    def scratch(self, numel: int, like: Tensor) -> AbstractContextManager[Tensor]:
         """`numel` elements of unknown content, on the device and of the dtype of `like`, until the block ends."""
-        nbytes = numel * like.element_size()
-        fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes and buffer.device == like.device]
-        if fitting:
-            buffer = min(fitting, key=Tensor.numel)
-            self._free = [free for free in self._free if free is not buffer]
-        else:
-            # One that is too small for this call goes, so that growing sizes do not pile up.
-            self._free = self._free[1:]
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-        try:
-            yield buffer[:nbytes].view(like.dtype)
-        finally:
-            self._free.append(buffer)
+        return self._scratch.lent(numel, like)
 
     def spoil(self) -> None:
         """Overwrite the scratch memory that no call uses now with bytes that are NaN in every floating type: its
         content is unknown, and who reads it before it is written is seen."""
-        for buffer in self._free:
-            buffer.fill_(255)
+        self._scratch.spoil()
 
     def release(self) -> None:
         """Let go of the scratch memory that no call uses now."""
-        self._free = []
+        self._scratch.release()
 
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:

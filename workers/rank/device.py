@@ -11,7 +11,7 @@ from workers.config import Config, ConfigError
 
 def pick_device(config: Config) -> torch.device:
     """The device of this rank; raises ConfigError if the card that it needs is not there."""
-    if config.backend == "gloo" and config.device == "cpu":
+    if config.backend in ("gloo", "tcp") and config.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = "LAB_BACKEND=nccl" if config.backend == "nccl" else "LAB_DEVICE=cuda"

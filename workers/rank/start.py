@@ -24,6 +24,7 @@ from workers.config.values import is_path, lesson_file
 from workers.contract import Mode
 from workers.lab import Lab
 from workers.measure.ledger import Ledger
+from workers.parallel.dialling import Dialling
 from workers.passes.measure import everything
 from workers.rank import one_folder
 from workers.rank.again import meet_nobody, rejoin
@@ -103,6 +104,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             journal.write(records.Unshared(apart.hosts))
         if config.live:
             mode = shown(config, mode, cluster, watch, journal, started_at)
+        if config.backend == "tcp":
+            Dialling(cluster.members[cluster.rank].ip).register()
         if way is None:
             init_process_group(cluster, config)
         else:

@@ -24,6 +24,7 @@ from workers.check.places import Places
 from workers.check.recording import Recorder
 from workers.check.script import PR_SET_PDEATHSIG, STACKS, described, recorded
 from workers.check.telling import Telling, now
+from workers.parallel.dialling import Dialling
 from workers.testing import rewriting
 from workers.testing.task import Ended, OnRank, Task
 
@@ -125,6 +126,8 @@ def begin(here: Here, task: Task) -> None:
     )  # fmt: skip
     bound = datetime.timedelta(seconds=task.timeout_s + GRACE_S)
     keys = dist.PrefixStore(f"task{task.number}", here.store)
+    if task.backend == "tcp":
+        Dialling("127.0.0.1").register()
     dist.init_process_group(task.backend, store=keys, rank=here.rank, world_size=task.world_size, timeout=bound)
 
 

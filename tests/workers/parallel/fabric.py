@@ -6,10 +6,12 @@ bytes move as late as they may, when either end is waited for: whoever changes a
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import count
 
 from torch import Tensor
 
 from workers.parallel.peers import Addressed, Message, Peers, Steps
+from workers.parallel.scratch import Scratch
 
 
 class Deadlock(AssertionError):
@@ -20,7 +22,7 @@ class Transfer(Message):
     """One tensor under way; both ends share the moment at which it moves."""
 
     def __init__(self, tensor: Tensor, is_send: bool) -> None:
-        super().__init__(None, "")
+        super().__init__(None, "", "")
         self.tensor, self.is_send = tensor, is_send
         self.other: Transfer | None = None
         self.moved = False
@@ -80,8 +82,8 @@ class FabricPeers(Peers):
     def __init__(self, fabric: Fabric, rank: int, world_size: int) -> None:
         self.fabric, self.rank, self.world_size = fabric, rank, world_size
         self.batched = False
-        self._free: list[Tensor] = []
-        self._tag = 0
+        self._scratch = Scratch()
+        self._tags = count(1)
 
     def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
         received = [self._post_one((peer, self.rank, tag), tensor, False) for peer, tensor in receives]
@@ -89,7 +91,7 @@ class FabricPeers(Peers):
 
     def _post_one(self, route: tuple[int, int, int], tensor: Tensor, is_send: bool) -> Message:
         if tensor.numel() == 0:
-            return Message(None, "")
+            return Message(None, "", "")
         transfer = Transfer(tensor, is_send)
         (self.fabric.sends if is_send else self.fabric.receives)[route].append(transfer)
         if is_send:

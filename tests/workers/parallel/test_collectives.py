@@ -185,7 +185,7 @@ class Broken(dist.Work):
 
 def test_a_message_that_fails_names_its_peer() -> None:
     with pytest.raises(RuntimeError, match="receive from rank 2 failed: Timed out"):
-        Message(Broken(), "receive from rank 2").wait()
+        Message(Broken(), "receive from", "rank 2").wait()
 
 
 @pytest.mark.parametrize(

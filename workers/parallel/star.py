@@ -1,0 +1,34 @@
+"""Small tensors by the fewest messages, to rank 0 and back, in a call that is not cut into steps.
+
+It is rooted.py's all_reduce, message for message. There each step can be waited for by the caller, which costs rank 0
+some 30 us of Python a call and nothing where gloo takes milliseconds; over plain TCP, where the whole call takes
+65 to 250 us, it would be a third.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.parallel.peers import Peers
+
+ROOT = 0
+SMALL_BYTES = 256 << 10
+
+
+def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.add) -> None:
+    """Fold everyone's flat `tensor` into one, in the order of ranks, in place."""
+    tag, carrier = peers.new_tag(), peers.carrier
+    if peers.rank != ROOT:
+        carrier.send([tensor], ROOT, tag)
+        carrier.recv([tensor], ROOT, tag).wait()
+        return
+    with peers.scratch((peers.world_size - 1) * tensor.numel(), tensor) as scratch:
+        rows = scratch.view(peers.world_size - 1, tensor.numel())
+        parts = [carrier.recv([row], peer, tag) for peer, row in enumerate(rows, 1)]
+        for part, row in zip(parts, rows, strict=True):
+            part.wait()
+            fold(tensor, row, out=tensor)
+    for sent in [carrier.send([tensor], peer, tag) for peer in range(1, peers.world_size)]:
+        sent.wait()

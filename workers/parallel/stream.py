@@ -1,0 +1,178 @@
+"""The connection to one rank as a stream of messages, each a head (its key, its length) and its bytes.
+
+A message goes from the tensor's own memory, head and bytes in one call, and arrives in the tensor that was posted for
+its key. What comes before its receive was posted is kept aside, so that what lies behind it can be read. Nothing here
+waits but `read`; who waits for what is the transport's.
+"""
+
+import ctypes
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+KEY_BYTES = 16
+HEAD = struct.Struct(f"={KEY_BYTES}sQ")
+BUFFER_BYTES = 4096  # of what is read before it is known whose it is: this much is copied once more
+
+
+class Waits(Protocol):
+    def wait(self, message: "Message", /) -> None: ...
+
+
+class Message:
+    """A tensor to or from rank `peer`, `done` once it may be changed again, or is there.
+
+    `rest` is what the kernel has not taken yet, or the place of what is awaited. `heir` is a receive that was posted
+    when this message had begun to come: it gets a copy. Who holds a message holds its memory.
+    """
+
+    __slots__ = ("_transport", "done", "head", "heir", "memory", "peer", "rest")
+
+    def __init__(self, transport: Waits, peer: int, head: bytes, memory: object, rest: list[memoryview]) -> None:
+        self._transport, self.peer, self.head, self.memory, self.rest = transport, peer, head, memory, rest
+        self.done = False
+        self.heir: Message | None = None
+
+    def wait(self) -> None:
+        """Return once it is done; raises RuntimeError where the connection has ended."""
+        if not self.done:
+            self._transport.wait(self)
+
+
+class Stream:
+    """One connection, its socket blocking: what goes, what is awaited, and what came unasked."""
+
+    def __init__(self, transport: Waits, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection = rank, connection
+        self.ended = ""  # why
+        self.going: deque[Message] = deque()
+        self._transport = transport
+        self._sent = Message(transport, rank, b"", None, [])  # all that the kernel took at once
+        self._sent.done = True
+        self._posted: list[Message] = []
+        self._early: list[Message] = []
+        self._left = b""  # the beginning of a head
+        self._coming: Message | None = None
+        self._place = memoryview(b"")  # of the message that is coming, what is still to be filled
+
+    def send(self, key: bytes, tensor: Tensor) -> Message:
+        """Begin to send; raises OSError where the connection has ended."""
+        memory = memory_of(tensor)
+        head = HEAD.pack(key, len(memory))
+        if not self.going:
+            count = self._write([head, memory])
+            if count == len(head) + len(memory):
+                return self._sent
+            rest = [memoryview(head)[count:], memory[max(0, count - len(head)) :]]
+        else:
+            rest = [memoryview(head), memory]
+        message = Message(self._transport, self.rank, head, tensor, rest)
+        self.going.append(message)
+        return message
+
+    def receive(self, key: bytes, tensor: Tensor) -> Message:
+        """Let the next message of `key` come to `tensor`; at once, if it is here."""
+        memory = memory_of(tensor)
+        awaited = Message(self._transport, self.rank, HEAD.pack(key, len(memory)), tensor, [memory])
+        for index, early in enumerate(self._early):
+            if early.head[:KEY_BYTES] == key:
+                del self._early[index]
+                early.heir = awaited
+                if early.done:
+                    inherit(early)
+                return awaited
+        self._posted.append(awaited)
+        return awaited
+
+    def write(self) -> None:
+        """Give the kernel what it takes now of what is going; raises OSError where the connection has ended."""
+        while self.going:
+            message = self.going[0]
+            count = self._write(message.rest)
+            while message.rest and count >= len(message.rest[0]):
+                count -= len(message.rest.pop(0))
+            if message.rest:
+                message.rest[0] = message.rest[0][count:]
+                return
+            message.done = True
+            self.going.popleft()
+
+    def _write(self, parts: Sequence[bytes | memoryview]) -> int:
+        try:
+            return self.connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def read(self, flags: int = 0) -> None:
+        """Take what has come; BlockingIOError: nothing has; another OSError: nothing ever will."""
+        if self._coming is None:
+            data = self.connection.recv(BUFFER_BYTES, flags)
+            count = len(data)
+            if count:
+                self._sort(self._left + data)
+        else:
+            count = self.connection.recv_into(self._place, 0, flags)
+            self._fill(self._coming, count)
+        if count == 0:
+            raise ConnectionResetError("it was closed")
+
+    def _sort(self, data: bytes) -> None:
+        """Lay each message in `data` where it belongs."""
+        at, end = 0, len(data)
+        while end - at >= HEAD.size:
+            message = self._whose(data[at : at + HEAD.size])
+            at += HEAD.size
+            place = message.rest[0]
+            here = min(len(place), end - at)
+            place[:here] = data[at : at + here]
+            at += here
+            self._coming, self._place = message, place
+            self._fill(message, here)
+        self._left = data[at:]
+
+    def _fill(self, message: Message, count: int) -> None:
+        """`count` bytes more of the message that is coming have come."""
+        if count < len(self._place):
+            self._place = self._place[count:]
+            return
+        self._coming, message.done = None, True
+        if message.heir is not None:
+            inherit(message)
+
+    def _whose(self, head: bytes) -> Message:
+        """The message that was posted for this head, or a new one that is kept aside."""
+        for index, awaited in enumerate(self._posted):
+            if awaited.head == head:
+                del self._posted[index]
+                return awaited
+            if awaited.head[:KEY_BYTES] == head[:KEY_BYTES]:
+                raise wrong_size(awaited, head)
+        memory = bytearray(HEAD.unpack(head)[1])
+        early = Message(self._transport, self.rank, head, memory, [memoryview(memory)])
+        self._early.append(early)
+        return early
+
+
+def inherit(early: Message) -> None:
+    """Copy what came early to where it is awaited; raises OSError where it has another size."""
+    heir = early.heir
+    assert heir is not None
+    if heir.head != early.head:
+        raise wrong_size(heir, early.head)
+    heir.rest[0][:] = early.rest[0]
+    heir.done = True
+
+
+def wrong_size(awaited: Message, head: bytes) -> OSError:
+    """What is raised where two ranks do not agree how long a message is."""
+    return ConnectionAbortedError(f"it sent {HEAD.unpack(head)[1]} bytes where {len(awaited.rest[0])} are awaited")
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor. Not by `tensor.numpy()`, after which its storage could not be resized again:
+    ZeRO-3 frees by that."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
