@@ -15,12 +15,14 @@ from benchmarks import (
     recording,
     timeline,
     tp,
+    transport,
     wire,
 )
 
 if __name__ == "__main__":
     for benchmark in (
         collectives,
+        transport,
         wire,
         dp,
         fsdp,

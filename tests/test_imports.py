@@ -41,7 +41,7 @@ FLOORS: dict[str, list[str]] = {
     "workers.live": [CONFIG, REPORT],
     "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
     "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check"],
-    "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}"],
+    "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}", f"{PARALLEL}.dialling"],
     "workers.__main__": [CONFIG, CLUSTER, RANK, "workers.live.beside"],
     "experiments": [
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,

@@ -10,10 +10,13 @@ busiest link. The algorithms of workers/parallel give the same sum to every rank
                              Rabenseifner's halving and doubling; NCCL's tree is another one, of two binary trees
               server         (N-1)·S on rank 0, which grows with N: the wall of a parameter server
               gloo           2(N-1)/N·S, and for its reduce_scatter twice what is needed
+              tcp            the server's up to 256 KiB, then direct's; the same messages, and no library's threads
   shapes      x [2], rows [N, 2] for the primitives; [S/4] float32 in the sweep
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -30,11 +33,13 @@ from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.parallel.collectives import ALGORITHMS, Algorithm, Collective
+from workers.parallel.dialling import Dialling
 from workers.parallel.peers import split
 from workers.parallel.phases import phase
 from workers.passes.recorded import draw, hold_drawn
 
 PREDICTED_BYTES = 4 << 20
+GLOO, TCP = "gloo", "tcp"
 
 
 class Options(ModeOptions):
@@ -115,15 +120,41 @@ def run(
     gradients.backward(lab, backward_of)
     lab.finished("proof")
     demo.broadcast_slice_gather(lab)
+    with groups_of(lab) as groups:
+        compare(lab, algorithms, groups)
+
+
+def compare(lab: Lab, algorithms: Mapping[str, Algorithm], groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """The variants beside each other: what they leave, the ring message by message, a picture, and the sweep."""
     collectives = {
-        name: Collective(lab.group, "backend" if name in MODE.by_torch else name, algorithms)
+        name: Collective(groups.get(name, lab.group), "backend" if name in groups else name, algorithms)
         for name in MODE.names
-        if lab.wants(name)
+        if lab.wants(name) and (name in groups or name not in (GLOO, TCP))
     }
     everyones_sum(lab, collectives)
     demo.ring(lab, algorithms["ring"])
     draw_all(lab, collectives)
     sweep.run(lab, collectives, int(lab.config.own(Options).sweep_mib * costs.MIB))
+
+
+@contextmanager
+def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
+    """All ranks over gloo (or what LAB_BACKEND has in its place) and over plain TCP: of these two the world is one, and
+    the other is made for the block."""
+    world = TCP if lab.config.backend == TCP else GLOO
+    other = GLOO if world == TCP else TCP
+    groups = {world: lab.group} if lab.wants(world) else {}
+    if other == TCP and lab.device.type == "cuda" and lab.wants(TCP):
+        lab.skip(TCP, "plain TCP sends from the memory of the CPU alone")
+    elif lab.wants(other):
+        Dialling(lab.own_ip).register()
+        bound = timedelta(seconds=lab.config.collective_timeout_s)
+        groups[other] = dist.new_group(dist.get_process_group_ranks(lab.group), bound, other)
+    try:
+        yield groups
+    finally:
+        if other in groups:
+            dist.destroy_process_group(groups[other])
 
 
 def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
@@ -152,6 +183,7 @@ MODE = Mode(
         Variant("direct"),  # all to all at once: direct.py beside it
         Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
         Variant("server"),  # through rank 0: rooted.py
+        Variant(TCP),  # with no library under it: transport.py, star.py and blockwise.py
     ),
     run=run,
     title=title,
@@ -163,6 +195,7 @@ MODE = Mode(
         "experiments/comm/__init__.py: an all_reduce of sends and receives, naive, and what a run goes through",
         "experiments/comm/primitives.py and gradients.py: who holds what before and after, and what comes back",
         "experiments/comm/demo.py: the lesson's broadcast, slice and gather, and the ring message by message",
+        "workers/parallel/transport.py and star.py: what is left of a small sum's price without a library",
         "workers/parallel/peers.py, then ring.py, direct.py, tree.py or rooted.py beside it: a variant is the two",
         "experiments/comm/contents.py: what goes in and has to come out, by rank, place and repeat",
         "experiments/comm/sweep.py: latency, bandwidth and bytes from 1 KiB to 64 MiB",

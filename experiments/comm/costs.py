@@ -34,9 +34,12 @@ Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
 
 def size(nbytes: int) -> str:
     """1024 as "1 KiB"."""
+    if nbytes < KIB:
+        return f"{nbytes} B"
     return f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
 
 
 def even(nbytes: int, world_size: int) -> int:
-    """The next smaller size of which every rank has an equal chunk of whole floats, as gloo's reduce_scatter wants."""
-    return nbytes - nbytes % (4 * world_size)
+    """The next smaller size of which every rank has an equal chunk of whole floats, as gloo's reduce_scatter wants; at
+    the least one each."""
+    return max(nbytes - nbytes % (4 * world_size), 4 * world_size)

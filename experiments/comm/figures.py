@@ -44,6 +44,18 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
     lab.chart(f"{op}: busbw", "MB", "GB/s", busbw, log_x=True)
 
 
+def crossings(lab: Lab, op: str, costs: Costs, sizes: list[int]) -> None:
+    """From which size on which of gloo and plain TCP is the faster one, where both were timed."""
+    if any((op, nbytes, name) not in costs for nbytes in sizes for name in ("gloo", "tcp")):
+        return
+    ratios = [costs[op, nbytes, "gloo"].seconds / costs[op, nbytes, "tcp"].seconds for nbytes in sizes]
+    told = [f"{size(sizes[0])} {ratios[0]:.3g}x"]
+    for before, ratio, nbytes in zip(ratios, ratios[1:], sizes[1:], strict=False):
+        if (before > 1) != (ratio > 1) or nbytes == sizes[-1]:
+            told.append(f"{size(nbytes)} {ratio:.3g}x")
+    lab.say(f"{op}: speed of tcp over gloo's where it crosses 1 and at both ends: {', '.join(told)}", "crossover")
+
+
 def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
     """Latency of a round and bandwidth of the busiest link, for each algorithm's all_reduce."""
     rows: list[list[object]] = []

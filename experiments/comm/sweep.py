@@ -10,15 +10,20 @@ from functools import partial
 
 from experiments.comm.contents import Trial, uneven
 from experiments.comm.costs import BYTES, KIB, MIB, Cost, Costs, even, size
-from experiments.comm.figures import fits, tables, wall
+from experiments.comm.figures import crossings, fits, tables, wall
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS
 from workers.measure.formulas.messages import all_reduce_messages, half_messages, wire_tolerance
 from workers.parallel.collectives import Collective
 
-SIZES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+SIZES = (8, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (256 * KIB, 4 * MIB, 64 * MIB)
-TIMED_HALVES = ("gloo", "ring", "direct")  # of reduce_scatter and all_gather; of the others the bytes are counted alone
+TIMED_HALVES = (
+    "gloo",
+    "ring",
+    "direct",
+    "tcp",
+)  # of reduce_scatter and all_gather; of the others the bytes are counted alone
 # As the papers write it; where an algorithm has an entry of its own it comes first.
 FORMULAS = {
     ("all_reduce", "server"): "(N-1)·S on rank 0, S elsewhere",
@@ -27,6 +32,7 @@ FORMULAS = {
     ("reduce_scatter", "server"): "(N-1)/N·S on rank 0, S elsewhere",
     ("reduce_scatter", "tree"): "(N-1)/N·S, and S on each rank beyond P = 2^k",
     ("all_gather", "tree"): "(N-1)/N·S, and S more for each rank beyond P = 2^k",
+    ("all_reduce", "tcp"): "the server's up to 256 KiB, then direct's",
     ("all_gather", "server"): "(N-1)·S on rank 0, S/N elsewhere",
 }
 
@@ -55,6 +61,8 @@ def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> 
         if names := timed(op, variants):
             tables(lab, op, costs, names, sizes)
     if lab.world_size > 1:
+        for op in BYTES:
+            crossings(lab, op, costs, sizes)
         fits(lab, costs, variants, sizes)
         wall(lab, costs, variants, sizes[-1])
 

@@ -40,7 +40,7 @@ class Notes:
         )
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         self.device = torch.device("cpu")
-        self.exchange, self.mode = self, comm.MODE
+        self.exchange, self.mode, self.own_ip = self, comm.MODE, "127.0.0.1"
         self.failed: set[str] = set()
         self.held: set[str] = set()
         self.tables: dict[str, list[list[Any]]] = {}

@@ -61,12 +61,15 @@ def connect(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=len(others)) as listening:
         store.set(f"tcp/{own}", f"{host} {listening.getsockname()[1]}")
-        found = {rank: dial(store, rank, own, secret, deadline) for rank in others if rank < own}
-        waiting = {rank for rank in others if rank > own}
-        while waiting:
-            rank, connection = accept(listening, secret, waiting, deadline)
-            found[rank] = connection
-            waiting.remove(rank)
+        try:
+            found = {rank: dial(store, rank, own, secret, deadline) for rank in others if rank < own}
+            waiting = {rank for rank in others if rank > own}
+            while waiting:
+                rank, connection = accept(listening, secret, waiting, deadline)
+                found[rank] = connection
+                waiting.remove(rank)
+        finally:  # all who dial have read it, and a later group may have this one's name
+            store.delete_key(f"tcp/{own}")
     return found
 
 

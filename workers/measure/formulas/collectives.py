@@ -10,7 +10,8 @@ used below:
   gloo      the sources of gloo and torch's ProcessGroupGloo, and what the sockets counted
 """
 
-ALGORITHMS = ("gloo", "ring", "direct", "tree", "server")
+ALGORITHMS = ("gloo", "ring", "direct", "tree", "server", "tcp")
+TCP_STAR_BYTES = 256 << 10  # up to which plain TCP sums by rank 0 (workers/parallel/star.py)
 
 
 def chunk_bytes(world_size: int, nbytes: int, itemsize: int = 4) -> list[int]:
@@ -24,9 +25,11 @@ def all_reduce_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0
 
     ring, direct and gloo send it, up to the rest of an uneven division. tree: so does each of its P = 2^floor(log2 N)
     core ranks, on chunks of P, and rank P + i sends its S to rank i before and gets S back after. server: rank 0 sends
-    the sum to everyone, (N-1)·S, and receives as much.
+    the sum to everyone, (N-1)·S, and receives as much. tcp: as the server up to 256 KiB, above as direct.
     """
     core = 1 << (world_size.bit_length() - 1)
+    if algorithm == "tcp":
+        algorithm = "server" if nbytes <= TCP_STAR_BYTES else "direct"
     if algorithm == "gloo":  # a ring, in even segments (gloo/allreduce.cc)
         return algorithmic_factor("all_reduce", world_size) * nbytes
     if algorithm == "server":
@@ -74,7 +77,7 @@ def all_gather_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0
     core = 1 << (world_size.bit_length() - 1)
     if algorithm == "gloo":
         return algorithmic_factor("all_gather", world_size) * nbytes
-    if algorithm == "direct":
+    if algorithm in ("direct", "tcp"):
         return float((world_size - 1) * chunks[rank])
     if algorithm == "ring":
         return float(nbytes - chunks[(rank + 1) % world_size])
@@ -118,7 +121,7 @@ def all_reduce_rounds(algorithm: str, world_size: int) -> int:
         return 0
     levels = world_size.bit_length() - 1
     folds = 2 if world_size != 1 << levels else 0
-    return {"direct": min(2, world_size - 1), "server": 2, "tree": 2 * levels + folds}.get(
+    return {"direct": min(2, world_size - 1), "server": 2, "tcp": 2, "tree": 2 * levels + folds}.get(
         algorithm, 2 * (world_size - 1)
     )
 
@@ -129,7 +132,7 @@ def all_reduce_seconds(algorithm: str, world_size: int, nbytes: int, latency_s: 
     Bytes are what follows each other on the busiest link. The server's wall: it receives (N-1)·S, then sends as much.
     """
     serial = max(all_reduce_bytes(algorithm, world_size, nbytes, rank) for rank in range(world_size))
-    if algorithm == "server":
+    if algorithm == "server" or (algorithm == "tcp" and nbytes <= TCP_STAR_BYTES):
         serial *= 2
     if algorithm == "tree" and world_size.bit_count() > 1:
         serial += nbytes  # the fold is received before the halving begins

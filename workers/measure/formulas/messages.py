@@ -7,7 +7,7 @@ read for. An all_reduce of gloo cuts each of its chunks in two, so it is 4(N-1) 
 for each other rank. What is said here of `rank` is how many it sends, or receives where these are more.
 """
 
-from workers.measure.formulas.collectives import chunk_bytes
+from workers.measure.formulas.collectives import TCP_STAR_BYTES, chunk_bytes
 
 FRAMES_BYTES = 144
 # gloo sends the parts of an uneven tensor one element longer or shorter than the formula's: 16 B cover it.
@@ -26,6 +26,10 @@ def all_reduce_messages(algorithm: str, world_size: int, nbytes: int, rank: int 
     """Of an all_reduce of S bytes; a ring sends a chunk a round, a tree a block a level."""
     if algorithm == "gloo":
         return gloo_all_reduce_messages(world_size, nbytes)
+    if algorithm == "tcp":
+        algorithm = "server" if nbytes <= TCP_STAR_BYTES else "blocks"
+    if algorithm == "blocks":  # of 1 MiB, of every chunk there and of its sum back
+        return 2 * (world_size - 1) * -(-int(nbytes) // (world_size << 20))
     if algorithm == "direct" and world_size == 2:
         return 1
     if algorithm == "server":

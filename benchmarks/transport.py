@@ -1,0 +1,85 @@
+"""Plain TCP against gloo, both as groups of torch.distributed's: `python -m benchmarks.transport [WORLD_SIZE]`.
+
+Ratios above 1 mean that plain TCP is faster. Each round runs both, one after the other.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from workers.parallel.dialling import Dialling
+from workers.parallel.peers import split
+
+KIB, MIB = 1 << 10, 1 << 20
+# Rounds, and calls in each.
+PLANS = {
+    64: (21, 20),
+    4 * KIB: (21, 20),
+    64 * KIB: (21, 10),
+    256 * KIB: (15, 6),
+    MIB: (15, 4),
+    4 * MIB: (13, 2),
+    16 * MIB: (9, 1),
+    64 * MIB: (7, 1),
+}
+SMALL, LARGE = 64 * KIB, 4 * MIB
+SMALL_TARGETS = {"all_reduce": 30.0, "broadcast": 15.0, "all_gather": 15.0, "reduce_scatter": 15.0}
+LARGE_TARGETS = {"all_reduce": 1.2}
+
+
+def target(op: str, nbytes: int, world_size: int) -> float | None:
+    """How often faster it is to be on 4 ranks; None where nothing is asked."""
+    if world_size != 4:
+        return None
+    return SMALL_TARGETS[op] if nbytes <= SMALL else LARGE_TARGETS.get(op) if nbytes >= LARGE else None
+
+
+def measure(world: dist.ProcessGroup) -> dict[tuple[str, int], dict[str, Timing]]:
+    """The timings of every operation and size, by transport."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of these; 2.11 has only these names
+    Dialling("127.0.0.1").register()
+    groups = {"gloo": world, "tcp": dist.new_group(backend="tcp")}
+    timings = {}
+    for nbytes, (rounds, calls) in PLANS.items():
+        whole = torch.zeros(nbytes // 4)
+        chunk = torch.zeros_like(split(whole, world.size())[world.rank()])
+        for op in SMALL_TARGETS:
+            candidates = {name: called(op, whole, chunk, group) for name, group in groups.items()}
+            timings[op, nbytes] = interleave(candidates, world, rounds, calls)
+    return timings
+
+
+def called(op: str, whole: torch.Tensor, chunk: torch.Tensor, group: Any) -> Callable[[], Any]:
+    """One call of an operation over a group."""
+    return {
+        "all_reduce": partial(dist.all_reduce, whole, group=group),
+        "broadcast": partial(dist.broadcast, whole, 0, group=group),
+        "all_gather": partial(dist.all_gather_into_tensor, whole, chunk, group=group),
+        "reduce_scatter": partial(dist.reduce_scatter_tensor, chunk, whole, group=group),
+    }[op]
+
+
+def main(world_size: int = 4) -> None:
+    """Print the table, targets beside the ratios."""
+    rows: list[list[Any]] = []
+    for (op, nbytes), by_name in sorted(on_ranks(world_size, measure).items()):
+        gloo, tcp = by_name["gloo"], by_name["tcp"]
+        ratio, cpu = Ratio.of(gloo.wall_s, tcp.wall_s), Ratio.of(gloo.cpu_s, tcp.cpu_s)
+        wanted = target(op, nbytes, world_size)
+        held = "" if wanted is None else "yes" if ratio.median >= wanted else "NO"
+        size = f"{nbytes} B" if nbytes < KIB else f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
+        us = [f"{timing.median_s * 1e6:.0f}" for timing in (gloo, tcp)]
+        rows.append([op, size, *us, ratio, f"{cpu.median:.2f}x", "" if wanted is None else f"{wanted:g}x", held])
+    columns = ["op", "size", "gloo us", "tcp us", "tcp over gloo", "CPU", "target", "held"]
+    print(f"{world_size} ranks, one thread each: speed of plain TCP against gloo's (median, middle half of the rounds)")
+    print(table(columns, rows))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
