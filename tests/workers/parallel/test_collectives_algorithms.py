@@ -1,6 +1,7 @@
 """The algorithms on up to 8 ranks of one process: sums, bytes to the formula, number of sends, and no deadlock."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from tests.workers.parallel.fabric import Deadlock, Fabric
 from workers.measure.formulas import collectives as formulas
+from workers.measure.formulas import messages
+from workers.parallel import blockwise
 from workers.parallel.collectives import ALGORITHMS
 from workers.parallel.peers import Peers, Steps, split
 
@@ -20,13 +23,18 @@ BYTES: dict[str, Callable[..., float]] = {
 }
 
 
+MODULES = {**ALGORITHMS, "blockwise": blockwise}
+SENT_AS = {"blockwise": "direct"}
+BLOCK_BYTES = 24  # so that 40 numbers are many blocks, the last of them short
+
+
 def given_to(world_size: int, length: int) -> list[Tensor]:
     return [torch.arange(length) + 100 * rank for rank in range(world_size)]
 
 
 def run(algorithm: str, op: str, world_size: int, length: int, late: bool) -> tuple[Fabric, list[Tensor], list[Tensor]]:
     """The fabric, every rank's tensor afterwards, and every rank's output."""
-    fabric, module = Fabric(world_size, late), ALGORITHMS[algorithm]
+    fabric, module = Fabric(world_size, late), MODULES[algorithm]
     tensors = given_to(world_size, length)
     if op == "all_gather":
         for rank, tensor in enumerate(tensors):
@@ -38,13 +46,14 @@ def run(algorithm: str, op: str, world_size: int, length: int, late: bool) -> tu
         arguments = [tensors[peers.rank], *([outputs[peers.rank]] if op == "reduce_scatter" else [])]
         yield from getattr(module, op)(peers, *arguments)
 
-    fabric.run(steps)
+    with patch.object(blockwise, "BLOCK_BYTES", BLOCK_BYTES):
+        fabric.run(steps)
     return fabric, tensors, outputs
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from(sorted(ALGORITHMS)), st.sampled_from(sorted(BYTES)), st.integers(2, 8), st.integers(0, 40), st.booleans()
+    st.sampled_from(sorted(MODULES)), st.sampled_from(sorted(BYTES)), st.integers(2, 8), st.integers(0, 40), st.booleans()
 )  # fmt: skip
 def test_results_and_bytes(algorithm: str, op: str, world_size: int, length: int, late: bool) -> None:
     fabric, tensors, outputs = run(algorithm, op, world_size, length, late)
@@ -60,7 +69,10 @@ def test_results_and_bytes(algorithm: str, op: str, world_size: int, length: int
     else:
         whole = torch.cat([split(tensor, world_size)[rank] for rank, tensor in enumerate(everyone)])
         assert all(torch.equal(tensor, whole) for tensor in tensors)
-    predicted = [BYTES[op](algorithm, world_size, 8 * length, rank, itemsize=8) for rank in range(world_size)]
+    predicted = [
+        BYTES[op](SENT_AS.get(algorithm, algorithm), world_size, 8 * length, rank, itemsize=8)
+        for rank in range(world_size)
+    ]
     assert fabric.sent_bytes == predicted
 
 
@@ -78,6 +90,13 @@ def test_results_and_bytes(algorithm: str, op: str, world_size: int, length: int
 def test_number_of_sends_of_an_all_reduce(algorithm: str, world_size: int, num_sends: list[int]) -> None:
     fabric, _, _ = run(algorithm, "all_reduce", world_size, 40, late=False)
     assert fabric.num_sends == num_sends
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_number_of_sends_block_by_block(world_size: int) -> None:
+    fabric, length = Fabric(world_size, late=False), 6 << 17  # 6 MiB
+    fabric.run(lambda peers: blockwise.all_reduce(peers, torch.ones(length, dtype=torch.int64)))
+    assert fabric.num_sends == [messages.all_reduce_messages("tcp", world_size, 8 * length)] * world_size
 
 
 def test_scratch_memory_is_used_again() -> None:

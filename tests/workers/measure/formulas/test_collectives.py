@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from workers.measure.calls import Calls
 from workers.measure.formulas.collectives import (
     ALGORITHMS,
+    TCP_STAR_BYTES,
     algorithmic_factor,
     all_gather_bytes,
     all_reduce_bytes,
@@ -21,6 +22,7 @@ from workers.measure.formulas.collectives import (
     chunk_bytes,
     reduce_scatter_bytes,
 )
+from workers.parallel import star
 from workers.parallel.collectives import Collective
 from workers.parallel.peers import Pending
 from workers.testing.calls import Ranks
@@ -82,6 +84,14 @@ def test_published_figures() -> None:
     assert all_reduce_bytes("server", 8, 1 << 20) == 7 << 20  # the server's wall
     assert all_reduce_bytes("tree", 3, 1200, rank=2) == 1200  # folds
     assert all_reduce_bytes("tree", 3, 1200, rank=0) == 600 + 600 + 1200
+
+
+@pytest.mark.parametrize("nbytes", [4096, TCP_STAR_BYTES, TCP_STAR_BYTES + 4, 4 << 20])
+def test_plain_tcp_sends_the_least_in_the_mean_of_ranks(nbytes: int) -> None:
+    sent = [all_reduce_bytes("tcp", 3, nbytes, rank) for rank in range(3)]
+    assert sum(sent) == pytest.approx(4 * nbytes)
+    assert (max(sent) > 1.4 * min(sent)) == (nbytes <= TCP_STAR_BYTES)
+    assert TCP_STAR_BYTES == star.SMALL_BYTES
 
 
 def test_a_world_of_one_sends_nothing() -> None:
