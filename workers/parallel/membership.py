@@ -53,13 +53,16 @@ class Membership(Heard):
     def ask(self, wish: Message, report: Report) -> View | None:
         """Wait outside until a view takes this process in; None once the training has come to its end without it.
 
-        Raises TimeoutError once nobody has been left for long who could let it in: who lives waits outside, too.
+        Raises TimeoutError once nobody has been left for long who could let it in, since who lives waits outside too;
+        at once where all others have ended.
         """
         asked: set[int] = set()
         hopeful_at = time.monotonic()
         while not self._over():
             if set(self.lines.open()) > {member.rank for member in self.asking}:
                 hopeful_at = time.monotonic()
+            if asked and not self.lines.open():  # who comes from now on has nothing either
+                raise TimeoutError(f"all others have ended before rank {self.me.rank} was let in")
             if time.monotonic() - hopeful_at > self.timeout_s:
                 raise TimeoutError(f"for {self.timeout_s:g} s nobody was left who could let rank {self.me.rank} in")
             for rank, life in self.lines.open().items():

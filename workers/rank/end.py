@@ -114,9 +114,11 @@ def let_leave(
 
 
 def take_in(
-    watch: Watch, exchange: Exchange, journal: Journal, way: WayBack, member: Member, opened: list[Any]
+    watch: Watch, exchange: Exchange, journal: Journal, way: WayBack, said: dict[str, Any], opened: list[Any]
 ) -> None:
-    """A rank that had left is here again, as another process: it is watched and waited for like any other."""
+    """A rank that had left is here again, as another process that `said` where it is: it is watched and waited for like
+    any other."""
+    member = Member(**said)
     watch.take_in(member)
     exchange.gone.discard(member.rank)
     way.take_in(member, opened)
