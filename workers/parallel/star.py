@@ -1,8 +1,7 @@
 """Small tensors by the fewest messages, to rank 0 and back, in a call that is not cut into steps.
 
 It is rooted.py's all_reduce, message for message. There each step can be waited for by the caller, which costs rank 0
-some 30 us of Python a call and nothing where gloo takes milliseconds; over plain TCP, where the whole call takes
-65 to 250 us, it would be a third.
+some 30 us of Python a call: nothing where gloo takes milliseconds, and seen where the messages take tenths of one.
 """
 
 from collections.abc import Callable
