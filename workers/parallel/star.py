@@ -18,16 +18,17 @@ SMALL_BYTES = 256 << 10
 
 def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.add) -> None:
     """Fold everyone's flat `tensor` into one, in the order of ranks, in place."""
-    tag, carrier = peers.new_tag(), peers.carrier
+    # Tags as of routes.py in turn: of one sum some ranks may wait for it here, and others have it under way there.
+    there, back, carrier = peers.new_tag(), peers.new_tag(), peers.carrier
     if peers.rank != ROOT:
-        carrier.send([tensor], ROOT, tag)
-        carrier.recv([tensor], ROOT, tag).wait()
+        carrier.send([tensor], ROOT, there)
+        carrier.recv([tensor], ROOT, back).wait()
         return
     with peers.scratch((peers.world_size - 1) * tensor.numel(), tensor) as scratch:
         rows = scratch.view(peers.world_size - 1, tensor.numel())
-        parts = [carrier.recv([row], peer, tag) for peer, row in enumerate(rows, 1)]
+        parts = [carrier.recv([row], peer, there) for peer, row in enumerate(rows, 1)]
         for part, row in zip(parts, rows, strict=True):
             part.wait()
             fold(tensor, row, out=tensor)
-    for sent in [carrier.send([tensor], peer, tag) for peer in range(1, peers.world_size)]:
+    for sent in [carrier.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
         sent.wait()

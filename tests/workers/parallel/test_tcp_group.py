@@ -97,6 +97,16 @@ def test_calls_under_way_end_in_any_order(rank: int) -> None:
         assert [float(tensor[-1]) for tensor in tensors] == [0.0, 3.0, 6.0, 9.0]
 
 
+@ranklab.ranks(3, backend="tcp", timeout_s=60)
+def test_some_wait_for_a_sum_that_others_have_under_way(rank: int) -> None:
+    for waits in range(3):
+        tensor = torch.ones(5)
+        work = dist.all_reduce(tensor, async_op=rank != waits)
+        if work is not None:
+            work.wait()
+        assert tensor.tolist() == [3.0] * 5
+
+
 @ranklab.ranks(2, backend="tcp", timeout_s=60)
 def test_a_call_under_way_goes_on_while_something_else_is_awaited(rank: int) -> None:
     large, word = torch.full((3_000_000,), 1.0), torch.zeros(1)
