@@ -148,6 +148,8 @@ def one_run(kind: str, number: int, seed: int) -> Outcome:
         settings["LAB_FAULTS"] = f"cut:rank{ranks[0]}@step{draw.randrange(40, 160)}"
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), **settings)
+        if len(run.pids) < WORLD_SIZE:
+            return Outcome([], f"it ended before it trained: {run.log.read_text()[-600:]}")
         if kind == "killed":
             for blow in drawn(draw):
                 time.sleep(draw.uniform(0.3, 1.2))

@@ -183,7 +183,7 @@ MODE = Mode(
         Variant("direct"),  # all to all at once: direct.py beside it
         Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
         Variant("server"),  # through rank 0: rooted.py
-        Variant(TCP),  # with no library under it: transport.py, star.py and blockwise.py
+        Variant(TCP),  # with no library under it: transport.py, star.py and pairs.py
     ),
     run=run,
     title=title,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.parallel.stream import Message
+from workers.parallel.framing import Message
 from workers.parallel.transport import Transport
 
 

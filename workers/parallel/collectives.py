@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.parallel import direct, ring, rooted, tree
+from workers.parallel import direct, pairs, ring, rooted, star, tree
 from workers.parallel.peers import Carrier, Message, Peers, Pending, Steps, split
 
 
@@ -33,6 +33,9 @@ class Algorithm(Protocol):
 
 ALGORITHMS: Mapping[str, Algorithm] = {"ring": ring, "direct": direct, "tree": tree, "server": rooted}
 
+
+# Over plain TCP, where a message costs little, and the backend is not what is wanted.
+OVER_TCP: Mapping[str, Algorithm] = {**ALGORITHMS, "pairs": pairs}
 
 # Speed against gloo's own, medians of interleaved rounds, on two cores: 4 ranks idle, in brackets 2 ranks on busy
 # cores. `python -m benchmarks.collectives` prints the table that decides.
@@ -65,6 +68,13 @@ def pick(op: str, nbytes: int, world_size: int) -> str:
     return "direct" if nbytes >= DIRECT_FROM_BYTES[op][several] else "backend"
 
 
+def pick_over_tcp(op: str, nbytes: int) -> str:
+    """The same over plain TCP, of "server", "direct" and "pairs"."""
+    if nbytes > star.SMALL_BYTES:
+        return "pairs"
+    return "server" if op == "all_reduce" else "direct"
+
+
 class Collective:
     """The collectives of one group. It owns their scratch memory, which is kept for the next call.
 
@@ -77,9 +87,10 @@ class Collective:
         self,
         group: dist.ProcessGroup,
         algorithm: str = "auto",
-        algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+        algorithms: Mapping[str, Algorithm] | None = None,
         carrier: Carrier | None = None,
     ) -> None:
+        algorithms = algorithms or (OVER_TCP if carrier else ALGORITHMS)
         if algorithm not in (*algorithms, "backend", "auto"):
             raise ValueError(f"algorithm {algorithm!r} is not one of {', '.join(algorithms)}, backend, auto")
         self.peers = Peers(group, carrier)
@@ -109,7 +120,10 @@ class Collective:
 
     def picked(self, op: str, whole: Tensor) -> str:
         """The algorithm that `op` on the tensor `whole` takes; `pick` knows gloo alone, and leaves NCCL to itself."""
-        auto = "backend" if self.peers.batched else pick(op, whole.nbytes, self.peers.world_size)
+        if self.peers.plain:
+            auto = pick_over_tcp(op, whole.nbytes)
+        else:
+            auto = "backend" if self.peers.batched else pick(op, whole.nbytes, self.peers.world_size)
         name = auto if self.algorithm == "auto" else self.algorithm
         uneven = whole.shape[0] % self.peers.world_size and op != "all_reduce"
         return "direct" if name == "backend" and uneven else name  # the backend's take even chunks alone
@@ -126,6 +140,9 @@ class Collective:
     def _start(self, op: str, whole: Tensor, result: Tensor, async_op: bool) -> Pending:
         name = self.picked(op, whole)
         if self.peers.world_size == 1:
+            steps = _copied(whole, result)
+        elif (name, op) == ("server", "all_reduce") and self.peers.plain and not async_op:
+            star.all_reduce(self.peers, whole)
             steps = _copied(whole, result)
         elif name == "backend":
             steps = _backend(op, whole, result, self.peers)

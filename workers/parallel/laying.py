@@ -1,7 +1,7 @@
 """The collectives of a process group over plain TCP, for tensors as torch hands them over: any layout, any operation.
 
-What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Large sums go block
-by block (blockwise.py), small ones to rank 0 and back (star.py), all else straight from rank to rank (routes.py).
+What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Large sums go pair
+by pair (pairs.py), small ones to rank 0 and back (star.py), all else straight from rank to rank (routes.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from workers.parallel import blockwise, routes, star
+from workers.parallel import pairs, routes, star
 from workers.parallel.peers import Peers, Steps
 
 SUMS = (ReduceOp.SUM, ReduceOp.AVG)
@@ -44,7 +44,7 @@ def all_reduce(peers: Peers, tensor: Tensor, opts: Any) -> Steps:
 
 def _all_reduce(peers: Peers, piece: Tensor, op: Any, async_op: bool) -> Steps:
     if op in SUMS and piece.nbytes > star.SMALL_BYTES:
-        yield from blockwise.all_reduce(peers, piece)
+        yield from pairs.all_reduce(peers, piece)
     elif async_op:
         yield from routes.reduced(peers, piece, op)
         yield from routes.broadcast(peers, piece, 0)
@@ -76,6 +76,15 @@ def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], opts: A
 
 def _reduce_scatter(peers: Peers, piece: Tensor, parts: list[Tensor], opts: Any) -> Steps:
     op = opts.reduceOp.op
+    if op in SUMS and peers.world_size * piece.nbytes > star.SMALL_BYTES:
+        yield from pairs.summed(peers, parts, piece)
+    else:
+        yield from _folded(peers, piece, parts, op)
+    _average(peers, piece, op)
+
+
+def _folded(peers: Peers, piece: Tensor, parts: list[Tensor], op: Any) -> Steps:
+    """All parts at once, then folded in the order of ranks."""
     with peers.scratch(peers.world_size * piece.numel(), piece) as scratch:
         rows = list(scratch.view(peers.world_size, piece.numel()))
         yield from routes.all_to_all(peers, rows, parts)
@@ -83,7 +92,6 @@ def _reduce_scatter(peers: Peers, piece: Tensor, parts: list[Tensor], opts: Any)
         for row in rows[1:]:
             routes.FOLDS[op](total, row, out=total)
         piece.copy_(total)
-    _average(peers, piece, op)
 
 
 def broadcast(peers: Peers, tensor: Tensor, root: int) -> Steps:

@@ -100,6 +100,7 @@ class Peers:
         self.world_size = group.size()
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
         self.batched = dist.get_backend(group) == "nccl"
+        self.plain = carrier is not None  # a channel of plain TCP
         self._scratch = Scratch()
         self._tags: Iterator[int] = cycle(range(1, 2**20))
 

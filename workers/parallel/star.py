@@ -24,11 +24,9 @@ def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.ad
         carrier.send([tensor], ROOT, there)
         carrier.recv([tensor], ROOT, back).wait()
         return
-    with peers.scratch((peers.world_size - 1) * tensor.numel(), tensor) as scratch:
-        rows = scratch.view(peers.world_size - 1, tensor.numel())
-        parts = [carrier.recv([row], peer, there) for peer, row in enumerate(rows, 1)]
-        for part, row in zip(parts, rows, strict=True):
-            part.wait()
-            fold(tensor, row, out=tensor)
+    with peers.scratch(tensor.numel(), tensor) as theirs:
+        for peer in range(1, peers.world_size):
+            carrier.recv([theirs], peer, there).wait()
+            fold(tensor, theirs, out=tensor)
     for sent in [carrier.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
         sent.wait()

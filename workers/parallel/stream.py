@@ -1,46 +1,19 @@
-"""The connection to one rank as a stream of messages, each a head (its key, its length) and its bytes.
+"""The connection to one rank as a stream of messages.
 
 A message goes from the tensor's own memory, head and bytes in one call, and arrives in the tensor that was posted for
 its key. What comes before its receive was posted is kept aside, so that what lies behind it can be read. Nothing here
 waits but `read`; who waits for what is the transport's.
 """
 
-import ctypes
 import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
-KEY_BYTES = 16
-HEAD = struct.Struct(f"={KEY_BYTES}sQ")
+from workers.parallel.framing import HEAD, KEY_BYTES, Message, Waits, inherit, memory_of, wrong_size
+
 BUFFER_BYTES = 4096  # of what is read before it is known whose it is: this much is copied once more
-
-
-class Waits(Protocol):
-    def wait(self, message: "Message", /) -> None: ...
-
-
-class Message:
-    """A tensor to or from rank `peer`, `done` once it may be changed again, or is there.
-
-    `rest` is what the kernel has not taken yet, or the place of what is awaited. `heir` is a receive that was posted
-    when this message had begun to come: it gets a copy. Who holds a message holds its memory.
-    """
-
-    __slots__ = ("_transport", "done", "head", "heir", "memory", "peer", "rest")
-
-    def __init__(self, transport: Waits, peer: int, head: bytes, memory: object, rest: list[memoryview]) -> None:
-        self._transport, self.peer, self.head, self.memory, self.rest = transport, peer, head, memory, rest
-        self.done = False
-        self.heir: Message | None = None
-
-    def wait(self) -> None:
-        """Return once it is done; raises RuntimeError where the connection has ended."""
-        if not self.done:
-            self._transport.wait(self)
 
 
 class Stream:
@@ -56,6 +29,7 @@ class Stream:
         self._posted: list[Message] = []
         self._early: list[Message] = []
         self._left = b""  # the beginning of a head
+        self._head = bytearray(HEAD.size)  # of a message that is read to its place at once
         self._coming: Message | None = None
         self._place = memoryview(b"")  # of the message that is coming, what is still to be filled
 
@@ -107,18 +81,34 @@ class Stream:
         except BlockingIOError:
             return 0
 
-    def read(self, flags: int = 0) -> None:
-        """Take what has come; BlockingIOError: nothing has; another OSError: nothing ever will."""
-        if self._coming is None:
+    def read(self, flags: int = 0, awaited: Message | None = None) -> None:
+        """Take what has come; BlockingIOError: nothing has; another OSError: nothing ever will. If the next message is
+        the one that is `awaited`, it comes to its place in one call, without a copy."""
+        if self._coming is not None:
+            count = self.connection.recv_into(self._place, 0, flags if awaited is None else socket.MSG_WAITALL)
+            self._fill(self._coming, count)
+        elif awaited is not None and not self._left and self._posted and self._posted[0] is awaited:
+            count = self._read_to_its_place(awaited)
+        else:
             data = self.connection.recv(BUFFER_BYTES, flags)
             count = len(data)
             if count:
                 self._sort(self._left + data)
-        else:
-            count = self.connection.recv_into(self._place, 0, flags)
-            self._fill(self._coming, count)
         if count == 0:
             raise ConnectionResetError("it was closed")
+
+    def _read_to_its_place(self, awaited: Message) -> int:
+        """Read a head and what follows it to where the message behind it belongs if it is `awaited`: it mostly is."""
+        place = awaited.rest[0]
+        # Until all of it is there: who waits here has nothing else to move, and is woken once.
+        count = self.connection.recvmsg_into([self._head, place], 0, socket.MSG_WAITALL)[0]
+        if count >= HEAD.size and self._head == awaited.head:
+            del self._posted[0]
+            self._coming, self._place = awaited, place
+            self._fill(awaited, count - HEAD.size)
+        elif count:
+            self._sort(bytes(self._head[:count]) + bytes(place[: max(0, count - HEAD.size)]))
+        return count
 
     def _sort(self, data: bytes) -> None:
         """Lay each message in `data` where it belongs."""
@@ -155,24 +145,3 @@ class Stream:
         early = Message(self._transport, self.rank, head, memory, [memoryview(memory)])
         self._early.append(early)
         return early
-
-
-def inherit(early: Message) -> None:
-    """Copy what came early to where it is awaited; raises OSError where it has another size."""
-    heir = early.heir
-    assert heir is not None
-    if heir.head != early.head:
-        raise wrong_size(heir, early.head)
-    heir.rest[0][:] = early.rest[0]
-    heir.done = True
-
-
-def wrong_size(awaited: Message, head: bytes) -> OSError:
-    """What is raised where two ranks do not agree how long a message is."""
-    return ConnectionAbortedError(f"it sent {HEAD.unpack(head)[1]} bytes where {len(awaited.rest[0])} are awaited")
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor. Not by `tensor.numpy()`, after which its storage could not be resized again:
-    ZeRO-3 frees by that."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -185,9 +185,7 @@ class TcpGroup(dist.ProcessGroup):
 
     def _run(self, work: Running, opts: Any, steps: Sequence[Steps]) -> Running:
         self.told = None
-        work.begin(in_turn(steps))
-        if not opts.asyncOp:
-            work.wait()
+        (work.begin if opts.asyncOp else work.run)(in_turn(steps))
         return work
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from workers.parallel.framing import Message
 from workers.parallel.peers import Pending, Steps
-from workers.parallel.stream import Message
 from workers.parallel.transport import Transport
 
 
@@ -52,6 +52,12 @@ class Running(dist.Work):
             self._pending = Pending(steps)
         if not self.advance():
             self._transport.background.append(self)
+
+    def run(self, steps: Steps) -> None:
+        """All of it now, for who waits for it at once."""
+        with unseen():
+            for message in steps:
+                message.wait()
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
         if self._pending is not None:

@@ -16,7 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from workers.parallel.stream import Message, Stream
+from workers.parallel.framing import Message
+from workers.parallel.stream import Stream
 
 SOCKET_BYTES = 4 << 20
 ALONE_S = 0.02  # that a wait looks at one connection before it looks at all
@@ -84,7 +85,7 @@ class Transport:
         """Move what is under way until `message` is done; raises LinkError naming the rank."""
         stream = self._streams[message.peer]
         # One call in place of two, where the next thing to come is what is awaited.
-        while not (message.done or self._full or self.background or stream.ended) and self._read(stream):
+        while not (message.done or self._full or self.background or stream.ended) and self._read(stream, message):
             pass
         deadline = time.monotonic() + self.timeout_s
         while not message.done:
@@ -95,10 +96,10 @@ class Transport:
                 raise LinkError(f"nothing came of the message with rank {message.peer} in {self.timeout_s:g} s")
             self._move(left_s)
 
-    def _read(self, stream: Stream) -> bool:
+    def _read(self, stream: Stream, awaited: Message) -> bool:
         """Read from one connection alone; whether it had something within ALONE_S."""
         try:
-            stream.read()
+            stream.read(awaited=awaited)
         except BlockingIOError:
             return False
         except OSError as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.workers.parallel.fabric import Deadlock, Fabric
 from workers.measure.formulas import collectives as formulas
 from workers.measure.formulas import messages
-from workers.parallel import blockwise
+from workers.parallel import pairs
 from workers.parallel.collectives import ALGORITHMS
 from workers.parallel.peers import Peers, Steps, split
 
@@ -23,8 +23,8 @@ BYTES: dict[str, Callable[..., float]] = {
 }
 
 
-MODULES = {**ALGORITHMS, "blockwise": blockwise}
-SENT_AS = {"blockwise": "direct"}
+MODULES = {**ALGORITHMS, "pairs": pairs}
+SENT_AS = {"pairs": "direct"}
 BLOCK_BYTES = 24  # so that 40 numbers are many blocks, the last of them short
 
 
@@ -46,7 +46,7 @@ def run(algorithm: str, op: str, world_size: int, length: int, late: bool) -> tu
         arguments = [tensors[peers.rank], *([outputs[peers.rank]] if op == "reduce_scatter" else [])]
         yield from getattr(module, op)(peers, *arguments)
 
-    with patch.object(blockwise, "BLOCK_BYTES", BLOCK_BYTES):
+    with patch.object(pairs, "BLOCK_BYTES", BLOCK_BYTES):
         fabric.run(steps)
     return fabric, tensors, outputs
 
@@ -93,9 +93,9 @@ def test_number_of_sends_of_an_all_reduce(algorithm: str, world_size: int, num_s
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_number_of_sends_block_by_block(world_size: int) -> None:
+def test_number_of_sends_pair_by_pair(world_size: int) -> None:
     fabric, length = Fabric(world_size, late=False), 6 << 17  # 6 MiB
-    fabric.run(lambda peers: blockwise.all_reduce(peers, torch.ones(length, dtype=torch.int64)))
+    fabric.run(lambda peers: pairs.all_reduce(peers, torch.ones(length, dtype=torch.int64)))
     assert fabric.num_sends == [messages.all_reduce_messages("tcp", world_size, 8 * length)] * world_size
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from workers.parallel.stream import HEAD, Message, Stream
+from workers.parallel.framing import HEAD, Message
+from workers.parallel.stream import Stream
 
 pytestmark = pytest.mark.timeout(30)
 A, B = b"a".ljust(16), b"b".ljust(16)
@@ -134,3 +135,20 @@ def test_a_tensor_that_was_sent_can_still_be_resized(ends: tuple[Stream, Stream]
     here.send(A, tensor)
     tensor.untyped_storage().resize_(0)
     assert tensor.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("others", [0, 1, 7, 300])
+def test_what_is_awaited_comes_to_its_place_whatever_comes_before_it(ends: tuple[Stream, Stream], others: int) -> None:
+    here, there = ends
+    if others:
+        here.send(B, torch.full((others,), 2.0))
+    here.send(A, torch.arange(100.0))
+    place = torch.zeros(100)
+    message = there.receive(A, place)
+    while not message.done:
+        there.read(awaited=message)
+    assert torch.equal(place, torch.arange(100.0))
+    if others:
+        other = torch.zeros(others)
+        assert there.receive(B, other).done
+        assert torch.equal(other, torch.full((others,), 2.0))

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ranklab
 from workers.measure.calls import Calls
-from workers.parallel.collectives import Collective
+from workers.parallel.collectives import OVER_TCP, Collective
+from workers.parallel.dialling import Dialling
+from workers.parallel.peers import split
 
 pytestmark = pytest.mark.timeout(120)
-LENGTHS = (0, 1, 5, 1000, 200_003)  # the last one goes block by block
+LENGTHS = (0, 1, 5, 1000, 200_003)  # the last one goes pair by pair
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)
 
 
@@ -190,3 +193,29 @@ def test_fully_shard_over_dtensor_computes_what_one_process_does(mesh: dist.Devi
     for sharded, whole in zip(model.parameters(), one.parameters(), strict=True):
         assert isinstance(sharded.grad, DTensor)
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-12)
+
+
+def named(op: str, collective: Collective, own: Tensor) -> Tensor:
+    """What an operation by hand leaves on this rank."""
+    peers = collective.peers
+    chunk = split(own, peers.world_size)[peers.rank].clone()
+    if op == "all_reduce":
+        collective.all_reduce(own)
+    elif op == "reduce_scatter":
+        collective.reduce_scatter(chunk, own)
+        return chunk
+    else:
+        collective.all_gather(own, chunk)
+    return own
+
+
+@ranklab.ranks(1, 2, 3, timeout_s=60)
+def test_collectives_by_hand_over_a_channel_beside_a_group_of_gloo(group: dist.ProcessGroup, rank: int) -> None:
+    store = dist.PrefixStore("channel", dist.distributed_c10d._get_default_store())
+    channel = Dialling("127.0.0.1").channel(store, range(group.size()), rank, "by hand", 20)
+    channel.transport.groups += 1
+    for name, length, op in product([*OVER_TCP, "auto"], LENGTHS, ("all_reduce", "reduce_scatter", "all_gather")):
+        over_gloo = named(op, Collective(group, "ring"), numbers(length, rank))
+        over_tcp = named(op, Collective(group, name, carrier=channel), numbers(length, rank))
+        torch.testing.assert_close(over_tcp, over_gloo, rtol=1e-12, atol=1e-12, msg=f"{name} {op} {length}")
+    channel.transport.leave()
