@@ -10,6 +10,7 @@ from benchmarks import (
     fsdp,
     link,
     mesh,
+    over_tcp,
     pp,
     proof,
     recording,
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     for benchmark in (
         collectives,
         transport,
+        over_tcp,
         wire,
         dp,
         fsdp,

@@ -1,0 +1,95 @@
+"""Strategies by hand over plain TCP against PyTorch's over gloo: `python -m benchmarks.over_tcp [ROUNDS]`.
+
+Whole training steps, interleaved, of four candidates: PyTorch's strategy and ours, each over gloo and over plain TCP.
+Figures are times over PyTorch's over gloo: below 1 is faster. CPU seconds are those of all ranks together, and the
+steadier figure where ranks share cores.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from experiments import dp, fsdp, tp
+from workers.config import Config
+from workers.contract import Mode
+from workers.parallel.dialling import Dialling
+from workers.parallel.mesh import Mesh
+from workers.workload.data import Batches
+from workers.workload.model import build_model
+
+
+class Pair(NamedTuple):
+    """A strategy of ours beside PyTorch's, and what its step over plain TCP may take of PyTorch's over gloo."""
+
+    mode: Mode
+    axis: str
+    ours: str
+    theirs: str
+    sizes: dict[str, str]
+    target: float
+
+
+WIDE = {"LAB_WIDTH": "320"}  # a GPT of 10M parameters
+PAIRS = {
+    "dp": Pair(dp.MODE, "dp", "bucketed", "ddp", WIDE | {"LAB_BUCKET_MIB": "25"}, 0.95),
+    "tp": Pair(tp.MODE, "tp", "megatron", "dtensor", {"LAB_WIDTH": "128", "LAB_BATCH": "4"}, 0.50),
+    "fsdp": Pair(fsdp.MODE, "dp", "zero3", "fsdp2", WIDE | {"LAB_OPTIMIZER": "adamw"}, 0.55),
+}
+WARMUP_STEPS = 2  # DDP lays its buckets out anew after the first
+
+
+def measure(world: dist.ProcessGroup, mode: str, rounds: int) -> dict[str, Timing]:
+    """Whole steps of the four, interleaved."""
+    pair = PAIRS[mode]
+    samples = {"LAB_BATCH": str(2 * world.size())} | pair.sizes
+    config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(world.size())} | samples)
+    batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
+    place = (world.rank(), world.size()) if pair.axis == "dp" else (0, 1)
+    microbatches = batches.dealt(0, *place)
+    builds = {variant.name: variant.build for variant in pair.mode.variants if variant.build is not None}
+    Dialling("127.0.0.1").register()
+    groups = {"gloo": world, "tcp": dist.new_group(backend="tcp")}
+
+    def step_of(name: str, group: Any) -> Callable[[], None]:
+        strategy = builds[name](build_model(config, config.seed), Mesh({pair.axis: group}), config)
+
+        def step() -> None:
+            strategy.backward(microbatches)
+            strategy.update()
+
+        return step
+
+    candidates = [(name, carrier) for name in (pair.theirs, pair.ours) for carrier in groups]
+    steps = {f"{name} over {carrier}": step_of(name, groups[carrier]) for name, carrier in candidates}
+    for step in [step for step in steps.values() for _ in range(WARMUP_STEPS)]:
+        step()
+    return interleave(steps, world, rounds)
+
+
+def rows_of(mode: str, world_size: int, rounds: int) -> list[list[Any]]:
+    """A row for each candidate."""
+    pair = PAIRS[mode]
+    timings = on_ranks(world_size, measure, mode, rounds)
+    theirs, rows = timings[f"{pair.theirs} over gloo"], []
+    for name, timing in timings.items():
+        wall, cpu = Ratio.of(timing.wall_s, theirs.wall_s), Ratio.of(timing.cpu_s, theirs.cpu_s)
+        judged = ["-", "-"]
+        if name == f"{pair.ours} over tcp":
+            judged = [f"{pair.target:.2f}x", "yes" if wall.median <= pair.target else "NO"]
+        rows.append([mode, world_size, name, f"{timing.median_s * 1e3:.1f}", wall, f"{cpu.median:.2f}x", *judged])
+    return rows
+
+
+def main(rounds: int = 21) -> None:
+    """Print one table, targets beside the ratios."""
+    rows = [row for mode in PAIRS for world_size in (2, 4) for row in rows_of(mode, world_size, rounds)]
+    print("one thread a rank: a step's time over PyTorch's over gloo (median, and the middle half of the rounds)")
+    print(table(["mode", "ranks", "variant", "ms a step", "wall", "CPU", "target", "held"], rows))
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))
