@@ -233,6 +233,8 @@ class Mode:
     shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
     at_once: int = 0  # trainings beside each other, each of a stream of samples, where they are not its variants
     stepped: bool = False  # whether it trains by itself, and says when a step begins (Lab.begin_step)
+    # The checks that see a bit which flips in a training of its own; those of a timed training are the passes'.
+    watched: tuple[str, ...] = ()
     takes_back: bool = False  # whether a rank that is started again finds its way back into a run (Lab.way_back)
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
@@ -255,6 +257,11 @@ class Mode:
     def timed(self) -> bool:
         """Whether the training of any variant is timed by itself."""
         return any(variant.build is not None for variant in self.variants)
+
+    @property
+    def audits(self) -> bool:
+        """Whether its ranks compare what they hold alike, so that a bit that flips is seen."""
+        return self.timed or bool(self.watched)
 
     def mistaken(self, bug: str | None) -> "Mode":
         """The same with the mistake `bug` made, if it is one."""

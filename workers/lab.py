@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from workers.cluster.exchange import Exchange
 from workers.config import Config
-from workers.contract import Counted, Mode, Strategy
+from workers.contract import Counted, Mode
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.messages import wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
@@ -62,10 +62,10 @@ class Lab:
         # has, with its addresses and what its mode has opened.
         self.way_back: Any = None  # of rank/way_back.py
         self.take_in: Callable[[dict[str, Any], list[Any]], None] | None = None
-        # What a drill does (rank/drills.py): as a step of the training that is timed begins, and once a variant's
+        # What a drill does (rank/drills.py): as a step of the training itself begins, and once a variant's
         # "gradients" or "weights" are there, with the names of those that other ranks hold too.
         self.on_step: Callable[[int, str], None] = lambda _step, _variant: None
-        self.on_tensors: Callable[[str, str, Strategy, int, Container[str]], None] = lambda *_: None
+        self.on_tensors: Callable[[str, str, object, int, Container[str]], None] = lambda *_: None
         # By all ranks when a section of rank 0's log (report/log.py) is complete, or one row more of all its `rows`: it
         # is told then, and not at the end.
         self.finished: Callable[..., None] = lambda _section, _rows=(): None

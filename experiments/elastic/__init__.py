@@ -35,6 +35,7 @@ from functools import partial
 
 import torch
 
+from experiments.elastic.audit import Audit
 from experiments.elastic.counting import count
 from experiments.elastic.course import Course
 from experiments.elastic.drills import Drill, drawn
@@ -163,8 +164,9 @@ def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *
     folder = lab.journal.folder
     assert folder is not None, "a rank that trains has a folder"
     return Course(
-        net, policy, make, Drill(losses if dies else [], lab.rank), saved=folder / f"{policy.name}.rank{lab.rank}.pt",
-        saved_every=own.saved_every, noted=lambda step: lab.begin_step(step, policy.name),
+        net, policy, make, Drill(losses if dies else [], lab.rank), Audit(lab, policy.name),
+        saved=folder / f"{policy.name}.rank{lab.rank}.pt", saved_every=own.saved_every,
+        noted=lambda step: lab.begin_step(step, policy.name),
     )  # fmt: skip
 
 
@@ -176,6 +178,7 @@ MODE = Mode(
     cannot=cannot,
     mistakes=MISTAKES,
     stepped=True,
+    watched=("audited replicas", "replicas", "copies", "samples", "record", "weights", "optimizer", "losses"),
     takes_back=True,
     unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart, zero1 and peer_memory",
     reading=(
@@ -188,6 +191,7 @@ MODE = Mode(
         "workers/parallel/regroup.py: gloo groups that are left and made again in the same process",
         "workers/parallel/lines.py: the connections whose end is the death of a rank",
         "workers/rank/way_back.py: how a rank that is started again finds the others",
+        "experiments/elastic/audit.py: hashes of those who are in, so that a flipped bit is named",
         "experiments/elastic/holding.py: one process that goes through the membership record",
     ),
 )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from experiments.elastic.audit import Audit
 from experiments.elastic.drills import COMPUTED, Drill, Killed
 from experiments.elastic.net import Net
 from experiments.elastic.policy import SPARE, Policy
@@ -23,6 +24,7 @@ from workers.strategies.survivor import Report, Survivor
 
 AWAY_S = 0.2  # from a death in a drill to the return
 WAIT_S = 10.0  # for a rank that comes back, at most
+KINDS = {"reduced": "gradients", "applied": "weights"}  # what an audit compares when
 
 
 class Event(NamedTuple):
@@ -43,11 +45,12 @@ class Course:
     """One rank in one variant; `make` gives a fresh training, which calls its argument between the parts of a step."""
 
     def __init__(
-        self, net: Net, policy: Policy, make: Callable[[Callable[[str], None]], Survivor], drill: Drill, *,
-        saved: Path, saved_every: int, noted: Callable[[int], None],
+        self, net: Net, policy: Policy, make: Callable[[Callable[[str], None]], Survivor], drill: Drill, audit: Audit,
+        *, saved: Path, saved_every: int, noted: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self.net, self.policy, self.make, self.drill = net, policy, make, drill
+        self.net, self.policy, self.make, self.drill, self.audit = net, policy, make, drill, audit
         self.saved, self.saved_every, self.noted = saved, saved_every, noted
+        self.computing = 0  # the number of the step that is under way
         self.training = self.fresh()
         self.record: list[list[Any]] = []  # [first step, members by rank], as the views have it
         self.events: list[Event] = []
@@ -68,6 +71,8 @@ class Course:
             self.computed += moment == COMPUTED
             if len(self.net.membership.view.members) > 1:  # the last one dies only if you kill it
                 self.drill.at(self.training.applied, moment)
+            if moment in KINDS:
+                self.audit.see(KINDS[moment], training, self.computing)
 
         training = self.make(at)
         if isinstance(training, ShardedSurvivor):  # what a loss may lead back to, whatever an earlier life has saved
@@ -103,6 +108,7 @@ class Course:
         self.record = view.plan["record"]
         self.net.form(view)
         self.training.enter(self.net.group, view.ranks, view.plan)
+        self.audit.enter(self.net.group, view.ranks, self.training)
 
     def train(self, view: View) -> View | None:
         """Step until somebody asks to be let in, or until the end."""
@@ -112,9 +118,11 @@ class Course:
             membership.news()
             if place == 0:
                 self.wait_for_returns()
-            self.noted(self.training.applied)
+            self.computing = self.training.applied
+            self.noted(self.computing)
             asked = self.training.step(group, place, size, wish=place == 0 and bool(self.newcomers(size)))
             self.committed()
+            self.audit.compare(self.policy.name, self.computing)
             if asked:
                 return self.regroup("asked", view)
         self.moments = self.training.moments(group)

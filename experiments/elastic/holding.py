@@ -68,6 +68,7 @@ def hold(lab: Lab, course: Course) -> None:
     if not course.finished:
         return
     lab.check("replicas", course.apart, 0, name, "this rank's weights, moments and history beside the first member's")
+    course.audit.decide()
     hold_redone(lab, course)
     hold_shards(lab, course)
     if lab.rank != members_at(course.record, training.steps)[0]:

@@ -150,6 +150,7 @@ def run(lab: Lab, followed: Callable[[Recipe], Recipe] = as_stated) -> None:
 
 MODE = Mode(
     at_once=SEEDS * len(RECIPES),
+    watched=("audited replicas",),
     variants=tuple(Variant(name) for name in RECIPES),
     run=run,
     title=lambda config: " and ".join(outline(sized(config, name)).describe() for name in models(config)),

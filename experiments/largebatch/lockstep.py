@@ -5,6 +5,8 @@ its latency whatever it carries, which for a model of some thousand parameters i
 all trainings lie in one flat bucket, and are summed together: the same sums, a call in place of many.
 """
 
+from collections.abc import Iterator, Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,11 +47,12 @@ class Trainee:
 
 
 class Lockstep:
-    """Trainees that step together over the ranks of `group`; all of them take batches of k times the base."""
+    """Trainees, by name, that step together over the ranks of `group`; all take batches of k times the base."""
 
-    def __init__(self, trainees: list[Trainee], group: dist.ProcessGroup, *, uneven: bool = False) -> None:
-        self.trainees, self.group, self.uneven = trainees, group, uneven
-        parameters = [parameter for trainee in trainees for parameter in trainee.model.parameters()]
+    def __init__(self, trainees: Mapping[str, Trainee], group: dist.ProcessGroup, *, uneven: bool = False) -> None:
+        self.names, self.trainees = list(trainees), list(trainees.values())
+        self.group, self.uneven = group, uneven
+        parameters = [parameter for trainee in self.trainees for parameter in trainee.model.parameters()]
         self.buckets = GradientBuckets(parameters, group, float("inf"), overlap=False)
 
     def backward(self, step: int) -> None:
@@ -64,6 +67,14 @@ class Lockstep:
         """One step of every trainee."""
         for trainee in self.trainees:
             trainee.update(step)
+
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The summed "gradients" or the "weights" of all trainees, which all ranks hold whole."""
+        for name, trainee in zip(self.names, self.trainees, strict=True):
+            for parameter, weight in trainee.model.named_parameters():
+                tensor = weight.detach() if kind == "weights" else weight.grad
+                if tensor is not None:
+                    yield f"{name}.{parameter}", tensor
 
     def weights(self) -> Tensor:
         """All weights of all trainees, as one vector."""

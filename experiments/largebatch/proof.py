@@ -35,7 +35,7 @@ def prove(lab: Lab, config: Config, followed: Mapping[str, Recipe]) -> None:
     stream = Stream(config, config.seed, K * STEPS, lab.device, torch.float64)
     dense = build_model(config, config.seed).to(lab.device, torch.float64)
     trainees = [Trainee(copy.deepcopy(dense), stream, each, K, HORIZON, config) for each in followed.values()]
-    ours = Lockstep(trainees, lab.group, uneven=True)
+    ours = Lockstep(dict(zip(followed, trainees, strict=True)), lab.group, uneven=True)
     alone = {name: State.fresh(list(dense.parameters())) for name in followed}
     for step in range(STEPS):
         lab.at(step, f"proof of {config.model}")

@@ -17,6 +17,7 @@ from workers.config import Config
 from workers.contract import Counted
 from workers.lab import Lab
 from workers.measure.order import Order
+from workers.passes.corruption import Corruption
 from workers.workload.model import build_model
 
 MODELS = ("mlp", "gpt")
@@ -69,9 +70,13 @@ def sweep(lab: Lab, config: Config, recipes: Mapping[str, Recipe]) -> Found:
         for k in multiples(config):
             check_samples(lab, streams[config.seed], k)
             runs = trainees(lab, config, recipes, streams, k)
-            num[k], lockstep = len(runs), Lockstep(list(runs.values()), lab.group)
+            num[k], lockstep = len(runs), in_lockstep(lab, runs)
             audit = Audit(lab, config.model, runs, config.steps // k)
-            seconds[k] = lab.seconds(partial(train, lab, lockstep, config.steps // k, audit)) - audit.seconds
+            name = f"batches of {k} times the base of {config.model}"
+            corruption = Corruption(lab, {name: lockstep}, lab.config.audited_every)
+            steps = partial(train, lab, name, lockstep, config.steps // k, audit, corruption)
+            seconds[k] = lab.seconds(steps) - audit.seconds - corruption.seconds[name]
+            corruption.decide()
             check_replicas(lab, lockstep, config.model)
             for name, ran in standing_for(recipes, k).items():
                 losses[name][k] = [runs[ran, seed].held_out_loss() for seed in seeds]
@@ -91,23 +96,34 @@ def trainees(
     }
 
 
-def train(lab: Lab, lockstep: Lockstep, steps: int, audit: Audit | None = None) -> None:
-    """Forward, backward and update of all, step by step; an audit looks at some."""
+def in_lockstep(lab: Lab, runs: Mapping[tuple[str, int], Trainee]) -> Lockstep:
+    """The trainings of one k, each named by recipe and seed."""
+    return Lockstep({f"{name} {seed}": trainee for (name, seed), trainee in runs.items()}, lab.group)
+
+
+def train(lab: Lab, name: str, lockstep: Lockstep, steps: int, audit: Audit, corruption: Corruption) -> None:
+    """Forward, backward and update of all, step by step; audits look at some."""
+    shared = corruption.shared(name)
     for step in range(steps):
-        lab.begin_step(step, f"batches of {lockstep.trainees[0].k} times the base")
+        lab.begin_step(step, name)
         lockstep.backward(step)
+        lab.on_tensors("gradients", name, lockstep, step, shared)
+        corruption.hash("gradients", name, lockstep, step)
         lockstep.update(step)
+        lab.on_tensors("weights", name, lockstep, step, shared)
+        corruption.hash("weights", name, lockstep, step)
         lab.stepped(len(lockstep.trainees))
-        if audit is not None:
-            audit.hold(step, lab.world_size)
+        corruption.compare(name, step)
+        audit.hold(step, lab.world_size)
 
 
 def count(lab: Lab, config: Config, recipes: Mapping[str, Recipe], streams: dict[int, Stream]) -> Counted:
     """What one step at the largest k sends."""
     runs = trainees(lab, config, recipes, streams, multiples(config)[-1])
-    lockstep = Lockstep(list(runs.values()), lab.group)
+    lockstep = in_lockstep(lab, runs)
     with lab.count() as traffic:
-        train(lab, lockstep, 1)
+        lockstep.backward(0)
+        lockstep.update(0)
     return Counted(traffic, 0, {}, {}, Order({}))
 
 

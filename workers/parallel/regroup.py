@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -56,7 +57,7 @@ class Regroup:
         self.called_bytes = 0.0  # of all collectives so far: what the best algorithm sends of them a member
         self.place = self._size = 0
         self._is_cut = False  # since the group began to be made
-        self._gloo: Any = None  # a ProcessGroupGloo, whose methods torch does not declare
+        self._gloo: Any = None  # a ProcessGroup, whose methods torch declares in part
         self._before: set[int] | None = None  # the sockets that were open before the group; None where there is none
 
     def form(self, name: str, place: int, size: int, host: Address, stands: Callable[[], bool]) -> None:
@@ -94,9 +95,12 @@ class Regroup:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.ip)]
         options._timeout = bound
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, size, options)
+        prefixed = dist.PrefixStore(name, store)
+        gloo = dist.ProcessGroupGloo(prefixed, place, size, options)
         gloo._set_default_timeout(timedelta(seconds=self.timeout_s))
-        return gloo
+        group = dist.ProcessGroup(prefixed, place, size)  # whose calls are operations of c10d, as of any group
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # type: ignore[arg-type]
+        return group
 
     def cut(self) -> None:
         """From any thread: whoever waits in the group, or for it to stand, raises RuntimeError."""

@@ -13,13 +13,12 @@ held against one process, see those (audit.py).
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from workers.cluster import name_ranks
-from workers.contract import Strategy
 from workers.lab import Lab
 from workers.measure.hashing import hash_of
 from workers.report import records
@@ -54,7 +53,7 @@ class Corruption:
     A weight that differs stays different: it is named once.
     """
 
-    def __init__(self, lab: Lab, strategies: Mapping[str, Strategy], every: int | None) -> None:
+    def __init__(self, lab: Lab, strategies: Mapping[str, object], every: int | None) -> None:
         self.lab, self.every = lab, every
         self.holders: dict[str, dict[str, list[int]]] = {}  # of each variant: the ranks that hold a parameter
         self.audits: Counter[str] = Counter()
@@ -70,7 +69,7 @@ class Corruption:
         """The parameters of a variant that are compared."""
         return self.holders.get(name, {})
 
-    def _held(self, name: str, strategy: Strategy) -> dict[str, list[int]]:
+    def _held(self, name: str, strategy: object) -> dict[str, list[int]]:
         """The parameters that two ranks or more hold alike, and these ranks."""
         mine = [parameter for parameter, _ in alike(strategy, "weights")]
         everyone = self.lab.exchange.everyone(f"what {name} holds alike", mine)
@@ -85,7 +84,7 @@ class Corruption:
         """Whether this step of this variant is audited."""
         return self.every is not None and (step + 1) % self.every == 0 and bool(self.holders.get(name))
 
-    def hash(self, kind: str, name: str, strategy: Strategy, step: int) -> None:
+    def hash(self, kind: str, name: str, strategy: object, step: int) -> None:
         """Hash this rank's "gradients", after they are summed, or "weights", after the update."""
         if not self.due(name, step):
             return
@@ -100,43 +99,54 @@ class Corruption:
             return
         started = time.perf_counter()
         mine, self._hashes = self._hashes, {}
-        everyone = self.lab.exchange.gather(f"hashes of {name}", mine)
+        everyone = self.gathered(name, mine)
         self.audits[name] += 1
         if everyone is not None:
             odd, missing = judged(everyone, self.holders[name])
             self.wrong[name] += len(odd) + missing
             new = [each for each in odd if each not in self._known[name]]
             if new:
-                self._tell(name, step, new)
+                self._find(name, step, new)
             self._known[name] = [each for each in odd if each.label.startswith("weights")]
         self.seconds[name] += time.perf_counter() - started
 
-    def _tell(self, name: str, step: int, odd: list[Odd]) -> None:
+    def gathered(self, name: str, mine: Hashes) -> Sequence[Hashes] | None:
+        """The hashes of all ranks, by rank, where they are to be judged; None elsewhere."""
+        return self.lab.exchange.gather(f"hashes of {name}", mine)
+
+    def _find(self, name: str, step: int, odd: list[Odd]) -> None:
+        sentence = odd[0].sentence(self.holders[name][odd[0].label.partition(".")[2]], step)
+        sentence += f", and in {len(odd) - 1} more" if len(odd) > 1 else ""
+        self.found.setdefault(name, sentence)
+        self.tell(name, step, odd, sentence)
+
+    def tell(self, name: str, step: int, odd: list[Odd], sentence: str) -> None:
+        """Say it and write it down, as the one rank that does."""
         first = odd[0]
-        parameter = first.label.partition(".")[2]
-        sentence = first.sentence(self.holders[name][parameter], step)
-        more = f", and in {len(odd) - 1} more" if len(odd) > 1 else ""
-        self.found.setdefault(name, sentence + more)
-        self.lab.say(f"{name}: {sentence}{more}", "corrupt")
+        self.lab.say(f"{name}: {sentence}", "corrupt", all_ranks=True)
         self.lab.journal.write(records.Corrupted(name, step, first.label, first.ranks, first.majority, len(odd) - 1))
 
     def decide(self) -> None:
-        """A check a variant: nothing differed, and nothing was left out."""
-        for name, audits in self.audits.items() if self.lab.rank == 0 else ():
-            held = len(self.holders[name])
-            done = f"{audits} audit(s) of {held} parameters that ranks hold alike"
-            self.lab.say(f"{name}: {done}, {1000 * self.seconds[name] / audits:.1f} ms each", "audit")
-            detail = self.found.get(name, done)
-            self.lab.check("audited replicas", self.wrong[name], 0, variant=name, detail=detail, control=CONTROL)
+        """On rank 0 a check a variant: nothing differed, and nothing was left out."""
+        for name in self.audits if self.lab.rank == 0 else ():
+            self.decide_one(name)
+
+    def decide_one(self, name: str) -> None:
+        """The check of a variant, as this rank saw it."""
+        audits = self.audits[name]
+        done = f"{audits} audit(s) of {len(self.holders[name])} parameters that ranks hold alike"
+        self.lab.say(f"{name}: {done}, {1000 * self.seconds[name] / audits:.1f} ms each", "audit")
+        detail = self.found.get(name, done)
+        self.lab.check("audited replicas", self.wrong[name], 0, variant=name, detail=detail, control=CONTROL)
 
 
-def alike(strategy: Strategy, kind: str) -> list[tuple[str, Tensor]]:
+def alike(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
     """What this rank holds alike with others; nothing where a strategy does not say."""
     of_kind = getattr(strategy, "alike", None)
     return list(of_kind(kind)) if of_kind is not None else []
 
 
-def judged(everyone: list[Hashes], holders: Mapping[str, list[int]]) -> tuple[list[Odd], int]:
+def judged(everyone: Sequence[Hashes], holders: Mapping[str, list[int]]) -> tuple[list[Odd], int]:
     """The tensors that differ, gradients first, and how many hashes are missing: of a tensor that one rank has hashed
     all that hold its parameter have to."""
     odd, missing = [], 0

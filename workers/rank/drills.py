@@ -83,8 +83,9 @@ class Drills:
         bound = float(self.lab.config.audited_every or 1) if event.flipped else bound
         assert event.rank is not None
         outcome = outcome_of(event, self.lab.config.lost_after_s)
+        watched = list(self.lab.mode.watched) if event.flipped else []
         self.lab.journal.write(
-            Planned(event.number, event.label, event.kind, event.rank, outcome, bound, event.step)
+            Planned(event.number, event.label, event.kind, event.rank, outcome, bound, event.step, watched)
         )  # fmt: skip
 
     def _note(self, event: Fault, step: int, variant: str = "", detail: str = "", outcome: str = "") -> None:

@@ -1,9 +1,9 @@
 """Bits that flip within a step, by LAB_FAULTS: in a gradient once it is summed, in a weight once it is updated, in a
 message on its way.
 
-Where ranks hold copies the bit is of one of those, and the audit has to name it. Elsewhere a check of the timed steps
-has to fail, which allows for roundings: so unless the text names a bit it is the highest of the exponent, of a tensor
-that is not all zeros.
+Where ranks hold copies the bit is of one of those, and the audit has to name it. Elsewhere a check of the timed steps,
+or one that the mode names (`Mode.watched`), has to fail, which may allow for roundings: so unless the text names a bit
+it is the highest of the exponent, of a tensor that is not all zeros.
 """
 
 import random
@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Sequence
 from torch import Tensor
 
 from workers.config.faults import BITS, Fault
-from workers.contract import Strategy
 from workers.faults import bits
 from workers.faults.messages import Messages, flipping
 from workers.lab import Lab
@@ -29,15 +28,18 @@ class Flips:
         self.lab, self.events, self.note = lab, events, note
         self._messages: Messages | None = None
         self._num_messages: dict[str, int] = {}  # of the last step of each variant that had any
-        self._made: set[tuple[int, str]] = set()  # numbers of messages' events, by variant
+        self._made: set[tuple[int, str]] = set()  # numbers of events, by variant: a step may be done again
 
     def step(self, step: int, variant: str) -> None:
         """A step begins: listen for the message that is to change, one at a time."""
+        if self._messages is not None:  # of a step that a loss has ended
+            self._messages.close()
+            self._messages = None
         left = [each for each in self.events if each.flipped == "message" and (each.number, variant) not in self._made]
         if left and self._shows(variant, covered=False):
             self._listen(min(left, key=lambda each: each.step or 0), step, variant)
 
-    def tensors(self, kind: str, variant: str, strategy: Strategy, step: int, shared: Container[str]) -> None:
+    def tensors(self, kind: str, variant: str, strategy: object, step: int, shared: Container[str]) -> None:
         """A variant's gradients or weights are there, of which those in `shared` are on other ranks too."""
         if kind == "weights" and self._messages is not None:
             self._messages.close()
@@ -45,10 +47,11 @@ class Flips:
                 self._num_messages[variant] = self._messages.count
             self._messages = None
         for event in self.events:
-            if event.step == step and KINDS.get(event.flipped) == kind:
+            if event.step == step and KINDS.get(event.flipped) == kind and (event.number, variant) not in self._made:
+                self._made.add((event.number, variant))
                 self._flip(event, kind, variant, strategy, shared)
 
-    def _flip(self, event: Fault, kind: str, variant: str, strategy: Strategy, shared: Container[str]) -> None:
+    def _flip(self, event: Fault, kind: str, variant: str, strategy: object, shared: Container[str]) -> None:
         covered = [(name, tensor) for name, tensor in alike(strategy, kind) if name in shared]
         candidates = covered or held(strategy, kind)
         if not candidates or not self._shows(variant, covered=bool(covered)):
@@ -61,7 +64,8 @@ class Flips:
 
     def _shows(self, variant: str, *, covered: bool) -> bool:
         """Whether a check could see it: a copy on another rank, or one process that computes the same."""
-        return covered or (self.lab.config.proof and variant not in self.lab.mode.by_torch)
+        mode = self.lab.mode
+        return covered or bool(mode.watched) or (self.lab.config.proof and variant not in mode.by_torch)
 
     def _listen(self, event: Fault, step: int, variant: str) -> None:
         """Count the messages of each step, and from the event's step on flip a bit of the last one: all of it is used,
@@ -89,9 +93,12 @@ def draw_of(event: Fault, seed: int, variant: str = "") -> random.Random:
     return random.Random(f"{seed} {event.number} {variant}")
 
 
-def held(strategy: Strategy, kind: str) -> list[tuple[str, Tensor]]:
+def held(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
     """What this rank holds of `kind` and trains on, whole or in part, and is not all zeros; nothing of gradients that
-    its update does not read."""
+    its update does not read. A strategy may say it by a method `own`, else its optimizer's parameters do."""
+    own = getattr(strategy, "own", None)
+    if own is not None:
+        return [(name, tensor) for name, tensor in own(kind) if tensor.any()]
     optimizer = getattr(strategy, "optimizer", None)
     if kind == "gradients" and not getattr(strategy, "steps", True):
         return []

@@ -74,15 +74,15 @@ def idle(config: Config, mode: Mode) -> Iterator[str]:
 
 def undrilled(config: Config, mode: Mode) -> Iterator[str]:
     """A fault whose moment never comes in this mode, or that nothing in it could see."""
-    if mode.timed:
+    if mode.audits:
         return
-    name, allowed = config.mode_name, modes_that(lambda other: other.timed)
+    name, allowed = config.mode_name, modes_that(lambda other: other.audits)
     if config.audit_every is not None:
-        what = f"LAB_AUDIT_EVERY={config.audit_every} compares what the variants of a timed training hold alike"
+        what = f"LAB_AUDIT_EVERY={config.audit_every} compares what the ranks of a training hold alike"
         yield f"{what}, and {name} has none, allowed: {allowed}"
     for each in config.planned_faults:
         if each.flipped:
-            yield f"LAB_FAULTS={each.text!r} changes a timed training, and {name} has none, allowed: {allowed}"
+            yield f"LAB_FAULTS={each.text!r} changes a training, and {name} has none, allowed: {allowed}"
         elif each.step is not None and not (mode.at_once or mode.stepped):
             yield f"LAB_FAULTS={each.text!r} comes at a step of a training, and {name} has none, allowed: @2s"
 

@@ -8,7 +8,7 @@
     full      every rank ends with 1 and the sentence of a disk that is full
     refused   a look such as a resumed run takes passes the damaged checkpoint over, and names the file
     named     the audit of that step, or the first one after it, names rank and tensor; of two holders, both
-    seen      a check of the timed steps fails: no rank holds a copy of what was changed
+    seen      a check of the timed steps fails, or one that the mode names: no rank holds a copy of what was changed
     unseen    nothing, since it was not made: no check of these settings could see it
     open      either: a pause that ends about when it would be named
 
@@ -30,7 +30,7 @@ SHOULD = {
     "full": "told in one sentence, exit code 1",
     "refused": "the damaged checkpoint passed over by name",
     "named": "named by rank and tensor",
-    "seen": "a check of the timed steps fails",
+    "seen": "a check of the {steps} fails",
     "unseen": "nothing: no check could see it",
     "open": "survived, or named",
 }
@@ -62,7 +62,7 @@ def _entry(records: Ranks, plan: Planned, made: Injected | None) -> Run:
     )
     held, did = _missing(records, plan) if made is None else _JUDGES[outcome](records, plan, made)
     detail = made.detail if made else ""
-    should = SHOULD[outcome].format(bound=plan.bound_s)
+    should = SHOULD[outcome].format(bound=plan.bound_s, steps="training" if plan.checks else "timed steps")
     return {"event": event, "detail": detail, "should": should, "did": did, "held": held}
 
 
@@ -125,11 +125,12 @@ def _named(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, 
     return bool(right) and right_rank, f"{who} named with {first.tensor} at step {first.step}"
 
 
-def _seen(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:  # noqa: ARG001
+def _seen(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
+    watched = plan.checks or WATCHED
     failed = [
         check["name"]
         for check in merge_checks(records)
-        if check["variant"] == made.variant and check["name"] in WATCHED and not check["passed"]
+        if check["variant"] == made.variant and check["name"] in watched and not check["passed"]
     ]
     return bool(failed), f"{' and '.join(failed)} failed" if failed else "no check failed"
 

@@ -296,6 +296,9 @@ class Planned:
     outcome: str  # what should come of it, as workers/report/drills.py names it
     bound_s: float  # within which
     step: int | None = None
+    checks: list[str] = field(
+        default_factory=list
+    )  # of the mode, that see a flipped bit; none: those of the timed steps
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ class ShardedSurvivor(Survivor):
         stands, mine = self.held[0], part(self.total, place, size)
         row = self.computed(place, size)
         self.at("computed")
-        gradient = self.summed_part(group, place, size)
+        self.reduced = self.summed_part(group, place, size)
+        self.at("reduced")
+        gradient = self.reduced
         summed = group.sum(torch.cat([row, row.new_tensor([float(wish), float(gradient.square().sum())])]))
         before = Piece(self.piece.weights[slice(*mine)], stands.of(mine))
         gradient = self.clipped(gradient, summed[-1].item() ** 0.5)
@@ -91,9 +93,16 @@ class ShardedSurvivor(Survivor):
     def commit(self, held: Held, weights: Tensor) -> None:
         """From here on it stands."""
         self.held = [held]
-        self.piece = Piece(weights.clone(), self.piece.moments[:, :0].clone())
-        self.vectors.weights.copy_(weights)
+        self.put(weights, self.piece.moments[:, :0].clone())
         self.applied = held.version.applied
+
+    def alike(self, kind: str) -> list[tuple[str, Tensor]]:
+        """All members gather the weights; of gradients each has its own part."""
+        return super().alike(kind) if kind == "weights" else []
+
+    def own(self, kind: str) -> list[tuple[str, Tensor]]:
+        """What this member alone has of `kind`."""
+        return [("part", self.reduced)] if kind == "gradients" else []
 
     def padded(self, piece: Tensor, size: int) -> Tensor:
         """A part [n] in the length that all members' parts have."""

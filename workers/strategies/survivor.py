@@ -42,7 +42,10 @@ class Survivor:
     ) -> None:  # fmt: skip
         self.model, self.batches, self.config, self.rank, self.steps, self.at = model, batches, config, rank, steps, at
         self.vectors = Vectors(model.parameters())
-        self.piece = fresh(self.vectors.weights, config.optimizer)
+        # What is stepped are the weights that the model computes with.
+        self.piece = fresh(self.vectors.weights, config.optimizer)._replace(weights=self.vectors.weights)
+        self.reduced = self.vectors.gradients[:0]  # of the step: the sum of all members' gradients, or a part of it
+        self.sizes = {name: each.numel() for name, each in model.named_parameters()}
         self.epoch = batches.num_batches * batches.batch
         self.history = self.vectors.weights.new_zeros(steps, self.epoch + 1)  # a row a step: who saw what, the loss
         self.applied = 0  # steps
@@ -55,8 +58,9 @@ class Survivor:
         Raises RuntimeError where a member is gone, with this rank's state as it was before the step or after it.
         """
         payload = self.sum_of_all(group, place, size, wish)
-        gradient, row = payload[: len(self.vectors.weights)], payload[len(self.vectors.weights) : -1]
-        self.apply(self.clipped(gradient, gradient.norm().item()))
+        self.reduced, row = payload[: len(self.vectors.weights)], payload[len(self.vectors.weights) : -1]
+        self.at("reduced")
+        self.apply(self.clipped(self.reduced, self.reduced.norm().item()))
         self.history[self.applied] = row
         self.applied += 1
         self.at("applied")
@@ -91,8 +95,20 @@ class Survivor:
 
     def apply(self, gradient: Tensor) -> None:
         """The update of this replica, all of it at once."""
-        self.piece = stepped(self.piece, gradient, self.config.learning_rate, self.applied + 1)
-        self.vectors.weights.copy_(self.piece.weights)
+        after = stepped(self.piece, gradient, self.config.learning_rate, self.applied + 1)
+        self.put(after.weights, after.moments)
+
+    def put(self, weights: Tensor, moments: Tensor) -> None:
+        """From here on the model computes with these."""
+        self.vectors.weights.copy_(weights)
+        self.piece = Piece(self.vectors.weights, moments)
+
+    # --- what an audit compares ---
+
+    def alike(self, kind: str) -> list[tuple[str, Tensor]]:
+        """The "gradients", once they are summed, or "weights" that all members have to the bit, by parameter."""
+        vector = self.vectors.weights if kind == "weights" else self.reduced
+        return list(zip(self.sizes, vector.split(list(self.sizes.values())), strict=True))
 
     # --- what is known after a loss ---
 
@@ -123,9 +139,8 @@ class Survivor:
         """Go on from what `state` gave after so many steps."""
         parts = (self.piece.weights, self.piece.moments, self.history)
         weights, moments, history = state.split([part.numel() for part in parts])
-        self.piece = Piece(weights.clone(), moments.view_as(self.piece.moments).clone())
+        self.put(weights, moments.view_as(self.piece.moments).clone())
         self.history = history.view_as(self.history).clone()
-        self.vectors.weights.copy_(self.piece.weights)
         self.applied = applied
 
     # --- what a restart needs ---

@@ -59,15 +59,17 @@ def test_what_should_come_of_a_fault(text: str, outcome: str) -> None:
 
 
 def drilled(group: dist.ProcessGroup, settings: dict[str, str], folder: str, blind: bool) -> list[str]:
-    """The passes of a mode with its drills; a `blind` rank hashes what it has not."""
+    """The passes of a mode with its drills, or its own training; a `blind` rank hashes what it has not."""
     lab = lab_of(group, settings | {"WORLD_SIZE": str(group.size())}, folder)
     Drills(lab, cast(Cluster, None)).begin()  # of which only links ask
     with pytest.MonkeyPatch.context() as patch:
         if blind:
             patch.setattr(corruption, "hash_of", lambda tensor: tensor.numel())
-        # What a lesson checks of its own takes longer than its drill.
-        lab.mode = replace(lab.mode, run=None, predict=lambda config: [])
-        everything(lab)
+        if lab.mode.watched and lab.mode.run is not None:
+            lab.mode.run(lab)
+        else:  # what a lesson checks of its own takes longer than its drill
+            lab.mode = replace(lab.mode, run=None, predict=lambda config: [])
+            everything(lab)
     lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 
@@ -122,6 +124,56 @@ def test_bits_flip_in_every_mode_that_trains(
     (drill,) = run(ranks, tmp_path, f"flip:{what}:rank1@step2", given, world_size=world_size)["drills"]
     assert drill["held"], drill
     assert drill["should"].startswith(should)
+
+
+OWN = {
+    "elastic": {"RUN_MODE": "elastic", "LAB_DEPTH": "1", "LAB_LOSSES": "0"},
+    "largebatch": {"RUN_MODE": "largebatch", "LAB_MODEL": "mlp"},
+}
+TRAININGS = [
+    ("elastic", "shrink", "gradient", "named"),
+    ("elastic", "shrink", "message", "a check of the training"),
+    ("elastic", "zero1", "gradient", "a check of the training"),
+    ("elastic", "peer_memory", "weight", "named"),
+    ("largebatch", "linear", "gradient", "named"),
+    ("largebatch", "linear", "weight", "named"),
+    ("largebatch", "linear", "message", "a check of the training"),
+]
+
+
+@pytest.mark.parametrize(("mode", "variant", "what", "should"), TRAININGS)
+def test_bits_flip_where_a_mode_trains_by_itself(
+    ranks: Ranks, tmp_path: Path, mode: str, variant: str, what: str, should: str
+) -> None:
+    given = OWN[mode] | {"LAB_VARIANT": variant, "LAB_PROOF": "0"}
+    found = run(ranks, tmp_path, f"flip:{what}:rank1@step2", given)
+    (drill,) = found["drills"]
+    assert drill["held"], drill
+    assert drill["should"].startswith(should)
+    assert found["verdict"] == "fail"
+
+
+def test_those_who_are_left_are_compared(ranks: Ranks, tmp_path: Path) -> None:
+    given = OWN["elastic"] | {"LAB_VARIANT": "shrink", "LAB_LOSSES": "1", "LAB_STEPS": "6", "LAB_AUDIT_EVERY": "2"}
+    found = run(ranks, tmp_path, "flip:weight:rank1@step4", given)
+    assert [(each["held"], each["did"].partition(" with")[0]) for each in found["drills"]] == [
+        (True, "ranks 1, 2 named")
+    ]
+    assert not failed(found) & {"samples", "record", "updates kept"}
+
+
+@pytest.mark.parametrize("mode", OWN)
+def test_a_blind_audit_of_such_a_training_does_not_hold(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    variant = {"elastic": "shrink", "largebatch": "linear"}[mode]
+    found = run(ranks, tmp_path, "flip:weight:rank1@step2", OWN[mode] | {"LAB_VARIANT": variant}, blind=True)
+    assert [(each["held"], each["did"]) for each in found["drills"]] == [(False, "nothing differed")]
+
+
+def test_nothing_is_named_where_nothing_flips(ranks: Ranks, tmp_path: Path) -> None:
+    given = OWN["elastic"] | {"LAB_VARIANT": "join", "LAB_LOSSES": "1", "LAB_STEPS": "6", "LAB_AUDIT_EVERY": "1"}
+    found = run(ranks, tmp_path, "", given)
+    assert not failed(found)
+    assert "audited replicas" in {check["name"] for check in found["checks"]}
 
 
 def test_a_gradient_that_its_rank_has_sent_is_left_alone(ranks: Ranks, tmp_path: Path) -> None:
