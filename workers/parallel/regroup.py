@@ -99,7 +99,7 @@ class Regroup:
         gloo = dist.ProcessGroupGloo(prefixed, place, size, options)
         gloo._set_default_timeout(timedelta(seconds=self.timeout_s))
         group = dist.ProcessGroup(prefixed, place, size)  # whose calls are operations of c10d, as of any group
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # type: ignore[arg-type]
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return group
 
     def cut(self) -> None:
