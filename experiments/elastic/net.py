@@ -15,6 +15,7 @@ from workers.parallel.membership import Membership
 from workers.parallel.regroup import Regroup
 
 STORE_S = 20.0
+BUSY_S = 5.0
 BACK = "back"  # what a rank that was started again asks as
 
 
@@ -79,8 +80,8 @@ class Net:
         self.lines.close()
 
     def come_back(self) -> None:
-        """Open a line to each rank that answers."""
-        self.lines.dial(sorted(self.membership.world - self.membership.parted - {self.lines.rank}))
+        """Open a line to each rank that answers: a busy one is waited for longer than it could be silent unparted."""
+        self.lines.dial(sorted(self.membership.world - self.membership.parted - {self.lines.rank}), BUSY_S)
 
 
 def open_net(lab: Lab) -> Net:
@@ -95,7 +96,8 @@ def open_net(lab: Lab) -> Net:
         lines.book = book_of(lab.way_back.book | {lab.rank: list(own)})
     else:
         lines.book = book_of(dict(enumerate(lab.exchange.everyone("the lines' addresses", own))))
-        lines.dial(range(lab.rank))
+        if silent := lines.dial(range(lab.rank), STORE_S):
+            raise TimeoutError(f"ranks {silent} did not open a line to rank {lab.rank} within {STORE_S:g} s")
         lab.exchange.barrier("the lines")
     return net
 

@@ -3,6 +3,9 @@
 The kernel closes the sockets of a process that is killed, so its peers read the end of the line within milliseconds;
 a process that is paused or cut off closes nothing, and is silent. The first is certain and is said here, the second is
 left to who counts silences (cluster/watch.py). Every rank has a line to every other, so no rank is a hub.
+
+Lines come and go on two threads: that of the lines accepts and reads, the main one dials and hangs up, perhaps while
+the other hears a greeting. So whatever changes which lines there are does it with the lock.
 """
 
 import queue
@@ -31,22 +34,23 @@ class Lines:
         self.book: dict[int, Address] = {}
         self._greeting = Greeting(rank, secret)
         self._lines: dict[int, Line] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         self._listening = socket.create_server((ip, 0), family=family, backlog=64)
+        self._listening.setblocking(False)  # whoever called may have hung up before it is accepted
         self.port = int(self._listening.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
-        self._connections = frozenset({self._listening})  # of any thread's: replaced, never changed
+        self._connections = {self._listening}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
         self._thread.start()
 
     # --- what the main thread asks for ---
 
-    def dial(self, ranks: Iterable[int]) -> list[int]:
+    def dial(self, ranks: Iterable[int], timeout_s: float = DIAL_S) -> list[int]:
         """Open a line to each of `ranks` in the book; returns those that did not answer."""
-        return [rank for rank in ranks if not self._dial(rank)]
+        return [rank for rank in ranks if not self._dial(rank, timeout_s)]
 
     def send(self, rank: int, message: Message) -> None:
         """Say it to `rank`; nothing where the line has ended, of which `heard` tells."""
@@ -67,7 +71,8 @@ class Lines:
 
     def filenos(self) -> set[int]:
         """The descriptors of all that is open here."""
-        return {connection.fileno() for connection in self._connections}
+        with self._lock:
+            return {connection.fileno() for connection in self._connections}
 
     def hang_up(self) -> None:
         """Close every line without a word, as the kernel does for a process that is killed; begin another life."""
@@ -90,19 +95,21 @@ class Lines:
 
     # --- how lines come and go ---
 
-    def _dial(self, rank: int) -> bool:
+    def _dial(self, rank: int, timeout_s: float) -> bool:
         address = self.book[rank]
-        line: Line | None = None
+        with self._lock:
+            line = self._opened(socket.socket(socket.AF_INET6 if ":" in address.ip else socket.AF_INET))
+        line.dialled = True
         try:
-            line = self._opened(socket.create_connection((address.ip, address.port), DIAL_S))
-            line.dialled = True
+            line.connection.settimeout(timeout_s)
+            line.connection.connect((address.ip, address.port))
             line.connection.sendall(written(self._greeting.words(self.life, rank)))
             if not self._greeting.heard(line, parsed(first_line(line.connection))):
                 raise ConnectionResetError
         except OSError:
-            if line is not None:
-                self._drop(line)
+            self._drop(line)
             return False
+        line.connection.settimeout(DIAL_S)
         self._adopt(line)
         return True
 
@@ -112,29 +119,34 @@ class Lines:
         Two that dial each other at once have two lines: both are read, and what is said goes over the lower rank's.
         """
         assert line.rank is not None
-        line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
+            if line.connection.fileno() < 0:
+                return  # this rank has hung up since it heard the greeting
+            line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             before = self._lines.get(line.rank)
             again = before is not None and before.life == line.life
             if not again or line.dialled == (self.rank < line.rank):
                 self._lines[line.rank] = line
+            if before is not None and not again:
+                self._drop(before)
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(line.connection)
+            self._selector.register(line.connection, selectors.EVENT_READ, line)
         if before is not None and not again:
-            self._drop(before)
             self._tell_self(before, {"kind": ENDED})
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(line.connection)
-        self._selector.register(line.connection, selectors.EVENT_READ, line)
 
     def _opened(self, connection: socket.socket) -> Line:
+        """With the lock since before there was the connection: what a group opens is told from it by `filenos`."""
         connection.settimeout(DIAL_S)
-        self._connections |= {connection}
+        self._connections.add(connection)
         return Line(connection)
 
     def _drop(self, line: Line) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(line.connection)
-        self._connections -= {line.connection}
-        line.connection.close()
+        with self._lock:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(line.connection)
+            self._connections.discard(line.connection)
+            line.connection.close()
 
     def _tell_self(self, line: Line, message: Message) -> None:
         assert line.rank is not None
@@ -152,7 +164,7 @@ class Lines:
                     self._listen(key.data)
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError), self._lock:
             connection, _ = self._listening.accept()
             self._selector.register(connection, selectors.EVENT_READ, self._opened(connection))
 

@@ -75,3 +75,34 @@ def test_who_does_not_know_the_secret_is_not_heard(pair: tuple[Lines, Lines]) ->
         assert raw.recv(10) == b""
     assert set(one.open()) == {1}
     stranger.close()
+
+
+def test_who_hangs_up_while_it_is_greeted_hears_the_next_one(
+    pair: tuple[Lines, Lines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    third = Lines(2, "127.0.0.1", "secret")
+    third.book = one.book
+    greeted = one._greeting.words
+    with monkeypatch.context() as patch:
+
+        def hanging_up(life: int, to: int) -> Any:
+            one.hang_up()  # as the main thread does where a rank dies in a drill
+            return greeted(life, to)
+
+        patch.setattr(one._greeting, "words", hanging_up)
+        third.dial([0])
+    assert third.dial([0]) == []
+    third.send(0, {"kind": "again"})
+    assert heard(one) == (2, third.life, {"kind": "again"})
+    third.close()
+
+
+def test_who_does_not_answer_is_waited_for_as_long_as_was_said(pair: tuple[Lines, Lines]) -> None:
+    slow = socket.create_server(("127.0.0.1", 0))
+    _, other = pair
+    other.book = other.book | {5: Address("127.0.0.1", slow.getsockname()[1], 0)}
+    began = time.monotonic()
+    assert other.dial([5], 0.3) == [5]
+    assert 0.2 < time.monotonic() - began < 2
+    slow.close()
