@@ -80,7 +80,7 @@ def test_who_does_not_know_the_secret_is_not_heard(pair: tuple[Lines, Lines]) ->
 def test_who_hangs_up_while_it_is_greeted_hears_the_next_one(
     pair: tuple[Lines, Lines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = pair
+    one, _ = pair
     third = Lines(2, "127.0.0.1", "secret")
     third.book = one.book
     greeted = one._greeting.words
