@@ -16,7 +16,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_MAX_PACING_RATE = 26, 27, 47
@@ -51,10 +51,12 @@ def hear_again() -> None:
     _each(_detach)
 
 
-def deafen_to(post: socket.socket, source: Address) -> Callable[[], None]:
-    """Drop the heartbeats that come from `source`; returns what ends it."""
-    attach(post, from_address(*source))
-    return lambda: _detach(post)
+def deafen_to(post: socket.socket, sources: Collection[Address]) -> None:
+    """Drop the heartbeats that come from any of `sources`, and from nobody else."""
+    if sources:
+        attach(post, from_any_of(sources))
+    else:
+        _detach(post)
 
 
 def send_nothing() -> None:
@@ -67,15 +69,18 @@ def set_pace(bytes_s: int) -> None:
     _each(lambda each: each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", min(bytes_s, UNBOUND))))
 
 
+def from_any_of(sources: Iterable[Address]) -> Instructions:
+    """A filter of UDP that drops what these addresses sent."""
+    return [*(step for source in sources for step in from_address(*source)), (RETURN, 0, 0, KEEP)]
+
+
 def from_address(ip: str, port: int) -> Instructions:
-    """A filter of UDP that drops what one address sent: by its port, and where that is IPv4 by its IP too."""
-    same_port: Instructions = [(LOAD_HALF, 0, 0, 0), (IF_EQUAL, 0, 1, port)]
+    """Drop what one address sent, by its port, and where that is IPv4 by its IP too; else go on behind it."""
     address = ipaddress.ip_address(ip)
     if address.version == 6:
-        return [*same_port, (RETURN, 0, 0, DROP), (RETURN, 0, 0, KEEP)]
-    same_port[1] = (IF_EQUAL, 0, 3, port)
+        return [(LOAD_HALF, 0, 0, 0), (IF_EQUAL, 0, 1, port), (RETURN, 0, 0, DROP)]
     same_ip = [(LOAD_WORD, 0, 0, NETWORK_HEADER + SOURCE_IP), (IF_EQUAL, 0, 1, int(address))]
-    return [*same_port, *same_ip, (RETURN, 0, 0, DROP), (RETURN, 0, 0, KEEP)]
+    return [(LOAD_HALF, 0, 0, 0), (IF_EQUAL, 0, 3, port), *same_ip, (RETURN, 0, 0, DROP)]
 
 
 def attach(each: socket.socket, instructions: Instructions) -> None:

@@ -35,6 +35,7 @@ class Drills:
         self.events = planned(self.entries, lab.config.seed, lab.world_size)
         self._timed_alike = {each.name for each in lab.mode.variants if each.build is not None}  # in step on all ranks
         self._made: set[int] = set()
+        self._hears_nobody, self._deaf_to = False, set[int]()
         mine = [each for each in self.events if each.flipped and each.rank == lab.rank]
         self.flips = Flips(lab, mine, self._note)
 
@@ -117,18 +118,32 @@ class Drills:
 
     def _cut(self, event: Fault, step: int, *, mine: bool) -> None:
         """The rank stops hearing, the others stop hearing it, or both."""
-        undo = None
         if mine:
+            self._hears_nobody = self._hears_nobody or event.way != "out"
             whole = event.way == "out" or links.hear_nobody()
             self._note(event, step, detail="" if whole else DATAGRAMS)
             if event.way == "out" or not (whole or event.duration_s):
                 links.send_nothing()
-            undo = links.hear_again
         elif event.way != "in" and event.rank is not None:
-            member = self.cluster.members[event.rank]
-            undo = links.deafen_to(self.cluster.socket, (member.ip, member.udp_port))
-        if undo is not None and event.duration_s is not None:
-            threading.Timer(event.duration_s, undo).start()
+            self._deaf_to.add(event.rank)
+            self._deafen()
+        if event.duration_s is not None:
+            threading.Timer(event.duration_s, self._mend, [event]).start()
+
+    def _mend(self, event: Fault) -> None:
+        """A cut is over; others may not be."""
+        if event.rank == self.lab.rank:
+            self._hears_nobody = False
+            links.hear_again()
+        if event.rank is not None:
+            self._deaf_to.discard(event.rank)
+        self._deafen()
+
+    def _deafen(self) -> None:
+        """Of all who are cut off nothing is heard: a socket has one filter, which who hears nobody needs for that."""
+        if not self._hears_nobody:
+            members = [self.cluster.members[rank] for rank in sorted(self._deaf_to)]
+            links.deafen_to(self.cluster.socket, [(each.ip, each.udp_port) for each in members])
 
     def _damage(self, event: Fault, step: int) -> None:
         """Flip a bit of the newest checkpoint, then look for one to go on from, as a resumed run does."""
