@@ -152,10 +152,7 @@ class Course:
         began_at, applied = time.time(), self.training.applied
         self.net.group.leave()
         membership = self.net.membership
-        if self.policy.restarts and why != "asked":
-            view = self.restart()
-        else:
-            view = membership.meet(self.training.report(), self.next)
+        view = self.restart() if self.policy.restarts else membership.meet(self.training.report(), self.next)
         if view is None:
             self.finished = True
             return None
@@ -206,8 +203,10 @@ class Course:
     # --- what the first member decides ---
 
     def first(self, there: list[Member], reports: dict[Member, Report]) -> Report:
-        """The view in which all begin, or begin again."""
-        return self.planned(there[: len(there) - self.policy.spares] if not self.record else there, [], reports)
+        """The view in which all begin, or begin again with whoever asks."""
+        if not self.record:
+            return self.planned(there[: len(there) - self.policy.spares], [], reports)
+        return self.planned(there, self.newcomers(len(there)), reports)
 
     def next(self, there: list[Member], reports: dict[Member, Report]) -> Report:
         """The view of those who are left, and of whom they let in."""

@@ -70,6 +70,7 @@ def hold(lab: Lab, course: Course) -> None:
     lab.check("replicas", course.apart, 0, name, "this rank's weights, moments and history beside the first member's")
     course.audit.decide()
     hold_redone(lab, course)
+    hold_interval(lab, course)
     hold_shards(lab, course)
     if lab.rank != members_at(course.record, training.steps)[0]:
         return
@@ -92,13 +93,23 @@ def hold_kept(lab: Lab, course: Course) -> None:
 
 def hold_redone(lab: Lab, course: Course) -> None:
     """A loss costs at most the step that was under way, or what has been computed since the last checkpoint."""
-    losses = [event for event in course.events if event.why.startswith("lost")]
+    changes = [event for event in course.events if event.why.startswith("lost") or event.restored]
     if course.lives > 1 or not course.record or lab.rank not in course.record[0][1] or course.record[0][0] > 0:
         return
-    most = sum(course.saved_every if loss.restored else 1 for loss in losses)
+    most = sum(course.saved_every if change.restored else 1 for change in changes)
     again = course.computed - course.training.steps
-    detail = f"steps computed again beyond the {most} that {len(losses)} losses may cost"
+    detail = f"steps computed again beyond the {most} that {len(changes)} losses may cost"
     lab.check("redone", max(0, again - most), 0, course.policy.name, detail, control=CONTROL)
+
+
+def hold_interval(lab: Lab, course: Course) -> None:
+    """Whoever goes back to a checkpoint has done fewer steps since than lie between two; where all save together, and
+    one may die in it, as many."""
+    back = [event.applied_before - event.applied for event in course.events if event.restored]
+    if back:
+        most = course.saved_every - (not course.policy.sharded)
+        detail = "steps since the checkpoint that a loss led back to, the most of all losses"
+        lab.check("save interval", max(0, *back), most, course.policy.name, detail)
 
 
 def hold_shards(lab: Lab, course: Course) -> None:

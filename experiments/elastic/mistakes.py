@@ -1,6 +1,7 @@
 """The classic mistakes of training that survives, made on purpose by LAB_BUG."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,6 +51,17 @@ class WeightsAlone(Survivor):
     def take(self, state: Tensor, applied: int) -> None:
         super().take(state, applied)
         self.piece = self.piece._replace(moments=torch.zeros_like(self.piece.moments))
+
+
+class Seldom(Survivor):
+    """Leaves out every second checkpoint."""
+
+    left_out = False
+
+    def save(self, path: Path, group: Regroup) -> None:
+        self.left_out = not self.left_out
+        if not self.left_out:
+            super().save(path, group)
 
 
 class Twice(Survivor):
@@ -133,6 +145,12 @@ MISTAKES = {
         "what is taken over has no moments of the optimizer: AdamW begins anew in the midst of the training",
         "optimizer",
         Instead(run={"survivor": WeightsAlone}),
+        Needs(proof=False, variants=("restart",), unless=unsaved),
+    ),
+    "seldom_saved": Mistake(
+        "every second checkpoint is not written: a loss leads back further than LAB_SAVED_EVERY says",
+        "save interval",
+        Instead(run={"survivor": Seldom}),
         Needs(proof=False, variants=("restart",), unless=unsaved),
     ),
     "redone_twice": Mistake(

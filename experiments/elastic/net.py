@@ -27,6 +27,7 @@ class Net:
     membership: Membership
     group: Regroup
     store: dist.TCPStore
+    settled: bool = False
 
     def form(self, view: View) -> None:
         """The group of `view`, over the store of its first member; raises RuntimeError where one of them is gone."""
@@ -65,7 +66,9 @@ class Net:
             self.group.cut()
 
     def hung_up(self) -> set[int]:
-        """The ranks to which there is no line."""
+        """The ranks to which there is no line; once all is settled who is done hangs up, and that is no death."""
+        if self.settled:
+            return set()
         return self.membership.world - set(self.lines.open()) - {self.lines.rank}
 
     def hang_up(self) -> None:
@@ -135,7 +138,7 @@ def settle(lab: Lab, net: Net) -> None:
     """All that is left: who is still here keeps the store of all, the lowest rank of them, and speaks for all."""
     view = net.membership.assemble(f"{BEGIN} the end", {}, lambda there, reports: {"members": there})  # noqa: ARG005
     assert view is not None
-    net.welcome = None
+    net.welcome, net.settled = None, True
     host = min(view.ranks)
     if lab.move is not None:
         address = net.lines.book[host]

@@ -20,7 +20,7 @@ class Policy(NamedTuple):
     @property
     def wishes(self) -> set[str]:
         """Who is taken in, by what it asks as: in a variant in which ranks come back those of drills and real ones."""
-        return {MEMBER, BACK} if self.returns else {MEMBER}
+        return {MEMBER, BACK} if self.returns or self.restarts else {MEMBER}
 
     @property
     def saves(self) -> bool:

@@ -29,7 +29,7 @@ def show(lab: Lab, courses: list[Course]) -> None:
         found = [of_rank[number] for of_rank in everyone if of_rank is not None and of_rank[number] is not None]
         for seen in found:
             rows += [[course.policy.name, *row] for row in seen["rows"]]
-            record = ", ".join(f"from step {first} {' '.join(map(str, ranks))}" for first, ranks in seen["record"])
+            record = ", ".join(f"from step {first}: {' '.join(map(str, ranks))}" for first, ranks in seen["record"])
             lab.say(f"{course.policy.name}: {record}", "members")
             if course.policy.copies:
                 lab.say(f"{course.policy.name}: {PLACEMENT}; {placed(seen['record'])}", "copies")
@@ -52,7 +52,7 @@ def placed(record: list[list[Any]]) -> str:
     for first, ranks in record:
         keepers = [(rank, keeper(place, len(ranks))) for place, rank in enumerate(ranks)]
         pairs = ", ".join(f"{rank}'s with {ranks[place]}" for rank, place in keepers if place is not None)
-        found.append(f"from step {first} {pairs or 'none'}")
+        found.append(f"from step {first}: {pairs or 'none'}")
     return "; ".join(found)
 
 

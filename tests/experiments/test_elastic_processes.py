@@ -79,7 +79,7 @@ def world(tmp_path: Path) -> Any:
 
     def make(**settings: str) -> Processes:
         made.append(Processes(tmp_path, **settings))
-        for rank in range(WORLD_SIZE):
+        for rank in range(int(made[-1].environ["WORLD_SIZE"])):
             made[-1].start(rank)
         return made[-1]
 
@@ -101,9 +101,22 @@ def test_of_a_partition_the_majority_goes_on_and_the_minority_stops(world: Calla
     assert {check["name"] for check in run["checks"]} >= {"weights", "optimizer", "samples", "from memory"}
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_who_is_killed_and_started_again_finds_its_way_back(world: Callable[..., Processes], rank: int) -> None:
-    ranks = world(LAB_STEPS="600", LAB_LOST_AFTER_S="60")
+def test_two_of_five_that_are_cut_off_stop_and_three_go_on(world: Callable[..., Processes]) -> None:
+    faults = "cut:rank0@step40,cut:rank3@step40"
+    cut = world(WORLD_SIZE="5", LAB_VARIANT="join", LAB_STEPS="400", LAB_FAULTS=faults, LAB_LOST_AFTER_S="2")
+    assert cut.codes() == [3, 0, 0, 3, 0], cut.said(1)
+    for rank in (0, 3):
+        assert f"rank {rank} is cut off at step" in cut.said(rank), "the minority says so"
+    run = cut.judged()
+    assert (run["verdict"], sorted(entry["rank"] for entry in run["lost"])) == ("pass", [0, 3])
+    assert [drill["held"] for drill in run["drills"]] == [True, True]
+
+
+@pytest.mark.parametrize(("rank", "variant"), [(0, "peer_memory"), (2, "peer_memory"), (2, "restart")])
+def test_who_is_killed_and_started_again_finds_its_way_back(
+    world: Callable[..., Processes], rank: int, variant: str
+) -> None:
+    ranks = world(LAB_STEPS="600", LAB_LOST_AFTER_S="60", LAB_VARIANT=variant)
     ranks.until(0, "dies on purpose")
     time.sleep(0.5)
     os.kill(ranks.started[rank].pid, signal.SIGKILL)
@@ -115,7 +128,7 @@ def test_who_is_killed_and_started_again_finds_its_way_back(world: Callable[...,
         ranks.until(WORLD_SIZE, "finds its way back")
     others = [0 if each != rank else -signal.SIGKILL for each in range(WORLD_SIZE)]
     assert ranks.codes() == [*others, 0], ranks.said(3)
-    found = re.search(r"in again with step (\d+) of peer_memory, ([\d.]+) s after its first packet", ranks.said(3))
+    found = re.search(rf"in again with step (\d+) of {variant}, ([\d.]+) s after its first packet", ranks.said(3))
     assert found is not None, ranks.said(3)
     run = ranks.judged()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [rank])
