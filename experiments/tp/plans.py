@@ -23,7 +23,13 @@ from workers.workload import own
 from workers.workload.model import build_model
 
 COLUMN, ROW = "column", "row"
-STYLES = {"ColwiseParallel": COLUMN, "RowwiseParallel": ROW}  # torch's, with the layouts that they have by default
+SEQUENCE = "sequence"
+# torch's, with the layouts that they have by default
+STYLES = {"ColwiseParallel": COLUMN, "RowwiseParallel": ROW, "SequenceParallel": SEQUENCE}
+UNSLICED = (
+    "and a plan names layers, not which dim of what lies between them has the rows that a rank may keep: leave it out,"
+    " and what no line names works on all rows on every rank"
+)
 ALLOWED = "allowed: 'column', 'row', or with the features that stay together ('column', 8)"
 EXAMPLE = "plan = {'layers.*.up': 'column', 'layers.*.down': 'row'}"
 
@@ -70,7 +76,8 @@ def as_words(value: Any) -> tuple[Any, Any]:
     way, unit = value if isinstance(value, tuple) and len(value) == 2 else (value, 1)
     kind = type(way)
     if kind.__module__.startswith("torch.distributed.tensor.parallel") and kind.__name__ in STYLES:
-        way = STYLES[kind.__name__] if vars(way) == vars(kind()) else f"{kind.__name__} of layouts of its own"
+        known = STYLES[kind.__name__]
+        way = known if known == SEQUENCE or vars(way) == vars(kind()) else f"{kind.__name__} of layouts of its own"
     return way, unit
 
 
@@ -112,6 +119,8 @@ def misnamed(config: Config, pattern: str) -> list[str]:
 def misput(pattern: str, value: Any) -> list[str]:
     """A sentence where a line of the plan says no way to cut."""
     way, unit = as_words(value)
+    if way == SEQUENCE:
+        return [f"plan[{pattern!r}] is 'sequence', {UNSLICED}"]
     right = way in (COLUMN, ROW) and isinstance(unit, int) and unit > 0
     return [] if right else [f"plan[{pattern!r}] is {(way if unit == 1 else value)!r}, {ALLOWED}"]
 

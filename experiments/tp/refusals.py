@@ -34,7 +34,8 @@ def refuse(config: Config) -> list[str]:
 def cannot(config: Config) -> dict[str, str]:
     """`dtensor`, where the ranks' slices are not alike; of one's own model what knows the lab's blocks alone."""
     if is_own(config.model):
-        return {"sequence": "it slices rows between the lab's own blocks, and a plan names none"} | cannot_plan(config)
+        rows = "it slices rows between the lab's own blocks, and a plan names layers alone, not which dim has the rows"
+        return {"sequence": rows} | cannot_plan(config)
     return uneven(parts(config), config.world_size)
 
 

@@ -183,6 +183,8 @@ def test_a_layer_that_takes_the_data_sends_nothing_backward(tmp_path: Path) -> N
     ("plan = ['up']\n", r"its plan is ['up'], allowed: linear layers and how each is cut"),
     ("plan = {'1.top': 'column'}\n", "plan['1.top'] is none of the linear layers and embeddings that it calls, allowed: 0, 1.q, 1.k, 1.v, 1.o, 1.up"),
     ("plan = {'1.up': 'rows'}\n", "plan['1.up'] is 'rows', allowed: 'column', 'row'"),
+    ("plan = {'1.up': 'sequence'}\n", "plan['1.up'] is 'sequence', and a plan names layers, not which dim of what lies between them has the rows"),
+    (TORCHS.replace("ColwiseParallel", "SequenceParallel"), "plan['1.up'] is 'sequence', and a plan names layers"),
     ("plan = {'1.q': ('column', 5)}\n", "1.q has 24 features, which make no whole parts of 5 outputs"),
     ("plan = {'1.q': ('column', 24)}\n", "1.q has 1 parts of 24 outputs, which cannot be split over WORLD_SIZE=2"),
     ("plan = {'1.up': 'column'}\n", "cut by its plan for rank 0 of 2 it does not run ("),
