@@ -16,9 +16,11 @@ from workers.config import Config
 from workers.contract import Build, Strategy
 from workers.lab import Lab
 from workers.measure.difference import difference, larger
+from workers.passes.carried import Carried
 from workers.workload import baseline
 from workers.workload.baseline import Snapshot
 from workers.workload.data import Batches
+from workers.workload.model import Model
 from workers.workload.own import is_own
 
 if TYPE_CHECKING:
@@ -51,10 +53,7 @@ def prove(
     batches = lab.batches(torch.float64, proof=True)
     steps = batches.proof_steps + TUNED_STEPS * (len(configs) - 1)
     with lab.work.of((1 + len(variants)) * steps, "steps of the proof"):
-        dense = [
-            one_process(lab, each, batches, count)
-            for each, count in zip(configs, (batches.proof_steps, TUNED_STEPS), strict=False)
-        ]
+        dense, buffers = alone(lab, configs, batches)
         for name, build in variants.items():
             if name in apart:
                 lab.at(0, f"proof of {name}")
@@ -62,7 +61,7 @@ def prove(
                     apart[name](name, build)
                 lab.work.advance(steps)
             else:
-                compare(lab, name, build, configs, batches, dense, also)
+                compare(lab, name, build, configs, batches, dense, buffers, also)
                 if checkpoints is not None and checkpoints.group is not None:
                     from workers.checkpoint.drill import drill
 
@@ -70,15 +69,26 @@ def prove(
             lab.finished("proof", tuple(variants))
 
 
+def alone(lab: Lab, configs: list[Config], batches: Batches) -> tuple[list[list[Snapshot]], Carried]:
+    """What one process comes to by each config, and which buffers it writes."""
+    models = [lab.model(torch.float64) if lab.rank == 0 else None for _ in configs]
+    counts = (batches.proof_steps, TUNED_STEPS)
+    runs = zip(models, configs, counts, strict=False)
+    dense = [one_process(lab, model, each, batches, count) for model, each, count in runs]
+    return dense, Carried(lab, models[0])
+
+
 def compare(
     lab: Lab, name: str, build: Build, configs: list[Config], batches: Batches, dense: list[list[Snapshot]],
-    also: AlsoCheck | None,
+    buffers: Carried, also: AlsoCheck | None,
 ) -> None:  # fmt: skip
     """Check one variant, with plain SGD and, where another `config` was asked for, with that, each against its `dense`
     run."""
     lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
-    strategy = build(lab.model(torch.float64), lab.mesh, configs[0])
+    model = lab.model(torch.float64)
+    strategy = build(model, lab.mesh, configs[0])
     differences = against(lab, strategy, name, batches, dense[0])
+    buffers.hold(name, model)
     for config, wanted in zip(configs[1:], dense[1:], strict=True):
         strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
         differences |= tuned_against(lab, strategy_tuned, name, batches, wanted)
@@ -89,12 +99,12 @@ def compare(
         also(name, strategy)
 
 
-def one_process(lab: Lab, config: Config, batches: Batches, steps: int) -> list[Snapshot]:
-    """The dense run's snapshots on rank 0, nothing elsewhere."""
+def one_process(lab: Lab, model: Model | None, config: Config, batches: Batches, steps: int) -> list[Snapshot]:
+    """The dense run's snapshots on rank 0, which has a `model` for it; nothing elsewhere."""
     lab.at(0, "one process")
     snapshots: list[Snapshot] = []
-    if lab.rank == 0:
-        for snapshot in baseline.train(lab.model(torch.float64), batches, config, steps):
+    if model is not None:
+        for snapshot in baseline.train(model, batches, config, steps):
             snapshots.append(snapshot)
             lab.work.advance()
     lab.exchange.barrier("one process")

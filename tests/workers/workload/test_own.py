@@ -10,6 +10,7 @@ from tests.labs import Runs, failed
 from workers.config import Config, ConfigError
 from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
+from workers.report.records import Said
 from workers.strategies.own import maker
 from workers.workload.model import build_model, outline, refusals
 from workers.workload.own import layers_of, made, reads_text
@@ -35,6 +36,31 @@ def masked(seed):
     net[2].register_buffer("mask", torch.ones(100))
     net[2].register_buffer("index", torch.arange(50))
     return net
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("table", torch.arange(9.0))
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.seen += inputs.sum()
+        return inputs + self.table
+
+def counting(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 9), Counting(), nn.Linear(9, 2))
+
+def smudging(model, optimizer, microbatches, group):
+    optimizer.zero_grad()
+    for inputs, targets, share in microbatches:
+        (((model(inputs) - targets) ** 2).sum() * share).backward()
+    for parameter in model.parameters():
+        torch.distributed.all_reduce(parameter.grad, group=group)
+    optimizer.step()
+    if group.rank():
+        next(buffer for name, buffer in model.named_buffers() if name.endswith("table"))[0] = 1
 
 def normed(seed):
     return nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Dropout(0.1))
@@ -104,6 +130,22 @@ def test_buffers_of_its_own_are_held_beside_the_weights(runs: Runs, file: str, m
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
     (rest,) = (each for each in ran.judged["comparisons"] if each["name"] == "rest bytes")
     assert rest["formula"].endswith(" + buffers")
+
+
+def test_buffers_that_the_steps_write_are_said_and_the_others_held(runs: Runs, file: str) -> None:
+    ran = runs(2, RUN_MODE="dp", LAB_MODEL=f"{file}:counting", LAB_VARIANT="flat,ddp")
+    assert ran.judged["verdict"] == "pass", failed(ran.judged)
+    held = {each["variant"]: each["detail"] for each in ran.judged["checks"] if each["name"] == "buffers"}
+    assert held == dict.fromkeys(("flat", "ddp"), "1 of 2 that one process leaves as they were")
+    (said,) = (each.text for each in ran.records[0] if isinstance(each, Said) and each.heading == "buffers")
+    assert "seen is written by the steps, on each rank from the samples that it sees" in said
+
+
+def test_a_buffer_that_a_step_writes_fails_by_name(runs: Runs, file: str) -> None:
+    ran = runs(2, RUN_MODE="dp", LAB_MODEL=f"{file}:counting", LAB_VARIANT=f"flat,{file}:smudging", LAB_STEPS="1")
+    wrong = {(each["variant"], each["name"]): each["detail"] for each in ran.judged["checks"] if not each["passed"]}
+    assert wrong[f"{file}:smudging", "buffers"].endswith("table")
+    assert ("flat", "buffers") not in wrong
 
 
 def test_a_step_with_a_loss_of_its_own_trains_the_labs_model_too(runs: Runs) -> None:
