@@ -253,9 +253,11 @@ class Lab:
         predictions: list[Prediction],
         measured: Mapping[str, Counted],
         dtype_of: Callable[[str], torch.dtype] | None = None,
+        *,
+        carries: bool = True,
     ) -> None:
-        """Hold the bytes of each variant between two steps against its prediction, within 1 %; the buffers of a model
-        of one's own, in LAB_DTYPE or the variant's type, come on top.
+        """Hold the bytes of each variant between two steps against its prediction, within 1 %; where each rank
+        `carries` all buffers of a model of one's own, they come on top, in LAB_DTYPE or the variant's type.
 
         Weights, gradients, optimizer state, and what else should be gone by then; buffers of messages that are kept for
         the next step are no part of the formulas, and only shown.
@@ -263,7 +265,7 @@ class Lab:
         for prediction in predictions:
             if prediction.variant in measured and prediction.name == "rest bytes":
                 dtype = dtype_of(prediction.variant) if dtype_of else getattr(torch, self.config.dtype)
-                carried = buffer_bytes(self.config, dtype)
+                carried = buffer_bytes(self.config, dtype) if carries else 0
                 rest, predicted = measured[prediction.variant].rest, prediction.value[self.rank] + carried
                 held = sum(rest.values()) - rest["communication"]
                 self.compare(

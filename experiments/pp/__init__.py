@@ -37,14 +37,14 @@ from torch import Tensor, nn
 
 from experiments.pp.checks import check_order
 from experiments.pp.mistakes import MISTAKES
-from experiments.pp.predictions import passed_bytes, predict
+from experiments.pp.predictions import owners_of, passed_bytes, predict
 from experiments.pp.refusals import cannot, refuse
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
 from workers.config.options import PipelineOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
-from workers.measure.formulas.pipelines import FOLDED, bubble
+from workers.measure.formulas.pipelines import bubble
 from workers.parallel import schedules, zero_bubble
 from workers.parallel.boundaries import Boundaries, sendable
 from workers.parallel.mesh import Mesh
@@ -212,13 +212,6 @@ def by_torch(name: str, model: Model, mesh: Mesh, config: Config, weigh: Weigh) 
     return Pipelined(parts, ByTorch(name, parts, model.loss, mesh.group, config, weigh), mesh.group, config)
 
 
-def owners_of(name: str, ranks: int, chunks: int) -> list[int]:
-    """The rank of each stage of a variant."""
-    if name.removeprefix("torch_") in FOLDED:
-        return zero_bubble.folded(ranks)
-    return [*range(ranks)] * (chunks if "interleaved" in name else 1)
-
-
 # --- the run ---
 
 
@@ -236,6 +229,8 @@ def run(lab: Lab) -> None:
     draw_on_paper(lab, partial(schedule_of, config))
     predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
     lab.compare_traffic(predictions, measured)
+    if is_own(config.model):
+        lab.compare_rest(predictions, measured, carries=False)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         owners = owners_of(name, ranks, config.own(Options).chunks)
         check_order(lab, name, measured[name], owners)

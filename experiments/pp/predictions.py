@@ -1,4 +1,4 @@
-"""What a pipeline predicts before it runs: bytes, calls and the bubble."""
+"""What a pipeline predicts before it runs: bytes, calls and the bubble, and what a rank keeps of one's own model."""
 
 import torch
 
@@ -8,6 +8,9 @@ from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.pipelines import FOLDED, idle_share, pipeline_ends
+from workers.measure.formulas.sharding import rest_bytes
+from workers.parallel import zero_bubble
+from workers.strategies.pipelined import runs_of
 from workers.workload import model
 from workers.workload.own import is_own
 
@@ -67,10 +70,32 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
         predictions.append(Prediction(name, "wire bytes", "B", formula, sent, most, shown, messages))
         if ours:
             predictions.append(Prediction(name, "calls", "calls", f"2{of_chunks}m, the ends m less", calls, most))
+        if is_own(config.model):
+            kept = tuple(rest(config, owners_of(name, ranks, chunks), rank) for rank in range(ranks))
+            stages_of = "weights, gradients, moments and buffers of its stages"
+            predictions.append(Prediction(name, "rest bytes", "B", stages_of, kept, 0, shown))
         if idle:
             share = idle_share(name if name in ("torch_gpipe", "torch_1f1b") else plain, ranks, number, stages)
             predictions.append(Prediction(name, "bubble", "", idle, (share,) * ranks, most, "a time"))
     return predictions
+
+
+def owners_of(name: str, ranks: int, chunks: int) -> list[int]:
+    """The rank of each stage of a variant."""
+    if name.removeprefix("torch_") in FOLDED:
+        return zero_bubble.folded(ranks)
+    return [*range(ranks)] * (chunks if "interleaved" in name else 1)
+
+
+def rest(config: Config, owners: list[int], rank: int) -> float:
+    """Bytes that `rank` keeps between two steps of the layers of its stages, of which stage s is on `owners[s]`."""
+    layers, dtype = model.outline(config).layers, getattr(torch, config.dtype)
+    runs = runs_of(config.model, len(layers), len(owners))
+    own = [layers[index] for run, owner in zip(runs, owners, strict=True) if owner == rank for index in run]
+    sizes = [each.numel() for layer in own for each in layer.parameters()]
+    adam, total = config.optimizer == "adamw", sum(sizes)
+    held = rest_bytes(0, total, total, itemsize=dtype.itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
+    return sum(held.values()) + sum(model.carried_bytes(layer, dtype) for layer in own)
 
 
 def beside(config: Config, *, folded: bool = False) -> tuple[list[float], list[int], list[int]]:

@@ -57,6 +57,8 @@ class Boundaries:
                 sent += self.peers.post(stage + 1, sends=[(after, outline.clone())])[1]
         for message in sent:
             message.wait()
+        # Shapes and types, for all the steps to come: a number each.
+        self._samples = {end: known.new_zeros(()).expand(known.shape) for end, known in self._samples.items()}
 
     def begin(self, actions: Sequence[Action], sizes: Sequence[int]) -> None:
         """Begin a step of this rank's `actions`, on microbatches of so many samples: post its first receives."""

@@ -70,7 +70,9 @@ class Pipeline:
             else:
                 self._backward(action)
         self.boundaries.finish()
-        return torch.stack(self._losses).sum() if self._losses else None
+        losses = self._losses
+        del self._inputs, self._loss, self._losses  # the batch, which nobody needs between two steps
+        return torch.stack(losses).sum() if losses else None
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch

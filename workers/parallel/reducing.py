@@ -17,7 +17,6 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workers.parallel.boundaries import Boundaries
 from workers.parallel.pipeline import Loss, Pipeline
 from workers.parallel.schedules import Action
 
@@ -35,14 +34,6 @@ class Reducer(Protocol):
         """After the last one: every gradient is the sum over all replicas."""
 
 
-class Shapes(Boundaries):
-    """Keeps of what passes between stages the shapes alone: a sample of each end is memory that nobody reads."""
-
-    def agree(self, stages: Mapping[int, nn.Module], sample: Tensor) -> None:
-        super().agree(stages, sample)
-        self._samples = {end: known.new_zeros(()).expand(known.shape) for end, known in self._samples.items()}
-
-
 class ReducingPipeline(Pipeline):
     """`Pipeline`, whose stages' gradients `reducers` sum; `turn_to` hears which microbatch is worked on next."""
 
@@ -50,7 +41,7 @@ class ReducingPipeline(Pipeline):
         self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
         reducers: Mapping[int, Sequence[Reducer]], turn_to: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        super().__init__(stages, actions, group, Shapes)
+        super().__init__(stages, actions, group)
         self.reducers, self.turn_to = reducers, turn_to
         # The last one of each stage, in both parts: a later one takes the place of those before.
         self.last_microbatch = {action.stage: action.microbatch for action in actions if action.kind != "forward"}

@@ -255,9 +255,12 @@ def _layers(config: Config) -> Model:
 
 def buffer_bytes(config: Config, dtype: torch.dtype) -> int:
     """What the model carries beside its weights, its floating point in `dtype`: of the lab's own models nothing."""
-    itemsizes = (
-        (each.numel(), dtype if each.is_floating_point() else each.dtype) for each in outline(config).buffers()
-    )
+    return carried_bytes(outline(config), dtype)
+
+
+def carried_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """The same of a part of it."""
+    itemsizes = ((each.numel(), dtype if each.is_floating_point() else each.dtype) for each in module.buffers())
     return sum(numel * kept.itemsize for numel, kept in itemsizes)
 
 

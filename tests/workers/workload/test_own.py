@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from experiments.pp.predictions import predict
 from tests.labs import Runs, failed
 from workers.config import Config, ConfigError
 from workers.rank.modes import load_for
@@ -115,6 +116,32 @@ def test_an_own_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[st
     assert ran.judged["proven"]
     names = [each["name"] for each in ran.judged["variants"]]
     assert set(settings["LAB_VARIANT"].split(",")) <= set(names)
+
+
+STAGED = """
+import torch
+from torch import nn
+
+def staged(seed):
+    torch.manual_seed(seed)
+    last = nn.Linear(16, 256)
+    last.register_buffer("mask", torch.ones(5000))
+    return nn.Sequential(nn.Embedding(256, 16), nn.Linear(16, 16), nn.Linear(16, 16), last)
+"""
+
+
+def test_a_stage_of_its_own_is_all_that_a_rank_of_a_pipeline_keeps(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "staged_of_mine.py").write_text(STAGED)
+    model, variants = f"{tmp_path}/staged_of_mine.py:staged", ("naive", "1f1b", "zbv")
+    ran = runs(2, RUN_MODE="pp", LAB_MODEL=model, LAB_VARIANT=",".join(variants), LAB_MICROBATCHES="4", LAB_SEQ="32")
+    assert ran.judged["verdict"] == "pass", failed(ran.judged)
+    rest = {each["variant"] for each in ran.judged["comparisons"] if each["name"] == "rest bytes" and each["decides"]}
+    assert rest == set(variants)
+    asked = config(RUN_MODE="pp", LAB_MODEL=model, LAB_WIDTH="16", LAB_DTYPE="bfloat16")
+    predicted = {each.variant: each.value for each in predict(asked, 2) if each.name == "rest bytes"}
+    table, square, head = 256 * 16, 16 * 16 + 16, 16 * 256 + 256
+    assert predicted["1f1b"] == (4.0 * (table + square), 4.0 * (square + head) + 2 * 5000)
+    assert predicted["zbv"] == (4.0 * (table + head) + 2 * 5000, 8.0 * square)
 
 
 def test_a_stage_of_its_own_without_a_linear_layer_has_nothing_to_put_off(runs: Runs) -> None:
