@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from workers.parallel.pipeline import Loss, Pipeline
+from workers.parallel.pipeline import Pipeline
 from workers.parallel.schedules import Action
 
 
@@ -45,12 +45,6 @@ class ReducingPipeline(Pipeline):
         self.reducers, self.turn_to = reducers, turn_to
         # The last one of each stage, in both parts: a later one takes the place of those before.
         self.last_microbatch = {action.stage: action.microbatch for action in actions if action.kind != "forward"}
-
-    def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
-        """The same; between two steps nothing of a batch is held."""
-        total = super().step(inputs, loss)
-        del self._inputs, self._loss
-        return total
 
     def _forward(self, action: Action) -> None:
         self.turn_to(action.microbatch)
