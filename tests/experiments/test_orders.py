@@ -14,7 +14,6 @@ from experiments.dp import overlap
 from experiments.fsdp import order as sharded
 from experiments.pp.checks import most_held
 from experiments.pp.mistakes import all_ahead, one_more_ahead
-from experiments.pp.order import Pass, broken, passes, told_apart
 from experiments.tp import order as sliced
 from tests.labs import TINY, failed, one_rank, run_experiment
 from tests.workers.parallel.held import most_in_flight
@@ -25,6 +24,7 @@ from workers.measure.order import Event, Order
 from workers.parallel import schedules, zero_bubble
 from workers.parallel.mesh import Mesh
 from workers.passes.outline import Saved
+from workers.passes.pipeline_order import Pass, broken, passes, told_apart
 from workers.rank.modes import load
 from workers.report.judge import judge
 from workers.report.lines import from_line

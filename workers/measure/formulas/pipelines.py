@@ -17,14 +17,14 @@ def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
-def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> float:
+def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1, *, in_one: bool = False) -> float:
     """The part of all ranks' time that idles in `schedule`, where a forward, the gradient of an input and those of
-    weights take as long.
+    weights take as long; with `in_one` its backward passes are in one, though it splits them.
 
     Counted in that time, of one stage: 3·v·m are work. Raises KeyError for a schedule that has no formula.
     """
-    if schedule in IN_ONE:
-        return bubble(ranks, microbatches)
+    if in_one or schedule in IN_ONE:
+        return bubble(ranks, microbatches, chunks if schedule == "interleaved" else 1)
     wait = ranks - 1
     stages = {"zbv": 2, "dualpipev": 2, "interleaved": chunks}.get(schedule, 1)
     idle = {

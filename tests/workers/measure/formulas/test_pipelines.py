@@ -50,6 +50,15 @@ def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
+def test_backward_passes_in_one_idle_longer(ranks: int, microbatches: int, chunks: int) -> None:
+    for name in ("1f1b", "interleaved"):
+        spans = simulate(in_one(made(ranks, microbatches, chunks)[name]), LASTS)
+        stages = chunks if name == "interleaved" else 1
+        idle = 1 - 3 * stages * microbatches / max(own[-1].end_s for own in spans)
+        assert idle_share(name, ranks, microbatches, chunks, in_one=True) == pytest.approx(idle)
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 def test_formulas_are_those_of_the_schedules(ranks: int, microbatches: int, chunks: int) -> None:
     """The idle share, what runs ahead and what is held, fewer microbatches than ranks included."""
     for name, schedule in made(ranks, microbatches, chunks).items():

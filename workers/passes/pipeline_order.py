@@ -80,9 +80,12 @@ def chunk_of(seen: Counter[str], chunks: list[frozenset[str]]) -> int:
     return found.index(max(found)) if any(found) else -1
 
 
-def broken(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
-    """Sentences for the rules of schedule `name` that the passes of `rank` break; `chunks` a rank."""
-    whole = name in IN_ONE
+def broken(
+    name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int, *, in_one: bool = False
+) -> list[str]:
+    """Sentences for the rules of schedule `name` that the passes of `rank` break; `chunks` a rank. With `in_one`
+    backward passes are in one, though the schedule splits them."""
+    whole = in_one or name in IN_ONE
     by_kind = {kind: [each for each in done if each.kind == kind] for kind in get_args(Kind)}
     every = sorted((chunk, number) for chunk in range(chunks) for number in range(microbatches))
     wanted: tuple[Kind, ...] = ("forward", "backward") if whole else ("forward", "input", "weight")
