@@ -22,6 +22,7 @@ SIZES = {
     "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},
     "stale_activation": {"WORLD_SIZE": "3"},  # a stage between two
     "norm_by_stage": {"LAB_MESH": "pp2"},
+    "nothing_put_off": {"LAB_MESH": "pp2"},
     "norm_by_all": {"LAB_MESH": "tp2"},
     "tied_too_early": {"LAB_MESH": "pp2", "LAB_TIE": "1"},
     "wrong_group": {"LAB_MESH": "tp2"},

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from experiments.mesh.axes import check_gradients_first, check_overlap, compare_axes, tell
+from experiments.mesh.axes import check_gradients_first, check_order, check_overlap, compare_axes, tell
 from experiments.mesh.held import HOW, How, Rank, at
 from experiments.mesh.layout import axes
 from experiments.mesh.mistakes import MISTAKES
@@ -109,9 +109,9 @@ def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strat
     return stack(model, mesh, config, schedule, chunks=config.own(Options).chunks, **parts)
 
 
-def zb_h1(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+def zb_h1(model: Model, mesh: Mesh, config: Config, order_of: str = "zb_h1", **parts: Any) -> Strategy:
     """Gradients of weights where a rank would wait."""
-    return stack(model, mesh, config, piped("zb_h1", mesh, config), **parts)
+    return stack(model, mesh, config, piped(order_of, mesh, config), **parts)
 
 
 def sequence(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
@@ -178,6 +178,7 @@ def run(lab: Lab) -> None:
     ranks = {name: Rank(config, sizes, lab.rank, HOW[name], chunks) for name in measured if name in HOW}
     for name, rank in ranks.items():
         compare_axes(lab, name, rank, measured[name])
+        check_order(lab, name, rank, measured[name])
         check_overlap(lab, name, measured[name])
         check_gradients_first(lab, name, rank, measured[name])
     compare_peaks(

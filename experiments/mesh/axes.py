@@ -1,5 +1,5 @@
-"""What a run of a mesh is held to beside its sums: bytes along each axis, when the buckets of a pipeline are launched,
-and what goes ahead of the gradients of weights.
+"""What a run of a mesh is held to beside its sums: bytes along each axis, the order of its pipelines, when buckets are
+launched, and what goes ahead of the gradients of weights.
 
 A rank's peers along an axis are those that differ along it alone: so whom bytes went to says which axis they belong to,
 on the wire as in the calls. Where gradients are summed over dp and cp together, one group has peers of either axis:
@@ -15,6 +15,7 @@ from workers.contract import Measured
 from workers.lab import Lab
 from workers.measure.formulas.messages import wire_tolerance
 from workers.measure.order import Order
+from workers.passes.pipeline_schedule import Piped, check_schedule
 
 TESTS = "tests/experiments/test_mesh.py::"
 
@@ -64,6 +65,14 @@ def apart(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
     """The axes along which two ranks differ."""
     here, there = at(one, sizes), at(other, sizes)
     return {axis for axis in sizes if here[axis] != there[axis]}
+
+
+def check_order(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
+    """Each row along pp works in the order of the schedule, and idles no more than its formula."""
+    in_one = not rank.how.in_two(rank.p, recompute=lab.config.recompute)
+    owners = [*range(rank.p)] * rank.chunks
+    piped = Piped(rank.how.schedule, lab.config.num_microbatches, owners, in_one)
+    check_schedule(lab, name, measured.order, piped)
 
 
 def check_overlap(lab: Lab, name: str, measured: Measured) -> None:

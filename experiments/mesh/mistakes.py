@@ -1,4 +1,4 @@
-"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last were found in public."""
+"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last two were found in public."""
 
 from dataclasses import replace
 
@@ -190,6 +190,12 @@ MISTAKES = {
         "losses",
         Instead(BY_ROWS, {"draws": drawn_by_own_rows}),
         Needs(unless=lambda config: rowless(config) or undropped(config)),
+    ),
+    "nothing_put_off": Mistake(
+        "zb_h1 puts no gradients of weights off: on each row along pp the bubble of 1f1b",
+        "schedule",
+        Instead(("zb_h1",), {"order_of": "1f1b"}),
+        Needs(proof=False, unless=lambda config: short(config, "pp")),
     ),
     "late_buckets": Mistake(
         "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",

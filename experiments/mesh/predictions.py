@@ -8,7 +8,7 @@ from experiments.mesh.rest import at_rest
 from experiments.mesh.sent import by_axis
 from workers.config import Config
 from workers.measure.formulas import Prediction
-from workers.measure.formulas.pipelines import bubble, idle_share
+from workers.measure.formulas.pipelines import idle_share
 
 # Idle of the time of a step where backward passes are in two, with as many microbatches as ranks or more.
 IN_TWO = {"1f1b": "2(p-1)/(3m+2(p-1))", "interleaved": "2(p-1)/(3v·m+2(p-1))", "zb_h1": "(p-1)/(3m+p-1)"}
@@ -36,9 +36,7 @@ def predict(config: Config, sizes: Mapping[str, int], chunks: int, excluded: Map
 def idle(name: str, config: Config, ranks: list[Rank]) -> Prediction:
     """The bubble of its pipelines; less where the gradients of inputs go ahead of those of weights."""
     how, ranks_along_pp, chunks = ranks[0].how, ranks[0].p, ranks[0].chunks
-    if how.in_two(ranks_along_pp, recompute=config.recompute):
-        value = idle_share(how.schedule, ranks_along_pp, config.num_microbatches, chunks)
-        formula = IN_TWO[how.schedule]
-    else:
-        value, formula = bubble(ranks_along_pp, config.num_microbatches, chunks), "(p-1)/(v·m+p-1)"
+    in_one = not how.in_two(ranks_along_pp, recompute=config.recompute)
+    value = idle_share(how.schedule, ranks_along_pp, config.num_microbatches, chunks, in_one=in_one)
+    formula = "(p-1)/(v·m+p-1)" if in_one else IN_TWO[how.schedule]
     return Prediction(name, "bubble", "", formula, (value,) * len(ranks), 0, "a time")
