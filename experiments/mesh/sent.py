@@ -73,11 +73,9 @@ def over_cp(rank: Rank) -> Cost:
     own = shares(rank.config.heads, rank.t)[rank.at["tp"]]
     heads, again, place = shares(own, rank.c), rank.config.recompute, rank.at["cp"]
     if rank.how.swaps:
-        sent, row_bytes = ulysses_messages(rank.positions, heads, place), head_bytes
+        sent, row_bytes = ulysses_messages(rank.positions, heads, place, again=again), head_bytes
     else:
-        sent, row_bytes = ring_rows(rank.positions, place), 2 * own * head_bytes
-    forward = len(sent) // (2 if rank.how.swaps else 3)
-    sent += sent[:forward] * again
+        sent, row_bytes = ring_rows(rank.positions, place, again=again), 2 * own * head_bytes
     costs = [
         Cost(samples * sum(sent) * row_bytes, sum(number > 0 for number in sent) * (samples > 0), len(sent))
         for samples in rank.microbatches

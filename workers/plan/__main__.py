@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from workers.config import ConfigError
 from workers.measure.formulas.seconds import training_flops
 from workers.measure.formulas.sharding import rest_bytes
-from workers.plan.advice import Plan, framework, plan, reason, remedies
+from workers.plan.advice import Plan, plan, reason, remedies
 from workers.plan.arguments import asks_to_see, read
 from workers.plan.costs import Cost
 from workers.plan.job import Job, Link
 from workers.plan.shown import command
 from workers.plan.sizes import shown_count
+from workers.plan.tools import framework
 from workers.report.text import aligned
 from workers.report.units import human_bytes, three_digits
 

@@ -34,13 +34,13 @@ class Plan:
         """Rows of the table: all that shard alone; of each product the simplest and the fastest that fit, and the one
         to take.
 
-        Of a product that does not fit what holds least.
+        Of a product that does not fit what holds least. All that cut samples count as one product.
         """
         rows = [self.pick] if self.pick else []
-        for axes, group in groupby(self.costs.values(), key=lambda each: each.layout.axes):
+        for axes, group in groupby(self.costs.values(), key=lambda each: family_of(each.layout)):
             family = list(group)
             fitting = [each for each in family if each.fits]
-            if axes == (False, False):
+            if axes == ALONE:
                 rows += family
             elif fitting:
                 rows += [fitting[0], min(fitting, key=lambda each: each.step_s)]
@@ -49,19 +49,37 @@ class Plan:
         return [each for each in self.costs.values() if each in rows]
 
 
+ALONE = (False, False, False)  # neither samples nor the model are cut
+
+
+def family_of(layout: Layout) -> tuple[bool, bool, bool]:
+    """Whether samples are cut, and if not the axes of the model."""
+    return (True, False, False) if layout.context > 1 else (False, *layout.axes)
+
+
 def plan(job: Job) -> Plan:
-    """Weigh every kind; of a kind the fastest that fits counts, or else the one that holds least."""
-    costs, left_out = {}, {}
-    for name, tensor, pipeline, stage in KINDS:
-        priced = [cost(job, layout) for layout in layouts(job, tensor, pipeline, stage)]
-        if priced:
-            costs[name] = min(priced, key=lambda each: (not each.fits, each.step_s if each.fits else each.held_bytes))
-        else:
-            left_out[name] = impossible(job, tensor, pipeline, stage)
+    """Weigh every kind, and only if none fits those that cut samples, too."""
+    costs, left_out = weighed(job)
+    if not any(each.fits for each in costs.values()):
+        costs |= weighed(job, context=True)[0]
     fitting = [each for each in costs.values() if each.fits]
     fastest = min((each.step_s for each in fitting), default=0.0)
     near = [each for each in fitting if each.step_s <= SLACK * fastest]
     return Plan(costs, left_out, min(near, key=lambda each: each.layout.effort, default=None))
+
+
+def weighed(job: Job, *, context: bool = False) -> tuple[dict[str, Cost], dict[str, str]]:
+    """Of each kind the fastest that fits, or else the one that holds least; and why there is none. With `context` of
+    those that cut samples."""
+    costs, left_out = {}, {}
+    for kind, tensor, pipeline, stage in KINDS:
+        name = f"cp x {kind}" if context else kind
+        priced = [cost(job, layout) for layout in layouts(job, tensor, pipeline, stage, context)]
+        if priced:
+            costs[name] = min(priced, key=lambda each: (not each.fits, each.step_s if each.fits else each.held_bytes))
+        else:
+            left_out[name] = impossible(job, tensor, pipeline, stage)
+    return costs, left_out
 
 
 def reason(chosen: Plan, job: Job) -> str:
@@ -71,9 +89,12 @@ def reason(chosen: Plan, job: Job) -> str:
     fastest = min(chosen.fitting, key=lambda each: each.step_s)
     gain = 1 - fastest.step_s / pick.step_s
     simpler = {name: each for name, each in chosen.costs.items() if each.layout.effort < pick.layout.effort}
-    too_large = [name for name, each in simpler.items() if not each.fits]
+    cut = pick.layout.context > 1
+    too_large = [name for name, each in simpler.items() if not each.fits and (each.layout.context > 1) == cut]
     slower = [each for each in chosen.shown if each in simpler.values() and each.fits]
     told = [f"it holds {human_bytes(pick.held_bytes)} of {human_bytes(job.usable_bytes)} usable"]
+    if cut:
+        told.append("nothing that keeps samples whole fits")
     if too_large:
         told.append(f"{', '.join(too_large)} do{'es' * (len(too_large) == 1)} not fit")
     if slower:
@@ -84,51 +105,6 @@ def reason(chosen: Plan, job: Job) -> str:
     elif len(chosen.fitting) > 1 and not slower:
         told.append("nothing that fits is faster and as simple")
     return "; ".join(told)
-
-
-def framework(layout: Layout) -> tuple[str, list[str]]:
-    """What people take for it, and the modes of this lab that show how it works."""
-    modes = ["RUN_MODE=tp"] * (layout.tensor > 1) + ["RUN_MODE=pp"] * (layout.pipeline > 1)
-    modes += [f"RUN_MODE=fsdp LAB_VARIANT=zero{layout.stage}"] * (layout.stage > 0)
-    return TOOLS[layout.axes][layout.stage], [f"{mode} make run" for mode in modes or ["RUN_MODE=dp"]]
-
-
-# By whether there are pipelines and cut layers, then by ZeRO's stage.
-TOOLS = {
-    (False, False): (
-        "PyTorch DDP (Horovod's ring all_reduce does the same, and is older)",
-        "DeepSpeed ZeRO-1, or PyTorch DDP with ZeroRedundancyOptimizer",
-        "DeepSpeed ZeRO-2, or PyTorch FSDP's SHARD_GRAD_OP",
-        "PyTorch FSDP (fully_shard), or DeepSpeed ZeRO-3, which is the same idea",
-    ),
-    (False, True): (
-        "Megatron-LM, or PyTorch's parallelize_module with DTensor",
-        "Megatron-LM with its distributed optimizer, or DeepSpeed's ZeRO-1",
-        "DeepSpeed ZeRO-2 over Megatron's tensor parallelism, as Megatron-DeepSpeed stacks them",
-        (
-            "PyTorch's parallelize_module and fully_shard over its DTensors, or DeepSpeed ZeRO-3 over Megatron's tensor"
-            " parallelism"
-        ),
-    ),
-    (True, False): (
-        "torch.distributed.pipelining, DeepSpeed's PipelineModule or Megatron-LM",
-        "DeepSpeed's PipelineModule with ZeRO-1, or Megatron-LM with its distributed optimizer",
-        (
-            "torch.distributed.pipelining over fully_shard(reshard_after_forward=False); DeepSpeed's pipelines refuse"
-            " ZeRO-2"
-        ),
-        "torch.distributed.pipelining over fully_shard; DeepSpeed's pipelines refuse ZeRO-3",
-    ),
-    (True, True): (
-        "Megatron-LM",
-        "Megatron-LM with its distributed optimizer, or DeepSpeed's ZeRO-1",
-        (
-            "torch.distributed.pipelining over parallelize_module and fully_shard(reshard_after_forward=False), as"
-            " torchtitan does"
-        ),
-        "torch.distributed.pipelining over parallelize_module and fully_shard, as torchtitan does",
-    ),
-}
 
 
 def remedies(job: Job) -> Iterator[str]:

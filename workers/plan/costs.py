@@ -13,20 +13,40 @@ gradients are summed in float32. What is assumed of time:
              layers a stage, much; not hidden: ZeRO-1's and 2's gather of new weights, tensor parallelism, and the
              activations between stages
              the input of a slice that sequence parallelism gathers again in its backward pass (Korthikanti 4.2.2)
+
+Where c ranks share a sample, each has a c-th of its positions, keys and values go round them (zigzag of RUN_MODE=cp and
+RUN_MODE=mesh), and gradients are summed, and shards kept, over all d·c that hold the same. What goes round is hidden
+under attention's own s·s, which compute leaves out for all layouts alike, but for the last turn of the gradients.
 """
 
 from dataclasses import dataclass
 
 from workers.measure.formulas.activations import layer_activation_bytes, stage_activation_bytes
-from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_rounds
-from workers.measure.formulas.pipelines import bubble, in_flight, pipeline_ends
-from workers.measure.formulas.seconds import exposed_seconds, message_seconds, step_seconds, training_flops
-from workers.measure.formulas.sharding import WHOLE_LAYERS, rest_bytes, zero_bytes
-from workers.measure.formulas.tensor import gathered_again_bytes, slice_sums, tensor_parallel_bytes
+from workers.measure.formulas.collectives import all_reduce_rounds
+from workers.measure.formulas.context import even_ring_turns
+from workers.measure.formulas.pipelines import bubble, in_flight
+from workers.measure.formulas.seconds import (
+    attention_flops,
+    exposed_seconds,
+    message_seconds,
+    step_seconds,
+    training_flops,
+)
+from workers.measure.formulas.sharding import WHOLE_LAYERS, rest_bytes
+from workers.measure.formulas.tensor import slice_sums
 from workers.plan.job import Job, Link
 from workers.plan.layouts import Layout
+from workers.plan.traffic import (
+    SLICES,
+    gradient_itemsize,
+    layers,
+    microbatches,
+    own_parameters,
+    sent,
+    turned,
+    waited_for,
+)
 
-SLICES = 2  # of a layer: attention and the two matrices behind it
 BACKWARD = 2 / 3  # of a step's compute; the backward pass does twice what the forward pass does
 
 
@@ -36,7 +56,7 @@ class Cost:
 
     layout: Layout
     memory: dict[str, float]  # bytes: parameters, gradients, optimizer, gathered, activations
-    sent: dict[str, float]  # bytes a step: data, tensor, pipeline
+    sent: dict[str, float]  # bytes a step: data, tensor, context, pipeline
     bubble: float
     compute_s: float
     exposed_s: float
@@ -68,32 +88,12 @@ def cost(job: Job, layout: Layout) -> Cost:
     )  # fmt: skip
 
 
-def microbatches(job: Job, layout: Layout) -> int:
-    """M = B/(b·d)."""
-    return job.global_samples // (job.samples * layout.replicas)
-
-
-def layers(job: Job, layout: Layout) -> int:
-    """Of the fullest stage: ⌈L/p⌉."""
-    return -(-job.shape.layers // layout.pipeline)
-
-
-def own_parameters(job: Job, layout: Layout) -> float:
-    """Of one rank of the fullest stage, before ZeRO shards them."""
-    return job.num_parameters / layout.tensor * layers(job, layout) / job.shape.layers
-
-
-def gradient_itemsize(job: Job, layout: Layout) -> int:
-    """Bytes of a gradient: 4 where Megatron-LM sums those of 16-bit weights, else a weight's."""
-    return 4 if layout.megatron and job.masters else job.itemsize
-
-
 def held(job: Job, layout: Layout) -> dict[str, float]:
     """Memory by class: what stands at rest, the whole layers that ZeRO-3 has gathered, and what the forward pass
     keeps."""
     own, shape, depth = own_parameters(job, layout), job.shape, layers(job, layout)
     rest = rest_bytes(
-        layout.stage, own, own / layout.replicas, itemsize=job.itemsize, moments=job.moments, masters=job.masters,
+        layout.stage, own, own / layout.holding, itemsize=job.itemsize, moments=job.moments, masters=job.masters,
         gradient_itemsize=gradient_itemsize(job, layout),
     )  # fmt: skip
     layer, whole = (
@@ -101,46 +101,13 @@ def held(job: Job, layout: Layout) -> dict[str, float]:
             job.seq, job.samples, shape.width, shape.heads, itemsize=job.itemsize, tensor_ranks=layout.tensor,
             sequence_parallel=job.sequence_parallel, recompute=recompute,
         )
+        / layout.context
         for recompute in (job.recompute, "none")
     )  # fmt: skip
     flying = in_flight("1f1b", layout.pipeline, microbatches(job, layout), 0) if layout.pipeline > 1 else 1
     kept = stage_activation_bytes(layer, depth, flying, whole if job.recompute == "full" else 0.0)
-    gathered = WHOLE_LAYERS * own / depth * job.itemsize if layout.stage == 3 and layout.replicas > 1 else 0.0
+    gathered = WHOLE_LAYERS * own / depth * job.itemsize if layout.stage == 3 and layout.holding > 1 else 0.0
     return rest | {"gathered": gathered, "activations": kept}
-
-
-def boundary_bytes(job: Job) -> float:
-    """b·s·h: one microbatch between two layers."""
-    return job.samples * job.seq * job.shape.width * job.itemsize
-
-
-def sent(job: Job, layout: Layout) -> dict[str, float]:
-    """Bytes that a rank sends in a step over its replicas, its tensor-parallel group and its pipeline."""
-    weights, parts = own_parameters(job, layout) * job.itemsize, microbatches(job, layout)
-    gradients = own_parameters(job, layout) * gradient_itemsize(job, layout)
-    if layout.stage == 1:  # a sum of gradients and a gather of weights
-        data = zero_bytes(1, layout.replicas, (gradients + weights) / 2, parts)
-    elif layout.stage:
-        data = zero_bytes(layout.stage, layout.replicas, gradients, parts)
-    else:
-        data = all_reduce_bytes("gloo", layout.replicas, int(gradients))
-    tensor = waited_for(job, layout) + gathered_again(job, layout)
-    ends = pipeline_ends(layout.pipeline, 1, 1 if layout.pipeline > 2 else 0)
-    cut = boundary_bytes(job) / (layout.tensor if job.sequence_parallel else 1)
-    return {"data": data, "tensor": tensor, "pipeline": ends * parts * cut}
-
-
-def waited_for(job: Job, layout: Layout) -> float:
-    """Bytes of a step that slices wait for: what g and f sum."""
-    slices = SLICES * layers(job, layout) * microbatches(job, layout)
-    return slices * tensor_parallel_bytes(layout.tensor, 1, int(boundary_bytes(job)), job.recompute)
-
-
-def gathered_again(job: Job, layout: Layout) -> float:
-    """And with sequence parallelism the inputs that backward passes gather again, under their compute."""
-    slices = SLICES * layers(job, layout) * microbatches(job, layout)
-    again = gathered_again_bytes(layout.tensor, 1, int(boundary_bytes(job)))
-    return slices * again if job.sequence_parallel else 0.0
 
 
 def link_of(job: Job, ranks_apart: int) -> Link:
@@ -149,13 +116,13 @@ def link_of(job: Job, ranks_apart: int) -> Link:
 
 
 def data_exposed_s(job: Job, layout: Layout, compute_s: float) -> float:
-    """What no compute hides of the sums and gathers over the replicas."""
-    if layout.replicas == 1:
+    """What no compute hides of the sums and gathers over all that hold the same."""
+    if layout.holding == 1:
         return 0.0
     link, nbytes = link_of(job, job.gpus), sent(job, layout)["data"]
     parts = microbatches(job, layout)
     depth = layers(job, layout)
-    half = all_reduce_rounds("ring", layout.replicas) / 2 * depth  # of a sum or of a gather, of all layers
+    half = all_reduce_rounds("ring", layout.holding) / 2 * depth  # of a sum or of a gather, of all layers
     if layout.stage == 0:
         all_s = message_seconds(2 * half, nbytes, link.latency_s, link.bytes_per_s)
         return exposed_seconds(all_s, compute_s * BACKWARD / parts)
@@ -170,11 +137,27 @@ def data_exposed_s(job: Job, layout: Layout, compute_s: float) -> float:
 
 
 def inside_s(job: Job, layout: Layout) -> float:
-    """Messages that a layer or a stage waits for: tensor parallelism's sums, and activations between stages."""
+    """Messages that a layer or a stage waits for: tensor parallelism's sums, keys and values on their way round, and
+    activations between stages."""
     nbytes, parts = sent(job, layout), microbatches(job, layout)
-    near, far = job.node_link, link_of(job, layout.tensor * layout.pipeline)
+    near, far = job.node_link, link_of(job, layout.tensor * layout.context * layout.pipeline)
     slices = SLICES * layers(job, layout)
     rounds = slices * parts * slice_sums(job.recompute) * all_reduce_rounds("ring", layout.tensor)
     cuts = 2 * parts if layout.pipeline > 1 else 0
     tensor_s = message_seconds(rounds, waited_for(job, layout), near.latency_s, near.bytes_per_s)
-    return tensor_s + message_seconds(cuts, nbytes["pipeline"], far.latency_s, far.bytes_per_s)
+    return tensor_s + ring_s(job, layout) + message_seconds(cuts, nbytes["pipeline"], far.latency_s, far.bytes_per_s)
+
+
+def ring_s(job: Job, layout: Layout) -> float:
+    """What attention does not hide of keys and values on their way round: of each layer the last turn of the gradients,
+    behind which nothing is computed."""
+    if layout.context == 1:
+        return 0.0
+    link = link_of(job, layout.tensor * layout.context)
+    turns = even_ring_turns(layout.context, again=job.recompute == "full")
+    rounds = turns * layers(job, layout) * microbatches(job, layout)
+    all_s = message_seconds(rounds, turned(job, layout), link.latency_s, link.bytes_per_s)
+    tokens = job.global_samples * job.seq
+    attention = attention_flops(job.shape.layers, job.shape.width, job.seq, tokens, job.recompute)
+    last_s = all_s / turns
+    return last_s + exposed_seconds(all_s - last_s, attention / (job.gpus * job.flops * job.utilisation))

@@ -1,8 +1,10 @@
-"""How N ranks can be cut: t that share each layer, p that share the layers, d replicas of that, sharded by ZeRO or not.
+"""How N ranks can be cut: t that share each layer, c that share each sample, p that share the layers, d replicas of that,
+sharded by ZeRO or not.
 
-Ranks of a tensor-parallel group are neighbours inside of one node, then come the stages of a pipeline, then the
-replicas. Stages may hold unequal numbers of layers, as those of Llama 3 405B do (126 layers in 16 stages): the fullest
-sets the pace. Every replica gets the same number of microbatches.
+Ranks of a tensor-parallel group are neighbours inside of one node, then come those that have other positions of a
+sample, then the stages of a pipeline, then the replicas. Stages may hold unequal numbers of layers, as those of Llama 3
+405B do (126 layers in 16 stages): the fullest sets the pace. Every replica gets the same number of microbatches, and
+every rank along a sample two of 2c equal runs of its positions, so that all have as much to do (RUN_MODE=cp, zigzag).
 """
 
 import math
@@ -14,25 +16,32 @@ from workers.plan.job import Job
 
 @dataclass(frozen=True)
 class Layout:
-    """One way: t·p·d is the number of ranks; `stage` is ZeRO's, over the d replicas."""
+    """One way: t·p·d·c is the number of ranks; `stage` is ZeRO's, over the d·c ranks that hold the same."""
 
     tensor: int
     pipeline: int
     replicas: int
     stage: int
+    context: int = 1
 
     @property
     def name(self) -> str:
-        """tp 8 x pp 2 x zero1 4; a factor of 1 is left out."""
+        """tp 8 x cp 2 x pp 2 x zero1 4; a factor of 1 is left out, and ZeRO over cp alone is named without one."""
         data = sharing(self.stage)
-        alone = self.tensor == self.pipeline == 1
-        parts = [f"tp {self.tensor}"] * (self.tensor > 1) + [f"pp {self.pipeline}"] * (self.pipeline > 1)
-        return " x ".join(parts + ([data] if alone else [f"{data} {self.replicas}"] * (self.replicas > 1)))
+        axes = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline}
+        parts = [f"{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1]
+        counted = [f"{data} {self.replicas}"] if self.replicas > 1 else [data] * (self.stage > 0)
+        return " x ".join(parts + counted) if parts else data
 
     @property
-    def effort(self) -> tuple[bool, bool, int]:
+    def holding(self) -> int:
+        """Ranks that hold the same of the model, of other samples or of other positions: what ZeRO shards over."""
+        return self.replicas * self.context
+
+    @property
+    def effort(self) -> tuple[bool, bool, bool, int]:
         """What it takes of a model's code, to be compared: sharding alone little, pipelines and cut layers much."""
-        return (*self.axes, self.stage)
+        return (self.context > 1, *self.axes, self.stage)
 
     @property
     def megatron(self) -> bool:
@@ -50,7 +59,7 @@ def sharing(stage: int) -> str:
     return f"zero{stage}" if stage else "dp"
 
 
-# What is weighed: a name, whether layers are cut inside, whether they are cut between, and ZeRO's stage over the
+# What is weighed, with each sample whole or cut by its positions: a name, whether layers are cut inside, whether they are cut between, and ZeRO's stage over the
 # replicas. In a pipeline stages 2 and 3 are weighed too: a rank has a p-th of the layers, but sums and gathers them for
 # p times as many microbatches, so that it sends as much as without a pipeline, and the price says so (zero_bytes).
 KINDS = tuple(
@@ -65,14 +74,20 @@ KINDS = tuple(
 )
 
 
-def layouts(job: Job, tensor: bool, pipeline: bool, stage: int) -> Iterator[Layout]:
-    """All ways of one kind that these sizes allow; with one replica there is nothing to shard over."""
+def layouts(job: Job, tensor: bool, pipeline: bool, stage: int, context: bool = False) -> Iterator[Layout]:
+    """All ways of one kind that these sizes allow, with `context` those that cut samples; where one rank alone holds a part there is nothing to shard over."""
     for t in _divisors(math.gcd(job.node_gpus, job.shape.heads)) if tensor else [1]:
-        for p in _divisors(job.gpus // t) if pipeline else [1]:
-            replicas = job.gpus // (t * p)
-            dealt = job.global_samples % (job.samples * replicas) == 0
-            if p <= job.shape.layers and dealt and (stage == 0 or replicas > 1):
-                yield Layout(t, p, replicas, stage)
+        for c in _runs(job, t) if context else [1]:
+            for p in _divisors(job.gpus // (t * c)) if pipeline else [1]:
+                replicas = job.gpus // (t * c * p)
+                dealt = job.global_samples % (job.samples * replicas) == 0
+                if p <= job.shape.layers and dealt and (stage == 0 or replicas * c > 1):
+                    yield Layout(t, p, replicas, stage, c)
+
+
+def _runs(job: Job, tensor: int) -> list[int]:
+    """How many ranks can share a sample."""
+    return [c for c in _divisors(job.gpus // tensor) if job.seq % (2 * c) == 0]
 
 
 def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:

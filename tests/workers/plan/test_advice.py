@@ -8,11 +8,12 @@ from tests.documents import faults
 from tests.workers.plan.test_layouts import GRID, job
 from workers.plan import advice
 from workers.plan.__main__ import lines, main
-from workers.plan.advice import framework, plan, reason, remedies
+from workers.plan.advice import plan, reason, remedies
 from workers.plan.layouts import KINDS, layouts
+from workers.plan.tools import framework
 
 BETWEEN = "--params 20B --gpus 16 --gpu-memory 60GB --node-link 30GB/s"
-STRATEGIES = ("dp  ", "zero1  ", "zero2  ", "zero3  ", "tp ", "pp ")
+STRATEGIES = ("dp  ", "zero1  ", "zero2  ", "zero3  ", "tp ", "pp ", "cp ")
 
 
 def test_the_table_shows_all_that_is_spoken_of_and_no_more_than_eleven_rows() -> None:
@@ -60,6 +61,20 @@ def test_each_kind_has_a_framework_and_modes_that_show_it() -> None:
         assert ("fully_shard" in tool) == (stage == 3 or (stage == 2 and pipeline))
 
 
+def test_samples_are_cut_where_nothing_fits_that_keeps_them_whole() -> None:
+    line = "--params 7B --gpus 64 --gpu-memory 80GB --recompute selective --seq"
+    short, long = plan(job(f"{line} 65536")), plan(job(f"{line} 131072"))
+    assert not any(each.layout.context > 1 for each in short.costs.values())
+    assert long.pick is not None and long.pick.layout.context == 16 and "cp 16 x zero1 4" in long.pick.layout.name
+    assert "nothing that keeps samples whole fits; cp x dp does not fit" in reason(long, job(f"{line} 131072"))
+    tool, commands = framework(long.pick.layout)
+    assert "context parallelism" in tool
+    assert [fault for command in commands for fault in faults(command)] == []
+    assert "RUN_MODE=cp make run" in commands
+    odd = plan(job(f"{line} 131071"))
+    assert odd.pick is None and not any(each.layout.context > 1 for each in odd.costs.values())
+
+
 @pytest.mark.parametrize("params", ["13B", "70B"])
 @pytest.mark.parametrize("gpus", [1, 2, 5, 8])
 @pytest.mark.parametrize("more", ["", "--batch 8", "--recompute", "--gpus-per-node 6"])
@@ -84,10 +99,10 @@ def test_a_remedy_fits_if_it_is_taken(params: str, gpus: int, more: str, capsys:
 def test_where_less_to_keep_is_a_remedy_the_others_are_for_the_step_as_it_is() -> None:
     said = list(remedies(job("--params 70B --gpus 16 --gpu-memory 80GB --precision fp32")))
     assert said[0].startswith("--recompute: then ")
-    assert said[-1].startswith("GPUs of 117 GB: ")
+    assert said[-1].startswith("GPUs of 99.8 GB: ")
     assert not any("recompute" in words for words in said[1:])
     large = "--params 1T --gpus 3072 --gpu-memory 80GB --layers 128 --width 25600 --heads 160"
-    assert [words.split(":")[0] for words in remedies(job(large))] == ["--recompute", "GPUs of 98.6 GB"]
+    assert [words.split(":")[0] for words in remedies(job(large))] == ["--recompute", "--gpus 6144", "GPUs of 55.1 GB"]
 
 
 def test_kinds_that_are_left_out_for_one_reason_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:

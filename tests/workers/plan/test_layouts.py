@@ -1,11 +1,12 @@
 """What is weighed: every way of cutting the ranks that there is, which a search without kinds finds again."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from workers.plan import advice, costs
+from workers.plan import advice, costs, traffic
 from workers.plan.advice import SLACK, plan
 from workers.plan.arguments import read
 from workers.plan.job import Job
@@ -16,22 +17,27 @@ def job(line: str) -> Job:
     return read(line.split())[0]
 
 
-def every_layout(asked: Job) -> Iterator[Layout]:
-    """By trial of all t, p and stages."""
+def every_layout(asked: Job, most: int = 1) -> Iterator[Layout]:
+    """By trial of all t, p, stages and c up to `most`."""
     in_node = min(asked.gpus, asked.gpus_per_node)
-    for t in range(1, in_node + 1):
-        for p in range(1, asked.gpus // t + 1):
-            whole = asked.gpus % (t * p) == 0 and asked.shape.heads % t == 0 and asked.shape.layers >= p
-            if whole and in_node % t == 0:
-                replicas = asked.gpus // (t * p)
+    for t, c in itertools.product(range(1, in_node + 1), range(1, most + 1)):
+        for p in range(1, asked.gpus // (t * c) + 1):
+            whole = asked.gpus % (t * c * p) == 0 and asked.shape.heads % t == 0 and asked.shape.layers >= p
+            if whole and in_node % t == 0 and (c == 1 or asked.seq % (2 * c) == 0):
+                replicas = asked.gpus // (t * c * p)
                 if asked.global_samples % (asked.samples * replicas):
                     continue
-                yield from (Layout(t, p, replicas, stage) for stage in range(4 if replicas > 1 else 1))
+                yield from (Layout(t, p, replicas, stage, c) for stage in range(4 if replicas * c > 1 else 1))
 
 
 def searched(asked: Job) -> Layout | None:
-    """Of all that fit and take no longer than the slack allows the simplest, and of those the fastest."""
-    fitting = [each for each in (costs.cost(asked, layout) for layout in every_layout(asked)) if each.fits]
+    """Of all that fit and take no longer than the slack allows the simplest, and of those the fastest; samples are cut
+    where nothing fits that keeps them whole."""
+    return among(asked, every_layout(asked)) or among(asked, every_layout(asked, asked.gpus))
+
+
+def among(asked: Job, weighed: Iterable[Layout]) -> Layout | None:
+    fitting = [each for each in (costs.cost(asked, layout) for layout in weighed) if each.fits]
     fastest = min((each.step_s for each in fitting), default=0.0)
     near = [each for each in fitting if each.step_s <= SLACK * fastest]
     best = min(near, key=lambda each: (each.layout.effort, each.step_s), default=None)
@@ -109,10 +115,10 @@ def test_a_pipeline_saves_zero3_no_bytes() -> None:
     asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
     for stage, saved in ((1, 4), (3, 1)):
         alone, piped = (
-            costs.sent(asked, layout)["data"] for layout in (Layout(1, 1, 64, stage), Layout(1, 4, 16, stage))
+            traffic.sent(asked, layout)["data"] for layout in (Layout(1, 1, 64, stage), Layout(1, 4, 16, stage))
         )
         assert alone / (63 / 64) == pytest.approx(saved * piped / (15 / 16))
-    alone, piped = (costs.sent(asked, layout)["data"] for layout in (Layout(1, 1, 64, 2), Layout(1, 4, 16, 2)))
+    alone, piped = (traffic.sent(asked, layout)["data"] for layout in (Layout(1, 1, 64, 2), Layout(1, 4, 16, 2)))
     assert (63 / 64) / alone * piped / (15 / 16) == pytest.approx((4 * 4 + 1) / (4 + 1) / 4)
 
 
@@ -121,7 +127,7 @@ def test_the_layer_that_a_pass_begins_with_is_gathered_in_the_open() -> None:
     asked = job("--params 1B --gpus 8 --gpu-memory 80GB --layers 8 --latency 0us --node-latency 0us")
     for pipeline, layers in ((4, 2), (2, 4), (1, 8)):
         layout = Layout(1, pipeline, 8 // pipeline, 3)
-        gathers_s = 2 / 3 * costs.sent(asked, layout)["data"] / asked.node_link.bytes_per_s
+        gathers_s = 2 / 3 * traffic.sent(asked, layout)["data"] / asked.node_link.bytes_per_s
         assert costs.data_exposed_s(asked, layout, 1e9) == pytest.approx(gathers_s / layers)
 
 
@@ -134,8 +140,8 @@ def test_llama_3_405b_can_be_asked_for() -> None:
     asked = job(f"{LLAMA} --global-batch 2048")
     theirs = Layout(8, 16, 128, 1)
     assert theirs in set(layouts(asked, True, True, 1))
-    assert costs.microbatches(asked, theirs) == 16
-    assert costs.layers(asked, theirs) == 8
+    assert traffic.microbatches(asked, theirs) == 16
+    assert traffic.layers(asked, theirs) == 8
     assert plan(asked).left_out["dp"].startswith("the replicas share the batch of 2048 samples")
     fuller = costs.cost(asked, theirs).compute_s / costs.cost(asked, Layout(8, 1, 2048, 1)).compute_s
     assert fuller == pytest.approx(8 * 16 / 126), "every rank waits for the stages of 8 layers"
@@ -163,7 +169,7 @@ def test_megatron_sums_gradients_in_float32(layout: Layout, bytes_a_parameter: f
     asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
     memory = costs.held(asked, layout)
     rest = sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
-    assert rest == pytest.approx(bytes_a_parameter * costs.own_parameters(asked, layout))
+    assert rest == pytest.approx(bytes_a_parameter * traffic.own_parameters(asked, layout))
 
 
 def test_34_over_t_bytes_are_paid_for_with_a_quarter_more_messages() -> None:
@@ -171,5 +177,5 @@ def test_34_over_t_bytes_are_paid_for_with_a_quarter_more_messages() -> None:
     asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
     whole = replace(asked, sequence_parallel=False)
     layout = Layout(8, 1, 8, 0)
-    assert costs.sent(asked, layout)["tensor"] == pytest.approx(1.25 * costs.sent(whole, layout)["tensor"])
+    assert traffic.sent(asked, layout)["tensor"] == pytest.approx(1.25 * traffic.sent(whole, layout)["tensor"])
     assert costs.inside_s(asked, layout) == costs.inside_s(whole, layout), "under the compute of the backward pass"

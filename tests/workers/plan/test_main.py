@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from experiments import dp, fsdp, tp
+from experiments import cp, dp, fsdp, tp
 from workers.config import Config, ConfigError
 from workers.measure.formulas.pipelines import bubble
 from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
 from workers.measure.formulas.sharding import mixed_precision_bytes
 from workers.measure.formulas.tensor import tensor_parallel_bytes
-from workers.plan import costs
+from workers.plan import costs, traffic
 from workers.plan.__main__ import main
-from workers.plan.advice import framework, plan, remedies
+from workers.plan.advice import plan, remedies
 from workers.plan.arguments import read
 from workers.plan.job import Job, Shape, guessed
 from workers.plan.layouts import Layout
+from workers.plan.tools import framework
 from workers.report.lines import to_line
 from workers.report.records import End, Profile, Record, Start, Table
 from workers.workload.model import outline
@@ -122,11 +123,11 @@ def test_a_tiny_gpt_costs_what_its_mode_predicts(mode: Any, variant: str, stage:
     assert sum(held[name] for name in ("parameters", "gradients", "optimizer")) == claim(
         mode, config, variant, "rest bytes"
     )
-    assert costs.sent(asked, layout)["data"] == claim(mode, config, variant, "wire bytes")
+    assert traffic.sent(asked, layout)["data"] == claim(mode, config, variant, "wire bytes")
     # Another size is another number: the comparison can fail.
     assert (
-        costs.sent(replace(asked, num_parameters=asked.num_parameters + 4), layout)["data"]
-        != costs.sent(asked, layout)["data"]
+        traffic.sent(replace(asked, num_parameters=asked.num_parameters + 4), layout)["data"]
+        != traffic.sent(asked, layout)["data"]
     )
 
 
@@ -145,16 +146,49 @@ def test_tensor_parallelism_sends_what_its_mode_predicts_but_for_the_ends() -> N
     mode = config.model_copy(update={"run_mode": "tp"})
     boundary = 16 * 8 * 32 * 4
     ends = tensor_parallel_bytes(4, 1, boundary) + 1.5 * 3 * 16 * 8 * 4
-    assert costs.sent(asked, Layout(4, 1, 1, 0))["tensor"] + ends == claim(tp, mode, "megatron", "wire bytes")
+    assert traffic.sent(asked, Layout(4, 1, 1, 0))["tensor"] + ends == claim(tp, mode, "megatron", "wire bytes")
+
+
+def test_context_parallelism_sends_what_its_mode_predicts() -> None:
+    """Keys and values round the ranks of a sample, and one sum of the gradients over them."""
+    config, asked = tiny()
+    mode = config.model_copy(update={"run_mode": "cp", "microbatches": 1})
+    sent = traffic.sent(asked, Layout(1, 1, 1, 0, context=4))
+    assert sent["data"] + sent["context"] == claim(cp, mode, "zigzag", "wire bytes")
+    assert sent["context"] == 3 * 3 / 4 * 2 * 16 * 8 * 32 * 4 * 2  # 3(c-1)/c of K and V, of two layers
+
+
+def test_a_share_of_the_positions_is_a_share_of_what_is_kept_and_passed_on() -> None:
+    """ZeRO's shards lie over all that hold the same, whether of other samples or of other positions."""
+    asked = job(f"{SEVEN} --seq 8192")
+    whole, cut = Layout(2, 2, 16, 3), Layout(2, 2, 4, 3, context=4)
+    assert costs.held(asked, whole)["activations"] == 4 * costs.held(asked, cut)["activations"]
+    assert {**costs.held(asked, whole), "activations": 0} == {**costs.held(asked, cut), "activations": 0}
+    per_microbatch = [
+        traffic.sent(asked, each)["pipeline"] / traffic.microbatches(asked, each) for each in (whole, cut)
+    ]
+    assert per_microbatch[0] == 4 * per_microbatch[1]
+
+
+def test_attention_hides_the_ring_but_for_its_last_turn() -> None:
+    asked, layout = job(f"{SEVEN} --seq 131072 --latency 0us"), Layout(1, 1, 8, 0, context=8)
+    all_s = traffic.turned(asked, layout) / asked.link.bytes_per_s
+    assert costs.ring_s(replace(asked, gpus_per_node=4), layout) == pytest.approx(all_s / 21)
+    slow = replace(asked, gpus_per_node=4, flops=1e30)
+    assert costs.ring_s(slow, layout) == pytest.approx(all_s)
+    again = replace(asked, recompute="full")
+    assert traffic.turned(again, layout) == pytest.approx(4 / 3 * traffic.turned(asked, layout))
 
 
 def test_recomputation_sums_again_over_a_tensor_parallel_group() -> None:
     """Of a layer six all_reduces in place of four; selective recomputation does scores again, which no rank shares."""
     plain, again = job(f"{SEVEN} --no-sequence-parallel"), job(f"{SEVEN} --no-sequence-parallel --recompute")
     layout = Layout(8, 1, 8, 0)
-    assert costs.sent(again, layout)["tensor"] == 1.5 * costs.sent(plain, layout)["tensor"]
+    assert traffic.sent(again, layout)["tensor"] == 1.5 * traffic.sent(plain, layout)["tensor"]
     assert costs.inside_s(again, layout) == pytest.approx(1.5 * costs.inside_s(plain, layout))
-    assert costs.sent(job(f"{SEVEN} --no-sequence-parallel --recompute selective"), layout) == costs.sent(plain, layout)
+    assert traffic.sent(job(f"{SEVEN} --no-sequence-parallel --recompute selective"), layout) == traffic.sent(
+        plain, layout
+    )
 
 
 def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.CaptureFixture[str]) -> None:

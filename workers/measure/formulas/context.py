@@ -32,27 +32,39 @@ def gathered_calls(num_rows: Sequence[int], rank: int, backend: str) -> int:
     return gathered + (1 if even and backend == "nccl" else scattered)
 
 
-def ring_rows(num_rows: Sequence[int], rank: int) -> list[int]:
+def ring_rows(num_rows: Sequence[int], rank: int, *, again: bool = False) -> list[int]:
     """The rows of each message that a rank sends in a layer: forward K and V of all but the next rank, which has its
-    own; backward those again, and the gradients of all but its own."""
+    own; backward those again, and the gradients of all but its own. With `again` the layer is computed twice."""
     ranks = len(num_rows)
     keys = [num_rows[(rank - turn) % ranks] for turn in range(ranks - 1)]
     gradients = [num_rows[(rank - turn) % ranks] for turn in range(1, ranks)]
-    return [*keys, *keys, *gradients]
+    return [*keys * (3 if again else 2), *gradients]
 
 
-def ring_bytes(num_rows: Sequence[int], row_bytes: int, rank: int) -> int:
+def ring_bytes(num_rows: Sequence[int], row_bytes: int, rank: int, *, again: bool = False) -> int:
     """What they are together."""
-    return sum(ring_rows(num_rows, rank)) * row_bytes
+    return sum(ring_rows(num_rows, rank, again=again)) * row_bytes
 
 
-def ulysses_messages(num_rows: Sequence[int], num_heads: Sequence[int], rank: int) -> list[int]:
+def even_ring_turns(ranks: int, *, again: bool = False) -> int:
+    """Messages of a rank in a layer: 3(N-1), and with `again` the layer is computed twice."""
+    return (4 if again else 3) * (ranks - 1)
+
+
+def even_ring_bytes(nbytes: float, ranks: int, *, again: bool = False) -> float:
+    """What a rank sends of K and V of `nbytes` in all, where all ranks have as many rows: `ring_bytes` of any number of
+    ranks at once."""
+    return even_ring_turns(ranks, again=again) * nbytes / ranks
+
+
+def ulysses_messages(num_rows: Sequence[int], num_heads: Sequence[int], rank: int, *, again: bool = False) -> list[int]:
     """The (row, head) pairs of each message in a layer: q, k and v by heads, the result by rows, and backward the same
-    the other way round. A head's row is counted for each tensor."""
+    the other way round. A head's row is counted for each tensor. With `again` the layer is computed twice."""
     others = [other for other in range(len(num_rows)) if other != rank]
     by_heads = [num_rows[rank] * num_heads[other] for other in others]
     by_rows = [num_rows[other] * num_heads[rank] for other in others]
-    return [*(3 * pairs for pairs in by_heads), *by_rows, *by_heads, *(3 * pairs for pairs in by_rows)]
+    forward = [*(3 * pairs for pairs in by_heads), *by_rows]
+    return [*forward * (2 if again else 1), *by_heads, *(3 * pairs for pairs in by_rows)]
 
 
 def ulysses_bytes(num_rows: Sequence[int], num_heads: Sequence[int], head_bytes: int, rank: int) -> int:

@@ -16,6 +16,12 @@ def training_flops(num_parameters: float, tokens: float, recompute: str = "none"
     return (8 if recompute == "full" else 6) * num_parameters * tokens
 
 
+def attention_flops(num_layers: int, width: int, seq: int, tokens: float, recompute: str = "none") -> float:
+    """Attention's own s·s under a causal mask: forward 2·s·h a token and layer, two products of which half is masked;
+    backward twice that, and forward once more if that is done again."""
+    return (8 if recompute == "full" else 6) * num_layers * width * seq * tokens
+
+
 def message_seconds(rounds: float, nbytes: float, latency_s: float, bytes_per_s: float) -> float:
     """T = rounds·α + bytes/B for what follows each other on one link."""
     return rounds * latency_s + nbytes / bytes_per_s

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from workers.measure.formulas.context import (
     causal_share,
+    even_ring_bytes,
+    even_ring_turns,
     gathered_bytes,
     gathered_calls,
     ring_bytes,
@@ -26,6 +28,10 @@ def test_even_parts_send_what_the_papers_say(ranks: int, each: int, heads: int) 
     everything = sum(rows) * row_bytes
     for rank in range(ranks):
         assert gathered_bytes(rows, row_bytes, rank) == pytest.approx(2 * (ranks - 1) / ranks * everything)
+        for again in (False, True):
+            even = even_ring_bytes(everything, ranks, again=again)
+            assert ring_bytes(rows, row_bytes, rank, again=again) == pytest.approx(even)
+            assert len(ring_rows(rows, rank, again=again)) == even_ring_turns(ranks, again=again)
         assert ring_bytes(rows, row_bytes, rank) == pytest.approx(3 * (ranks - 1) / ranks * everything)
         assert ulysses_bytes(rows, of_heads, 4, rank) == pytest.approx(4 * (ranks - 1) / ranks**2 * everything)
 

@@ -3,7 +3,13 @@
 import pytest
 
 from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_rounds, all_reduce_seconds
-from workers.measure.formulas.seconds import exposed_seconds, message_seconds, step_seconds, training_flops
+from workers.measure.formulas.seconds import (
+    attention_flops,
+    exposed_seconds,
+    message_seconds,
+    step_seconds,
+    training_flops,
+)
 
 
 def test_gpt3_took_as_many_operations_as_its_paper_says() -> None:
@@ -13,6 +19,15 @@ def test_gpt3_took_as_many_operations_as_its_paper_says() -> None:
     # Narayanan et al. 2021, section 5.1: recomputed, at 140 TFLOP/s on each of 1024 GPUs, 34 days.
     assert round(training_flops(175e9, 300e9, "full") / (1024 * 140e12) / 86400) == 34
     assert training_flops(1, 1, "full") / training_flops(1, 1, "selective") == 8 / 6
+
+
+def test_attention_is_half_of_what_it_is_without_a_mask() -> None:
+    """Narayanan et al. 2021, appendix: 96·B·s·L·h²(1 + s/6h + V/16Lh) with recomputation, of which s/6h is
+    attention's."""
+    layers, width, seq = 96, 12288, 2048
+    whole = 96 * seq * layers * width**2 * seq / (6 * width)
+    assert attention_flops(layers, width, seq, seq, "full") == pytest.approx(whole / 2)
+    assert attention_flops(1, 1, 1, 1) == 6
 
 
 def test_a_message_is_what_the_collectives_say() -> None:
