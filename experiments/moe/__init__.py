@@ -39,7 +39,7 @@ from experiments.moe.mistakes import MISTAKES
 from experiments.moe.predictions import more_parameters, num_buckets, placements, predict
 from experiments.moe.pretend import pretend_compute
 from experiments.moe.refusals import cannot, refuse
-from experiments.moe.routes import Routes, check_capacity, compare_pace, draw, tokens_of
+from experiments.moe.routes import Routes, by_step, check_capacity, compare_pace, draw, tokens_of
 from experiments.moe.torchs import AllToAllSingle
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
@@ -57,6 +57,7 @@ from workers.passes.measure import measure
 from workers.strategies.experts import ExpertParallel, distribute
 from workers.strategies.replica import Replica
 from workers.workload.experts import Mixing, MixtureModel, build_mixture, outline_mixture
+from workers.workload.parted import PartedBatches
 
 BALANCE_WEIGHT = 0.01  # Switch Transformers, section 2.2
 
@@ -201,9 +202,9 @@ def run(lab: Lab) -> None:
     routes.all_is_done()
     check_capacity(lab, routes, mixed)
     routed = {
-        name: [of_layer[-1].admitted for of_layer in notes.values()]
+        name: [each.admitted for each in by_step(notes, config.num_microbatches)[-1]]
         for name, notes in routes.counted.items()
-        if name in measured
+        if name in measured and notes
     }
     predictions = predict(config, mixed, routed)
     lab.compare_traffic(predictions, measured)
@@ -221,12 +222,12 @@ def run(lab: Lab) -> None:
 
 def summary(config: Config, mixed: Mixing) -> str:
     """One line of what a token costs, and what an expert takes."""
-    tokens, itemsize = tokens_of(config), getattr(torch, config.dtype).itemsize
+    tokens, itemsize = max(tokens_of(config)), getattr(torch, config.dtype).itemsize
     places = expert_places(tokens, mixed.top_k, mixed.num_experts, mixed.capacity_factor)
     bound = f"takes {places} at most" if mixed.capacity_factor else "drops none"
     sent = even_row_bytes(config.world_size, tokens, mixed.top_k, config.width, itemsize)
     return (
-        f"{tokens} tokens a step choose {mixed.top_k} of {mixed.num_experts} experts: each is wanted "
+        f"{tokens} tokens that are routed at once choose {mixed.top_k} of {mixed.num_experts} experts: each is wanted "
         f"{tokens * mixed.top_k / mixed.num_experts:.4g} times if evenly, and {bound}; in ep a rank then sends "
         f"{sent / 1e6:.3g} MB of rows a layer"
     )
@@ -270,6 +271,7 @@ MODE = Mode(
         Variant("ep_torch", ep_torch, by_torch=True),
     ),
     run=run,
+    batches=PartedBatches,
     model=lambda config, seed: build_mixture(config, seed, mixing(config)),
     more_parameters=lambda config: more_parameters(config, config.own(Options).experts),
     title=lambda config: outline_mixture(config, mixing(config)).describe(),

@@ -23,9 +23,8 @@ class TimesRanks(ExpertParallel):
     nobody."""
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        ((inputs, targets, share),) = microbatches
         ranks = self.world.size()
-        scaled = super().backward([Microbatch(inputs, targets, share * ranks)])
+        scaled = super().backward([each._replace(share=each.share * ranks) for each in microbatches])
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and self.is_summed(name):
                 parameter.grad /= ranks

@@ -44,7 +44,8 @@ def placements(config: Config, mixing: Mixing) -> dict[str, Placement]:
 def predict(config: Config, mixing: Mixing, routed: Mapping[str, Sequence[Admitted]] | None = None) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and bytes between two steps, a value a rank.
 
-    `routed` is what each layer admitted in the step of a variant; without it, as if all experts were wanted alike.
+    `routed` is what each layer admitted of each microbatch in the step of a variant; without it, as if all experts were
+    wanted alike.
     """
     model = outline_mixture(config, mixing)
     predictions = []
@@ -53,15 +54,15 @@ def predict(config: Config, mixing: Mixing, routed: Mapping[str, Sequence[Admitt
         shown = PYTORCHS if name == "ep_torch" else ""
         why = "" if layers is not None or name == "naive" else "as if all experts were wanted alike"
         if routed is None or layers is not None:
-            admitted = layers or [evenly(config, mixing)] * len(model.mixtures)
+            admitted = layers or [evenly(config, mixing)] * len(model.mixtures) * config.num_microbatches
             predictions += traffic(name, config, mixing, placement, model, admitted, shown or why)
         predictions.append(at_rest(name, config, placement, model, shown))
     return predictions
 
 
 def evenly(config: Config, mixing: Mixing) -> list[list[int]]:
-    """Rows of each rank for each expert, if all were wanted alike."""
-    tokens = config.batch * (config.seq if config.model == "gpt" else 1)
+    """Rows of each rank for each expert in a microbatch, if all were wanted alike."""
+    tokens = config.batch // config.num_microbatches * (config.seq if config.model == "gpt" else 1)
     each = tokens * mixing.top_k // (config.world_size * mixing.num_experts)
     return [[each] * mixing.num_experts for _ in range(config.world_size)]
 

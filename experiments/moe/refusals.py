@@ -7,7 +7,7 @@ from workers.workload.own import is_own
 
 
 def refuse(config: Config, experts: int, top_k: int) -> list[str]:
-    """Models without an MLP of the lab's, batches in parts, more choices than experts; what makes no batch for all."""
+    """Models without an MLP of the lab's, more choices than experts; what makes no batch for all."""
     if config.model == "line" or is_own(config.model):
         more = "; one with experts of its own runs in dp and fsdp, and `ranklab prove` proves how you share them out"
         where = more if is_own(config.model) else ""
@@ -15,11 +15,6 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
     faults = []
     if top_k > experts:
         faults.append(f"LAB_TOP_K={top_k} is more than LAB_EXPERTS={experts}, allowed: 1 to {experts}")
-    if config.num_microbatches > 1:
-        faults.append(
-            f"LAB_MICROBATCHES={config.num_microbatches} parts a batch whose tokens share the places of an expert,"
-            " allowed: 1"
-        )
     faults += [
         f"LAB_VARIANT={name!r} is the step of a replica, which would route its own tokens as if there were no others:"
         " write a strategy of (model, mesh, config), which begins with distribute() of workers/strategies/experts.py"

@@ -5,6 +5,7 @@ A rank knows the table of all ranks (workers/parallel/routing.py), so any of the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, cycle
 from statistics import mean, median
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from workers.lab import Lab
 from workers.measure.formulas.experts import expert_places
 from workers.parallel.experts import Routed
 from workers.parallel.placement import Placement
+from workers.workload.data import shard_sizes
 from workers.workload.experts import Mixing
 
 Notes: TypeAlias = dict[str, list[Routed]]  # of each layer by name, a batch after the other
@@ -58,23 +60,36 @@ class Routes:
             self.counted |= {name: later[0]} if later else {}
 
 
-def tokens_of(config: Config) -> int:
-    """Tokens in a batch: bytes of text, or samples of an mlp."""
-    return config.batch * (config.seq if config.model == "gpt" else 1)
+def tokens_of(config: Config) -> list[int]:
+    """Tokens of each microbatch, on all ranks together: bytes of text, or samples of an mlp."""
+    of_sample = config.seq if config.model == "gpt" else 1
+    return [size * of_sample for size in shard_sizes(config.batch, config.num_microbatches)]
+
+
+def by_step(notes: Notes, microbatches: int) -> list[list[Routed]]:
+    """What was routed in each step: of all layers, each microbatch of the step."""
+    (number,) = {len(of_layer) // microbatches for of_layer in notes.values()} or {0}
+    return [
+        [each for of_layer in notes.values() for each in of_layer[step * microbatches : (step + 1) * microbatches]]
+        for step in range(number)
+    ]
 
 
 def check_capacity(lab: Lab, routes: Routes, mixing: Mixing) -> None:
-    """Of every step and layer: an expert takes all that want it, up to the places that the whole batch gives it."""
-    places = expert_places(tokens_of(lab.config), mixing.top_k, mixing.num_experts, mixing.capacity_factor)
+    """Of every step and layer: an expert takes all that want it, up to the places that a whole microbatch gives it."""
+    places = [
+        expert_places(tokens, mixing.top_k, mixing.num_experts, mixing.capacity_factor)
+        for tokens in tokens_of(lab.config)
+    ]
     for name, notes in routes.timed.items():
         off = dropped = asked = 0
-        for routed in [each for of_layer in notes.values() for each in of_layer]:
+        for bound, routed in chain.from_iterable(zip(cycle(places), each, strict=False) for each in notes.values()):
             for expert, wanted in enumerate(by_expert(routed)):
                 taken = sum(of_rank[expert] for of_rank in routed.admitted)
-                off = max(off, abs(taken - min(wanted, places)))
+                off = max(off, abs(taken - min(wanted, bound)))
                 dropped, asked = dropped + wanted - taken, asked + wanted
         if asked:
-            lab.check("capacity", off, 0, name, f"{dropped} of {asked} choices found none of {places} places")
+            lab.check("capacity", off, 0, name, f"{dropped} of {asked} choices found none of {max(places)} places")
 
 
 def by_expert(routed: Routed) -> list[int]:
@@ -107,10 +122,10 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
         return
     curves = {}
     for name, notes in routes.timed.items():
-        steps = list(zip(*notes.values(), strict=True))  # [steps][layers]
+        steps = by_step(notes, lab.config.num_microbatches)
         if not steps:
             continue
-        ratios = [mean(busiest(rows_of(placed[name], routed)) for routed in layers) for layers in steps]
+        ratios = [mean(busiest(rows_of(placed[name], routed)) for routed in step) for step in steps]
         curves[name] = [[float(step) for step in range(len(steps))], ratios]
         if name == "ep" or (name == "naive" and "ep" not in routes.timed):
             draw_experts(lab, name, notes, mixing)
@@ -123,8 +138,8 @@ def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_
     """What imbalance costs: pretended compute of the busiest ranks, one layer after the other, beside a step's time."""
     for name, seconds in lab.profiles().items() if row_s and lab.rank == 0 else ():
         steps = [
-            pretended_s([rows_of(placed[name], routed) for routed in layers], row_s / len(placed[name].hidden))
-            for layers in zip(*routes.timed[name].values(), strict=True)
+            pretended_s([rows_of(placed[name], routed) for routed in step], row_s / len(placed[name].hidden))
+            for step in by_step(routes.timed[name], lab.config.num_microbatches)
         ]
         if steps:
             formula = "3 x LAB_ROW_US x rows of each layer's busiest rank"
@@ -135,7 +150,7 @@ def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_
 
 
 def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
-    """How often each expert was wanted, and took a token, in the last step of the layer where it is most uneven."""
+    """How often each expert was wanted, and took a token, in the last microbatch of the most uneven layer."""
     layer, last = max(
         ((layer, of_layer[-1]) for layer, of_layer in notes.items()), key=lambda each: max(by_expert(each[1]))
     )
@@ -146,7 +161,7 @@ def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
     }
     if mixing.capacity_factor:
         series["places"] = [experts, [float(last.places)] * len(experts)]
-    lab.chart(f"{name}, {layer}: tokens of each expert in the last step", "expert", "tokens", series)
+    lab.chart(f"{name}, {layer}: tokens of each expert in the last microbatch", "expert", "tokens", series)
     by_whom = {
         f"rank {rank}": [experts, [float(sum(each)) for each in zip(*of_choices, strict=True)]]
         for rank, of_choices in enumerate(last.wanted)

@@ -51,10 +51,15 @@ MIXES: list[tuple[int, dict[str, str]]] = [
     (4, BIG | {"LAB_EXPERTS": "3", "LAB_TOP_K": "1", "LAB_BALANCE": "bias", "LAB_MODEL": "mlp", "LAB_BATCH": "13"}),
     (2, {"LAB_EXPERTS": "2", "LAB_CAPACITY": "0", "LAB_BALANCE": "none", "LAB_MODEL": "mlp", "LAB_DTYPE": "bfloat16"}),
     (1, {"LAB_EXPERTS": "1", "LAB_TOP_K": "1", "LAB_MODEL": "mlp", "LAB_DEPTH": "1"}),
+    (
+        4,
+        BIG
+        | {"LAB_MICROBATCHES": "3", "LAB_CAPACITY": "0.7", "LAB_MODEL": "mlp", "LAB_BATCH": "13", "LAB_EXPERTS": "3"},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["drops", "mesh", "bfloat16", "alone"])
+@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["drops", "mesh", "bfloat16", "alone", "parts"])
 def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, records = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "moe", "LAB_STEPS": "3"} | settings))
     assert failed(run) == set()
@@ -245,7 +250,7 @@ def test_a_step_is_paced_by_each_layers_busiest_rank() -> None:
     routes, claims = Routes(), list[Any]()
     routes.timed = {"ep_tp": {f"layers.{number}.mlp": [layer] for number, layer in enumerate(layers)}}
     lab: Any = SimpleNamespace(
-        profiles=lambda: {"ep_tp": {"forward": 0.1, "waiting": 0.2}}, rank=0,
+        config=config_of(2), profiles=lambda: {"ep_tp": {"forward": 0.1, "waiting": 0.2}}, rank=0,
         compare=lambda *claim, **words: claims.append((*claim, words)),
     )  # fmt: skip
     compare_pace(lab, routes, {"ep_tp": Placement.spread(2, 4, ep=1, tp=2)}, 0.01)
@@ -276,8 +281,8 @@ def test_notes_of_the_timed_steps_are_told_from_the_others() -> None:
 
 
 def test_tokens_are_bytes_of_text_or_samples() -> None:
-    assert tokens_of(config_of(2)) == 16 * 8
-    assert tokens_of(config_of(2, LAB_MODEL="mlp")) == 16
+    assert tokens_of(config_of(2)) == [16 * 8]
+    assert tokens_of(config_of(2, LAB_MODEL="mlp", LAB_MICROBATCHES="3")) == [6, 5, 5]
 
 
 def test_what_stays_is_computed_where_it_is() -> None:
@@ -299,7 +304,7 @@ def test_balance_is_a_loss_a_bias_or_nothing() -> None:
     [
         ({"LAB_MODEL": "line"}, "LAB_MODEL='line' has no MLP of the lab's for experts to replace"),
         ({"LAB_TOP_K": "9"}, "LAB_TOP_K=9 is more than LAB_EXPERTS=8, allowed: 1 to 8"),
-        ({"LAB_MICROBATCHES": "2"}, "LAB_MICROBATCHES=2 parts a batch whose tokens share the places"),
+        ({"LAB_MICROBATCHES": "5"}, "LAB_MICROBATCHES=5 is more than the 4 samples of a rank"),
         ({"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
         ({"LAB_VARIANT": "ep_dp", "WORLD_SIZE": "3"}, "WORLD_SIZE=3 is no product of two axes"),
         ({"LAB_VARIANT": "ep", "LAB_DEVICE": "cuda"}, "gloo sends no rows that live on a GPU"),

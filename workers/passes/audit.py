@@ -104,7 +104,7 @@ class Audit:
         load(model, before)
         key = f"{data_step} {digest(model)}"
         if self._known is None or self._known[0] != key:
-            loss = baseline.backward(model, [self.batches.full(data_step)], self.lab.config)
+            loss = baseline.backward(model, self.batches.alone(data_step), self.lab.config)
             self._known = key, (loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         return self._known[1]
 

@@ -68,21 +68,30 @@ class ExpertParallel:
         self.optimizer = make_optimizer(model.parameters(), config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """Forward and backward of this rank's one microbatch; tokens travel inside of both."""
-        ((inputs, targets, share),) = microbatches
+        """Forward and backward of this rank's part of each microbatch, of which all ranks have as many; tokens travel
+        inside of both."""
         self.model.zero_grad()
-        with ExitStack() as armed:
-            for sums in self.sums:
-                armed.enter_context(sums.accumulate(last=True))
-            with phase("forward", "0"):
-                loss: Tensor = self.model(inputs, targets) * share
-            with phase("backward", "0"):
-                loss.backward()
+        losses = [
+            self.routed(number, microbatch, last=number == len(microbatches) - 1)
+            for number, microbatch in enumerate(microbatches)
+        ]
         for sums in self.sums:
             sums.finish()
         for parameter in self.parts.values():
             if parameter.grad is None:  # of no experts; an optimizer steps it like the others
                 parameter.grad = torch.zeros_like(parameter)
+        return torch.stack(losses).sum()
+
+    def routed(self, number: int, microbatch: Microbatch, *, last: bool) -> Tensor:
+        """One microbatch there and back; the last one's gradients are summed over the ranks as they come."""
+        inputs, targets, share = microbatch
+        with ExitStack() as armed:
+            for sums in self.sums:
+                armed.enter_context(sums.accumulate(last=last))
+            with phase("forward", str(number)):
+                loss: Tensor = self.model(inputs, targets) * share
+            with phase("backward", str(number)):
+                loss.backward()
         return loss.detach()
 
     def is_summed(self, name: str) -> bool:

@@ -30,7 +30,7 @@ def train(model: Model, batches: Batches, config: Config, steps: int) -> Iterato
     """Train `model` in place for `steps` steps; yields a Snapshot after each."""
     optimizer = make_optimizer(model.parameters(), config)
     for step in range(steps):
-        loss = backward(model, [batches.full(step)], config)
+        loss = backward(model, batches.alone(step), config)
         optimizer.step()
         yield Snapshot(
             loss=loss,
@@ -76,7 +76,8 @@ def losses(
     values: list[float] = []
     first: dict[str, Tensor] = {}
     for step in range(steps):
-        values.append(backward(model, divided(batches.full(step), parts if model.divisible else 1), config))
+        given = divided(batches.full(step), parts) if model.divisible else batches.alone(step)
+        values.append(backward(model, given, config))
         if not first:
             first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         if masters:

@@ -98,6 +98,10 @@ class Batches:
         """The whole global batch, as one process takes it."""
         return self._microbatch(self._order(step), 1 / (self.batch * self.samples.terms))
 
+    def alone(self, step: int) -> list[Microbatch]:
+        """What one process works on, whose gradients add up to those of the step: the batch as it is."""
+        return [self.full(step)]
+
     def dealt(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
         """What `shard` works on at `step`, in LAB_MICROBATCHES parts (fewer where it has fewer samples)."""
         ids = torch.tensor(self.sample_ids(step, shard, num_shards))
