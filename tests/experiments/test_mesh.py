@@ -1,6 +1,7 @@
 """Products of axes against one process in float64, what a mesh predicts and refuses, and what makes its checks fail."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.layout import default, misfit, sizes_of
 from experiments.mesh.sent import by_axis, owned
 from tests.labs import built
-from tests.meshes import batches_of, differences
+from tests.meshes import batches_of, differences, farthest
+from workers.checkpoint import dcp
 from workers.config import Config
 from workers.measure.calls import CalledOp
 from workers.measure.ledger import Traffic, WireBytes
@@ -88,6 +90,41 @@ def test_each_element_counts_once_in_the_norm(ranks: Ranks) -> None:
     wanted = math.hypot(*(gradient.norm().item() for gradient in first.gradients.values()))
     for of_rank in ranks(4, norms, config, ("1f1b", "sequence", "zero2")):
         assert of_rank == pytest.approx(dict.fromkeys(of_rank, wanted), rel=1e-12)
+
+
+# --- checkpoints ---
+
+
+def going_on(group: dist.ProcessGroup, config: Config, step: int, folder: Path) -> dict[str, float]:
+    """Take `step` from the checkpoint before it, where there is one, and write the next; the worst difference to one
+    process then, of each kind and variant, on rank 0."""
+    found = {}
+    (*_, last) = train(MODE.model(config, config.seed).double(), batches_of(config), config, step + 1)
+    for name in KEPT:
+        strategy = built(MODE, name, MODE.model(config, config.seed).double(), group, config)
+        mesh, state = strategy.mesh, strategy.state_dict()
+        if step:
+            dcp.load(state, folder / f"{name} {step - 1}", group)
+            strategy.load_state_dict(state)
+        strategy.backward(batches_of(config).dealt(step, mesh.index("dp"), mesh.size("dp")))
+        strategy.update()
+        dcp.save(strategy.state_dict(), folder / f"{name} {step}", group)
+        for kind in ("weights", "optimizer"):
+            dense = dict(strategy.full(kind))
+            if group.rank() == 0:
+                found[f"{name} {kind}"] = farthest(dense, getattr(last, kind))
+    return found
+
+
+KEPT = ("1f1b", "zero3")
+
+
+def test_a_checkpoint_of_one_product_is_read_by_another_and_back(ranks: Ranks, tmp_path: Path) -> None:
+    for step, mesh in enumerate(("dp2,cp2,tp2", "pp2,dp2", "tp2,cp2")):
+        size = math.prod(int(each[2:]) for each in mesh.split(","))
+        found, *_ = ranks(size, going_on, config_of(size, mesh, **TUNED), step, tmp_path)
+        assert len(found) == 2 * len(KEPT)
+        assert max(found.values()) <= TOLERANCE, (mesh, found)
 
 
 # --- what is held ---
