@@ -36,8 +36,14 @@ class Flips:
             self._messages.close()
             self._messages = None
         left = [each for each in self.events if each.flipped == "message" and (each.number, variant) not in self._made]
-        if left and self._shows(variant, covered=False):
-            self._listen(min(left, key=lambda each: each.step or 0), step, variant)
+        if self._shows(variant, covered=False):
+            if left:
+                self._listen(min(left, key=lambda each: each.step or 0), step, variant)
+            return
+        for event in left:
+            if event.step == step:
+                self._made.add((event.number, variant))
+                self.note(event, step, variant, "", "unseen")
 
     def tensors(self, kind: str, variant: str, strategy: object, step: int, shared: Container[str]) -> None:
         """A variant's gradients or weights are there, of which those in `shared` are on other ranks too."""

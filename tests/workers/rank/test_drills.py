@@ -208,6 +208,8 @@ def test_an_audit_that_sees_nothing_does_not_pass_for_one_that_holds(ranks: Rank
 def test_what_no_check_could_see_is_not_made(ranks: Ranks, tmp_path: Path) -> None:
     found = run(ranks, tmp_path, "flip:gradient@step1", {"RUN_MODE": "fsdp", "LAB_VARIANT": "zero3", "LAB_PROOF": "0"})
     assert [(each["held"], each["did"]) for each in found["drills"]] == [(None, "not made")]
+    found = run(ranks, tmp_path / "message", "flip:message@step1", FLAT | {"LAB_PROOF": "0"})
+    assert [(each["held"], each["did"]) for each in found["drills"]] == [(None, "not made")]
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(ranks: Ranks, tmp_path: Path) -> None:
