@@ -49,7 +49,7 @@ def _all_reduce(peers: Peers, piece: Tensor, op: Any, async_op: bool) -> Steps:
         yield from routes.reduced(peers, piece, op)
         yield from routes.broadcast(peers, piece, 0)
     else:
-        star.all_reduce(peers, piece, routes.FOLDS[op])
+        star.all_reduce(peers, piece, routes.fold_of(op))
     _average(peers, piece, op)
 
 
@@ -85,12 +85,13 @@ def _reduce_scatter(peers: Peers, piece: Tensor, parts: list[Tensor], opts: Any)
 
 def _folded(peers: Peers, piece: Tensor, parts: list[Tensor], op: Any) -> Steps:
     """All parts at once, then folded in the order of ranks."""
+    fold = routes.fold_of(op)
     with peers.scratch(peers.world_size * piece.numel(), piece) as scratch:
         rows = list(scratch.view(peers.world_size, piece.numel()))
         yield from routes.all_to_all(peers, rows, parts)
         total = rows[0]
         for row in rows[1:]:
-            routes.FOLDS[op](total, row, out=total)
+            fold(total, row, out=total)
         piece.copy_(total)
 
 

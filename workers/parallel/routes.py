@@ -25,6 +25,14 @@ FOLDS: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
+def fold_of(op: Any) -> Callable[..., Tensor]:
+    """What folds two tensors into one; raises ValueError for an operation that has none here."""
+    if op not in FOLDS:
+        allowed = ", ".join(each.name for each in FOLDS)
+        raise ValueError(f"{getattr(op, 'name', op)} is no operation over tcp, allowed: {allowed}")
+    return FOLDS[op]
+
+
 def broadcast(peers: Peers, tensor: Tensor, root: int) -> Steps:
     """Copy the root's `tensor` to everyone's."""
     others = [peer for peer in range(peers.world_size) if peer != root]
@@ -79,6 +87,7 @@ def all_to_all(peers: Peers, places: Sequence[Tensor], tensors: Sequence[Tensor]
 
 def reduced(peers: Peers, tensor: Tensor, op: ReduceOp.RedOpType, root: int = 0) -> Steps:
     """Fold everyone's `tensor` into the root's, in the order of ranks; an average is left as its sum."""
+    fold = fold_of(op)
     if peers.rank != root:
         _, sent = peers.post(peers.new_tag(), sends=[(root, tensor)])
         yield from sent
@@ -89,4 +98,4 @@ def reduced(peers: Peers, tensor: Tensor, op: ReduceOp.RedOpType, root: int = 0)
         received, _ = peers.post(peers.new_tag(), receives=list(zip(others, rows, strict=True)))
         for message, row in zip(received, rows, strict=True):
             yield message
-            FOLDS[op](tensor, row, out=tensor)
+            fold(tensor, row, out=tensor)

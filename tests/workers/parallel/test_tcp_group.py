@@ -124,6 +124,18 @@ def test_a_call_under_way_goes_on_while_something_else_is_awaited(rank: int) -> 
     assert float(large[-1]) == 2
 
 
+@ranklab.ranks(2, backend="tcp")
+def test_an_operation_that_it_has_not_is_refused_in_a_sentence() -> None:
+    premultiplied = dist._make_nccl_premul_sum(2.0)
+    with pytest.raises(ValueError, match="PREMUL_SUM is no operation over tcp, allowed: SUM, AVG, PRODUCT"):
+        dist.all_reduce(torch.ones(3), premultiplied)
+    whole, chunk = torch.ones(4), torch.ones(2)
+    with pytest.raises(ValueError, match="PREMUL_SUM is no operation over tcp"):
+        dist.reduce_scatter_tensor(chunk, whole, premultiplied)
+    dist.all_reduce(whole)
+    assert whole.tolist() == [2.0] * 4
+
+
 @ranklab.ranks(3, backend="tcp", timeout_s=60)
 def test_all_send_before_they_receive(rank: int, world_size: int) -> None:
     own, place = torch.full((2_000_000,), float(rank)), torch.empty(2_000_000)
