@@ -43,7 +43,7 @@ def test_the_image_alone_is_a_world_of_one(image: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [
-        ("comm", {"LAB_VARIANT": "gloo,ring", "LAB_SWEEP_MIB": "0.25"}),
+        ("comm", {"LAB_VARIANT": "gloo,ring,tcp", "LAB_BACKEND": "tcp", "LAB_SWEEP_MIB": "0.25"}),
         ("train", {"LAB_TEXT": "workers"}),  # a text of one's own, a file or a folder: here one that every image has
     ],
 )
