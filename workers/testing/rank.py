@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class Start(NamedTuple):
 def at_home(start: Start, ends: Any, output: Any) -> tuple[int, int]:
     """Settle down in a new process: where its lines and its stacks go."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    leave_to_pytest()
     os.setpgid(0, 0)  # so that what a test starts ends with it
     told, stacks, _ = ends.detach()
     os.dup2(output.detach(), 1)
@@ -62,6 +64,18 @@ def at_home(start: Start, ends: Any, output: Any) -> tuple[int, int]:
     sys.path[:] = list(start.path)
     torch.set_num_threads(1)
     return told, stacks
+
+
+def leave_to_pytest() -> None:
+    """Close this rank's end of the pipe by which the forkserver knows that somebody needs it.
+
+    multiprocessing gives one to each process, so that it may fork others there. Then a pytest that is killed leaves a
+    server whose ranks keep it alive; without, the server ends with pytest, and its ranks with the server.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:

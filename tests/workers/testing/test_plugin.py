@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,51 @@ def test_a_test_that_names_no_number_of_ranks_takes_those_of_the_command_line() 
     done = pytest_on("--ranks", "0,two", "-q", str(FAILING))
     assert done.returncode == 4
     assert "'0,two' is no list of numbers of ranks, allowed: such as 4 or 1,2,4" in done.stderr
+
+
+LONG = """
+import os
+import time
+from pathlib import Path
+
+import ranklab
+
+
+@ranklab.ranks(2, timeout_s=300)
+def test_long(rank, group):
+    written = Path(__file__).with_name(f"rank{rank}")
+    written.with_suffix(".draft").write_text(f"{os.getpid()} {os.getppid()}")
+    written.with_suffix(".draft").rename(written)
+    time.sleep(250)
+"""
+
+
+def test_ranks_and_what_forked_them_end_with_a_pytest_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "test_long.py").write_text(LONG)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "test_long.py"]
+    killed = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    written = [tmp_path / "rank0", tmp_path / "rank1"]
+    until(lambda: all(each.exists() for each in written), 90)
+    killed.kill()
+    killed.wait()
+    processes = {int(number) for each in written for number in each.read_text().split()}
+    assert len(processes) == 3, "two ranks and the forkserver"
+    until(lambda: not any(is_alive(each) for each in processes), 10)
+
+
+def until(holds: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not so after {timeout_s:g} s"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, and is not only waited for by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @ranklab.ranks(1, 2, 3)
