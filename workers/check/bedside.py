@@ -23,6 +23,7 @@ from workers.cluster.launch import CONTEXT
 TICKS = os.sysconf("SC_CLK_TCK")
 READ_BYTES = PIPE_BYTES = 1 << 20  # some 15,000 calls between two looks
 KILLED_S = 1.0  # until the kernel has taken a killed process away
+NANOSECONDS = 1e9
 STACK_S = 0.5  # from a signal until its stacks are there; nothing else is done meanwhile
 
 
@@ -90,6 +91,13 @@ class Bedside:
         peak = re.search(r"VmHWM:\s*(\d+) kB", status)
         self.peak_bytes = max(self.peak_bytes, int(peak[1]) * 1024 if peak else 0)
         return Look(fields[0], (int(fields[11]) + int(fields[12])) / TICKS, self.peak_bytes)
+
+    def starved_s(self) -> float:
+        """Seconds so far in which its main thread could have run and had no core (proc(5), schedstat); 0 where the
+        kernel does not count them."""
+        with suppress(OSError, IndexError, ValueError):
+            return int(Path(f"/proc/{self.process.pid}/schedstat").read_text().split()[1]) / NANOSECONDS
+        return 0.0
 
     def stacks(self) -> dict[int, list[Frame]]:
         """The Python stack of each thread by its number, innermost frame first; empty where none came."""

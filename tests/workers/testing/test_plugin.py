@@ -1,12 +1,13 @@
 """The pytest plugin: a test that fails on ranks says who, where and why, it ends, and leaves nothing behind."""
 
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ranklab
 from tests.check.cases import line_of
+from workers.check.bedside import Bedside
 
 FAILING = Path(__file__).parent / "failing.py"
 
@@ -110,6 +112,53 @@ def test_ranks_and_what_forked_them_end_with_a_pytest_that_is_killed(tmp_path: P
     processes = {int(number) for each in written for number in each.read_text().split()}
     assert len(processes) == 3, "two ranks and the forkserver"
     until(lambda: not any(is_alive(each) for each in processes), 10)
+
+
+STARVED = """
+import itertools
+
+from workers.check.bedside import Bedside
+
+counted = itertools.chain([0.0, 0.0], itertools.repeat(60.0))
+Bedside.starved_s = lambda self: next(counted)
+"""
+SLOW = """
+import time
+
+import ranklab
+
+
+@ranklab.ranks(2, timeout_s=1)
+def test_slow(rank):
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("conftest", "words"), [(STARVED, "1 passed"), ("", "not done after 1 s")])
+def test_the_bound_does_not_count_the_time_in_which_a_rank_has_no_core(
+    tmp_path: Path, conftest: str, words: str
+) -> None:
+    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "test_slow.py").write_text(SLOW)
+    done = pytest_on("-q", "test_slow.py", cwd=tmp_path)
+    assert words in done.stdout, done.stdout + done.stderr
+
+
+def test_who_shares_a_core_with_another_is_starved_half_of_the_time() -> None:
+    core = min(os.sched_getaffinity(0))
+    busy = f"import os, time; os.sched_setaffinity(0, [{core}]); end = time.time() + 2\nwhile time.time() < end: pass"
+    both = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2)]
+    bedside = object.__new__(Bedside)
+    bedside.process = cast(Any, both[0])
+    most = 0.0
+    while both[0].poll() is None:
+        most = max(most, bedside.starved_s())
+        time.sleep(0.05)
+    both[1].wait()
+    assert most > 0.3
+    assert bedside.starved_s() == 0.0, "it is gone"
 
 
 def until(holds: Callable[[], bool], timeout_s: float) -> None:
