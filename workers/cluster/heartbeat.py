@@ -128,7 +128,8 @@ class Hearing:
 
     def silent(self, now: float) -> set[int]:
         """The other ranks of which nobody brings anything new."""
-        return {rank for rank, row in self.rows.items() if now - row.fresh_at > self.lost_after_s}
+        rows = list(self.rows.items())  # the main thread asks, too
+        return {rank for rank, row in rows if now - row.fresh_at > self.lost_after_s}
 
     def started(self) -> set[int]:
         """The other ranks of which at least one heartbeat is known, whoever brought it."""

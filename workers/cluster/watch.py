@@ -151,9 +151,14 @@ class Watch(threading.Thread):
             time.sleep(PERIOD_S)
 
     def _wait_for_a_verdict(self) -> None:
-        """If somebody is lost, the thread ends the process meanwhile; after a freeze all silences count anew."""
+        """If somebody is lost, the thread ends the process meanwhile; after a freeze all silences count anew.
+
+        Where somebody is silent and no verdict there, the ranks are slow to agree on it: then twice as long.
+        """
         began, takes_s = time.monotonic(), self.config.lost_after_s + self._judging.settle_s + FOLLOW_S + 2 * PERIOD_S
-        while time.monotonic() < max(began, self._forgiven_at) + takes_s:
+        while (now := time.monotonic()) < max(began, self._forgiven_at) + takes_s * (
+            1 + bool(self.hearing.silent(now))
+        ):
             time.sleep(PERIOD_S)
 
     def run(self) -> None:

@@ -5,12 +5,15 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
+from workers.cluster.judging import FOLLOW_S
 from workers.cluster.pulse import PERIOD_S
+from workers.cluster.watch import Watch
 from workers.cluster.watch_socket import SENT_TIMES
 
 NAMED_WITHIN_S = 5.0
@@ -175,3 +178,13 @@ def test_ranks_may_leave_at_different_times_and_the_watch_is_cheap(processes: Pr
 
 def test_a_rank_alone_ends_at_once(processes: Processes) -> None:
     assert processes.rank(0, 1, steps=3).end() == 0
+
+
+@pytest.mark.parametrize(("silent", "times"), [(set(), 1), ({1}, 2)])
+def test_who_meets_an_error_beside_a_silent_rank_waits_longer_for_the_verdict(silent: set[int], times: int) -> None:
+    watch: Any = object.__new__(Watch)
+    watch.config, watch._judging = SimpleNamespace(lost_after_s=0.1), SimpleNamespace(settle_s=0.1)
+    watch.hearing, watch._forgiven_at = SimpleNamespace(silent=lambda now: silent), 0.0
+    began, takes_s = time.monotonic(), 0.2 + FOLLOW_S + 2 * PERIOD_S
+    watch._wait_for_a_verdict()
+    assert times * takes_s <= time.monotonic() - began < (times + 0.9) * takes_s
