@@ -40,10 +40,7 @@ def misfit(mesh: str, world_size: int) -> list[str]:
     found = [re.fullmatch(r"([a-z]+)([1-9]\d{0,4})", part.strip()) for part in parts]
     names = [match[1] for match in found if match]
     if "ep" in names:
-        return [
-            f"LAB_MESH={mesh!r}: the model of a mesh has no experts, RUN_MODE=moe lays them over the ranks of dp (ep,"
-            " ep_dp) and over those of a slice (ep_tp)"
-        ]
+        return [f"LAB_MESH={mesh!r}: the model of a mesh has no experts, that of RUN_MODE=moe has: {of_experts(mesh)}"]
     if None in found or not set(names) <= set(AXES) or len(set(names)) < len(names):
         return [
             f"LAB_MESH={mesh!r} is no mesh: allowed are dp, cp, tp and pp, each once and with its ranks, as dp2,tp2,pp2"
@@ -55,6 +52,14 @@ def misfit(mesh: str, world_size: int) -> list[str]:
     return [
         f"LAB_MESH={mesh!r} takes {product} ranks, and WORLD_SIZE={world_size}: set WORLD_SIZE={product}, or {shown}"
     ]
+
+
+def of_experts(mesh: str) -> str:
+    """The run that shows the axes of experts in LAB_MESH: it knows no stages and no positions."""
+    sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", mesh)}
+    grid = {axis: sizes[axis] for axis in ("dp", "ep", "tp") if axis in sizes}
+    named = ",".join(f"{axis}{ranks}" for axis, ranks in grid.items())
+    return f"RUN_MODE=moe WORLD_SIZE={math.prod(grid.values())} LAB_MESH={named} make run"
 
 
 def axes(config: Config) -> dict[str, int]:

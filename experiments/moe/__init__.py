@@ -20,7 +20,10 @@ and find the same losses, since each knows how often all others want each expert
   ep          experts on ranks; tokens to them by an uneven all_to_all by hand
   ep_dp       experts on some ranks, and the same on others: tokens travel among fewer, copies sum their gradients
   ep_tp       experts on some ranks, each cut by its hidden units over others: all of these compute its tokens
+  ep_dp_tp    both
   ep_torch    ep with PyTorch's all_to_all_single
+
+LAB_MESH=dp2,ep2 names the grid of the experts.
 
 LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE is `loss` (its section 2.2), `bias`
 (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2: no loss that pulls at the router) or `none`. Ranks that share cores
@@ -80,6 +83,11 @@ class Options(ModeOptions):
     router_z: float = Field(
         0.001, alias="LAB_ROUTER_Z", ge=0, le=1000, allow_inf_nan=False,
         description="weight of the router's z-loss, which keeps its scores small",
+    )  # fmt: skip
+    mesh: str = Field(
+        "", alias="LAB_MESH",
+        description="grid of the experts: copies of them, ranks that they lie on, ranks that each is cut over, as"
+        " dp2,ep2,tp2; unset: WORLD_SIZE as two or three factors, in each variant that has so many axes",
     )  # fmt: skip
     row_us: float = Field(
         0, alias="LAB_ROW_US", ge=0, le=1e6, allow_inf_nan=False,
@@ -147,9 +155,7 @@ def ep_dp(
     way: Way = Dispatch,
 ) -> Strategy:  # fmt: skip
     """The ranks in a second grid: tokens travel along its rows, experts are copied along its columns."""
-    inner = len(placements(config, mixing(config))["ep_dp"].experts)
-    grid = Mesh.grid({"edp": mesh.group.size() // inner, "ep": inner}, mesh.group, config.collective_timeout_s)
-    return apart("ep_dp", model, mesh.group, config, AllToAll(grid["ep"]), layer, step, way, grid["edp"])
+    return copied("ep_dp", model, mesh, config, layer, step, way)
 
 
 def ep_tp(
@@ -161,10 +167,28 @@ def ep_tp(
     return apart("ep_tp", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
 
 
+def ep_dp_tp(
+    model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts, step: Step = ExpertParallel,
+    way: Way = Dispatch,
+) -> Strategy:  # fmt: skip
+    """Copies of experts, each of which is cut."""
+    return copied("ep_dp_tp", model, mesh, config, layer, step, way)
+
+
 def ep_torch(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
     """The same by PyTorch's collective."""
     swap = AllToAllSingle(mesh.group)
     return apart("ep_torch", model, mesh.group, config, swap, MixtureOfExperts, ExpertParallel, Dispatch)
+
+
+def copied(
+    name: str, model: MixtureModel, mesh: Mesh, config: Config, layer: Layer, step: Step, way: Way
+) -> Strategy:  # fmt: skip
+    """Tokens travel among the ranks of a copy, and gradients of experts are summed over the copies."""
+    placement = placements(config, mixing(config))[name]
+    sizes = {"edp": placement.copies, "ep": placement.ranks_of_a_copy}
+    grid = Mesh.grid(sizes, mesh.group, config.collective_timeout_s)
+    return apart(name, model, mesh.group, config, AllToAll(grid["ep"]), layer, step, way, grid["edp"])
 
 
 def apart(
@@ -268,6 +292,7 @@ MODE = Mode(
         Variant("ep", ep),
         Variant("ep_dp", ep_dp),
         Variant("ep_tp", ep_tp),
+        Variant("ep_dp_tp", ep_dp_tp),
         Variant("ep_torch", ep_torch, by_torch=True),
     ),
     run=run,

@@ -14,7 +14,7 @@ from workers.parallel.experts import MixtureOfExperts
 from workers.strategies.experts import ExpertParallel
 from workers.workload.data import Microbatch
 
-APART = ("ep", "ep_dp", "ep_tp")  # experts on ranks
+APART = ("ep", "ep_dp", "ep_tp", "ep_dp_tp")  # experts on ranks
 ROUTED = ("naive", *APART)
 
 
@@ -184,7 +184,7 @@ MISTAKES = {
     "copies_apart": Mistake(
         "gradients of experts are not summed over the copies of them, which drift apart",
         "copies",
-        Instead(("ep_dp",), {"step": CopiesApart}),
+        Instead(("ep_dp", "ep_dp_tp"), {"step": CopiesApart}),
         Needs(ranks=4),
     ),
     "late_sums": Mistake(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from experiments.moe.layout import grids
 from workers.config import Config
 from workers.measure.formulas import PYTORCHS, Prediction
 from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes
@@ -22,22 +23,11 @@ Admitted = Sequence[Sequence[int]]  # [n][E]: the rows of each rank for each exp
 NUMBER_BYTES = 8  # of one in the table of what is wanted, and of the norm
 
 
-def proper_divisor(number: int) -> int:
-    """The largest one below it; 1 of a prime."""
-    return max((each for each in range(1, number) if number % each == 0), default=1)
-
-
 def placements(config: Config, mixing: Mixing) -> dict[str, Placement]:
     """Which rank holds which experts in each variant."""
-    ranks, hidden = config.world_size, 4 * config.width
-    inner = proper_divisor(ranks)
-    experts = mixing.num_experts
     return {
-        "naive": Placement.spread(experts, hidden, copies=ranks),
-        "ep": Placement.spread(experts, hidden, ep=ranks),
-        "ep_dp": Placement.spread(experts, hidden, copies=ranks // inner, ep=inner),
-        "ep_tp": Placement.spread(experts, hidden, ep=inner, tp=ranks // inner),
-        "ep_torch": Placement.spread(experts, hidden, ep=ranks),
+        name: Placement.spread(mixing.num_experts, 4 * config.width, copies=sizes["dp"], ep=sizes["ep"], tp=sizes["tp"])
+        for name, sizes in grids(config).items()
     }
 
 

@@ -1,5 +1,6 @@
 """What a mixture of experts cannot run."""
 
+from experiments.moe.layout import mesh_of, misfit, off_grid
 from workers.config import Config
 from workers.contract import untrainable
 from workers.strategies.own import is_step
@@ -12,7 +13,7 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
         more = "; one with experts of its own runs in dp and fsdp, and `ranklab prove` proves how you share them out"
         where = more if is_own(config.model) else ""
         return [f"LAB_MODEL={config.model!r} has no MLP of the lab's for experts to replace, allowed: mlp, gpt{where}"]
-    faults = []
+    faults = misfit(mesh_of(config), config.world_size)
     if top_k > experts:
         faults.append(f"LAB_TOP_K={top_k} is more than LAB_EXPERTS={experts}, allowed: 1 to {experts}")
     faults += [
@@ -26,11 +27,8 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
 
 def cannot(config: Config) -> dict[str, str]:
     """The variants that these ranks, or their backend, rule out."""
-    ranks, reasons = config.world_size, {}
-    if not any(ranks % each == 0 for each in range(2, ranks)):
-        why = f"WORLD_SIZE={ranks} is no product of two axes that are longer than one rank"
-        reasons = {"ep_dp": why, "ep_tp": why}
-    if config.device == "cuda" and config.backend == "gloo" and ranks > 1:
+    reasons = off_grid(config)
+    if config.device == "cuda" and config.backend == "gloo" and config.world_size > 1:
         why = "gloo sends no rows that live on a GPU: set LAB_BACKEND=nccl"
-        reasons |= dict.fromkeys(("ep", "ep_dp", "ep_tp", "ep_torch"), why)
+        reasons |= dict.fromkeys(("ep", "ep_dp", "ep_tp", "ep_dp_tp", "ep_torch"), why)
     return reasons

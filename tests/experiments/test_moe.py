@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from experiments.moe import MODE, Options, Stays, mixing
-from experiments.moe.predictions import placements, predict, proper_divisor, travels
+from experiments.moe.layout import grids, misfit, off_grid, proper_divisor
+from experiments.moe.predictions import placements, predict, travels
 from experiments.moe.pretend import pretend_compute, pretended_s
 from experiments.moe.routes import (
     Routes,
@@ -36,7 +37,7 @@ from workers.workload.model import outline
 
 pytestmark = pytest.mark.timeout(120)
 
-OURS = ("naive", "ep", "ep_dp", "ep_tp")
+OURS = ("naive", "ep", "ep_dp", "ep_tp", "ep_dp_tp")
 BIG = {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}
 
 
@@ -56,10 +57,13 @@ MIXES: list[tuple[int, dict[str, str]]] = [
         BIG
         | {"LAB_MICROBATCHES": "3", "LAB_CAPACITY": "0.7", "LAB_MODEL": "mlp", "LAB_BATCH": "13", "LAB_EXPERTS": "3"},
     ),
+    (8, BIG | {"LAB_MESH": "dp2,ep2,tp2", "LAB_EXPERTS": "3", "LAB_MODEL": "mlp", "LAB_DEPTH": "1", "LAB_BATCH": "17"}),
 ]
 
 
-@pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["drops", "mesh", "bfloat16", "alone", "parts"])
+@pytest.mark.parametrize(
+    ("world_size", "settings"), MIXES, ids=["drops", "mesh", "bfloat16", "alone", "parts", "three axes"]
+)
 def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, records = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "moe", "LAB_STEPS": "3"} | settings))
     assert failed(run) == set()
@@ -67,13 +71,13 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     proof = {"losses", "gradients", "weights"} | (
         {"optimizer state", "clipped gradients"} if "LAB_CLIP" in settings else set()
     )
-    could = set(OURS) - set(MODE.cannot(config_of(world_size)))
-    assert ("ep_dp" in could) == (world_size == 4)
+    could = set(OURS) - set(MODE.cannot(config_of(world_size, **settings)))
+    assert could & {"ep_dp", "ep_dp_tp"} == {4: {"ep_dp"}, 8: {"ep_dp_tp"}}.get(world_size, set())
     for name in could:
         assert {
             (name, claim) for claim in proof | {"capacity", "wire bytes", "calls", "rest bytes", "launched early"}
         } <= names
-        assert ((name, "copies") in names) == (name == "ep_dp")
+        assert ((name, "copies") in names) == (name in ("ep_dp", "ep_dp_tp"))
     charts = [chart.title for _, chart in select(records, Chart)]
     assert any("tokens of each expert" in title for title in charts)
     assert any("whose tokens they are" in title for title in charts)
@@ -131,7 +135,7 @@ def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(4, "ep_dp"), (4, "ep_tp"), (3, "ep")])
+@pytest.mark.parametrize(("world_size", "name"), [(4, "ep_dp"), (4, "ep_tp"), (3, "ep"), (8, "ep_dp_tp")])
 def test_a_state_that_was_saved_goes_on_alike(ranks: Ranks, world_size: int, name: str) -> None:
     config = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_BALANCE="bias", LAB_EXPERTS="2", LAB_MODEL="mlp")
     assert ranks(world_size, resumed, config, name) == [True] * world_size
@@ -184,6 +188,38 @@ def test_two_axes_are_a_divisor_and_the_rest(number: int, divisor: int) -> None:
     assert proper_divisor(number) == divisor
     for name, placement in placements(config_of(number), mixing(config_of(number))).items():
         assert placement.ranks_of_a_copy * placement.copies == number, name
+
+
+@pytest.mark.parametrize(
+    ("mesh", "variant"), [("dp2,ep4", "ep_dp"), ("ep2,tp4", "ep_tp"), ("dp2,ep2,tp2", "ep_dp_tp"), ("ep8", "ep")]
+)
+def test_lab_mesh_is_the_grid_of_the_variant_with_its_axes(mesh: str, variant: str) -> None:
+    config = config_of(8, LAB_MESH=mesh)
+    sizes = {each[:2]: int(each[2:]) for each in mesh.split(",")}
+    assert grids(config)[variant] == {"dp": 1, "ep": 1, "tp": 1} | sizes
+    assert set(off_grid(config)) == {"ep_dp", "ep_tp", "ep_dp_tp"} - {variant}
+    placement = placements(config, mixing(config))[variant]
+    assert placement.copies == sizes.get("dp", 1)
+    assert placement.ranks_of_a_copy * placement.copies == 8
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fault"),
+    [
+        ("", ""),
+        ("dp2,ep2,tp2", ""),
+        ("dp4,ep1,tp1", "takes 4 ranks, and WORLD_SIZE=8: set WORLD_SIZE=4"),
+        ("ep4,dp2", "in this order"),
+        ("dp2,ep2,ep2", "each once"),
+        ("dp2,cp4", "axes of RUN_MODE=mesh"),
+        ("dp4,tp2", "cuts experts that lie on no ranks"),
+        ("2,4", "is no grid of experts"),
+    ],
+)
+def test_what_is_no_grid_of_experts_is_refused(mesh: str, fault: str) -> None:
+    found = misfit(mesh, 8)
+    assert len(found) == bool(fault)
+    assert all(fault in sentence and "LAB_MESH=" in sentence for sentence in found)
 
 
 def claims_of(routed: Routed, **settings: str) -> list[Any]:
@@ -306,7 +342,10 @@ def test_balance_is_a_loss_a_bias_or_nothing() -> None:
         ({"LAB_TOP_K": "9"}, "LAB_TOP_K=9 is more than LAB_EXPERTS=8, allowed: 1 to 8"),
         ({"LAB_MICROBATCHES": "5"}, "LAB_MICROBATCHES=5 is more than the 4 samples of a rank"),
         ({"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
-        ({"LAB_VARIANT": "ep_dp", "WORLD_SIZE": "3"}, "WORLD_SIZE=3 is no product of two axes"),
+        ({"LAB_VARIANT": "ep_dp", "WORLD_SIZE": "3"}, "WORLD_SIZE=3 is no product of 2 factors"),
+        ({"LAB_VARIANT": "ep_dp_tp"}, "WORLD_SIZE=4 is no product of 3 factors"),
+        ({"LAB_VARIANT": "ep_tp", "LAB_MESH": "dp2,ep2"}, "LAB_MESH=dp2,ep2 is another grid than it takes: ep of two"),
+        ({"LAB_MESH": "pp2,ep2"}, "pp and cp are axes of RUN_MODE=mesh"),
         ({"LAB_VARIANT": "ep", "LAB_DEVICE": "cuda"}, "gloo sends no rows that live on a GPU"),
         ({"LAB_BUG": "gate_over_itself"}, "LAB_TOP_K=2: it takes 1"),
         ({"LAB_BUG": "bias_apart"}, "LAB_BALANCE=loss: it takes bias"),
@@ -327,4 +366,5 @@ def test_defaults_are_refused_nowhere() -> None:
         for model in ("gpt", "mlp"):
             config = Config.read({"RUN_MODE": "moe", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
             refuse(config, MODE)
-            assert bool(MODE.cannot(config)) == (world_size not in (4, 6, 8))
+            apart = {"ep_dp", "ep_tp"} if world_size in (1, 2, 3, 5, 7) else set()
+            assert set(MODE.cannot(config)) == apart | ({"ep_dp_tp"} if world_size < 8 else set())
