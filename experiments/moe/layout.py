@@ -83,5 +83,5 @@ def off_grid(config: Config) -> dict[str, str]:
 
 def another(mesh: str, axes: set[str]) -> str:
     """Why LAB_MESH is no grid of a variant with these axes."""
-    wanted = " and ".join(f"{axis} of two ranks or more" for axis in AXES if axis in axes)
-    return f"LAB_MESH={mesh} is another grid than it takes: {wanted}"
+    wanted = " and ".join(axis for axis in AXES if axis in axes)
+    return f"LAB_MESH={mesh} is another grid than it takes: {wanted} of two ranks or more, and nothing else"

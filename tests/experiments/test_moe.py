@@ -344,7 +344,7 @@ def test_balance_is_a_loss_a_bias_or_nothing() -> None:
         ({"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
         ({"LAB_VARIANT": "ep_dp", "WORLD_SIZE": "3"}, "WORLD_SIZE=3 is no product of 2 factors"),
         ({"LAB_VARIANT": "ep_dp_tp"}, "WORLD_SIZE=4 is no product of 3 factors"),
-        ({"LAB_VARIANT": "ep_tp", "LAB_MESH": "dp2,ep2"}, "LAB_MESH=dp2,ep2 is another grid than it takes: ep of two"),
+        ({"LAB_VARIANT": "ep_tp", "LAB_MESH": "dp2,ep2"}, "LAB_MESH=dp2,ep2 is another grid than it takes: ep and tp of two"),
         ({"LAB_MESH": "pp2,ep2"}, "pp and cp are axes of RUN_MODE=mesh"),
         ({"LAB_VARIANT": "ep", "LAB_DEVICE": "cuda"}, "gloo sends no rows that live on a GPU"),
         ({"LAB_BUG": "gate_over_itself"}, "LAB_TOP_K=2: it takes 1"),
