@@ -10,7 +10,7 @@ from workers.report import spans
 from workers.report.claims import Run
 from workers.report.holdings import COMPARISONS, REST, holdings
 from workers.report.judge import first, pytorch_own, slowest
-from workers.report.records import Ranks
+from workers.report.records import Comparison, Ranks, select
 from workers.report.sentences import FINDINGS, claim_name, proof_note
 from workers.report.units import allowed, difference, human_bytes, milliseconds, quantity, share
 
@@ -71,7 +71,7 @@ def measured(run: Run, records: Ranks) -> list[str]:
         seconds = slowest(variant["step_seconds"])
         claims = [c for c in run["comparisons"] if c["variant"] == variant["name"] and c["name"] in TRAFFIC]
         ratio = f"{seconds / own_s:.2f}" if seconds and own_s else "-"
-        traffic = [human_bytes(max((c["predicted"] for c in claims), default=None))]
+        traffic = [human_bytes(most_predicted(records, variant["name"]))]
         traffic += [human_bytes(slowest(variant[kind])) for kind in ("called_bytes", "wire_bytes")]
         rows.append(
             [variant["name"], milliseconds(seconds), *([ratio] if own else []), *traffic, _held(claims) + _wide(claims)]
@@ -87,6 +87,12 @@ def measured(run: Run, records: Ranks) -> list[str]:
         "",
     ]
     return _block("measured", columns, rows, numbers=range(1, len(columns) - 1))
+
+
+def most_predicted(records: Ranks, variant: str) -> float | None:
+    """Of the bytes that a rank sends: each has its own formula."""
+    claims = [each for _, each in select(records, Comparison) if each.variant == variant and each.name in TRAFFIC]
+    return max((each.predicted for each in claims), default=None)
 
 
 def memory(run: Run, records: Ranks) -> list[str]:

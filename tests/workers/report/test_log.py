@@ -107,6 +107,13 @@ def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
     ]
 
 
+def test_of_ranks_that_send_unlike_the_most_is_told() -> None:
+    """The claim of the rank that is farthest off is another's."""
+    more = Comparison("bucketed", "called bytes", "B", 11.5e6, 11.5e6, 0.0, "2(N-1)/N·S")
+    (told,) = [line for line in lines(plus(good_run(), more, rank=3)) if "bucketed" in line and "9.6" in line]
+    assert told.split()[3:5] == ["11.5", "MB"]
+
+
 def test_bytes_that_nobody_counted_are_left_blank() -> None:
     assert lines(without(Wire, good_run()))[6].split()[-2:] == ["-", "held"]
 
