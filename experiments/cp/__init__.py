@@ -5,9 +5,9 @@ one no longer fits. Norms, MLPs and the loss work on each position by itself, so
 does not: a row looks at the keys and values of all positions before it, and those of most are elsewhere.
 
   predicted   of the bytes of all K and V, a layer and rank, forward and backward: gathered 2(c-1)/c, ring and zigzag
-              3(c-1)/c (Liu et al. 2023), ulysses 4(c-1)/c² (Jacobs et al. 2023); and once a step 2(c-1)/c of the
-              gradients. Activations: a c-th of one process's; gathered keeps all K and V besides. Causal work of the
-              busiest rank over the mean: (2c-1)/c in contiguous parts, 1 folded
+              3(c-1)/c (Liu et al. 2023), shift 9(c-1)/4c on average, ulysses 4(c-1)/c² (Jacobs et al. 2023); and once
+              a step 2(c-1)/c of the gradients. Activations: a c-th of one process's; gathered keeps all K and V
+              besides. Causal work of the busiest rank over the mean: (2c-1)/c in contiguous parts, 1 folded
   shapes      tokens [B, S/c] of [B, S]; q, k, v [B, H, S/c, D/H], in ulysses inside of attention [B, H/c, S, D/H]; c is
               WORLD_SIZE, and neither S nor H need divide by it
 
@@ -16,6 +16,7 @@ The variants differ in how a row gets to see the keys of other ranks:
   gathered    every rank gathers K and V whole, computes its rows with all of them, and throws away what is masked
   ring        each rank's K and V go round; a rank adds up what it has by log-sum-exp, and no one holds all
   zigzag      the same ring, each rank with an early and a late run of positions: all have the same work
+  shift       zigzag's parts, whose K and V go straight to the ranks that look at them, and no more of them
   ulysses     an all-to-all before and behind attention: there each rank has all positions of some heads
   torch_ring  PyTorch's ring functions, called directly, and context_parallel around them, which no CPU can run
 
@@ -43,6 +44,7 @@ from workers.config.options import ModeOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.parallel.context_ring import RingAttention
+from workers.parallel.context_shift import ShiftAttention
 from workers.parallel.mesh import Mesh
 from workers.parallel.positions import Positions, contiguous
 from workers.parallel.positions import zigzag as folded
@@ -112,6 +114,14 @@ def zigzag(
     return by_hand(model, mesh, config, cut, attention, steps)
 
 
+def shift(
+    model: Model, mesh: Mesh, config: Config, cut: Cut = folded, attention: Attention = ShiftAttention,
+    steps: Steps = ContextParallel,
+) -> Strategy:  # fmt: skip
+    """Keys and values go where they are seen."""
+    return by_hand(model, mesh, config, cut, attention, steps)
+
+
 def ulysses(
     model: Model, mesh: Mesh, config: Config, cut: Cut = contiguous, attention: Attention = UlyssesAttention,
     steps: Steps = ContextParallel,
@@ -152,6 +162,7 @@ MODE = Mode(
         Variant("gathered", gathered),
         Variant("ring", ring),
         Variant("zigzag", zigzag),
+        Variant("shift", shift),
         Variant("ulysses", ulysses),
         Variant("torch_ring", torch_ring, by_torch=True),
         Variant("context_parallel", by_context_parallel, by_torch=True),
@@ -168,6 +179,7 @@ MODE = Mode(
         "workers/parallel/positions.py: who holds which positions, and what they see of each other's",
         "workers/parallel/blocks.py: attention to some of the keys, and how two such results become one",
         "workers/parallel/context_ring.py: keys and values that go round, and their gradients behind them",
+        "workers/parallel/context_shift.py: the same, straight to those that look at them",
         "workers/parallel/ulysses.py: the all-to-all from positions to heads, and back",
         "workers/strategies/context.py: the step around them, which all variants share",
     ),

@@ -15,6 +15,7 @@ from workers.config import Config
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS
 from workers.measure.formulas.context import causal_share
+from workers.parallel.positions import Positions
 from workers.parallel.slices import shares
 
 PAIRS, BALANCE, AHEAD = "attention pairs", "balance", "keys ahead"
@@ -74,7 +75,7 @@ def of_variant(lab: Lab, name: str) -> Told | None:
         PAIRS, twice(lab.config) * work.pairs[lab.rank], seen.pairs, "pairs", 0, name, work.formula, shown=shown,
         control="LAB_BUG=unfolded",
     )  # fmt: skip
-    if name in ("ring", "zigzag"):
+    if name in ("ring", "zigzag", "shift"):
         check_ahead(lab, name, seen.order)
     everyone = lab.exchange.gather(f"work of {name}", (seen.pairs, seen.cpu_s))
     if everyone is None:
@@ -130,17 +131,31 @@ def check_ahead(lab: Lab, name: str, order: list[str]) -> None:
     lab.check(AHEAD, faults, 0, name, told if faults else f"{len(order)} receives and blocks in their order")
 
 
+def sent_to(name: str, positions: Positions, rank: int, source: int) -> int:
+    """The keys of `source` that come to `rank`: those that it sees, or in a ring all."""
+    return positions.seen(rank, source).num_keys if name == "shift" else positions.num_rows[source]
+
+
+def sent_back(name: str, positions: Positions, rank: int, distance: int, ranks: int) -> int:
+    """The gradients of keys that come in turn `distance`: of this rank's own, or in a ring of those that come next."""
+    if name == "shift":
+        return positions.seen((rank + distance) % ranks, rank).num_keys
+    return positions.num_rows[(rank - distance - 1) % ranks]
+
+
 def drawn(name: str, config: Config, rank: int) -> list[str]:
     """The order of one step on a rank: receive the next keys, compute with those that are there; backward behind each
     block the gradients that follow them."""
     positions, ranks = positions_of(name, config), config.world_size
     forward, backward = list[str](), list[str]()
+    come = [sent_to(name, positions, rank, (rank - distance) % ranks) for distance in range(ranks)]
+    back = [sent_back(name, positions, rank, distance, ranks) for distance in range(ranks)]
     for distance in range(ranks):
-        following = distance < ranks - 1 and positions.num_rows[(rank - distance - 1) % ranks] > 0
+        following = distance < ranks - 1 and come[distance + 1] > 0
         source = (rank - distance) % ranks
         computes = positions.num_rows[rank] > 0 if source == rank else positions.seen(rank, source).num_keys > 0
         block = [RECEIVE] * following + [COMPUTE] * computes
-        gradient = distance > 0 and positions.num_rows[(source - 1) % ranks] > 0
+        gradient = distance > 0 and back[distance] > 0
         forward += block
         backward += block + [RECEIVE] * gradient
     return (forward * config.depth + backward * config.depth) * config.num_microbatches

@@ -25,6 +25,7 @@ FORMULAS = {
     "gathered": "one process's of S/c rows + K and V of all + a mask",
     "ring": "one process's of S/c rows",
     "zigzag": "one process's of S/c rows",
+    "shift": "one process's of S/c rows",
     "ulysses": "one process's of S/c rows + the result of each layer",
 }
 

@@ -66,13 +66,13 @@ MISTAKES = {
     "no_lse": Mistake(
         "what two blocks of keys give is averaged, without their log-sum-exp: each weighs as much as the other",
         "losses",
-        Instead(("ring", "zigzag"), {"attention": PlainMean}),
+        Instead(("ring", "zigzag", "shift"), {"attention": PlainMean}),
         Needs(unless=too_few),
     ),
     "stray_gradients": Mistake(
         "dK and dV stay on the rank that computed them: keys learn from their own rank's rows alone",
         "gradients",
-        Instead(("ring", "zigzag"), {"attention": StrayGradients}),
+        Instead(("ring", "zigzag", "shift"), {"attention": StrayGradients}),
         Needs(unless=too_few),
     ),
     "by_arrival": Mistake(
@@ -90,13 +90,13 @@ MISTAKES = {
     "asks_late": Mistake(
         "a rank asks for the next keys when it is done with those that it has: nothing travels while it computes",
         "keys ahead",
-        Instead(("ring", "zigzag"), {"attention": AsksLate}),
+        Instead(("ring", "zigzag", "shift"), {"attention": AsksLate}),
         Needs(proof=False, unless=too_few),
     ),
     "kept_blocks": Mistake(
         "a ring keeps all keys and values that came by for its backward pass: as much as if they had been gathered",
         "activation bytes",
-        Instead(("ring", "zigzag"), {"attention": KeptBlocks}),
+        Instead(("ring", "zigzag", "shift"), {"attention": KeptBlocks}),
         Needs(proof=False, unless=too_few),
     ),
 }

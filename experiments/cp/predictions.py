@@ -11,8 +11,8 @@ from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.context import (
     gathered_bytes,
     gathered_calls,
-    ring_bytes,
     ring_rows,
+    shift_rows,
     ulysses_bytes,
     ulysses_messages,
 )
@@ -24,11 +24,12 @@ from workers.parallel.slices import shares
 from workers.workload.data import shard_sizes
 from workers.workload.model import outline
 
-BY_HAND = ("gathered", "ring", "zigzag", "ulysses")
+BY_HAND = ("gathered", "ring", "zigzag", "shift", "ulysses")
 FORMULAS = {
     "gathered": "2(c-1)/c x KV a layer + gradients",
     "ring": "3(c-1)/c x KV a layer + gradients",
     "zigzag": "3(c-1)/c x KV a layer + gradients",
+    "shift": "9(c-1)/4c x KV a layer on average + gradients",
     "ulysses": "4(c-1)/c² x KV a layer + gradients",
     "torch_ring": "K, V, dK and dV by all_gather and all_to_all",
 }
@@ -44,7 +45,7 @@ class Cost(NamedTuple):
 
 def positions_of(variant: str, config: Config) -> Positions:
     """Who holds which positions in a variant."""
-    folded = variant in ("zigzag", "torch_ring")
+    folded = variant in ("zigzag", "shift", "torch_ring")
     return (zigzag if folded else contiguous)(config.seq, config.world_size)
 
 
@@ -67,8 +68,14 @@ def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
         sent = sum(pairs > 0 for pairs in ulysses_messages(rows, heads, rank))
         nbytes = ulysses_bytes(rows, heads, row_bytes // (2 * config.heads), rank)
         return Cost(nbytes, sent, 4 * (config.world_size - 1))
-    sent = sum(number > 0 for number in ring_rows(rows, rank))
-    return Cost(ring_bytes(rows, row_bytes, rank), sent, 3 * (config.world_size - 1))
+    turned = shift_rows(seen_by_all(variant, config), rank) if variant == "shift" else ring_rows(rows, rank)
+    return Cost(sum(turned) * row_bytes, sum(number > 0 for number in turned), 3 * (config.world_size - 1))
+
+
+def seen_by_all(variant: str, config: Config) -> list[list[int]]:
+    """How many keys of each rank the rows of each see."""
+    positions, ranks = positions_of(variant, config), range(config.world_size)
+    return [[positions.seen(rank, other).num_keys for other in ranks] for rank in ranks]
 
 
 def gradients_cost(config: Config) -> Cost:
@@ -119,5 +126,6 @@ def summary(config: Config) -> str:
     rows = sorted(set(contiguous(config.seq, config.world_size).num_rows), reverse=True)
     return (
         f"{' or '.join(map(str, rows))} of {config.seq} positions a rank; K and V of a layer are {both:.3g} MB, of"
-        " which a rank sends 2(c-1)/c (gathered), 3(c-1)/c (ring, zigzag), 4(c-1)/c² (ulysses)"
+        " which a rank sends 2(c-1)/c (gathered), 3(c-1)/c (ring, zigzag), about 9(c-1)/4c (shift), 4(c-1)/c²"
+        " (ulysses)"
     )

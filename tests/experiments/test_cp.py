@@ -159,7 +159,7 @@ def test_what_is_predicted_is_what_is_counted(ranks: Ranks, world_size: int, set
             assert predictions[name, "calls"].value[rank] == calls, (rank, name)
             wanted = 2 * config.batch * config.depth * predicted(name, config).pairs[rank]
             assert wanted == pairs, (rank, name)
-            if name in ("ring", "zigzag"):
+            if name in ("ring", "zigzag", "shift"):
                 assert drawn(name, config, rank) == order, (rank, name)
 
 
@@ -170,7 +170,7 @@ def test_a_layer_and_a_batch_more_send_as_much_more() -> None:
     )
     everything = 2 * 3 * 8 * 12 * 4  # K and V of a layer
     of_a_layer = 12 * 12 * 12 + 13 * 12  # its parameters
-    for name, share in {"gathered": 1.0, "ring": 1.5, "zigzag": 1.5, "ulysses": 1.0}.items():
+    for name, share in {"gathered": 1.0, "ring": 1.5, "zigzag": 1.5, "shift": 1.0, "ulysses": 1.0}.items():
         assert deeper[name].value[0] - one[name].value[0] == pytest.approx(share * everything + 4 * of_a_layer)
         assert larger[name].value[0] - one[name].value[0] == pytest.approx(2 * share * everything)
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.workers.parallel.attending import all_of, differences
-from workers.measure.formulas.context import ring_rows
+from workers.measure.formulas.context import ring_rows, shift_rows
 from workers.parallel.blocks import Part
 from workers.parallel.context_ring import RingAttention
+from workers.parallel.context_shift import ShiftAttention
 from workers.parallel.positions import Positions, contiguous, zigzag
 from workers.testing.calls import Ranks
 
@@ -30,6 +31,22 @@ def test_a_ring_does_what_one_process_does(
     rows = cut(length, world_size).num_rows
     assert [calls for _, calls in found] == [
         sum(sent > 0 for sent in ring_rows(rows, rank)) for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("cut", [contiguous, zigzag])
+@pytest.mark.parametrize(
+    ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 1), (3, 13, 2), (4, 5, 3), (4, 32, 1), (5, 2, 1)]
+)
+def test_keys_that_go_where_they_are_seen_do_the_same(
+    ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
+) -> None:
+    found = ranks(world_size, differences, ShiftAttention, cut, length, heads)
+    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    positions = cut(length, world_size)
+    seen = [[positions.seen(rank, other).num_keys for other in range(world_size)] for rank in range(world_size)]
+    assert [calls for _, calls in found] == [
+        sum(sent > 0 for sent in shift_rows(seen, rank)) for rank in range(world_size)
     ]
 
 

@@ -5,6 +5,7 @@ A row is what one position has: of K and V together 2·b·h numbers, of one head
 is; where all is even, of the bytes of all K and V a rank sends in a layer, forward and backward:
 
     gathered   2(N-1)/N        ring, zigzag   3(N-1)/N        Ulysses   4(N-1)/N²
+    shift      9(N-1)/4N on average, of folded parts
 """
 
 from collections.abc import Sequence
@@ -44,6 +45,14 @@ def ring_rows(num_rows: Sequence[int], rank: int, *, again: bool = False) -> lis
 def ring_bytes(num_rows: Sequence[int], row_bytes: int, rank: int, *, again: bool = False) -> int:
     """What they are together."""
     return sum(ring_rows(num_rows, rank, again=again)) * row_bytes
+
+
+def shift_rows(seen: Sequence[Sequence[int]], rank: int) -> list[int]:
+    """The rows of each message where keys go straight to those that see them, [rank][whose] in number: forward and
+    backward what each other rank sees of this one's, and the gradients of what this one sees of theirs."""
+    others = [other for other in range(len(seen)) if other != rank]
+    keys, gradients = [seen[other][rank] for other in others], [seen[rank][other] for other in others]
+    return [*keys, *keys, *gradients]
 
 
 def even_ring_turns(ranks: int, *, again: bool = False) -> int:

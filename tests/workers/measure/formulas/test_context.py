@@ -12,6 +12,7 @@ from workers.measure.formulas.context import (
     gathered_calls,
     ring_bytes,
     ring_rows,
+    shift_rows,
     ulysses_bytes,
     ulysses_messages,
 )
@@ -44,6 +45,16 @@ def test_all_ranks_together_send_what_has_to_go(ranks: int, length: int) -> None
     rows, heads = contiguous(length, ranks).num_rows, shares(5, ranks)
     kept = sum(row * head for row, head in zip(rows, heads, strict=True))
     assert sum(ulysses_bytes(rows, heads, 1, rank) for rank in range(ranks)) == 8 * (length * 5 - kept)
+
+
+@given(RANKS, st.integers(1, 20))
+def test_folded_keys_that_go_where_they_are_seen_are_three_quarters_of_a_ring(ranks: int, each: int) -> None:
+    positions = zigzag(2 * ranks * each, ranks)
+    seen = [[positions.seen(rank, other).num_keys for other in range(ranks)] for rank in range(ranks)]
+    sent = [sum(shift_rows(seen, rank)) for rank in range(ranks)]
+    around = 3 * (ranks - 1) * 2 * each
+    assert sum(sent) == ranks * around * 3 / 4
+    assert (min(sent), max(sent)) == (around * 2 / 3, around * 5 / 6)  # the first rank of the fold, and the last
 
 
 def test_three_ranks_of_uneven_parts() -> None:
