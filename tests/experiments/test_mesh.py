@@ -13,7 +13,7 @@ from experiments.mesh.axes import apart, check_gradients_first, compare_axes, se
 from experiments.mesh.held import HOW, Rank, at
 from experiments.mesh.layout import default, misfit, sizes_of
 from experiments.mesh.sent import by_axis, owned
-from tests.labs import built
+from tests.labs import built, failed, run_experiment
 from tests.meshes import batches_of, differences, farthest
 from workers.checkpoint import dcp
 from workers.config import Config
@@ -238,6 +238,14 @@ def test_gradients_that_stay_whole_show_in_the_peak(monkeypatch: pytest.MonkeyPa
     seen = {"gradients": peak.peak_bytes(rank, passed) + stay * numel * rank.itemsize}
     peak.compare_peaks(lab, {"zero2": rank}, {"zero2": []}, {"zero2": SimpleNamespace(peak=seen)})  # type: ignore[dict-item]
     assert lab.claims == {"peak bytes": not stay}
+
+
+def test_a_peak_of_scores_is_that_of_the_loss_that_is_cut(ranks: Ranks, tmp_path: Path) -> None:
+    """One block of few numbers in one microbatch: what a step holds most of is scores."""
+    settings = {"LAB_MESH": "tp2", "LAB_VARIANT": "1f1b", "LAB_MICROBATCHES": "1", "LAB_DEPTH": "1", "LAB_PROOF": "0"}
+    run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="mesh", LAB_STEPS="1", **settings)
+    assert failed(run) == set()
+    assert "peak bytes" in {claim["name"] for claim in run["comparisons"]}
 
 
 # --- LAB_MESH ---
