@@ -4,6 +4,7 @@ from benchmarks.mutants import Mutant
 
 GPT = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_VARIANT="
 RING, BLOCKS, ULYSSES = (f"workers/parallel/{name}.py" for name in ("context_ring", "blocks", "ulysses"))
+SHIFT = "workers/parallel/context_shift.py"
 POSITIONS, STRATEGY, LESSON = (
     "workers/parallel/positions.py",
     "workers/strategies/context.py",
@@ -30,6 +31,13 @@ MUTANTS = [
     ),
     Mutant(BLOCKS, "    part.lse.copy_(lse)\n", "", GPT + "ring"),
     Mutant(BLOCKS, "(more.lse - lse).exp_()", "(more.lse - part.lse).exp_()", GPT + "ring"),
+    Mutant(
+        SHIFT,
+        "        arrived(messages)\n        own[:, :, :, : came.shape[3]] += came\n",
+        "        arrived(messages)\n",
+        GPT + "shift",
+    ),
+    Mutant(SHIFT, "mine[:, :, :, :num_keys]", "mine[:, :, :, mine.shape[3] - num_keys :]", GPT + "shift"),
     Mutant(POSITIONS, "key.start < row.start", "key.start <= row.stop", GPT + "zigzag"),
     Mutant(POSITIONS, "runs[2 * num_ranks - 1 - rank])", "runs[num_ranks + rank])", GPT + "zigzag"),
     Mutant(
