@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from workers.parallel.collectives import Collective, pick
+from workers.parallel.collectives import Collective
 from workers.parallel.peers import split
+from workers.parallel.picking import pick
 
 KIB, MIB = 1 << 10, 1 << 20
 PLANS = {

@@ -13,7 +13,7 @@ from experiments.comm.costs import BYTES, MIB, Costs, even, size
 from workers.lab import Lab
 from workers.measure.formulas import collectives as formulas
 from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
-from workers.parallel.collectives import pick
+from workers.parallel.picking import pick
 
 
 def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> None:

@@ -5,7 +5,7 @@ import re
 
 from benchmarks import collectives, compress, cp, link, mesh, pp
 from tests.docs.pages import page
-from workers.parallel.collectives import pick
+from workers.parallel.picking import pick
 
 PAGE = page("performance")
 

@@ -1,4 +1,4 @@
-"""all_reduce, reduce_scatter and all_gather by hand, and which algorithm to take at which size.
+"""all_reduce, reduce_scatter and all_gather by hand.
 
     collective = Collective(group)
     collective.all_reduce(tensor)                              # returns when the sum stands in `tensor`
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workers.parallel import direct, pairs, ring, rooted, star, tree
 from workers.parallel.peers import Carrier, Message, Peers, Pending, Steps, split
+from workers.parallel.picking import pick, pick_over_tcp
 
 
 class Algorithm(Protocol):
@@ -37,42 +38,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {"ring": ring, "direct": direct, "tree": t
 # Over plain TCP, where a message costs little, and the backend is not what is wanted.
 OVER_TCP: Mapping[str, Algorithm] = {**ALGORITHMS, "pairs": pairs}
 
-# Speed against gloo's own, medians of interleaved rounds, on two cores: 4 ranks idle, in brackets 2 ranks on busy
-# cores. `python -m benchmarks.collectives` prints the table that decides.
-#
-#                            64 KiB      256 KiB     1 MiB       4 MiB       16 MiB      64 MiB
-#   all_reduce      server   4.9  (9)    2.8  (4)    1.6  (3)    1.0  (.9)   0.8  (0.8)  0.7
-#                   direct   1.0         0.8         0.8         0.9  (.6)   0.8  (0.8)  1.0  (1.0)
-#   reduce_scatter  server   3.0  (0.8)  3.6  (0.9)  2.0  (0.5)  1.8  (1.0)  1.4  (1.3)  1.6
-#                   direct   0.9  (0.9)  1.6  (0.9)  1.5  (0.4)  1.8  (1.4)  2.1  (1.9)  2.6  (4)
-#   all_gather      server   2.8         3.1         1.6         1.2         1.1         1.7
-#                   direct   1.1  (0.1)  0.9  (0.4)  1.2  (.5)   1.4  (0.8)  1.5  (1.5)  2.5  (3.5)
-#
-# Where ranks share cores each message costs a change of context, and the server needs 2(N-1) in all where others need
-# 2N(N-1); what it can take is bounded by its one link, (N-1)·S. gloo's all_reduce of large tensors is at the link's
-# limit.
-NEVER = 1 << 62
-SERVER_UP_TO_BYTES = {
-    "all_reduce": (1 << 20, 3 << 20),
-    "reduce_scatter": (0, 3 << 20),
-    "all_gather": (0, 3 << 20),
-}  # (N-1)·S
-DIRECT_FROM_BYTES = {"all_reduce": (NEVER, NEVER), "reduce_scatter": (4 << 20, 0), "all_gather": (16 << 20, 2 << 20)}
-
-
-def pick(op: str, nbytes: int, world_size: int) -> str:
-    """The fastest of "server", "direct" and "backend" (gloo's own) for `op` on a tensor of `nbytes` in all."""
-    several = world_size > 2
-    if (world_size - 1) * nbytes <= SERVER_UP_TO_BYTES[op][several]:
-        return "server"
-    return "direct" if nbytes >= DIRECT_FROM_BYTES[op][several] else "backend"
-
-
-def pick_over_tcp(op: str, nbytes: int) -> str:
-    """The same over plain TCP, of "server", "direct" and "pairs"."""
-    if nbytes > star.SMALL_BYTES:
-        return "pairs"
-    return "server" if op == "all_reduce" else "direct"
+NOTHING: tuple[Message, ...] = ()
+DONE = Pending(message for message in NOTHING)
 
 
 class Collective:
@@ -141,9 +108,9 @@ class Collective:
         name = self.picked(op, whole)
         if self.peers.world_size == 1:
             steps = _copied(whole, result)
-        elif (name, op) == ("server", "all_reduce") and self.peers.plain and not async_op:
-            star.all_reduce(self.peers, whole)
-            steps = _copied(whole, result)
+        elif name == "server" and self.peers.plain and not async_op and whole.shape[0] >= self.peers.world_size:
+            _at_once(op, whole, result, self.peers)
+            return DONE
         elif name == "backend":
             steps = _backend(op, whole, result, self.peers)
         elif whole.is_cuda and not self.peers.batched:
@@ -161,6 +128,16 @@ class Collective:
         host_result = host if result is whole else torch.empty_like(result, device="cpu")
         yield from _by_hand(self.algorithms[name], op, host, host_result, self.peers)
         result.copy_(host_result)
+
+
+def _at_once(op: str, whole: Tensor, result: Tensor, peers: Peers) -> None:
+    """`rooted` in one go; of tensors of which no rank's chunk is empty."""
+    if op == "reduce_scatter":
+        star.reduce_scatter(peers, whole, result)
+    elif op == "all_reduce":
+        star.all_reduce(peers, whole)
+    else:
+        star.all_gather(peers, whole)
 
 
 def _by_hand(algorithm: Algorithm, op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:

@@ -1,6 +1,6 @@
 """Small tensors by the fewest messages, to rank 0 and back, in a call that is not cut into steps.
 
-It is rooted.py's all_reduce, message for message. There each step can be waited for by the caller, which costs rank 0
+They are rooted.py's, message for message. There each step can be waited for by the caller, which costs rank 0
 some 30 us of Python a call: nothing where gloo takes milliseconds, and seen where the messages take tenths of one.
 """
 
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.parallel.peers import Peers
+from workers.parallel.peers import Peers, split
 
 ROOT = 0
 SMALL_BYTES = 256 << 10
+HALF_SMALL_BYTES = 64 << 10  # of a reduce_scatter or all_gather: above, fewer bytes are worth more messages
 
 
 def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.add) -> None:
@@ -28,5 +29,40 @@ def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.ad
         for peer in range(1, peers.world_size):
             carrier.recv([theirs], peer, there).wait()
             fold(tensor, theirs, out=tensor)
+    for sent in [carrier.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
+        sent.wait()
+
+
+def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> None:
+    """Leave the sum of all ranks' chunk `rank` of `tensor`, of which none is empty, in `output`."""
+    there, back, carrier = peers.new_tag(), peers.new_tag(), peers.carrier
+    if peers.rank != ROOT:
+        carrier.send([tensor], ROOT, there)
+        carrier.recv([output], ROOT, back).wait()
+        return
+    with peers.scratch(2 * tensor.numel(), tensor) as scratch:
+        total, theirs = (half.view_as(tensor) for half in scratch.view(2, -1))
+        first = tensor
+        for peer in range(1, peers.world_size):
+            carrier.recv([theirs], peer, there).wait()
+            torch.add(first, theirs, out=total)
+            first = total
+        chunks = split(total, peers.world_size)
+        sent = [carrier.send([chunks[peer]], peer, back) for peer in range(1, peers.world_size)]
+        output.copy_(chunks[ROOT])
+        for each in sent:
+            each.wait()
+
+
+def all_gather(peers: Peers, tensor: Tensor) -> None:
+    """Fill `tensor`, of which every rank holds its own chunk, and none is empty."""
+    there, back, carrier = peers.new_tag(), peers.new_tag(), peers.carrier
+    chunks = split(tensor, peers.world_size)
+    if peers.rank != ROOT:
+        carrier.send([chunks[peers.rank]], ROOT, there).wait()
+        carrier.recv([tensor], ROOT, back).wait()
+        return
+    for peer in range(1, peers.world_size):
+        carrier.recv([chunks[peer]], peer, there).wait()
     for sent in [carrier.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
         sent.wait()

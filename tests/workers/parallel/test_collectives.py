@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workers.measure.calls import Calls
-from workers.parallel.collectives import ALGORITHMS, Collective, pick
+from workers.parallel.collectives import ALGORITHMS, Collective
 from workers.parallel.peers import Message, Steps, split
+from workers.parallel.picking import pick
 from workers.testing.calls import RankFailed, Ranks
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "int64": torch.int64}
