@@ -28,6 +28,7 @@ class Parting:
         self.needed: Set[int] = {0}
         self.hung_up: Callable[[], Set[int]] = frozenset  # the ranks whose processes have closed their connections
         self.heard_at: dict[int, float] = {}  # of those that have left: when they were heard last
+        self.back_at: dict[int, float] = {}  # of those that have come back: when they were taken in
 
     def allows(self, verdict: Verdict) -> bool:
         """Whether this rank can go on without those that the verdict names."""
@@ -49,6 +50,16 @@ class Parting:
         reason = f"its connections were closed, and no heartbeat for {GONE_S:g} s"
         sentence = "; ".join(f"rank {rank} lost {seen[rank].place}: {reason}" for rank in dead)
         return Verdict(3, sentence, tuple(Lost(rank, seen[rank].step, reason) for rank in dead))
+
+    def taken_in(self, rank: int, now: float) -> None:
+        """A rank that had left is here again."""
+        self.heard_at.pop(rank, None)
+        self.back_at[rank] = now
+
+    def of_a_former_life(self, verdict: Verdict, now: float) -> bool:
+        """Whether another rank says this of who has come back since: who dies again is not given up so soon."""
+        lost = {entry.rank for entry in verdict.lost}
+        return bool(lost) and all(now - self.back_at.get(rank, now - GONE_S) < GONE_S for rank in lost)
 
     def part(self, verdict: Verdict) -> bool:
         """Go on without the ranks of the verdict, and say its words to the others; False for an echo of what is

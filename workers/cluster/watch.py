@@ -213,7 +213,7 @@ class Watch(threading.Thread):
             member = self._come_back.get()
             self.post.addresses[member.rank] = member.ip, member.udp_port
             self.hearing.take_in(member.rank, time.monotonic())
-            self._parting.heard_at.pop(member.rank, None)
+            self._parting.taken_in(member.rank, time.monotonic())
         messages = self.post.messages()
         for message in messages:
             if message["kind"] == "beat":
@@ -258,6 +258,8 @@ class Watch(threading.Thread):
 
     def _adopt(self, verdict: Verdict, stopped: bool) -> None:
         """End, or part, as another rank says; a stop of all ranks reaches this one too, and then counts as its own."""
+        if self._parting.of_a_former_life(verdict, time.monotonic()):
+            return
         if stopped:
             self._wait(time.monotonic() + OWN_SIGTERM_S)
         if self._parting.allows(verdict):

@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from workers.cluster.going_on import Parting
+from workers.cluster.going_on import GONE_S, Parting
 from workers.cluster.heartbeat import Hearing
 from workers.cluster.verdict import Seen, Verdict
 from workers.cluster.watch_socket import Post
@@ -54,6 +54,16 @@ def test_who_left_is_told_of_once_and_forgotten() -> None:
     assert one.parting.heard_at == {2: 7.0}
     assert one.hearing.present() == {0, 1, 3}
     assert set(one.addresses) == {0, 3}
+
+
+def test_what_others_say_of_the_life_before_is_not_believed_of_who_has_come_back() -> None:
+    one = Parted()
+    assert not one.parting.of_a_former_life(verdict_on(2), 50.0)
+    one.parting.taken_in(2, 50.0)
+    assert one.parting.of_a_former_life(verdict_on(2), 50.2)
+    assert not one.parting.of_a_former_life(verdict_on(2), 50.0 + GONE_S), "it has died once more"
+    assert not one.parting.of_a_former_life(verdict_on(2, 3), 50.2), "another one was lost with it"
+    assert not one.parting.of_a_former_life(verdict_on(), 50.2), "a refusal names nobody"
 
 
 class Free(Parted):
