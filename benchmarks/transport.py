@@ -1,7 +1,8 @@
 """Plain TCP against gloo: `python -m benchmarks.transport [WORLD_SIZE]`.
 
-Ratios above 1 mean that plain TCP is faster than torch.distributed over gloo; `by hand` as the lab's own code calls it,
-`as a group` through torch.distributed as well. Each round runs all three, one after the other.
+Ratios above 1 mean that plain TCP is faster than torch.distributed over gloo; `by hand` by the lab's own `Collective`
+over a channel, `as a group` through torch.distributed as well, which is how modes call it. Each round runs all three,
+one after the other.
 """
 
 import sys

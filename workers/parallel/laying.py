@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 
 from workers.parallel import pairs, routes, star
 from workers.parallel.peers import Peers, Steps
+from workers.parallel.picking import PAIRS_ABOVE_BYTES
 
 SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 
@@ -43,7 +44,7 @@ def all_reduce(peers: Peers, tensor: Tensor, opts: Any) -> Steps:
 
 
 def _all_reduce(peers: Peers, piece: Tensor, op: Any, async_op: bool) -> Steps:
-    if op in SUMS and piece.nbytes > star.SMALL_BYTES:
+    if op in SUMS and piece.nbytes > PAIRS_ABOVE_BYTES:
         yield from pairs.all_reduce(peers, piece)
     elif async_op:
         yield from routes.reduced(peers, piece, op)
@@ -76,7 +77,7 @@ def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], opts: A
 
 def _reduce_scatter(peers: Peers, piece: Tensor, parts: list[Tensor], opts: Any) -> Steps:
     op = opts.reduceOp.op
-    if op in SUMS and peers.world_size * piece.nbytes > star.SMALL_BYTES:
+    if op in SUMS and peers.world_size * piece.nbytes > PAIRS_ABOVE_BYTES:
         yield from pairs.summed(peers, parts, piece)
     else:
         yield from _folded(peers, piece, parts, op)

@@ -13,8 +13,6 @@ from torch import Tensor
 from workers.parallel.peers import Peers, split
 
 ROOT = 0
-SMALL_BYTES = 256 << 10
-HALF_SMALL_BYTES = 64 << 10  # of a reduce_scatter or all_gather: above, fewer bytes are worth more messages
 
 
 def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.add) -> None:
