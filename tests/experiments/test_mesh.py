@@ -18,10 +18,10 @@ from tests.meshes import batches_of, differences, farthest
 from workers.checkpoint import dcp
 from workers.config import Config
 from workers.measure.calls import CalledOp
+from workers.measure.formulas.peaks import Happening
 from workers.measure.ledger import Traffic, WireBytes
 from workers.measure.order import Event, Order
 from workers.parallel.mesh import Mesh
-from workers.passes.forgotten import Moment
 from workers.testing.calls import Ranks
 from workers.workload.baseline import train
 from workers.workload.model import build_model, outline
@@ -231,11 +231,15 @@ def test_gradients_that_stay_whole_show_in_the_peak(monkeypatch: pytest.MonkeyPa
     """As if zero2 had room for all gradients, as zero1 has."""
     lab, config = lab_of_rank_0(), config_of(2, "dp2")
     rank = Rank(config, sizes_of("dp2", 2), 0, HOW["zero2"], 2)
-    passed = [Moment(1000, layer, last=True) for stage in rank.stages.values() for layer in reversed(stage)]
-    monkeypatch.setattr(peak, "moments", lambda *_: passed)
+    passes = [
+        Happening(what, int(name.split(".")[0]), name, live=1000, highest=1000)
+        for name in reversed(peak.units_of(rank)[0].of_name)
+        for what in ("gradient", "taken")
+    ]
+    monkeypatch.setattr(peak, "passes_of", lambda *_: passes)
     lab.config, lab.at = config, lambda *_: None
     numel = sum(local.numel for stage in rank.stages for unit in rank.units(stage) for local in unit)
-    seen = {"gradients": peak.peak_bytes(rank, passed) + stay * numel * rank.itemsize}
+    seen = {"gradients": peak.peak_bytes(rank, passes) + stay * numel * rank.itemsize}
     peak.compare_peaks(lab, {"zero2": rank}, {"zero2": []}, {"zero2": SimpleNamespace(peak=seen)})  # type: ignore[dict-item]
     assert lab.claims == {"peak bytes": not stay}
 
@@ -246,6 +250,21 @@ def test_a_peak_of_scores_is_that_of_the_loss_that_is_cut(ranks: Ranks, tmp_path
     run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="mesh", LAB_STEPS="1", **settings)
     assert failed(run) == set()
     assert "peak bytes" in {claim["name"] for claim in run["comparisons"]}
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "pp2"])
+def test_of_few_numbers_too_a_peak_is_known(ranks: Ranks, tmp_path: Path, mesh: str) -> None:
+    """ZeRO's vectors and a pipeline's messages are small beside a large model's activations, and here they are not."""
+    settings = {
+        "LAB_MESH": mesh, "LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "2", "LAB_BATCH": "8",
+        "LAB_MICROBATCHES": "4", "LAB_PROOF": "0",
+    }  # fmt: skip
+    run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="mesh", LAB_STEPS="1", **settings)
+    assert failed(run) == set()
+    peaks = [claim for claim in run["comparisons"] if claim["name"] == "peak bytes"]
+    assert len(peaks) > 4
+    for claim in peaks:
+        assert claim["measured"] == pytest.approx(claim["predicted"], rel=0.005), claim["variant"]
 
 
 # --- LAB_MESH ---

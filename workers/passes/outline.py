@@ -5,7 +5,7 @@ counted where nothing is split, gathered or scheduled, and what a strategy adds 
 (workers/measure/formulas/peaks.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from workers.measure.purposes import label_before
 from workers.measure.storages import Storages
 from workers.passes.counted import WARMUP_STEPS
 from workers.workload.data import Microbatch
-from workers.workload.model import Model
 from workers.workload.own import is_own
 
 
@@ -82,8 +81,7 @@ def outlined(
     model, batches = lab.model(dtype or given), lab.batches(given)
     model.recompute = model.recompute if recompute is None else recompute
     watch = Watch(lab.device)
-    watch.over(model, again=again)
-    label_before(watch.storages)
+    watch.over(enumerate(model.layers), again=again)
     watch.begin()
     with watch.storages:
         microbatches = dealt(lab.dealt(batches, WARMUP_STEPS))
@@ -104,6 +102,7 @@ class Watch:
 
     def begin(self) -> None:
         """All that is alive now does not count."""
+        label_before(self.storages)
         self.before = self.storages.live_bytes
         self.storages.peak_bytes = self.before
 
@@ -113,10 +112,10 @@ class Watch:
         self.happenings.append(Happening(what, layer, name, numel, highest - self.before, live - self.before))
         self.storages.peak_bytes = live
 
-    def over(self, model: Model, *, again: bool) -> None:
-        """Hear of the layers of `model`, and of its gradients."""
+    def over(self, layers: Iterable[tuple[int, nn.Module]], *, again: bool = False) -> None:
+        """Hear of these layers, each with its number in the model, and of their gradients."""
         seen: set[nn.Parameter] = set()
-        for index, layer in enumerate(model.layers):
+        for index, layer in layers:
             if again:
                 anchor = torch.zeros((), requires_grad=True)  # bytes of text have no gradient, and no graph without
                 layer.forward = partial(Again.apply, layer.forward, partial(self.note, "computed", index), anchor)

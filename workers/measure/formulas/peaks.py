@@ -17,7 +17,7 @@ class Happening(NamedTuple):
 
     dealt: the samples are there; until then the last step's gradients are, too. layer: a layer's forward pass begins.
     left: it ends. output: the gradient of its output is there. gradient: a fresh gradient of a parameter is there.
-    taken: it is gone again. computed: all of the layer's are. passed: a microbatch is done.
+    taken: it was handed over, and is alive a last time. computed: all of the layer's are. passed: a microbatch is done.
     """
 
     what: str
