@@ -92,7 +92,8 @@ def group_of_row(rows: list[list[int]], world: dist.ProcessGroup, timeout_s: flo
     """The group of this rank's row. Every rank makes every row's group, in the same order: torch counts them to give
     each its name."""
     me = dist.get_global_rank(world, world.rank())
-    made = [dist.new_group(row, timedelta(seconds=timeout_s), group_desc=f"mesh_{name}") for row in rows]
+    timeout, backend = timedelta(seconds=timeout_s), dist.get_backend(world)
+    made = [dist.new_group(row, timeout, backend, group_desc=f"mesh_{name}") for row in rows]
     own = next(group for row, group in zip(rows, made, strict=True) if me in row)
     assert isinstance(own, dist.ProcessGroup)
     return own
