@@ -195,7 +195,7 @@ def targets(seen: dict[str, Seen]) -> list[list[str]]:
     held_bytes = [seen[name].activation_bytes for name in ("1f1b", "gpipe")]
     figures["1f1b: activations over gpipe's"] = held_bytes[0] / held_bytes[1], ACTIVATIONS_TARGET
     return [
-        [what, f"{figure:.3f}", f"{limit:.2f}", "yes" if figure <= limit else "NO"]
+        [what, f"{figure:.3f}", f"{limit:.2f}", "yes" if round(figure, 3) <= limit else "NO"]
         for what, (figure, limit) in figures.items()
     ]
 
