@@ -177,7 +177,10 @@ def lab_of_rank_0() -> Any:
 
     config = config_of(4, "dp2,tp2")
     mesh = SimpleNamespace(size=lambda axis: 2, index=lambda axis: 0)
-    return SimpleNamespace(rank=0, config=config, mesh=mesh, compare=compare, check=check, claims=claims)
+    return SimpleNamespace(
+        rank=0, config=config, mesh=mesh, compare=compare, check=check, claims=claims,
+        of_ranks=lambda _, wanted, sent: (wanted, sent),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("swapped", [False, True])
