@@ -74,6 +74,7 @@ class Variant:
     name: str
     build: Build | None = None
     by_torch: bool = False  # PyTorch's own, which the others are held against
+    timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (passes/shares.py)
 
 
 OneProcess: TypeAlias = Callable[..., Losses]  # (model, batches, config, steps, parts=) as workload/baseline.losses

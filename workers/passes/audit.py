@@ -33,20 +33,21 @@ Finding = tuple[Off, str]  # how far something is off, and where
 MISSING = {"weights": Off(math.inf, 0.0)}
 
 
-def sampled(first: int, steps: int, seed: int) -> list[int]:
-    """The steps from `first` to below `steps` that are audited: both ends, and one in between."""
-    between = range(first + 1, steps - 1)
-    drawn = [random.Random(seed).choice(between)] if between else []
-    return sorted({first, *drawn, steps - 1}) if first < steps else []
+def sampled(steps: range, seed: int) -> list[int]:
+    """Those of `steps` that are audited: both ends, and one in between."""
+    drawn = [random.Random(seed).choice(steps[1:-1])] if steps[1:-1] else []
+    return sorted({steps[0], *drawn, steps[-1]}) if steps else []
 
 
 class Audit:
     """The audited steps of some variants, each held against its one process: all ranks go `around` every step."""
 
-    def __init__(self, lab: Lab, batches: Batches, alone: Mapping[str, Alone | None], first: int) -> None:
+    def __init__(
+        self, lab: Lab, batches: Batches, alone: Mapping[str, Alone | None], steps: Mapping[str, range]
+    ) -> None:
         self.lab, self.batches, self.alone = lab, batches, alone
         drilled = {each.step for each in lab.config.planned_faults if each.flipped and each.step is not None}
-        self.steps = sorted({*sampled(first, lab.config.steps, lab.config.seed), *drilled})
+        self.steps = {name: sorted({*sampled(of, lab.config.seed), *drilled}) for name, of in steps.items()}
         self.done: dict[str, list[int]] = {name: [] for name in alone}
         self.found: dict[str, dict[str, Finding]] = {name: {} for name in alone}  # each kind's worst
         self._known: tuple[str, Gradient] | None = None  # the last gradient, by what it was computed from
@@ -56,7 +57,7 @@ class Audit:
         """Around one step of a variant, which works on the batch `data_step`; its share of the loss goes into what is
         yielded."""
         shares: list[float | None] = []
-        if step not in self.steps or name not in self.alone:
+        if step not in self.steps.get(name, ()):
             yield shares
             return
         self.lab.at(step, f"audit of {name}")

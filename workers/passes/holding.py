@@ -46,11 +46,11 @@ class Holding:
     but the number of steps and replicas."""
 
     def __init__(
-        self, lab: Lab, course: Course, strategies: Mapping[str, Strategy], dtype: torch.dtype,
-        held: Mapping[str, Held],
+        self, lab: Lab, course: Course, strategies: Mapping[str, Strategy], ends: Mapping[str, int],
+        dtype: torch.dtype, held: Mapping[str, Held],
     ) -> None:  # fmt: skip
         self.lab, self.held = lab, {name: held.get(name, Held()) for name in strategies}
-        self.starts = dict(course.done)  # the steps that each had done before
+        self.starts, self.ends = dict(course.done), ends  # the steps that each had done before, and is to have done
         kept = in_float32(lab, strategies, dtype)
         self.against: dict[str, OneProcess] = {
             name: each.alone or (MASTERS if name in kept else ONE) for name, each in self.held.items() if not each.why
@@ -64,7 +64,7 @@ class Holding:
             for name, kind in self.against.items()
             if lab.config.proof and kind in NAMES and name not in lab.mode.by_torch
         }
-        self.audit = Audit(lab, course.batches, audited, course.first)
+        self.audit = Audit(lab, course.batches, audited, {name: range(course.first, ends[name]) for name in audited})
 
     @property
     def losses(self) -> dict[str, list[float]]:
@@ -85,8 +85,8 @@ class Holding:
 
     def _count(self, name: str, done: int) -> None:
         """Every step that was to be done, and every one that was to be audited."""
-        steps, audit = self.lab.config.steps, self.audit
-        planned = [step for step in audit.steps if step >= self.starts[name]] if name in audit.done else []
+        steps, audit = self.ends[name], self.audit
+        planned = [step for step in audit.steps.get(name, []) if step >= self.starts[name]]
         missing = abs(max(0, steps - self.starts[name]) - done) + len(set(planned) ^ set(audit.done.get(name, [])))
         told = f", audited: {', '.join(map(str, planned))}" if planned else ""
         detail = f"steps {self.starts[name]} to {steps - 1}{told}" if self.starts[name] < steps else "none left to do"
@@ -102,8 +102,9 @@ class Holding:
             if last is not None:
                 self.lab.compare("last timed loss", own, last, "", variant=name, shown=why)
             return
-        worst = farthest(curve, alone.losses, alone.allowed)
-        if len(curve) != len(alone.losses) or worst is None:
+        expected = alone.losses[: self.ends[name]]
+        worst = farthest(curve, expected, alone.allowed)
+        if len(curve) != len(expected) or worst is None:
             return  # the number of steps has a check of its own
         step, off, bound = worst
         numbers = f" (no numbers from step {len(alone.allowed)} on)" if len(alone.allowed) < len(curve) else ""

@@ -4,7 +4,7 @@ Each pass makes its strategies anew, so that none inherits what another left. Wh
 mode predicted; a mode that says no more than its variants is run by `everything`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from workers.contract import Build, Held, Measured, Strategy
@@ -12,6 +12,7 @@ from workers.lab import Lab
 from workers.passes.counted import count
 from workers.passes.proof import prove
 from workers.passes.recorded import compare_drawn
+from workers.passes.shares import say_shares, timed_ends
 from workers.passes.timed import time_steps
 from workers.workload.data import effective_batch
 from workers.workload.own import is_own
@@ -56,8 +57,10 @@ def measure(
     if lab.config.proof:
         prove(lab, chosen, also, proofs or {}, checkpoints)
     otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
-    with lab.work.of(steps_left(lab, chosen, checkpoints), "timed steps"):
-        bubbles, drawn = time_steps(lab, chosen, otherwise | dict(held or {}), checkpoints)
+    ends = timed_ends(lab, chosen, alike=checkpoints is not None or bool(lab.config.planned_faults))
+    say_shares(lab, ends)
+    with lab.work.of(steps_left(ends, checkpoints), "timed steps"):
+        bubbles, drawn = time_steps(lab, chosen, ends, otherwise | dict(held or {}), checkpoints)
     if timed is not None:
         timed()
     lab.finished("timed")
@@ -94,8 +97,8 @@ def choose(lab: Lab) -> tuple[dict[str, Build], "Checkpoints | None"]:
     return chosen, checkpoints
 
 
-def steps_left(lab: Lab, chosen: Collection[str], checkpoints: "Checkpoints | None") -> int:
+def steps_left(ends: Mapping[str, int], checkpoints: "Checkpoints | None") -> int:
     """The steps of all variants that are to be timed: behind those that a checkpoint holds."""
     found = checkpoints.resumed if checkpoints is not None else None
     done = found.manifest.steps if found is not None else {}
-    return sum(max(0, lab.config.steps - done.get(name, 0)) for name in chosen)
+    return sum(max(0, end - done.get(name, 0)) for name, end in ends.items())

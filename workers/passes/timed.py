@@ -69,9 +69,11 @@ class Stopwatch:
 
 
 def time_steps(
-    lab: Lab, variants: Mapping[str, Build], held: Mapping[str, Held], checkpoints: "Checkpoints | None" = None
-) -> tuple[dict[str, float | None], dict[str, Drawn]]:
-    """Train all variants side by side up to step LAB_STEPS; the first two steps are not timed where there are more.
+    lab: Lab, variants: Mapping[str, Build], ends: Mapping[str, int], held: Mapping[str, Held],
+    checkpoints: "Checkpoints | None" = None,
+) -> tuple[dict[str, float | None], dict[str, Drawn]]:  # fmt: skip
+    """Train all variants side by side, each up to the step where it `ends`; the first two steps are not timed where
+    there are more.
 
     They are held against one process, or to what `held` says instead. Returns the bubble of each variant, on rank 0,
     and what this rank sends in the step of each that is drawn.
@@ -88,7 +90,7 @@ def time_steps(
     strategies = {name: build(lab.model(dtype), lab.mesh, lab.config) for name, build in variants.items()}
     watch = Stopwatch(list(variants))
     course = begun(lab, batches, strategies, checkpoints)
-    holding = Holding(lab, course, strategies, dtype, held)
+    holding = Holding(lab, course, strategies, ends, dtype, held)
     corruption = Corruption(lab, strategies, lab.config.audited_every)
     steps = range(course.first, lab.config.steps)
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
@@ -98,7 +100,8 @@ def time_steps(
             progress.advance(course.first)
             for step in steps:
                 for name in rotated(list(variants), step):
-                    if course.done[name] == step:  # a rank that saved by itself may have been between two variants
+                    # A rank that saved by itself may have been between two variants.
+                    if course.done[name] == step < ends[name]:
                         with holding.audit.around(name, strategies[name], step, course.data_step(step)) as shares:
                             watch.step(name, strategies[name], lab, course, step, corruption)
                             shares.append(watch.shares[name][-1])

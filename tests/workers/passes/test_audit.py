@@ -225,11 +225,11 @@ def test_without_the_proof_steps_and_replicas_alone_are_held(ranks: Ranks, tmp_p
 
 
 def test_the_first_step_the_last_and_one_between_are_audited() -> None:
-    assert sampled(0, 1, 7) == [0]
-    assert sampled(4, 6, 7) == [4, 5]
-    assert sampled(5, 5, 7) == []
+    assert sampled(range(1), 7) == [0]
+    assert sampled(range(4, 6), 7) == [4, 5]
+    assert sampled(range(5, 5), 7) == []
     for seed in range(20):
-        first, between, last = sampled(3, 20, seed)
+        first, between, last = sampled(range(3, 20), seed)
         assert (first, last) == (3, 19)
         assert 3 < between < 19
-    assert len({sampled(0, 20, seed)[1] for seed in range(20)}) > 5
+    assert len({sampled(range(20), seed)[1] for seed in range(20)}) > 5
