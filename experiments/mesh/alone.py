@@ -87,7 +87,7 @@ def engine_of(lab: Lab, rank: Rank, actions: list[Action]) -> tuple[ReducingPipe
     turned = {} if dropouts is None else {"turn_to": dropouts.turn_to}
     pipeline = ReducingPipeline(stages, actions, mesh["pp"], {}, **turned)
     shape = (rank.own_rows(), config.width) if rank.is_gpt else (config.width,)
-    nowhere: Any = FromNowhere(shape, like, rank.p * rank.chunks)
+    nowhere: Any = FromNowhere(shape, like, rank.p * rank.chunks, copies=config.backend == "tcp")
     pipeline.boundaries = nowhere
     engine: Engine = ByHand(pipeline, model.loss)
     return pipeline, engine if positions is None else OfOwnPositions(engine, positions, rank.at["cp"])

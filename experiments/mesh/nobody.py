@@ -99,11 +99,12 @@ class FromNowhere:
     """Boundaries where zeros come in, [b, ...] of a `shape`, and what goes out is kept as long as it may be read.
 
     AHEAD receives have their memory. What is sent stays until its answer comes: of an activation the gradient, of a
-    gradient nothing before the step ends.
+    gradient nothing before the step ends. What `copies` a message at once, as the kernel does for plain TCP, keeps
+    none.
     """
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor, num_stages: int) -> None:
-        self.shape, self.like, self.num_stages = shape, like, num_stages
+    def __init__(self, shape: tuple[int, ...], like: Tensor, num_stages: int, *, copies: bool) -> None:
+        self.shape, self.like, self.num_stages, self.copies = shape, like, num_stages, copies
 
     def agree(self, *_: Any) -> None: ...
 
@@ -124,11 +125,11 @@ class FromNowhere:
         came = self.posted.pop(0)
         self._post()
         if action.kind != "forward":
-            del self.sent[True, action.stage, action.microbatch]
+            self.sent.pop((True, action.stage, action.microbatch), None)
         return came
 
     def give(self, action: Action, tensor: Tensor) -> None:
-        if gives(action, self.num_stages) is not None:
+        if gives(action, self.num_stages) is not None and not self.copies:
             self.sent[action.kind == "forward", action.stage, action.microbatch] = tensor.contiguous()
 
     def finish(self) -> None:
