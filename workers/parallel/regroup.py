@@ -106,17 +106,15 @@ class Regroup:
     def _store(self, host: Address, bound: timedelta) -> dist.TCPStore:
         """Connect in a thread that is left to itself where this group is cut meanwhile.
 
-        A host that dies after it was asked leaves no connection for a cut to end, and torch goes on: a timeout of 10 s
-        was waited as 23 s, one of 0.3 s as up to 2 s. A host that only is busy connects with 0.3 s too.
+        A host that dies after it was asked leaves no connection for a cut to end, and torch goes on: a bound of 10 s
+        was waited as 23 s. A shorter one would fail where this process has no core: 0.3 s did, in tests.
         """
         connected: Future[dist.TCPStore] = Future()
 
         def connect() -> None:
             try:
-                short = timedelta(seconds=ASK_S)
-                connected.set_result(
-                    dist.TCPStore(host.ip, host.store_port, None, False, short, wait_for_workers=False)
-                )
+                store = dist.TCPStore(host.ip, host.store_port, None, False, bound, wait_for_workers=False)
+                connected.set_result(store)
             except (RuntimeError, OSError) as error:
                 connected.set_exception(error)
 
@@ -124,9 +122,7 @@ class Regroup:
         while not wait([connected], LOOK_S).done:
             if self._is_cut:
                 raise RuntimeError(f"the store of {host.ip}:{host.store_port} went while it was connected to")
-        store = connected.result()
-        store.set_timeout(bound)
-        return store
+        return connected.result()
 
     def cut(self) -> None:
         """From any thread: whoever waits in the group, or for it to stand, raises RuntimeError."""
