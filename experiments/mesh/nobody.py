@@ -13,7 +13,7 @@ from workers.parallel.schedules import Action, gives, needs
 from workers.parallel.sequence import Sequence
 from workers.parallel.vocabulary import own_tokens
 
-AHEAD = 2  # receives that a rank has posted
+AHEAD = 2  # receives that a rank may have posted: the rule, and not what boundaries.py does, so that more are seen
 
 
 class Place:
