@@ -1,46 +1,28 @@
 """A rank's doctor and its script: starts the process, hears what it tells, looks how it is, and ends it.
 
-Nothing here asks the script's interpreter, which may be stuck in C++ with its lock held: its state and its processor
-time are the kernel's words (proc(5)), and its Python stacks are written by faulthandler from a signal.
+Nothing here waits for the script's interpreter, which may be stuck in C++ with its lock held: its state and its
+processor time are the kernel's words (proc(5)), and its Python stacks come where it can tell them (stacks.py).
 """
 
 import fcntl
 import os
 import re
-import select
 import signal
 import time
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
 
 from workers.check import script
 from workers.check.script import Ends, Job
+from workers.check.stacks import Frame, Look, Stacks
 from workers.cluster.launch import CONTEXT
 
 TICKS = os.sysconf("SC_CLK_TCK")
 READ_BYTES = PIPE_BYTES = 1 << 20  # some 15,000 calls between two looks
 KILLED_S = 1.0  # until the kernel has taken a killed process away
 NANOSECONDS = 1e9
-STACK_S = 0.5  # from a signal until its stacks are there; nothing else is done meanwhile
-
-
-class Look(NamedTuple):
-    """How the script's process is, by the kernel: its state, and seconds of processor time that its threads had."""
-
-    state: str
-    cpu_s: float
-    peak_bytes: int
-
-
-class Frame(NamedTuple):
-    """A line of a Python stack."""
-
-    file: str
-    line: int
-    function: str
 
 
 class Bedside:
@@ -50,8 +32,8 @@ class Bedside:
         self.process, self._ends = process, ends
         self._rest = b""
         self.peak_bytes = 0
-        for each in (self._ends.told, self._ends.stacks):
-            os.set_blocking(each, False)
+        os.set_blocking(ends.told, False)
+        self._stacks = Stacks(process.pid or 0, ends.asked, ends.stacks, self.look)
 
     def close(self) -> None:
         """Our ends of the pipes, of a process that is gone."""
@@ -101,20 +83,7 @@ class Bedside:
 
     def stacks(self) -> dict[int, list[Frame]]:
         """The Python stack of each thread by its number, innermost frame first; empty where none came."""
-        self._read_stacks()
-        with suppress(ProcessLookupError, TypeError):
-            os.kill(self.process.pid or 0, script.STACKS)
-        deadline, text = time.monotonic() + STACK_S, ""
-        while time.monotonic() < deadline and not text.endswith("\n\n"):
-            ready, _, _ = select.select([self._ends.stacks], [], [], 0.05)
-            text += self._read_stacks() if ready else ("\n\n" if text else "")
-        return parsed(text)
-
-    def _read_stacks(self) -> str:
-        try:
-            return os.read(self._ends.stacks, READ_BYTES).decode(errors="replace")
-        except BlockingIOError:
-            return ""
+        return self._stacks.taken()
 
     def let_go(self, at_most_s: float) -> None:
         """Let an ended script's process end; what is left of it and of what it started is killed after that."""
@@ -134,10 +103,10 @@ class Bedside:
 
 
 def pipes() -> tuple[Ends, Ends]:
-    """Our ends of the three pipes, and the watched process's."""
-    told, stacks, gate = os.pipe(), os.pipe(), os.pipe()
+    """Our ends of the four pipes, and the watched process's."""
+    told, stacks, asked, gate = (os.pipe() for _ in Ends._fields)
     fcntl.fcntl(told[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return Ends(told[0], stacks[0], gate[1]), Ends(told[1], stacks[1], gate[0])
+    return Ends(told[0], stacks[0], asked[1], gate[1]), Ends(told[1], stacks[1], asked[0], gate[0])
 
 
 def forked(job: Job) -> Bedside:
@@ -147,17 +116,6 @@ def forked(job: Job) -> Bedside:
     process.start()
     theirs.close()
     return Bedside(process, ours)
-
-
-def parsed(text: str) -> dict[int, list[Frame]]:
-    """The stacks that faulthandler wrote."""
-    found: dict[int, list[Frame]] = {}
-    for part in re.split(r"(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE):
-        head = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", part)
-        if head:
-            frames = re.findall(r'File "([^"]*)", line (\d+) in (.*)', part)
-            found[int(head[1], 16)] = [Frame(file, int(line), function) for file, line, function in frames]
-    return found
 
 
 def how_it_ended(exit_code: int) -> str:

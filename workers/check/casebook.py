@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from workers.check.bedside import Frame
+from workers.check.stacks import Frame
 from workers.cluster import name_ranks
 from workers.measure.calls import sent_bytes
 

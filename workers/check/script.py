@@ -8,7 +8,6 @@ the doctor lets it go: who still waits for it goes on waiting, and is asked wher
 
 import atexit
 import ctypes
-import faulthandler
 import os
 import signal
 import sys
@@ -24,11 +23,11 @@ from typing import Any, NamedTuple
 from workers.check.handles import Handles
 from workers.check.places import Places
 from workers.check.recording import Recorder
+from workers.check.stacks import STACKS, answer
 from workers.check.telling import Telling, now
 from workers.check.training import Training
 from workers.check.waits import Waits
 
-STACKS = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2  # asks for the Python stacks
 PR_SET_PDEATHSIG = 1
 OURS = ("workers", "experiments", "ranklab", "benchmarks", "tests")
 MOST_FRAMES = 40
@@ -47,10 +46,12 @@ class Job(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """One end of each of three pipes: what the script's process tells, where its stacks go, and what it waits at."""
+    """One end of each of four pipes: what the script's process tells, where its stacks go, where it is asked for them,
+    and what it waits at."""
 
     told: int
     stacks: int
+    asked: int
     gate: int
 
     def close(self) -> None:
@@ -76,7 +77,7 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
         os.environ[name] = value
     telling = Telling(ends.told)
     recorder, training, waits = watched(telling, job)
-    faulthandler.register(STACKS, file=ends.stacks, all_threads=True, chain=False)
+    answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
     code = ended(job, telling, recorder, training, waits)
     waits.tell_sockets()

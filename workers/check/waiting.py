@@ -8,10 +8,11 @@ none of those and none that is over; whoever is left never goes on (the circular
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from workers.check.bedside import Frame, how_it_ended
+from workers.check.bedside import how_it_ended
 from workers.check.casebook import MADE, Call, Case, Wait, group_words, words
 from workers.check.finding import HANG, Finding
 from workers.check.matching import Matching
+from workers.check.stacks import Frame
 from workers.cluster import name_ranks
 
 SURE_AFTER_S = 1.0  # of a rank that waits for one which is over: what it told last may be on its way

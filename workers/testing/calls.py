@@ -9,7 +9,6 @@ that raises, dies or does not answer fails the test by name, with where each ran
 """
 
 import datetime
-import faulthandler
 import gc
 import signal
 import sys
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.check.script import STACKS
 from workers.testing.pool import CONTEXT, WarmRank, where
 from workers.testing.rank import Start, at_home
 
@@ -133,9 +131,8 @@ def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
 
 def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
     """One rank: join, then run what arrives until None does."""
-    _, stacks = at_home(start, ends, output)
+    at_home(start, ends, output)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)
     bound = datetime.timedelta(seconds=COLLECTIVE_S)
     # The loopback address by name of its own device: a machine's host name need not resolve.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

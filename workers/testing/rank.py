@@ -5,7 +5,6 @@ All calls of the test are recorded for the doctor in pytest's process, as those 
 
 import ctypes
 import datetime
-import faulthandler
 import os
 import signal
 import sys
@@ -23,7 +22,8 @@ from _pytest._code import ExceptionInfo
 
 from workers.check.places import Places
 from workers.check.recording import Recorder
-from workers.check.script import PR_SET_PDEATHSIG, STACKS, described, recorded
+from workers.check.script import PR_SET_PDEATHSIG, described, recorded
+from workers.check.stacks import answer
 from workers.check.telling import Telling, now
 from workers.parallel.dialling import Dialling
 from workers.testing import rewriting
@@ -52,18 +52,19 @@ class Start(NamedTuple):
     files: Sequence[str]  # patterns of test files
 
 
-def at_home(start: Start, ends: Any, output: Any) -> tuple[int, int]:
-    """Settle down in a new process: where its lines and its stacks go."""
+def at_home(start: Start, ends: Any, output: Any) -> int:
+    """Settle down in a new process that tells its stacks; where its lines go."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     leave_to_pytest()
     os.setpgid(0, 0)  # so that what a test starts ends with it
-    told, stacks, _ = ends.detach()
+    told, stacks, asked, _ = ends.detach()
+    answer(asked, stacks)
     os.dup2(output.detach(), 1)
     os.dup2(1, 2)
     os.chdir(start.root)
     sys.path[:] = list(start.path)
     torch.set_num_threads(1)
-    return told, stacks
+    return int(told)
 
 
 def leave_to_pytest() -> None:
@@ -80,12 +81,11 @@ def leave_to_pytest() -> None:
 
 def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
     """Run what comes until nothing does."""
-    told, stacks = at_home(start, ends, output)
+    told = at_home(start, ends, output)
     telling = Telling(told)
     recorder, _ = recorded(telling, Path(start.root), start.port)
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
     here = Here(start.rank, store, telling, recorder)
-    faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)
     rewriting.install(start.files)
     control.send(None)
     while (task := control.recv()) is not None:

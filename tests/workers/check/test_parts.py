@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from workers.check.bedside import Frame, how_it_ended, parsed
+from workers.check.bedside import how_it_ended
 from workers.check.casebook import Case, Place, Wait
 from workers.check.dropouts import groups_of
 from workers.check.finding import DEVICES, HANG
 from workers.check.matching import Matching
 from workers.check.quiet import Quiet
 from workers.check.spans import MOST, spans_of
+from workers.check.stacks import Frame, parsed
 from workers.check.still import Still
 from workers.check.waiting import Standing, hung
 
