@@ -1,6 +1,7 @@
 """`make bench`: every ratio against PyTorch's own beside its target, and what the lab itself costs."""
 
 from benchmarks import (
+    causes,
     checkpoint,
     cluster,
     collectives,
@@ -33,6 +34,7 @@ if __name__ == "__main__":
         cp,
         pp,
         mesh,
+        causes,
         timeline,
         proof,
         link,

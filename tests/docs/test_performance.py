@@ -3,7 +3,7 @@ code."""
 
 import re
 
-from benchmarks import collectives, compress, cp, link, mesh, pp
+from benchmarks import causes, collectives, compress, cp, link, mesh, pp
 from tests.docs.pages import page
 from workers.parallel.picking import pick
 
@@ -110,3 +110,12 @@ def test_the_targets_of_slow_links_are_judged_as_they_stand() -> None:
         assert row["held"] == ("-" if target is None else "yes" if float(row["ratio"]) <= target else "NO")
         if row["off"] != "-":
             assert (row["wire"] == "yes") == (abs(float(row["off"][:-1])) <= 100 * compress.WIRE_TARGET)
+
+
+def test_the_causes_are_those_that_the_command_prints() -> None:
+    block = PAGE.partition("`python -m benchmarks.causes` shows:")[2].split("```")[1]
+    assert f"behind a sleep of {causes.SLEEP_S * 1e3:.0f} ms" in block
+    assert f"a sum of {causes.SUM_BYTES >> 10} KiB by two ranks" in block
+    assert tuple(re.findall(r"^(\w+ over \w+) ", block, re.MULTILINE)) == causes.PIPES
+    halves = dict(re.findall(r"^(all_reduce|reduce_scatter|all_gather) +([\d.]+)$", block, re.MULTILINE))
+    assert 2 < (float(halves["reduce_scatter"]) + float(halves["all_gather"])) / float(halves["all_reduce"]) < 3
