@@ -2,7 +2,7 @@
 
 A layer of benchmarks.pp behind the sleep that pretends its compute and awake; pipelines over plain TCP, awake, against
 PyTorch's over gloo; and the two halves of a sum of benchmarks.mesh, which sequence parallelism makes, against a whole
-one, with both pairs of ranks of dp 2 x tp 2 at it.
+one and against what it does not use yet, one all_to_all and a sum; both pairs of ranks of dp 2 x tp 2 are at it.
 """
 
 import statistics
@@ -16,8 +16,8 @@ from torch import nn
 
 from benchmarks import pp
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from workers.parallel.collectives import Collective
 from workers.parallel.dialling import Dialling
+from workers.parallel.sequence import Sequence
 
 SLEEP_S = 0.010  # LAB_SLEEP_MS of benchmarks.pp
 LAYER_CALLS, SUM_CALLS = 40, 20
@@ -69,12 +69,19 @@ def sums(world: dist.ProcessGroup, rounds: int) -> dict[str, Timing]:
     """A whole sum of two ranks and its halves, while two other ranks do the same."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[world.rank() // 2]
-    collective = Collective(pair, "direct")
+    halves = Sequence(pair)  # as the mesh makes them
     whole, half = torch.ones(SUM_BYTES // 4), torch.ones(SUM_BYTES // 8)
+    came = torch.empty_like(whole)
+
+    def exchanged() -> None:
+        pair.alltoall_base(came, whole, [], []).wait()
+        torch.add(*came.chunk(2), out=half)
+
     candidates: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=pair),
-        "reduce_scatter": lambda: collective.reduce_scatter(half, whole),
-        "all_gather": lambda: collective.all_gather(whole, half),
+        "reduce_scatter": lambda: halves.scattering.reduce_scatter(half, whole),
+        "reduce_scatter by all_to_all": exchanged,
+        "all_gather": lambda: halves.gathering.all_gather(whole, half),
     }
     return interleave(candidates, world, rounds, SUM_CALLS)
 

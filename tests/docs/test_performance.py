@@ -117,5 +117,6 @@ def test_the_causes_are_those_that_the_command_prints() -> None:
     assert f"behind a sleep of {causes.SLEEP_S * 1e3:.0f} ms" in block
     assert f"a sum of {causes.SUM_BYTES >> 10} KiB by two ranks" in block
     assert tuple(re.findall(r"^(\w+ over \w+) ", block, re.MULTILINE)) == causes.PIPES
-    halves = dict(re.findall(r"^(all_reduce|reduce_scatter|all_gather) +([\d.]+)$", block, re.MULTILINE))
+    halves = dict(re.findall(r"^(all_\w+|reduce_scatter[\w ]*?) +([\d.]+)$", block, re.MULTILINE))
+    assert float(halves["reduce_scatter by all_to_all"]) < float(halves["reduce_scatter"]) / 2
     assert 2 < (float(halves["reduce_scatter"]) + float(halves["all_gather"])) / float(halves["all_reduce"]) < 3
