@@ -25,9 +25,8 @@ SUM_BYTES = 512 << 10  # activations of benchmarks.mesh: 2 samples of 128 positi
 PIPES = ("1f1b over tcp", "1f1b over gloo", "torch_1f1b over gloo")
 
 
-def layers() -> list[list[str]]:
+def layers(_: dist.ProcessGroup) -> list[list[str]]:
     """Median CPU ms of this thread for a layer of benchmarks.pp, forward and backward: awake, and behind a sleep."""
-    torch.set_num_threads(1)
     layer, samples = nn.Linear(64, 64), torch.randn(8, 64)
 
     def cpu_ms(sleep_s: float) -> tuple[float, float]:
@@ -89,7 +88,7 @@ def sums(world: dist.ProcessGroup, rounds: int) -> dict[str, Timing]:
 def main(rounds: int = 15) -> None:
     """Print the three tables."""
     print("CPU ms of a linear layer of 64 x 64 and 8 samples, medians")
-    print(table(["pass", "awake", f"behind a sleep of {SLEEP_S * 1e3:.0f} ms"], layers()))
+    print(table(["pass", "awake", f"behind a sleep of {SLEEP_S * 1e3:.0f} ms"], on_ranks(1, layers)))
     seen = on_ranks(pp.RANKS, pipelines, 4 * rounds)
     theirs, rows = seen["torch_1f1b over gloo"], []
     for name, timing in seen.items():
