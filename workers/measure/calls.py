@@ -2,9 +2,9 @@
 
 PyTorch hands each c10d call through its dispatcher, so a TorchDispatchMode sees it whoever made it: the lesson, a
 gradient hook in the backward pass, DDP's reducer in C++, fully_shard, DTensor, a functional collective. Called bytes
-are what the best algorithm sends of the whole tensor (`sent_bytes`), worked out here and not by formulas/: what is
-predicted is held against them exactly, so neither may come from the other. Barriers and receives send nothing of their
-own, and are not counted.
+are what the best algorithm sends of the whole tensor (`sent_bytes`; `given_bytes` of an all_to_all), worked out here
+and not by formulas/: what is predicted is held against them exactly, so neither may come from the other. Barriers and
+receives send nothing of their own, and are not counted.
 
 A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward
 pass runs on the caller's thread; on CUDA autograd hands its threads the mode (at::ThreadLocalState), as the sources
@@ -91,13 +91,15 @@ class Calls(TorchDispatchMode):
         name = func._schema.name  # type: ignore[attr-defined]
         if name in OPERATIONS:
             op, position = OPERATIONS[name]
-            self._count(op, nbytes_of(result if position == RESULT else args[position]), args)
+            self._count(op, nbytes_of(result if position == RESULT else args[position]), name, args)
         return result
 
-    def _count(self, op: str, raw_bytes: int, args: tuple[Any, ...]) -> None:
+    def _count(self, op: str, raw_bytes: int, name: str, args: tuple[Any, ...]) -> None:
         group = _group(args)
         if op == "gather":  # the argument is this rank's part; all send theirs but the root, args[3]
             called_bytes = float(raw_bytes if args[3] != group.rank() else 0)
+        elif op == "all_to_all":
+            called_bytes = given_bytes(name, args, group)
         else:
             called_bytes = sent_bytes(op, raw_bytes, group.size())
         entry = self._ops.setdefault((op, axis_of(group)), CalledOp(op, axis_of(group)))
@@ -116,6 +118,22 @@ def sent_bytes(op: str, nbytes: int, group_size: int) -> float:
         return float(nbytes)
     others = nbytes - nbytes / group_size
     return 2 * others if op == "all_reduce" else others
+
+
+# Schema name of an all_to_all -> which argument is what this rank gives, and which the rows of it to each other one.
+GIVEN = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
+
+
+def given_bytes(name: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+    """What a rank sends in an all_to_all, whose parts may be uneven: all but what it keeps."""
+    if name not in GIVEN:  # a list of parts
+        return float(nbytes_of(args[1]) - nbytes_of(args[1][group.rank()]))
+    tensor, rows = (args[position] for position in GIVEN[name])
+    if not rows:  # equal parts
+        return sent_bytes("all_to_all", nbytes_of(tensor), group.size())
+    whole = float(nbytes_of(tensor))
+    kept: float = whole * rows[group.rank()] / max(1, sum(rows))
+    return whole - kept
 
 
 def axis_of(group: dist.ProcessGroup) -> str:

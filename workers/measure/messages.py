@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from workers.measure.calls import OPERATIONS, RESULT, nbytes_of, sent_bytes
+from workers.measure.calls import OPERATIONS, RESULT, given_bytes, nbytes_of, sent_bytes
 from workers.measure.shapes import BELOW, HERE, SHAPES, Shape
 
 LEAST_RANKS = 2  # a group of one sends nothing
@@ -95,4 +95,6 @@ def message_of(name: str, shape: Shape, args: tuple[Any, ...]) -> Message | None
     sent = sent_bytes(shape.op, whole, group.size())
     if shape.op == "gather":  # the argument is this rank's part; all send theirs but the root
         sent = float(whole if args[3] != group.rank() else 0)
+    elif shape.op == "all_to_all":
+        sent = given_bytes(f"c10d::{name}", args, group)
     return Message(shape.op, ranks, sent, whole, 0, now, now)

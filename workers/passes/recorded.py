@@ -25,7 +25,7 @@ from workers.workload.data import Microbatch
 from workers.workload.own import is_own
 
 RECORDED_STEPS = 3
-AS_PRICED = {"send", "recv", "all_reduce", "all_gather"}  # operations of which gloo sends what is least
+AS_PRICED = {"send", "recv", "all_reduce", "all_gather", "all_to_all"}  # operations of which gloo sends what is least
 CONTROL = "tests/workers/passes/test_recorded.py::test_a_message_that_is_not_drawn_is_seen"
 
 
@@ -140,8 +140,9 @@ def number_of(messages: list[Message]) -> int:
 
 def gloo_messages(message: Message) -> int:
     """Those of a collective."""
-    whole = message.op in ("all_reduce", "reduce_scatter")
-    return gloo_all_reduce_messages(len(message.ranks), message.nbytes) if whole else 2 * (len(message.ranks) - 1)
+    if message.op in ("all_reduce", "reduce_scatter"):
+        return gloo_all_reduce_messages(len(message.ranks), message.nbytes)
+    return (len(message.ranks) - 1) * (1 if message.op == "all_to_all" else 2)
 
 
 def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Counted]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -49,6 +50,7 @@ def every_operation(group: dist.ProcessGroup) -> dict[str, Counts]:
         "reduce_scatter": counted(lambda: dist.reduce_scatter(part, parts, group=group)),
         "reduce_scatter_tensor": counted(lambda: dist.reduce_scatter_tensor(part, whole, group=group)),
         "all_to_all_single": counted(lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group)),
+        "all_to_all": counted(lambda: dist.all_to_all([torch.empty(6) for _ in parts], parts, group=group)),
         "scatter": counted(lambda: dist.scatter(part, parts if root else None, 1, group=group)),
         "gather": counted(lambda: dist.gather(part, parts if root else None, 1, group=group)),
         "batch_isend_irecv": counted(send_and_receive),
@@ -71,12 +73,34 @@ def test_every_operation_is_seen_once(ranks: Ranks, world_size: int) -> None:
             "reduce_scatter": {"reduce_scatter": (1, whole, pytest.approx(share * whole))},
             "reduce_scatter_tensor": {"reduce_scatter": (1, whole, pytest.approx(share * whole))},
             "all_to_all_single": {"all_to_all": (1, whole, pytest.approx(share * whole))},
+            "all_to_all": {"all_to_all": (1, whole, pytest.approx(share * whole))},
             "scatter": {"scatter": (1, whole if root else 0, pytest.approx(share * whole if root else 0))},
             "gather": {"gather": (1, part, 0 if root else part)},
             "batch_isend_irecv": {"send": (1, part, part)},
             "group.send": {"send": (1, part, part)},
             "barrier": {},
         }
+
+
+def uneven(group: dist.ProcessGroup) -> list[Counts]:
+    """Rank r gives rank o 1 + r + 2·o rows of 3 numbers: as one tensor, and as a functional collective. Of a list gloo
+    takes equal parts alone."""
+    size, rank = group.size(), group.rank()
+    given, taken = ([1 + rank + 2 * o for o in range(size)], [1 + o + 2 * rank for o in range(size)])
+    tensor = torch.ones(sum(given), 3)
+    place = torch.empty(sum(taken), 3)
+    return [
+        counted(lambda: dist.all_to_all_single(place, tensor, taken, given, group=group)),
+        counted(lambda: functional.all_to_all_single(tensor, taken, given, group)),
+    ]
+
+
+def test_an_uneven_all_to_all_is_what_goes_to_the_others(ranks: Ranks) -> None:
+    size = 3
+    for rank, seen in enumerate(ranks(size, uneven)):
+        rows = [1 + rank + 2 * other for other in range(size)]
+        wanted = 12 * (sum(rows) - rows[rank])
+        assert seen == [{"all_to_all": (1, 12 * sum(rows), pytest.approx(wanted))}] * 2
 
 
 def in_the_backward_pass(group: dist.ProcessGroup) -> Counts:

@@ -57,6 +57,19 @@ def test_a_ring_by_hand_is_its_messages(ranks: Ranks) -> None:
         assert nbytes == pytest.approx(2 * 2 / 3 * 4000, rel=0.01)
 
 
+def uneven(group: dist.ProcessGroup) -> list[Message]:
+    """Rank r gives rank o 1 + 2·o rows of 3 numbers."""
+    given, taken = [1, 3, 5], [1 + 2 * group.rank()] * 3
+    with Messages().recorded() as messages:
+        dist.all_to_all_single(torch.empty(sum(taken), 3), torch.ones(9, 3), taken, given, group=group)
+    return messages.found
+
+
+def test_an_uneven_all_to_all_is_what_goes_to_the_others(ranks: Ranks) -> None:
+    found = [[(each.op, each.nbytes, each.sent_bytes) for each in of_rank] for of_rank in ranks(3, uneven)]
+    assert found == [[("all_to_all", 108, 12.0 * (9 - kept))] for kept in (1, 3, 5)]
+
+
 def alone(group: dist.ProcessGroup) -> int:
     with Messages().recorded() as messages:
         dist.all_reduce(torch.ones(1), group=group)

@@ -107,3 +107,4 @@ def test_messages_are_counted_as_gloo_sends_them() -> None:
 
     assert number_of([message("send", 0, 1), message("recv", 1, 0), message("recv", 2, 0)]) == 2
     assert number_of([message("all_reduce", 0, 1, 2), message("all_gather", 0, 1, 2)]) == 8 + 4
+    assert number_of([message("all_to_all", 0, 1, 2)]) == 2
