@@ -2,7 +2,7 @@
 
 A layer of benchmarks.pp behind the sleep that pretends its compute and awake; pipelines over plain TCP, awake, against
 PyTorch's over gloo; and the two halves of a sum of benchmarks.mesh, which sequence parallelism makes, against a whole
-one and against what it does not use yet, one all_to_all and a sum; both pairs of ranks of dp 2 x tp 2 are at it.
+one and against a reduce_scatter of sends and receives; both pairs of ranks of dp 2 x tp 2 are at it.
 """
 
 import statistics
@@ -16,6 +16,7 @@ from torch import nn
 
 from benchmarks import pp
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from workers.parallel.collectives import Collective
 from workers.parallel.dialling import Dialling
 from workers.parallel.sequence import Sequence
 
@@ -68,18 +69,12 @@ def sums(world: dist.ProcessGroup, rounds: int) -> dict[str, Timing]:
     """A whole sum of two ranks and its halves, while two other ranks do the same."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[world.rank() // 2]
-    halves = Sequence(pair)  # as the mesh makes them
+    halves, messages = Sequence(pair), Collective(pair, "direct")  # as the mesh makes them; and before
     whole, half = torch.ones(SUM_BYTES // 4), torch.ones(SUM_BYTES // 8)
-    came = torch.empty_like(whole)
-
-    def exchanged() -> None:
-        pair.alltoall_base(came, whole, [], []).wait()
-        torch.add(*came.chunk(2), out=half)
-
     candidates: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=pair),
-        "reduce_scatter": lambda: halves.scattering.reduce_scatter(half, whole),
-        "reduce_scatter by all_to_all": exchanged,
+        "reduce_scatter by messages": lambda: messages.reduce_scatter(half, whole),
+        "reduce_scatter by all_to_all": lambda: halves.scattering.reduce_scatter(half, whole),
         "all_gather": lambda: halves.gathering.all_gather(whole, half),
     }
     return interleave(candidates, world, rounds, SUM_CALLS)

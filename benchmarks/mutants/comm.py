@@ -15,7 +15,7 @@ RESUMING, WRITING = (f"workers/checkpoint/{name}.py" for name in ("resuming", "w
 
 MUTANTS = [
     Mutant(RING, "torch.add(incoming, part, out", "torch.add(incoming, part * (not last), out", RINGS),
-    Mutant(DIRECT, "_sum([chunks[peers.rank], *parts], output)", "_sum([*parts, parts[0] * 0], output)", DIRECTS),
+    Mutant(DIRECT, "add_up([chunks[peers.rank], *parts], output)", "add_up([*parts, parts[0] * 0], output)", DIRECTS),
     Mutant(DIRECT, "for block in blocks[2:]:", "for block in blocks[3:]:", DIRECTS),
     Mutant(DIRECT, "(peer, chunks[peer]) for peer", "(peer, chunks[peer].clone()) for peer", DIRECTS),
     Mutant(TREE, "self.tensor.add_(incoming)", "self.tensor.add_(0)", TREES),

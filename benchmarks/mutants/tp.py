@@ -21,6 +21,12 @@ MUTANTS = [
         GPT + "sequence",
     ),
     Mutant(
+        "workers/parallel/exchange.py",
+        "add_up([parts[peer] for peer in ring], output)",
+        "add_up([parts[peers.rank] for peer in ring], output)",
+        GPT + "sequence",
+    ),
+    Mutant(
         "workers/parallel/vocabulary.py",
         "        probabilities[own, columns] -= gradients[0]",
         "        probabilities[own, columns] += gradients[0]",

@@ -40,7 +40,7 @@ class Unsummed:
 
 
 class Zeros:
-    """A Collective that gets zeros; what the others would have sent for a sum has its memory, which is kept."""
+    """A Collective that gets zeros; what all would have sent for a sum has its memory, which is kept."""
 
     def __init__(self, place: Place) -> None:
         self.peers = SimpleNamespace(rank=place.rank(), world_size=place.size())
@@ -50,7 +50,7 @@ class Zeros:
         rows.zero_()
 
     def reduce_scatter(self, chunk: Tensor, _rows: Tensor) -> None:
-        numel = (self.peers.world_size - 1) * chunk.numel()
+        numel = self.peers.world_size * chunk.numel()
         if self.scratch is None or self.scratch.numel() < numel:
             self.scratch = None
             self.scratch = chunk.new_empty(numel)

@@ -4,6 +4,7 @@ rows."""
 from experiments.mesh.costs import Cost, summed, total
 from experiments.mesh.held import Rank
 from workers.measure.formulas.collectives import all_gather_bytes, chunk_bytes, reduce_scatter_bytes
+from workers.measure.formulas.tensor import scatter_calls
 
 
 def over_tp(rank: Rank) -> Cost:
@@ -58,8 +59,8 @@ def gathered(rank: Rank, row_bytes: int) -> Cost:
 def scattered(rank: Rank, row_bytes: int) -> Cost:
     """A reduce_scatter of rows: to each other rank its own."""
     t, own = rank.t, rank.at["tp"]
-    filled = sum(size > 0 for other, size in enumerate(chunk_bytes(t, rank.seq, 1)) if other != own)
-    return Cost(reduce_scatter_bytes("direct", t, rank.seq * row_bytes, own, row_bytes), filled, t - 1)
+    nbytes = reduce_scatter_bytes("direct", t, rank.seq * row_bytes, own, row_bytes)
+    return Cost(nbytes, scatter_calls(chunk_bytes(t, rank.seq, 1), own, rank.config.backend), t - 1)
 
 
 def rows_at_rest(rank: Rank) -> Cost:

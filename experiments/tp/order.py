@@ -14,6 +14,7 @@ from workers.workload.own import is_own
 
 SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 COLLECTIVES = (SUM, GATHER, SCATTER)
+MESSAGES = ("send", "receive", "all_to_all")  # what one by hand is made of
 Ops = tuple[str, ...]
 
 # Forward and backward of an embedding, a layer and an output layer; mlp's layers have one slice.
@@ -67,7 +68,7 @@ def collectives(events: list[Event]) -> list[str]:
             inside = event.name
         elif event.name in COLLECTIVES and event.what == "end":
             inside = ""
-        elif event.what == "call" and event.name not in (inside, *(("send", "receive") if inside else ())):
+        elif event.what == "call" and event.name not in (inside, *(MESSAGES if inside else ())):
             found.append(event.name)
     return found
 

@@ -88,11 +88,11 @@ def _sum_own(peers: Peers, chunks: list[Tensor], output: Tensor) -> Summing:
         receives = [(peer, part) for (peer, _), part in zip(others, parts, strict=True)]
         received, sent = peers.post(peers.new_tag(), receives, reversed(others))
         yield from received
-        _sum([chunks[peers.rank], *parts], output)
+        add_up([chunks[peers.rank], *parts], output)
     return sent
 
 
-def _sum(parts: list[Tensor], output: Tensor) -> None:
+def add_up(parts: list[Tensor], output: Tensor) -> None:
     """output = parts[0] + parts[1] + ..., block by block; output may be parts[0]."""
     length = BLOCK_BYTES // output.element_size()
     for first in range(0, output.numel(), length):

@@ -15,8 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.parallel import direct, exchange
 from workers.parallel.collectives import Collective
 from workers.parallel.phases import phase
+
+# How the rows are scattered, by backend.
+SCATTERING = {"gloo": "exchange", "tcp": "direct", "nccl": "backend"}
 
 
 class Sequence:
@@ -27,10 +31,12 @@ class Sequence:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # gloo's reduce_scatter is an all_reduce and a slice; ours sends (N-1)/N of the bytes, and no more. Its
+        # gloo's reduce_scatter is an all_reduce and a slice; its all_to_all, summed by us, sends half as much. Its
         # all_gather is as good as ours, and at 2 ranks better: a step was 0.88x DTensor's in place of 0.94x (`python -m
         # benchmarks.tp`). It takes equal chunks; others are sent by ours.
-        self.scattering = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
+        self.scattering = Collective(
+            group, SCATTERING[dist.get_backend(group)], {"direct": direct, "exchange": exchange}
+        )
         self.gathering = Collective(group, "backend")
         self.num_rows = 0
 

@@ -163,7 +163,7 @@ def test_a_slice_is_one_all_reduce_each_way(ranks: Ranks, world_size: int) -> No
 def test_rows_that_are_cut_send_the_same_bytes(ranks: Ranks, world_size: int) -> None:
     nbytes = 2 * (world_size - 1) / world_size * 6 * 2 * WIDTH * 8
     gathered = ("all_gather", "tp", 1, pytest.approx(nbytes / 2))
-    scattered = ("send", "tp", world_size - 1, pytest.approx(nbytes / 2))
+    scattered = ("all_to_all", "tp", 1, pytest.approx(nbytes / 2))
     assert ranks(world_size, calls, "sequence", 6) == [[[gathered, scattered], [gathered, scattered]]] * world_size
 
 

@@ -11,6 +11,7 @@ is; where all is even, of the bytes of all K and V a rank sends in a layer, forw
 from collections.abc import Sequence
 
 from workers.measure.formulas.collectives import all_gather_bytes, reduce_scatter_bytes
+from workers.measure.formulas.tensor import scatter_calls
 
 
 def gathered_bytes(num_rows: Sequence[int], row_bytes: int, rank: int) -> float:
@@ -24,13 +25,12 @@ def gathered_bytes(num_rows: Sequence[int], row_bytes: int, rank: int) -> float:
 
 
 def gathered_calls(num_rows: Sequence[int], rank: int, backend: str) -> int:
-    """A call for an all_gather of equal parts; else, and for what gloo scatters, a send to each other rank."""
+    """A call for an all_gather of equal parts, else a send to each other rank; and those of the reduce_scatter."""
     even, others = len(set(num_rows)) == 1, len(num_rows) - 1
-    scattered = sum(1 for other, rows in enumerate(num_rows) if rows and other != rank)
     if not others:
         return 0
     gathered = 1 if even else others * (num_rows[rank] > 0)
-    return gathered + (1 if even and backend == "nccl" else scattered)
+    return gathered + scatter_calls(num_rows, rank, backend)
 
 
 def ring_rows(num_rows: Sequence[int], rank: int, *, again: bool = False) -> list[int]:

@@ -1,6 +1,8 @@
 """Tensor parallelism: t ranks, L layers, b samples of s positions, width h (Shoeybi et al. 2019, Korthikanti et al.
 2022)."""
 
+from collections.abc import Sequence
+
 from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes, chunk_bytes, reduce_scatter_bytes
 
 
@@ -42,15 +44,21 @@ def gathered_again_bytes(world_size: int, num_slices: int, nbytes: int) -> float
 
 
 def sequence_parallel_calls(world_size: int, num_slices: int, num_rows: int, rank: int, backend: str) -> int:
-    """Its calls: equal chunks are gathered by the backend, in one; others, and what gloo scatters, by a send for each.
-
-    A rank sends to every other rank, where there is a row to send.
-    """
+    """Its calls: equal chunks are gathered by the backend, in one; others by a send to each other rank, where there is
+    a row to send."""
     rows = chunk_bytes(world_size, num_rows, 1)
     even = num_rows % world_size == 0 and world_size > 1  # a world of one calls nothing
-    scattered = sum(1 for other in range(world_size) if rows[other] and other != rank)
     gathered = world_size - 1 if rows[rank] else 0
-    return 2 * num_slices * ((1 if even and backend == "nccl" else scattered) + (1 if even else gathered))
+    return 2 * num_slices * (scatter_calls(rows, rank, backend) + (1 if even else gathered))
+
+
+def scatter_calls(num_rows: Sequence[int], rank: int, backend: str) -> int:
+    """Those of a reduce_scatter of so many rows a rank: one all_to_all over gloo, one of NCCL's own where all have as
+    many; else a send to each other rank that gets a row."""
+    ranks = len(num_rows)
+    if backend == "gloo" or (backend == "nccl" and len(set(num_rows)) == 1):
+        return int(ranks > 1)
+    return sum(1 for other in range(ranks) if num_rows[other] and other != rank)
 
 
 def sequence_parallel_messages(world_size: int, num_slices: int, num_rows: int) -> int:

@@ -65,7 +65,11 @@ def test_three_ranks_of_uneven_parts() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "backend", "calls"),
-    [((2, 2), "gloo", [2, 2]), ((2, 2), "nccl", [2, 2]), ((2, 2, 2), "nccl", [2, 2, 2]), ((2, 2, 1), "gloo", [4, 4, 4]), ((1, 1, 0), "gloo", [3, 3, 2]), ((4,), "gloo", [0])],
+    [
+        ((2, 2), "gloo", [2, 2]), ((2, 2), "nccl", [2, 2]), ((2, 2, 2), "nccl", [2, 2, 2]),
+        ((2, 2, 2), "tcp", [3, 3, 3]), ((2, 2, 1), "gloo", [3, 3, 3]), ((2, 2, 1), "tcp", [4, 4, 4]),
+        ((1, 1, 0), "gloo", [3, 3, 1]), ((1, 1, 0), "tcp", [3, 3, 2]), ((4,), "gloo", [0]),
+    ],
 )  # fmt: skip
 def test_calls_of_a_gather_and_a_scatter(rows: tuple[int, ...], backend: str, calls: list[int]) -> None:
     assert [gathered_calls(rows, rank, backend) for rank in range(len(rows))] == calls

@@ -34,10 +34,14 @@ def test_chunks_of_rows_are_the_same_bytes_all_together(world_size: int, slices:
 @pytest.mark.parametrize(
     ("rows", "backend", "calls"),
     [
-        (5, "gloo", [6, 6, 6, 6]),  # 3 sends to scatter, 3 to gather
-        (2, "gloo", [4, 4, 2, 2]),  # 2 ranks get no chunk and have none to give
-        (8, "gloo", [4, 4, 4, 4]),  # equal chunks are gathered in one call
-        (8, "nccl", [2, 2, 2, 2]),  # and NCCL scatters them in one, too
+        (5, "tcp", [6, 6, 6, 6]),  # 3 sends to scatter, 3 to gather
+        (2, "tcp", [4, 4, 2, 2]),  # 2 ranks get no chunk and have none to give
+        (8, "tcp", [4, 4, 4, 4]),  # equal chunks are gathered in one call
+        (5, "gloo", [4, 4, 4, 4]),  # one all_to_all of any chunks to scatter
+        (2, "gloo", [4, 4, 1, 1]),
+        (8, "gloo", [2, 2, 2, 2]),
+        (5, "nccl", [6, 6, 6, 6]),
+        (8, "nccl", [2, 2, 2, 2]),  # equal chunks are scattered in one call, too
     ],
 )
 def test_calls_of_a_scatter_and_a_gather_on_four_ranks(rows: int, backend: str, calls: list[int]) -> None:
