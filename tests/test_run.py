@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.launched import ended
 from workers.config import ON_ONE_MACHINE
 from workers.config.commands import COMMANDS
 from workers.config.values import modes
@@ -48,9 +49,7 @@ def checkout(tmp_path: Path) -> Path:
 def run(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
     environ = clean | NO_ENGINE | SMALL | variables
-    return subprocess.run(
-        ["./run", *arguments], cwd=checkout, env=environ, capture_output=True, text=True, timeout=110, check=False
-    )
+    return ended(["./run", *arguments], cwd=checkout, environ=environ, timeout_s=110)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from experiments import comm
 from experiments.comm import contents, costs, figures, gradients, sweep
 from experiments.comm.mistakes import Like
+from tests.launched import ended
 from tests.workers.test_lab import held as holding
 from tests.workers.test_lab import lab_alone
 from workers.config import Config, ConfigError
@@ -277,9 +277,7 @@ def test_refusals_and_predictions() -> None:
 def comm_run(folder: Path, **environ: str) -> tuple[int, str, dict[str, Any]]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("LAB_")}
     variables |= {"RUN_MODE": "comm", "LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "run", **environ}
-    done = subprocess.run(
-        [sys.executable, "-m", "workers"], env=variables, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = ended([sys.executable, "-m", "workers"], environ=variables, timeout_s=150)
     return done.returncode, done.stdout + done.stderr, json.loads((folder / "run" / "run.json").read_text())
 
 

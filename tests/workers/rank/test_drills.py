@@ -4,9 +4,7 @@ Bits and checkpoints in the pool of ranks; what ends, stops or cuts a rank in pr
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,9 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
+from tests.compose.containers import clean_environ
 from tests.labs import TINY, failed, lab_of
+from tests.launched import ended
 from tests.test_run import TOP
 from workers.cluster.rendezvous import Cluster
 from workers.config.events import planned
@@ -249,12 +249,9 @@ PROCESSES = {
 
 def processes(folder: Path, faults: str, **given: str) -> tuple[int, dict[str, Any], str]:
     """A run of local processes: its code, run.json and what it printed."""
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
     own = {"LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "drill", "LAB_FAULTS": faults}
-    done = subprocess.run(
-        [sys.executable, "-m", "workers"], cwd=TOP, env=clean | SMALL | QUICK | own | given | {"MASTER_ADDR": ""},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    environ = clean_environ(SMALL | QUICK | own | given | {"MASTER_ADDR": ""})
+    done = ended([sys.executable, "-m", "workers"], cwd=TOP, environ=environ, timeout_s=120)
     return done.returncode, json.loads((folder / "drill" / "run.json").read_text()), done.stdout + done.stderr
 
 
