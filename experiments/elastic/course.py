@@ -101,6 +101,7 @@ class Course:
             raise
         except RuntimeError as error:
             why = str(error)
+        self.net.leave()
         return self.regroup(f"lost: {why}", view)
 
     def enter(self, view: View) -> None:

@@ -56,8 +56,14 @@ class Net:
             self.membership.parted.discard(rank)
             self.welcome(rank, message)
         ended = message.get("kind") == ENDED and Member(rank, life) in self.membership.view.members
-        if ended or message.get("kind") in ("call", "given up"):
+        left = message.get("kind") == "left" and message["number"] == self.membership.view.number
+        if ended or left or message.get("kind") in ("call", "given up"):
             self.group.cut()
+
+    def leave(self) -> None:
+        """The group is broken: hang up and say so, since gloo does not always tell of it whoever waits in there."""
+        self.group.leave()
+        self.lines.tell(self.lines.open(), {"kind": "left", "number": self.membership.view.number})
 
     def part(self, rank: int) -> None:
         """On the thread of the watch: `rank` was given up."""

@@ -1,16 +1,21 @@
 """The mode `elastic`: losses whose outcome is known, and wrong lines that its checks have to name."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from experiments.elastic.course import Course
 from experiments.elastic.drills import COMPUTED, TORN, Drill, Killed, Loss, Torn, drawn
+from experiments.elastic.net import Net
 from tests.labs import Runs, failed_with
 from workers.config import Config
 from workers.parallel import versions
+from workers.parallel.heard import Member, View
+from workers.parallel.lines import Lines
 from workers.parallel.regroup import Regroup
 from workers.parallel.versions import Held
 from workers.rank.modes import load
@@ -20,6 +25,23 @@ from workers.strategies.survivor import Survivor
 from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize(
+    ("message", "cuts"),
+    [
+        ({"kind": "left", "number": 3}, True),
+        ({"kind": "left", "number": 2}, False),  # that group is left already
+        ({"kind": "call", "call": 1, "why": "meet"}, True),
+        ({"kind": "here", "call": 1}, False),
+    ],
+)
+def test_what_ends_a_group_wakes_whoever_waits_in_it(message: dict[str, Any], cuts: bool) -> None:
+    cut: list[bool] = []
+    group: Any = SimpleNamespace(cut=lambda: cut.append(True))
+    membership: Any = SimpleNamespace(view=View(3, (Member(0, 1), Member(1, 1)), {}))
+    Net(cast(Lines, None), membership, group, cast(dist.TCPStore, None)).heed(1, 1, message)
+    assert cut == [True] * cuts
 
 
 def computing_twice(right: Any) -> Any:

@@ -3,27 +3,30 @@
 A collective waits in C++ until its peers send or hang up. What wakes it is the end of its sockets, so to `cut` a group
 is to shut them down: the waiting thread raises, and so do the peers that wait for this one. `abort` of
 ProcessGroupGloo does not (torch 2.13: the thread waits on).
+
+Nor does the end of a socket always: a send of gloo's that is under way then may never be told (of 100 KB among 3
+members, one in some tens of cuts; `waitSend` waits out its own bound). So a thread of its own waits, and whoever wants
+the result looks whether the group was cut.
 """
 
-import os
 import socket
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.parallel.hangup import Open, shut_down, sockets
 from workers.parallel.line import Address
 
 ASK_S = 0.3  # for a store's host to accept: torch's own client tries again and again where nobody listens
 FORM_S = 10.0
 LOOK_S = 0.02
+Result = TypeVar("Result")
 
 
 class Parcel(NamedTuple):
@@ -31,23 +34,6 @@ class Parcel(NamedTuple):
 
     peer: int
     tensor: Tensor
-
-
-def sockets() -> set[int]:
-    """The descriptors of this process's sockets."""
-    found = set()
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # that of the listing itself
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                found.add(descriptor)
-    return found
-
-
-def shut_down(descriptor: int) -> None:
-    """End a connection for both sides; a socket that listens is left alone, since gloo aborts the process over it."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        connection.getpeername()
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Regroup:
@@ -58,8 +44,9 @@ class Regroup:
         self.called_bytes = 0.0  # of all collectives so far: what the best algorithm sends of them a member
         self.place = self._size = 0
         self._is_cut = False  # since the group began to be made
+        self._stuck = False  # gloo waits in it for what never comes
         self._gloo: Any = None  # a ProcessGroup, whose methods torch declares in part
-        self._before: set[int] | None = None  # the sockets that were open before the group; None where there is none
+        self._before: set[Open] | None = None  # the sockets that were open before the group; None where there is none
 
     def form(self, name: str, place: int, size: int, host: Address, stands: Callable[[], bool]) -> None:
         """Be number `place` of `size` in a new group, over the store of `host`.
@@ -104,43 +91,65 @@ class Regroup:
         return group
 
     def _store(self, host: Address, bound: timedelta) -> dist.TCPStore:
-        """Connect in a thread that is left to itself where this group is cut meanwhile.
+        """Connect to it.
 
         A host that dies after it was asked leaves no connection for a cut to end, and torch goes on: a bound of 10 s
         was waited as 23 s. A shorter one would fail where this process has no core: 0.3 s did, in tests.
         """
-        connected: Future[dist.TCPStore] = Future()
+        return self._unless_cut(
+            lambda: dist.TCPStore(host.ip, host.store_port, None, False, bound, wait_for_workers=False),
+            f"the store of {host.ip}:{host.store_port} went while it was connected to",
+        )
 
-        def connect() -> None:
+    def _unless_cut(self, wait_for: Callable[[], Result], words: str) -> Result:
+        """What comes of it, in a thread that is left to itself where this group is cut meanwhile; raises RuntimeError
+        then."""
+        came: Future[Result] = Future()
+
+        def come() -> None:
             try:
-                store = dist.TCPStore(host.ip, host.store_port, None, False, bound, wait_for_workers=False)
-                connected.set_result(store)
+                came.set_result(wait_for())
             except (RuntimeError, OSError) as error:
-                connected.set_exception(error)
+                came.set_exception(error)
 
-        threading.Thread(target=connect, daemon=True).start()
-        while not wait([connected], LOOK_S).done:
+        threading.Thread(target=come, daemon=True).start()
+        while not wait([came], LOOK_S).done:
             if self._is_cut:
-                raise RuntimeError(f"the store of {host.ip}:{host.store_port} went while it was connected to")
-        return connected.result()
+                raise RuntimeError(words)
+        return came.result()
 
     def cut(self) -> None:
         """From any thread: whoever waits in the group, or for it to stand, raises RuntimeError."""
         before, self._is_cut = self._before, True
         if before is not None:
-            for descriptor in sockets() - before - self._others():
-                shut_down(descriptor)
+            opened, others = sockets() - before, self._others()
+            for each in opened:
+                if each.descriptor not in others:
+                    shut_down(each.descriptor)
 
     def leave(self) -> None:
         """Hang up; who still waits for this process raises RuntimeError."""
         self.cut()
-        self._before = self._gloo = None
+        self._before = None
+        held, self._gloo = [self._gloo], None
+        if self._stuck:  # its end waits for a thread of gloo's that waits
+            threading.Thread(target=held.clear, daemon=True).start()
+            self._stuck = False
 
     # --- collectives; all raise RuntimeError where a member is gone ---
 
+    def _wait_for(self, works: Sequence[dist.Work]) -> None:
+        def all_of_them() -> None:
+            for work in works:
+                work.wait()
+
+        self._stuck = True
+        self._unless_cut(all_of_them, "the group was cut, and gloo waits on")
+        self._stuck = False
+
     def sum(self, tensor: Tensor) -> Tensor:
         """In place, the sum over all members."""
-        self._gloo.allreduce([tensor]).wait()
+        self._wait_for([self._gloo.allreduce([tensor])])
         self.called_bytes += 2 * (self._size - 1) / self._size * tensor.nbytes
         return tensor
 
@@ -148,13 +157,13 @@ class Regroup:
         """In place, that of the member number `root`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        self._gloo.broadcast([tensor], options).wait()
+        self._wait_for([self._gloo.broadcast([tensor], options)])
         return tensor
 
     def all_gather(self, mine: Tensor) -> Tensor:
         """The tensors of all members [n], all of one length, one after the other: [N·n]."""
         whole = mine.new_empty(self._size * len(mine))
-        self._gloo.allgather([list(whole.split(len(mine)))], [mine]).wait()
+        self._wait_for([self._gloo.allgather([list(whole.split(len(mine)))], [mine])])
         self.called_bytes += (self._size - 1) * mine.nbytes
         return whole
 
@@ -166,6 +175,5 @@ class Regroup:
             for parcel in parcels
             if parcel.tensor.numel()
         ]
-        for work in works:
-            work.wait()
+        self._wait_for(works)
         self.called_bytes += sum(parcel.tensor.nbytes for parcel in sent)

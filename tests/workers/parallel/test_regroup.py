@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from workers.parallel.hangup import sockets
 from workers.parallel.line import Address
 from workers.parallel.regroup import Regroup
+from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(30)
 HOST = Address("127.0.0.1", 1, 2)
@@ -77,3 +79,65 @@ def test_a_store_that_is_there_forms_a_group() -> None:
     group.form("a name", 0, 1, Address("127.0.0.1", 1, host.port), lambda: True)
     assert group.sum(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
     group.leave()
+
+
+class Never:
+    """What gloo never comes to the end of."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        time.sleep(20)
+        raise RuntimeError("Operation timed out!")
+
+
+class Waits:
+    """A ProcessGroupGloo of which a thread waits on, so that its end does."""
+
+    def __init__(self, ends: threading.Event) -> None:
+        self.ends = ends
+
+    def allreduce(self, _: list[torch.Tensor]) -> Never:
+        return Never()
+
+    def __del__(self) -> None:
+        self.ends.wait(20)
+
+
+def test_who_waits_for_gloo_looks_up_whether_its_group_was_cut() -> None:
+    group, ends = Regroup("127.0.0.1", 5.0, set), threading.Event()
+    group._gloo = Waits(ends)
+    threading.Timer(0.1, group.cut).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="the group was cut, and gloo waits on"):
+        group.sum(torch.ones(3))
+    group.leave()
+    assert time.monotonic() - began < 5, "nor is the end of what waits waited for"
+    ends.set()
+
+
+def test_what_gloo_has_met_is_raised_as_it_is(ranks: Ranks) -> None:
+    assert ranks(2, left_alone) == ["", "a sentence of gloo's"]
+
+
+def left_alone(group: dist.ProcessGroup) -> str:
+    """A sum with one that hangs up: what the other one is told is not that it was cut."""
+    host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if group.rank() == 0 else None
+    port = [host.port if host is not None else 0]
+    dist.broadcast_object_list(port, 0, group=group)
+    own = {each.descriptor for each in sockets()}
+    pair = Regroup("127.0.0.1", 20.0, lambda: own)
+    pair.form("a pair", group.rank(), 2, Address("127.0.0.1", 1, port[0]), lambda: True)
+    dist.barrier(group)
+    said = ""
+    if group.rank() == 0:
+        pair.leave()
+    else:
+        try:
+            pair.sum(torch.ones(3))
+        except RuntimeError as error:
+            said = "a cut" if "was cut" in str(error) else "a sentence of gloo's"
+    pair.leave()
+    dist.barrier(group)
+    return said
