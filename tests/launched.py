@@ -3,13 +3,15 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-STACKS_S = 15.0  # for all of them to say it
+STACKS_S = 15.0  # for all of them to be passed on
+ONE_S = 5.0  # for one process to say it: two at once on one stream are mixed
 
 
 def ended(
@@ -27,12 +29,30 @@ def ended(
         try:
             said = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            for each in reversed(tree(process.pid)):  # the launcher last: it passes on what the others say
-                with suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGABRT)
+            launcher, *others = tree(process.pid)
+            for each in others:  # the end of one is no news for another
+                send(each, signal.SIGSTOP)
+            for each in [*reversed(others), launcher]:  # which passes on what the others say
+                tell_stacks(each)
             said = last_words(process)
             pytest.fail(f"{' '.join(command)} has not ended after {timeout_s:g} s:\n" + "\n".join(said))
     return subprocess.CompletedProcess(list(command), process.returncode, *said)
+
+
+def tell_stacks(process: int) -> None:
+    """Make it say them; returns once it has, by which it ends."""
+    deadline = time.monotonic() + ONE_S
+    send(process, signal.SIGABRT)
+    send(process, signal.SIGCONT)
+    with suppress(OSError):
+        while time.monotonic() < deadline and Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z":
+            time.sleep(0.02)
+
+
+def send(process: int, number: signal.Signals) -> None:
+    """Nothing if it has ended."""
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
 
 
 def last_words(process: subprocess.Popen[str]) -> tuple[str, str]:

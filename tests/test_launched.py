@@ -14,7 +14,7 @@ import os, time
 def child_that_waits():
     os.read(os.pipe()[0], 1)
 def parent_that_waits():
-    os.wait()
+    os.read(os.pipe()[0], 1)
 print("begun", flush=True)
 parent_that_waits() if os.fork() else child_that_waits()
 """
