@@ -4,9 +4,9 @@ A collective waits in C++ until its peers send or hang up. What wakes it is the 
 is to shut them down: the waiting thread raises, and so do the peers that wait for this one. `abort` of
 ProcessGroupGloo does not (torch 2.13: the thread waits on).
 
-Nor does the end of a socket always: a send of gloo's that is under way then may never be told (of 100 KB among 3
-members, one in some tens of cuts; `waitSend` waits out its own bound). So a thread of its own waits, and whoever wants
-the result looks whether the group was cut.
+Nor does the end of a socket always: a send of gloo's that is under way then may never be told, and `waitSend` waits out
+its own bound (100 KB among 3 members: in 6 of 60 ends, `python -m benchmarks.forgotten`). So a thread of its own waits,
+and whoever wants the result looks whether the group was cut.
 """
 
 import socket
@@ -44,7 +44,7 @@ class Regroup:
         self.called_bytes = 0.0  # of all collectives so far: what the best algorithm sends of them a member
         self.place = self._size = 0
         self._is_cut = False  # since the group began to be made
-        self._stuck = False  # gloo waits in it for what never comes
+        self._stuck = False  # a wait in it has not come to a good end: gloo may wait on
         self._gloo: Any = None  # a ProcessGroup, whose methods torch declares in part
         self._before: set[Open] | None = None  # the sockets that were open before the group; None where there is none
 
@@ -109,7 +109,7 @@ class Regroup:
         def come() -> None:
             try:
                 came.set_result(wait_for())
-            except (RuntimeError, OSError) as error:
+            except Exception as error:  # or nobody would hear of it
                 came.set_exception(error)
 
         threading.Thread(target=come, daemon=True).start()

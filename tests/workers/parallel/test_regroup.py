@@ -117,6 +117,16 @@ def test_who_waits_for_gloo_looks_up_whether_its_group_was_cut() -> None:
     ends.set()
 
 
+def test_any_error_of_a_wait_comes_to_who_wants_its_result() -> None:
+    group = Regroup("127.0.0.1", 5.0, set)
+    with pytest.raises(ValueError, match="of a kind that nobody expects"):
+        group._unless_cut(unexpected, "cut")
+
+
+def unexpected() -> None:
+    raise ValueError("of a kind that nobody expects")
+
+
 def test_what_gloo_has_met_is_raised_as_it_is(ranks: Ranks) -> None:
     assert ranks(2, left_alone) == ["", "a sentence of gloo's"]
 
