@@ -15,24 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from workers.parallel.kept import kept
+
 
 class _Computed(Exception):
     """All that the layer saved is there again; what it would still compute nobody needs."""
-
-
-class _Keep(torch.autograd.Function):
-    """Keeps tensors the way autograd keeps what operations save, so that who counts activations counts these."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-
-def _keep(*tensors: Tensor) -> Any:
-    """A graph node whose `saved_tensors` are `tensors`."""
-    with torch.enable_grad():  # the backward pass runs without
-        return _Keep.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
 
 
 class _Pass:
@@ -41,7 +28,7 @@ class _Pass:
 
     def __init__(self, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         self.layer = layer
-        self.input = _keep(hidden)
+        self.input = kept(hidden)
         self.computed: Any = None
         self.num_saved = 0
 
@@ -52,7 +39,8 @@ class _Pass:
 
     def load(self, place: int) -> Tensor:
         if self.computed is None:
-            self.computed = _keep(*self._compute())
+            with torch.enable_grad():  # the backward pass runs without
+                self.computed = kept(*self._compute())
         tensor: Tensor = self.computed.saved_tensors[place]
         return tensor
 
