@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workers.parallel.boundaries import Boundaries
+from workers.parallel.engine import run_back
 from workers.parallel.peers import Peers
 from workers.parallel.phases import phase
 from workers.parallel.schedules import Action
-from workers.parallel.split_backward import Part, SplitBackward, finish
+from workers.parallel.split_backward import LeftOver, SplitBackward, finish
 
 # (microbatch, output of the last stage) -> the scalar that is differentiated
 Loss = Callable[[int, Tensor], Tensor]
@@ -59,7 +60,7 @@ class Pipeline:
             self.agreed = True
         self._inputs, self._loss = inputs, loss
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch): input and output
-        self._parts: dict[tuple[int, int], list[Part]] = {}  # what is left to do for the weights
+        self._parts: dict[tuple[int, int], list[LeftOver]] = {}  # what is left to do for the weights
         self._losses: list[Tensor] = []
         self.boundaries.begin(self.actions, [len(microbatch) for microbatch in inputs])
         for action in self.actions:
@@ -85,14 +86,15 @@ class Pipeline:
         self._held[stage, microbatch] = hidden, output
         if self.splits:
             self._parts[stage, microbatch] = self.splits[stage].taken()
-        self.most_in_flight = max(self.most_in_flight, len(self._held.keys() | self._parts.keys()))
+        # Where there are parts, each outlives what is held of its microbatch.
+        self.most_in_flight = max(self.most_in_flight, len(self._parts if self.splits else self._held))
         self.boundaries.give(action, output.detach())
 
     def _backward(self, action: Action) -> None:
         gradient = self.boundaries.take(action) if action.stage < self.last else None
         hidden, output = self._held.pop((action.stage, action.microbatch))
         with phase(action.kind, str(action.microbatch)):
-            torch.autograd.backward(output, gradient)
+            run_back((output,), (torch.ones_like(output) if gradient is None else gradient,))
         if hidden.grad is not None:
             self.boundaries.give(action, hidden.grad)
 

@@ -7,64 +7,69 @@ are small, and get their gradients with the input's.
 
 A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do (tensor.py).
 
-Both parts are autograd's own graphs. A linear layer's output is that of weights without gradients, which makes the
-first one torch's own; a hook on it keeps dY. Beside it the layer leaves a `Part`, an output without memory whose
-backward pass is the second one. So hooks of parameters are called when their gradient comes, and what waits for its
-second part is saved by autograd as all else: each layer's input X. The gradients of outputs dY wait beside it, as many
-bytes.
+A linear layer's output is that of weights without gradients, which makes the first part torch's own; a hook on it keeps
+dY. Beside it the layer leaves a `Part`, which keeps its input X the way autograd does and whose products are the second
+one. They go through autograd to the weights, so that hooks of parameters are called when their gradient comes. What
+waits for the second part is each layer's X, and dY, as many bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.parallel.engine import run_back
+from workers.parallel.kept import kept
+
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear
 
 
-class Part:
-    """What is left to do for the weights of one layer: `output` and, once the first part went through, its gradient."""
+class LeftOver(Protocol):
+    """Work of a backward pass that nobody waits for."""
 
-    def __init__(self, output: Tensor) -> None:
-        self.output = output
+    def finish(self) -> None: ...
+
+
+class Part:
+    """What is left to do for the weights of one layer, once the first part has come to its output."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> None:
+        self.weights = weight, bias
+        self.kept = kept(inputs.detach())
         self.gradient: Tensor | None = None
 
     def reach(self, gradient: Tensor) -> None:
         """The first part comes to the layer's output."""
         self.gradient = gradient
 
-
-class SecondPart(torch.autograd.Function):
-    """An output without memory, whose backward pass gives dW = dYᵀ·X and the sum of dY."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(inputs)
-        return inputs.new_zeros(()).expand(*inputs.shape[:-1], len(weight))  # [..., out]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (inputs,) = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)  # [n, out]
-        return rows.mT @ inputs.flatten(0, -2), rows.sum(0) if ctx.has_bias else None, None
+    def finish(self) -> None:
+        """Add dW = dYᵀ·X and the sum of dY to the weights' gradients; without a dY there is nothing to add."""
+        if self.gradient is None:
+            return
+        (weight, bias), (inputs,) = self.weights, self.kept.saved_tensors
+        rows = self.gradient.flatten(0, -2)  # [n, out]
+        product = rows.mT @ inputs.flatten(0, -2)
+        if bias is None or not bias.requires_grad:
+            run_back((weight,), (product,))
+        else:
+            run_back((weight, bias), (product, rows.sum(0)))
 
 
 class SplitBackward:
     """Lets the linear layers of `stage` leave their weights for later: `left` has a part of each that was run."""
 
     def __init__(self, stage: nn.Module) -> None:
-        self.left: list[Part] = []
+        self.left: list[LeftOver] = []
         for module in stage.modules():
             if type(module) is nn.Linear:  # a subclass may compute something else
                 module.forward = partial(linear, self._product, module)  # type: ignore[method-assign]
             elif hasattr(module, "product"):
                 setattr(module, "product", self._product)  # noqa: B010  mypy takes any attribute for a parameter
 
-    def taken(self) -> list[Part]:
+    def taken(self) -> list[LeftOver]:
         """The parts of what ran since they were taken last."""
         parts, self.left = self.left, []
         return parts
@@ -72,7 +77,7 @@ class SplitBackward:
     def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return F.linear(inputs, weight, bias)
-        part = Part(SecondPart.apply(weight, bias, inputs.detach()))  # type: ignore[no-untyped-call]
+        part = Part(weight, bias, inputs)
         self.left.append(part)
         given = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
         output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
@@ -85,9 +90,7 @@ def linear(product: Product, layer: nn.Linear, inputs: Tensor) -> Tensor:
     return product(inputs, layer.weight, layer.bias)
 
 
-def finish(parts: list[Part]) -> None:
-    """Add the gradients of weights that `parts` left, the last layer's first; what no first part came to has none."""
-    reached = [(part.output, part.gradient) for part in parts if part.gradient is not None]
-    if reached:
-        outputs, gradients = zip(*reached, strict=True)
-        torch.autograd.backward(outputs, gradients)  # autograd runs what was made last first
+def finish(parts: Sequence[LeftOver]) -> None:
+    """Do what is left of one backward pass, the last layer's first."""
+    for part in reversed(parts):
+        part.finish()

@@ -10,14 +10,14 @@ what they take comes on top.
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.config import Config
-from workers.parallel.split_backward import Part, SplitBackward
+from workers.parallel.split_backward import SplitBackward
 
 
 class Sleep(torch.autograd.Function):
@@ -36,6 +36,16 @@ class Sleep(torch.autograd.Function):
         """The gradient as it came."""
         time.sleep(ctx.seconds)
         return gradients[0], None, None
+
+
+class Nap(NamedTuple):
+    """What is left of a backward pass, to be slept."""
+
+    seconds: float
+
+    def finish(self) -> None:
+        """Sleep it."""
+        time.sleep(self.seconds)
 
 
 def pretend_compute(
@@ -70,10 +80,7 @@ def sleeps_later(
 ) -> None:
     """A hook: one part more is left of the backward pass."""
     if torch.is_grad_enabled():
-        anchor = torch.zeros((), requires_grad=True)
-        left = Part(Sleep.apply(anchor, 0.0, seconds * len(output)))  # type: ignore[no-untyped-call]
-        left.gradient = torch.zeros(())
-        split.left.append(left)
+        split.left.append(Nap(seconds * len(output)))
 
 
 def sleeps_with_weight(linear: nn.Linear, seconds: float, inputs: Tensor) -> Tensor:
