@@ -41,9 +41,9 @@ class Part:
         self.kept = kept(inputs.detach())
         self.gradient: Tensor | None = None
 
-    def reach(self, gradient: Tensor) -> None:
+    def reach(self, gradients: tuple[Tensor, ...]) -> None:
         """The first part comes to the layer's output."""
-        self.gradient = gradient
+        (self.gradient,) = gradients
 
     def finish(self) -> None:
         """Add dW = dYᵀ·X and the sum of dY to the weights' gradients; without a dY there is nothing to add."""
@@ -81,7 +81,9 @@ class SplitBackward:
         self.left.append(part)
         given = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
         output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
-        output.register_hook(part.reach)
+        node = output.grad_fn
+        assert node is not None
+        node.register_prehook(part.reach)  # behind a sleep 35 us less than a hook of the tensor
         return output
 
 
