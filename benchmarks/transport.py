@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import TIMEOUT_S, Ratio, Timing, interleave, on_ranks, table
-from workers.parallel import routes
+from workers.parallel import star
 from workers.parallel.collectives import Collective
 from workers.parallel.dialling import Dialling
-from workers.parallel.peers import Pending, split
+from workers.parallel.peers import split
 
 KIB, MIB = 1 << 10, 1 << 20
 # Rounds, and calls in each: so many that it does not matter when each rank leaves the barrier before them.
@@ -80,7 +80,7 @@ def by_hand(op: str, whole: torch.Tensor, chunk: torch.Tensor, collective: Colle
     """The same over a channel."""
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": partial(collective.all_reduce, whole),
-        "broadcast": lambda: Pending(routes.broadcast(collective.peers, whole, 0)).wait(),
+        "broadcast": partial(star.broadcast, collective.peers, whole, 0),
         "all_gather": partial(collective.all_gather, whole, chunk),
         "reduce_scatter": partial(collective.reduce_scatter, chunk, whole),
     }

@@ -5,12 +5,15 @@
 """
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from workers.parallel.framing import Message
 from workers.parallel.transport import Transport
+
+KEY = struct.Struct("=8sq")
 
 
 class Channel:
@@ -29,5 +32,9 @@ class Channel:
         """Let the next one with this tag come to the one contiguous tensor."""
         return self.transport.receive(self.ranks[peer], self._key(tag), tensors[0])
 
+    def take(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Return when the next one with this tag has come to the contiguous `tensor`."""
+        self.transport.take(self.ranks[peer], self._key(tag), tensor)
+
     def _key(self, tag: int) -> bytes:
-        return self._name + tag.to_bytes(8, "little", signed=True)
+        return KEY.pack(self._name, tag)

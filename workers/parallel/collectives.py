@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.parallel import direct, pairs, ring, rooted, star, tree
-from workers.parallel.peers import Carrier, Message, Peers, Pending, Steps, split
+from workers.parallel.channel import Channel
+from workers.parallel.peers import Message, Peers, Pending, Steps, split
 from workers.parallel.picking import pick, pick_over_tcp
 
 
@@ -55,7 +56,7 @@ class Collective:
         group: dist.ProcessGroup,
         algorithm: str = "auto",
         algorithms: Mapping[str, Algorithm] | None = None,
-        carrier: Carrier | None = None,
+        carrier: Channel | None = None,
     ) -> None:
         algorithms = algorithms or (OVER_TCP if carrier else ALGORITHMS)
         if algorithm not in (*algorithms, "backend", "auto"):
@@ -87,7 +88,7 @@ class Collective:
 
     def picked(self, op: str, whole: Tensor) -> str:
         """The algorithm that `op` on the tensor `whole` takes; `pick` knows gloo alone, and leaves NCCL to itself."""
-        if self.peers.plain:
+        if self.peers.channel:
             auto = pick_over_tcp(op, whole.nbytes)
         else:
             auto = "backend" if self.peers.batched else pick(op, whole.nbytes, self.peers.world_size)
@@ -108,7 +109,7 @@ class Collective:
         name = self.picked(op, whole)
         if self.peers.world_size == 1:
             steps = _copied(whole, result)
-        elif name == "server" and self.peers.plain and not async_op and whole.shape[0] >= self.peers.world_size:
+        elif name == "server" and self.peers.channel and not async_op and whole.shape[0] >= self.peers.world_size:
             _at_once(op, whole, result, self.peers)
             return DONE
         elif name == "backend":

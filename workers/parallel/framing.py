@@ -49,6 +49,13 @@ def inherit(early: Message) -> None:
     heir.done = True
 
 
+def unless_closed(count: int) -> int:
+    """So many bytes were read; raises OSError where there were none, at the end of the connection."""
+    if count == 0:
+        raise ConnectionResetError("it was closed")
+    return count
+
+
 def wrong_size(awaited: Message, head: bytes) -> OSError:
     """What is raised where two ranks do not agree how long a message is."""
     return ConnectionAbortedError(f"it sent {HEAD.unpack(head)[1]} bytes where {len(awaited.rest[0])} are awaited")

@@ -46,7 +46,7 @@ def all_reduce(peers: Peers, tensor: Tensor, opts: Any) -> Steps:
 def _all_reduce(peers: Peers, piece: Tensor, op: Any, async_op: bool) -> Steps:
     if op in SUMS and piece.nbytes > PAIRS_ABOVE_BYTES:
         yield from pairs.all_reduce(peers, piece)
-    elif async_op:
+    elif async_op or not piece.numel():
         yield from routes.reduced(peers, piece, op)
         yield from routes.broadcast(peers, piece, 0)
     else:
@@ -96,8 +96,15 @@ def _folded(peers: Peers, piece: Tensor, parts: list[Tensor], op: Any) -> Steps:
         piece.copy_(total)
 
 
-def broadcast(peers: Peers, tensor: Tensor, root: int) -> Steps:
-    return laid([tensor], lambda pieces: routes.broadcast(peers, pieces[0], root))
+def broadcast(peers: Peers, tensor: Tensor, opts: Any) -> Steps:
+    return laid([tensor], lambda pieces: _broadcast(peers, pieces[0], opts.rootRank, opts.asyncOp))
+
+
+def _broadcast(peers: Peers, piece: Tensor, root: int, async_op: bool) -> Steps:
+    if async_op or not piece.numel():
+        yield from routes.broadcast(peers, piece, root)
+    else:
+        star.broadcast(peers, piece, root)
 
 
 def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor) -> Steps:
@@ -116,6 +123,5 @@ def all_to_all(peers: Peers, places: Sequence[Tensor], parts: Sequence[Tensor]) 
     return laid(places, lambda pieces: routes.all_to_all(peers, pieces, [flat(part) for part in parts]))
 
 
-def barrier(peers: Peers, token: Tensor) -> Steps:
-    yield from routes.reduced(peers, token, ReduceOp.SUM)
-    yield from routes.broadcast(peers, token, 0)
+def barrier(peers: Peers, token: Tensor, async_op: bool) -> Steps:
+    return _all_reduce(peers, token, ReduceOp.SUM, async_op)

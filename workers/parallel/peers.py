@@ -18,6 +18,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.parallel.channel import Channel
 from workers.parallel.scratch import Scratch
 
 
@@ -91,16 +92,16 @@ class Carrier(Protocol):
 class Peers:
     """The other ranks of `group`, by their rank in it, and scratch memory that is used again from call to call.
 
-    Their messages go over the group's own send and receive, or over another `carrier`.
+    Their messages go over the group's own send and receive, or over a `channel` of plain TCP.
     """
 
-    def __init__(self, group: dist.ProcessGroup, carrier: Carrier | None = None) -> None:
-        self.group, self.carrier = group, carrier or group
+    def __init__(self, group: dist.ProcessGroup, channel: Channel | None = None) -> None:
+        self.group, self.channel = group, channel
+        self.carrier: Carrier = channel or group
         self.rank = group.rank()
         self.world_size = group.size()
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
         self.batched = dist.get_backend(group) == "nccl"
-        self.plain = carrier is not None  # a channel of plain TCP
         self._scratch = Scratch()
         self._tags: Iterator[int] = cycle(range(1, 2**20))
 

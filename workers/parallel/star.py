@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.parallel.channel import Channel
 from workers.parallel.peers import Peers, split
 
 ROOT = 0
@@ -18,35 +19,35 @@ ROOT = 0
 def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.add) -> None:
     """Fold everyone's flat `tensor` into one, in the order of ranks, in place."""
     # Tags as of routes.py in turn: of one sum some ranks may wait for it here, and others have it under way there.
-    there, back, carrier = peers.new_tag(), peers.new_tag(), peers.carrier
+    there, back, channel = peers.new_tag(), peers.new_tag(), over_tcp(peers)
     if peers.rank != ROOT:
-        carrier.send([tensor], ROOT, there)
-        carrier.recv([tensor], ROOT, back).wait()
+        channel.send([tensor], ROOT, there)
+        channel.take(tensor, ROOT, back)
         return
     with peers.scratch(tensor.numel(), tensor) as theirs:
         for peer in range(1, peers.world_size):
-            carrier.recv([theirs], peer, there).wait()
+            channel.take(theirs, peer, there)
             fold(tensor, theirs, out=tensor)
-    for sent in [carrier.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
+    for sent in [channel.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
         sent.wait()
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> None:
     """Leave the sum of all ranks' chunk `rank` of `tensor`, of which none is empty, in `output`."""
-    there, back, carrier = peers.new_tag(), peers.new_tag(), peers.carrier
+    there, back, channel = peers.new_tag(), peers.new_tag(), over_tcp(peers)
     if peers.rank != ROOT:
-        carrier.send([tensor], ROOT, there)
-        carrier.recv([output], ROOT, back).wait()
+        channel.send([tensor], ROOT, there)
+        channel.take(output, ROOT, back)
         return
     with peers.scratch(2 * tensor.numel(), tensor) as scratch:
         total, theirs = (half.view_as(tensor) for half in scratch.view(2, -1))
         first = tensor
         for peer in range(1, peers.world_size):
-            carrier.recv([theirs], peer, there).wait()
+            channel.take(theirs, peer, there)
             torch.add(first, theirs, out=total)
             first = total
         chunks = split(total, peers.world_size)
-        sent = [carrier.send([chunks[peer]], peer, back) for peer in range(1, peers.world_size)]
+        sent = [channel.send([chunks[peer]], peer, back) for peer in range(1, peers.world_size)]
         output.copy_(chunks[ROOT])
         for each in sent:
             each.wait()
@@ -54,13 +55,30 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> None:
 
 def all_gather(peers: Peers, tensor: Tensor) -> None:
     """Fill `tensor`, of which every rank holds its own chunk, and none is empty."""
-    there, back, carrier = peers.new_tag(), peers.new_tag(), peers.carrier
+    there, back, channel = peers.new_tag(), peers.new_tag(), over_tcp(peers)
     chunks = split(tensor, peers.world_size)
     if peers.rank != ROOT:
-        carrier.send([chunks[peers.rank]], ROOT, there).wait()
-        carrier.recv([tensor], ROOT, back).wait()
+        channel.send([chunks[peers.rank]], ROOT, there).wait()
+        channel.take(tensor, ROOT, back)
         return
     for peer in range(1, peers.world_size):
-        carrier.recv([chunks[peer]], peer, there).wait()
-    for sent in [carrier.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
+        channel.take(chunks[peer], peer, there)
+    for sent in [channel.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
         sent.wait()
+
+
+def broadcast(peers: Peers, tensor: Tensor, root: int) -> None:
+    """Copy the root's `tensor` to everyone's."""
+    tag, channel = peers.new_tag(), over_tcp(peers)
+    if peers.rank != root:
+        channel.take(tensor, root, tag)
+        return
+    others = [peer for peer in range(peers.world_size) if peer != root]
+    for sent in [channel.send([tensor], peer, tag) for peer in others]:
+        sent.wait()
+
+
+def over_tcp(peers: Peers) -> Channel:
+    """The channel of a group that has one."""
+    assert peers.channel is not None
+    return peers.channel

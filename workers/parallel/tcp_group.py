@@ -106,7 +106,7 @@ class TcpGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> Running:
         work = self._begin(tensors)
         TOLD["broadcast"](self, tensors, opts)
-        return self._run(work, opts, [laying.broadcast(self._peers, each, opts.rootRank) for each in tensors])
+        return self._run(work, opts, [laying.broadcast(self._peers, each, opts) for each in tensors])
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Running:
         opts, work = opts or AllgatherOptions(), self._begin([*chain(*outputs)])
@@ -158,7 +158,7 @@ class TcpGroup(dist.ProcessGroup):
         opts, work = opts or BarrierOptions(), self._begin([])
         TOLD["barrier"](self, opts)
         token = torch.zeros(1, dtype=torch.uint8)
-        return self._run(work, opts, [laying.barrier(self._peers, token)])
+        return self._run(work, opts, [laying.barrier(self._peers, token, opts.asyncOp)])
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1

@@ -81,6 +81,18 @@ class Transport:
             self._lose(stream, error)
             raise lost(stream) from None
 
+    def take(self, peer: int, key: bytes, tensor: Tensor) -> None:
+        """`receive` and `wait` in one, in a third of the time where the message comes next and soon."""
+        stream = self._streams[peer]
+        try:
+            alone = not (self._full or self.background)
+            message = (stream.take if alone else stream.receive)(key, tensor)
+        except OSError as error:
+            self._lose(stream, error)
+            raise lost(stream) from None
+        if not message.done:
+            self.wait(message)
+
     def wait(self, message: Message) -> None:
         """Move what is under way until `message` is done; raises LinkError naming the rank."""
         stream = self._streams[message.peer]

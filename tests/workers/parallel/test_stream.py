@@ -1,6 +1,7 @@
 """One connection: who gets which message, in whatever pieces and order they come."""
 
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -152,3 +153,68 @@ def test_what_is_awaited_comes_to_its_place_whatever_comes_before_it(ends: tuple
         other = torch.zeros(others)
         assert there.receive(B, other).done
         assert torch.equal(other, torch.full((others,), 2.0))
+
+
+@pytest.mark.parametrize("length", [1, 100, 16 << 10, 40_000])  # of which the last is not looked for
+def test_what_comes_next_is_taken_without_being_posted(ends: tuple[Stream, Stream], length: int) -> None:
+    here, there = ends
+    place = torch.zeros(length)
+    here.send(A, torch.arange(float(length)))
+    assert there.take(A, place).done
+    assert torch.equal(place, torch.arange(float(length)))
+    assert not there._posted
+
+
+@pytest.mark.parametrize("others", [1, 7, 300, 20_000])
+def test_what_is_taken_comes_to_its_place_behind_another(ends: tuple[Stream, Stream], others: int) -> None:
+    here, there = ends
+    here.send(B, torch.full((others,), 2.0))
+    here.send(A, torch.arange(100.0))
+    place = torch.zeros(100)
+    message = there.take(A, place)
+    while not message.done:
+        there.read(awaited=message)
+    assert torch.equal(place, torch.arange(100.0))
+    other = torch.zeros(others)
+    assert there.take(B, other).done
+    assert torch.equal(other, torch.full((others,), 2.0))
+
+
+def test_what_comes_in_pieces_is_taken(ends: tuple[Stream, Stream]) -> None:
+    here, there = ends
+    data = HEAD.pack(A, 8) + torch.tensor([1.0, 2.0]).numpy().tobytes()
+    for cut in (1, HEAD.size - 1, HEAD.size, HEAD.size + 3):
+        place = torch.zeros(2)
+        here.connection.sendall(data[:cut])
+        message = there.take(A, place)
+        assert not message.done
+        here.connection.sendall(data[cut:])
+        while not message.done:
+            there.read(awaited=message)
+        assert place.tolist() == [1.0, 2.0]
+
+
+def test_what_does_not_come_is_posted(ends: tuple[Stream, Stream]) -> None:
+    here, there = ends
+    there.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 50_000))
+    place = torch.zeros(1)
+    message = there.take(A, place)
+    assert not message.done
+    here.send(A, torch.ones(1))
+    read_all(there)
+    assert message.done
+    assert place.item() == 1
+
+
+def test_another_size_than_is_to_be_taken_is_an_error(ends: tuple[Stream, Stream]) -> None:
+    here, there = ends
+    here.send(A, torch.zeros(3))
+    with pytest.raises(OSError, match="it sent 12 bytes where 8 are awaited"):
+        there.take(A, torch.zeros(2))
+
+
+def test_nothing_is_taken_of_a_closed_connection(ends: tuple[Stream, Stream]) -> None:
+    here, there = ends
+    here.connection.close()
+    with pytest.raises(ConnectionResetError):
+        there.take(A, torch.zeros(1))

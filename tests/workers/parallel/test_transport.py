@@ -1,6 +1,7 @@
 """Messages over plain TCP: in any order, at any size, and never longer than the bound."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,13 +56,40 @@ def test_two_channels_share_a_connection_and_not_their_messages() -> None:
     assert on_threads(2, run) == [2.0, 2.0]
 
 
-def test_a_rank_that_leaves_is_named_at_once() -> None:
+def test_what_is_taken_waits_for_no_order() -> None:
+    """While much is going both ways that the kernel does not take, and behind what nobody has posted."""
+
+    def run(channel: Channel) -> list[float]:
+        other = 1 - channel.rank
+        sent = channel.send([torch.full((LARGE,), 1.0)], other, 1)
+        channel.send([torch.full((3,), 2.0)], other, 2)
+        small, large = torch.zeros(3), torch.zeros(LARGE)
+        channel.take(small, other, 2)
+        channel.take(large, other, 1)
+        sent.wait()
+        return [float(small.sum()), float(large.mean())]
+
+    assert on_threads(2, run, 30) == [[6.0, 1.0]] * 2
+
+
+def received(channel: Channel, place: torch.Tensor) -> None:
+    """By a message that is awaited."""
+    channel.recv([place], 1 - channel.rank, 0).wait()
+
+
+def taken(channel: Channel, place: torch.Tensor) -> None:
+    """The same in one call."""
+    channel.take(place, 1 - channel.rank, 0)
+
+
+@pytest.mark.parametrize("come", [received, taken])
+def test_a_rank_that_leaves_is_named_at_once(come: Callable[[Channel, torch.Tensor], None]) -> None:
     def run(channel: Channel) -> float:
         if channel.rank == 1:
             return 0.0
         began = time.monotonic()
         with pytest.raises(LinkError, match="the connection to rank 1 has ended"):
-            channel.recv([torch.zeros(1)], 1, 0).wait()
+            come(channel, torch.zeros(1))
         return time.monotonic() - began
 
     first, second = on_threads(2, run, 20)
@@ -69,25 +97,27 @@ def test_a_rank_that_leaves_is_named_at_once() -> None:
     assert second == 0
 
 
-def test_a_rank_that_is_silent_is_named_within_the_bound() -> None:
+@pytest.mark.parametrize("come", [received, taken])
+def test_a_rank_that_is_silent_is_named_within_the_bound(come: Callable[[Channel, torch.Tensor], None]) -> None:
     def run(channel: Channel) -> float:
         began = time.monotonic()
         if channel.rank:
             time.sleep(1.5)
             return 0.0
         with pytest.raises(LinkError, match=r"nothing came of the message with rank 1 in 0\.5 s"):
-            channel.recv([torch.zeros(1)], 1, 0).wait()
+            come(channel, torch.zeros(1))
         return time.monotonic() - began
 
     waited_s, _ = on_threads(2, run, 0.5)
     assert 0.5 <= waited_s < 1.5
 
 
-def test_sizes_that_differ_name_the_rank() -> None:
+@pytest.mark.parametrize("come", [received, taken])
+def test_sizes_that_differ_name_the_rank(come: Callable[[Channel, torch.Tensor], None]) -> None:
     def run(channel: Channel) -> str:
         channel.send([torch.zeros(3 + channel.rank)], 1 - channel.rank, 0)
         with pytest.raises(LinkError) as caught:
-            channel.recv([torch.zeros(3 + channel.rank)], 1 - channel.rank, 0).wait()
+            come(channel, torch.zeros(3 + channel.rank))
         return str(caught.value)
 
     first, _ = on_threads(2, run)
