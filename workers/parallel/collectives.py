@@ -89,7 +89,7 @@ class Collective:
     def picked(self, op: str, whole: Tensor) -> str:
         """The algorithm that `op` on the tensor `whole` takes; `pick` knows gloo alone, and leaves NCCL to itself."""
         if self.peers.channel:
-            auto = pick_over_tcp(op, whole.nbytes)
+            auto = pick_over_tcp(op, whole.nbytes, self.peers.world_size)
         else:
             auto = "backend" if self.peers.batched else pick(op, whole.nbytes, self.peers.world_size)
         name = auto if self.algorithm == "auto" else self.algorithm

@@ -31,7 +31,7 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
     # same place from the start: a rendezvous less, 20 to 40 % of the time below 4 MiB. NCCL would run the receives
     # first.
     early, _ = peers.post(tag, [] if peers.batched else _others(peers, chunks))
-    parts_sent = yield from _sum_own(peers, chunks, chunks[peers.rank])
+    parts_sent = yield from sum_own(peers, chunks, chunks[peers.rank])
     received, sent = peers.post(
         tag, _others(peers, chunks) if peers.batched else [], _to_others(peers, chunks[peers.rank])
     )
@@ -58,7 +58,7 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
     The order of summation is fixed, whoever comes first: this rank's own part, then the others in the order of the
     ring.
     """
-    sent = yield from _sum_own(peers, split(tensor, peers.world_size), output)
+    sent = yield from sum_own(peers, split(tensor, peers.world_size), output)
     yield from sent
 
 
@@ -80,7 +80,7 @@ def _to_others(peers: Peers, chunk: Tensor) -> list[tuple[int, Tensor]]:
     return [(peers.after(distance), chunk) for distance in range(1, peers.world_size)]
 
 
-def _sum_own(peers: Peers, chunks: list[Tensor], output: Tensor) -> Summing:
+def sum_own(peers: Peers, chunks: list[Tensor], output: Tensor) -> Summing:
     """Sum this rank's chunk of all ranks in `output`; their parts arrive in scratch memory."""
     others = _others(peers, chunks)
     with peers.scratch(output.numel() * len(others), output) as scratch:

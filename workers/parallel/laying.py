@@ -1,7 +1,8 @@
 """The collectives of a process group over plain TCP, for tensors as torch hands them over: any layout, any operation.
 
-What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Large sums go pair
-by pair (pairs.py), small ones to rank 0 and back (star.py), all else straight from rank to rank (routes.py).
+What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Small sums go to
+rank 0 and back (star.py), larger ones straight from rank to rank (direct.py), the largest pair by pair (pairs.py), all
+else straight from rank to rank too (routes.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from workers.parallel import pairs, routes, star
+from workers.parallel import direct, pairs, routes, star
 from workers.parallel.peers import Peers, Steps
-from workers.parallel.picking import PAIRS_ABOVE_BYTES
+from workers.parallel.picking import pick_over_tcp
 
 SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 
@@ -44,8 +45,9 @@ def all_reduce(peers: Peers, tensor: Tensor, opts: Any) -> Steps:
 
 
 def _all_reduce(peers: Peers, piece: Tensor, op: Any, async_op: bool) -> Steps:
-    if op in SUMS and piece.nbytes > PAIRS_ABOVE_BYTES:
-        yield from pairs.all_reduce(peers, piece)
+    name = pick_over_tcp("all_reduce", piece.nbytes, peers.world_size)
+    if op in SUMS and peers.world_size > 1 and name != "server":
+        yield from (pairs if name == "pairs" else direct).all_reduce(peers, piece)
     elif async_op or not piece.numel():
         yield from routes.reduced(peers, piece, op)
         yield from routes.broadcast(peers, piece, 0)
@@ -77,8 +79,12 @@ def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], opts: A
 
 def _reduce_scatter(peers: Peers, piece: Tensor, parts: list[Tensor], opts: Any) -> Steps:
     op = opts.reduceOp.op
-    if op in SUMS and peers.world_size * piece.nbytes > PAIRS_ABOVE_BYTES:
+    name = pick_over_tcp("reduce_scatter", peers.world_size * piece.nbytes, peers.world_size)
+    if op in SUMS and name == "pairs":
         yield from pairs.summed(peers, parts, piece)
+    elif op in SUMS and peers.world_size > 1:
+        sent = yield from direct.sum_own(peers, parts, piece)
+        yield from sent
     else:
         yield from _folded(peers, piece, parts, op)
     _average(peers, piece, op)

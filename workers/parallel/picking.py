@@ -23,11 +23,23 @@ SERVER_UP_TO_BYTES = {
 DIRECT_FROM_BYTES = {"all_reduce": (NEVER, NEVER), "reduce_scatter": (4 << 20, 0), "all_gather": (16 << 20, 2 << 20)}
 
 
-# Over plain TCP, `python -m benchmarks.transport`: so many bytes go to rank 0 and back. Of 64 B four ranks
-# have a reduce_scatter in 0.41 ms so and an all_gather in 0.37, straight from rank to rank in 0.64 and 0.50; of more
-# than 64 KiB fewer bytes are worth more messages.
-PAIRS_ABOVE_BYTES = 256 << 10
-SERVER_OVER_TCP_BYTES = {"all_reduce": PAIRS_ABOVE_BYTES, "reduce_scatter": 64 << 10, "all_gather": 64 << 10}
+# Over plain TCP, ms by `Collective(group, algorithm, carrier=channel)`, medians of 15 interleaved rounds on two cores:
+#
+#                   4 ranks  64 KiB  512 KiB  1 MiB  4 MiB  16 MiB  64 MiB   2 ranks  64 KiB  1 MiB  16 MiB  64 MiB
+#   all_reduce      server   0.20    0.7      1.7                                     0.03
+#                   direct   0.69    1.1      1.6    5.7    20.6    84.6              0.04    0.4    7.6     32.6
+#                   pairs    0.69    1.2      2.1    5.9    20.5    70.7              0.06    0.8    9.5     41.2
+#   reduce_scatter  server   0.26    0.6      1.4                                     0.05
+#                   direct   0.40    0.7      1.1    3.5    11.2    43.6              0.05    0.3    3.9     17.5
+#                   pairs    0.51    0.7      1.2    3.8    12.0    39.6              0.05    0.5    6.0     24.7
+#   all_gather      server   0.32    0.6      1.3                                     0.04
+#                   direct   0.30    0.6      0.8    2.8    9.9     38.3              0.03    0.2    3.8     15.4
+#                   pairs    0.33    0.6      1.0    3.2    11.1    36.3              0.04    0.4    5.3     22.0
+#
+# Two ranks swap, one hop in place of two. With an odd number one rank of each round of pairs has nobody: three ranks
+# take 0.7 of the time straight. Through rank 0 a reduce_scatter and an all_gather send more bytes than the least.
+SERVER_OVER_TCP_BYTES = {"all_reduce": 512 << 10, "reduce_scatter": 64 << 10, "all_gather": 64 << 10}
+PAIRS_ABOVE_BYTES = 16 << 20
 
 
 def pick(op: str, nbytes: int, world_size: int) -> str:
@@ -38,8 +50,10 @@ def pick(op: str, nbytes: int, world_size: int) -> str:
     return "direct" if nbytes >= DIRECT_FROM_BYTES[op][several] else "backend"
 
 
-def pick_over_tcp(op: str, nbytes: int) -> str:
+def pick_over_tcp(op: str, nbytes: int, world_size: int) -> str:
     """The same over plain TCP, of "server", "direct" and "pairs"."""
+    if world_size == 2:
+        return "direct"
     if nbytes <= SERVER_OVER_TCP_BYTES[op]:
         return "server"
-    return "pairs" if nbytes > PAIRS_ABOVE_BYTES else "direct"
+    return "pairs" if nbytes > PAIRS_ABOVE_BYTES and world_size % 2 == 0 else "direct"

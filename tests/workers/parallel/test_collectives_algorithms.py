@@ -13,8 +13,9 @@ from tests.workers.parallel.fabric import Deadlock, Fabric
 from workers.measure.formulas import collectives as formulas
 from workers.measure.formulas import messages
 from workers.parallel import pairs
-from workers.parallel.collectives import ALGORITHMS
+from workers.parallel.collectives import ALGORITHMS, OVER_TCP
 from workers.parallel.peers import Peers, Steps, split
+from workers.parallel.picking import pick_over_tcp
 
 BYTES: dict[str, Callable[..., float]] = {
     "all_reduce": formulas.all_reduce_bytes,
@@ -92,11 +93,14 @@ def test_number_of_sends_of_an_all_reduce(algorithm: str, world_size: int, num_s
     assert fabric.num_sends == num_sends
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_number_of_sends_pair_by_pair(world_size: int) -> None:
-    fabric, length = Fabric(world_size, late=False), 6 << 17  # 6 MiB
-    fabric.run(lambda peers: pairs.all_reduce(peers, torch.ones(length, dtype=torch.int64)))
-    assert fabric.num_sends == [messages.all_reduce_messages("tcp", world_size, 8 * length)] * world_size
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("nbytes", [64 << 10, 6 << 20, 24 << 20])
+def test_number_of_sends_over_plain_tcp(world_size: int, nbytes: int) -> None:
+    fabric, name = Fabric(world_size, late=False), pick_over_tcp("all_reduce", nbytes, world_size)
+    fabric.run(lambda peers: OVER_TCP[name].all_reduce(peers, torch.ones(nbytes // 8, dtype=torch.int64)))
+    told = [messages.all_reduce_messages("tcp", world_size, nbytes, rank) for rank in range(world_size)]
+    assert fabric.num_sends == told
+    assert (name == "pairs") == (world_size == 4 and nbytes == 24 << 20)
 
 
 def test_scratch_memory_is_used_again() -> None:

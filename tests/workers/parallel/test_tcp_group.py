@@ -18,9 +18,10 @@ from workers.measure.calls import Calls
 from workers.parallel.collectives import OVER_TCP, Collective
 from workers.parallel.dialling import Dialling
 from workers.parallel.peers import split
+from workers.parallel.picking import PAIRS_ABOVE_BYTES
 
 pytestmark = pytest.mark.timeout(120)
-LENGTHS = (0, 1, 5, 1000, 200_003)  # the last one goes pair by pair
+LENGTHS = (0, 1, 5, 1000, 200_003)  # the last one goes straight, of three ranks
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)
 
 
@@ -45,6 +46,18 @@ def test_sums_are_those_of_one_process(rank: int, world_size: int) -> None:
         chunk, whole = torch.empty(length, dtype=torch.float64), everyone.roll(rank, 0).flatten()
         dist.reduce_scatter_tensor(chunk, whole)
         torch.testing.assert_close(chunk, folds[0], rtol=1e-12, atol=1e-12)
+
+
+@ranklab.ranks(4, backend="tcp", timeout_s=60)
+def test_the_largest_sums_go_pair_by_pair(rank: int, world_size: int) -> None:
+    length = PAIRS_ABOVE_BYTES // 8 + 8
+    wanted, own = sum((numbers(length, each) for each in range(world_size)), torch.zeros(())), numbers(length, rank)
+    chunks = split(wanted, world_size)
+    dist.all_reduce(own)
+    torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+    chunk, parts = torch.empty_like(chunks[rank]), split(numbers(length, rank), world_size)
+    dist.reduce_scatter(chunk, parts)
+    torch.testing.assert_close(chunk, chunks[rank], rtol=1e-12, atol=1e-12)
 
 
 @ranklab.ranks(1, 2, 3, backend="tcp", timeout_s=60)

@@ -11,7 +11,7 @@ used below:
 """
 
 ALGORITHMS = ("gloo", "ring", "direct", "tree", "server", "tcp")
-TCP_STAR_BYTES = 256 << 10  # up to which plain TCP sums by rank 0 (workers/parallel/star.py)
+TCP_STAR_BYTES = 512 << 10  # up to which plain TCP sums by rank 0 (workers/parallel/star.py), of two ranks none
 
 
 def chunk_bytes(world_size: int, nbytes: int, itemsize: int = 4) -> list[int]:
@@ -25,7 +25,7 @@ def all_reduce_bytes(algorithm: str, world_size: int, nbytes: int, rank: int = 0
 
     ring, direct and gloo send it, up to the rest of an uneven division. tree: so does each of its P = 2^floor(log2 N)
     core ranks, on chunks of P, and rank P + i sends its S to rank i before and gets S back after. server: rank 0 sends
-    the sum to everyone, (N-1)·S, and receives as much. tcp: as the server up to 256 KiB, above as direct.
+    the sum to everyone, (N-1)·S, and receives as much. tcp: as the server up to 512 KiB, above as direct.
     """
     core = 1 << (world_size.bit_length() - 1)
     if algorithm == "tcp":
@@ -121,9 +121,12 @@ def all_reduce_rounds(algorithm: str, world_size: int) -> int:
         return 0
     levels = world_size.bit_length() - 1
     folds = 2 if world_size != 1 << levels else 0
-    return {"direct": min(2, world_size - 1), "server": 2, "tcp": 2, "tree": 2 * levels + folds}.get(
-        algorithm, 2 * (world_size - 1)
-    )
+    return {
+        "direct": min(2, world_size - 1),
+        "server": 2,
+        "tcp": min(2, world_size - 1),
+        "tree": 2 * levels + folds,
+    }.get(algorithm, 2 * (world_size - 1))
 
 
 def all_reduce_seconds(algorithm: str, world_size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
@@ -132,7 +135,7 @@ def all_reduce_seconds(algorithm: str, world_size: int, nbytes: int, latency_s: 
     Bytes are what follows each other on the busiest link. The server's wall: it receives (N-1)·S, then sends as much.
     """
     serial = max(all_reduce_bytes(algorithm, world_size, nbytes, rank) for rank in range(world_size))
-    if algorithm == "server" or (algorithm == "tcp" and nbytes <= TCP_STAR_BYTES):
+    if algorithm == "server" or (algorithm == "tcp" and nbytes <= TCP_STAR_BYTES and world_size > 2):
         serial *= 2
     if algorithm == "tree" and world_size.bit_count() > 1:
         serial += nbytes  # the fold is received before the halving begins

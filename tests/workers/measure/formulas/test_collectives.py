@@ -24,7 +24,7 @@ from workers.measure.formulas.collectives import (
 )
 from workers.parallel.collectives import Collective
 from workers.parallel.peers import Pending
-from workers.parallel.picking import PAIRS_ABOVE_BYTES
+from workers.parallel.picking import SERVER_OVER_TCP_BYTES
 from workers.testing.calls import Ranks
 
 BY_HAND = [name for name in ALGORITHMS if name not in ("gloo", "tcp")]
@@ -91,7 +91,7 @@ def test_plain_tcp_sends_the_least_in_the_mean_of_ranks(nbytes: int) -> None:
     sent = [all_reduce_bytes("tcp", 3, nbytes, rank) for rank in range(3)]
     assert sum(sent) == pytest.approx(4 * nbytes)
     assert (max(sent) > 1.4 * min(sent)) == (nbytes <= TCP_STAR_BYTES)
-    assert TCP_STAR_BYTES == PAIRS_ABOVE_BYTES
+    assert SERVER_OVER_TCP_BYTES["all_reduce"] == TCP_STAR_BYTES
 
 
 def test_a_world_of_one_sends_nothing() -> None:
