@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import TIMEOUT_S, Ratio, Timing, interleave, on_ranks, table
-from workers.parallel import star
+from workers.parallel import straight
 from workers.parallel.collectives import Collective
 from workers.parallel.dialling import Dialling
 from workers.parallel.peers import split
@@ -80,7 +80,7 @@ def by_hand(op: str, whole: torch.Tensor, chunk: torch.Tensor, collective: Colle
     """The same over a channel."""
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": partial(collective.all_reduce, whole),
-        "broadcast": partial(star.broadcast, collective.peers, whole, 0),
+        "broadcast": partial(straight.broadcast, collective.peers, whole, 0),
         "all_gather": partial(collective.all_gather, whole, chunk),
         "reduce_scatter": partial(collective.reduce_scatter, chunk, whole),
     }

@@ -29,7 +29,10 @@ MUTANTS = [
     Mutant(LATE, "if number >= rank else []", "if number > rank else []", RUN + "zb_h1"),
     Mutant(SPLIT, "rows.mT @ inputs", "rows.mT @ (2 * inputs)", RUN + "1f1b"),
     Mutant(
-        "workers/parallel/split_backward.py", "self.gradient = gradient", "self.gradient = 2 * gradient", RUN + "zb_h1"
+        "workers/parallel/split_backward.py",
+        "(self.gradient,) = gradients",
+        "self.gradient = 2 * gradients[0]",
+        RUN + "zb_h1",
     ),
     Mutant(
         "workers/parallel/stages.py",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.parallel import direct, pairs, ring, rooted, star, tree
+from workers.parallel import direct, pairs, ring, rooted, star, straight, tree
 from workers.parallel.channel import Channel
 from workers.parallel.peers import Message, Peers, Pending, Steps, split
 from workers.parallel.picking import pick, pick_over_tcp
@@ -109,8 +109,7 @@ class Collective:
         name = self.picked(op, whole)
         if self.peers.world_size == 1:
             steps = _copied(whole, result)
-        elif name == "server" and self.peers.channel and not async_op and whole.shape[0] >= self.peers.world_size:
-            _at_once(op, whole, result, self.peers)
+        elif self.peers.channel and not async_op and _at_once(name, op, whole, result, self.peers):
             return DONE
         elif name == "backend":
             steps = _backend(op, whole, result, self.peers)
@@ -131,14 +130,20 @@ class Collective:
         result.copy_(host_result)
 
 
-def _at_once(op: str, whole: Tensor, result: Tensor, peers: Peers) -> None:
-    """`rooted` in one go; of tensors of which no rank's chunk is empty."""
-    if op == "reduce_scatter":
+def _at_once(name: str, op: str, whole: Tensor, result: Tensor, peers: Peers) -> bool:
+    """Over plain TCP, where steps cost more than messages: in one go, if it is done so at all."""
+    if name == "direct" and op == "all_gather":
+        chunks = split(whole, peers.world_size)
+        straight.all_gather(peers, chunks, chunks[peers.rank])
+    elif name != "server" or whole.shape[0] < peers.world_size:  # a rank's chunk is empty
+        return False
+    elif op == "reduce_scatter":
         star.reduce_scatter(peers, whole, result)
     elif op == "all_reduce":
         star.all_reduce(peers, whole)
     else:
         star.all_gather(peers, whole)
+    return True
 
 
 def _by_hand(algorithm: Algorithm, op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:

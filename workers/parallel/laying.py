@@ -2,7 +2,7 @@
 
 What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Small sums go to
 rank 0 and back (star.py), larger ones straight from rank to rank (direct.py), the largest pair by pair (pairs.py), all
-else straight from rank to rank too (routes.py).
+else straight from rank to rank too (routes.py, and straight.py where it is waited for at once).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from workers.parallel import direct, pairs, routes, star
+from workers.parallel import direct, pairs, routes, star, straight
 from workers.parallel.peers import Peers, Steps
 from workers.parallel.picking import pick_over_tcp
 
@@ -110,11 +110,18 @@ def _broadcast(peers: Peers, piece: Tensor, root: int, async_op: bool) -> Steps:
     if async_op or not piece.numel():
         yield from routes.broadcast(peers, piece, root)
     else:
-        star.broadcast(peers, piece, root)
+        straight.broadcast(peers, piece, root)
 
 
-def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor) -> Steps:
-    return laid(places, lambda pieces: routes.all_gather(peers, pieces, flat(tensor)))
+def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, opts: Any) -> Steps:
+    return laid(places, lambda pieces: _all_gather(peers, pieces, flat(tensor), opts.asyncOp))
+
+
+def _all_gather(peers: Peers, pieces: list[Tensor], piece: Tensor, async_op: bool) -> Steps:
+    if async_op:
+        yield from routes.all_gather(peers, pieces, piece)
+    else:
+        straight.all_gather(peers, pieces, piece)
 
 
 def gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:

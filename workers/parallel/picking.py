@@ -38,7 +38,7 @@ DIRECT_FROM_BYTES = {"all_reduce": (NEVER, NEVER), "reduce_scatter": (4 << 20, 0
 #
 # Two ranks swap, one hop in place of two. With an odd number one rank of each round of pairs has nobody: three ranks
 # take 0.7 of the time straight. Through rank 0 a reduce_scatter and an all_gather send more bytes than the least.
-SERVER_OVER_TCP_BYTES = {"all_reduce": 512 << 10, "reduce_scatter": 64 << 10, "all_gather": 64 << 10}
+SERVER_OVER_TCP_BYTES = {"all_reduce": 512 << 10, "reduce_scatter": 64 << 10, "all_gather": 16 << 10}
 PAIRS_ABOVE_BYTES = 16 << 20
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.parallel.channel import Channel
 from workers.parallel.peers import Peers, split
+from workers.parallel.straight import over_tcp
 
 ROOT = 0
 
@@ -65,20 +65,3 @@ def all_gather(peers: Peers, tensor: Tensor) -> None:
         channel.take(chunks[peer], peer, there)
     for sent in [channel.send([tensor], peer, back) for peer in range(1, peers.world_size)]:
         sent.wait()
-
-
-def broadcast(peers: Peers, tensor: Tensor, root: int) -> None:
-    """Copy the root's `tensor` to everyone's."""
-    tag, channel = peers.new_tag(), over_tcp(peers)
-    if peers.rank != root:
-        channel.take(tensor, root, tag)
-        return
-    others = [peer for peer in range(peers.world_size) if peer != root]
-    for sent in [channel.send([tensor], peer, tag) for peer in others]:
-        sent.wait()
-
-
-def over_tcp(peers: Peers) -> Channel:
-    """The channel of a group that has one."""
-    assert peers.channel is not None
-    return peers.channel

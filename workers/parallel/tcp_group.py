@@ -112,12 +112,12 @@ class TcpGroup(dist.ProcessGroup):
         opts, work = opts or AllgatherOptions(), self._begin([*chain(*outputs)])
         TOLD["allgather"](self, outputs, inputs, opts)
         pairs = zip(outputs, inputs, strict=True)
-        return self._run(work, opts, [laying.all_gather(self._peers, *pair) for pair in pairs])
+        return self._run(work, opts, [laying.all_gather(self._peers, *pair, opts) for pair in pairs])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Running:
         opts, work = opts or AllgatherOptions(), self._begin([output])
         TOLD["_allgather_base"](self, output, tensor, opts)
-        return self._run(work, opts, [laying.all_gather(self._peers, rows_of(output, self.size()), tensor)])
+        return self._run(work, opts, [laying.all_gather(self._peers, rows_of(output, self.size()), tensor, opts)])
 
     _allgather_base = all_gather_single
 
@@ -127,7 +127,7 @@ class TcpGroup(dist.ProcessGroup):
         for pair in pairs:
             TOLD["_allgather_base"](self, *pair, opts)
         halves = [(rows_of(output, self.size()), tensor) for output, tensor in pairs]
-        return self._run(work, opts, [laying.all_gather(self._peers, *half) for half in halves])
+        return self._run(work, opts, [laying.all_gather(self._peers, *half, opts) for half in halves])
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
