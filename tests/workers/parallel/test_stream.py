@@ -165,7 +165,7 @@ def test_what_comes_next_is_taken_without_being_posted(ends: tuple[Stream, Strea
     assert not there._posted
 
 
-@pytest.mark.parametrize("others", [1, 7, 300, 20_000])
+@pytest.mark.parametrize("others", [1, 7, 100, 300, 20_000])
 def test_what_is_taken_comes_to_its_place_behind_another(ends: tuple[Stream, Stream], others: int) -> None:
     here, there = ends
     here.send(B, torch.full((others,), 2.0))
