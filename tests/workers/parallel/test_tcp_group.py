@@ -50,7 +50,7 @@ def test_sums_are_those_of_one_process(rank: int, world_size: int) -> None:
 
 @ranklab.ranks(4, backend="tcp", timeout_s=60)
 def test_the_largest_sums_go_pair_by_pair(rank: int, world_size: int) -> None:
-    length = PAIRS_ABOVE_BYTES // 8 + 8
+    length = PAIRS_ABOVE_BYTES["reduce_scatter"] // 8 + 8
     wanted, own = sum((numbers(length, each) for each in range(world_size)), torch.zeros(())), numbers(length, rank)
     chunks = split(wanted, world_size)
     dist.all_reduce(own)

@@ -12,7 +12,7 @@ from workers.measure.formulas.collectives import TCP_STAR_BYTES, chunk_bytes
 FRAMES_BYTES = 144
 # gloo sends the parts of an uneven tensor one element longer or shorter than the formula's: 16 B cover it.
 TOLERATED_BYTES = 160
-TCP_PAIRS_BYTES = 16 << 20  # above which plain TCP cuts messages (workers/parallel/pairs.py)
+TCP_PAIRS_BYTES = 4 << 20  # above which plain TCP cuts messages (workers/parallel/pairs.py)
 GLOO_SEGMENT_BYTES = 1 << 20  # the most of a tensor that gloo's all_reduce sends at a time
 
 
@@ -27,12 +27,12 @@ def all_reduce_messages(algorithm: str, world_size: int, nbytes: int, rank: int 
     """Of an all_reduce of S bytes; a ring sends a chunk a round, a tree a block a level."""
     if algorithm == "gloo":
         return gloo_all_reduce_messages(world_size, nbytes)
-    if algorithm == "tcp" and world_size > 2:
-        cut = nbytes > TCP_PAIRS_BYTES and world_size % 2 == 0
-        algorithm = "blocks" if cut else "direct" if nbytes > TCP_STAR_BYTES else "server"
+    if algorithm == "tcp":
+        cut, small = nbytes > TCP_PAIRS_BYTES and world_size % 2 == 0, nbytes <= TCP_STAR_BYTES and world_size > 2
+        algorithm = "blocks" if cut else "server" if small else "direct"
     if algorithm == "blocks":  # of 1 MiB, of every chunk there and of its sum back
         return 2 * (world_size - 1) * -(-int(nbytes) // (world_size << 20))
-    if algorithm in ("direct", "tcp") and world_size == 2:
+    if algorithm == "direct" and world_size == 2:
         return 1
     if algorithm == "server":
         return world_size - 1 if rank == 0 else 1
