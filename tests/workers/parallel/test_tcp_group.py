@@ -48,6 +48,24 @@ def test_sums_are_those_of_one_process(rank: int, world_size: int) -> None:
         torch.testing.assert_close(chunk, folds[0], rtol=1e-12, atol=1e-12)
 
 
+@ranklab.ranks(2, 3, backend="tcp", timeout_s=20)
+def test_some_ranks_wait_at_once_and_others_later(rank: int, world_size: int) -> None:
+    for length in LENGTHS:
+        own, given = torch.full((length,), rank + 1.0), torch.full((length,), float(rank))
+        places = [torch.empty(length) for _ in range(world_size)]
+        works = [
+            dist.all_reduce(own, async_op=rank > 0),
+            dist.broadcast(given, 1, async_op=rank > 0),
+            dist.all_gather(places, torch.full((length,), float(rank)), async_op=rank > 0),
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+        assert torch.equal(own, torch.full((length,), world_size * (world_size + 1) / 2))
+        assert torch.equal(given, torch.ones(length))
+        assert [place.tolist() for place in places] == [[float(peer)] * length for peer in range(world_size)]
+
+
 @ranklab.ranks(4, backend="tcp", timeout_s=60)
 def test_the_largest_sums_go_pair_by_pair(rank: int, world_size: int) -> None:
     length = PAIRS_ABOVE_BYTES["reduce_scatter"] // 8 + 8
