@@ -82,7 +82,7 @@ class Transport:
             raise lost(stream) from None
 
     def take(self, peer: int, key: bytes, tensor: Tensor) -> None:
-        """`receive` and `wait` in one, in a third of the time where the message comes next and soon."""
+        """`receive` and `wait` in one, which posts nothing where the message comes next and soon; raises LinkError."""
         stream = self._streams[peer]
         try:
             alone = not (self._full or self.background)
