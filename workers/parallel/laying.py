@@ -79,7 +79,7 @@ def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], opts: A
 
 def _reduce_scatter(peers: Peers, piece: Tensor, parts: list[Tensor], opts: Any) -> Steps:
     op = opts.reduceOp.op
-    name = pick_over_tcp("reduce_scatter", peers.world_size * piece.nbytes, peers.world_size)
+    name = pick_over_tcp("reduce_scatter", sum(part.nbytes for part in parts), peers.world_size)
     if op in SUMS and name == "pairs":
         yield from pairs.summed(peers, parts, piece)
     elif op in SUMS and peers.world_size > 1:

@@ -1,7 +1,8 @@
 """Straight from rank to rank over plain TCP, in a call that is not cut into steps.
 
-The messages are those of routes.py, as star.py's are those of rooted.py: of one call some ranks may wait here, and others
-have it under way there. Where a message takes hundredths of a millisecond, a step to wait for by itself costs as much.
+The messages are those of routes.py, as star.py's are those of rooted.py: of one call some ranks may wait here, and
+others have it under way there. Where a message takes hundredths of a millisecond, a step to wait for by itself costs as
+much.
 """
 
 from collections.abc import Sequence
