@@ -122,7 +122,7 @@ def test_who_is_killed_and_started_again_finds_its_way_back(
     os.kill(ranks.started[rank].pid, signal.SIGKILL)
     ranks.started[rank].wait()
     survivors = [process for each, process in enumerate(ranks.started) if each != rank]
-    time.sleep(0.5)  # in which they go on without it
+    ranks.until(1, f"rank {rank} lost at step")  # or they might be told by its way back alone
     ranks.start(rank)
     with stopped(survivors):  # or they would be through before it has imported torch
         ranks.until(WORLD_SIZE, "finds its way back")
