@@ -10,7 +10,7 @@ busiest link. The algorithms of workers/parallel give the same sum to every rank
                              Rabenseifner's halving and doubling; NCCL's tree is another one, of two binary trees
               server         (N-1)·S on rank 0, which grows with N: the wall of a parameter server
               gloo           2(N-1)/N·S, and for its reduce_scatter twice what is needed
-              tcp            the server's up to 256 KiB, then direct's; the same messages, and no library's threads
+              tcp            the server's up to 512 KiB, then direct's; the same messages, and no library's threads
   shapes      x [2], rows [N, 2] for the primitives; [S/4] float32 in the sweep
 """
 

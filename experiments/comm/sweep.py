@@ -32,7 +32,7 @@ FORMULAS = {
     ("reduce_scatter", "server"): "(N-1)/N·S on rank 0, S elsewhere",
     ("reduce_scatter", "tree"): "(N-1)/N·S, and S on each rank beyond P = 2^k",
     ("all_gather", "tree"): "(N-1)/N·S, and S more for each rank beyond P = 2^k",
-    ("all_reduce", "tcp"): "the server's up to 256 KiB, then direct's",
+    ("all_reduce", "tcp"): "the server's up to 512 KiB, then direct's",
     ("all_gather", "server"): "(N-1)·S on rank 0, S/N elsewhere",
 }
 

@@ -132,7 +132,7 @@ class Collective:
 
 def _at_once(name: str, op: str, whole: Tensor, result: Tensor, peers: Peers) -> bool:
     """Over plain TCP, where steps cost more than messages: in one go, if it is done so at all."""
-    if name == "direct" and op == "all_gather":
+    if name == "direct" and op == "all_gather" and whole.nbytes <= straight.UP_TO_BYTES * peers.world_size:
         chunks = split(whole, peers.world_size)
         straight.all_gather(peers, chunks, chunks[peers.rank])
     elif name != "server" or whole.shape[0] < peers.world_size:  # a rank's chunk is empty

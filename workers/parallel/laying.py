@@ -118,7 +118,7 @@ def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, opts: Any
 
 
 def _all_gather(peers: Peers, pieces: list[Tensor], piece: Tensor, async_op: bool) -> Steps:
-    if async_op:
+    if async_op or piece.nbytes > straight.UP_TO_BYTES:
         yield from routes.all_gather(peers, pieces, piece)
     else:
         straight.all_gather(peers, pieces, piece)

@@ -12,6 +12,9 @@ from torch import Tensor
 from workers.parallel.channel import Channel
 from workers.parallel.peers import Peers
 
+# Of a part: a larger one comes in pieces, and what comes before its receive is posted is copied once more.
+UP_TO_BYTES = 64 << 10
+
 
 def over_tcp(peers: Peers) -> Channel:
     """The channel of a group that has one."""
@@ -31,7 +34,7 @@ def broadcast(peers: Peers, tensor: Tensor, root: int) -> None:
 
 
 def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor) -> None:
-    """Lay everyone's `tensor` in everyone's `places`; its own place may be the tensor itself."""
+    """Lay everyone's `tensor`, of UP_TO_BYTES, in everyone's `places`; its own place may be the tensor itself."""
     tag, channel = peers.new_tag(), over_tcp(peers)
     ring = [peers.after(distance) for distance in range(1, peers.world_size)]
     sent = [channel.send([tensor], peer, tag) for peer in ring if tensor.numel()]
