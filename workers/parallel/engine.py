@@ -1,8 +1,9 @@
 """Autograd's engine without the checks of its front door.
 
-`torch.autograd.backward` looks at shapes and types of all it is given before it starts the engine. Behind a sleep, as
-in a pipeline that waits, that is 0.15 ms of the 0.4 that the weights of two small layers take, and nobody can go on
-meanwhile. What a mechanism hands over it has just computed, so the shapes are right.
+`torch.autograd.backward` looks at shapes and types of all it is given before it starts the engine. Behind a sleep of 10
+ms, as in a pipeline that waits, the weights and biases of two linear layers take 0.18 ms through it and 0.12 without
+(awake 0.035 and 0.017; medians of 60 calls on one core), and nobody can go on meanwhile. What a mechanism hands over it
+has just computed, so the shapes are right.
 """
 
 from torch import Tensor

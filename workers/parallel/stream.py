@@ -16,9 +16,10 @@ from workers.parallel.framing import HEAD, KEY_BYTES, Message, Waits, inherit, m
 
 BUFFER_BYTES = 4096  # of what is read before it is known whose it is: this much is copied once more
 
-# How often who waits looks for a small message, and lets others have the core, before it sleeps: 70 us. A core on which
-# all sleep halts, and to wake it costs more than the message: two ranks sum 64 B in 20 us where they took 60, for less
-# of the processors' time, and four ranks in 0.1 ms where they took 0.15, for a tenth more.
+# How often who waits looks for a small message, and lets others have the core, before it sleeps: 0.12 ms where nobody
+# else wants the core. One on which all sleep halts, and to wake it costs more than the message: without looks two ranks
+# sum 64 B in 50 us, with them in 25 for half of the processors' time, four in 0.16 ms and in 0.10 to 0.13 for up to a
+# third more (`python -m benchmarks.transport 2`, and 4).
 LOOKS = 60
 LOOKED_FOR_BYTES = 64 << 10  # of a larger one a part would be seen, and the rest would have to be waited for again
 

@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -138,20 +138,23 @@ def test_a_tensor_that_was_sent_can_still_be_resized(ends: tuple[Stream, Stream]
     assert tensor.untyped_storage().nbytes() == 0
 
 
-@pytest.mark.parametrize("others", [0, 1, 7, 300])
-def test_what_is_awaited_comes_to_its_place_whatever_comes_before_it(ends: tuple[Stream, Stream], others: int) -> None:
+@pytest.mark.parametrize("receive", [Stream.receive, Stream.take])
+@pytest.mark.parametrize("others", [0, 1, 7, 100, 300, 20_000])
+def test_what_is_awaited_comes_to_its_place_whatever_comes_before_it(
+    ends: tuple[Stream, Stream], others: int, receive: Callable[[Stream, bytes, torch.Tensor], Message]
+) -> None:
     here, there = ends
     if others:
         here.send(B, torch.full((others,), 2.0))
     here.send(A, torch.arange(100.0))
     place = torch.zeros(100)
-    message = there.receive(A, place)
+    message = receive(there, A, place)
     while not message.done:
         there.read(awaited=message)
     assert torch.equal(place, torch.arange(100.0))
     if others:
         other = torch.zeros(others)
-        assert there.receive(B, other).done
+        assert receive(there, B, other).done
         assert torch.equal(other, torch.full((others,), 2.0))
 
 
@@ -163,21 +166,6 @@ def test_what_comes_next_is_taken_without_being_posted(ends: tuple[Stream, Strea
     assert there.take(A, place).done
     assert torch.equal(place, torch.arange(float(length)))
     assert not there._posted
-
-
-@pytest.mark.parametrize("others", [1, 7, 100, 300, 20_000])
-def test_what_is_taken_comes_to_its_place_behind_another(ends: tuple[Stream, Stream], others: int) -> None:
-    here, there = ends
-    here.send(B, torch.full((others,), 2.0))
-    here.send(A, torch.arange(100.0))
-    place = torch.zeros(100)
-    message = there.take(A, place)
-    while not message.done:
-        there.read(awaited=message)
-    assert torch.equal(place, torch.arange(100.0))
-    other = torch.zeros(others)
-    assert there.take(B, other).done
-    assert torch.equal(other, torch.full((others,), 2.0))
 
 
 def test_what_comes_in_pieces_is_taken(ends: tuple[Stream, Stream]) -> None:

@@ -22,9 +22,10 @@ from workers.measure.formulas.collectives import (
     chunk_bytes,
     reduce_scatter_bytes,
 )
+from workers.measure.formulas.messages import TCP_PAIRS_BYTES
 from workers.parallel.collectives import Collective
 from workers.parallel.peers import Pending
-from workers.parallel.picking import SERVER_OVER_TCP_BYTES
+from workers.parallel.picking import PAIRS_ABOVE_BYTES, SERVER_OVER_TCP_BYTES
 from workers.testing.calls import Ranks
 
 BY_HAND = [name for name in ALGORITHMS if name not in ("gloo", "tcp")]
@@ -92,6 +93,7 @@ def test_plain_tcp_sends_the_least_in_the_mean_of_ranks(nbytes: int) -> None:
     assert sum(sent) == pytest.approx(4 * nbytes)
     assert (max(sent) > 1.4 * min(sent)) == (nbytes <= TCP_STAR_BYTES)
     assert SERVER_OVER_TCP_BYTES["all_reduce"] == TCP_STAR_BYTES
+    assert PAIRS_ABOVE_BYTES["all_reduce"] == TCP_PAIRS_BYTES
 
 
 def test_a_world_of_one_sends_nothing() -> None:
