@@ -122,7 +122,6 @@ def test_who_is_killed_and_started_again_finds_its_way_back(
     os.kill(ranks.started[rank].pid, signal.SIGKILL)
     ranks.started[rank].wait()
     survivors = [process for each, process in enumerate(ranks.started) if each != rank]
-    ranks.until(1, f"rank {rank} lost at step")  # or they might be told by its way back alone
     ranks.start(rank)
     with stopped(survivors):  # or they would be through before it has imported torch
         ranks.until(WORLD_SIZE, "finds its way back")
@@ -132,4 +131,5 @@ def test_who_is_killed_and_started_again_finds_its_way_back(
     assert found is not None, ranks.said(3)
     run = ranks.judged()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [rank])
+    # Whether the others had noticed before is a matter of who is faster.
     assert run["lost"][0]["reason"].endswith("until it came back")

@@ -38,6 +38,7 @@ from workers.report.sentences import missed, unseen_sentence
 
 REPORT_TIMEOUT_S = 60
 CONTROL = "tests/workers/rank/test_end.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
+UNNOTICED = "it was started again before anybody had noticed; the others went on"
 LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
 
 
@@ -117,14 +118,17 @@ def take_in(
     watch: Watch, exchange: Exchange, journal: Journal, way: WayBack, said: dict[str, Any], opened: list[Any]
 ) -> None:
     """A rank that had left is here again, as another process that `said` where it is: it is watched and waited for like
-    any other."""
+    any other. One that is back before its silence was noticed has left all the same."""
     member = Member(**said)
+    lives = [each for each in journal.records if isinstance(each, records.Left) and each.rank == member.rank]
+    peer = watch.hearing.peers.get(member.rank)  # of the life before, until the watch takes this one in
+    if lives and not lives[-1].back:
+        journal.write(replace(lives[-1], back=True))
+    elif peer is not None:
+        journal.write(records.Left(member.rank, peer.seen.step, UNNOTICED, back=True))
     watch.take_in(member)
     exchange.gone.discard(member.rank)
     way.take_in(member, opened)
-    left = [each for each in journal.records if isinstance(each, records.Left) and each.rank == member.rank]
-    if left:
-        journal.write(replace(left[-1], back=True))
 
 
 def move(watch: Watch, exchange: Exchange, sections: Sections, store: dist.Store, host: int) -> None:

@@ -1,21 +1,24 @@
 """What is left of a run: the newest is `latest`, and a broken one has the words of all who survived."""
 
 import json
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from tests.labs import failed
+from workers.cluster.board import Member
+from workers.cluster.heartbeat import Hearing, Place
 from workers.cluster.verdict import Verdict
 from workers.lab import Lab
-from workers.rank.end import bury, conclude, last_words
+from workers.rank.end import UNNOTICED, bury, conclude, last_words, take_in
 from workers.rank.sections import Sections
 from workers.report.journal import Journal
 from workers.report.judge import judge
 from workers.report.lines import read_run
 from workers.report.outcome import Outcome
-from workers.report.records import Check, End, Failed, Lost, Start, Unshared, select
+from workers.report.records import Check, End, Failed, Left, Lost, Start, Unshared, select
 
 
 def broken_rank(folder: Path, rank: int) -> Journal:
@@ -112,3 +115,32 @@ def test_a_mistake_whose_check_did_not_run_is_not_said_to_have_been_looked_for(t
     (check,) = [check for check in run["checks"] if not check["passed"]]
     assert check["name"] == "LAB_BUG"
     assert check["detail"] == "staleness, which sees lost_shard, did not run: nothing in this run could show it"
+
+
+def taken_in(tmp_path: Path, *lives: Left) -> list[Any]:
+    """What a survivor writes of rank 2, which is back and of whose lives it has noted these losses."""
+    hearing = Hearing(0, range(3), lost_after_s=2.0, now=0.0)
+    hearing.take(Hearing(2, range(3), 2.0, 0.0).beat(Place(3, 7, "join"), None, 0.5), now=0.5)
+    journal = broken_rank(tmp_path, 0)
+    for life in lives:
+        hearing.peers.pop(2, None)
+        journal.write(life)
+    if lives and lives[-1].back:
+        hearing.take_in(2, 1.0)
+    watch: Any = SimpleNamespace(hearing=hearing, take_in=lambda member: None)
+    way: Any = SimpleNamespace(take_in=lambda member, opened: None)
+    exchange: Any = SimpleNamespace(gone={2})
+    take_in(watch, exchange, journal, way, asdict(Member(2, "host", "127.0.0.2", 17, 2)), ["127.0.0.2", 18, 19])
+    assert exchange.gone == set()
+    return journal.records[1 + len(lives) :]
+
+
+def test_who_is_back_after_its_loss_is_told_of_with_the_words_of_that(tmp_path: Path) -> None:
+    life = Left(2, 4, "no heartbeat for 2.6 s; the others went on")
+    assert taken_in(tmp_path, life) == [replace(life, back=True)]
+
+
+def test_who_is_back_before_anybody_noticed_has_left_all_the_same(tmp_path: Path) -> None:
+    before = Left(2, 4, "no heartbeat for 2.6 s; the others went on", back=True)
+    assert taken_in(tmp_path / "first") == [Left(2, 7, UNNOTICED, back=True)]
+    assert taken_in(tmp_path / "second", before) == [Left(2, 0, UNNOTICED, back=True)]
