@@ -60,7 +60,7 @@ MUTANTS = [
         "buckets = GradientBuckets(list(model.parameters())[1:], group,",
         GPT + "gathered",
     ),
-    Mutant(LESSON, "self.rows[:, None] < self.keys", "self.rows[:, None] <= self.keys", GPT + "gathered"),
+    Mutant(LESSON, "of(self.rank)[:, None] < torch", "of(self.rank)[:, None] <= torch", GPT + "gathered"),
     Mutant(
         "workers/parallel/sequence.py",
         "        return reduce_scatter(gradients[0], ctx.region.scattering), None, None",

@@ -75,14 +75,14 @@ class GatheredAttention:
     def __init__(self, group: dist.ProcessGroup, positions: Positions) -> None:
         self.gather = Sequence(group)  # all_gather of rows forward, reduce_scatter of their gradients backward
         self.gather.num_rows = positions.length
-        self.rows, self.keys = positions.of(group.rank()), torch.arange(positions.length)
+        self.positions, self.rank = positions, group.rank()
         self.mask: Tensor | None = None  # [S/c, S]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = torch.stack([k, v]).movedim(3, 0)  # [S/c, 2, B, H, D/H]
         keys, values = self.gather.enter(rows).movedim(0, 3)  # [B, H, S, D/H] each
         if self.mask is None:  # one for all layers
-            behind = (self.rows[:, None] < self.keys).to(q.device)
+            behind = (self.positions.of(self.rank)[:, None] < torch.arange(self.positions.length)).to(q.device)
             self.mask = q.new_zeros(behind.shape).masked_fill(behind, float("-inf"))
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
 

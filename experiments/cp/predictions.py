@@ -25,6 +25,7 @@ from workers.workload.data import shard_sizes
 from workers.workload.model import outline
 
 BY_HAND = ("gathered", "ring", "zigzag", "shift", "ulysses")
+POSITION_BYTES = 8  # int64: the embedding is told which positions a rank has
 FORMULAS = {
     "gathered": "2(c-1)/c x KV a layer + gradients",
     "ring": "3(c-1)/c x KV a layer + gradients",
@@ -109,14 +110,15 @@ def predict(config: Config) -> list[Prediction]:
 
 
 def at_rest(variant: str, config: Config, shown: str) -> Prediction:
-    """Weights, gradients and optimizer state: all of them on every rank; gathered has a mask, too."""
+    """Weights, gradients and optimizer state: all of them on every rank, and which positions are its own; gathered has
+    a mask, too."""
     sizes = [parameter.numel() for parameter in outline(config).parameters()]
     adam, itemsize = config.optimizer == "adamw", itemsize_of(config)
     held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
     masked = variant == "gathered"
-    masks = [masked * rows * config.seq * itemsize for rows in positions_of(variant, config).num_rows]
-    value = tuple(sum(held.values()) + mask for mask in masks)
-    formula = f"{(4 if adam else 2) * itemsize} x P" + " + S²/c" * masked
+    num_rows = positions_of(variant, config).num_rows
+    value = tuple(sum(held.values()) + rows * (POSITION_BYTES + masked * config.seq * itemsize) for rows in num_rows)
+    formula = f"{(4 if adam else 2) * itemsize} x P + {POSITION_BYTES} x S/c" + f" + {itemsize} x S²/c" * masked
     return Prediction(variant, "rest bytes", "B", formula, value, 0, shown)
 
 
