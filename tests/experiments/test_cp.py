@@ -218,6 +218,15 @@ def test_a_run_of_three_ranks_passes_and_tells_who_does_how_much(runs: Runs) -> 
     assert "Causal work" in log
 
 
+def test_what_a_small_model_keeps_is_predicted_with_its_positions(runs: Runs) -> None:
+    sizes = {"LAB_WIDTH": "8", "LAB_DEPTH": "2", "LAB_SEQ": "32", "LAB_STEPS": "2", "LAB_PROOF": "0"}
+    ran = runs(1, RUN_MODE="cp", LAB_VARIANT="gathered,ring", **sizes)
+    assert failed(ran.judged) == set()
+    rest = [each for each in ran.judged["comparisons"] if each["name"] == "rest bytes"]
+    assert [each["variant"] for each in rest] == ["gathered", "ring"]
+    assert all(each["measured"] == pytest.approx(each["predicted"], rel=1e-3) for each in rest), rest
+
+
 # --- what cannot run ---
 
 
