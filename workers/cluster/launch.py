@@ -22,12 +22,12 @@ from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from types import FrameType
 
+from workers.cluster.child import die_with
 from workers.cluster.parent import VARIABLE, Child
 from workers.config import Config
 
 STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
 FAILED_GRACE_S = 30.0  # beside LAB_JOIN_TIMEOUT_S, for the others once a rank has ended badly
-PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # On other systems their own libraries do not stand a fork: a rank is a new interpreter there, and imports torch itself.
 CONTEXT: ForkContext | SpawnContext = (
@@ -149,8 +149,7 @@ def be_child(
 ) -> None:
     """In the child: a session, streams and variables of its own, then the rank; ends with its exit code."""
     os.setsid()  # a terminal's Ctrl-C comes through `forward`, once
-    if sys.platform == "linux":
-        _die_with(parent)
+    die_with(parent)  # elsewhere a rank ends at the next line that it prints
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     streams(said)
@@ -168,15 +167,6 @@ def streams(said: Connection) -> None:
     encoding = sys.stdout.encoding
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding=encoding, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding, closefd=False)
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL at the launcher's death; elsewhere a rank ends at the next line that it prints."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os._exit(137)
 
 
 def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float) -> None:
