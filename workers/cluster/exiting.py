@@ -16,7 +16,7 @@ from workers.cluster.signals import EXIT_CODES, Signals
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 
-LAST_WORDS_S = 90.0  # for the report of a broken run; a signal cuts it short
+LAST_WORDS_S = 7.0  # for run.json and report of a broken run (rank/end.py), in 5 s as a rule; a signal cuts it short
 STOP_S = 0.6  # after a signal: `docker stop` ends a rank in under a second
 
 
@@ -48,7 +48,10 @@ class Departure:
         if exit_code in EXIT_CODES.values():
             time.sleep(STOP_S)
         else:
-            number = self._signals.wait(LAST_WORDS_S)
+            number, end_by = None, time.monotonic() + LAST_WORDS_S
+            # `Signals.wake` ends a wait early: then the rest is waited for.
+            while number is None and (left_s := end_by - time.monotonic()) > 0:
+                number = self._signals.wait(left_s)
             exit_code = EXIT_CODES[number] if number is not None else exit_code
         exit_now(exit_code)
 

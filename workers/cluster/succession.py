@@ -11,12 +11,13 @@ from workers.cluster.heartbeat import Hearing
 from workers.cluster.watch_socket import SENT_TIMES, Post
 
 LOOK_S = 0.05
-WRITING_S = 10.0  # how long a rank that is alive may take to write: its disk may hang
-CUT_OFF_S = 4.0  # a rank that takes itself for the one cut off leaves the word to the others, if it can see their file
+WRITING_S = 2.5  # how long a rank that is alive may take to write run.json, 0.1 to 1.2 s as a rule: its disk may hang
+NEXT_S = 0.75  # and so much longer for each other survivor in between: they take it up one after another
+CUT_OFF_S = 3.0  # a rank that takes itself for the one cut off leaves the word to the others, if it can see their file
 
 
 class Succession:
-    """The survivors as one of them knows them, on the thread that ends it."""
+    """The survivors as one of them knows them, on the thread that ends it; made as soon as the loss is named."""
 
     def __init__(
         self, survivors: list[int], hearing: Hearing, post: Post, *, given_up: bool = False, cut_off: bool = False
@@ -25,19 +26,21 @@ class Succession:
         self.survivors, self.given_up = survivors, given_up
         self._hearing, self._post, self._cut_off = hearing, post, cut_off
         self._told = False
+        self.named_at = time.monotonic()
 
     def turn(self, written: Callable[[], bool]) -> bool:
         """Wait until it is this rank's turn to write; False if another has written, which `written` may see."""
-        rank, began = self.rank, time.monotonic()
+        rank = self.rank
         left_to_others = rank not in self.survivors and bool(self.survivors)
         while not (self.given_up or left_to_others):
             self._listen()
             if self._told or written():
                 return False
             now = time.monotonic()
-            before = set(self.survivors) & self._hearing.heard(now) & set(range(rank))
-            waited_s = now - began
-            if (not before or waited_s > WRITING_S) and not (self._cut_off and waited_s < CUT_OFF_S):
+            lower = [survivor for survivor in self.survivors if survivor < rank]
+            before = set(lower) & self._hearing.heard(now)
+            waited_s, patience_s = now - self.named_at, WRITING_S + NEXT_S * (len(lower) - 1)
+            if (not before or waited_s > patience_s) and not (self._cut_off and waited_s < CUT_OFF_S):
                 return True
             time.sleep(LOOK_S)
         return False
