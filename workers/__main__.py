@@ -70,6 +70,7 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
 def start_all(config: Config) -> int:
     """All ranks as local processes, with what each of them imports already there."""
     from workers.cluster.launch import launch
+    from workers.rank.end import draw_missing
     from workers.rank.imports import import_what_ranks_share
 
     if Path.cwd() != HERE:
@@ -79,7 +80,9 @@ def start_all(config: Config) -> int:
         sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path.cwd()]
     with page_of(config):
         import_what_ranks_share(config)
-        return launch(config, main)
+        code = launch(config, main)
+    draw_missing(code, config.runs_dir)
+    return code
 
 
 def page_of(config: Config) -> AbstractContextManager[None]:

@@ -6,5 +6,5 @@ from workers.check.__main__ import main
 from workers.rank import end
 
 if __name__ == "__main__":
-    end.draw = lambda folder, page: True
+    end.draw = lambda folder, page, timeout_s: True
     sys.exit(main(sys.argv[1:]))

@@ -33,7 +33,7 @@ from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.config import Config
-from workers.rank.end import bury, everything_written, settle
+from workers.rank.end import bury, everything_written, publish_for, settle
 from workers.rank.sections import Sections
 from workers.rank.start import hold, source_version
 from workers.report import records
@@ -86,7 +86,7 @@ class Rank:
             watch.fail(error)
         watch.finish()
         if 0 in watch.goodbye.outlived:
-            outcome.publish()
+            publish_for(0, outcome, self.journal)
         return code
 
     def _begin(self, exchange: Exchange, cluster: Cluster, folder: Path) -> None:

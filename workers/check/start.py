@@ -70,8 +70,11 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     if config.rank is not None:
         return be_rank()
     import workers.check.rank  # noqa: F401  (torch, once for all ranks)
+    from workers.rank.end import draw_missing
 
-    return launch(config, be_rank)
+    code = launch(config, be_rank)
+    draw_missing(code, config.runs_dir)
+    return code
 
 
 def own_variables(options: type[ModeOptions]) -> list[str]:

@@ -7,6 +7,7 @@ survives writes `run.json`: records reach rank 0 over the store, since nodes nee
 gone.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -30,16 +31,18 @@ from workers.rank.way_back import WayBack
 from workers.report import drills, records
 from workers.report.claims import Run
 from workers.report.journal import Journal, Unwritable
-from workers.report.judge import exit_code, judge
+from workers.report.judge import EXIT_CODES, exit_code, judge
+from workers.report.latest import LATEST
 from workers.report.lines import BrokenRecord, read, read_run, to_line, write_atomically
 from workers.report.log import verdict_lines
-from workers.report.outcome import Outcome
+from workers.report.outcome import Outcome, Unpublished
 from workers.report.sentences import missed, unseen_sentence
 
-REPORT_TIMEOUT_S = 60
+REPORT_TIMEOUT_S = 60.0
 CONTROL = "tests/workers/rank/test_end.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
 UNNOTICED = "it was started again before anybody had noticed; the others went on"
-LAST_WORDS_S = 2.0  # survivors write theirs within a heartbeat of each other
+LAST_WORDS_S = 1.0  # survivors write theirs within a heartbeat of each other
+DRAWN_BY_S = 4.5  # after the loss was named: then the report of a broken run is left to whoever wants it
 
 
 def conclude(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[], None]) -> int:
@@ -68,19 +71,31 @@ def conclude(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[],
 
 
 def settle(run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[], None]) -> int:
-    """On rank 0: write and draw the judged run, and put it in place once all ranks `agree`; the exit code of all."""
-    outcome.lay_ready(run)
-    written = outcome.folder / "report.html" if draw(outcome.folder, outcome.page) else None
+    """On rank 0: write and draw the judged run, and put it in place once all ranks `agree`; the exit code of all.
+
+    Raises Unpublished where it cannot be put in place.
+    """
+    rank = sections.exchange.rank
+    outcome.lay_ready(run, rank)
+    written = outcome.folder / "report.html" if draw(outcome.folder, outcome.page(rank), REPORT_TIMEOUT_S) else None
     # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has
     # it.
     code = exit_code(run) if written else exit_code(run) or 1
     sections.exchange.share("verdict", code)
     agree()
-    outcome.publish()
+    outcome.publish(rank)
     with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
         for line in verdict_lines(run, by_rank, written, sections.told):
             sections.journal.say(line)
     return code
+
+
+def publish_for(writer: int, outcome: Outcome, journal: Journal) -> None:
+    """Put in place what rank `writer` laid ready, which was lost after all had agreed, perhaps before it could."""
+    try:
+        outcome.publish(writer)
+    except Unpublished as error:  # machines need not share a disk
+        journal.say(f"unwritten  {error}")
 
 
 def everything_written(sections: Sections, folder: Path) -> records.Ranks:
@@ -138,23 +153,38 @@ def move(watch: Watch, exchange: Exchange, sections: Sections, store: dist.Store
     watch.need(host)
 
 
-def draw(folder: Path, page: Path) -> bool:
-    """Draw the report in a child process, so that no rank imports the charts' library; whether it was written."""
-    command = [sys.executable, "-m", "workers.report", "--page-only", "--page", str(page), str(folder)]
+def draw(folder: Path, page: Path, timeout_s: float) -> bool:
+    """Draw the report in a child process, so that no rank imports the charts' library; whether it was written.
+
+    The child ends with this process, however this one ends.
+    """
+    module = ["workers.report", "--page-only", "--page", str(page), str(folder)]
+    command = [sys.executable, "-m", "workers.cluster.child", str(os.getpid()), *module]
     try:
-        subprocess.run(command, check=True, timeout=REPORT_TIMEOUT_S, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, timeout=timeout_s, stdout=subprocess.DEVNULL)
     except (subprocess.SubprocessError, OSError):
         return False
     return True
 
 
-def bury(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome) -> None:
-    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives.
+def draw_missing(code: int, runs_dir: Path) -> None:
+    """By the launcher, once its ranks have ended with `code`: the report of a broken run, where the rank that wrote
+    run.json had no time to draw it."""
+    folder = runs_dir / LATEST
+    page = folder / "report.html"
+    is_missing = code == EXIT_CODES["lost"] and (folder / "run.json").is_file() and not page.exists()
+    if is_missing and draw(folder.resolve(), page.resolve(), REPORT_TIMEOUT_S):
+        print(f"report     {page}", flush=True)
 
-    A rank that was given up has no part in it: what it knows is as old as its last heartbeat.
+
+def bury(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome) -> None:
+    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives, then
+    its report as far as there is time.
+
+    A rank that was declared dead has no part in the run any more: what it knows is as old as its last heartbeat, and
+    what lies in the folder is the others'.
     """
     if succession.given_up:
-        outcome.discard()
         return
     for lost in verdict.lost:
         journal.write(lost)
@@ -164,13 +194,19 @@ def bury(verdict: Verdict, succession: Succession, journal: Journal, outcome: Ou
     run = judge(last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records})
     mine = outcome.write(run)
     succession.tell()
-    for drill in run["drills"] if mine else ():
+    if not mine:
+        return
+    outcome.discard()
+    for drill in run["drills"]:
         journal.say(f"drill      {drills.sentence(drill)}")
-    if mine and run["unseen"]:
+    if run["unseen"]:
         journal.say(f"unseen     {unseen_sentence(run)}")
-    if mine:
-        outcome.discard()
-        draw(outcome.folder, outcome.folder / "report.html")
+    left_s = succession.named_at + DRAWN_BY_S - time.monotonic()
+    page = outcome.page(succession.rank)
+    if left_s > 0 and draw(outcome.folder, page, left_s):
+        os.replace(page, outcome.folder / "report.html")
+    else:
+        journal.say(f"report     not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
 
 
 def last_words(folder: Path, survivors: list[int]) -> records.Ranks:

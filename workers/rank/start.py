@@ -4,6 +4,7 @@ import hashlib
 import platform
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from workers.passes.measure import everything
 from workers.rank import one_folder
 from workers.rank.again import meet_nobody, rejoin
 from workers.rank.device import pick_device
-from workers.rank.end import bury, conclude, let_leave, move, take_in
+from workers.rank.end import bury, conclude, let_leave, move, publish_for, take_in
 from workers.rank.estimate import too_long
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
@@ -41,7 +42,7 @@ from workers.rank.refusals import refuse
 from workers.rank.sections import Sections
 from workers.rank.way_back import WayBack, described, find
 from workers.report import records
-from workers.report.claim import Taken, claim
+from workers.report.claim import Taken, claim, has_claimed
 from workers.report.journal import Journal, put_aside, ranks_beyond
 from workers.report.log import mistake
 from workers.report.outcome import Outcome
@@ -80,7 +81,9 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
     parent.joined()
     folder = config.runs_dir / cluster.run_id
     outcome = Outcome(folder, cluster.token.hex())
-    watch = Watch(cluster, config, journal.say, partial(ended, journal=journal, outcome=outcome, cluster=cluster))
+    begin = partial(journal.begin, folder, cluster.rank, partial(start_record, config, cluster, mode))
+    leave = partial(ended, journal=journal, begin=begin, outcome=outcome, cluster=cluster)
+    watch = Watch(cluster, config, journal.say, leave)
     if way is None:
         watch.start()  # else it begins once this rank has a way to the others: `let_leave`
     work = Work()
@@ -95,11 +98,10 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             watch.main.waiting,
         )
         apart = one_folder.apart(exchange, folder, cluster.token.hex(), config) if way is None else None
-        journal.open(folder, cluster.rank)
+        begin()
         if cluster.rank == 0:
             put_aside(folder, ranks_beyond(folder, cluster.world_size))  # of an attempt with more ranks
             watch.on_period = Heartbeat(journal, work, started_at).beat
-        journal.write(start_record(config, cluster, mode))
         if apart is not None:
             journal.write(records.Unshared(apart.hosts))
         if config.live:
@@ -152,10 +154,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             lab.rescue()
         return watch.fail(error)
     watch.finish()
-    if (
-        exchange.host in watch.goodbye.outlived
-    ):  # after all had agreed, perhaps before it could put its verdict in place
-        outcome.publish()
+    if exchange.host in watch.goodbye.outlived:
+        publish_for(exchange.host, outcome, journal)
     dist.destroy_process_group()
     return code
 
@@ -176,9 +176,18 @@ def hold(folder: Path, cluster: Cluster, config: Config) -> None:
         ) from None
 
 
-def ended(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome, cluster: Cluster) -> None:
-    """The cluster broke: what has come until then that was not believed, then the last words."""
+def ended(
+    verdict: Verdict, succession: Succession, journal: Journal, begin: Callable[[], None], outcome: Outcome,
+    cluster: Cluster,
+) -> None:  # fmt: skip
+    """The cluster broke: what has come until then that was not believed, then the last words.
+
+    The folder may be there and the records not begun, as all ranks wait for each other in between; a run that was
+    refused there leaves none.
+    """
     if not succession.given_up:
+        if verdict.exit_code != 2 and has_claimed(outcome.folder, cluster.token.hex()):
+            begin()
         write_dropped(journal, cluster)
     bury(verdict, succession, journal, outcome)
 

@@ -48,6 +48,14 @@ def claim(folder: Path, token: str, *, goes_on: bool) -> int:
             time.sleep(random.uniform(0.005, 0.05))  # two who wait for each other do not go on doing so in step
 
 
+def has_claimed(folder: Path, token: str) -> bool:
+    """Whether the run of this token has the folder."""
+    try:
+        return (folder / FILE).read_bytes() == token.encode()
+    except OSError:
+        return False
+
+
 def is_held(folder: Path) -> bool:
     """Whether a rank of the run in this folder is alive, as far as this machine's kernel knows."""
     try:

@@ -9,7 +9,7 @@ judged.
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from workers.report.lines import to_line
@@ -42,6 +42,14 @@ class Journal:
             for text in self._said:
                 _append(self._log, text)
             self.folder = folder
+
+    def begin(self, folder: Path, rank: int, start: Callable[[], Record]) -> None:
+        """Open it and write the first record, unless that was done: the main thread and the watch may both come to
+        it."""
+        with self._lock:
+            if self.folder is None:
+                self.open(folder, rank)
+                self.write(start())
 
     @property
     def open_files(self) -> list[int]:

@@ -1,4 +1,5 @@
-"""A rank of the lab that kills itself once it has come to a step: `python -m tests.workers.cluster.dying_rank PHASE STEP`.
+"""A rank of the lab that kills itself once it has come to a step, or stops itself until it is sent SIGCONT:
+`python -m tests.workers.cluster.dying_rank PHASE STEP [SIGSTOP]`.
 
 It stands still there for three heartbeats first, so that the others know where it was, however fast the machine is.
 """
@@ -13,19 +14,20 @@ from workers.cluster.pulse import PERIOD_S
 from workers.cluster.whereabouts import Whereabouts
 
 
-def die_at(phase: str, step: int) -> None:
-    """Let this process kill itself at `step` of `phase`."""
+def die_at(phase: str, step: int, number: signal.Signals) -> None:
+    """Let this process send itself a signal at `step` of `phase`, once."""
     at = Whereabouts.at
 
     def then_die(main_thread: Whereabouts, now: int, where: str) -> None:
         at(main_thread, now, where)
         if where == phase and now >= step:
+            Whereabouts.at = at  # type: ignore[method-assign]
             time.sleep(3 * PERIOD_S)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     Whereabouts.at = then_die  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
-    die_at(sys.argv[1], int(sys.argv[2]))
+    die_at(sys.argv[1], int(sys.argv[2]), signal.Signals[(sys.argv[3:] or ["SIGKILL"])[0]])
     sys.exit(main())

@@ -49,6 +49,7 @@ def met(config: Config, own: socket.socket, ports: list[int]) -> Cluster:
 
 def main(folder: Path, own: socket.socket, ports: list[int]) -> int:
     config, outcome = Config.read(), Outcome(folder, "token")
+    assert config.rank is not None
     rank, lingers = config.rank, [0.0]
 
     def on_verdict(verdict: Verdict, succession: Succession) -> None:
@@ -71,11 +72,12 @@ def main(folder: Path, own: socket.socket, ports: list[int]) -> int:
             if word == "hold":
                 ctypes.PyDLL(None).usleep(int(float(value) * 1e6))
             elif word == "ready":
-                outcome.lay_ready({"verdict": "pass", "by": rank})
+                outcome.lay_ready({"verdict": "pass", "by": rank}, rank)
             elif word == "agree":
                 watch.agree()
             elif word == "publish":
-                say(f"published {outcome.publish()}")
+                outcome.publish(rank)
+                say("published")
             elif word == "linger":
                 lingers.append(float(value))
             elif word == "raise":
@@ -83,7 +85,7 @@ def main(folder: Path, own: socket.socket, ports: list[int]) -> int:
             elif word == "finish":
                 watch.finish()
                 if 0 in watch.goodbye.outlived:
-                    say(f"published {outcome.publish()}")
+                    outcome.publish(0)
                 say(
                     f"woke {watch.woken} times in {time.monotonic() - started:.3f} s and sent {watch.post.sent_bytes} B"
                 )

@@ -1,18 +1,26 @@
 """What is left of a run: the newest is `latest`, and a broken one has the words of all who survived."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.labs import failed
 from workers.cluster.board import Member
 from workers.cluster.heartbeat import Hearing, Place
 from workers.cluster.verdict import Verdict
 from workers.lab import Lab
-from workers.rank.end import UNNOTICED, bury, conclude, last_words, take_in
+from workers.rank.end import DRAWN_BY_S, UNNOTICED, bury, conclude, draw_missing, last_words, take_in
 from workers.rank.sections import Sections
 from workers.report.journal import Journal
 from workers.report.judge import judge
@@ -31,8 +39,9 @@ def broken_rank(folder: Path, rank: int) -> Journal:
 def survivor(rank: int, writes: bool, given_up: bool = False) -> Any:
     """In place of a Succession: whether it is this rank's turn."""
     return SimpleNamespace(
-        rank=rank, survivors=[1, 2], given_up=given_up, turn=lambda _written: writes, tell=lambda: None
-    )
+        rank=rank, survivors=[1, 2], given_up=given_up, named_at=time.monotonic(), turn=lambda _written: writes,
+        tell=lambda: None,
+    )  # fmt: skip
 
 
 def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> None:
@@ -43,7 +52,9 @@ def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> N
     bury(verdict, survivor(2, writes=False), journals[2], outcome)
     assert not (folder / "run.json").exists(), "rank 2 is not the lowest"
     bury(verdict, survivor(1, writes=True), journals[1], outcome)
-    assert (folder / "run.json").exists() and (folder / "report.html").exists()
+    assert (folder / "run.json").exists()
+    draw_missing(3, tmp_path)  # on a machine that was too busy to draw it in time
+    assert (folder / "report.html").exists()
     words = last_words(folder, [1, 2])
     assert {rank for rank, _ in select(words, Failed)} == {1, 2}
     run = judge(words)
@@ -62,18 +73,77 @@ def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
         "no records of rank 0 (on node0), rank 2 (on node2): each machine keeps those of its own ranks, and what was"
         " measured and checked there is not in this verdict"
     )
-    assert (tmp_path / "run" / "rank1.log").read_text().splitlines() == [f"unseen     {sentence}"]
+    assert (tmp_path / "run" / "rank1.log").read_text().splitlines()[0] == f"unseen     {sentence}"
+    draw_missing(3, tmp_path)
     assert sentence in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_rank_that_was_given_up_writes_no_word_of_it(tmp_path: Path) -> None:
+def test_a_rank_that_was_given_up_touches_nothing_of_the_others(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    journal, outcome = broken_rank(folder, 0), Outcome(folder, "token")
-    outcome.lay_ready({"verdict": "pass"})
-    verdict = Verdict(3, "rank 0 was given up by the others", (Lost(0, 5, "no heartbeat for 2.5 s"),))
-    bury(verdict, survivor(0, writes=True, given_up=True), journal, outcome)
-    assert [path.name for path in sorted(folder.iterdir())] == ["rank0.jsonl", "rank0.log"]
-    assert not list(select(read_run(folder), Failed))
+    journal, outcome = broken_rank(folder, 2), Outcome(folder, "token")
+    outcome.lay_ready({"verdict": "pass"}, 0)
+    outcome.page(0).write_text("the page")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    verdict = Verdict(3, "rank 2 was given up by the others", (Lost(2, 5, "no heartbeat for 2.5 s"),))
+    bury(verdict, survivor(2, writes=True, given_up=True), journal, outcome)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    outcome.publish(0)
+    assert (folder / "run.json").exists() and (folder / "report.html").exists()
+
+
+def test_a_report_that_takes_too_long_is_left_to_the_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    outcome, journal = Outcome(folder, "token"), broken_rank(folder, 1)
+    verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    late = survivor(1, writes=True)
+    late.survivors, late.named_at = [1], late.named_at - DRAWN_BY_S + 0.1
+    bury(verdict, late, journal, outcome)
+    assert json.loads((folder / "run.json").read_text())["verdict"] == "lost"
+    assert not list(folder.glob("*report*")), "what was begun is gone"
+    assert "report     not drawn within 4.5 s of the loss: ./run report" in (folder / "rank1.log").read_text()
+    capsys.readouterr()
+    draw_missing(1, tmp_path)
+    assert not (folder / "report.html").exists(), "another end than a loss has its report, or none"
+    draw_missing(3, tmp_path)
+    assert (folder / "report.html").exists()
+    assert capsys.readouterr().out == f"report     {tmp_path}/latest/report.html\n"
+
+
+DRAWS = """
+import sys
+from pathlib import Path
+from workers.rank.end import draw
+draw(Path(sys.argv[1]), Path(sys.argv[1]) / "report.html", 60)
+"""
+
+
+def test_a_drawing_ends_with_the_rank_that_began_it(tmp_path: Path) -> None:
+    broken_rank(tmp_path, 0)
+
+    def drawing() -> list[int]:
+        """The processes that draw, but those that have ended and are not reaped yet."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                command = (process / "cmdline").read_bytes().split(b"\0")
+                if b"workers.cluster.child" in command and os.fsencode(tmp_path) in command:
+                    found.append(int(process.name))
+        return found
+
+    rank = subprocess.Popen([sys.executable, "-c", DRAWS, str(tmp_path)])
+    while not drawing():
+        assert rank.poll() is None, "it draws"
+    (child,) = drawing()
+    os.kill(child, signal.SIGSTOP)
+    rank.kill()
+    rank.wait()
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGCONT)
+    while drawing():
+        time.sleep(0.01)
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_survivor_without_words_is_not_waited_for_without_end(tmp_path: Path) -> None:
@@ -90,7 +160,9 @@ def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[
     journal.write(Start(0, "run", "dp", 1, "host", {}, {}, {}, mistake=made))
     journal.write(Check("flat", "gradients", gradients, 1e-12))
     journal.write(End(0, 0.0, 0.0, 1.0, 0.0))
-    exchange: Any = SimpleNamespace(gather=lambda _key, lines: [lines], share=lambda _key, code: code, world_size=1)
+    exchange: Any = SimpleNamespace(
+        gather=lambda _key, lines: [lines], share=lambda _key, code: code, rank=0, world_size=1
+    )
     lab: Any = SimpleNamespace(rank=0, exchange=exchange, journal=journal, say=lambda _line: None)
     lab.check, lab.mistake_for = partial(Lab.check, lab), lambda _check: ""
     assert conclude(lab, Outcome(folder, "token"), Sections(exchange, journal), lambda: None) == 1
