@@ -40,7 +40,11 @@ def checkout(tmp_path: Path) -> Path:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     stamp = subprocess.run(
-        "cat install pyproject.toml constraints.txt | cksum", shell=True, cwd=copy, stdout=subprocess.PIPE, check=True
+        "cat install pyproject.toml constraints.txt compose/requirements.lock | cksum",
+        shell=True,
+        cwd=copy,
+        stdout=subprocess.PIPE,
+        check=True,
     )
     (copy / ".venv" / "installed-run").write_bytes(stamp.stdout)
     return copy
@@ -103,6 +107,8 @@ echo "$*" >>asked
 for file in $(echo "${COMPOSE_FILE:-}" | tr : ' '); do case $file in ./.own*) cat "$file" >made ;; esac; done
 case "$*" in *--check*) exit "$REFUSES" ;; esac
 case "$*" in "compose config --services") printf 'live\nworker0\nworker1\n' ;; esac
+case "$*" in "compose ps -aq"*) printf '%s\n' ${CONTAINERS:-one other} ;; esac
+case "$*" in inspect*ExitCode*) echo 0 ;; esac
 case "$*" in *"up --no-build --detach live") exit "${TAKEN:-0}" ;; esac
 """
 
@@ -141,6 +147,29 @@ def test_known_names_alone_are_asked_of_nobody(checkout: Path) -> None:
     assert code == 0
     assert "--check" not in asked
     assert not (checkout / "made").exists()
+
+
+def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
+    code, asked = under_an_engine(checkout, CONTAINERS="one")
+    assert code == 3
+    assert "compose up" in asked
+
+
+def test_a_second_run_in_a_clone_is_refused_and_touches_nothing(checkout: Path) -> None:
+    at_it = subprocess.Popen(["sh", "-c", "sleep 100; : ./run"])
+    try:
+        (checkout / ".running").write_text(f"{at_it.pid}\n")
+        code, asked = under_an_engine(checkout)
+        assert code == 2
+        assert "compose down" not in asked and "compose up" not in asked
+        assert (checkout / ".running").read_text() == f"{at_it.pid}\n"
+    finally:
+        at_it.kill()
+        at_it.wait()
+    (checkout / "bin" / "docker").unlink()
+    (checkout / "bin").rmdir()
+    assert under_an_engine(checkout)[0] == 0, "one that was killed leaves its file behind"
+    assert not (checkout / ".running").exists()
 
 
 @pytest.mark.parametrize("mode", ["experiments/dp", "/tmp/mode.py", "mode.py"])

@@ -134,6 +134,28 @@ def test_run_returns_3_and_prints_the_late_words_of_survivors(clone: Path, tmp_p
     assert left_over(clone) == []
 
 
+def test_a_second_run_is_refused_and_the_first_goes_on(clone: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with running(clone, log, LONG) as process:
+        before = left_over(clone)
+        second = run(clone, **SMALL)
+        assert second.returncode == 2, second.stdout
+        assert f"./run is under way here already (process {process.pid})" in second.stdout
+        assert (left_over(clone), len(before), process.poll()) == (before, 2, None)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143, log.read_text()
+    assert left_over(clone) == []
+    assert not (clone / ".running").exists()
+
+
+def test_containers_that_are_removed_while_they_run_are_no_success(clone: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with running(clone, log, LONG) as process:
+        call("docker", "compose", "down", "--timeout", "1", environ={"WORLD_SIZE": "2"}, folder=clone)
+        assert process.wait(timeout=60) != 0, log.read_text()
+    assert "0 of 2 ranks have an exit code" in log.read_text()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
 def test_a_stopped_run_takes_the_cluster_down(clone: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
     log = tmp_path / "log"
