@@ -31,6 +31,19 @@ def test_defaults_are_those_of_the_stable_interface() -> None:
     assert (config.join_timeout_s, config.lost_after_s, config.collective_timeout_s) == (60, 2.5, 300)
 
 
+def test_a_file_of_a_key_is_read_before_anything_else(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    assert faults(LAB_KEY_FILE=str(path)) == [f"LAB_KEY_FILE={str(path)!r} is not a file"]
+    path.write_text("short")
+    assert faults(LAB_KEY_FILE=str(path)) == [
+        f"LAB_KEY_FILE={str(path)!r} holds 5 characters, too few for a key: allowed is 16 and more"
+    ]
+    path.write_text("0123456789abcdef\n")
+    config = Config.read(RANK_OF_FOUR | {"LAB_KEY_FILE": str(path)})
+    assert config.key_file == path
+    assert "LAB_KEY_FILE" not in config.environ() | config.written()
+
+
 def test_a_key_is_shown_nowhere() -> None:
     """Neither in what is recorded, nor in what repeats the run or is told to others, nor in a refusal."""
     key = "a long secret of ours"

@@ -40,7 +40,8 @@ POLL_S = 0.05
 
 def launch(config: Config, be_rank: Callable[[], int]) -> int:
     """Run WORLD_SIZE local ranks to their end, each `be_rank` with its variables; returns the worst of their codes."""
-    port, key = free_port(), config.key.get_secret_value() if config.key else secrets.token_hex(16)
+    drawn = "" if config.key_file is not None else secrets.token_hex(16)
+    port, key = free_port(), config.key.get_secret_value() if config.key else drawn
     ranks: list[LocalRank] = []
     stopped_at: list[float] = []
 
@@ -137,10 +138,10 @@ def free_port() -> int:
 
 
 def variables(config: Config, rank: int, port: int, key: str) -> dict[str, str]:
-    """What tells a process that it is this rank."""
+    """What tells a process that it is this rank; without a `key` it finds one by LAB_KEY_FILE."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(config.world_size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LAB_KEY": key,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **({"LAB_KEY": key} if key else {}),
     }  # fmt: skip
 
 

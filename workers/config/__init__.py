@@ -50,6 +50,7 @@ class Config(BaseSettings):
     master_addr: Annotated[str, AfterValidator(values.host_name)] | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
     master_port: int = Field(29500, alias="MASTER_PORT", ge=1, le=65535, description="port of rank 0")
     key: Annotated[SecretStr, AfterValidator(values.key)] | None = Field(None, alias="LAB_KEY", exclude=True, repr=False, description="key of the run, the same words on all ranks, 16 characters at least: what is not sealed with it is not believed; unset: drawn by whoever starts all ranks, else derived")
+    key_file: Annotated[Path, AfterValidator(values.key_file)] | None = Field(None, alias="LAB_KEY_FILE", exclude=True, description="file with the key of the run in place of LAB_KEY, which whoever may look at a process or a container can read; containers have it as a secret")
     local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, le=MOST, description="index among the ranks of this machine, as torchrun sets it")
 
     # What is run.

@@ -27,8 +27,9 @@ BEGIN = (
     " shell has it."
 )
 END = "  # End of what is written."
-# A service has values of its own for these, LOCAL_RANK is torchrun's, and what LAB_RUNS_DIR names is mounted at runs/.
-NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DIR")
+# A service has values of its own for these, LOCAL_RANK is torchrun's, what LAB_RUNS_DIR names is
+# mounted at runs/, and LAB_KEY_FILE as a secret.
+NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DIR", "LAB_KEY_FILE")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -114,6 +114,18 @@ def key(value: SecretStr) -> SecretStr:
     return value
 
 
+def key_file(value: Path) -> Path:
+    try:
+        words = value.read_text(errors="surrogateescape").strip() if value.is_file() else None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    if words is None:
+        raise ValueError("is not a file")
+    if len(words) < MIN_KEY:
+        raise ValueError(f"holds {len(words)} characters, too few for a key: allowed is {MIN_KEY} and more")
+    return value
+
+
 def rate(value: str) -> str:
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?[kmg]bit", value):
         raise ValueError("is not a rate such as 500kbit, 100mbit or 2gbit")

@@ -38,6 +38,21 @@ def test_a_mounted_secret_is_taken_where_no_variable_is_set(tmp_path: Path) -> N
     assert key(secret=secret) == key()
 
 
+def test_a_file_of_ones_own_comes_before_a_mounted_one(tmp_path: Path) -> None:
+    own, mounted = tmp_path / "own", tmp_path / "lab_key"
+    own.write_text("0123456789abcdef\n")
+    mounted.write_text("fedcba9876543210\n")
+    assert key(secret=mounted, LAB_KEY_FILE=str(own)) == key(LAB_KEY="0123456789abcdef")
+    assert key(LAB_KEY="fedcba9876543210", LAB_KEY_FILE=str(own)) == key(LAB_KEY="fedcba9876543210")
+
+
+def test_a_mounted_secret_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "lab_key"
+    secret.write_text("guess")
+    with pytest.raises(ConfigError, match="lab_key, the key of this run, holds 5 characters: allowed is 16 and more"):
+        key(secret=secret)
+
+
 def test_a_secret_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "lab_key"
     secret.write_text("0123456789abcdef")
