@@ -73,7 +73,12 @@ def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
     for path in COMPOSE_FILES:
         assert compose_lines() in path.read_text(), "python -m workers.config --write mends it"
     passed_on = raw("docker-compose.yaml")["x-environment"]
-    assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST"} - {"RANK", "LOCAL_RANK", "LAB_RUNS_DIR"}
+    assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST"} - {
+        "RANK",
+        "LOCAL_RANK",
+        "LAB_RUNS_DIR",
+        "LAB_KEY_FILE",
+    }
     bare = {name for name, value in passed_on.items() if value is None}
     assert set(passed_on) - bare == {
         "WORLD_SIZE",
@@ -99,7 +104,8 @@ def test_a_rank_may_do_next_to_nothing() -> None:
         assert sorted(service["cap_add"]) == ["KILL", "SETGID", "SETUID"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert service["read_only"] is True
-        assert service["tmpfs"] == ["/tmp"]
+        assert service["tmpfs"] == ["/tmp:size=512m"]
+        assert service["pids_limit"] == 1024
         assert service["init"] is True
         assert service["stop_grace_period"] == "5s"
         assert not {"ports", "privileged", "devices", "network_mode", "pid", "ipc"} & set(service)
@@ -115,6 +121,16 @@ def test_limits_by_variable() -> None:
     assert int(limited["mem_limit"]) == int(limited["memswap_limit"]) == 900 * 2**20
     free = resolved()["services"]["worker1"]
     assert float(free.get("cpus", 0)) == int(free.get("mem_limit", 0)) == int(free.get("memswap_limit", 0)) == 0
+
+
+@needs_compose
+def test_a_key_in_a_file_is_a_secret_and_no_variable(tmp_path: Path) -> None:
+    given, unset = resolved(LAB_KEY_FILE=str(tmp_path / "key")), resolved()
+    assert given["secrets"]["lab_key"]["file"] == str(tmp_path / "key")
+    assert Path(unset["secrets"]["lab_key"]["file"]).read_text() == ""
+    for service in given["services"].values():
+        assert [secret["source"] for secret in service["secrets"]] == ["lab_key"]
+        assert "LAB_KEY_FILE" not in service["environment"]
 
 
 @needs_compose
@@ -155,7 +171,7 @@ def test_the_gpu_overlay_is_nccl_on_all_gpus() -> None:
 def unknown_to_v1(text: str) -> set[str]:
     """What Compose v1.29 refuses: keys at the top and in a service that came later, and `${X:+y}`."""
     content = yaml.safe_load(text)
-    keys = {name for name in content if not name.startswith("x-")} - {"services", "networks"}
+    keys = {name for name in content if not name.startswith("x-")} - {"services", "networks", "secrets"}
     for service in content["services"].values():
         keys |= {"develop", "attach", "annotations", "post_start"} & set(service)
     return keys | set(re.findall(r"\$\{\w+(:?.)", text)) - {":-", "-"}
