@@ -15,6 +15,7 @@ WORKDIR /lab
 RUN python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" > /dev/null || true
 
 COPY install constraints.txt ./
+COPY compose/requirements.lock compose/
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN ./install --into python torch
 

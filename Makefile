@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run fit explain plan test coverage lint bench engines build down clean
+.PHONY: help run fit explain plan test coverage lint lock bench engines build down clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -44,6 +44,13 @@ lint: ## every linter; changes nothing
 	.venv/bin/shellcheck run install compose/*.sh engines/*/*.sh .ci/run .ci/engines
 	.venv/bin/yamllint --strict .
 	@if command -v actionlint; then actionlint; else echo "actionlint is not installed: .github/workflows is checked in the public CI alone"; fi
+
+lock: ## compose/requirements.lock anew: what the image installs but torch, each file by its hash
+	./install dev
+	printf 'torch; sys_platform == "none"\n' >.venv/without-torch
+	.venv/bin/uv pip compile pyproject.toml --group image --override .venv/without-torch --constraints constraints.txt \
+		--no-emit-package torch --python-version 3.11 --universal --generate-hashes --no-annotate --quiet \
+		--custom-compile-command "make lock" --output-file compose/requirements.lock
 
 bench: ## ratios against PyTorch's own, beside their targets
 	./install dev
