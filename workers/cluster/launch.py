@@ -24,11 +24,11 @@ from types import FrameType
 
 from workers.cluster.child import die_with
 from workers.cluster.parent import VARIABLE, Child
+from workers.cluster.signals import heeded
 from workers.config import Config
 
 STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
 FAILED_GRACE_S = 30.0  # beside LAB_JOIN_TIMEOUT_S, for the others once a rank has ended badly
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # On other systems their own libraries do not stand a fork: a rank is a new interpreter there, and imports torch itself.
 CONTEXT: ForkContext | SpawnContext = (
     multiprocessing.get_context("fork") if sys.platform == "linux" else multiprocessing.get_context("spawn")
@@ -50,7 +50,7 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
         for each in ranks:
             each.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in SIGNALS}
+    previous = {number: signal.signal(number, forward) for number in heeded()}
     try:
         for rank in range(config.world_size):
             ranks.append(LocalRank(rank, variables(config, rank, port, key), be_rank))
@@ -151,7 +151,7 @@ def be_child(
     """In the child: a session, streams and variables of its own, then the rank; ends with its exit code."""
     os.setsid()  # a terminal's Ctrl-C comes through `forward`, once
     die_with(parent)  # elsewhere a rank ends at the next line that it prints
-    for number in SIGNALS:
+    for number in heeded():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     streams(said)
     os.environ.update(given | {VARIABLE: str(line.detach())})

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as bytes on a socket: seen at once by a thread, though the main thread is blocked in C++.
+"""SIGTERM, SIGHUP and Ctrl-C as bytes on a socket: seen at once by a thread, though the main thread is blocked in C++.
 
 Python runs a signal's handler on the main thread, which does not come back from a collective while it waits for a rank;
 the wake-up descriptor is written by the handler in C. Must be opened and closed on the main thread.
@@ -9,7 +9,12 @@ import signal
 import socket
 from contextlib import suppress
 
-EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
+EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}  # a terminal that is gone stops a run, too
+
+
+def heeded() -> list[signal.Signals]:
+    """The stop signals but those that whoever started this process had it ignore, as nohup does."""
+    return [number for number in EXIT_CODES if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Signals:
@@ -22,7 +27,7 @@ class Signals:
 
     def open(self) -> None:
         """Take the signals over from Python."""
-        self._previous = {number: signal.signal(number, lambda *_: None) for number in EXIT_CODES}
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in heeded()}
         self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     def close(self) -> None:

@@ -157,6 +157,26 @@ def test_no_rank_outlives_the_launcher(processes: Processes, number: signal.Sign
         time.sleep(0.05)
 
 
+IGNORES = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from workers.cluster.signals import Signals
+signals = Signals()
+signals.open()
+signal.raise_signal(signal.SIGHUP)
+print(signals.wait(0.2), flush=True)
+signal.raise_signal(signal.SIGTERM)
+print(signals.wait(0.2).name, flush=True)
+"""
+
+
+def test_a_signal_that_was_ignored_before_is_ignored_still(processes: Processes) -> None:
+    """As under nohup."""
+    nohup = processes.run([sys.executable, "-c", IGNORES], {})
+    assert nohup.end() == 0
+    assert nohup.text.splitlines() == ["None", "SIGTERM"]
+
+
 def test_a_rank_is_told_who_it_is() -> None:
     assert variables(Config.read({"WORLD_SIZE": "2"}), 1, 29500, "0123456789abcdef") == {
         "RANK": "1",

@@ -71,7 +71,7 @@ def test_a_short_pause_is_forgiven(processes: Processes) -> None:
     assert [rank.end() for rank in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
 def test_a_stopped_rank_ends_within_a_second_and_is_named(
     processes: Processes, number: signal.Signals, code: int
 ) -> None:
