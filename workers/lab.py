@@ -191,8 +191,9 @@ class Lab:
         return (time.perf_counter() - started) / repeats
 
     def losses(self) -> dict[str, list[float]]:
-        """The loss curves of the timed pass by variant, and of one process, on rank 0; nothing elsewhere."""
-        return {record.variant: record.values for record in self.journal.records if isinstance(record, records.Losses)}
+        """The loss curves of the timed pass by variant, and of one process, on rank 0, NaN where a loss is not known;
+        nothing elsewhere."""
+        return {record.variant: record.numbers for record in self.journal.records if isinstance(record, records.Losses)}
 
     def profiles(self) -> dict[str, dict[str, float]]:
         """Where the time of a median timed step went on this rank: seconds by class, of each variant."""

@@ -116,7 +116,7 @@ def ended(agents: list["subprocess.Popen[bytes]"]) -> list[int]:
 def losses(run: Path) -> list[float]:
     """The loss curve of the variant, from step 0 on."""
     return next(
-        record.values
+        record.numbers
         for record in read_run(run)[0]
         if isinstance(record, Losses) and record.variant == RUN["LAB_VARIANT"]
     )

@@ -107,7 +107,7 @@ def test_feedback_ends_lower_than_none_and_the_residual_is_in_memory(ranks: Rank
     }
     run, by_rank = run_experiment(ranks, 2, tmp_path, RUN_MODE="compress", **settings)
     assert run["verdict"] == "pass"
-    last = {record.variant: record.values[-1] for record in by_rank[0] if isinstance(record, records.Losses)}
+    last = {record.variant: record.numbers[-1] for record in by_rank[0] if isinstance(record, records.Losses)}
     assert last["dense"] < last["topk"] < last["topk_plain"]
     assert last["dense"] < last["sign"] < last["sign_plain"]
     rest = {entry["variant"]: entry["predicted"] for entry in run["comparisons"] if entry["name"] == "rest bytes"}

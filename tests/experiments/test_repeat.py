@@ -9,7 +9,7 @@ from workers.testing.calls import Ranks
 
 def losses(ranks: Ranks, folder: Path, **environ: str) -> dict[str, list[float]]:
     _, records = run_experiment(ranks, 3, folder, RUN_MODE="dp", LAB_BATCH="7", LAB_DEPTH="1", **environ)
-    return {loss.variant: loss.values for _, loss in select(records, Losses)}
+    return {loss.variant: loss.numbers for _, loss in select(records, Losses)}
 
 
 def test_the_same_settings_give_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:

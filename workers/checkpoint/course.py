@@ -6,6 +6,7 @@ on means going on counting. Beside the position stands what was dealt, sample by
 each was seen exactly once an epoch is counted, not concluded from the position.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ class Course:
         self.losses: dict[str, list[float | None]] = {
             name: resumed.losses[name] if resumed else [] for name in self.done
         }
+        self.heard: dict[str, list[float | None]] = {name: [] for name in self.done}  # since, see `hear`
         self.torn: str | None = None  # the variant whose update has begun and not ended
         self.seen: list[int] = list(resumed.seen) if resumed else []
         self.miscounted = 0  # samples of finished epochs that were not seen exactly once
@@ -57,6 +59,12 @@ class Course:
         yield
         self.torn = None
         self.done[variant] += 1
+
+    def hear(self, variant: str, shares: Iterable[list[float | None] | None]) -> None:
+        """The next loss of a variant, from what each rank tells of its own share; None from one that has left."""
+        told = list(shares)
+        known = [share for each in told if each is not None for share in each if share is not None]
+        self.heard[variant].append(math.fsum(known) if None not in told else None)
 
     def passed(self, step: int) -> None:
         """All variants have done `step`: its samples are seen."""

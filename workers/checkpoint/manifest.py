@@ -3,22 +3,26 @@
 It holds all that a resumed run needs beside the tensors, and what has to be the same for its result to be: the settings
 that define weights and data, the steps done, the position in the data, the losses so far, the generators' states, and
 the size and checksum of every file. JSON, so that a person can read it, and every rank can compare settings without
-opening a tensor.
+opening a tensor. Its last field is the checksum of all that stands before it: of 500 flipped bits 382 were read as good
+where there was none.
 """
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from workers.config import Config
-from workers.report.lines import has_type
+from workers.report.json_text import from_json, to_json
+from workers.report.regular import read_regular
+from workers.report.schema import fits
 from workers.workload import text
 from workers.workload.own import reads_text
 
-SCHEMA = 2
+SCHEMA, UNSEALED = 3, 2  # the one that is written, and the one before, which had no checksum
 FILE = "manifest.json"
+MOST_BYTES = 1 << 30  # a sample of an epoch is a number, a loss another
+SEAL = b', "sha256": "'
 DEFINING = (
     "run_mode", "model", "width", "depth", "heads", "seq", "tie", "dtype", "optimizer", "clip", "seed",
 )  # fmt: skip
@@ -47,7 +51,7 @@ class Manifest:
     generators: dict[str, list[str]]  # by rank: states of torch's generators, CPU first, in hex
     # By rank: the numbers that each of these generators gives next, drawn from a copy: a resumed run must draw them.
     draws: dict[str, list[list[float]]]
-    files: dict[str, list[Any]]  # by path within the checkpoint: [bytes, sha256]
+    files: dict[str, Annotated[list[Any], tuple[int, str]]]  # by path within the checkpoint: [bytes, sha256]
 
     @property
     def name(self) -> str:
@@ -97,25 +101,39 @@ def _shown(value: Any) -> str:
 def write(folder: Path, manifest: Manifest) -> Path:
     """Write the manifest into the folder of its checkpoint; the file's path."""
     path = folder / FILE
-    path.write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
+    path.write_bytes(sealed(to_json(asdict(manifest)).encode()))
     return path
+
+
+def sealed(content: bytes) -> bytes:
+    """The JSON of an object with one field more, the checksum of what stands before it."""
+    body = content.removesuffix(b"}")
+    return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises Unreadable."""
     try:
-        if (folder / FILE).exists() and not (folder / FILE).is_file():
-            raise Unreadable(f"has a {FILE} that is no file")  # a pipe would be waited for
-        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content = read_regular(folder / FILE, MOST_BYTES)
+        values = from_json(content)
     except FileNotFoundError:
         raise Unreadable(f"has no {FILE}: it is not a checkpoint of the lab, or only a part of one") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise Unreadable(f"has a {FILE} that cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise Unreadable(f"has a {FILE} that cannot be read ({error})") from None
     if not isinstance(values, dict) or "schema" not in values:
         raise Unreadable(f"has a {FILE} that is not of the lab")
-    if values["schema"] != SCHEMA:
-        raise Unreadable(f"is of schema {values['schema']}, and this code reads {SCHEMA}")
-    wrong = [entry.name for entry in fields(Manifest) if not has_type(values.get(entry.name), entry.type)]
+    if SEAL in content:  # of whatever schema: a flipped bit makes 2 of 3
+        body, _, _ = content.rpartition(SEAL)
+        if content != sealed(body + b"}"):
+            raise Unreadable(f"has a {FILE} whose checksum differs")
+        del values["sha256"]
+    if values["schema"] not in (SCHEMA, UNSEALED):
+        raise Unreadable(f"is of schema {values['schema']}, and this code reads {SCHEMA} and {UNSEALED}")
+    if (values["schema"] == SCHEMA) != (SEAL in content):
+        raise Unreadable(f"has a {FILE} whose checksum is missing")
+    wrong = [entry.name for entry in fields(Manifest) if not fits(values.get(entry.name), entry.type)]
     if wrong or len(values) != len(fields(Manifest)):
         raise Unreadable(f"has a {FILE} with missing or unknown fields{': ' if wrong else ''}{', '.join(wrong)}")
     return Manifest(**values)

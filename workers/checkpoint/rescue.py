@@ -50,8 +50,7 @@ def save_alone(saver: Saver) -> str:
     final = saver.folder / manifest.folder_name(step)
     if final.exists() or step == course.first:
         return f"rank {lab.rank} has no further step to save, {last_good(saver)}"
-    known = saver.published.losses if saver.published is not None else course.losses
-    losses = {name: padded(values, course.done[name]) for name, values in known.items()}
+    losses = {name: padded([*before, *course.heard[name]], course.done[name]) for name, before in course.losses.items()}
     write_alone(final, lab.rank, replace(manifest_of(lab, course, step), losses=losses), state)
     return f"rank {lab.rank} has saved step {step} by itself ({final})"
 
@@ -79,8 +78,8 @@ def is_all_of(variant: str, names: Iterable[str], state: dcp.State) -> bool:
 
 
 def padded(losses: list[float | None], steps: int) -> list[float | None]:
-    """The curve as far as this rank knows it, and None for the steps since: it has only its own shares of their
-    losses."""
+    """The curve as far as this rank knows it, and None for what no rank has told yet: the losses of a step are told at
+    the next one's barrier, so of the last step it has its own share alone."""
     return losses[:steps] + [None] * (steps - len(losses))
 
 

@@ -145,7 +145,7 @@ class Reader:
     def _curves(self, states: dict[int, LiveState]) -> dict[str, Curve]:
         """Those of the states, and in their place those that rank 0 has written once the timed pass was over."""
         written = [record for record in self._tails[0].found if isinstance(record, Losses)]
-        whole = {record.variant: thinned(record.values) for record in written}
+        whole = {record.variant: thinned(record.numbers) for record in written}
         return curves(states) | whole
 
 

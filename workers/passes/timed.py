@@ -41,6 +41,7 @@ class Stopwatch:
         self.cpu: dict[str, list[float]] = {name: [] for name in names}
         self.shares: dict[str, list[float | None]] = {name: [] for name in names}
         self.chronicle = Chronicle(names)
+        self._untold: str | None = None  # the variant whose last share the other ranks do not know yet
 
     def step(
         self, name: str, strategy: Strategy, lab: Lab, course: Course, step: int, corruption: Corruption
@@ -49,7 +50,7 @@ class Stopwatch:
         with recorded() as spans, slowed(lab.config.slowed_to):
             with phase("data"):
                 microbatches = lab.dealt(course.batches, course.data_step(step))
-            lab.exchange.barrier(f"step {step} of {name}")
+            self._meet(lab, course, f"step {step} of {name}")
             lab.begin_step(step, name)
             started, busy = time.perf_counter(), time.process_time()
             share = strategy.backward(microbatches)
@@ -65,7 +66,15 @@ class Stopwatch:
         self.wall[name].append(time.perf_counter() - started)
         self.cpu[name].append(time.process_time() - busy)
         self.shares[name].append(None if share is None else share.item())
+        self._untold = name
         lab.stepped()
+
+    def _meet(self, lab: Lab, course: Course, name: str) -> None:
+        """A barrier at which each rank tells its share of the loss before: who is left alone knows the whole curve."""
+        told = self._untold
+        everyone = lab.exchange.everyone(name, None if told is None else [self.shares[told][-1]])
+        if told is not None:
+            course.hear(told, everyone)
 
 
 def time_steps(
@@ -191,8 +200,7 @@ def write_losses(
         columns = itertools.zip_longest(*(of_rank[name] for of_rank in everyone))
         known = [math.fsum(value for value in column if value is not None) for column in columns]
         curves[name] = [*course.losses[name], *known]
-        shown = [math.nan if value is None else value for value in curves[name]]
-        lab.journal.write(records.Losses(name, shown))
+        lab.journal.write(records.Losses(name, curves[name]))
     return curves
 
 

@@ -145,7 +145,7 @@ def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
 
 def losses(run: Path, variant: str) -> list[float]:
     """The loss curve of a variant."""
-    return next((each.values for _, each in select(read_run(run), Losses) if each.variant == variant), [])
+    return next((each.numbers for _, each in select(read_run(run), Losses) if each.variant == variant), [])
 
 
 def shown(values: list[float]) -> str:

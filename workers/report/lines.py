@@ -3,16 +3,17 @@
 Files are written whole or not at all, and one that is broken is refused with its name and the line.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
 
+from workers.report.json_text import from_json, to_json
 from workers.report.records import TYPES, Ranks, Record
+from workers.report.schema import fits
+
+MOST_SHOWN = 60  # characters of a value that is refused
 
 
 class BrokenRecord(Exception):
@@ -21,7 +22,7 @@ class BrokenRecord(Exception):
 
 def to_line(record: Record) -> str:
     """The record as one line of JSON, without the newline."""
-    return json.dumps({"record": type(record).__name__.lower()} | vars(record))
+    return to_json({"record": type(record).__name__.lower()} | vars(record))
 
 
 def from_line(line: str | bytes, where: str = "record") -> Record:
@@ -30,7 +31,7 @@ def from_line(line: str | bytes, where: str = "record") -> Record:
     A field with a default may be missing: a run from before there was such a field is still read.
     """
     try:
-        values = json.loads(line)
+        values = from_json(line)
         kind = TYPES[values.pop("record")]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise BrokenRecord(f"{where} is not a record of the lab ({error!r})") from None
@@ -40,22 +41,16 @@ def from_line(line: str | bytes, where: str = "record") -> Record:
     if wrong:
         raise BrokenRecord(f"{where} is a {kind.__name__} with missing or unknown fields: {', '.join(sorted(wrong))}")
     for entry in (known[name] for name in values):
-        if not has_type(values[entry.name], entry.type):
-            raise BrokenRecord(f"{where} is a {kind.__name__} whose {entry.name} is {values[entry.name]!r}")
+        if not fits(values[entry.name], entry.type):
+            raise BrokenRecord(f"{where} is a {kind.__name__} whose {entry.name} is {shown(values[entry.name])}")
     record: Record = kind(**values)
     return record
 
 
-def has_type(value: Any, annotation: Any) -> bool:
-    """Whether `value`, as JSON gives it, is what a field of this annotation may hold."""
-    return isinstance(value, _types(annotation))
-
-
-def _types(annotation: Any) -> tuple[type, ...]:
-    """What JSON may hold for a field: list for list[float], and a whole number for a float."""
-    if get_origin(annotation) is UnionType:
-        return tuple(kind for part in get_args(annotation) for kind in _types(part))
-    return (int, float) if annotation is float else (get_origin(annotation) or annotation,)
+def shown(value: object) -> str:
+    """A wrong value in a sentence: the most of it that helps."""
+    words = repr(value)
+    return words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]}..."
 
 
 def read(path: Path) -> list[Record]:

@@ -5,14 +5,22 @@ batch, whose connection leads where) is found out by whoever reads all of them (
 each other for it.
 """
 
-import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from workers.report.lines import BrokenRecord, has_type, write_atomically
+from workers.config import MAX_WORLD_SIZE
+from workers.report.json_text import from_json, to_json
+from workers.report.lines import BrokenRecord, write_atomically
+from workers.report.regular import read_regular
+from workers.report.schema import fits
 
 PERIOD_S = 0.25  # from one writing to the next
+MOST_BYTES = 16 << 20  # some kB a variant and a connection
+
+Point = Annotated[Any, tuple[int, float | None]]  # [step, this rank's share]
+End = tuple[str, int]  # an address and a port
+Sent = Annotated[list[Any], tuple[End, End, int]]  # [here, there, bytes]
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,8 @@ class LiveState:
     phase: str = ""  # within it, where it is known: "all_reduce", "the wait at step 3 of ring"
     phase_s: float = 0.0  # how long it has been in this phase, or in this work
     waits_for: list[int] = field(default_factory=list)  # the ranks that are behind, once it has stood still for long
-    losses: dict[str, list[list[Any]]] = field(default_factory=dict)  # [step, this rank's share] of each variant
-    # [[address, port] here, [address, port] there, bytes sent] of each connection since it was opened, closed ones too.
-    sent: list[list[Any]] = field(default_factory=list)
+    losses: dict[str, list[Point]] = field(default_factory=dict)  # of each variant
+    sent: list[Sent] = field(default_factory=list)  # by each connection since it was opened, closed ones too
     unmeasured: str = ""  # why `sent` is empty, where the system gives no counters
 
 
@@ -52,37 +59,22 @@ def places(folder: Path) -> dict[int, Path]:
 
 def write(folder: Path, state: LiveState) -> None:
     """Put the state in place; raises OSError where the folder takes no more."""
-    write_atomically(place(folder, state.rank), [json.dumps(asdict(state))])
+    write_atomically(place(folder, state.rank), [to_json(asdict(state))])
 
 
 def read(path: Path) -> LiveState:
     """What `write` left; raises BrokenRecord naming the file, and OSError."""
+    content = read_regular(path, MOST_BYTES)
     try:
-        values = json.loads(path.read_bytes())
+        values = from_json(content)
     except ValueError as error:
         raise BrokenRecord(f"{path.name} is not the live state of a rank ({error})") from None
     known = {entry.name: entry.type for entry in fields(LiveState)}
     if not isinstance(values, dict) or set(values) != set(known):
         raise BrokenRecord(f"{path.name} is not the live state of a rank: its fields are others")
-    wrong = [name for name in known if not has_type(values[name], known[name])]
-    if wrong or not shaped(values):
-        raise BrokenRecord(f"{path.name} has values that are none: {', '.join(wrong) or 'in its lists'}")
+    wrong = [name for name in known if not fits(values[name], known[name])]
+    if wrong:
+        raise BrokenRecord(f"{path.name} has values that are none: {', '.join(wrong)}")
+    if not 0 <= values["rank"] < values["world_size"] <= MAX_WORLD_SIZE:
+        raise BrokenRecord(f"{path.name} is of rank {values['rank']} of {values['world_size']}: no run has so many")
     return LiveState(**values)
-
-
-def shaped(values: dict[str, Any]) -> bool:
-    """Whether the lists hold what their fields say."""
-    points = [point for curve in values["losses"].values() for point in (curve if isinstance(curve, list) else [None])]
-    return (
-        all(type(rank) is int for rank in values["waits_for"])
-        and all(is_a(point, int, (float, int, type(None))) for point in points)
-        and all(
-            is_a(each, list, list, int) and is_a(each[0], str, int) and is_a(each[1], str, int)
-            for each in values["sent"]
-        )
-    )
-
-
-def is_a(value: Any, *kinds: Any) -> bool:
-    """Whether `value` is a list of as many entries, each of its kind."""
-    return isinstance(value, list) and len(value) == len(kinds) and all(map(isinstance, value, kinds))

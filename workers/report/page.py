@@ -179,7 +179,7 @@ def curves(records: Ranks) -> dict[str, charts.Curve]:
     """The loss curves by variant, one process first; where several ranks wrote one, the lowest rank's."""
     found: dict[str, charts.Curve] = {}
     for _, losses in select(records, Losses):
-        found.setdefault(losses.variant, (list(range(len(losses.values))), losses.values))
+        found.setdefault(losses.variant, (list(range(len(losses.values))), losses.numbers))
     return dict(sorted(found.items(), key=lambda item: item[0] != "one process"))
 
 

@@ -4,9 +4,20 @@ Records are the only bridge between a run and its report: `judge.py` reads nothi
 judged again. Lengths of bytes and seconds carry their unit in the field's name.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+Scalar = str | float | bool | None
+Flat = Scalar | list[Scalar] | dict[str, Scalar]
+Setting = Annotated[Any, Flat | list[Flat] | dict[str, Flat]]
+Cell = Annotated[Any, Scalar]
+Span = Annotated[list[Any], tuple[str, str, float, float]]  # [kind, label, start_s, end_s]
+# [operation, ranks, bytes that this rank sends, bytes of its tensors, tag, start_s, end_s]; the ranks of a send or
+# receive are from whom to whom.
+Call = Annotated[list[Any], tuple[str, list[int], float, float, int | None, float, float]]
+Axes = Annotated[list[list[float]], tuple[list[float | None], list[float | None]]]  # [x values, y values]
 
 
 @dataclass(frozen=True)
@@ -18,7 +29,7 @@ class Start:
     run_mode: str
     world_size: int
     host: str
-    config: dict[str, Any]  # every setting, by variable name
+    config: dict[str, Setting]  # by variable name
     repeat: dict[str, str]  # only those that were set: what repeats the run
     versions: dict[str, str]  # python, torch, lab (hash of the sources), ...
     title: str = ""  # what is run, for a heading: "gpt, 1.6M parameters"
@@ -77,7 +88,13 @@ class Losses:
     """The loss of the global batch at each step; `variant` is "one process" for the dense run."""
 
     variant: str
-    values: list[float]
+    # None: of before a resume, and no rank knew all shares of it.
+    values: Annotated[Sequence[float | None], list[float | None]]
+
+    @property
+    def numbers(self) -> list[float]:
+        """NaN where it is not known."""
+        return [math.nan if value is None else value for value in self.values]
 
 
 @dataclass(frozen=True)
@@ -161,7 +178,7 @@ class Timeline:
 
     variant: str
     step: int
-    spans: list[list[Any]]  # [kind, label, start_s, end_s], in the order of their ends; they may nest
+    spans: list[Span]  # in the order of their ends; they may nest
 
 
 @dataclass(frozen=True)
@@ -169,9 +186,7 @@ class Messages:
     """What this rank called in the step of its timeline, on the same clock."""
 
     variant: str
-    # [operation, ranks, bytes that this rank sends, bytes of its tensors, tag, start_s, end_s] in the order of their
-    # starts; the ranks of a send or receive are from whom to whom.
-    calls: list[list[Any]]
+    calls: list[Call]  # in the order of their starts
 
 
 @dataclass(frozen=True)
@@ -179,7 +194,7 @@ class Ideal:
     """The step as the schedule of a variant has it, if no message took time: each rank's spans; on rank 0."""
 
     variant: str
-    spans: list[list[list[Any]]]  # of each rank [kind, label, start_s, end_s]
+    spans: list[list[Span]]  # of each rank
 
 
 @dataclass(frozen=True)
@@ -241,17 +256,17 @@ class Table:
 
     title: str
     columns: list[str]
-    rows: list[list[Any]]
+    rows: list[list[Cell]]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart of the lesson's own: `series` maps a name to its [x values, y values]."""
+    """A line chart of the lesson's own."""
 
     title: str
     x_label: str
     y_label: str
-    series: dict[str, list[list[float]]]
+    series: dict[str, Axes]
     log_x: bool = False
     log_y: bool = False
 

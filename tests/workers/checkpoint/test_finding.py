@@ -1,8 +1,10 @@
 """Which checkpoint is taken, and what is refused by name: before the ranks join, and after, when every byte is read."""
 
 import json
+import math
 import os
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,27 @@ def test_auto_goes_on_with_the_run_of_its_own_name_and_begins_it_where_there_is_
 
 
 def change(folder: Path, **values: Any) -> None:
+    """With a checksum that fits."""
     path = folder / manifest.FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    found = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
+    path.write_bytes(manifest.sealed(json.dumps(found | values).encode()))
+
+
+def unsealed(folder: Path, **values: Any) -> None:
+    """As manifests were before they had a checksum."""
+    path = folder / manifest.FILE
+    found = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
+    path.write_text(json.dumps(found | {"schema": manifest.UNSEALED} | values) + "\n")
+
+
+def a_pipe(folder: Path) -> None:
+    (folder / manifest.FILE).unlink()
+    os.mkfifo(folder / manifest.FILE)
+
+
+def a_link_to_a_device(folder: Path) -> None:
+    (folder / manifest.FILE).unlink()
+    (folder / manifest.FILE).symlink_to("/dev/zero")
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -64,7 +85,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a manifest": (lambda folder: os.truncate(folder / manifest.FILE, 100), "manifest.json that cannot be read"),
     "another json": (lambda folder: (folder / manifest.FILE).write_text("[1]"), "manifest.json that is not of the lab"),
     "a wrong field": (lambda folder: change(folder, step="x"), "missing or unknown fields: step"),
-    "another schema": (lambda folder: change(folder, schema=1), "is of schema 1, and this code reads 2"),
+    "an entry of the wrong type": (lambda folder: change(folder, seen=[0, "x"]), "missing or unknown fields: seen"),
+    "another schema": (lambda folder: change(folder, schema=1), "is of schema 1, and this code reads 3 and 2"),
+    "no checksum": (lambda folder: unsealed(folder, schema=manifest.SCHEMA), "manifest.json whose checksum is missing"),
+    "a pipe": (a_pipe, "manifest.json that cannot be read (it is a pipe"),
+    "an endless device": (a_link_to_a_device, "manifest.json that cannot be read (it is a device"),
+    "nested too deeply": (
+        lambda folder: (folder / manifest.FILE).write_text("[" * 100_000),
+        "manifest.json that cannot be read (nested too deeply)",
+    ),
     "other settings": (lambda folder: change(folder, settings={}), "was saved with RUN_MODE=unset"),
     "a shard nobody listed": (
         lambda folder: change(folder, files={k: v for k, v in manifest.read(folder).files.items() if k == ".metadata"}),
@@ -83,6 +112,40 @@ def test_a_bad_one_is_passed_over_by_name_and_the_one_before_is_taken(runs: Path
     assert found is not None and found.manifest.step == 20
     (line,) = said
     assert line.startswith(str(newest)) and sentence in line and line.endswith(": taking step 20")
+
+
+def test_a_flipped_bit_of_a_manifest_is_refused_by_name_and_the_checkpoint_before_is_taken(runs: Path) -> None:
+    newest = runs / "a" / "checkpoints" / "step-00000030"
+    path = newest / manifest.FILE
+    good, draw = path.read_bytes(), random.Random(1)
+    bits = draw.sample(range(8 * len(good)), 600)
+    flipped = [good[: bit // 8] + bytes([good[bit // 8] ^ (1 << bit % 8)]) + good[bit // 8 + 1 :] for bit in bits]
+    for content in [*flipped, *(good[:length] for length in range(0, len(good) - 1, 7))]:
+        path.write_bytes(content)
+        with pytest.raises(Unreadable, match=r"manifest\.json|is of schema"):
+            manifest.read(newest)
+    for content in (flipped[0], good[: len(good) // 2]):
+        path.write_bytes(content)
+        said: list[str] = []
+        found = finding.choose(resuming("a", runs), said.append)
+        assert found is not None and found.manifest.step == 20 and said[0].startswith(f"{newest} ")
+
+
+def test_a_manifest_of_before_is_read_with_what_it_wrote_for_a_loss_that_is_no_number(runs: Path) -> None:
+    folder = runs / "a" / "checkpoints" / "step-00000030"
+    unsealed(folder, losses={"flat": [1.0, float("nan"), None]})
+    assert b"NaN" in (folder / manifest.FILE).read_bytes()
+    found = finding.choose(resuming("a", runs), pytest.fail)
+    assert found is not None and found.folder == folder
+    known, unknown, nobody = found.manifest.losses["flat"]
+    assert known == 1.0 and unknown is not None and math.isnan(unknown) and nobody is None
+
+
+def test_a_loss_that_is_no_number_is_written_as_json(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 3, losses={"flat": [1.0, math.inf, None]})
+    values = json.loads((folder / manifest.FILE).read_text(), parse_constant=pytest.fail)
+    assert values["losses"] == {"flat": [1.0, {"float": "inf"}, None]}
+    assert manifest.read(folder).losses == {"flat": [1.0, math.inf, None]}
 
 
 def test_where_none_is_good_each_is_named_and_auto_does_not_begin_anew(runs: Path) -> None:

@@ -1,6 +1,7 @@
 """Stopped and resumed: the weights of a run that was never stopped, to the bit, in every mode, and on any number of
 ranks."""
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from workers.checkpoint.course import Course
 from workers.passes.measure import everything
 from workers.rank.modes import load
 from workers.report import records
+from workers.report.lines import to_line
 from workers.testing.calls import Ranks
 
 SMALL = {
@@ -33,7 +35,7 @@ def digests(run: dict[str, Any]) -> dict[str, str]:
 
 
 def curves(by_rank: Records) -> dict[str, list[float]]:
-    return {record.variant: record.values for _, record in records.select(by_rank, records.Losses)}
+    return {record.variant: record.numbers for _, record in records.select(by_rank, records.Losses)}
 
 
 def farthest(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> float:
@@ -115,15 +117,17 @@ def test_variants_that_the_checkpoint_lacks_are_skipped_by_name(ranks: Ranks, tm
     assert {skip["variant"] for skip in run["skipped"]} == {"naive", "bucketed", "ring", "ddp"}
 
 
-def break_down(group: dist.ProcessGroup, settings: dict[str, str], folder: str, torn: bool) -> str:
-    """A run whose rank 1 raises after three steps, in the middle of an update if `torn`; what it saves without the
-    others."""
+def break_down(group: dist.ProcessGroup, settings: dict[str, str], folder: str, torn: bool, late: bool = False) -> str:
+    """A run whose rank 1 raises after three steps, in the middle of an update if `torn`, and if `late` when the fourth
+    has begun; what it saves without the others."""
     lab = lab_of(group, settings, folder)
+    if late:
+        lab.on_step = begins_no_fourth
     passed = Course.passed
 
     def fail(course: Course, step: int) -> None:
         passed(course, step)
-        if step == 2:
+        if step == 2 and not late:
             course.torn = "flat" if torn else None
             raise RuntimeError("Connection closed by peer")
 
@@ -136,6 +140,11 @@ def break_down(group: dist.ProcessGroup, settings: dict[str, str], folder: str, 
     finally:
         Course.passed = passed  # type: ignore[method-assign]
     return "it did not fail"
+
+
+def begins_no_fourth(step: int, _variant: str) -> None:
+    if step == 3:
+        raise RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.parametrize(
@@ -163,9 +172,25 @@ def test_a_failing_rank_saves_what_it_safely_can(
         return
     found = finding.newest_good(tmp_path / "a", pytest.fail)
     assert found is not None and found.manifest.step == 3
-    assert found.manifest.losses["flat"][2] is None  # it knows its own share alone
+    losses = found.manifest.losses["flat"]
+    assert None not in losses[:2] and losses[2] is None  # of the last step it knows its own share alone
     again = SMALL | MODELS[mode] | {"RUN_MODE": mode, "LAB_VARIANT": variant}
     whole, _ = run_experiment(ranks, 2, tmp_path / "whole", **again)
-    resumed, _ = run_experiment(ranks, 2, tmp_path / "b", **again, LAB_RESUME=str(tmp_path / "a"))
+    resumed, of_resumed = run_experiment(ranks, 2, tmp_path / "b", **again, LAB_RESUME=str(tmp_path / "a"))
     assert failed(resumed) == set() and digests(resumed) == digests(whole)
     assert resumed["resumed"]["step"] == 3
+    (curve,) = (each.values for _, each in records.select(of_resumed, records.Losses) if each.variant == "flat")
+    assert list(curve[:3]) == losses
+    assert all(json.loads(to_line(each), parse_constant=pytest.fail) for of in of_resumed.values() for each in of)
+
+
+def test_the_losses_of_all_steps_since_the_last_checkpoint_are_kept(ranks: Ranks, tmp_path: Path) -> None:
+    """They were NaN, although every rank had told its share of them."""
+    settings = SMALL | MODELS["dp"] | {"LAB_VARIANT": "flat", "LAB_CHECKPOINT_EVERY": "5"}
+    whole, of_whole = run_experiment(ranks, 2, tmp_path / "whole", **settings)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RUN_MODE": "dp"}
+    said = ranks(2, break_down, world | TINY | settings, str(tmp_path / "a"), False, True)
+    assert "rank 1 has saved step 3 by itself" in said[1]
+    resumed, of_resumed = run_experiment(ranks, 2, tmp_path / "b", **settings, LAB_RESUME=str(tmp_path / "a"))
+    assert digests(resumed) == digests(whole) and resumed["resumed"]["step"] == 3
+    assert curves(of_resumed)["flat"] == curves(of_whole)["flat"]

@@ -37,7 +37,7 @@ def variant(records: Ranks, name: str, apart: float = 0.0) -> Ranks:
 
     def change(record: Record) -> Record | None:
         if isinstance(record, Losses):
-            return Losses(name, [value + apart for value in record.values]) if record.variant == "naive" else None
+            return Losses(name, [value + apart for value in record.numbers]) if record.variant == "naive" else None
         return record
 
     return bent(records, change)
