@@ -55,7 +55,7 @@ class Runs:
                     with suppress(OSError):
                         written.append((path.stat().st_mtime, path))
         for written_at, path in sorted(written, reverse=True):
-            with suppress(OSError, BrokenRecord):
+            with suppress(BrokenRecord):
                 if written_at >= self._since and live.read(path).began_at >= self._since:
                     return path.parent
         return None

@@ -6,7 +6,6 @@ within 3 s of its last writing, however long the others take to agree on it. A r
 all, as one whose interpreter was held up, is not lost any more.
 """
 
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 from workers.live.tail import Tail
 from workers.live.together import Curve, curves, matrix
 from workers.report import live
-from workers.report.claims import Run
+from workers.report.judged import FILE, read_judged
 from workers.report.lines import BrokenRecord
 from workers.report.live import LiveState
 from workers.report.records import End, Failed, Left, Losses, Lost
@@ -90,7 +89,7 @@ class Reader:
         for rank, path in sorted(live.places(self.folder).items()):
             try:
                 state = live.read(path)
-            except (BrokenRecord, OSError) as error:
+            except BrokenRecord as error:
                 faults.append(str(error))
                 continue
             before = self._states.get(rank)
@@ -105,17 +104,16 @@ class Reader:
 
     def _verdict(self, began_at: float, faults: list[str]) -> tuple[str, str]:
         """What `run.json` says, if it is of this attempt; empty where there is none."""
-        path = self.folder / "run.json"
         try:
-            if path.stat().st_mtime < began_at:
+            if (self.folder / FILE).stat().st_mtime < began_at:
                 return "", ""
-            run: Run = json.loads(path.read_bytes())
+            run = read_judged(self.folder)
             return str(run["verdict"]), headline(run)
         except FileNotFoundError:
             return "", ""
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            faults.append(f"run.json is not the verdict of a run ({type(error).__name__}: {error})")
-            return "", ""
+        except (BrokenRecord, OSError) as error:
+            faults.append(f"{FILE} is not the verdict of a run ({error})")
+        return "", ""
 
     def _rows(
         self, states: dict[int, LiveState], world_size: int, now: float, faults: list[str], *, over: bool
@@ -137,7 +135,7 @@ class Reader:
         try:
             found = tail.read()
         except OSError as error:
-            faults.append(str(error))
+            faults.append(f"{tail.path.name} cannot be read: {error.strerror}")
             return tail.found
         faults.extend(tail.faults)
         return found

@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-from workers.report.lines import BrokenRecord, from_line
+from workers.report.lines import MOST_BYTES, BrokenRecord, from_line
 from workers.report.records import End, Failed, Left, Losses, Lost, Record
+from workers.report.regular import regular
 
 KINDS = (Lost, Left, Failed, Losses, End)
 WANTED = tuple(f'{{"record": "{kind.__name__.lower()}"'.encode() for kind in KINDS)  # as lines.to_line begins
@@ -23,12 +24,12 @@ class Tail:
         """All records of these kinds until now; none of a file that is not there. Raises OSError."""
         if not self.path.exists():
             return []
-        with self.path.open("rb") as file:
+        with regular(self.path, MOST_BYTES) as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._file or status.st_size < self._read:
                 self.found, self.faults, self._file, self._read = [], [], status.st_ino, 0
             file.seek(self._read)
-            whole, newline, _ = file.read().rpartition(b"\n")
+            whole, newline, _ = file.read(MOST_BYTES).rpartition(b"\n")
         self._read += len(whole + newline)
         for line in whole.splitlines():
             if line.startswith(WANTED):

@@ -13,7 +13,7 @@ from pathlib import Path
 from workers.report.claims import Run
 from workers.report.judge import exit_code, judge, write_run
 from workers.report.junit import write_junit
-from workers.report.lines import BrokenRecord, read_run
+from workers.report.lines import MISFITS, BrokenRecord, read_run
 from workers.report.log import verdict_lines
 from workers.report.records import Ranks
 from workers.report.scaling import incomparable
@@ -40,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"broken     the report cannot be written: {error.strerror}: {error.filename}", file=sys.stderr)
         return 1 if error.errno == errno.ENOSPC else 2
+    except MISFITS as error:
+        folders = ", ".join(map(str, asked.runs))
+        print(f"refused    the records in {folders} do not fit each other ({error!r})", file=sys.stderr)
+        return 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +77,8 @@ def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
         return judge(records), records
     except BrokenRecord as error:
         raise BrokenRecord(f"{folder}: {error}") from None
+    except MISFITS as error:
+        raise BrokenRecord(f"{folder}: its records do not fit each other ({error!r})") from None
 
 
 def draw_together(folders: Sequence[Path]) -> int:

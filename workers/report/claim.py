@@ -13,10 +13,13 @@ import random
 import time
 from pathlib import Path
 
+from workers.report.regular import regular
+
 FILE = ".run"
 GONE_S = 10.0  # ranks of a broken attempt end within 5 s of each other
 PATIENCE_S = 2.0  # for a lock that somebody holds for two calls of the kernel
 TOKEN_BYTES = 256
+MOST_BYTES = 1 << 20  # of the file, whose lock is looked at and not its words
 
 
 class Taken(Exception):
@@ -59,13 +62,10 @@ def has_claimed(folder: Path, token: str) -> bool:
 def is_held(folder: Path) -> bool:
     """Whether a rank of the run in this folder is alive, as far as this machine's kernel knows."""
     try:
-        file = os.open(folder / FILE, os.O_RDONLY)
+        with regular(folder / FILE, MOST_BYTES) as file:
+            return not _locked(file.fileno(), fcntl.LOCK_EX)
     except OSError:
         return False
-    try:
-        return not _locked(file, fcntl.LOCK_EX)
-    finally:
-        os.close(file)
 
 
 def _locked(file: int, how: int) -> bool:

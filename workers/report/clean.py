@@ -19,8 +19,8 @@ from pathlib import Path
 
 from workers.config import Config, ConfigError
 from workers.report.latest import point_latest
-from workers.report.stored import Stored, stored_runs
-from workers.report.text import aligned
+from workers.report.stored import Stored, stored_runs, surveyed
+from workers.report.text import aligned, printable
 from workers.report.units import human_bytes
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86400}
@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"refused    {fault}" for fault in error.faults))
         return 2
     now = time.time()
-    found = stored_runs(runs, now)
+    try:
+        found, faults = surveyed(runs, now)
+    except OSError as error:
+        print(f"refused    {runs} cannot be read: {error.strerror}", file=sys.stderr)
+        return 2
+    for fault in faults:
+        print(f"left out   {fault}", file=sys.stderr)
     if asked.keep is None and asked.older_than is None and not asked.all:
         print("\n".join([*listed(found, now), total(found, f" in {runs}/")]))
         print("to remove  --keep 5 (all but the newest five), --older-than 7d, or --all")
@@ -66,17 +72,18 @@ def remove(runs: Path, named: Sequence[Stored]) -> int:
     """Remove these runs, but for one that goes on again since they were listed; returns the exit code."""
     now = time.time()
     there = {stored.folder: stored for stored in stored_runs(runs, now)}
-    gone = [stored for stored in named if stored.folder in there and not there[stored.folder].running]
-    try:
-        for stored in gone:
+    gone = []
+    asked = [stored for stored in named if stored.folder in there and not there[stored.folder].running]
+    for stored in asked:
+        try:
             shutil.rmtree(stored.folder)
-    except OSError as error:
-        print(f"broken     {error.filename} cannot be removed: {error.strerror}", file=sys.stderr)
-        return 2
-    finally:
-        mend_latest(runs, stored_runs(runs, now))
+            gone.append(stored)
+        except (OSError, RecursionError) as error:
+            what = error.strerror if isinstance(error, OSError) else "its folders are nested too deeply"
+            print(f"broken     {printable(stored.folder.name)} cannot be removed: {what}", file=sys.stderr)
+    mend_latest(runs, stored_runs(runs, now))
     print(total(gone, f" removed from {runs}/, {len(there) - len(gone)} left"))
-    return 0
+    return 0 if gone == asked else 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,7 +129,10 @@ def chosen(
 
 def listed(found: Sequence[Stored], now: float) -> list[str]:
     """A line a run, under a heading."""
-    rows = [[old.folder.name, human_age(now - old.written_at), human_bytes(old.nbytes), old.note] for old in found]
+    rows = [
+        [printable(old.folder.name), human_age(now - old.written_at), human_bytes(old.nbytes), old.note]
+        for old in found
+    ]
     return aligned(["run", "ended", "size", ""], rows) if rows else []
 
 

@@ -4,11 +4,12 @@
 said on the card, and ends nothing.
 """
 
-import json
 from typing import NamedTuple
 
-from workers.report.lines import BrokenRecord, from_line, record_files
+from workers.report.judged import FILE, read_judged
+from workers.report.lines import MISFITS, MOST_BYTES, BrokenRecord, from_line, record_files
 from workers.report.records import End, Losses, Ranks, Start, Timeline, select
+from workers.report.regular import regular
 from workers.report.sentences import headline
 from workers.report.stored import Stored
 from workers.report.thumbnail import Thumbnail, thumbnail
@@ -16,8 +17,6 @@ from workers.report.thumbnail import Thumbnail, thumbnail
 # How the lines of the kinds that are read begin (lines.py, to_line).
 WANTED = tuple(f'{{"record": "{kind.__name__.lower()}"'.encode() for kind in (Start, End, Losses, Timeline))
 RUNNING, UNFINISHED, BROKEN = "running", "unfinished", "broken"  # beside the verdicts of run.json
-# What a file raises that cannot be read, and numbers that are none of the lab's.
-UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 class Verdict(NamedTuple):
@@ -54,7 +53,7 @@ def entry(stored: Stored) -> Entry:
     began_at = min((end.started_at for end in ends), default=stored.written_at)
     try:
         drawing = thumbnail(records, verdict.world_size, verdict.mode)
-    except UNREADABLE as error:
+    except MISFITS as error:
         faults.append(f"its timeline or losses are none of the lab's ({error!r})")
         drawing = thumbnail({}, verdict.world_size, verdict.mode)
     return Entry(
@@ -76,7 +75,7 @@ def glimpse(stored: Stored) -> tuple[Ranks, list[str]]:
     for rank, path in record_files(stored.folder).items():
         found = records.setdefault(rank, [])
         try:
-            with path.open("rb") as lines:
+            with regular(path, MOST_BYTES) as lines:
                 for number, line in enumerate(lines, 1):
                     if line.startswith(WANTED):
                         found.append(from_line(line, f"{path.name}, line {number},"))
@@ -89,19 +88,17 @@ def glimpse(stored: Stored) -> tuple[Ranks, list[str]]:
 
 def verdict_of(stored: Stored) -> Verdict:
     """What became of a run, by `run.json`; without one, whether it goes on."""
-    path = stored.folder / "run.json"
-    if not path.exists():
+    try:
+        run = read_judged(stored.folder)
+    except FileNotFoundError:
         if stored.held:
             return Verdict(RUNNING, "its ranks are alive")
         may_run = " or runs elsewhere: it wrote within ten minutes" if stored.running else ""
-        return Verdict(UNFINISHED, f"no run.json: it ended before a verdict{may_run}")
-    try:
-        run = json.loads(path.read_bytes())
-        variants = tuple(str(variant["name"]) for variant in run["variants"])
-        known = str(run["run_mode"]), int(run["world_size"]), variants
-        told = headline(run)
-        if stored.held:
-            return Verdict(RUNNING, f"its ranks are alive; the attempt before: {run['verdict']}, {told}", *known)
-        return Verdict(str(run["verdict"]), told, *known)
-    except UNREADABLE as error:
-        return Verdict(BROKEN, f"run.json cannot be read: {error!r}")
+        return Verdict(UNFINISHED, f"no {FILE}: it ended before a verdict{may_run}")
+    except BrokenRecord as error:
+        return Verdict(BROKEN, f"{FILE} cannot be read: {error}")
+    known = run["run_mode"], run["world_size"], tuple(variant["name"] for variant in run["variants"])
+    told = headline(run)
+    if stored.held:
+        return Verdict(RUNNING, f"its ranks are alive; the attempt before: {run['verdict']}, {told}", *known)
+    return Verdict(run["verdict"], told, *known)

@@ -14,6 +14,7 @@ from workers.config import Config, ConfigError
 from workers.report.latest import LATEST
 from workers.report.lines import write_atomically
 from workers.report.stored import Stored, stored_run
+from workers.report.text import printable
 from workers.report.units import human_bytes
 
 
@@ -63,12 +64,12 @@ def found(runs: Path, now: float) -> tuple[list[Stored], list[str]]:
         try:
             run = stored_run(folder, now)
         except OSError as error:
-            others.append(f"{folder.name} cannot be read: {error.strerror}")
+            others.append(f"{printable(folder.name)} cannot be read: {error.strerror}")
             continue
         if run:
             stored.append(run)
         else:
-            others.append(f"{folder.name} {'is a link' if folder.is_symlink() else 'holds no run'}")
+            others.append(f"{printable(folder.name)} {'is a link' if folder.is_symlink() else 'holds no run'}")
     return stored, others
 
 
@@ -81,7 +82,7 @@ def write_gallery(stored: Sequence[Stored], others: Sequence[str], runs: Path, p
     page = gallery_page(entries, others, runs, path)
     write_atomically(path, [page])
     number = f"{len(entries)} {'run' if len(entries) == 1 else 'runs'}"
-    return "; ".join([f"{number}, {human_bytes(len(page.encode()))}", *others])
+    return "; ".join([f"{number}, {human_bytes(path.stat().st_size)}", *others])
 
 
 if __name__ == "__main__":

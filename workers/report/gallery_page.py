@@ -130,7 +130,7 @@ def card(entry: Entry, path: Path) -> str:
     folder, verdict, drawing = entry.stored.folder, entry.verdict, entry.thumbnail
     size = f" · {verdict.world_size} {'rank' if verdict.world_size == 1 else 'ranks'}" if verdict.world_size else ""
     latest = ' <span class="chip soft">latest</span>' if entry.stored.latest else ""
-    when = datetime.fromtimestamp(entry.began_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    when = moment(entry.began_at)
     took = f"{when} · {entry.duration_s:.1f} s" if entry.duration_s is not None else f"last wrote {when}"
     mode = verdict.mode or "unknown mode"
     soft = [entry.title, ", ".join(verdict.variants), f"{took} · {human_bytes(entry.stored.nbytes)}"]
@@ -147,10 +147,18 @@ def card(entry: Entry, path: Path) -> str:
     )
 
 
+def moment(at: float) -> str:
+    """A Unix time as a date, and what is none as a number."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{at:g} s after 1970"
+
+
 def name(folder: Path, path: Path) -> str:
     """The run's name, which leads to its report where there is one."""
     report = folder / "report.html"
     if not report.is_file():
         return f'{text(folder.name)} <span class="soft">no report.html</span>'
-    link = quote(os.path.relpath(report.resolve(), path.parent.resolve()))
+    link = quote(os.fsencode(os.path.relpath(report.resolve(), path.parent.resolve())))
     return f'<a href="{text(link)}">{text(folder.name)}</a>'

@@ -11,8 +11,12 @@ from pathlib import Path
 
 from workers.report.json_text import from_json, to_json
 from workers.report.records import TYPES, Ranks, Record
+from workers.report.regular import read_regular
 from workers.report.schema import fits
 
+MOST_BYTES = 256 << 20  # of one rank's records: 1000 steps of 5 variants are some 100 kB
+# What records raise in those who draw them that each fit their schema, and not each other.
+MISFITS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 MOST_SHOWN = 60  # characters of a value that is refused
 
 
@@ -55,7 +59,10 @@ def shown(value: object) -> str:
 
 def read(path: Path) -> list[Record]:
     """All records of one rank's file; raises BrokenRecord naming file and line."""
-    lines = path.read_bytes().splitlines()
+    try:
+        lines = read_regular(path, MOST_BYTES).splitlines()
+    except OSError as error:
+        raise BrokenRecord(f"{path} cannot be read: {error.strerror}") from None
     return [from_line(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
 
 
@@ -77,7 +84,7 @@ def record_files(run: Path) -> dict[int, Path]:
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Write a file so that a reader sees all of it or nothing, even if the writer dies."""
-    write_bytes_atomically(path, "".join(lines).encode())
+    write_bytes_atomically(path, "".join(lines).encode(errors="backslashreplace"))  # a file's name may be no text
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:

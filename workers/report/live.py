@@ -5,13 +5,14 @@ batch, whose connection leads where) is found out by whoever reads all of them (
 each other for it.
 """
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from workers.config import MAX_WORLD_SIZE
 from workers.report.json_text import from_json, to_json
 from workers.report.lines import BrokenRecord, write_atomically
+from workers.report.records import WorldSize
 from workers.report.regular import read_regular
 from workers.report.schema import fits
 
@@ -28,7 +29,7 @@ class LiveState:
     """Where one rank is now, and what it has seen until now."""
 
     rank: int
-    world_size: int
+    world_size: WorldSize
     run_mode: str
     host: str
     pid: int
@@ -63,18 +64,18 @@ def write(folder: Path, state: LiveState) -> None:
 
 
 def read(path: Path) -> LiveState:
-    """What `write` left; raises BrokenRecord naming the file, and OSError."""
-    content = read_regular(path, MOST_BYTES)
+    """What `write` left; raises BrokenRecord naming the file."""
     try:
-        values = from_json(content)
+        values = from_json(read_regular(path, MOST_BYTES))
+    except OSError as error:
+        raise BrokenRecord(f"{path.name} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise BrokenRecord(f"{path.name} is not the live state of a rank ({error})") from None
     known = {entry.name: entry.type for entry in fields(LiveState)}
     if not isinstance(values, dict) or set(values) != set(known):
         raise BrokenRecord(f"{path.name} is not the live state of a rank: its fields are others")
     wrong = [name for name in known if not fits(values[name], known[name])]
+    wrong += [name for name in ("began_at", "phase_s") if not wrong and not math.isfinite(values[name])]
     if wrong:
         raise BrokenRecord(f"{path.name} has values that are none: {', '.join(wrong)}")
-    if not 0 <= values["rank"] < values["world_size"] <= MAX_WORLD_SIZE:
-        raise BrokenRecord(f"{path.name} is of rank {values['rank']} of {values['world_size']}: no run has so many")
     return LiveState(**values)

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
+from workers.config import MAX_WORLD_SIZE
+
+WorldSize = Annotated[int, range(1, MAX_WORLD_SIZE + 1)]
 Scalar = str | float | bool | None
 Flat = Scalar | list[Scalar] | dict[str, Scalar]
 Setting = Annotated[Any, Flat | list[Flat] | dict[str, Flat]]
@@ -27,7 +30,7 @@ class Start:
     rank: int
     run_id: str
     run_mode: str
-    world_size: int
+    world_size: WorldSize
     host: str
     config: dict[str, Setting]  # by variable name
     repeat: dict[str, str]  # only those that were set: what repeats the run

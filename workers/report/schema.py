@@ -2,13 +2,13 @@
 
 A number that is not finite is a float; one whose integer fits into no float is none, nor is True. Where Python's type
 says less than its reader needs, as of a list whose entries differ, `Annotated[list[Any], tuple[str, float]]` says the
-rest: a list of two.
+rest: a list of two. `Annotated[int, range(1, 5)]` is a number of these.
 """
 
 from collections.abc import Callable
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 Fits = Callable[[Any], bool]
 LARGEST_BITS = 1023  # of an integer that is a float too
@@ -24,6 +24,10 @@ def _test(annotation: Any) -> Fits:
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return lambda _: True
+    if isinstance(annotation, range):
+        return lambda value: type(value) is int and value in annotation
+    if origin is Literal:
+        return lambda value: type(value) is str and value in inner
     if origin is Annotated:
         return _test(inner[1])
     if origin in (UnionType, Union):

@@ -17,5 +17,10 @@ def aligned(columns: list[str], rows: list[list[Any]]) -> list[str]:
     ]
 
 
+def printable(name: str) -> str:
+    """The name of a file on one line of a terminal, whatever is in it."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)
+
+
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

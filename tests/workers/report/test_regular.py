@@ -17,12 +17,17 @@ def test_a_file_is_read_and_so_is_one_behind_a_link(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "file", 3) == read_regular(tmp_path / "link", 3) == b"abc"
 
 
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)  # without a block of it on the disk
+
+
 KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pipe": (os.mkfifo, "it is a pipe"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
     "a folder": (Path.mkdir, "it is a folder"),
     "a socket": (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "it is a socket"),
-    "a huge file": (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "it holds 1099511627776 bytes"),
+    "a huge file": (huge, "it holds 1099511627776 bytes"),
     "a loop": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
 }
 

@@ -1,0 +1,76 @@
+"""`run.json` as a list of runs reads it, and a page of one that goes on: the fields that they need, each as it has to
+be."""
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from workers.report.claims import Run
+from workers.report.json_text import from_json
+from workers.report.lines import BrokenRecord
+from workers.report.records import WorldSize
+from workers.report.regular import read_regular
+from workers.report.schema import fits
+
+FILE = "run.json"
+MOST_BYTES = 64 << 20  # a few hundred bytes a check and a rank
+
+
+class Claim(TypedDict):
+    """A check or a comparison."""
+
+    variant: str
+    name: str
+    passed: bool
+
+
+class Gone(TypedDict):
+    """A rank that was lost, or left."""
+
+    rank: int
+    step: int | None
+    reason: str
+
+
+class Error(TypedDict):
+    """What ended a rank."""
+
+    error: str
+
+
+class Variant(TypedDict):
+    """What was measured of one; here its name alone is needed."""
+
+    name: str
+
+
+class Needed(TypedDict):
+    """The fields that a headline needs."""
+
+    run_mode: str
+    world_size: WorldSize
+    verdict: Literal["pass", "fail", "lost", "refused"]
+    proven: bool
+    variants: list[Variant]
+    lost: list[Gone]
+    errors: list[Error]
+    checks: list[Claim]
+    comparisons: list[Claim]
+
+
+def read_judged(folder: Path) -> Run:
+    """The verdict in the folder of a run; raises BrokenRecord with the reason, and FileNotFoundError where there is
+    none."""
+    try:
+        run: Run = from_json(read_regular(folder / FILE, MOST_BYTES))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BrokenRecord(str(error.strerror)) from None
+    except ValueError as error:
+        raise BrokenRecord(repr(error)) from None
+    if not isinstance(run, dict):
+        raise BrokenRecord("it is no verdict of the lab")
+    wrong = [name for name, kind in Needed.__annotations__.items() if not fits(run.get(name), kind)]
+    if wrong:
+        raise BrokenRecord(f"missing or wrong are {', '.join(wrong)}")
+    return run
