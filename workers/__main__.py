@@ -20,6 +20,7 @@ from pathlib import Path
 
 from workers.cluster.parent import Parent
 from workers.config import Config, ConfigError, commands, engines
+from workers.report import output
 
 HERE = Path(__file__).parents[1]
 # torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
@@ -30,6 +31,7 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
 def main(words: Sequence[str] = ()) -> int:
     """Do what was typed, by default start the ranks or be one; returns the exit code."""
     started_at = time.time()
+    output.open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show is escaped, and ends nothing
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -37,8 +39,7 @@ def main(words: Sequence[str] = ()) -> int:
         typed = commands.read(words)
         os.environ.update(typed.settings)
         if typed.command == "help":
-            print("\n".join(commands.help_lines(*typed.words)))
-            return 0
+            return 1 if output.printed("\n".join(commands.help_lines(*typed.words))) else 0
         if typed.command != "run":
             return be_module(commands.COMMANDS[typed.command].module, typed.words)
         engine = engines.taken(os.environ)
@@ -46,7 +47,7 @@ def main(words: Sequence[str] = ()) -> int:
         return run(Config.read(found_before=engine.faults), started_at, engine.told)
     except ConfigError as error:
         for fault in error.faults:
-            print(f"refused    {fault}", flush=True)
+            output.printed(f"refused    {fault}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -95,9 +96,21 @@ def page_of(config: Config) -> AbstractContextManager[None]:
 
 
 def be_module(module: str, words: Sequence[str]) -> int:
-    """What `python -m MODULE WORDS` does; where it exits by itself, this does not return."""
+    """What `python -m MODULE WORDS` does; where it exits by itself, this does not return.
+
+    What it prints is what it is called for: 1 where that cannot be written.
+    """
     sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if not output.of_a_stream(error):
+            raise
+        print(f"broken     the output cannot be written: {output.silenced(error)}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -53,6 +53,7 @@ class Rank:
         self.bedside = forked(job)  # first: nothing else of this process is in the script's
         self.parent = Parent()
         self.journal = Journal()
+        self.parent.tell_unheard(self.journal.unheard)
         if engine:
             self.journal.say(f"engine     {engine}")
         self._posted = 0

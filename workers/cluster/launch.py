@@ -26,6 +26,7 @@ from workers.cluster.child import die_with
 from workers.cluster.parent import VARIABLE, Child
 from workers.cluster.signals import heeded
 from workers.config import Config
+from workers.report.output import passed_on
 
 STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
 FAILED_GRACE_S = 30.0  # beside LAB_JOIN_TIMEOUT_S, for the others once a rank has ended badly
@@ -45,6 +46,11 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     ranks: list[LocalRank] = []
     stopped_at: list[float] = []
 
+    def say(line: bytes) -> None:
+        why = passed_on(line)
+        if why:  # nobody reads: the ranks go on, and the log of the first says so
+            ranks[0].line.tell_unheard(why)
+
     def forward(number: int, _: FrameType | None) -> None:
         stopped_at.append(time.monotonic())
         for each in ranks:
@@ -53,13 +59,13 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     previous = {number: signal.signal(number, forward) for number in heeded()}
     try:
         for rank in range(config.world_size):
-            ranks.append(LocalRank(rank, variables(config, rank, port, key), be_rank))
+            ranks.append(LocalRank(rank, variables(config, rank, port, key), be_rank, say))
         for each in ranks:  # no rank is forked beside a thread, which may hold a lock
             each.printer.start()
         if stopped_at:  # while they were started: not all were there to hear it
             for each in ranks:
                 each.send_signal(signal.SIGTERM)
-        _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s)
+        _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s, say)
         for each in ranks:
             each.printer.join(timeout=2.0)  # a process that a rank has left behind may hold its pipe
     finally:
@@ -75,8 +81,10 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
 class LocalRank:
     """One child, its line to the launcher, and the thread that prints what it says."""
 
-    def __init__(self, rank: int, variables: dict[str, str], be_rank: Callable[[], int]) -> None:
-        self.rank, self.line = rank, Child()
+    def __init__(
+        self, rank: int, variables: dict[str, str], be_rank: Callable[[], int], say: Callable[[bytes], None]
+    ) -> None:
+        self.rank, self.line, self._say = rank, Child(), say
         self.last_words = ""
         self.buried = self.told = False
         self._said, theirs = CONTEXT.Pipe(duplex=False)
@@ -99,7 +107,7 @@ class LocalRank:
             for output in said:
                 words = output.rstrip(b"\r\n")
                 self.last_words = words.decode(errors="replace")
-                say(b"rank %d | %s" % (self.rank, words))
+                self._say(b"rank %d | %s" % (self.rank, words))
 
     def send_signal(self, number: int) -> None:
         """Nothing if it has ended."""
@@ -118,13 +126,6 @@ class LocalRank:
         when = "" if joined else f" {UNMET}"
         self.printer.join(timeout=0.5)
         return f"rank {self.rank} {how}{when}" + (f": {self.last_words}" if spoke and self.last_words else ""), spoke
-
-
-def say(line: bytes) -> None:
-    """Print a line in one write, so that no two are mixed."""
-    with suppress(BrokenPipeError, ValueError):  # nobody reads: the ranks go on
-        sys.stdout.buffer.write(line + b"\n")
-        sys.stdout.buffer.flush()
 
 
 def free_port() -> int:
@@ -170,7 +171,7 @@ def streams(said: Connection) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding, closefd=False)
 
 
-def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float) -> None:
+def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float, say: Callable[[bytes], None]) -> None:
     """Until every rank has ended; those that outlive a signal or a failed rank for too long are killed."""
     failed_at = None
     while any(each.process.exitcode is None for each in ranks):
@@ -178,7 +179,7 @@ def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float
         if failed_at is None and any(each.process.exitcode for each in ranks):
             failed_at = now
         if not stopped_at:
-            _bury(ranks)
+            _bury(ranks, say)
         late = stopped_at and now - stopped_at[0] > STOP_GRACE_S
         stuck = failed_at is not None and now - failed_at > failed_grace_s
         if late or (stuck and not any(each.line.may_leave() for each in ranks)):
@@ -187,7 +188,7 @@ def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float
         time.sleep(POLL_S)
 
 
-def _bury(ranks: list[LocalRank]) -> None:
+def _bury(ranks: list[LocalRank], say: Callable[[bytes], None]) -> None:
     """Say who has died, and tell those that wait for them."""
     for dead in ranks:
         if dead.buried or dead.process.exitcode is None:

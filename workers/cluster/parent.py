@@ -10,8 +10,11 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+from workers.report.output import printed
 
 VARIABLE = "RANKLAB_PARENT"  # the number of a rank's descriptor
 JOINED, MAY_LEAVE = b"joined", b"may leave"
@@ -24,6 +27,8 @@ class Parent:
         self._lock = threading.Lock()
         self._waits = self._joined = False
         self._word: dict[str, Any] | None = None
+        self._unheard = ""
+        self._on_unheard: Callable[[str], None] | None = None
         self._socket: socket.socket | None = None
         number = os.environ.pop(VARIABLE, "")
         if number:
@@ -31,6 +36,13 @@ class Parent:
                 self._socket = socket.socket(fileno=int(number))
         if self._socket is not None:
             threading.Thread(target=self._listen, args=(self._socket,), name="parent", daemon=True).start()
+
+    def tell_unheard(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` once the launcher cannot print any more, with the reason; at once where it is so already."""
+        with self._lock:
+            self._on_unheard = tell
+            if self._unheard:
+                tell(self._unheard)
 
     def begin_to_wait(self) -> None:
         """From now on this rank waits for all others."""
@@ -56,15 +68,25 @@ class Parent:
     def _listen(self, from_parent: socket.socket) -> None:
         with suppress(OSError, ValueError):
             while data := from_parent.recv(65536):
+                word = json.loads(data)
                 with self._lock:
-                    self._word = self._word or json.loads(data)  # what comes later comes of it
+                    if "unheard" in word:
+                        self._hear_unheard(word["unheard"])
+                        continue
+                    self._word = self._word or word  # what comes later comes of it
                     self._heed()
+
+    def _hear_unheard(self, why: str) -> None:
+        first, self._unheard = not self._unheard, why
+        if first and self._on_unheard is not None:
+            with suppress(Exception):  # a full disk takes no line of it either
+                self._on_unheard(why)
 
     def _heed(self) -> None:
         """End, if there is a reason to."""
         if self._word is None or self._joined or (self._word["spoke"] and not self._waits):
             return
-        print(f"broken     {self._word['sentence']}", flush=True)
+        printed(f"broken     {self._word['sentence']}")
         os._exit(3)
 
 
@@ -94,6 +116,11 @@ class Child:
         """Who died, and whether that rank has said why itself."""
         with suppress(OSError):  # it has ended too
             self._socket.send(json.dumps({"sentence": sentence[:1024], "spoke": spoke}).encode())
+
+    def tell_unheard(self, why: str) -> None:
+        """What the ranks say is printed no more, and why."""
+        with suppress(OSError):
+            self._socket.send(json.dumps({"unheard": why}).encode())
 
     def close(self) -> None:
         self._socket.close()

@@ -62,6 +62,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
     mode = mode.mistaken(config.bug)
     device = pick_device(config)
     journal = Journal()
+    parent.tell_unheard(journal.unheard)
     told = mistake({"mistake": mistake_of(config, mode)}) if config.rank == 0 else []
     for line in told:
         journal.say(line)

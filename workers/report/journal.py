@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from workers.report.lines import to_line
+from workers.report.output import UNHEARD, printed
 from workers.report.records import Record
 
 
@@ -57,13 +58,23 @@ class Journal:
         return [] if self.folder is None else [self._log, self._lines]
 
     def say(self, text: str) -> None:
-        """Print `text`, and keep it in the log."""
+        """Print `text`, and keep it in the log; who prints nothing any more has it in the log alone."""
         with self._lock:
-            print(text, flush=True)
-            if self.folder is None:
-                self._said.append(text)
-            else:
-                _append(self._log, text)
+            why = printed(text)
+            self._keep(text)
+            if why:
+                self._keep(UNHEARD.format(why))
+
+    def unheard(self, why: str) -> None:
+        """Keep in the log that what is said is printed nowhere any more, and why."""
+        with self._lock:
+            self._keep(UNHEARD.format(why))
+
+    def _keep(self, text: str) -> None:
+        if self.folder is None:
+            self._said.append(text)
+        else:
+            _append(self._log, text)
 
     def write(self, record: Record) -> None:
         """Keep `record`, in memory and as a line of the file."""
@@ -98,7 +109,7 @@ def _create(path: Path) -> int:
 
 def _append(file: int, line: str) -> None:
     """One write a line: a kill comes before it or after it, and what a full disk takes of it is taken back."""
-    data, before = f"{line}\n".encode(), os.fstat(file).st_size
+    data, before = f"{line}\n".encode(errors="backslashreplace"), os.fstat(file).st_size
     try:
         if os.write(file, data) < len(data):
             os.ftruncate(file, before)

@@ -1,0 +1,73 @@
+"""Standard streams that cannot be written end nothing: the work goes on without them, and learns why.
+
+A stream that was closed before the start is one whose first write fails. Its number is taken by /dev/null at once:
+else a socket or a file of ours would get it, and whatever is printed would go there.
+"""
+
+import errno
+import os
+import sys
+from contextlib import suppress
+
+STREAMS = ("stdin", "stdout", "stderr")
+OF_A_STREAM = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
+UNHEARD = "output     what is said is not printed any more ({}): the run goes on, and its log has all"
+
+
+def open_standard_streams() -> None:
+    """Take the numbers 0, 1 and 2 where they are free, before anything else does."""
+    for number, name in enumerate(STREAMS):
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        # Of what is printed somebody may be told that nobody reads it: so the write has to fail. Errors are said to
+        # nobody in any case.
+        taken = os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+        if taken != number:
+            os.dup2(taken, number)
+            os.close(taken)
+        mode = "r" if number == 0 else "w"
+        setattr(sys, name, open(number, mode, buffering=1, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def printed(text: str) -> str:
+    """Print `text`; why it could not be, empty where it was. After that nothing more is tried."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError) as error:
+        return silenced(error)
+    return ""
+
+
+def passed_on(line: bytes) -> str:
+    """The same for a line of bytes, in one write, so that no two are mixed."""
+    try:
+        sys.stdout.buffer.write(line + b"\n")
+        sys.stdout.buffer.flush()
+    except (OSError, ValueError) as error:
+        return silenced(error)
+    return ""
+
+
+def flushed() -> str:
+    """Have all of it out that was printed; why that could not be done."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        return silenced(error)
+    return ""
+
+
+def of_a_stream(error: OSError) -> bool:
+    """Whether it is of a write to a descriptor, as that of the standard output is, and not of a file by its name."""
+    return error.errno in OF_A_STREAM and error.filename is None
+
+
+def silenced(error: Exception) -> str:
+    """Send to /dev/null what is printed from now on, what waits to be written too; returns the reason in words."""
+    with suppress(OSError, ValueError, AttributeError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        sys.stdout.flush()
+    return str(getattr(error, "strerror", None) or error)
