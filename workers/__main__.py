@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from workers.cluster.descriptors import refuse_too_few
 from workers.cluster.parent import Parent
 from workers.config import Config, ConfigError, commands, engines
 from workers.report import output
@@ -69,7 +70,9 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
 
 
 def start_all(config: Config) -> int:
-    """All ranks as local processes, with what each of them imports already there."""
+    """All ranks as local processes, with what each of them imports already there; raises ConfigError where they cannot
+    be started."""
+    refuse_too_few(config.world_size)
     from workers.cluster.launch import launch
     from workers.rank.end import draw_missing
     from workers.rank.imports import import_what_ranks_share

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from workers.cluster.descriptors import needed
+
 SMALL = {
     "RUN_MODE": "dp", "WORLD_SIZE": "2", "LAB_MODEL": "mlp", "LAB_STEPS": "2", "LAB_WIDTH": "8", "LAB_DEPTH": "1", "LAB_SEQ": "8",
     "LAB_VARIANT": "flat", "LAB_RUN_ID": "run",
@@ -15,11 +17,11 @@ SMALL = {
 UNHEARD = "output     what is said is not printed any more ({}): the run goes on, and its log has all"
 
 
-def shell(words: str, runs: Path, timeout_s: float = 90, **environ: str) -> subprocess.CompletedProcess[str]:
+def shell(words: str, runs: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """What bash makes of it, PYTHON standing for the interpreter; the exit code is that of the first of a pipe."""
     given = os.environ | {"LAB_RUNS_DIR": str(runs), "PYTHON": sys.executable} | environ
     command = ["bash", "-c", f"{words}; exit ${{PIPESTATUS[0]}}"]
-    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=100, check=False)
 
 
 def verdict(runs: Path) -> str:
@@ -65,6 +67,23 @@ def test_a_refusal_that_nobody_reads_has_its_exit_code(tmp_path: Path, redirecte
 def test_a_command_whose_answer_cannot_be_written_says_so(tmp_path: Path, redirected: str, why: str) -> None:
     done = shell(f'"$PYTHON" -m workers config {redirected}', tmp_path)
     assert (done.returncode, done.stderr) == (1, f"broken     the output cannot be written: {why}\n")
+
+
+def test_too_few_descriptors_are_refused_before_a_rank_is_started(tmp_path: Path) -> None:
+    done = shell('ulimit -n 24; "$PYTHON" -m workers', tmp_path, **SMALL)
+    sentence = f"a process may open 24 files here, and WORLD_SIZE=2 local ranks need {needed(2)} each: set"
+    assert done.returncode == 2 and done.stdout == f"refused    {sentence} `ulimit -n {needed(2)}` or more\n"
+    assert done.stderr == "" and list(tmp_path.iterdir()) == []
+    script = tmp_path / "script.py"
+    script.touch()
+    assert shell(f'ulimit -n 24; "$PYTHON" -m workers check WORLD_SIZE=2 {script}', tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("mode", ["dp", "moe"])
+def test_as_many_as_are_said_to_be_needed_are_enough(tmp_path: Path, mode: str) -> None:
+    settings = SMALL | {"RUN_MODE": mode} | ({} if mode == "dp" else {"LAB_MODEL": "", "LAB_VARIANT": "ep"})
+    done = shell(f'ulimit -n {needed(2)}; "$PYTHON" -m workers', tmp_path, **settings)
+    assert done.returncode == 0 and verdict(tmp_path) == "pass", done.stdout + done.stderr
 
 
 CLOSED = """

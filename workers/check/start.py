@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from workers.cluster.descriptors import refuse_too_few
 from workers.config import Config, ConfigError, commands, engines
 from workers.config.options import ModeOptions
 from workers.config.values import suggest
@@ -46,6 +47,8 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         engine = engines.taken(os.environ)
         os.environ.update(engine.variables)
         config = configured(errand, os.environ, engine.faults, script)
+        if config.rank is None:
+            refuse_too_few(config.world_size)
     except ConfigError as error:
         for fault in error.faults:
             print(f"refused    {fault}", flush=True)

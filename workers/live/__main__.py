@@ -15,6 +15,7 @@ from pathlib import Path
 
 from workers.config import Config, ConfigError
 from workers.live.beside import LOOPBACK, open_port
+from workers.report.output import printed
 
 EVERYWHERE = "0.0.0.0"
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"refused    {fault}", file=sys.stderr, flush=True)
         return 2
     try:
-        say = partial(print, f"live       http://{LOOPBACK}:{port}", flush=True)
+        say = partial(printed, f"live       http://{LOOPBACK}:{port}")
         asyncio.run(serve(runs, listening, say, until_stdin_ends=asked.socket is not None))
     except KeyboardInterrupt:
         return 130

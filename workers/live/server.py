@@ -100,7 +100,7 @@ def application(feed: Feed, ending: Callable[[], bool]) -> Starlette:
 class Server(uvicorn.Server):
     """Says that it serves once it answers to signals: one that came before would be an exception anywhere."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, started: Callable[[], object]) -> None:
         super().__init__(config)
         self._say_started = started
 
@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
 
 
 async def serve(
-    runs: Runs, listening: socket.socket, started: Callable[[], None], *, until_stdin_ends: bool = False
+    runs: Runs, listening: socket.socket, started: Callable[[], object], *, until_stdin_ends: bool = False
 ) -> None:
     """Answer on `listening` until a signal comes; beside local ranks, until their launcher closes this process's
     input. `started` is called once it answers."""

@@ -80,7 +80,7 @@ def remove(runs: Path, named: Sequence[Stored]) -> int:
             gone.append(stored)
         except (OSError, RecursionError) as error:
             what = error.strerror if isinstance(error, OSError) else "its folders are nested too deeply"
-            print(f"broken     {printable(stored.folder.name)} cannot be removed: {what}", file=sys.stderr)
+            print(f"broken     {printable(str(stored.folder))} cannot be removed: {what}", file=sys.stderr)
     mend_latest(runs, stored_runs(runs, now))
     print(total(gone, f" removed from {runs}/, {len(there) - len(gone)} left"))
     return 0 if gone == asked else 2

@@ -158,7 +158,7 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(
     for path in [*(runs / "bad").iterdir(), *(runs / "good").iterdir()]:
         os.utime(path, (1e9, 1e9))
     assert clean.main(["--all", "--yes"]) == 2
-    assert capsys.readouterr().err == "broken     bad cannot be removed: Operation not permitted\n"
+    assert capsys.readouterr().err == f"broken     {runs}/bad cannot be removed: Operation not permitted\n"
     assert [path.name for path in runs.iterdir()] == ["bad"]
 
 
