@@ -26,7 +26,7 @@ FLOORS: dict[str, list[str]] = {
     REPORT: [CONFIG],
     PARALLEL: [],
     MEASURE: [CONFIG],
-    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records"],
+    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.output"],
     WORKLOAD: [CONFIG, f"{PARALLEL}.kept"],
     PLAN: [CONFIG, MEASURE, REPORT, WORKLOAD],
     CONTRACT: [CONFIG, MEASURE, PARALLEL, WORKLOAD],
@@ -42,7 +42,7 @@ FLOORS: dict[str, list[str]] = {
     "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
     "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check"],
     "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}", f"{PARALLEL}.dialling"],
-    "workers.__main__": [CONFIG, CLUSTER, RANK, "workers.live.beside"],
+    "workers.__main__": [CONFIG, CLUSTER, RANK, f"{REPORT}.output", "workers.live.beside"],
     "experiments": [
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
         f"{CHECKPOINT}.mistakes", f"{RANK}.fast_lane",
