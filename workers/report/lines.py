@@ -5,6 +5,7 @@ Files are written whole or not at all, and one that is broken is refused with it
 
 import os
 import re
+import secrets
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -88,8 +89,8 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """The same for what is no text."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    """The same for what is no text. A draft has a name of its own: containers number their processes alike."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         draft.write_bytes(content)
         os.replace(draft, path)
