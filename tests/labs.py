@@ -18,6 +18,7 @@ from workers.measure.ledger import Ledger
 from workers.parallel.mesh import Mesh
 from workers.parallel.piece import Piece
 from workers.passes.measure import everything
+from workers.passes.statements import hold_what_is_shared
 from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
 from workers.report import records
@@ -91,6 +92,7 @@ def one_faulty_rank(
 def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None) -> list[str]:
     """What each rank does: a Lab on the pool's group, the experiment, and its records as lines."""
     lab = lab_of(group, settings, folder, mode)
+    hold_what_is_shared(lab)
     (lab.mode.run or everything)(lab)
     lab.journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]

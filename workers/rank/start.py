@@ -27,6 +27,7 @@ from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.parallel.dialling import Dialling
 from workers.passes.measure import everything
+from workers.passes.statements import hold_what_is_shared
 from workers.rank import one_folder
 from workers.rank.again import meet_nobody, rejoin
 from workers.rank.device import pick_device
@@ -145,6 +146,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             )  # torch's checkpoints come with it, which other runs need not wait for
 
             Drills(lab, cluster).begin()
+        if way is None:
+            hold_what_is_shared(lab)
         (mode.run or everything)(lab)
         lab.at(config.steps, "report")
         write_dropped(journal, cluster)
