@@ -74,6 +74,7 @@ class Variant:
     name: str
     build: Build | None = None
     by_torch: bool = False  # PyTorch's own, which the others are held against
+    recomputes: bool = True  # whether LAB_RECOMPUTE is for it, and not a way of its own to what its layers drop
     timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (passes/shares.py)
 
 

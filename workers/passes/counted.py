@@ -17,6 +17,7 @@ from workers.measure.ledger import Traffic
 from workers.measure.memory import MemoryLedger
 from workers.measure.order import Order
 from workers.parallel.phases import heard
+from workers.passes.again import Passes, check_passes
 from workers.report import records
 from workers.workload.data import Batches
 
@@ -28,6 +29,7 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
     counted = {}
+    again = {each.name for each in lab.mode.variants if lab.config.recompute and each.recomputes and not each.by_torch}
     for name, build in variants.items():
         lab.at(0, f"count of {name}")
         gc.collect()  # torch's optimizers refer to themselves: what the pass before trained would stand beside this
@@ -35,17 +37,20 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
             strategy = build(lab.model(dtype), lab.mesh, lab.config.untimed())
             train(lab, strategy, batches, range(WARMUP_STEPS))
             steps = repeats_after(strategy)
-            order = Order(getattr(strategy, "layers", {}))
+            order, passes = Order(getattr(strategy, "layers", {})), Passes(getattr(strategy, "layers", {}))
             with (
                 lab.count() as traffic,
                 SavedActivations(memory.saves) as activations,
                 memory.step(order),
                 heard(order.mark),
+                passes.watched(),
             ):
                 train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + steps))
             del strategy
         counted[name] = Counted(traffic.per(steps), activations.peak_bytes, memory.rest, memory.peak, order)
         write_traffic(lab, name, counted[name].traffic)
+        if name in again:
+            check_passes(lab, name, passes)
         lab.journal.write(records.Activations(name, activations.peak_bytes))
         write_memory(lab, name, memory)
         lab.work.advance()
