@@ -7,10 +7,11 @@ state and the weights that it makes.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from workers.config import Config
 from workers.contract import Build, Strategy
@@ -31,7 +32,10 @@ TUNED_STEPS, AFTER_TWO = 2, "weights after two steps"
 # AdamW's updates are as large as the rate, whatever the gradient: what rounding does to them grows with it. At the
 # default five steps are off by 8e-15.
 RATE_OF_ADAMW = 0.001
-CONTROLS = {AFTER_TWO: "tests/workers/passes/test_proof.py::test_weights_under_adamw_are_compared"}
+CONTROLS = {
+    AFTER_TWO: "tests/workers/passes/test_proof.py::test_weights_under_adamw_are_compared",
+    "proof steps": "tests/workers/passes/test_proof.py::test_a_proof_that_leaves_a_step_out_is_seen",
+}
 LEARNING_RATE = 0.01  # small: a step that overshoots would make rounding errors grow from step to step
 
 AlsoCheck = Callable[[str, Strategy], None]
@@ -87,16 +91,25 @@ def compare(
     lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
     model = lab.model(torch.float64)
     strategy = build(model, lab.mesh, configs[0])
-    differences = against(lab, strategy, name, batches, dense[0])
+    found = [against(lab, strategy, name, batches, dense[0])]
     buffers.hold(name, model)
     for config, wanted in zip(configs[1:], dense[1:], strict=True):
         strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
-        differences |= tuned_against(lab, strategy_tuned, name, batches, wanted)
-    for check, value in differences.items() if lab.rank == 0 else ():
-        grown = max(1.0, lab.config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
-        lab.check(check, value, grown * TOLERANCE, variant=name, control=CONTROLS.get(check, CONTROL))
+        found.append(tuned_against(lab, strategy_tuned, name, batches, wanted))
+    if lab.rank == 0:
+        write(lab, name, found)
     if also is not None and not is_own(name):  # what a lesson claims of its own
         also(name, strategy)
+
+
+def write(lab: Lab, name: str, found: list["Differences"]) -> None:
+    """The checks of one variant, and whether each was made at every step that it has to be made at."""
+    for check, value in (pair for each in found for pair in each.largest.items()):
+        grown = max(1.0, lab.config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
+        lab.check(check, value, grown * TOLERANCE, variant=name, control=CONTROLS.get(check, CONTROL))
+    made = ", ".join(f"{count} of {kind}" for each in found for kind, count in each.times.items())
+    missing = sum(each.missing() for each in found)
+    lab.check("proof steps", missing, 0, variant=name, detail=f"comparisons: {made}", control=CONTROLS["proof steps"])
 
 
 def one_process(lab: Lab, model: Model | None, config: Config, batches: Batches, steps: int) -> list[Snapshot]:
@@ -111,39 +124,68 @@ def one_process(lab: Lab, model: Model | None, config: Config, batches: Batches,
     return snapshots
 
 
-def against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> dict[str, float]:
+def against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> "Differences":
     """The largest differences of losses, gradients and weights over the proof's steps, on rank 0."""
-    gradients = weights = 0.0
+    found = Differences({kind: steps_of_a_proof(lab.config) for kind in ("losses", "gradients", "weights")})
     shares: list[float | None] = []
     for step in range(batches.proof_steps):
         lab.at(step, f"proof of {name}")
         wanted = dense[step] if lab.rank == 0 else None
         share = strategy.backward(lab.dealt(batches, step))
         shares.append(None if share is None else float(share))
-        gradients = larger(gradients, difference(strategy.full("gradients"), wanted and wanted.gradients))
+        found.add("gradients", strategy.full("gradients"), wanted and wanted.gradients)
         strategy.update()
         lab.stepped()
-        weights = larger(weights, difference(strategy.full("weights"), wanted and wanted.weights))
-    losses = 0.0
+        found.add("weights", strategy.full("weights"), wanted and wanted.weights)
     for loss, snapshot in zip(summed_losses(lab, shares), dense, strict=True):
-        losses = larger(losses, abs(loss - snapshot.loss))
-    return {"losses": losses, "gradients": gradients, "weights": weights}
+        found.note("losses", abs(loss - snapshot.loss))
+    return found
 
 
-def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> dict[str, float]:
+def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> "Differences":
     """Two steps with the clipping and the optimizer that were asked for: the second goes on from the first one's
     state."""
-    clipped = optimizer = weights = 0.0
+    found = Differences(dict.fromkeys(("clipped gradients", "optimizer state", AFTER_TWO), 2))
     for step in range(TUNED_STEPS):
         lab.at(batches.proof_steps + step, f"proof of {name}")
         strategy.backward(lab.dealt(batches, step))
         strategy.update()
         wanted = dense[step] if lab.rank == 0 else None
-        clipped = larger(clipped, difference(strategy.full("gradients"), wanted and wanted.gradients))
-        optimizer = larger(optimizer, difference(strategy.full("optimizer"), wanted and wanted.optimizer))
-        weights = larger(weights, difference(strategy.full("weights"), wanted and wanted.weights))
+        found.add("clipped gradients", strategy.full("gradients"), wanted and wanted.gradients)
+        found.add("optimizer state", strategy.full("optimizer"), wanted and wanted.optimizer)
+        found.add(AFTER_TWO, strategy.full("weights"), wanted and wanted.weights)
         lab.work.advance()
-    return {"clipped gradients": clipped, "optimizer state": optimizer, AFTER_TWO: weights}
+    return found
+
+
+def steps_of_a_proof(config: Config) -> int:
+    """Three, of which the third begins another epoch; of a line all steps of the lesson's table, 0 to 200."""
+    return 201 if config.model == "line" else 3
+
+
+class Differences:
+    """The largest difference by kind, and how often each kind was compared, where it was: `planned` says how often it
+    has to be."""
+
+    def __init__(self, planned: Mapping[str, int]) -> None:
+        self.planned = dict(planned)
+        self.largest = dict.fromkeys(planned, 0.0)
+        self.times = dict.fromkeys(planned, 0)
+
+    def add(self, kind: str, found: Iterable[tuple[str, Tensor]], wanted: dict[str, Tensor] | None) -> None:
+        """Compare tensors; a collective, and on a rank without a dense run no comparison."""
+        off = difference(found, wanted)
+        if wanted is not None:
+            self.note(kind, off)
+
+    def note(self, kind: str, off: float) -> None:
+        """One comparison was made."""
+        self.largest[kind] = larger(self.largest[kind], off)
+        self.times[kind] += 1
+
+    def missing(self) -> int:
+        """Comparisons that were to be made and were not, or the other way round."""
+        return sum(abs(count - self.times[kind]) for kind, count in self.planned.items())
 
 
 def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:

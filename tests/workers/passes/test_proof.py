@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.labs import failed, one_rank
+from tests.labs import failed, failed_with, one_rank
 from tests.workers.passes.test_audit import ADAMW, SIZES
 from workers.config import Config
 from workers.contract import Mode, Strategy, Variant
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.mesh import Mesh
+from workers.passes.proof import Differences
 from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.strategies.replica import Replica, begin_alike
 from workers.testing.calls import Ranks
+from workers.workload.data import Batches
 from workers.workload.model import Model
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,3 +47,31 @@ def test_weights_under_adamw_are_compared(ranks: Ranks, tmp_path: Path) -> None:
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
     assert failed(run) >= {"weights after two steps", "audited weights"}
     assert not failed(run) & {"losses", "gradients", "weights"}
+
+
+def of_the_first_step(right: Any) -> Any:
+    """Compared at the first step alone."""
+
+    def add(self: Differences, kind: str, found: Any, wanted: Any) -> None:
+        right(self, kind, found, None if self.times[kind] else wanted)
+
+    return add
+
+
+def one_step(right: Any) -> Any:
+    def begin(self: Batches, *args: Any, **given: Any) -> None:
+        right(self, *args, **given)
+        self.proof_steps = 1
+
+    return begin
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "compared at one step": (Differences, "add", of_the_first_step),
+    "proven by one step": (Batches, "__init__", one_step),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_proof_that_leaves_a_step_out_is_seen(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    assert failed_with(ranks, tmp_path, __name__, fault, LAB_VARIANT="flat") == {"proof steps"}
