@@ -40,4 +40,8 @@ MUTANTS = [
         ROUNDS,
     ),
     Mutant(LESSON, "gradients /= count", "gradients /= self.peers.world_size", f"{RUN} LAB_VARIANT=sync"),
+    # numbers of papers
+    Mutant(LESSON, "(1.0, 0.0), (0.7, 0.9)", "(1.0, 0.0), (0.7, 0.5)", ROUNDS),
+    Mutant(LESSON, "(1.0, 0.0), (0.7, 0.9)", "(1.0, 0.0), (0.4, 0.9)", ROUNDS),
+    Mutant(LESSON, "(1.0, 0.0), (0.7, 0.9)", "(0.9, 0.0), (0.7, 0.9)", ROUNDS),
 ]

@@ -22,7 +22,11 @@ from workers.passes.replicas import check_replicas
 from workers.workload.model import Model, build_model
 
 TOLERANCE = 1e-12
+# Learning rate and momentum of the outer step: the mean (Stich 2019, algorithm 1), and Nesterov's with the paper's own
+# (Douillard et al. 2023, section 3.1). Written down once more, since what is proven takes the variants' own numbers.
+PUBLISHED = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
 CONTROL = "tests/experiments/test_server.py::test_a_wrong_mean_fails_losses_and_weights_at_every_h"
+PUBLISHED_CONTROL = "tests/experiments/test_server.py::test_an_outer_step_by_other_numbers_fails_the_run"
 LEARNING_RATE = 0.01
 MOST_PROVEN = 12  # local steps of the proof: two rounds of them are run, whatever H is
 
@@ -38,6 +42,7 @@ class Rounds(NamedTuple):
 def prove_rounds(lab: Lab, rounds: Rounds, name: str, build: Build) -> None:
     """Check the variant that `build` makes at H = 1 and at the H given."""
     plain = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
+    check_outer(lab, name, build, plain)
     check_against(lab, name, build, plain, rounds._replace(local_steps=1), workers=1)
     proven = rounds._replace(local_steps=min(rounds.local_steps, MOST_PROVEN))
     if proven.local_steps > 1:
@@ -45,6 +50,21 @@ def prove_rounds(lab: Lab, rounds: Rounds, name: str, build: Build) -> None:
     if lab.config.optimizer == "adamw" or lab.config.clip is not None:
         tuned = shallow(lab.config)
         check_against(lab, name, build, tuned, proven, workers=lab.world_size, when=" as trained")
+
+
+def check_outer(lab: Lab, name: str, build: Build, config: Config) -> None:
+    """Two outer steps after rounds in which every worker moved by one: lr·(1 + m) and lr·(1 + m + m²) far."""
+    config = shallow(config.with_own(local_steps=1))
+    strategy = build(model_of(lab, config), lab.mesh, config)
+    weights, (lr, momentum) = strategy.vectors.weights, PUBLISHED[name]  # type: ignore[attr-defined]
+    off = 0.0
+    for right in (lr * (1 + momentum), lr * (1 + momentum + momentum**2)):
+        before = weights.clone()
+        weights.sub_(1.0)
+        strategy.outer.step(1 / lab.world_size)  # type: ignore[attr-defined]
+        off = larger(off, (before - weights - right).abs().max().item())
+    detail = f"of two steps of learning rate {lr:g} and momentum {momentum:g}, as published"
+    lab.check("outer step", off, TOLERANCE, variant=name, detail=detail, control=PUBLISHED_CONTROL)
 
 
 def shallow(config: Config) -> Config:

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from experiments import server
 from experiments.server import MODE, staleness
 from experiments.server import run as run_server
 from experiments.server.promises import Report, miscounted
@@ -15,7 +17,7 @@ from experiments.server.reference import OneProcess
 from experiments.server.rounds import Rounds, in_one_process
 from experiments.server.witness import Witness, audit, checksum
 from experiments.server.worker import Worker
-from tests.labs import TINY, failed, one_rank, run_experiment
+from tests.labs import TINY, failed, failed_with, one_rank, run_experiment
 from workers.config import Config, ConfigError
 from workers.measure.formulas.server import largest_stable_rate
 from workers.parallel.parameter_server import ParameterServer
@@ -132,6 +134,18 @@ def test_a_wrong_mean_fails_losses_and_weights_at_every_h(ranks: Ranks, tmp_path
     at_h = {f"{what} at {h}" for what in ("losses", "weights") for h in ("H = 1", "H = 2", "H = 2 as trained")}
     for name in ("local_sgd", "diloco"):
         assert {(name, what) for what in at_h | {"timed losses"}} <= failed_of
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "diloco": (server, "DILOCO", lambda _: (0.7, 0.5)),
+    "local_sgd": (server, "AVERAGE", lambda _: (0.9, 0.0)),
+}
+
+
+@pytest.mark.parametrize("variant", FAULTS)
+def test_an_outer_step_by_other_numbers_fails_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+    found = failed_with(ranks, tmp_path, __name__, variant, RUN_MODE="server", LAB_VARIANT=variant)
+    assert "outer step" in found
 
 
 def test_a_trace_says_what_is_not_in_it(ranks: Ranks, tmp_path: Path) -> None:
