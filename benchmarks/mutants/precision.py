@@ -25,4 +25,6 @@ MUTANTS = [
     Mutant(f"{MODE}/__init__.py", "taken = self.loss_scale is None or all_finite(summed)", "taken = True", MASTER),
     Mutant(f"{MODE}/__init__.py", "self.loss_scale.adjust(overflowed=not taken)", "pass", MASTER),
     Mutant(f"{MODE}/__init__.py", "            self.scale = self.loss_scale.value\n\n", "\n", MASTER),
+    Mutant(f"{MODE}/__init__.py", "detach().float().clone()", "detach().to(dtype).float().clone()", MASTER),
+    Mutant(f"{MODE}/__init__.py", "detach().float().clone()", "detach().bfloat16().float().clone()", MASTER),
 ]

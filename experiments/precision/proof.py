@@ -6,6 +6,7 @@
   clipped gradients  with LAB_CLIP: what the optimizer is given, unscaled and clipped, against what was summed, clipped
   update             weights against w - lr·g of the gradient that was given, from the weights that the last step left,
                      in units in the last place: half a unit to the nearest, up to one at random (draws.py)
+  first masters      masters begin as the float32 weights, to the bit
   copied back        the weights that compute are the masters, rounded
   unscaled           in float32, where nothing under- or overflows: scaled and unscaled again are the same to the bit
   replicas           the same weights on all ranks, to the bit
@@ -68,6 +69,8 @@ def prove(lab: Lab, name: str, build: Build) -> None:
     assert isinstance(strategy.optimizer, PlainSGD)
     strategy.optimizer = Witness(strategy.optimizer.parameters, LEARNING_RATE)
     start = flat(remembered(strategy))
+    if remembered(strategy)[0].dtype == torch.float32:
+        hold_first_masters(lab, name, start)
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
         backward(strategy, lab.dealt(batches, step))
@@ -79,6 +82,13 @@ def prove(lab: Lab, name: str, build: Build) -> None:
     check_replicas(lab, name, strategy)
     if name in SCALED:
         check_unscaled(lab, name, build, lab.dealt(batches, 0))
+
+
+def hold_first_masters(lab: Lab, name: str, start: Tensor) -> None:
+    """Masters begin as the float32 weights themselves, and not as what 16 bits leave of them."""
+    off = (start - flat(lab.model(torch.float32).parameters())).abs().max().item()
+    control = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
+    lab.check("first masters", off, 0.0, variant=name, control=control)
 
 
 def backward(strategy: Replica, parts: list[Microbatch]) -> None:

@@ -292,7 +292,14 @@ def in_float32_twice(deliver: Any) -> Any:
     return wrong
 
 
+def from_rounded(right: Any) -> Any:
+    return lambda self, computing, exact, **given: right(
+        self, computing, [each.to(torch.bfloat16).float() for each in exact], **given
+    )
+
+
 FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "masters of rounded weights": (Masters, "__init__", from_rounded),
     "gradients in float32 twice": (Masters, "deliver", in_float32_twice),
     "never halved": (LossScale, "adjust", never_halved),
     "never grown": (LossScale, "adjust", never_grown),
@@ -331,6 +338,8 @@ def test_masters_that_go_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> Non
     assert "copied back" in seen(ranks, tmp_path, "masters not copied back", "fp16_master")
     assert "copied back" in seen(ranks, tmp_path, "masters not copied back", "bf16_master")
     assert {"update", "weights"} <= seen(ranks, tmp_path, "masters not copied back", "fp16_scaled")
+    for variant in ("bf16_master", "fp16_master"):
+        assert "first masters" in seen(ranks, tmp_path, "masters of rounded weights", variant)
 
 
 def test_a_scale_that_stays_in_gradients_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
