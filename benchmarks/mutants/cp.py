@@ -3,6 +3,7 @@
 from benchmarks.mutants import Mutant
 
 GPT = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_VARIANT="
+BF16 = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_DTYPE=bfloat16 LAB_VARIANT="
 RING, BLOCKS, ULYSSES = (f"workers/parallel/{name}.py" for name in ("context_ring", "blocks", "ulysses"))
 SHIFT = "workers/parallel/context_shift.py"
 POSITIONS, STRATEGY, LESSON = (
@@ -67,4 +68,8 @@ MUTANTS = [
         "        return reduce_scatter(gradients[0], ctx.region.scattering) / 3, None, None",
         GPT + "gathered",
     ),
+    # sums of 16-bit rows
+    Mutant(BLOCKS, "return torch.promote_types(x.dtype, torch.float32)", "return x.dtype", BF16 + "ring"),
+    Mutant(RING, "Part(own.out.to(sum_type(q)), own.lse)", "Part(own.out, own.lse)", BF16 + "zigzag"),
+    Mutant(RING, "        to_q = to_q.to(sum_type(q))\n", "", BF16 + "shift"),
 ]

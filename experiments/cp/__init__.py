@@ -25,6 +25,7 @@ trains (LAB_BUG=local_positions, local_mask, stray_gradients).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -37,6 +38,7 @@ from experiments.cp.kept import compare_kept, kept_by_length
 from experiments.cp.mistakes import MISTAKES
 from experiments.cp.predictions import BY_HAND, predict, summary
 from experiments.cp.refusals import cannot, refuse
+from experiments.cp.sums import check_sums
 from experiments.cp.torchs import by_context_parallel, torch_ring
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
@@ -144,7 +146,7 @@ def run(lab: Lab) -> None:
     """Predict, prove, measure."""
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
-    measured = measure(lab)
+    measured = measure(lab, also=partial(check_sums, lab))
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
     for prediction in predictions:

@@ -1,6 +1,7 @@
 """Every context-parallel variant against one process in float64, what it sends, keeps and computes, and each mistake
 seen."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from experiments.cp.kernels import COMPUTE, RECEIVE, Kernels
 from experiments.cp.mistakes import MISTAKES
 from experiments.cp.predictions import BY_HAND
 from experiments.cp.refusals import NO_PATH
-from tests.labs import Runs, built, failed
+from tests.labs import Runs, built, failed, failed_with
 from workers.config import Config, ConfigError
 from workers.measure.calls import Calls
+from workers.parallel import context_ring
 from workers.parallel.context_ring import RingAttention
 from workers.parallel.mesh import Mesh
 from workers.parallel.positions import contiguous, zigzag
@@ -52,6 +54,19 @@ def able(config: Config) -> list[str]:
 
 def strategy_of(name: str, group: dist.ProcessGroup, config: Config, dtype: torch.dtype = torch.float64) -> Any:
     return built(MODE, name, build_model(config, config.seed).to(dtype), group, config)
+
+
+# --- what it adds up in ---
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "merges and sums": (context_ring, "sum_type", lambda _: lambda x: x.dtype),
+}
+
+
+@pytest.mark.parametrize("variant", ["ring", "zigzag", "shift"])
+def test_a_ring_that_adds_up_in_16_bits_is_seen(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+    settings = {"RUN_MODE": "cp", "LAB_MODEL": "gpt", "LAB_VARIANT": variant, "LAB_DEPTH": "1"}
+    assert failed_with(ranks, tmp_path, __name__, "merges and sums", **settings) == {"sums of rows"}
 
 
 # --- the proof ---
