@@ -4,6 +4,7 @@ from benchmarks.mutants import Mutant
 
 LARS, LAMB = (f"RUN_MODE=largebatch LAB_MODEL=mlp LAB_STEPS=8 LAB_VARIANT={name}" for name in ("lars", "lamb"))
 PLAIN = "RUN_MODE=largebatch LAB_MODEL=mlp LAB_STEPS=8 LAB_VARIANT=warmup"
+TEXT = "RUN_MODE=largebatch LAB_MODEL=gpt LAB_STEPS=8 LAB_VARIANT=warmup"
 PARALLEL, MODE = "workers/parallel", "experiments/largebatch"
 
 MUTANTS = [
@@ -38,4 +39,9 @@ MUTANTS = [
         "set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, 8))",
         PLAIN,
     ),
+    # what a sweep draws
+    Mutant(f"{MODE}/samples.py", "ids[:num_samples], ids[num_samples:]", "ids[:num_samples], ids[:HELD_OUT]", PLAIN),
+    Mutant(f"{MODE}/samples.py", "[:num_samples], order[-held:]", "[:num_samples], order[:held]", TEXT),
+    Mutant(f"{MODE}/sweep.py", "seed: Stream(config, seed, config", "seed: Stream(config, config.seed, config", PLAIN),
+    Mutant(f"{MODE}/sweep.py", "Trainee(build_model(config, seed)", "Trainee(build_model(config, config.seed)", PLAIN),
 ]

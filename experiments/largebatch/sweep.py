@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.largebatch.audit import Audit
+from experiments.largebatch.draws import check_held_out, check_seeds
 from experiments.largebatch.lockstep import Lockstep, Trainee
 from experiments.largebatch.recipes import Recipe, distinct, standing_for
 from experiments.largebatch.samples import Stream
@@ -66,10 +67,15 @@ def sweep(lab: Lab, config: Config, recipes: Mapping[str, Recipe]) -> Found:
     losses: dict[str, dict[int, list[float]]] = {name: {} for name in recipes}
     num, seconds = {}, {}
     total = sum(config.steps // k * num_runs(recipes, k) for k in multiples(config))
+    if config.proof and lab.rank == 0:
+        for stream in streams.values():
+            check_held_out(lab, stream)
     with lab.work.of(total, f"steps of all {config.model} runs"):
         for k in multiples(config):
             check_samples(lab, streams[config.seed], k)
             runs = trainees(lab, config, recipes, streams, k)
+            if config.proof and lab.rank == 0:
+                check_seeds(lab, runs, config.model)
             num[k], lockstep = len(runs), in_lockstep(lab, runs)
             audit = Audit(lab, config.model, runs, config.steps // k)
             name = f"batches of {k} times the base of {config.model}"

@@ -3,6 +3,7 @@ refused."""
 
 import math
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +317,29 @@ def part_ways(trainee: Trainee, step: int) -> None:  # noqa: ARG001
             next(trainee.model.parameters()).add_(1e-3)
 
 
+SAMPLES, SWEEP = (import_module(f"experiments.largebatch.{name}") for name in ("samples", "sweep"))
+
+
+def on_what_was_trained(right: Any) -> Any:
+    def drawn(*args: Any) -> Any:
+        samples, trained, held = right(*args)
+        return samples, trained, trained[: len(held)]
+
+    return drawn
+
+
+def of_one_seed(right: Any) -> Any:
+    return lambda config, seed, *args: right(config, config.seed, *args)
+
+
+def begun_alike(right: Any) -> Any:
+    return lambda config, seed: right(config, config.seed)
+
+
 FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "held out and trained on": (SAMPLES, "_drawn", on_what_was_trained),
+    "samples of one seed": (SWEEP, "Stream", of_one_seed),
+    "weights of one seed": (SWEEP, "build_model", begun_alike),
     "decay left out of LARS' norms": (Lars, "rates", forgetting_decay),
     "no trust ratio": (Lars, "rates", constant(0.02)),
     "no momentum": (recipes, "Lars", setting(momentum=0.0)),
@@ -388,3 +411,14 @@ def test_a_sweep_that_forgets_fails_the_run(ranks: Ranks, tmp_path: Path, fault:
 
 def test_a_sweep_that_parts_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert "replicas" in seen(ranks, tmp_path, "replicas apart", "linear")
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [("held out and trained on", "held out"), ("samples of one seed", "seeds"), ("weights of one seed", "seeds")],
+)
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_a_sweep_that_draws_wrong_fails_the_run(
+    ranks: Ranks, tmp_path: Path, fault: str, check: str, model: str
+) -> None:
+    assert check in seen(ranks, tmp_path, fault, "linear", model)
