@@ -55,7 +55,7 @@ def cpu_s(sleep_s: float, call: Callable[[], torch.Tensor]) -> tuple[float, torc
 
 def pipelines(world: dist.ProcessGroup, rounds: int) -> dict[str, Timing]:
     """Steps without pretended compute, by carrier."""
-    Dialling("127.0.0.1").register()
+    Dialling("127.0.0.1", b"a benchmark").register()
     groups = {"tcp": dist.new_group(backend="tcp"), "gloo": world}
     config = pp.settings(LAB_MODEL="mlp", LAB_WIDTH="64", LAB_BATCH="64", LAB_SLEEP_MS="0")
     steps = {}

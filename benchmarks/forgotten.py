@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import on_ranks
+from workers.parallel.handshake import listen
 from workers.parallel.hangup import sockets
 from workers.parallel.line import Address
 from workers.parallel.regroup import Regroup
+from workers.parallel.store_host import StoreHost
 
+KEY = b"a benchmark"
 RANKS, NUMEL, PATIENCE_S, BOUND_S = 3, 12_600, 2.0, 300.0
 
 
@@ -40,11 +43,11 @@ class Counting(Regroup):
 
 def measure(world: dist.ProcessGroup, rounds: int) -> int:
     """The forgotten sums of this member."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if world.rank() == 0 else None
+    store = StoreHost(listen("127.0.0.1"), KEY) if world.rank() == 0 else None
     port = [store.port if store is not None else 0]
     dist.broadcast_object_list(port, 0, group=world)
     own = {each.descriptor for each in sockets()}
-    group = Counting("127.0.0.1", BOUND_S, lambda: own)
+    group = Counting("127.0.0.1", KEY, BOUND_S, lambda: own)
     for number in range(rounds):
         group.form(str(number), world.rank(), RANKS, Address("127.0.0.1", 0, port[0]), lambda: True)
         dist.barrier(world)

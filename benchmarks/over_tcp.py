@@ -49,7 +49,7 @@ def measure(world: dist.ProcessGroup, mode: str, rounds: int) -> dict[str, Timin
     pair = PAIRS[mode]
     samples = {"LAB_BATCH": str(2 * world.size())} | pair.sizes
     config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(world.size())} | samples)
-    Dialling("127.0.0.1").register()
+    Dialling("127.0.0.1", b"a benchmark").register()
     worlds = {"gloo": world, "tcp": dist.new_group(backend="tcp")}
     grids = {carrier: Mesh.grid(pair.mode.axes(config), group) for carrier, group in worlds.items()}
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)

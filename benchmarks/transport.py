@@ -47,7 +47,7 @@ def target(op: str, nbytes: int, world_size: int) -> float | None:
 def measure(world: dist.ProcessGroup) -> dict[tuple[str, int], dict[str, Timing]]:
     """The timings of every operation and size, by transport."""
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of these; 2.11 has only these names
-    dialling = Dialling("127.0.0.1")
+    dialling = Dialling("127.0.0.1", b"a benchmark")
     dialling.register()
     group = dist.new_group(backend="tcp")
     store = dist.PrefixStore("by hand", dist.distributed_c10d._get_default_store())

@@ -17,6 +17,7 @@ from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.parallel.mesh import Mesh
 from workers.parallel.piece import Piece
+from workers.parallel.store import KeyedStore
 from workers.passes.measure import everything
 from workers.passes.statements import hold_what_is_shared
 from workers.rank.modes import load_for
@@ -119,7 +120,7 @@ def store_port() -> int:
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    assert isinstance(store, dist.TCPStore)
+    assert isinstance(store, KeyedStore)
     return store.port
 
 

@@ -18,6 +18,7 @@ TOP = Path(__file__).parent.parent
 # A place, and the places that it may import beside itself. `load` in rank/modes.py reaches a lesson by its name alone.
 FORMULAS, MEASURE, WORKLOAD = "workers.measure.formulas", "workers.measure", "workers.workload"
 CONFIG, REPORT, PARALLEL, CLUSTER = "workers.config", "workers.report", "workers.parallel", "workers.cluster"
+STORES = [f"{PARALLEL}.{name}" for name in ("handshake", "store", "store_host")]
 STRATEGIES, CONTRACT, LAB, CHECKPOINT = "workers.strategies", "workers.contract", "workers.lab", "workers.checkpoint"
 PASSES, RANK, PLAN, FAULTS = "workers.passes", "workers.rank", "workers.plan", "workers.faults"
 BELOW_LAB = [CONFIG, CONTRACT, REPORT, PARALLEL, MEASURE, WORKLOAD, CLUSTER]
@@ -26,7 +27,7 @@ FLOORS: dict[str, list[str]] = {
     REPORT: [CONFIG],
     PARALLEL: [],
     MEASURE: [CONFIG],
-    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.output"],
+    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.output", f"{PARALLEL}.store"],
     WORKLOAD: [CONFIG, f"{PARALLEL}.kept"],
     PLAN: [CONFIG, MEASURE, REPORT, WORKLOAD],
     CONTRACT: [CONFIG, MEASURE, PARALLEL, WORKLOAD],
@@ -39,9 +40,9 @@ FLOORS: dict[str, list[str]] = {
     "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
     "workers.engine": [CONFIG],
     "workers.live": [CONFIG, REPORT],
-    "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
+    "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, *STORES, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
     "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check"],
-    "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}", f"{PARALLEL}.dialling"],
+    "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}", f"{PARALLEL}.dialling", *STORES],
     "workers.__main__": [CONFIG, CLUSTER, RANK, f"{REPORT}.output", "workers.live.beside"],
     "experiments": [
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,

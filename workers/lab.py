@@ -20,6 +20,7 @@ from workers.contract import Counted, Mode
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.messages import wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
+from workers.parallel.handshake import TurnedAway
 from workers.parallel.mesh import Mesh
 from workers.report import records
 from workers.report.journal import Journal
@@ -57,7 +58,9 @@ class Lab:
         # By all ranks that are left: from now on this one keeps the store of all, in the store that is given.
         self.move: Callable[[dist.Store, int], None] | None = None
         self.own_ip = "127.0.0.1"  # where the other ranks reach this one
-        self.secret = ""  # what only ranks of this run know
+        self.secret = b""  # what only ranks of this run know
+        # Counts a connection of a stranger: what was wrong, and from where it came.
+        self.turned_away: TurnedAway = lambda _fault, _source: None
         # Where ranks may leave and be started again: who is there, for those that come back; and what to do once one
         # has, with its addresses and what its mode has opened.
         self.way_back: Any = None  # of rank/way_back.py

@@ -2,10 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
-
-import torch.distributed as dist
 
 from workers.lab import Lab
 from workers.parallel.heard import BEGIN, Member, View
@@ -13,6 +10,7 @@ from workers.parallel.line import Address, Message, book_of
 from workers.parallel.lines import ENDED, Lines
 from workers.parallel.membership import Membership
 from workers.parallel.regroup import Regroup
+from workers.parallel.store import HostedStore, KeyedStore, Prefixed
 
 STORE_S = 20.0
 BUSY_S = 5.0
@@ -26,7 +24,7 @@ class Net:
     lines: Lines
     membership: Membership
     group: Regroup
-    store: dist.TCPStore
+    store: HostedStore
     settled: bool = False
 
     def form(self, view: View) -> None:
@@ -95,10 +93,10 @@ class Net:
 
 def open_net(lab: Lab) -> Net:
     """Lines between all ranks; one that has come back has none yet."""
-    lines = Lines(lab.rank, lab.own_ip, lab.secret)
-    store = dist.TCPStore(lab.own_ip, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False)
+    lines = Lines(lab.rank, lab.own_ip, lab.secret, lab.turned_away)
+    store = HostedStore(lab.own_ip, lab.secret, STORE_S, turned_away=lab.turned_away)
     membership = Membership(lines, range(lab.world_size), lab.config.collective_timeout_s)
-    net = Net(lines, membership, Regroup(lab.own_ip, lab.config.collective_timeout_s, lines.filenos), store)
+    net = Net(lines, membership, Regroup(lab.own_ip, lab.secret, lab.config.collective_timeout_s, lines.filenos), store)
     lines.on_news = net.heed
     own = Address(lab.own_ip, lines.port, store.port)
     if lab.way_back is not None and lab.way_back.come_back:
@@ -148,8 +146,7 @@ def settle(lab: Lab, net: Net) -> None:
     host = min(view.ranks)
     if lab.move is not None:
         address = net.lines.book[host]
-        bound = timedelta(seconds=STORE_S)
-        store = net.store
+        store: KeyedStore = net.store
         if host != lab.rank:
-            store = dist.TCPStore(address.ip, address.store_port, None, False, bound, wait_for_workers=False)
-        lab.move(dist.PrefixStore("the rest", store), host)
+            store = KeyedStore(address.ip, address.store_port, lab.secret, STORE_S)
+        lab.move(Prefixed("the rest", store), host)

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from experiments.elastic.course import Course
 from experiments.elastic.drills import COMPUTED, TORN, Drill, Killed, Loss, Torn, drawn
@@ -17,6 +16,7 @@ from workers.parallel import versions
 from workers.parallel.heard import Member, View
 from workers.parallel.lines import Lines
 from workers.parallel.regroup import Regroup
+from workers.parallel.store import HostedStore
 from workers.parallel.versions import Held
 from workers.rank.modes import load
 from workers.strategies import sharded_survivor
@@ -40,7 +40,7 @@ def test_what_ends_a_group_wakes_whoever_waits_in_it(message: dict[str, Any], cu
     cut: list[bool] = []
     group: Any = SimpleNamespace(cut=lambda: cut.append(True))
     membership: Any = SimpleNamespace(view=View(3, (Member(0, 1), Member(1, 1)), {}))
-    Net(cast(Lines, None), membership, group, cast(dist.TCPStore, None)).heed(1, 1, message)
+    Net(cast(Lines, None), membership, group, cast(HostedStore, None)).heed(1, 1, message)
     assert cut == [True] * cuts
 
 

@@ -33,6 +33,7 @@ from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.config import Config
+from workers.parallel.store import Prefixed
 from workers.rank.end import bury, everything_written, publish_for, settle
 from workers.rank.sections import Sections
 from workers.rank.start import hold, source_version
@@ -77,7 +78,7 @@ class Rank:
             self.journal.open(folder, cluster.rank)
             self.journal.write(start_record(self.config, self.job, cluster))
             exchange = Exchange(
-                dist.PrefixStore("lab", cluster.store), cluster.rank, cluster.world_size,
+                Prefixed("lab", cluster.store), cluster.rank, cluster.world_size,
                 self.config.collective_timeout_s,
             )  # fmt: skip
             self._begin(exchange, cluster, folder)

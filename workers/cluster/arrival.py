@@ -57,6 +57,10 @@ class Arrival:
             self.said_at = time.monotonic()
             self.say(sentence)
 
+    def turned_away(self, fault: str, source: tuple[str, int]) -> None:
+        """Count a connection of who has not the key."""
+        self.dropped.add(fault, source, "a connection")
+
     @property
     def expired(self) -> bool:
         return time.monotonic() > self.deadline

@@ -1,6 +1,5 @@
 """Rank 0 as the host: it opens the ports, keeps the board until every rank is there, and tells all what is refused."""
 
-import secrets
 import socket
 import threading
 import time
@@ -127,7 +126,7 @@ def _strangers(arrival: Arrival) -> str:
     )
 
 
-def seal(desk: Desk, store_port: int) -> None:
+def seal(desk: Desk, token: str, store_port: int) -> None:
     """Fix the members, and tell those who ask; only who has the key hears where the store is."""
-    desk.board.seal(secrets.token_hex(8), store_port, time.monotonic())
+    desk.board.seal(token, store_port, time.monotonic())
     desk.serve()

@@ -2,12 +2,15 @@
 
 What cannot run together is refused by the board with one sentence, which every rank says: a doubled RANK, another
 WORLD_SIZE, RUN_MODE, version or setting, a port that is taken, ranks that never came. Who has not the key of the run is
-not heard. Only then do they open the TCPStore that torch needs, on a port that rank 0 draws and tells those whom it has
-let in. Under torchrun the agent owns MASTER_PORT: the ranks look into its store for the board, and for nothing else.
+not heard. Only then do they open the store that torch needs (parallel/store.py), on a port that rank 0 draws and tells
+those whom it has let in; who has not the key gets nothing from it either. Under torchrun the agent owns MASTER_PORT:
+the ranks look into its store, which is open to all, for a board that is sealed, and for nothing else.
 Nothing waits longer than LAB_JOIN_TIMEOUT_S.
 """
 
+import hmac
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -52,6 +55,10 @@ class Cluster:
     dropped: Dropped  # what came to this rank and was not believed
     desk: Desk | None = None  # on rank 0: latecomers are answered by its watch
 
+    def turned_away(self, fault: str, source: tuple[str, int]) -> None:
+        """Count a connection of who has not the key."""
+        self.dropped.add(fault, source, "a connection")
+
 
 def join(
     config: Config, version: str, say: Callable[[str], None], contents: Mapping[str, str] | None = None
@@ -93,13 +100,17 @@ def _join_agent(arrival: Arrival, address: Address) -> Cluster:
         udp = udp_socket(address.family)
         # Ranks of other nodes know this host as MASTER_ADDR or, if the agent's store is elsewhere, by the way there.
         ip = "" if is_local(address) else source_ip(address.family, address.ip) or ""
-        store.set("board", f"{udp.getsockname()[1]} {ip}")
+        board = f"{udp.getsockname()[1]} {ip}"
+        store.set("board", f"{_of_the_run(arrival.key, board)} {board}")
         return _host(arrival, address._replace(ip=ip or address.ip), open_desk(arrival, address, udp))
 
     def board_now() -> Board | None:
         if not store.check(["board"]):
             return None
-        port, _, ip = store.get("board").decode().partition(" ")
+        proof, _, board = store.get("board").decode(errors="replace").partition(" ")
+        if not hmac.compare_digest(proof.encode(), _of_the_run(arrival.key, board).encode()):
+            return None  # somebody else's word, or a board with another key
+        port, _, ip = board.partition(" ")
         return address._replace(ip=ip or address.ip), int(port)
 
     return _cluster(arrival, *arrival.ask_until_sealed(board_now, store_port=None))
@@ -108,12 +119,15 @@ def _join_agent(arrival: Arrival, address: Address) -> Cluster:
 def _host(arrival: Arrival, address: Address, desk: Desk) -> Cluster:
     """As rank 0: let all in, open the store, and tell them where."""
     gather(arrival, desk)
-    listening = listening_socket(address)
-    store_port = int(listening.getsockname()[1])
+    from workers.parallel.store import HostedStore  # torch comes with it
+
+    token = secrets.token_hex(8)
     with answering(desk):
-        store = _open_store(address.ip, store_port, listening)
+        store = HostedStore(
+            listening_socket(address), store_key(arrival.key, token), STORE_TIMEOUT_S, turned_away=arrival.turned_away
+        )
     gather(arrival, desk)  # this rank may have been paused meanwhile, and given up
-    seal(desk, store_port)
+    seal(desk, token, store.port)
     assert desk.board.sealed is not None
     return _cluster(arrival, address, desk.board.sealed, desk, store)
 
@@ -125,37 +139,49 @@ def _cluster(
     desk: Desk | None = None,
     store: "dist.Store | None" = None,
 ) -> Cluster:
-    import torch.distributed as dist
-
     members = {entry["rank"]: Member(**entry) for entry in sealed["members"]}
     token = bytes.fromhex(sealed["token"])
     arrival.opener.know_run(token)
-    # Who finds the store's port and speaks its protocol cannot name a key of this run: names begin with what only the
-    # key of the run gives.
-    prefix = drawn(arrival.key, f"store of {sealed['token']}")
-    store = dist.PrefixStore(prefix, store or _open_store(board.ip, sealed["store_port"]))
+    store = store or _keyed_store(board.ip, sealed["store_port"], store_key(arrival.key, sealed["token"]))
     return Cluster(
         arrival.claim.rank, len(members), store, sealed["store_port"], members, arrival.udp, sealed["run_id"], token,
         arrival.seal, arrival.opener, arrival.dropped, desk,
     )  # fmt: skip
 
 
-def _open_store(ip: str, port: int, listening: socket.socket | None = None) -> "dist.Store":
-    """The store's client, and its server on the socket that rank 0 has bound already."""
+def store_key(key: bytes, token: str) -> bytes:
+    """What the ends of the store of one run prove to each other."""
+    return bytes.fromhex(drawn(key, f"store of {token}"))
+
+
+def _of_the_run(key: bytes, board: str) -> str:
+    """What only ranks with the key can put in front of where the board is."""
+    return drawn(key, f"board at {board}")
+
+
+def _keyed_store(ip: str, port: int, key: bytes) -> "dist.Store":
+    """The store that rank 0 hosts."""
+    from workers.parallel.store import KeyedStore
+
+    try:
+        return KeyedStore(ip, port, key, STORE_TIMEOUT_S)
+    except OSError as error:
+        raise ClusterError(f"the store of rank 0 at {ip}:{port} did not answer as it: {error}") from None
+
+
+def _open_store(ip: str, port: int) -> "dist.Store":
+    """An agent's store."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
-
-    def build() -> "dist.Store":
-        if listening is None:
-            return dist.TCPStore(ip, port, None, False, timeout, wait_for_workers=False)
-        return dist.TCPStore(ip, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
-
     # The constructor's own timeout does not hold against a port that accepts and stays silent; where it does, it comes
     # first, or the process would end under a thread that is in C++ and abort.
-    refusal = f"the store of rank 0 at {ip}:{port} did not answer in {STORE_TIMEOUT_S:g} s"
+    refusal = f"the agent's store at {ip}:{port} did not answer in {STORE_TIMEOUT_S:g} s"
     try:
-        return bounded(build, STORE_TIMEOUT_S + 2.0, refusal)
+        return bounded(
+            lambda: dist.TCPStore(ip, port, None, False, timeout, wait_for_workers=False),
+            STORE_TIMEOUT_S + 2.0, refusal,
+        )  # fmt: skip
     except RuntimeError:
         raise ClusterError(refusal) from None
 
@@ -168,12 +194,14 @@ def init_process_group(cluster: Cluster, config: Config) -> None:
     """
     import torch.distributed as dist
 
+    from workers.parallel.store import Prefixed
+
     interface = interface_of(cluster.members[cluster.rank].ip)
     if config.backend != "nccl" and interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(
         config.backend,
-        store=dist.PrefixStore("group", cluster.store),
+        store=Prefixed("group", cluster.store),
         rank=cluster.rank,
         world_size=cluster.world_size,
         timeout=timedelta(seconds=config.collective_timeout_s),

@@ -1,14 +1,12 @@
 """How the ranks of a group get their connections: each listens, writes where into the group's store, and dials those
 before it.
 
-Two ranks that met in an earlier group have their connection. Who dials says a secret of the group's store and its rank;
-who does not know the secret is not listened to. Every wait has a bound, and names whom it waited for.
+Two ranks that met in an earlier group have their connection. Both ends prove the key of the run (handshake.py) before a
+byte of the other is believed. Every wait has a bound, one for all connections together, and names whom it waited for.
 """
 
-import hmac
-import secrets
+import selectors
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,18 +15,19 @@ from typing import Any
 import torch.distributed as dist
 
 from workers.parallel.channel import Channel
+from workers.parallel.handshake import Door, TurnedAway, Who, dialled, listen, unheeded
 from workers.parallel.tcp_group import TcpGroup
 from workers.parallel.transport import LinkError, Transport
 
-SECRET_BYTES = 16
-HELLO = struct.Struct(f"={SECRET_BYTES}si")
+TICK_S = 0.5
 
 
 class Dialling:
-    """The connections of this process, which listens at `host`; `register` makes "tcp" a backend of torch's."""
+    """The connections of this process, which listens at `host` for those with the key; `register` makes "tcp" a backend
+    of torch's."""
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, host: str, key: bytes, turned_away: TurnedAway = unheeded) -> None:
+        self.host, self.key, self.turned_away = host, key, turned_away
         self.transport: Transport | None = None
 
     def register(self) -> None:
@@ -47,59 +46,60 @@ class Dialling:
         own = ranks[place]
         missing = [rank for rank in ranks if rank != own and rank not in self.transport.ranks]
         if missing:
-            for rank, connection in connect(store, self.host, own, missing, timeout_s).items():
+            for rank, connection in self.connect(store, own, missing, timeout_s).items():
                 self.transport.add(rank, connection)
         return Channel(self.transport, ranks, place, name)
 
+    def connect(self, store: dist.Store, own: int, others: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
+        """A connection to each of `others`, all of whom call this too."""
+        deadline = time.monotonic() + timeout_s
+        with listen(self.host) as listening, selectors.DefaultSelector() as selector:
+            door = Door(listening, selector, self.key, purpose(own), lambda: Who(own), self.turned_away)
+            store.set(f"tcp/{own}", f"{self.host} {listening.getsockname()[1]}")
+            try:
+                found = {rank: self._dial(store, rank, own, deadline) for rank in others if rank < own}
+                found |= accepted(door, selector, {rank for rank in others if rank > own}, deadline)
+            finally:  # all who dial have read it, and a later group may have this one's name
+                store.delete_key(f"tcp/{own}")
+                door.close()
+        return found
 
-def connect(
-    store: dist.Store, host: str, own: int, others: Sequence[int], timeout_s: float
-) -> dict[int, socket.socket]:
-    """A connection to each of `others`, all of whom call this too."""
-    deadline = time.monotonic() + timeout_s
-    secret = bytes.fromhex(store.compare_set("tcp/secret", "", secrets.token_hex(SECRET_BYTES)).decode())
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=len(others)) as listening:
-        store.set(f"tcp/{own}", f"{host} {listening.getsockname()[1]}")
+    def _dial(self, store: dist.Store, rank: int, own: int, deadline: float) -> socket.socket:
+        """A connection to a rank that listens."""
         try:
-            found = {rank: dial(store, rank, own, secret, deadline) for rank in others if rank < own}
-            waiting = {rank for rank in others if rank > own}
-            while waiting:
-                rank, connection = accept(listening, secret, waiting, deadline)
+            store.wait([f"tcp/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+            host, port = store.get(f"tcp/{rank}").decode().split()
+            connection, listener = dialled(host, int(port), self.key, purpose(rank), Who(own), deadline)
+        except (dist.DistStoreError, OSError, ValueError) as error:
+            raise LinkError(f"no connection to rank {rank}: {error}") from None
+        if listener.rank != rank:
+            connection.close()
+            raise LinkError(f"no connection to rank {rank}: rank {listener.rank} listens in its place")
+        return connection
+
+
+def accepted(
+    door: Door, selector: selectors.BaseSelector, waiting: set[int], deadline: float
+) -> dict[int, socket.socket]:
+    """A connection from each rank of `waiting`; strangers are heard beside them, and hold up nobody."""
+    found: dict[int, socket.socket] = {}
+    while missing := waiting - found.keys():
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise LinkError(f"no connection from rank {', '.join(map(str, sorted(missing)))}: it did not dial")
+        for key, _ in selector.select(min(left_s, TICK_S)):
+            come = door.step(key)
+            if come is None:
+                continue
+            (rank, _life), connection = come
+            if rank in missing and rank not in found:
                 found[rank] = connection
-                waiting.remove(rank)
-        finally:  # all who dial have read it, and a later group may have this one's name
-            store.delete_key(f"tcp/{own}")
+            else:
+                connection.close()
+        door.expire()
     return found
 
 
-def dial(store: dist.Store, rank: int, own: int, secret: bytes, deadline: float) -> socket.socket:
-    """A connection to a rank that listens."""
-    try:
-        store.wait([f"tcp/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        host, port = store.get(f"tcp/{rank}").decode().split()
-        connection = socket.create_connection((host, int(port)), max(0.01, deadline - time.monotonic()))
-        connection.sendall(HELLO.pack(secret, own))
-    except (dist.DistStoreError, OSError) as error:
-        raise LinkError(f"no connection to rank {rank}: {error}") from None
-    return connection
-
-
-def accept(listening: socket.socket, secret: bytes, waiting: set[int], deadline: float) -> tuple[int, socket.socket]:
-    """The next rank of `waiting` that dials, and its connection."""
-    while True:
-        listening.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            connection, _ = listening.accept()
-        except TimeoutError:
-            raise LinkError(
-                f"no connection from rank {', '.join(map(str, sorted(waiting)))}: it did not dial"
-            ) from None
-        connection.settimeout(1.0)
-        try:
-            said, rank = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
-        except (OSError, struct.error):
-            said, rank = b"", -1
-        if hmac.compare_digest(said, secret) and rank in waiting:
-            return rank, connection
-        connection.close()
+def purpose(rank: int) -> str:
+    """What the port of a rank is for."""
+    return f"transport of rank {rank}"

@@ -1,15 +1,16 @@
-"""One line to another rank: a TCP connection that carries words, JSON a line each, after a greeting of both ends.
+"""One line to another rank: a TCP connection that carries words, JSON a line each, once both ends have proven the key.
 
-A process names itself by rank and *life*, a number of its own: a rank that comes back is another process. Who does not
-know the run's secret is not listened to.
+A process names itself by rank and *life*, a number of its own: a rank that comes back is another process. Words are
+those of a process of the run, and still read field by field: a defective one ends nobody's thread.
 """
 
-import hmac
 import json
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
+
+from workers.parallel.handshake import NOBODY, Who
 
 Message = dict[str, Any]
 
@@ -25,16 +26,14 @@ class Address(NamedTuple):
 
 
 class Line:
-    """One connection, once its greeting was heard."""
+    """One connection, to the process that `who` names once it is proven."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.received = connection, b""
-        self.rank: int | None = None
-        self.life = 0
-        self.dialled = False  # by this rank
+    def __init__(self, connection: socket.socket, who: Who = NOBODY, *, dialled: bool = False) -> None:
+        self.connection, self.who, self.received = connection, who, b""
+        self.dialled = dialled  # by this rank
 
-    def read(self) -> list[Message]:
-        """What has come; raises OSError at its end."""
+    def read(self) -> list[Any]:
+        """What has come, None for what is no JSON; raises OSError at its end."""
         with suppress(BlockingIOError):
             new = self.connection.recv(1 << 16)
             if not new:
@@ -43,18 +42,7 @@ class Line:
         if len(self.received) > MAX_BYTES:
             raise ConnectionResetError
         *whole, self.received = self.received.split(b"\n")
-        return [message for message in map(parsed, whole) if isinstance(message, dict)]
-
-
-def first_line(connection: socket.socket) -> bytes:
-    """The greeting, and not a byte of what follows it; raises OSError."""
-    received = b""
-    while not received.endswith(b"\n"):
-        new = connection.recv(1)
-        if not new or len(received) > MAX_BYTES:
-            raise ConnectionResetError
-        received += new
-    return received
+        return [parsed(text) for text in whole]
 
 
 def parsed(text: bytes) -> Any:
@@ -64,33 +52,56 @@ def parsed(text: bytes) -> Any:
     return None
 
 
+def whole(value: Any) -> bool:
+    """An integer that any number of ours may be; True and False are none."""
+    return type(value) is int and -(2**63) <= value < 2**64
+
+
+def members(value: Any) -> bool:
+    """Ranks with their lives."""
+    return isinstance(value, list) and all(
+        isinstance(each, list) and len(each) == 2 and all(map(whole, each)) for each in value
+    )
+
+
+def opened(value: Any) -> bool:
+    """An address, as JSON has it."""
+    return (
+        isinstance(value, list)
+        and len(value) == len(Address._fields)
+        and isinstance(value[0], str)
+        and all(type(port) is int and 0 <= port < 1 << 16 for port in value[1:])
+    )
+
+
+FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "ask": {"as": lambda value: isinstance(value, str)},
+    "call": {"call": whole, "why": lambda value: isinstance(value, str)},
+    "here": {"call": whole, "number": whole, "members": members, "report": lambda value: isinstance(value, dict)},
+    "view": {"number": whole, "members": members, "plan": lambda value: isinstance(value, dict)},
+    "done": {"number": whole},
+    "left": {"number": whole},
+}
+MEMBER = {"rank": int, "host": str, "ip": str, "udp_port": int, "pid": int}
+OF_ONE_BACK: dict[str, Callable[[Any], bool]] = {
+    "opened": opened,
+    "member": lambda value: isinstance(value, dict) and {name: type(each) for name, each in value.items()} == MEMBER,
+}
+
+
+def is_right(message: Any) -> bool:
+    """Whether a message has what who reads it on the thread of the lines takes from it."""
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        return False
+    fields = FIELDS.get(message["kind"], {})
+    if message["kind"] == "ask" and "opened" in message:
+        fields = fields | OF_ONE_BACK
+    return all(name in message and shape(message[name]) for name, shape in fields.items())
+
+
 def written(message: Message) -> bytes:
     """A message as it goes over a line."""
     return json.dumps(message).encode() + b"\n"
-
-
-class Greeting:
-    """How the rank `rank` says who it is, and finds out who others are."""
-
-    def __init__(self, rank: int, secret: str) -> None:
-        self.rank, self._secret = rank, secret.encode()
-
-    def words(self, life: int, to: int) -> Message:
-        """What `to` is greeted with."""
-        return {"rank": self.rank, "life": life, "proof": self._proof(f"{self.rank} {life} {to}")}
-
-    def heard(self, line: Line, message: Any) -> bool:
-        """Take down who is at the other end, if it knows the secret."""
-        if not isinstance(message, dict):
-            return False
-        rank, life = message.get("rank"), message.get("life")
-        if not hmac.compare_digest(self._proof(f"{rank} {life} {self.rank}"), str(message.get("proof"))):
-            return False
-        line.rank, line.life = int(str(rank)), int(str(life))
-        return True
-
-    def _proof(self, words: str) -> str:
-        return hmac.new(self._secret, words.encode(), "sha256").hexdigest()
 
 
 def book_of(entries: Mapping[int, Iterable[Any]]) -> dict[int, Address]:

@@ -5,7 +5,7 @@ a process that is paused or cut off closes nothing, and is silent. The first is 
 left to who counts silences (cluster/watch.py). Every rank has a line to every other, so no rank is a hub.
 
 Lines come and go on two threads: that of the lines accepts and reads, the main one dials and hangs up, perhaps while
-the other hears a greeting. So whatever changes which lines there are does it with the lock.
+the other lets somebody in. So whatever changes which lines there are does it with the lock.
 """
 
 import queue
@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from workers.parallel.line import Address, Greeting, Line, Message, first_line, parsed, written
+from workers.parallel.handshake import Closed, Door, TurnedAway, Who, listen, prove, unheeded
+from workers.parallel.line import Address, Line, Message, is_right, written
 
 TICK_S = 0.05
 DIAL_S = 1.0  # for one connection to be accepted
@@ -26,25 +27,28 @@ ENDED = "ended"  # the kind of what this rank tells itself when a line ends
 class Lines:
     """The lines of one rank, read by a thread of their own; `heard` holds (rank, life, message) in their order."""
 
-    def __init__(self, rank: int, ip: str, secret: str) -> None:
+    def __init__(self, rank: int, ip: str, key: bytes, turned_away: TurnedAway = unheeded) -> None:
         self.rank, self.ip, self.life = rank, ip, time.time_ns()
         self.heard: queue.SimpleQueue[tuple[int, int, Message]] = queue.SimpleQueue()
         # On the thread of the lines, as soon as it is heard.
         self.on_news: Callable[[int, int, Message], None] = lambda rank, life, message: None  # noqa: ARG005
         self.book: dict[int, Address] = {}
-        self._greeting = Greeting(rank, secret)
+        self._key, self._turned_away = key, turned_away
         self._lines: dict[int, Line] = {}
         self._lock = threading.RLock()
-        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        self._listening = socket.create_server((ip, 0), family=family, backlog=64)
-        self._listening.setblocking(False)  # whoever called may have hung up before it is accepted
-        self.port = int(self._listening.getsockname()[1])
+        listening = listen(ip)
+        self.port = int(listening.getsockname()[1])
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listening, selectors.EVENT_READ)
-        self._connections = {self._listening}
+        self._door = Door(listening, self._selector, key, purpose(rank), lambda: self.me, turned_away)
+        self._connections: set[socket.socket] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
         self._thread.start()
+
+    @property
+    def me(self) -> Who:
+        """This process, in the life that it is in now."""
+        return Who(self.rank, self.life)
 
     # --- what the main thread asks for ---
 
@@ -67,20 +71,21 @@ class Lines:
     def open(self) -> dict[int, int]:
         """The lives at the other ends, by rank."""
         with self._lock:
-            return {rank: line.life for rank, line in self._lines.items()}
+            return {rank: line.who.life for rank, line in self._lines.items()}
 
     def filenos(self) -> set[int]:
         """The descriptors of all that is open here."""
         with self._lock:
-            return {connection.fileno() for connection in self._connections}
+            return {connection.fileno() for connection in (*self._connections, *self._door.sockets())}
 
     def hang_up(self) -> None:
         """Close every line without a word, as the kernel does for a process that is killed; begin another life."""
         with self._lock:
             self._lines = {}
             for key in list(self._selector.get_map().values()):
-                if key.data is not None:
+                if isinstance(key.data, Line):
                     self._drop(key.data)
+            self._door.send_all_away()
             self.life = time.time_ns()
         while not self.heard.empty():  # what was meant for the life that is over
             self.heard.get()
@@ -90,56 +95,64 @@ class Lines:
         self._closed = True
         self._thread.join()
         self.hang_up()
-        self._listening.close()
+        self._door.close()
         self._selector.close()
 
     # --- how lines come and go ---
 
     def _dial(self, rank: int, timeout_s: float) -> bool:
-        address = self.book[rank]
-        with self._lock:
-            line = self._opened(socket.socket(socket.AF_INET6 if ":" in address.ip else socket.AF_INET))
-        line.dialled = True
-        try:
-            line.connection.settimeout(timeout_s)
-            line.connection.connect((address.ip, address.port))
-            line.connection.sendall(written(self._greeting.words(self.life, rank)))
-            if not self._greeting.heard(line, parsed(first_line(line.connection))):
-                raise ConnectionResetError
-        except OSError:
-            self._drop(line)
+        deadline = time.monotonic() + timeout_s
+        while (line := self._dialled(rank, deadline)) is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(TICK_S)
+        if line.who.rank != rank:
             return False
-        line.connection.settimeout(DIAL_S)
-        self._adopt(line)
+        with self._lock:
+            before = self._adopt(line)
+        self._tell_end(before)
         return True
 
-    def _adopt(self, line: Line) -> None:
-        """From now on this is the line to its rank; that of a life before has ended.
+    def _dialled(self, rank: int, deadline: float) -> Line | None:
+        """A line to `rank`, to nobody where it did not answer; None where it hung up and may be dialled again."""
+        address = self.book[rank]
+        with self._lock:  # since before there is the connection: what a group opens is told from it by `filenos`
+            line = Line(socket.socket(socket.AF_INET6 if ":" in address.ip else socket.AF_INET), dialled=True)
+            self._connections.add(line.connection)
+        try:
+            line.connection.settimeout(max(0.01, deadline - time.monotonic()))
+            line.connection.connect((address.ip, address.port))
+            left_s = deadline - time.monotonic()
+            line.who = prove(line.connection, self._key, purpose(rank), self.me, left_s)
+        except (Closed, ConnectionResetError, BrokenPipeError):  # it may have had too much to do
+            self._drop(line)
+            return None
+        except OSError:
+            self._drop(line)
+        else:
+            if line.who.rank != rank:
+                self._drop(line)
+        return line
+
+    def _adopt(self, line: Line) -> Line | None:
+        """From now on this is the line to its rank; that of a life before, if there was one, has ended.
 
         Two that dial each other at once have two lines: both are read, and what is said goes over the lower rank's.
         """
-        assert line.rank is not None
-        with self._lock:
-            if line.connection.fileno() < 0:
-                return  # this rank has hung up since it heard the greeting
-            line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            before = self._lines.get(line.rank)
-            again = before is not None and before.life == line.life
-            if not again or line.dialled == (self.rank < line.rank):
-                self._lines[line.rank] = line
-            if before is not None and not again:
-                self._drop(before)
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(line.connection)
-            self._selector.register(line.connection, selectors.EVENT_READ, line)
-        if before is not None and not again:
-            self._tell_self(before, {"kind": ENDED})
-
-    def _opened(self, connection: socket.socket) -> Line:
-        """With the lock since before there was the connection: what a group opens is told from it by `filenos`."""
-        connection.settimeout(DIAL_S)
-        self._connections.add(connection)
-        return Line(connection)
+        if line.connection.fileno() < 0:
+            return None  # this rank has hung up since the other end was proven
+        line.connection.settimeout(DIAL_S)
+        line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connections.add(line.connection)
+        before = self._lines.get(line.who.rank)
+        again = before is not None and before.who == line.who
+        if not again or line.dialled == (self.rank < line.who.rank):
+            self._lines[line.who.rank] = line
+        self._selector.register(line.connection, selectors.EVENT_READ, line)
+        if before is None or again:
+            return None
+        self._drop(before)
+        return before
 
     def _drop(self, line: Line) -> None:
         with self._lock:
@@ -149,24 +162,27 @@ class Lines:
             line.connection.close()
 
     def _tell_self(self, line: Line, message: Message) -> None:
-        assert line.rank is not None
-        self.heard.put((line.rank, line.life, message))
-        self.on_news(line.rank, line.life, message)
+        self.heard.put((*line.who, message))
+        self.on_news(*line.who, message)
 
     # --- the thread ---
 
     def _run(self) -> None:
         while not self._closed:
             for key, _ in self._selector.select(TICK_S):
-                if key.data is None:
-                    self._accept()
-                else:
+                if isinstance(key.data, Line):
                     self._listen(key.data)
+                else:
+                    self._let_in(key)
+            with self._lock:
+                self._door.expire()
 
-    def _accept(self) -> None:
-        with suppress(OSError), self._lock:
-            connection, _ = self._listening.accept()
-            self._selector.register(connection, selectors.EVENT_READ, self._opened(connection))
+    def _let_in(self, key: selectors.SelectorKey) -> None:
+        """Go on with who dials. With the lock until its line is there: it is told that it is let in before."""
+        with self._lock:
+            come = self._door.step(key)
+            before = None if come is None else self._adopt(Line(come[1], come[0]))
+        self._tell_end(before)
 
     def _listen(self, line: Line) -> None:
         try:
@@ -175,21 +191,25 @@ class Lines:
             self._end(line)
             return
         for message in messages:
-            if line.rank is not None:
+            if is_right(message):
                 self._tell_self(line, message)
-            elif self._greeting.heard(line, message):
-                with suppress(OSError):
-                    line.connection.sendall(written(self._greeting.words(self.life, line.rank or 0)))
-                self._adopt(line)
             else:
-                self._drop(line)
-                return
+                self._turned_away("not as its kind is written", line.connection.getpeername()[:2])
 
     def _end(self, line: Line) -> None:
         with self._lock:
-            ours = line.rank is not None and self._lines.get(line.rank) is line
+            ours = self._lines.get(line.who.rank) is line
             if ours:
-                del self._lines[line.rank or 0]
+                del self._lines[line.who.rank]
             self._drop(line)
         if ours:
+            self._tell_end(line)
+
+    def _tell_end(self, line: Line | None) -> None:
+        if line is not None:
             self._tell_self(line, {"kind": ENDED})
+
+
+def purpose(rank: int) -> str:
+    """What the port of a rank is for."""
+    return f"line to rank {rank}"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from workers.parallel.hangup import Open, shut_down, sockets
 from workers.parallel.line import Address
+from workers.parallel.store import KeyedStore
 
 ASK_S = 0.3  # for a store's host to accept: torch's own client tries again and again where nobody listens
 FORM_S = 10.0
@@ -39,12 +40,13 @@ class Parcel(NamedTuple):
 class Regroup:
     """Groups of one process, one at a time. `others` are the sockets that are no group's, whenever they were opened."""
 
-    def __init__(self, ip: str, timeout_s: float, others: Callable[[], set[int]]) -> None:
-        self.ip, self.timeout_s, self._others = ip, timeout_s, others
+    def __init__(self, ip: str, key: bytes, timeout_s: float, others: Callable[[], set[int]]) -> None:
+        self.ip, self.timeout_s, self._key, self._others = ip, timeout_s, key, others
         self.called_bytes = 0.0  # of all collectives so far: what the best algorithm sends of them a member
         self.place = self._size = 0
         self._is_cut = False  # since the group began to be made
         self._stuck = False  # a wait in it has not come to a good end: gloo may wait on
+        self._members: KeyedStore | None = None  # in which those of the group have met: C++ does not keep it
         self._gloo: Any = None  # a ProcessGroup, whose methods torch declares in part
         self._before: set[Open] | None = None  # the sockets that were open before the group; None where there is none
 
@@ -78,11 +80,10 @@ class Regroup:
             socket.create_connection((host.ip, host.store_port), ASK_S).close()
         except OSError:
             raise RuntimeError(f"nobody listens at the store of {host.ip}:{host.store_port}") from None
-        bound = timedelta(seconds=FORM_S)
-        store = self._store(host, bound)
+        self._members = store = self._store(host)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.ip)]
-        options._timeout = bound
+        options._timeout = timedelta(seconds=FORM_S)
         prefixed = dist.PrefixStore(name, store)
         gloo = dist.ProcessGroupGloo(prefixed, place, size, options)
         gloo._set_default_timeout(timedelta(seconds=self.timeout_s))
@@ -90,16 +91,17 @@ class Regroup:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return group
 
-    def _store(self, host: Address, bound: timedelta) -> dist.TCPStore:
+    def _store(self, host: Address) -> KeyedStore:
         """Connect to it.
 
-        A host that dies after it was asked leaves no connection for a cut to end, and torch goes on: a bound of 10 s
-        was waited as 23 s. A shorter one would fail where this process has no core: 0.3 s did, in tests.
+        A host that dies after it was asked leaves no connection for a cut to end. A short bound would fail where this
+        process has no core: 0.3 s did, in tests.
         """
-        return self._unless_cut(
-            lambda: dist.TCPStore(host.ip, host.store_port, None, False, bound, wait_for_workers=False),
-            f"the store of {host.ip}:{host.store_port} went while it was connected to",
-        )
+        went = f"the store of {host.ip}:{host.store_port} went while it was connected to"
+        try:
+            return self._unless_cut(lambda: KeyedStore(host.ip, host.store_port, self._key, FORM_S), went)
+        except OSError as error:
+            raise RuntimeError(f"{went}: {error}") from None
 
     def _unless_cut(self, wait_for: Callable[[], Result], words: str) -> Result:
         """What comes of it, in a thread that is left to itself where this group is cut meanwhile; raises RuntimeError
@@ -131,7 +133,8 @@ class Regroup:
         """Hang up; who still waits for this process raises RuntimeError."""
         self.cut()
         self._before = None
-        held, self._gloo = [self._gloo], None
+        held, self._gloo = [self._gloo, self._members], None
+        self._members = None
         if self._stuck:  # its end waits for a thread of gloo's that waits
             threading.Thread(target=held.clear, daemon=True).start()
             self._stuck = False

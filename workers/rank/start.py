@@ -26,6 +26,7 @@ from workers.contract import Mode
 from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.parallel.dialling import Dialling
+from workers.parallel.store import Prefixed
 from workers.passes.measure import everything
 from workers.passes.statements import hold_what_is_shared
 from workers.rank import one_folder
@@ -93,7 +94,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
     try:
         hold(folder, cluster, config)
         exchange = Exchange(
-            dist.PrefixStore("lab", cluster.store),
+            Prefixed("lab", cluster.store),
             cluster.rank,
             cluster.world_size,
             config.collective_timeout_s,
@@ -108,8 +109,9 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             journal.write(records.Unshared(apart.hosts))
         if config.live:
             mode = shown(config, mode, cluster, watch, journal, started_at)
+        run_key = bytes.fromhex(drawn(cluster.seal.key, f"run {cluster.token.hex()}"))
         if config.backend == "tcp":
-            Dialling(cluster.members[cluster.rank].ip).register()
+            Dialling(cluster.members[cluster.rank].ip, run_key, cluster.turned_away).register()
         if way is None:
             init_process_group(cluster, config)
         else:
@@ -122,7 +124,8 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         if config.checkpoint_every is not None:  # a save meets none of the training's calls
             lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
         lab.let_leave = partial(let_leave, watch, exchange, journal, parent)
-        lab.own_ip, lab.secret = cluster.members[cluster.rank].ip, drawn(cluster.seal.key, f"run {cluster.token.hex()}")
+        lab.own_ip, lab.secret = cluster.members[cluster.rank].ip, run_key
+        lab.turned_away = cluster.turned_away
         if mode.takes_back:
             run = described(config, cluster.run_id, cluster.token.hex())
             lab.way_back = way or WayBack(folder, cluster.rank, run, cluster.members)

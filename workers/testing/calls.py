@@ -10,6 +10,7 @@ that raises, dies or does not answer fails the test by name, with where each ran
 
 import datetime
 import gc
+import secrets
 import signal
 import sys
 import time
@@ -22,7 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.testing.pool import CONTEXT, WarmRank, where
+from workers.parallel.handshake import listen
+from workers.parallel.store import KeyedStore
+from workers.parallel.store_host import StoreHost
+from workers.testing.pool import CONTEXT, KEY_BYTES, WarmRank, where
 from workers.testing.rank import Start, at_home
 
 MAX = 8  # ranks
@@ -42,7 +46,7 @@ class Ranks:
     def __init__(self, root: str, preload: Sequence[str]) -> None:
         self._root, self._preload = root, preload
         self._ranks: list[WarmRank] = []
-        self._store: dist.TCPStore | None = None
+        self._store: StoreHost | None = None
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run `function` on ranks 0 to world_size - 1 at once; raises RankFailed after at most `timeout_s`."""
@@ -54,8 +58,9 @@ class Ranks:
 
     def _start(self) -> None:
         CONTEXT.set_forkserver_preload(list(self._preload))
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        starts = [Start(rank, self._store.port, self._root, sys.path, ()) for rank in range(MAX)]
+        key = secrets.token_bytes(KEY_BYTES)
+        self._store = StoreHost(listen("127.0.0.1"), key)
+        starts = [Start(rank, self._store.port, key, self._root, sys.path, ()) for rank in range(MAX)]
         self._ranks = [WarmRank(start, serve) for start in starts]
         self._collect(MAX, START_S)
 
@@ -98,6 +103,8 @@ class Ranks:
         for rank in self._ranks:
             rank.bedside.process.join(max(0.0, deadline - time.monotonic()))
             rank.kill()
+        if self._store is not None:
+            self._store.close()
         self._ranks, self._store = [], None
 
     def close(self) -> None:
@@ -138,7 +145,7 @@ def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = bound
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=bound)
+    store = KeyedStore("127.0.0.1", start.port, start.key, COLLECTIVE_S)
     dist.init_process_group("gloo", store=store, rank=start.rank, world_size=MAX, timeout=bound, pg_options=options)
     groups, side = (
         {size: dist.new_group(list(range(size)), timeout=bound, pg_options=options) for size in range(1, MAX + 1)}

@@ -8,6 +8,7 @@ left behind; the next test forks new ones, which takes a tenth of a second each.
 import atexit
 import multiprocessing
 import os
+import secrets
 import sys
 import tempfile
 import time
@@ -17,8 +18,6 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
-import torch.distributed as dist
-
 from workers.check.bedside import Bedside, pipes
 from workers.check.doctor import Doctor
 from workers.check.finding import END, HANG, MATCH, Finding
@@ -26,6 +25,8 @@ from workers.check.hearing import Hearing
 from workers.check.script import Ends
 from workers.check.telling import now
 from workers.cluster import name_ranks
+from workers.parallel.handshake import listen
+from workers.parallel.store_host import StoreHost
 from workers.testing.rank import Start, serve
 from workers.testing.task import Ended, Task
 
@@ -34,6 +35,7 @@ START_S = 60.0  # for a rank to be there, on a machine that does much else
 LISTEN_S = 0.25
 HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung
 AT_ONCE_S = 0.02
+KEY_BYTES = 32
 GATHER_S = 0.5  # what ranks have told is in a pipe of this process, and on no store
 
 
@@ -133,7 +135,8 @@ class Pool:
     def __init__(self, root: str, files: Sequence[str], preload: Sequence[str]) -> None:
         self._root, self._files, self._preload = root, files, preload
         self._ranks: list[WarmRank] = []
-        self._store: dist.TCPStore | None = None
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._store: StoreHost | None = None
         self._tasks = 0
         atexit.register(self.kill)
 
@@ -141,7 +144,7 @@ class Pool:
     def port(self) -> int:
         """Of the store in which tests' process groups meet."""
         if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = StoreHost(listen("127.0.0.1"), self._key)
         return self._store.port
 
     def next_number(self) -> int:
@@ -161,7 +164,10 @@ class Pool:
 
     def _have(self, count: int) -> None:
         CONTEXT.set_forkserver_preload(list(self._preload))
-        starts = [Start(rank, self.port, self._root, sys.path, self._files) for rank in range(len(self._ranks), count)]
+        starts = [
+            Start(rank, self.port, self._key, self._root, sys.path, self._files)
+            for rank in range(len(self._ranks), count)
+        ]
         new = [WarmRank(start, serve) for start in starts]
         self._ranks += new
         for each in new:
@@ -182,6 +188,8 @@ class Pool:
         for rank in self._ranks:
             rank.bedside.process.join(2)
         self.kill()
+        if self._store is not None:
+            self._store.close()
         self._store = None
 
 

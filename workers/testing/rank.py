@@ -26,9 +26,11 @@ from workers.check.script import PR_SET_PDEATHSIG, described, recorded
 from workers.check.stacks import answer
 from workers.check.telling import Telling, now
 from workers.parallel.dialling import Dialling
+from workers.parallel.store import KeyedStore
 from workers.testing import rewriting
 from workers.testing.task import Ended, OnRank, Task
 
+STORE_S = 60.0
 GRACE_S = 30.0  # of a collective beyond the test's own bound: the pool ends it before
 
 
@@ -36,7 +38,8 @@ class Here(NamedTuple):
     """What a rank keeps from test to test."""
 
     rank: int
-    # One for all tests: a TCPStore made anew for each took 5 s of every tenth.
+    key: bytes
+    # One for all tests: a store made anew for each took 5 s of every tenth.
     store: dist.Store
     telling: Telling
     recorder: Recorder
@@ -47,6 +50,7 @@ class Start(NamedTuple):
 
     rank: int
     port: int  # of the pool's store
+    key: bytes  # that opens it
     root: str  # pytest's root folder
     path: Sequence[str]  # sys.path
     files: Sequence[str]  # patterns of test files
@@ -84,8 +88,8 @@ def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
     told = at_home(start, ends, output)
     telling = Telling(told)
     recorder, _ = recorded(telling, Path(start.root), start.port)
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
-    here = Here(start.rank, store, telling, recorder)
+    store = KeyedStore("127.0.0.1", start.port, start.key, STORE_S)
+    here = Here(start.rank, start.key, store, telling, recorder)
     rewriting.install(start.files)
     control.send(None)
     while (task := control.recv()) is not None:
@@ -141,7 +145,7 @@ def begin(here: Here, task: Task) -> None:
     bound = datetime.timedelta(seconds=task.timeout_s + GRACE_S)
     keys = dist.PrefixStore(f"task{task.number}", here.store)
     if task.backend == "tcp":
-        Dialling("127.0.0.1").register()
+        Dialling("127.0.0.1", here.key).register()
     dist.init_process_group(task.backend, store=keys, rank=here.rank, world_size=task.world_size, timeout=bound)
 
 

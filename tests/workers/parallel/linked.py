@@ -17,7 +17,7 @@ def on_threads(world_size: int, run: Callable[[Channel], Any], bound_s: float = 
     store, results = dist.HashStore(), [None] * world_size
 
     def be_rank(rank: int) -> None:
-        dialling = Dialling("127.0.0.1")
+        dialling = Dialling("127.0.0.1", b"the key")
         try:
             channel = dialling.channel(store, range(world_size), rank, "all", bound_s)
             channel.transport.groups += 1

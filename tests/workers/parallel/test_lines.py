@@ -4,10 +4,12 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from workers.parallel.handshake import Who
 from workers.parallel.line import Address
 from workers.parallel.lines import ENDED, Lines
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Lines, Lines]]:
-    one, other = Lines(0, "127.0.0.1", "secret"), Lines(1, "127.0.0.1", "secret")
+    one, other = Lines(0, "127.0.0.1", b"the key"), Lines(1, "127.0.0.1", b"the key")
     one.book = other.book = {rank: Address("127.0.0.1", each.port, 0) for rank, each in enumerate((one, other))}
     assert other.dial([0]) == []
     yield one, other
@@ -67,32 +69,36 @@ def test_two_that_dial_each_other_at_once_lose_no_line(pair: tuple[Lines, Lines]
 
 def test_who_does_not_know_the_secret_is_not_heard(pair: tuple[Lines, Lines]) -> None:
     one, _ = pair
-    stranger = Lines(7, "127.0.0.1", "another")
+    stranger = Lines(7, "127.0.0.1", b"another")
     stranger.book = one.book
     assert stranger.dial([0]) == [0]
     with socket.create_connection(("127.0.0.1", one.port)) as raw:
-        raw.sendall(json.dumps({"rank": 1, "life": 3, "proof": "x"}).encode() + b"\n[[[\n")
-        assert raw.recv(10) == b""
+        raw.sendall(json.dumps({"rank": 1, "life": 1, "proof": "é"}, ensure_ascii=False).encode() + b"\n[[[\n")
+        with suppress(ConnectionResetError):
+            assert raw.recv(10) == b""
     assert set(one.open()) == {1}
     stranger.close()
 
 
-def test_who_hangs_up_while_it_is_greeted_hears_the_next_one(
+def test_who_hangs_up_while_it_lets_somebody_in_hears_the_next_one(
     pair: tuple[Lines, Lines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = pair
-    third = Lines(2, "127.0.0.1", "secret")
+    third = Lines(2, "127.0.0.1", b"the key")
     third.book = one.book
-    greeted = one._greeting.words
+    me = one._door._me
     with monkeypatch.context() as patch:
+        hung_up: list[bool] = []
 
-        def hanging_up(life: int, to: int) -> Any:
-            one.hang_up()  # as the main thread does where a rank dies in a drill
-            return greeted(life, to)
+        def hanging_up() -> Who:
+            if not hung_up:
+                one.hang_up()  # as the main thread does where a rank dies in a drill
+            hung_up.append(True)
+            return me()
 
-        patch.setattr(one._greeting, "words", hanging_up)
-        third.dial([0])
-    assert third.dial([0]) == []
+        patch.setattr(one._door, "_me", hanging_up)
+        assert third.dial([0]) == []
+    assert len(hung_up) > 1, "it dials again"
     third.send(0, {"kind": "again"})
     assert heard(one) == (2, third.life, {"kind": "again"})
     third.close()

@@ -24,7 +24,7 @@ class World:
     """Ranks with lines to each other."""
 
     def __init__(self, size: int) -> None:
-        self.lines = [Lines(rank, "127.0.0.1", "secret") for rank in range(size)]
+        self.lines = [Lines(rank, "127.0.0.1", b"secret") for rank in range(size)]
         book = {rank: Address("127.0.0.1", each.port, 0) for rank, each in enumerate(self.lines)}
         for rank, each in enumerate(self.lines):
             each.book = book

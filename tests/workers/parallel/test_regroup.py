@@ -1,6 +1,5 @@
 """A group that is cut while it is made does not come to stand."""
 
-import io
 import socket
 import threading
 import time
@@ -10,18 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from workers.parallel.handshake import listen
 from workers.parallel.hangup import sockets
 from workers.parallel.line import Address
 from workers.parallel.regroup import Regroup
+from workers.parallel.store_host import StoreHost
 from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(30)
+KEY = b"the key"
 HOST = Address("127.0.0.1", 1, 2)
 
 
 def made(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> Regroup:
     """A group whose making takes some time, and that is cut meanwhile, once."""
-    group = Regroup("127.0.0.1", 5.0, set)
+    group = Regroup("127.0.0.1", KEY, 5.0, set)
     again = threading.Event()
     cuts = [0]
 
@@ -55,27 +57,31 @@ def test_one_that_nobody_cuts_stands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_nobody_listens_it_is_said() -> None:
     with pytest.raises(RuntimeError, match=r"nobody listens at the store of 127.0.0.1:2"):
-        Regroup("127.0.0.1", 5.0, set).form("a name", 0, 1, HOST, lambda: True)
+        Regroup("127.0.0.1", KEY, 5.0, set).form("a name", 0, 1, HOST, lambda: True)
 
 
 def test_a_store_that_dies_after_it_was_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's answer to the question is its last; its death is noticed 0.1 s later, on another connection."""
     asked: list[float] = []
 
-    def answered(*_: Any) -> io.BytesIO:
+    silent: list[socket.socket] = []
+
+    def answered(*_: Any) -> socket.socket:
         asked.append(time.monotonic())
-        return io.BytesIO()
+        ours, theirs = socket.socketpair()
+        silent.append(theirs)
+        return ours
 
     monkeypatch.setattr(socket, "create_connection", answered)
     with pytest.raises(RuntimeError, match=r"the store of 127.0.0.1:2 went while it was connected to"):
-        Regroup("127.0.0.1", 5.0, set).form(
+        Regroup("127.0.0.1", KEY, 5.0, set).form(
             "a name", 0, 1, HOST, lambda: not asked or time.monotonic() < asked[0] + 0.1
         )
 
 
 def test_a_store_that_is_there_forms_a_group() -> None:
-    host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    group = Regroup("127.0.0.1", 5.0, set)
+    host = StoreHost(listen("127.0.0.1"), KEY)
+    group = Regroup("127.0.0.1", KEY, 5.0, set)
     group.form("a name", 0, 1, Address("127.0.0.1", 1, host.port), lambda: True)
     assert group.sum(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
     group.leave()
@@ -106,7 +112,7 @@ class Waits:
 
 
 def test_who_waits_for_gloo_looks_up_whether_its_group_was_cut() -> None:
-    group, ends = Regroup("127.0.0.1", 5.0, set), threading.Event()
+    group, ends = Regroup("127.0.0.1", KEY, 5.0, set), threading.Event()
     group._gloo = Waits(ends)
     threading.Timer(0.1, group.cut).start()
     began = time.monotonic()
@@ -118,7 +124,7 @@ def test_who_waits_for_gloo_looks_up_whether_its_group_was_cut() -> None:
 
 
 def test_any_error_of_a_wait_comes_to_who_wants_its_result() -> None:
-    group = Regroup("127.0.0.1", 5.0, set)
+    group = Regroup("127.0.0.1", KEY, 5.0, set)
     with pytest.raises(ValueError, match="of a kind that nobody expects"):
         group._unless_cut(unexpected, "cut")
 
@@ -133,11 +139,11 @@ def test_what_gloo_has_met_is_raised_as_it_is(ranks: Ranks) -> None:
 
 def left_alone(group: dist.ProcessGroup) -> str:
     """A sum with one that hangs up: what the other one is told is not that it was cut."""
-    host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if group.rank() == 0 else None
+    host = StoreHost(listen("127.0.0.1"), KEY) if group.rank() == 0 else None
     port = [host.port if host is not None else 0]
     dist.broadcast_object_list(port, 0, group=group)
     own = {each.descriptor for each in sockets()}
-    pair = Regroup("127.0.0.1", 20.0, lambda: own)
+    pair = Regroup("127.0.0.1", KEY, 20.0, lambda: own)
     pair.form("a pair", group.rank(), 2, Address("127.0.0.1", 1, port[0]), lambda: True)
     dist.barrier(group)
     said = ""

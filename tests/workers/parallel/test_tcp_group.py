@@ -255,7 +255,7 @@ def named(op: str, collective: Collective, own: Tensor) -> Tensor:
 @ranklab.ranks(1, 2, 3, timeout_s=60)
 def test_collectives_by_hand_over_a_channel_beside_a_group_of_gloo(group: dist.ProcessGroup, rank: int) -> None:
     store = dist.PrefixStore("channel", dist.distributed_c10d._get_default_store())
-    channel = Dialling("127.0.0.1").channel(store, range(group.size()), rank, "by hand", 20)
+    channel = Dialling("127.0.0.1", b"the key").channel(store, range(group.size()), rank, "by hand", 20)
     channel.transport.groups += 1
     for name, length, op in product([*OVER_TCP, "auto"], LENGTHS, ("all_reduce", "reduce_scatter", "all_gather")):
         over_gloo = named(op, Collective(group, "ring"), numbers(length, rank))
