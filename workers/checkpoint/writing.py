@@ -25,6 +25,7 @@ import torch.distributed as dist
 from workers.checkpoint import dcp, manifest
 from workers.checkpoint.manifest import Manifest
 from workers.contract import ShardsWritten, all_there
+from workers.parallel import plain
 from workers.report.units import human_bytes
 
 Result = TypeVar("Result")
@@ -48,8 +49,7 @@ class Plan:
 def plan(state: dcp.State, group: dist.ProcessGroup) -> Plan:
     """Share the writing out, a collective."""
     held = {name: (dcp.is_whole(part), dcp.num_bytes(part)) for name, part in state.items()}
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, held, group=group)
+    everyone = plain.everyone(held, group)
     written = [dcp.dealt(everyone, rank) for rank in range(group.size())]
     total_bytes = sum(everyone[rank][name][1] + ENTRY_BYTES for rank, names in enumerate(written) for name in names)
     return Plan(written[group.rank()], total_bytes)
@@ -101,8 +101,7 @@ def together(group: dist.ProcessGroup, call: Callable[[], Result]) -> list[Resul
         outcome: tuple[Any, str | None] = call(), None
     except OSError as error:
         outcome = None, _in_words(error)
-    outcomes: list[Any] = [None] * group.size()
-    dist.all_gather_object(outcomes, outcome, group=group)
+    outcomes = plain.everyone(outcome, group)
     for _, fault in outcomes:
         if fault is not None:
             raise Unsaved(fault)

@@ -5,7 +5,7 @@ value is right. Nothing else gets past `fault`, so those who read a message need
 """
 
 import ipaddress
-import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ from workers.cluster.sealed import MAX_TEXT
 from workers.config import MAX_WORLD_SIZE
 
 MAX_MEMBERS = 64  # in one message: 10 kB at most
+SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_GROUPS = 8  # of ranks that hear alike, in one heartbeat
 
 Shape = Callable[[Any], bool]
@@ -24,13 +25,13 @@ def whole(low: int = 0, high: int = 2**53) -> Shape:
 
 
 def number(low: float = 0.0, high: float = 1e12) -> Shape:
-    """An integer or a float in a range; not NaN."""
-    return lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high
+    """An integer or a float in a range, of which NaN is in none; one of 400 digits is compared, and is no float."""
+    return lambda value: type(value) in (int, float) and low <= value <= high
 
 
 def text(most: int = MAX_TEXT) -> Shape:
-    """A string of so many characters at most."""
-    return lambda value: type(value) is str and len(value) <= most
+    """A string of so many characters at most, each of which can be written down: no half of a pair of UTF-16."""
+    return lambda value: type(value) is str and len(value) <= most and not SURROGATE.search(value)
 
 
 def flag(value: Any) -> bool:

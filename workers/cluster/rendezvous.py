@@ -101,14 +101,15 @@ def _join_agent(arrival: Arrival, address: Address) -> Cluster:
         # Ranks of other nodes know this host as MASTER_ADDR or, if the agent's store is elsewhere, by the way there.
         ip = "" if is_local(address) else source_ip(address.family, address.ip) or ""
         board = f"{udp.getsockname()[1]} {ip}"
-        store.set("board", f"{_of_the_run(arrival.key, board)} {board}")
+        store.set("board", in_an_agents_store(arrival.key, board))
         return _host(arrival, address._replace(ip=ip or address.ip), open_desk(arrival, address, udp))
 
     def board_now() -> Board | None:
         if not store.check(["board"]):
             return None
-        proof, _, board = store.get("board").decode(errors="replace").partition(" ")
-        if not hmac.compare_digest(proof.encode(), _of_the_run(arrival.key, board).encode()):
+        said = store.get("board")
+        board = said.decode(errors="replace").partition(" ")[2]
+        if not hmac.compare_digest(said, in_an_agents_store(arrival.key, board).encode()):
             return None  # somebody else's word, or a board with another key
         port, _, ip = board.partition(" ")
         return address._replace(ip=ip or address.ip), int(port)
@@ -154,9 +155,9 @@ def store_key(key: bytes, token: str) -> bytes:
     return bytes.fromhex(drawn(key, f"store of {token}"))
 
 
-def _of_the_run(key: bytes, board: str) -> str:
-    """What only ranks with the key can put in front of where the board is."""
-    return drawn(key, f"board at {board}")
+def in_an_agents_store(key: bytes, board: str) -> str:
+    """Where a board is, port and address, behind what only ranks with the key can write: the store is open to all."""
+    return f"{drawn(key, f'board at {board}')} {board}"
 
 
 def _keyed_store(ip: str, port: int, key: bytes) -> "dist.Store":

@@ -7,12 +7,12 @@ a tensor of which a part is missing, or there twice, is an error.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from workers.parallel import plain
 from workers.parallel.boundaries import sendable
 from workers.parallel.peers import Peers
 from workers.parallel.piece import Piece
@@ -36,8 +36,7 @@ def assembled(pieces: Sequence[Labelled], peers: Peers) -> Iterator[tuple[str, T
         (Place(label, piece.shape, offset, box.shape), box) for label, piece in pieces for offset, box in piece.boxes
     ]
     flat = torch.cat([box.reshape(-1) for _, box in mine]) if mine else torch.empty(0)
-    everyone: list[Any] = [None] * peers.world_size
-    dist.all_gather_object(everyone, ([place for place, _ in mine], flat.dtype), group=peers.group)
+    everyone = plain.everyone(([place for place, _ in mine], flat.dtype), peers.group, [Place])
     tag = peers.new_tag()
     if peers.rank:
         peers.post(tag, sends=[(0, sendable(flat, peers))])[1][0].wait()

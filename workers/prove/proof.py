@@ -18,18 +18,22 @@ from workers.check.script import Job, enter
 from workers.check.telling import Telling
 from workers.check.waits import Waits
 from workers.config import Config
+from workers.parallel import plain
 from workers.parallel.mesh import Mesh
 from workers.prove import buffers, fitness
-from workers.prove.compare import Step, compared
+from workers.prove.compare import Off, Step, compared
 from workers.prove.dealing import Dealing
-from workers.prove.dense import STEPS, Dense, by_own_samples, names_of, one_process
-from workers.prove.dropouts import Draws
+from workers.prove.dense import STEPS, Dense, Snapshot, by_own_samples, names_of, one_process
+from workers.prove.dropouts import Draw, Draws
 from workers.prove.forward import Passes, parted
 from workers.prove.grid import Grid
+from workers.prove.held import Rows
 from workers.prove.theirs import Refused, Theirs, load
-from workers.prove.trainee import OfStrategy, Stepped, Trainee, Unseen
+from workers.prove.trainee import Found, OfStrategy, Stepped, Trainee, Unseen
 from workers.prove.verdict import Everything, Mine, Teller, tell
 from workers.prove.wire import Wire
+
+SENT = (Dense, Snapshot, buffers.Kept, Mine, Off, Rows, Found, Draw)  # what ranks send each other
 
 
 def play(job: Job, telling: Telling, recorder: Recorder, waits: Waits, config: Config) -> None:
@@ -156,18 +160,14 @@ class Proof:
 
     def everyone(self, mine: Any) -> list[Any]:
         """What each rank has, on all."""
-        found: list[Any] = [None] * self.world_size
         with self.unseen():
-            dist.all_gather_object(found, mine, group=self.ours)
-        return found
+            return plain.everyone(mine, self.ours, SENT)
 
     def from_rank_0(self, dense: Dense | None) -> Dense:
         """One process's numbers, on all."""
-        box = [dense]
-        with self.unseen():
-            dist.broadcast_object_list(box, src=0, group=self.ours)
-        assert box[0] is not None
-        return box[0]
+        found = self.everyone(dense)[0]
+        assert isinstance(found, Dense)
+        return found
 
 
 def refuse_strangers(step: Step, canonical: Mapping[str, str]) -> None:

@@ -18,7 +18,10 @@ import torch.distributed as dist
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
 from workers.cluster.address import resolve
+from workers.cluster.key import key_of
+from workers.cluster.rendezvous import in_an_agents_store
 from workers.cluster.sealed import ANYONE, Seal
+from workers.config import Config
 
 
 def refusals(ranks: list[Rank]) -> set[str]:
@@ -214,14 +217,19 @@ def test_torchrun_gives_its_store(processes: Processes) -> None:
 
 
 def test_ranks_whose_agents_count_restarts_apart_meet_where_the_board_is_now(processes: Processes) -> None:
-    """An agent's store outlives the ranks: there stands where the board of the attempt before was."""
+    """An agent's store outlives the ranks: there stands where the board of the attempt before was. And it is open to
+    all: what has no seal of the key is no board."""
     store = dist.TCPStore("127.0.0.1", processes.port, None, True, wait_for_workers=False)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as gone:
         gone.bind(("127.0.0.1", 0))
         before = gone.getsockname()[1]
-    dist.PrefixStore("ranklab/job", store).set("board", f"{before} ")
+    open_to_all = dist.PrefixStore("ranklab/job", store)
+    open_to_all.set("board", f"{processes.port} ")
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}
     late = processes.rank(1, 2, steps=2, **agent, TORCHELASTIC_RESTART_COUNT="0")
+    late.until("waiting for rank 0$")
+    key = key_of(Config.read({"MASTER_PORT": str(processes.port)}), "job").secret
+    open_to_all.set("board", in_an_agents_store(key, f"{before} "))
     late.until(f"waiting for rank 0: nothing listens at 127.0.0.1 .*:{before}")
     first = processes.rank(0, 2, steps=2, **agent, TORCHELASTIC_RESTART_COUNT="1")
     assert [first.end(), late.end()] == [0, 0], late.text

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.cluster.dropped import MAX_LINES, MAX_SOURCES, OTHERS, Dropped
+from workers.cluster.heartbeat import Hearing, Place
 from workers.cluster.messages import KINDS, fault
 from workers.cluster.opening import WINDOW, Opener
 from workers.cluster.sealed import ANYONE, HEAD, MAX_BODY_BYTES, MAX_BYTES, MAX_TEXT, Seal, drawn, mac_of
@@ -79,6 +80,11 @@ def test_what_is_sealed_is_believed_once() -> None:
         (sealed_raw(b'{"kind":"killed","rank":NaN}'), "no JSON"),
         (sealed_raw(b"\xff\xfe"), "no JSON"),
         (sealed_raw(b'{"kind":' + b"9" * 9000 + b"}"), "no JSON"),
+        (sealed_raw(json.dumps(BEAT | {"in_phase_s": 10**400}).encode()), "not as its kind is written"),
+        (sealed_raw(json.dumps(BEAT | {"memory": -(10**400)}).encode()), "not as its kind is written"),
+        (sealed_raw(json.dumps(BEAT | {"turn": 10**4000}).encode()), "not as its kind is written"),
+        (sealed_raw(json.dumps(BEAT | {"phase": "\ud800"}).encode()), "not as its kind is written"),
+        (sealed_raw(b'{"kind":"beat","in_phase_s":1e999}'), "not as its kind is written"),
         (sealed_raw(b"[]"), "of an unknown kind"),
         (sealed_raw(b'{"kind":["beat"]}'), "of an unknown kind"),
         (sealed_raw(b'{"kind":"killed","rank":1024}'), "not as its kind is written"),
@@ -110,7 +116,12 @@ def test_garbage_is_never_believed(body: bytes) -> None:
 
 
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=20)
+    | st.sampled_from([10**400, -(10**400), 1e308, "\ud800", "é"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=6,
 )
@@ -138,6 +149,24 @@ def test_a_beat_with_one_wrong_field_is_none(name: str, value: Any) -> None:
         }
         kinds["memory"] = (int, float, type(None))
         assert type(value) in kinds.get(name, (int,))
+
+
+@given(st.binary(max_size=600) | anything.map(lambda value: json.dumps(value).encode()))
+@settings(max_examples=200, deadline=None)
+def test_no_body_ends_who_reads_it(body: bytes) -> None:
+    """Sealed with the key: a defective rank's, or that of one whose key was found out."""
+    Heard().faults(sealed_raw(body), body)
+
+
+@given(st.sampled_from(sorted(set(BEAT) - {"kind"})), anything)
+@settings(max_examples=200, deadline=None)
+def test_what_is_let_in_ends_nobody_who_takes_it(name: str, value: Any) -> None:
+    if not fault(beat := {**BEAT, name: value}):
+        hearing = Hearing(0, range(3), 3.0, 0.0)
+        hearing.take(beat, 1.0)
+        hearing.beat(Place(), None, 2.0)
+        hearing.hears(2.0)
+        print(hearing.behind(Place(turn=2**60), 2.0))
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))

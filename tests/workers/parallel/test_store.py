@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def grouped(group: dist.ProcessGroup) -> tuple[list[str], float]:
             super().wait(keys, timeout)
 
     store = Told(HERE, int(port), KEY, 20.0)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("pair", store), group.rank(), 2, timedelta(seconds=20))
+    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("pair", store), group.rank(), 2, timedelta(seconds=20))
     total = torch.ones(1)
     gloo.allreduce([total]).wait()
     dist.barrier(group)
