@@ -7,7 +7,7 @@ torch's. Whoever stands in a line of the script itself, asleep or at work, waits
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
 from workers.check.stacks import Frame
 from workers.cluster import name_ranks
@@ -125,13 +125,13 @@ class Case:
         self._looked: tuple[float, float] | None = None
 
     def take(self, told: list[Any], now: float) -> None:
-        """One line that the rank told, at `now`."""
+        """One line that the rank told, at `now`; raises an exception of any kind where it is not as it is written."""
         kind, *values = told
         if kind not in ("look", "stacks"):
             self.moved_at = now
         handler = getattr(self, f"_take_{kind}", None)
         if handler is not None:
-            handler(*values)
+            handler(*typed(values, list(get_type_hints(handler).values())[:-1]))
         else:
             self.facts.append(told)
 
@@ -287,6 +287,14 @@ class Case:
     def frames(self) -> list[Frame]:
         """The stack of the main thread, innermost frame first."""
         return self.stacks.get(self._main, [])
+
+
+def typed(values: list[Any], hints: list[Any]) -> list[Any]:
+    """The same values; raises TypeError for one of another type than its hint, which is an outer one alone."""
+    for value, hint in zip(values, hints, strict=False):
+        if hint is not Any and type(value) not in ((int, float) if hint is float else (get_origin(hint) or hint,)):
+            raise TypeError(f"{value!r} is no {hint}")
+    return values
 
 
 def group_words(group: GroupKey, world_size: int) -> str:

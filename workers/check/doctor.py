@@ -6,7 +6,9 @@ every 10 s, so that nobody takes the silence for one.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from workers.check.bedside import how_it_ended
@@ -41,6 +43,7 @@ class Doctor:
         self.matching, self.quiet = Matching(world_size), Quiet(world_size, mesh)
         self.findings: list[Finding] = []
         self.changed: dict[str, list[int]] = {}
+        self.unread = Counter[int]()  # lines of each rank that were not as they are written
         self.over = False  # nothing more is to be waited for
         self.refused = ""  # why nothing was run, as rank 0 would have it said
         self.records: list[Record] = []  # that a proof has told
@@ -54,17 +57,29 @@ class Doctor:
     def take(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
         """What a rank has told."""
         for line in lines:
-            self.cases[rank].take(json.loads(line), time_s)
+            with self._dropping(rank):
+                self.cases[rank].take(json.loads(line), time_s)
+
+    @contextmanager
+    def _dropping(self, rank: int) -> Iterator[None]:
+        """Go on without what a rank has told and what cannot be taken: the script has the pipe, too."""
+        try:
+            yield
+        except Exception:  # of any kind: nobody knows what stands there
+            self.unread[rank] += 1
+            if self.unread[rank] == 1:
+                self._say(f"dropped    a line of rank {rank} that is not as its kind is written; more are only counted")
 
     def look(self, now: float) -> None:
         """Compare what has come; `over` and `findings` say what became of it."""
         for case in self.cases:
             facts, case.facts = case.facts, []
             for fact in facts:
-                if fact[0] in ("changed", "unrecorded"):
-                    self._tell_change(fact, case.rank)
-                self._take_proof(fact)
-                self._add(self.quiet.take(case, fact))
+                with self._dropping(case.rank):
+                    if fact[0] in ("changed", "unrecorded"):
+                        self._tell_change(fact, case.rank)
+                    self._take_proof(fact)
+                    self._add(self.quiet.take(case, fact))
         if self.refused:
             self.over = True
             return

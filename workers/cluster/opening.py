@@ -12,6 +12,7 @@ from workers.config import MAX_WORLD_SIZE
 
 WINDOW = 8  # beats come four times a second: one that was held back for longer than 2 s is no sign of life any more
 STRANGE = "of another run"
+UNFORESEEN = "that cannot be read"
 # Of which numbers are kept; only who has the key comes to be one: a rank, its helper, its last words, a board.
 MAX_SENDERS = 4 * MAX_WORLD_SIZE
 
@@ -62,7 +63,10 @@ class Opener:
 
     def open(self, datagram: bytes, source: tuple[str, int]) -> Opened | None:
         """The message of a datagram from `source`, an address and a port."""
-        found = self._fault_of_seal(datagram) or self._read(datagram)
+        try:
+            found = self._fault_of_seal(datagram) or self._read(datagram)
+        except Exception:  # of what nobody foresaw: the thread that reads for this rank goes on
+            found = UNFORESEEN
         if isinstance(found, Opened):
             return found
         if self.knows_run or found != STRANGE:

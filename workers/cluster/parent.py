@@ -14,9 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from workers.cluster.messages import SURROGATE
+from workers.cluster.sealed import MAX_TEXT, cut
 from workers.report.output import printed
 
 VARIABLE = "RANKLAB_PARENT"  # the number of a rank's descriptor
+# Of a launcher's words: who died, and that nobody hears any more what the ranks say.
+SHAPES = ({"sentence": str, "spoke": bool}, {"unheard": str})
 JOINED, MAY_LEAVE = b"joined", b"may leave"
 
 
@@ -68,9 +72,9 @@ class Parent:
     def _listen(self, from_parent: socket.socket) -> None:
         with suppress(OSError, ValueError):
             while data := from_parent.recv(65536):
-                word = json.loads(data)
+                word = word_of(data)
                 with self._lock:
-                    if "unheard" in word:
+                    if word is not None and "unheard" in word:
                         self._hear_unheard(word["unheard"])
                         continue
                     self._word = self._word or word  # what comes later comes of it
@@ -88,6 +92,17 @@ class Parent:
             return
         printed(f"broken     {self._word['sentence']}")
         os._exit(3)
+
+
+def word_of(data: bytes) -> dict[str, Any] | None:
+    """A launcher's word; None where it is none: the descriptor may be another's."""
+    try:
+        word = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    found = {name: type(each) for name, each in word.items()} if isinstance(word, dict) else {}
+    texts = [each for each in word.values() if type(each) is str] if found in SHAPES else []
+    return word if texts and not any(map(SURROGATE.search, texts)) else None
 
 
 class Child:
@@ -115,12 +130,12 @@ class Child:
     def tell(self, sentence: str, spoke: bool) -> None:
         """Who died, and whether that rank has said why itself."""
         with suppress(OSError):  # it has ended too
-            self._socket.send(json.dumps({"sentence": sentence[:1024], "spoke": spoke}).encode())
+            self._socket.send(json.dumps(cut({"sentence": sentence, "spoke": spoke}, MAX_TEXT)).encode())
 
     def tell_unheard(self, why: str) -> None:
         """What the ranks say is printed no more, and why."""
         with suppress(OSError):
-            self._socket.send(json.dumps({"unheard": why}).encode())
+            self._socket.send(json.dumps(cut({"unheard": why}, MAX_TEXT)).encode())
 
     def close(self) -> None:
         self._socket.close()

@@ -61,12 +61,13 @@ class Seal:
 
 
 def cut(value: Any, most: int) -> Any:
-    """The same with all texts cut to `most` characters."""
+    """The same with all texts cut to `most` characters, and without what cannot be written as UTF-8, as bytes of a
+    path that are none."""
     if isinstance(value, dict):
         return {name: cut(each, most) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [cut(each, most) for each in value]
-    return value[:most] if isinstance(value, str) else value
+    return value[:most].encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def _json(message: dict[str, Any]) -> bytes:

@@ -4,9 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from workers.check.bedside import how_it_ended
 from workers.check.casebook import Case, Place, Wait
+from workers.check.doctor import Doctor
 from workers.check.dropouts import groups_of
 from workers.check.finding import DEVICES, HANG
 from workers.check.matching import Matching
@@ -15,6 +18,37 @@ from workers.check.spans import MOST, spans_of
 from workers.check.stacks import Frame, parsed
 from workers.check.still import Still
 from workers.check.waiting import Standing, hung
+
+KINDS = sorted(name.removeprefix("_take_") for name in vars(Case) if name.startswith("_take_"))
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, 1, 10**400, "\ud800", "é", 1e308])
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+told_lines = (
+    st.binary(max_size=80)
+    | anything.map(lambda value: json.dumps(value).encode())
+    | st.tuples(
+        st.sampled_from([*KINDS, "said", "finding", "record", "refused", "module"]), st.lists(anything, max_size=6)
+    ).map(lambda told: json.dumps([told[0], *told[1]]).encode())
+    | st.sampled_from([b"[" * 100_000, b"9" * 5000])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(told_lines, max_size=6))
+def test_no_line_ends_the_doctor(lines: list[bytes]) -> None:
+    """Of a script that has found the pipe, or a rank that is defective."""
+    said: list[str] = []
+    doctor = Doctor(2, 3.0, 60.0, said.append)
+    doctor.take(1, lines, 0.0)
+    doctor.look(0.5)
+    assert sum(doctor.unread.values()) <= 2 * len(lines)
+
 
 NO_WAIT = Wait(None, "store.wait('key')", Place("train.py:1"), 0.0)
 

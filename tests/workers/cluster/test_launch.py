@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.workers.cluster.cluster_of_processes import Processes, Rank
 from workers.cluster import parent
@@ -186,3 +188,19 @@ def test_a_rank_is_told_who_it_is() -> None:
         "MASTER_PORT": "29500",
         "LAB_KEY": "0123456789abcdef",
     }
+
+
+@given(st.binary(max_size=200) | st.from_type(dict).map(repr).map(str.encode) | st.sampled_from([
+    b"[]", b"[" * 100_000, b"9" * 5000, b'{"sentence": 1, "spoke": true}', b'{"sentence": "a"}',
+    rb'{"sentence": "\ud800", "spoke": false}', b'{"sentence": "a", "spoke": 1}',
+]))  # fmt: skip
+def test_what_is_no_word_of_a_launcher_is_none(data: bytes) -> None:
+    assert parent.word_of(data) is None
+
+
+def test_a_word_of_a_launcher_is_one() -> None:
+    ours, theirs = parent.Child(), {"sentence": "rank 1 died: \udcff", "spoke": False}
+    ours.tell(str(theirs["sentence"]), spoke=False)
+    assert parent.word_of(ours.theirs.recv(65536)) == {"sentence": "rank 1 died: ?", "spoke": False}
+    ours.close()
+    ours.theirs.close()
