@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 
-from workers.cluster.address import Address
+from workers.cluster.address import Address, is_loopback, source_ip
 from workers.cluster.board import Board, Claim
 from workers.cluster.dropped import Dropped
 from workers.cluster.opening import Opener
@@ -54,7 +54,7 @@ def udp_socket(family: int, ip: str = "", port: int = 0) -> socket.socket:
 def listening_socket(address: Address, port: int = 0) -> socket.socket:
     """A TCP socket that listens; raises OSError where the port is taken.
 
-    On localhost it is opened there alone; else on all addresses, since others may know this host by another.
+    It listens where `own_ip` says.
     """
     tcp = socket.socket(address.family, socket.SOCK_STREAM)
     try:
@@ -68,8 +68,17 @@ def listening_socket(address: Address, port: int = 0) -> socket.socket:
 
 
 def own_ip(address: Address) -> str:
-    """Where rank 0 opens its ports."""
-    return address.ip if address.name in LOOPBACK_NAMES else ""
+    """Where rank 0 opens its ports: at its own address alone.
+
+    At all where that is a loopback's under another name, as Debian gives a host's own: others know it by another.
+    """
+    return address.ip if address.name in LOOPBACK_NAMES or not is_loopback(address.ip) else ""
+
+
+def hearing_ip(address: Address) -> str:
+    """Where a rank hears the others: at the address by which it reaches rank 0 at `address`."""
+    ip = own_ip(address)
+    return source_ip(address.family, ip) or "" if ip else ""
 
 
 class Desk:

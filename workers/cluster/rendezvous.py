@@ -22,7 +22,7 @@ from workers.cluster import ClusterError
 from workers.cluster.address import Address, bounded, interface_of, is_local, outward_ip, resolve, source_ip
 from workers.cluster.arrival import Arrival, Board
 from workers.cluster.board import Claim, Member
-from workers.cluster.board_socket import Desk, listening_socket, udp_socket
+from workers.cluster.board_socket import Desk, hearing_ip, listening_socket, own_ip, udp_socket
 from workers.cluster.dropped import Dropped
 from workers.cluster.host import answering, gather, open_desk, open_host, seal
 from workers.cluster.key import DERIVED, key_of
@@ -74,7 +74,7 @@ def join(
     key = key_of(config, os.environ.get("TORCHELASTIC_RUN_ID", "") if agent else "")
     if key.derived and config.rank == 0 and config.world_size > 1:
         say(DERIVED)
-    udp = udp_socket(address.family)
+    udp = udp_socket(address.family, hearing_ip(address))
     claim = Claim.of(config, version, outward_ip(address.family), contents)
     arrival = Arrival(config, claim, udp, say, started + config.join_timeout_s, started, key.secret)
     if agent:
@@ -97,9 +97,9 @@ def _join_agent(arrival: Arrival, address: Address) -> Cluster:
     store = _open_store(address.ip, arrival.config.master_port)
     store = dist.PrefixStore(f"ranklab/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
     if arrival.claim.rank == 0:
-        udp = udp_socket(address.family)
         # Ranks of other nodes know this host as MASTER_ADDR or, if the agent's store is elsewhere, by the way there.
         ip = "" if is_local(address) else source_ip(address.family, address.ip) or ""
+        udp = udp_socket(address.family, ip or own_ip(address))
         board = f"{udp.getsockname()[1]} {ip}"
         store.set("board", in_an_agents_store(arrival.key, board))
         return _host(arrival, address._replace(ip=ip or address.ip), open_desk(arrival, address, udp))

@@ -29,8 +29,9 @@ def rejoin(config: Config, way: WayBack, say: Callable[[str], None]) -> Cluster:
     """The run as the file has it, with this process in the place of the one that it was before."""
     ip = way.members[way.rank].ip
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    udp = udp_socket(family)
-    pid = Member(way.rank, socket.gethostname(), own_ip(way, family), udp.getsockname()[1], way.members[way.rank].pid)
+    here = own_ip(way, family)
+    udp = udp_socket(family, here)
+    pid = Member(way.rank, socket.gethostname(), here, udp.getsockname()[1], way.members[way.rank].pid)
     way.members = way.members | {way.rank: pid}
     key, dropped = key_of(config).secret, Dropped(say)
     seal, token = Seal(key), bytes.fromhex(way.run["token"])

@@ -1,0 +1,194 @@
+"""Who has no key, at every port that a run opens: it finds them by the kernel's table, tells each all that is forged,
+and changes neither verdict nor losses nor exit code.
+
+A run opens MASTER_PORT by TCP and UDP, a port of each rank's for heartbeats, the store's; over tcp one of each rank's,
+in elastic one of each for lines and one for a store, with LAB_LIVE=1 a page. gloo's own are among those that are found.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.workers.parallel.strangers import FORGED, as_torch, told
+from workers.cluster.launch import free_port
+from workers.cluster.sealed import ANYONE, Seal
+from workers.testing.calls import Ranks
+
+TOP = Path(__file__).parents[1]
+BOUND_S = 110.0
+SETTINGS = {
+    "WORLD_SIZE": "3", "LAB_MODEL": "mlp", "LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_SEQ": "8", "LAB_RUN_ID": "attacked",
+    "LAB_VARIANT": "flat",
+}  # fmt: skip
+WORDS = [
+    *(words[:1200] for words in FORGED.values()),
+    Seal(bytes(32)).seal({"kind": "killed", "rank": 1}, ANYONE),
+    b'{"kind": "verdict", "verdict": {"exit_code": 0, "sentence": "", "lost": []}, "stopped": true}',
+]
+
+
+class Port(NamedTuple):
+    """One that a process of the run listens at."""
+
+    kind: str  # tcp or udp
+    ip: str
+    number: int
+
+
+def children(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    found = [pid]
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, tasks.read_text().split()):
+                found += children(child)
+    return found
+
+
+def ports_of(pid: int) -> set[Port]:
+    """Where the processes of a run listen, from the kernel's tables."""
+    inodes = set()
+    for process in children(pid):
+        with suppress(OSError):
+            for each in os.listdir(f"/proc/{process}/fd"):
+                with suppress(OSError):
+                    inodes.add(os.readlink(f"/proc/{process}/fd/{each}").removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table, listens in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = row.split()
+            if words[3] == listens and words[9] in inodes:
+                ip, _, number = words[1].partition(":")
+                known = "127.0.0.1" if ip == "0100007F" else ip
+                found.add(Port(table[:3], known, int(number, 16)))
+    return found
+
+
+class Stranger:
+    """Tells every port of a run all that is forged, again and again, as it finds them."""
+
+    def __init__(self, pid: int) -> None:
+        self.found: set[Port] = set()
+        self.written: list[str] = []  # what torch's client could do
+        self._pid, self._over = pid, threading.Event()
+        self._thread = threading.Thread(target=self._attack, daemon=True)
+        self._thread.start()
+
+    def _attack(self) -> None:
+        begun: set[Port] = set()
+        while not self._over.is_set():
+            self.found |= ports_of(self._pid)
+            for port in self.found - begun:
+                threading.Thread(target=self._at, args=(port,), daemon=True).start()
+            begun |= self.found
+            time.sleep(0.05)
+
+    def _at(self, port: Port) -> None:
+        if port.kind == "tcp":
+            self.written += [done for done in [as_torch(port.number)] if done]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            while not self._over.is_set():
+                if port.kind == "udp":
+                    for words in WORDS:
+                        with suppress(OSError):
+                            udp.sendto(words, ("127.0.0.1", port.number))
+                else:
+                    for words in FORGED.values():
+                        told(port.number, words)
+                time.sleep(0.1)
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join(5)
+
+
+def attacked(command: Sequence[str], folder: Path, **settings: str) -> tuple[int, str, Stranger]:
+    """Exit code and output of a command under attack, and who attacked it."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "MASTER_", "RANK"))}
+    variables = {"LAB_RUNS_DIR": str(folder), "MASTER_PORT": str(free_port()), "PYTHONPATH": str(TOP)}
+    output = folder / "output"
+    with output.open("wb") as out:
+        run = subprocess.Popen(
+            command, cwd=TOP, env=clean | SETTINGS | variables | settings, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    stranger = Stranger(run.pid)
+    try:
+        code = run.wait(BOUND_S)
+    finally:
+        stranger.end()
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    return code, output.read_text(), stranger
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "ports"),
+    [
+        # MASTER_PORT, the store; beside them the page; UDP of the board and of each rank
+        ("dp", {"LAB_LIVE": "1"}, 3),
+        # a transport's of each rank that is dialled
+        ("dp", {"LAB_BACKEND": "tcp"}, 3),
+        # lines and a store of each rank
+        ("elastic", {"LAB_VARIANT": "join", "LAB_STEPS": "8"}, 2 + 6),
+    ],
+    ids=["live page", "transport", "lines and stores"],
+)
+def test_a_run_under_attack_ends_as_any_other(mode: str, settings: dict[str, str], ports: int, tmp_path: Path) -> None:
+    settings = {"LAB_STEPS": "40", "RUN_MODE": mode} | settings
+    code, output, stranger = attacked([sys.executable, "-m", "workers"], tmp_path, **settings)
+    run = json.loads((tmp_path / "attacked" / "run.json").read_text())
+    assert (code, run["verdict"]) == (0, "pass"), output
+    assert not run["lost"] and "Traceback" not in output, output
+    assert stranger.written == []
+    assert sum(port.kind == "tcp" for port in stranger.found) >= ports
+    assert sum(port.kind == "udp" for port in stranger.found) >= 4, "the board's, and one of each rank"
+    assert {port.ip for port in stranger.found} == {"127.0.0.1"}, "nothing listens elsewhere"
+    assert run["dropped"], "what came is counted"
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(20):
+    dist.all_reduce(torch.ones(3))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("errand", ["check", "prove"])
+def test_a_doctor_under_attack_finds_what_it_finds(errand: str, tmp_path: Path) -> None:
+    script = TOP / "tests" / "prove" / "files" / "right_ddp.py"
+    if errand == "check":
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+    settings = {name: SETTINGS[name] for name in ("WORLD_SIZE", "LAB_RUN_ID")}
+    command = [sys.executable, "-m", f"workers.{errand}", str(script)]
+    code, output, stranger = attacked(command, tmp_path, **settings)
+    assert code == 0 and "Traceback" not in output, output
+    assert {port.ip for port in stranger.found} == {"127.0.0.1"}, "nothing listens elsewhere"
+
+
+def test_a_pool_s_store_is_closed_to_strangers(ranks: Ranks) -> None:
+    ranks(1, place)
+    assert ranks._store is not None
+    port = ranks._store.port
+    assert as_torch(port) == ""
+    assert all(len(told(port, words)) < 100 for words in FORGED.values())
+    assert Port("tcp", "127.0.0.1", port) in ports_of(os.getpid())
+    assert ranks(2, place) == [0, 1]
+
+
+def place(group: object) -> int:
+    return int(group.rank())  # type: ignore[attr-defined]
