@@ -120,7 +120,7 @@ def attacked(command: Sequence[str], folder: Path, **settings: str) -> tuple[int
     output = folder / "output"
     with output.open("wb") as out:
         run = subprocess.Popen(
-            command, cwd=TOP, env=clean | SETTINGS | variables | settings, stdout=out, stderr=subprocess.STDOUT,
+            command, cwd=TOP, env=clean | variables | settings, stdout=out, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
     stranger = Stranger(run.pid)
@@ -146,7 +146,7 @@ def attacked(command: Sequence[str], folder: Path, **settings: str) -> tuple[int
     ids=["live page", "transport", "lines and stores"],
 )
 def test_a_run_under_attack_ends_as_any_other(mode: str, settings: dict[str, str], ports: int, tmp_path: Path) -> None:
-    settings = {"LAB_STEPS": "40", "RUN_MODE": mode} | settings
+    settings = SETTINGS | {"LAB_STEPS": "40", "RUN_MODE": mode} | settings
     code, output, stranger = attacked([sys.executable, "-m", "workers"], tmp_path, **settings)
     run = json.loads((tmp_path / "attacked" / "run.json").read_text())
     assert (code, run["verdict"]) == (0, "pass"), output

@@ -20,7 +20,7 @@ from workers.check.bedside import forked
 from workers.check.doctor import Doctor
 from workers.check.hearing import Hearing
 from workers.check.report import told, written
-from workers.check.script import Job
+from workers.check.script import STORE_KEY, Job
 from workers.check.settings import Options
 from workers.check.spans import spans_of
 from workers.check.telling import now
@@ -29,6 +29,7 @@ from workers.cluster.exchange import Exchange
 from workers.cluster.launch import free_port
 from workers.cluster.parent import Parent
 from workers.cluster.rendezvous import Cluster, ClusterError, join
+from workers.cluster.sealed import drawn
 from workers.cluster.succession import Succession
 from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
@@ -101,6 +102,7 @@ class Rank:
         variables = {
             "RANK": cluster.rank, "WORLD_SIZE": cluster.world_size, "LOCAL_RANK": local, "MASTER_PORT": port,
             "MASTER_ADDR": self.config.master_addr, "OMP_NUM_THREADS": self.config.threads,
+            STORE_KEY: drawn(cluster.seal.key, f"script of {cluster.token.hex()}"),
         }  # fmt: skip
         if not agent:
             variables |= {"LOCAL_WORLD_SIZE": len(alike), "GROUP_RANK": 0, "ROLE_RANK": cluster.rank}
