@@ -73,7 +73,8 @@ class Wrong:
         """By one who has the key: a body that is no message."""
         body = self._random.choice(
             [b"[" * 9000, b'{"kind":"beat","rank":[1]}', b'{"kind":"killed","rank":1024}', b"\xff",
-             b'{"kind":["claim"]}',
+             b'{"kind":["claim"]}', json.dumps(BEAT | {"in_phase_s": 10**400}).encode(),
+             json.dumps(BEAT | {"phase": "\ud800"}).encode(),
              b'{"kind":"claim","claim":{"rank":10,"world_size":10}}', b'{"kind":"verdict","verdict":{},"stopped":1}']
         )  # fmt: skip
         head = self._insider.seal({}, self._audience())[: HEAD.size]

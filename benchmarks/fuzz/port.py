@@ -5,6 +5,7 @@ Twice the same run of three ranks: quiet, then under fire. Nothing may differ bu
 checks and losses to the bit.
 """
 
+import itertools
 import json
 import os
 import secrets
@@ -15,13 +16,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz._tap import HERE, Tap
 from benchmarks.fuzz._wrong import Wrong
+from tests.workers.parallel.strangers import FORGED
 from workers.cluster.key import key_of
 from workers.cluster.launch import free_port
 from workers.config import Config
@@ -134,19 +136,22 @@ def targets(tap: Tap) -> list[int]:
 
 
 def call(run: Run, tap: Tap, sent: Counter[tuple[str, str]], kept: ExitStack, deadline: float) -> None:
-    """Connections: to MASTER_PORT, and once the board has told it to the store's; some say garbage, some a byte now
-    and then, some nothing."""
+    """Connections: to MASTER_PORT, and once the board has told it to the store's; some say garbage, some what could
+    pass for a rank's words, some a byte now and then, some nothing."""
     slow: list[socket.socket] = []
-    for number, kind in zip(range(CONNECTIONS), kinds_of_connections(), strict=False):
+    forged = list(FORGED.values())
+    for number, kind in zip(range(CONNECTIONS), itertools.cycle(KINDS), strict=False):
         if not run.alive or time.monotonic() > deadline:
             return
-        store = tap.sealed["store_port"] if tap.sealed is not None and number % 2 else None
+        store = tap.sealed["store_port"] if tap.sealed is not None and number // len(KINDS) % 2 else None
         with suppress(OSError):
             connection = kept.enter_context(socket.create_connection((HERE, store or run.port), 1.0))
             connection.setblocking(False)
             sent[kind, "the store's port" if store else "MASTER_PORT"] += 1
             if kind == "connections with garbage":
                 connection.send(os.urandom(600))
+            if kind == "connections with what is forged":
+                connection.send(forged[number // len(KINDS) % len(forged)])
             slow += [connection] * (kind == "connections that send a byte now and then")
         for one in slow[-20:]:
             with suppress(OSError):
@@ -154,11 +159,10 @@ def call(run: Run, tap: Tap, sent: Counter[tuple[str, str]], kept: ExitStack, de
         time.sleep(0.05)
 
 
-def kinds_of_connections() -> Iterator[str]:
-    while True:
-        yield from (
-            "connections with garbage", "connections that send a byte now and then", "connections that say nothing"
-        )  # fmt: skip
+KINDS = (
+    "connections with garbage", "connections with what is forged", "connections that send a byte now and then",
+    "connections that say nothing",
+)  # fmt: skip
 
 
 def brief(value: Any) -> str:
