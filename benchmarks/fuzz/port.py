@@ -141,6 +141,8 @@ def call(run: Run, tap: Tap, sent: Counter[tuple[str, str]], kept: ExitStack, de
     slow: list[socket.socket] = []
     forged = list(FORGED.values())
     for number, kind in zip(range(CONNECTIONS), itertools.cycle(KINDS), strict=False):
+        while number >= CONNECTIONS // 2 and tap.sealed is None and run.alive and time.monotonic() < deadline:
+            time.sleep(0.05)  # half of them are for a run whose store is known
         if not run.alive or time.monotonic() > deadline:
             return
         store = tap.sealed["store_port"] if tap.sealed is not None and number // len(KINDS) % 2 else None

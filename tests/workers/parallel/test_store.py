@@ -192,3 +192,18 @@ def grouped(group: dist.ProcessGroup) -> tuple[list[str], float]:
     gloo.allreduce([total]).wait()
     dist.barrier(group)
     return sorted(set(asked), key=asked.index), float(total)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
+def test_nccl_calls_it_from_c_and_ends() -> None:
+    """Its watchdog asks the store from a thread of its own, and needs the interpreter's lock for that."""
+    hosted = HostedStore(HERE, KEY, 20.0)
+    dist.init_process_group("nccl", store=Prefixed("group", hosted), rank=0, world_size=1)
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    dist.barrier()
+    time.sleep(2)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - began < 20 and total.item() == 1
+    hosted.close()
