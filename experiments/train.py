@@ -12,7 +12,7 @@ asks another: the shards are disjoint because all ranks drew the same order. Two
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from workers.config import Config
-from workers.contract import Instead, Mistake, Mode, Needs, untrained
+from workers.contract import Claims, Instead, Mistake, Mode, Needs, untrained
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
 
@@ -162,6 +162,14 @@ def shorten(samples: list[int]) -> str:
     return ", ".join(map(str, samples[:7])) + (f" and {len(samples) - 7} more" if len(samples) > 7 else "")
 
 
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:  # noqa: ARG001  whatever the settings
+    """What a run has to claim, so that a check that vanishes is missed."""
+    yield Claims(("called bytes",))
+    yield Claims(("gathered",), times=EPOCHS)
+    yield Claims(("shards", "by hand"), one=True, times=EPOCHS)
+    yield Claims(("reshuffled",), one=True)
+
+
 # --- the classic mistakes, made on purpose by LAB_BUG ---
 
 
@@ -176,6 +184,7 @@ def untold(sampler: Any, epoch: int) -> None:
 
 MODE = Mode(
     run=run,
+    claims=claims,
     title=lambda config: f"DistributedSampler, {LENGTH} samples",  # noqa: ARG005
     predict=predict,
     refuse=untrained,  # whatever the sizes are

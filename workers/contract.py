@@ -7,7 +7,7 @@ mode it reads from this object, so a mode from outside of experiments/ is no dif
 substitution (`Instead`): the right path never asks which mistake is on.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,20 @@ class Variant:
     by_torch: bool = False  # PyTorch's own, which the others are held against
     recomputes: bool = True  # whether LAB_RECOMPUTE is for it, and not a way of its own to what its layers drop
     timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (passes/shares.py)
+
+
+WHOLE_RUN = ("",)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Checks and comparisons by name that a run has to have made, so that one that vanishes is missed
+    (report/expected.py): of each variant in `of`, so many `times`, by each rank or by `one`."""
+
+    names: Sequence[str]
+    of: Sequence[str] = WHOLE_RUN
+    one: bool = False
+    times: int = 1
 
 
 OneProcess: TypeAlias = Callable[..., Losses]  # (model, batches, config, steps, parts=) as workload/baseline.losses
@@ -230,6 +244,8 @@ class Mode:
     refuse: Callable[[Config], list[str]] = untrainable
     # The variants that these settings rule out, and why.
     cannot: Callable[[Config], Mapping[str, str]] = lambda config: {}  # noqa: ARG005
+    # What a run has to claim, beside what every run does; None: what the passes do where it has no `run` of its own.
+    claims: Callable[["Mode", Config], Iterable[Claims]] | None = None
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
     unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does
     shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
@@ -254,6 +270,11 @@ class Mode:
     def by_torch(self) -> tuple[str, ...]:
         """The variants that are PyTorch's own."""
         return tuple(variant.name for variant in self.variants if variant.by_torch)
+
+    @property
+    def by_hand(self) -> tuple[str, ...]:
+        """The lesson's variants that are trained by the passes and are not PyTorch's own; nor one's own."""
+        return tuple(each.name for each in self.variants if each.build and not each.by_torch and not is_own(each.name))
 
     @property
     def timed(self) -> bool:

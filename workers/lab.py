@@ -7,8 +7,8 @@ report. It holds no clock, no print, no file and no os.environ; what is done to 
 
 import statistics
 import time
-from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -168,6 +168,11 @@ class Lab:
             )
         )  # fmt: skip
 
+    def waive(self, name: str, why: str, variant: str = "", times: int = 1) -> None:
+        """Say that this rank does not make an expected claim since there is nothing to hold; a name that ends in a
+        space stands for all that begin so."""
+        self.journal.write(records.Waived(variant, name, why, times))
+
     def skip(self, variant: str, reason: str) -> None:
         """Leave out a variant that cannot take these sizes, and say why; all ranks call it together."""
         if self.rank == 0:
@@ -176,9 +181,13 @@ class Lab:
 
     # --- what is measured ---
 
-    def count(self, *, calls: bool = True) -> AbstractContextManager[Traffic]:
+    @contextmanager
+    def count(self, *, calls: bool = True) -> Iterator[Traffic]:
         """Calls and wire bytes of what runs inside the block, or the wire alone; all ranks enter and leave together."""
-        return self._ledger.count(calls=calls)
+        with self._ledger.count(calls=calls) as traffic:
+            yield traffic
+        if traffic.wire_error is not None:
+            self.waive("wire ", traffic.wire_error)
 
     def seconds(self, call: Callable[[], object], repeats: int = 1) -> float:
         """Seconds of one of `repeats` calls in a row on this rank; all ranks begin together.

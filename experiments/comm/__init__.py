@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.comm import costs, demo, gradients, primitives, sweep
+from experiments.comm.claims import claims
 from experiments.comm.gradients import Convention, as_it_is
 from experiments.comm.mistakes import MISTAKES
 from workers.config import Config
@@ -186,6 +187,7 @@ MODE = Mode(
         Variant(TCP),  # with no library under it: transport.py, star.py and pairs.py
     ),
     run=run,
+    claims=lambda mode, config: claims(mode, config.own(Options).sweep_mib),
     title=title,
     predict=predict,
     refuse=untrained,  # whatever the sizes are

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Size, Tensor
 
 from experiments.compress import torchs
+from experiments.compress.claims import claims
 from experiments.compress.mistakes import MISTAKES
 from experiments.compress.peak import compare_peak
 from experiments.compress.predictions import OURS, cannot, predict, refuse
@@ -223,6 +224,7 @@ MODE = Mode(
         Variant("ddp_powersgd", torchs.ddp_powersgd, by_torch=True),
     ),
     run=run,
+    claims=claims,
     options=Options,
     predict=predict,
     refuse=refuse,

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.cp.balance import compare_balance
+from experiments.cp.claims import claims
 from experiments.cp.kept import compare_kept, kept_by_length
 from experiments.cp.mistakes import MISTAKES
 from experiments.cp.predictions import BY_HAND, predict, summary
@@ -170,6 +171,7 @@ MODE = Mode(
         Variant("context_parallel", by_context_parallel, by_torch=True),
     ),
     run=run,
+    claims=claims,
     options=Options,
     axes=lambda config: {"cp": config.world_size},
     predict=predict,

@@ -37,6 +37,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.dp import line
+from experiments.dp.claims import claims
 from experiments.dp.mistakes import MISTAKES
 from experiments.dp.overlap import check_overlap
 from experiments.dp.peak import compare_peak
@@ -179,6 +180,7 @@ MODE = Mode(
         Variant("coordinator"),
     ),
     run=run,
+    claims=claims,
     predict=predict,
     cannot=cannot,
     mistakes=MISTAKES | checkpoints.MISTAKES,

@@ -36,6 +36,7 @@ from functools import partial
 import torch
 
 from experiments.elastic.audit import Audit
+from experiments.elastic.claims import claims
 from experiments.elastic.counting import count
 from experiments.elastic.course import Course
 from experiments.elastic.drills import Drill, drawn
@@ -173,6 +174,7 @@ def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *
 MODE = Mode(
     variants=tuple(Variant(policy.name) for policy in POLICIES),
     run=run,
+    claims=lambda mode, config: claims(mode, config, config.own(Options).losses),
     options=Options,
     refuse=refuse,
     cannot=cannot,

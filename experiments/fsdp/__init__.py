@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.fsdp.claims import claims
 from experiments.fsdp.mistakes import MISTAKES
 from experiments.fsdp.order import check_order
 from experiments.fsdp.peak import compare_peak
@@ -214,6 +215,7 @@ MODE = Mode(
         Variant("fsdp2", fsdp2, by_torch=True),
     ),
     run=run,
+    claims=claims,
     options=Options,
     predict=predicted,
     refuse=refuse,

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from experiments.largebatch.claims import claims
 from experiments.largebatch.findings import show_found, show_settings
 from experiments.largebatch.mistakes import MISTAKES
 from experiments.largebatch.predictions import predict, refuse
@@ -153,6 +154,7 @@ MODE = Mode(
     watched=("audited replicas",),
     variants=tuple(Variant(name) for name in RECIPES),
     run=run,
+    claims=claims,
     title=lambda config: " and ".join(outline(sized(config, name)).describe() for name in models(config)),
     options=Options,
     predict=lambda config: predict(config, chosen(config)),

@@ -39,6 +39,7 @@ from functools import partial
 from typing import Any
 
 from experiments.mesh.axes import check_gradients_first, check_order, check_overlap, compare_axes, tell
+from experiments.mesh.claims import claims
 from experiments.mesh.held import HOW, How, Rank, at
 from experiments.mesh.layout import axes
 from experiments.mesh.mistakes import MISTAKES
@@ -226,6 +227,7 @@ MODE = Mode(
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
     ),
     run=run,
+    claims=claims,
     model=trained,
     options=Options,
     axes=axes,

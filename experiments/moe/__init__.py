@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.moe.claims import claims
 from experiments.moe.mistakes import MISTAKES
 from experiments.moe.predictions import more_parameters, num_buckets, placements, predict
 from experiments.moe.pretend import pretend_compute
@@ -296,6 +297,7 @@ MODE = Mode(
         Variant("ep_torch", ep_torch, by_torch=True),
     ),
     run=run,
+    claims=claims,
     batches=PartedBatches,
     model=lambda config, seed: build_mixture(config, seed, mixing(config)),
     more_parameters=lambda config: more_parameters(config, config.own(Options).experts),

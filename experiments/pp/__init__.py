@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from experiments.pp.checks import check_order
+from experiments.pp.claims import claims
 from experiments.pp.mistakes import MISTAKES
 from experiments.pp.predictions import owners_of, passed_bytes, predict
 from experiments.pp.refusals import cannot, refuse
@@ -293,6 +294,7 @@ MODE = Mode(
         Variant("torch_dualpipev", torch_dualpipev, by_torch=True),
     ),
     run=run,
+    claims=claims,
     options=Options,
     axes=lambda config: {"pp": config.world_size},
     predict=lambda config: predict(config, config.own(Options).chunks),

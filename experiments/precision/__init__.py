@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from experiments.precision.claims import claims
 from experiments.precision.draws import check_draws
 from experiments.precision.formats import converted, show_formats
 from experiments.precision.mistakes import MISTAKES
@@ -227,6 +228,7 @@ MODE = Mode(
         Variant("bf16_stochastic", bf16_stochastic),
     ),
     run=run,
+    claims=claims,
     options=Options,
     predict=predict,
     refuse=refuse,

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.server import asynchronous, staleness
+from experiments.server.claims import claims
 from experiments.server.mistakes import MISTAKES
 from experiments.server.pace import in_step
 from experiments.server.predictions import cannot, predict, refuse, show_bytes
@@ -258,6 +259,7 @@ MODE = Mode(
         Variant("downpour"),
     ),
     run=run,
+    claims=lambda mode, config: claims(mode, config, config.own(Options).local_steps),
     options=Options,
     predict=lambda config: predict(config, config.own(Options).local_steps),
     refuse=refuse,

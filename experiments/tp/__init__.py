@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.tp.between import check_between
+from experiments.tp.claims import claims
 from experiments.tp.cuts import cut
 from experiments.tp.mistakes import MISTAKES
 from experiments.tp.order import check_order
@@ -196,6 +197,7 @@ MODE = Mode(
         Variant("dtensor", dtensor, by_torch=True),
     ),
     run=run,
+    claims=claims,
     axes=lambda config: {"tp": config.world_size},
     predict=predict,
     refuse=refuse,

@@ -44,6 +44,12 @@ class Checkpoints:
 def prepare(lab: Lab) -> Checkpoints:
     """Choose, and tidy up."""
     found = agree(lab) if lab.config.resume is not None else None
+    if found is None and lab.config.resume is not None:
+        for claim in ("resumed generators", "resumed samples"):
+            lab.waive(claim, "there is no checkpoint yet")
+    if found is not None and lab.config.checkpoint_every is not None:
+        done = found.manifest.step // lab.config.checkpoint_every
+        lab.waive("checkpoint", f"{done} of them were due before step {found.manifest.step}", times=done)
     if lab.rank == 0:
         tidy(lab, found)
     return Checkpoints(found, lab.side_group if lab.config.checkpoint_every is not None else None)

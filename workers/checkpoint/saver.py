@@ -143,6 +143,7 @@ class Saver:
             good = finding.candidates(self.folder)
             last = f"the last good one is step {finding.step_of(good[0])}" if good else "there is none yet"
             lab.say(f"step {step} could not be written ({outcome.error}): the run goes on, {last}", "checkpoint")
+            lab.waive("checkpoint", outcome.error)
             return
         detail = (
             f"step {step}: {outcome.faults[0] if outcome.faults else 'every file is there, and its checksum right'}"

@@ -50,6 +50,7 @@ class Audit:
         self.steps = {name: sorted({*sampled(of, lab.config.seed), *drilled}) for name, of in steps.items()}
         self.done: dict[str, list[int]] = {name: [] for name in alone}
         self.found: dict[str, dict[str, Finding]] = {name: {} for name in alone}  # each kind's worst
+        self.numberless: dict[str, set[str]] = {}  # kinds of which one process had no number in a step
         self._known: tuple[str, Gradient] | None = None  # the last gradient, by what it was computed from
 
     @contextmanager
@@ -79,8 +80,11 @@ class Audit:
         wanted, gradients = self._gradient(before, data_step)
         length = norm(gradients)
         if not (math.isfinite(wanted) and math.isfinite(length)):
-            return  # one process has no numbers there either
-        if step < len(alone.allowed):
+            self.numberless.setdefault(name, set()).update(("loss", "weights", "optimizer"))
+            return
+        if step >= len(alone.allowed):
+            self.numberless.setdefault(name, set()).add("loss")
+        else:
             keep(found, "loss", Off(abs(loss - wanted), alone.allowed[step]), f"step {step}")
         all_grown = length / (math.hypot(*alone.gradients.values()) or length or 1.0)
         for label, gradient in gradients.items():

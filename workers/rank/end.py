@@ -57,17 +57,24 @@ def conclude(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[],
         agree()
         return code
     by_rank = everything_written(sections, outcome.folder)
-    run = judge(by_rank)
+    run, added = judged(by_rank, lab.rank)
+    for check in added:
+        lab.journal.write(check)
+    return settle(run, by_rank, sections, outcome, agree)
+
+
+def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]:
+    """The run as it is judged, with the checks that only a judged run can have, which `rank` adds to its records."""
+    run, added = judge(by_rank), list[records.Check]()
     if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
         made = run["mistake"]
-        lab.check("LAB_BUG", 1, 0, detail=f"{made['check']}, which sees {made['name']}, {how}", control=CONTROL)
-        by_rank[lab.rank].append(lab.journal.records[-1])
-        run = judge(by_rank)
-    for drill in [each for each in run["drills"] if each["held"] is False]:
-        lab.check("drill", 1, 0, detail=drills.sentence(drill), control=drills.CONTROL)
-        by_rank[lab.rank].append(lab.journal.records[-1])
-        run = judge(by_rank)
-    return settle(run, by_rank, sections, outcome, agree)
+        detail = f"{made['check']}, which sees {made['name']}, {how}"
+        added.append(records.Check("", "LAB_BUG", 1, 0, detail, CONTROL))
+    for drill in run["drills"]:
+        if drill["held"] is False:
+            added.append(records.Check("", "drill", 1, 0, drills.sentence(drill), drills.CONTROL))
+    by_rank[rank] += added
+    return (judge(by_rank) if added else run), added
 
 
 def settle(run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[], None]) -> int:

@@ -27,6 +27,7 @@ from workers.lab import Lab
 from workers.measure.ledger import Ledger
 from workers.parallel.dialling import Dialling
 from workers.parallel.store import Prefixed
+from workers.passes.claims import expected
 from workers.passes.measure import everything
 from workers.passes.statements import hold_what_is_shared
 from workers.rank import one_folder
@@ -42,6 +43,7 @@ from workers.rank.live import shown
 from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
 from workers.rank.sections import Sections
+from workers.rank.verdicts import check_verdicts
 from workers.rank.way_back import WayBack, described, find
 from workers.report import records
 from workers.report.claim import Taken, claim, has_claimed
@@ -105,6 +107,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         if cluster.rank == 0:
             put_aside(folder, ranks_beyond(folder, cluster.world_size))  # of an attempt with more ranks
             watch.on_period = Heartbeat(journal, work, started_at).beat
+        journal.write(expected(config, mode))
         if apart is not None:
             journal.write(records.Unshared(apart.hosts))
         if config.live:
@@ -140,6 +143,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         if lab.rank == 0:
             journal.write(lesson(config, mode))
         if way is None:
+            check_verdicts(lab)
             check_ledger(lab)
             measure_link(lab)
         import_and_freeze(config, mode)
@@ -251,6 +255,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         mode.title(config),
         list(mode.by_torch),
         mistake_of(config, mode),
+        says_claims=True,
     )
 
 

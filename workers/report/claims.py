@@ -4,6 +4,7 @@ A claim that cannot be tested does not hold: a difference that is not a finite n
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from workers.report.records import Check, Comparison, Ranks, select
@@ -18,6 +19,11 @@ def merge_checks(records: Ranks) -> list[Run]:
         key = check.variant, check.name
         if key not in merged or _excess(check) > _excess(merged[key]):
             merged[key] = check
+    return as_entries(merged.values())
+
+
+def as_entries(checks: Iterable[Check]) -> list[Run]:
+    """Checks as run.json holds them."""
     return [
         {
             "variant": check.variant,
@@ -29,7 +35,7 @@ def merge_checks(records: Ranks) -> list[Run]:
             "detail": check.detail,
             "control": check.control,
         }
-        for check in merged.values()
+        for check in checks
     ]
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from workers.report.claims import Run, merge_checks, merge_comparisons
+from workers.report import expected
+from workers.report.claims import Run, as_entries, merge_checks, merge_comparisons
 from workers.report.drills import drills
 from workers.report.lines import BrokenRecord, write_atomically
 from workers.report.records import (
@@ -57,6 +58,8 @@ def judge(records: Ranks) -> Run:
     ends = [(rank, end) for rank, end in select(records, Failed) if rank not in left]
     errors = [{"rank": rank, "exit_code": end.exit_code, "error": end.error} for rank, end in ends]
     lost = _lost(records, start.world_size, errors, left)
+    if start.says_claims and not errors and not lost:
+        checks += as_entries(expected.missing(records))
     verdict = _verdict(errors, lost, all(claim["passed"] for claim in checks + comparisons))
     proof_on = str(start.config.get("LAB_PROOF", 1)).lower() not in ("0", "false")
     return {

@@ -38,6 +38,25 @@ class Start:
     title: str = ""  # what is run, for a heading: "gpt, 1.6M parameters"
     by_torch: list[str] = field(default_factory=list)  # the variants that are PyTorch's own
     mistake: dict[str, str] = field(default_factory=dict)  # that LAB_BUG makes: name, what, check; empty without one
+    says_claims: bool = False  # whether an Expected follows; False in the records of a lab that had none
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The checks and comparisons that a run of these settings has to have made, by whoever comes through to its end."""
+
+    claims: list[list[Any]]  # [variant, name, times, whether one rank has to, or each]
+
+
+@dataclass(frozen=True)
+class Waived:
+    """An expected claim that this rank did not make since there was nothing to hold, and why; a name that ends
+    in a space stands for all that begin so."""
+
+    variant: str
+    name: str
+    why: str
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -408,6 +427,8 @@ class End:
 
 Record = (
     Start
+    | Expected
+    | Waived
     | Lesson
     | Said
     | Check

@@ -1,0 +1,19 @@
+"""What a run of several axes has to claim, so that a check that vanishes is missed."""
+
+from collections.abc import Iterator
+
+from workers.config import Config
+from workers.contract import Claims, Mode
+from workers.passes.claims import measured
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
+    yield from measured(mode, config)
+    if config.proof:
+        yield Claims(("in flight",), mode.by_hand)
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls"), mode.by_hand)
+    yield Claims(("schedule", "bubble on paper", "gradients first"), mode.by_hand)
+    sizes = mode.axes(config)
+    if sizes["dp"] > 1:
+        yield Claims(("overlap",), [name for name in mode.by_hand if not name.startswith("zero")])
