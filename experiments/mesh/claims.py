@@ -15,5 +15,8 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls"), mode.by_hand)
     yield Claims(("schedule", "bubble on paper", "gradients first"), mode.by_hand)
     sizes = mode.axes(config)
+    along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
+    if sizes["cp"] == 1:  # else gradients go over two axes at once
+        yield Claims([f"{kind} bytes over {axis}" for kind in ("called", "wire") for axis in along], mode.by_hand)
     if sizes["dp"] > 1:
         yield Claims(("overlap",), [name for name in mode.by_hand if not name.startswith("zero")])

@@ -6,6 +6,7 @@
     writing.py    one checkpoint, written by all ranks: everything of it or nothing
     saver.py      when: every LAB_CHECKPOINT_EVERY steps, beside the training or before it goes on, the last ones kept
     finding.py    the one to go on from: the newest that is whole and of the same model and data
+    proofs.py     what a save and a choice claim, each looked at by another way than it was made
     resuming.py   all variants, generators and positions as they were
     rescue.py     what a failing rank saves by itself
     drill.py      the proof: stopped and resumed is the same as never stopped

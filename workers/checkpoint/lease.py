@@ -35,6 +35,18 @@ def release(held: int | None) -> None:
         os.close(held)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether somebody keeps the checkpoint in `folder`."""
+    try:
+        file = os.open(folder / manifest.FILE, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return not _locked(file, fcntl.LOCK_EX)
+    finally:
+        os.close(file)
+
+
 def remove(folder: Path) -> bool:
     """Remove the checkpoint, all of it at once for whoever looks for one; False where somebody holds it."""
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workers.checkpoint import dcp, finding, lease, manifest
+from workers.checkpoint import dcp, finding, lease, manifest, proofs
 from workers.checkpoint.course import Course
 from workers.checkpoint.finding import Found
 from workers.checkpoint.manifest import Manifest, Unreadable
@@ -22,6 +22,7 @@ from workers.lab import Lab
 from workers.report import records
 
 CONTROL = "tests/workers/checkpoint/test_drill.py::test_generators_that_are_not_given_back_are_seen"
+NEWEST_CONTROL = "tests/workers/checkpoint/test_proofs.py::test_a_newer_one_that_is_good_is_not_passed_over"
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ def prepare(lab: Lab) -> Checkpoints:
     """Choose, and tidy up."""
     found = agree(lab) if lab.config.resume is not None else None
     if found is None and lab.config.resume is not None:
-        for claim in ("resumed generators", "resumed samples"):
+        for claim in ("resumed generators", "resumed samples", "newest checkpoint"):
             lab.waive(claim, "there is no checkpoint yet")
     if found is not None and lab.config.checkpoint_every is not None:
         done = found.manifest.step // lab.config.checkpoint_every
-        lab.waive("checkpoint", f"{done} of them were due before step {found.manifest.step}", times=done)
+        for claim in ("checkpoint", "kept checkpoints"):
+            lab.waive(claim, f"{done} of them were due before step {found.manifest.step}", times=done)
     if lab.rank == 0:
         tidy(lab, found)
     return Checkpoints(found, lab.side_group if lab.config.checkpoint_every is not None else None)
@@ -64,6 +66,8 @@ def agree(lab: Lab) -> Found | None:
         try:
             found = finding.choose(lab.config, lambda text: lab.say(text, "checkpoint"))
             choice = {"folder": str(found.folder)} if found else {}
+            if found is not None:
+                hold_newest(lab, found)
         except ConfigError as error:
             choice = {"fault": error.faults[0]}
     choice = lab.exchange.share("checkpoint", choice)
@@ -78,6 +82,21 @@ def agree(lab: Lab) -> Found | None:
         return Found(folder, manifest.read(folder), held)
     except Unreadable as error:
         raise ConfigError([f"{folder} {error} on rank {lab.rank}: all ranks need the same folder of runs"]) from None
+
+
+def hold_newest(lab: Lab, found: Found) -> None:
+    """No newer checkpoint than the one that was taken is whole and of these settings; on rank 0."""
+
+    def good(folder: Path) -> bool:
+        try:
+            saved = manifest.read(folder)
+        except Unreadable:
+            return False
+        return not finding.misfit(saved, lab.config) and not finding.damage(folder, saved)
+
+    newer = proofs.passed_over(finding.place(lab.config), found.manifest.step, good)
+    detail = f"step {found.manifest.step} was taken; newer and good: {', '.join(map(str, newer)) or 'none'}"
+    lab.check("newest checkpoint", len(newer), 0, detail=detail, control=NEWEST_CONTROL)
 
 
 def tidy(lab: Lab, found: Found | None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from workers.checkpoint import dcp, finding, lease, manifest, writing
+from workers.checkpoint import dcp, finding, lease, manifest, proofs, writing
 from workers.checkpoint.course import Course
 from workers.checkpoint.manifest import Manifest
 from workers.contract import Strategy
@@ -25,6 +25,8 @@ from workers.report.units import human_bytes
 GRACE_S = 10.0  # a save ends by its group's timeout; a disk that hangs gets so much more
 SAY_EVERY_S = 1.0
 CONTROL = "tests/experiments/test_bugs.py::test_each_bug_fails_the_check_that_is_meant_for_it"
+KEPT_CONTROL = "tests/workers/checkpoint/test_proofs.py::test_what_is_kept_are_the_newest_and_no_more"
+STOOD_CONTROL = "tests/workers/checkpoint/test_proofs.py::test_a_save_that_says_nothing_of_what_it_held_up_is_seen"
 
 Shares = Mapping[str, list[float | None]]  # this rank's shares of the losses, by variant
 
@@ -40,6 +42,8 @@ class Outcome:
     num_bytes: int = 0
     error: str = ""
     faults: list[str] = field(default_factory=list)
+    before: set[int] = field(default_factory=set)  # the steps of the checkpoints that were there, on rank 0
+    kept: tuple[int, str] | None = None  # see proofs.wrongly_kept
     unforeseen: Exception | None = None
 
 
@@ -67,18 +71,20 @@ class Saver:
         self.finish()
         self.lab.at(step, "checkpoint")
         outcome = Outcome(step + 1, time.perf_counter())
+        outcome.before = proofs.listed(self.folder) if self.lab.rank == 0 else set()
         state, draft = self._own_part(), manifest_of(self.lab, self.course, step + 1)
+        digests = proofs.digests(state)
         shares = {name: list(values) for name, values in self.shares.items()}
         if config.checkpoint_async:
             state = {name: dcp.cloned(held) for name, held in state.items()}
         thread = threading.Thread(
-            target=self._save, args=(draft, state, shares, outcome), name="checkpoint", daemon=True
+            target=self._save, args=(draft, state, digests, shares, outcome), name="checkpoint", daemon=True
         )
         self._pending = thread, outcome
         if config.checkpoint_async:
             thread.start()
         else:
-            self._save(draft, state, shares, outcome)
+            self._save(draft, state, digests, shares, outcome)
         outcome.held_s = time.perf_counter() - outcome.began_at
         if not config.checkpoint_async:
             self.finish()
@@ -103,6 +109,15 @@ class Saver:
         if self.lab.rank == 0:
             self._report(outcome)
 
+    def check_standing(self, stood_s: float) -> None:
+        """Hold what the saves say that they held the training up for against the `stood_s` that its loop saw."""
+        if self.lab.rank == 0:
+            told = [each.held_s for each in self.lab.journal.records if isinstance(each, records.Saved)]
+            off = proofs.unaccounted_s(stood_s, sum(told))
+            detail = f"the loop stood {stood_s:.3f} s in {len(told)} saves, which say {sum(told):.3f} s"
+            allowed = proofs.allowed_s(stood_s)
+            self.lab.check("standing still", off, allowed, detail=detail, unit="s", control=STOOD_CONTROL)
+
     def _own_part(self) -> dcp.State:
         """What this rank writes of all variants: views of what is trained on."""
         state = state_of(self.strategies)
@@ -110,7 +125,9 @@ class Saver:
             self._plan = writing.plan(state, self.group)
         return {name: held for name, held in state.items() if name in self._plan.mine}
 
-    def _save(self, draft: Manifest, state: dcp.State, shares: Shares, outcome: Outcome) -> None:
+    def _save(
+        self, draft: Manifest, state: dcp.State, digests: proofs.Digests, shares: Shares, outcome: Outcome
+    ) -> None:
         """Write, verify and tidy up; on a thread of its own beside the training, so nothing is said here."""
         config = self.lab.config
         assert self._plan is not None
@@ -125,10 +142,17 @@ class Saver:
                 shards_written=self.lab.mode.shards_written,
             )
             outcome.num_bytes = published.num_bytes
+            final = self.folder / published.name
+            unlike = writing.together(self.group, lambda: proofs.unlike(state, digests, final, self.group))
             if self.lab.rank == 0:
-                outcome.faults = finding.damage(self.folder / published.name, published)
+                outcome.faults = finding.damage(final, published)
+                for rank, names in enumerate(unlike):
+                    outcome.faults += [f"holds another {name} than rank {rank} saved" for name in names]
                 if not outcome.faults:
                     keep_last(self.folder, config.checkpoint_keep)
+                    outcome.kept = proofs.wrongly_kept(
+                        self.folder, outcome.before, outcome.step, config.checkpoint_keep
+                    )
             self.published = published
         except writing.Unsaved as error:
             outcome.error = str(error)
@@ -143,12 +167,16 @@ class Saver:
             good = finding.candidates(self.folder)
             last = f"the last good one is step {finding.step_of(good[0])}" if good else "there is none yet"
             lab.say(f"step {step} could not be written ({outcome.error}): the run goes on, {last}", "checkpoint")
-            lab.waive("checkpoint", outcome.error)
+            for claim in ("checkpoint", "kept checkpoints"):
+                lab.waive(claim, outcome.error)
             return
         detail = (
             f"step {step}: {outcome.faults[0] if outcome.faults else 'every file is there, and its checksum right'}"
         )
         lab.check("checkpoint", len(outcome.faults), 0, detail=detail, control=CONTROL)
+        if outcome.kept is not None:
+            wrong, detail = outcome.kept
+            lab.check("kept checkpoints", wrong, 0, detail=detail, control=KEPT_CONTROL)
         now = time.monotonic()
         if now - self._said_at >= SAY_EVERY_S:
             self._said_at = now

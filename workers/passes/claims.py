@@ -89,6 +89,8 @@ def saved(config: Config, alone: Sequence[str]) -> Iterator[Claims]:
         if config.proof:
             yield Claims(("resume", "resumed samples"), alone, one=True)
             yield Claims(("resumed generators",), alone)
-        yield Claims(("checkpoint",), WHOLE_RUN, one=True, times=config.steps // config.checkpoint_every)
+        saves = config.steps // config.checkpoint_every
+        yield Claims(("checkpoint", "kept checkpoints"), WHOLE_RUN, one=True, times=saves)
+        yield Claims(("standing still",), WHOLE_RUN, one=True)
     if config.resume is not None:
-        yield Claims(("resumed generators", "resumed samples"), WHOLE_RUN, one=True)
+        yield Claims(("resumed generators", "resumed samples", "newest checkpoint"), WHOLE_RUN, one=True)

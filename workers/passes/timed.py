@@ -158,15 +158,21 @@ def saving(
     saver = Saver(lab, checkpoints.group, strategies, course, shares) if checkpoints.group is not None else None
     if saver is not None:
         lab.rescue = partial(rescue, saver)
+    stood_s = 0.0
 
     def passed(step: int) -> None:
+        nonlocal stood_s
         course.passed(step)
         if saver is not None:
+            began_at = time.perf_counter()
             saver.after(step)
+            stood_s += time.perf_counter() - began_at
 
     yield passed
     if saver is not None:
+        began_at = time.perf_counter()
         saver.finish()
+        saver.check_standing(stood_s + time.perf_counter() - began_at)
         lab.rescue = None
     if course.first > 0 and lab.rank == 0:
         detail = "samples that were not seen exactly once an epoch, before and after the resume"

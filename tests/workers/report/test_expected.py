@@ -16,8 +16,9 @@ def run_of(needs: list[list[Any]], of_ranks: dict[int, list[Record]], world_size
     """A run that needs these claims, and of each rank what it wrote beside."""
     records: Ranks = {}
     for rank, of_rank in good_run(world_size).items():
-        assert isinstance(start := of_rank[0], Start)
-        begun = [replace(start, says_claims=True), Expected(needs)]
+        start = of_rank[0]
+        assert isinstance(start, Start)
+        begun: list[Record] = [replace(start, says_claims=True), Expected(needs)]
         records[rank] = [*begun, *of_ranks.get(rank, []), *of_rank[1:]]
     return judge(records)
 
