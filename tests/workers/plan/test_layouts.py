@@ -147,6 +147,19 @@ def test_llama_3_405b_can_be_asked_for() -> None:
     assert fuller == pytest.approx(8 * 16 / 126), "every rank waits for the stages of 8 layers"
 
 
+@pytest.mark.parametrize("layout", [Layout(1, 4, 4, 0), Layout(2, 4, 2, 1), Layout(1, 4, 4, 2), Layout(1, 4, 4, 3)])
+def test_stages_that_are_uneven_cost_what_their_fullest_does(layout: Layout) -> None:
+    """10 layers in 4 stages as 12 of the same in stages of 3: memory, bytes and time are those of the fullest."""
+    shape = "--gpus 16 --gpu-memory 80GB --width 4096 --heads 32 --global-batch 64"
+    uneven, even = (
+        costs.cost(job(f"--params {p} --layers {n} {shape}"), layout) for n, p in ((10, "2B"), (12, "2.4B"))
+    )
+    assert uneven.memory == pytest.approx(even.memory)
+    assert uneven.sent == pytest.approx(even.sent)
+    for figure in ("bubble", "compute_s", "exposed_s", "step_s"):
+        assert getattr(uneven, figure) == pytest.approx(getattr(even, figure)), figure
+
+
 def test_the_global_batch_is_shared_equally_or_not_at_all() -> None:
     asked = job("--params 7B --gpus 64 --gpu-memory 80GB --global-batch 96")
     replicas = {layout.replicas for kind in KINDS for layout in layouts(asked, *kind[1:])}
