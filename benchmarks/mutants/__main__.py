@@ -102,7 +102,17 @@ class Copied:
 
 
 def run_in(top: Path, run: str) -> tuple[int, str]:
-    """The exit code of a run of the code in `top`, and the claims that failed or the error that ended it."""
+    """The exit code of the runs of the code in `top`, one `then` the other, up to the first that fails, and the claims
+    that failed or the error that ended it."""
+    code, said = 0, ""
+    for settings in run.split(" then "):
+        if code == 0:
+            code, said = run_once(top, settings)
+    return code, said
+
+
+def run_once(top: Path, run: str) -> tuple[int, str]:
+    """The same of one run."""
     clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
     settings = SMALL | dict(word.split("=", 1) for word in run.split())
     environ = clean | settings | {"LAB_RUNS_DIR": str(top / "runs"), "PYTHONPATH": str(top)}

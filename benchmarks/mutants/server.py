@@ -22,6 +22,8 @@ MUTANTS = [
         APART,
     ),
     Mutant(RULES, "self.lead(worker) <= self.staleness", "self.lead(worker) <= self.staleness + 1", APART),
+    Mutant(RULES, "granted = min(most, self.budget)", "granted = min(most, self.budget + 1)", APART),
+    Mutant(RULES, "self.budget -= granted", "self.budget -= 1", APART),
     Mutant(
         SERVING,
         "weights.copy_(self.rules.weights)\n            if",

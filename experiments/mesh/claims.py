@@ -9,12 +9,13 @@ from workers.passes.claims import measured
 
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
-    yield from measured(mode, config)
+    sizes = mode.axes(config)
+    copied = ("naive", "gpipe", "1f1b") if sizes["dp"] > 1 else ()
+    yield from measured(mode, config, copied=copied)
     if config.proof:
         yield Claims(("in flight",), mode.by_hand)
     yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls"), mode.by_hand)
     yield Claims(("schedule", "bubble on paper", "gradients first"), mode.by_hand)
-    sizes = mode.axes(config)
     along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
     if sizes["cp"] == 1:  # else gradients go over two axes at once
         yield Claims([f"{kind} bytes over {axis}" for kind in ("called", "wire") for axis in along], mode.by_hand)

@@ -18,7 +18,7 @@ def claims(mode: Mode, config: Config, local_steps: int) -> Iterator[Claims]:
     yield from measured(mode, config, apart=ROUNDS, unlike=unlike, copied=in_step)
     yield Claims(("called bytes", "wire bytes"), mode.by_hand)
     yield Claims([f"largest stable rate at staleness {late}" for late in LATE], WHOLE_RUN, one=True)
-    yield Claims(("who may start", "updates", "fetched weights", "weights of the run"), APART, one=True)
+    yield Claims(("who may start", "budget", "updates", "fetched weights", "weights of the run"), APART, one=True)
     yield Claims(("final weights", "samples of the run"), APART, one=True)
     yield Claims(("staleness",), ("ssp",), one=True)
     yield Claims(("wire bytes of the run",), APART)

@@ -18,9 +18,10 @@ from experiments.server.replay import misdealt, recomputed, rounding
 from experiments.server.witness import Audit, Witness
 from experiments.server.worker import Scheme
 from workers.lab import Lab
-from workers.parallel.parameter_server import ParameterServer
+from workers.parallel.parameter_server import START, ParameterServer
 
 TESTS = "tests/experiments/test_server_replay.py"
+BUDGET_CONTROL = f"{TESTS}::test_a_server_that_grants_more_than_its_budget_fails_by_name"
 RULE_EVENTS = 200  # drawn to try who may start
 
 
@@ -63,6 +64,9 @@ def hold(lab: Lab, run: Finished, kind: type[ParameterServer]) -> None:
     )
     control = f"{TESTS}::test_an_update_that_is_changed_on_its_way_fails_by_name"
     lab.check("updates", miscounted(seen, reports), 0, variant=name, detail=detail, control=control)
+    granted, budget = granted_steps(run.witness), lab.world_size * lab.config.steps
+    detail = f"{granted} steps were granted, of {budget} that all workers have together"
+    lab.check("budget", abs(granted - budget), 0, variant=name, detail=detail, control=BUDGET_CONTROL)
     detail = "pushes that began from other weights than those of all updates before"
     lab.check("fetched weights", misfetched(seen, reports), 0, variant=name, detail=detail)
     off = (run.weights - run.witness.weights).abs().max().item()
@@ -73,6 +77,11 @@ def hold(lab: Lab, run: Finished, kind: type[ParameterServer]) -> None:
     detail = "ranks that ended with other weights than the witness"
     lab.check("final weights", differing, 0, variant=name, detail=detail, control=control)
     replay(lab, run)
+
+
+def granted_steps(witness: Witness) -> int:
+    """Steps that the server let anybody begin."""
+    return sum(event.steps for event in witness.seen if event.kind == START)
 
 
 def replay(lab: Lab, run: Finished) -> None:

@@ -10,7 +10,7 @@ from workers.workload.own import is_own
 
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants by hand bytes, and the calls in their order."""
-    yield from measured(mode, config)
+    yield from measured(mode, config, copied=mode.by_hand)
     if config.proof:
         yield Claims(("replicas",), (*mode.by_hand, *mode.by_torch))
     yield Claims(("called bytes", "wire bytes", "calls", "order of calls"), mode.by_hand)

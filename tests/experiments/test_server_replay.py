@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.server.promises import Report, digest, miscounted, misfetched, misjudged, unlike
+from experiments.server.promises import Report, digest, granted_steps, miscounted, misfetched, misjudged, unlike
 from experiments.server.reference import OneProcess, cuts
 from experiments.server.replay import Replay, misdealt, recomputed, rounding
 from experiments.server.witness import Seen, Witness, audit, drawn
@@ -239,6 +239,26 @@ def test_a_wrong_server_fails_by_name(rules: type[ParameterServer], rate: float)
 
 def test_an_update_that_is_changed_on_its_way_fails_by_name() -> None:
     assert "updates" in Run(rules=Halving).found()
+
+
+class Generous(ParameterServer):
+    """Grants a step that it has not."""
+
+    def start(self, worker: int, most: int = 1) -> int:
+        self.budget += self.budget == 1
+        return super().start(worker, most)
+
+
+def test_a_server_that_grants_more_than_its_budget_fails_by_name() -> None:
+    for rules, wanted in ((ParameterServer, 9), (Generous, 10)):
+        server, witness = rules(torch.zeros(1), [0], lr=LR, budget=9), Witness(torch.zeros(1), [0], LR, None, 0)
+        number = 0
+        while granted := server.start(0, MOST):
+            witness.started(0, granted)
+            number += 1
+            server.push(0, number, torch.zeros(1))
+            witness.pushed(0, number, torch.zeros(1), 0.0)
+        assert granted_steps(witness) == wanted
 
 
 def test_a_rank_that_ends_with_other_weights_fails_by_name() -> None:

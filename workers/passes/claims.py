@@ -42,6 +42,9 @@ def every_run(mode: Mode, config: Config) -> Iterator[Claims]:
         yield Claims(("verdicts",), one=True)
     if config.world_size > 1:  # as called, and on the wire but for what sends past the sockets
         yield Claims(("ledger",), times=1 if config.backend == "nccl" else 2)
+        if config.backend == "tcp":
+            yield Claims(("transport",))
+            yield Claims(("stranger",), one=True)
 
 
 def measured(

@@ -37,12 +37,14 @@ from workers.rank.end import bury, conclude, let_leave, move, publish_for, take_
 from workers.rank.estimate import too_long
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
+from workers.rank.known_sums import check_sums
 from workers.rank.lesson import lesson
 from workers.rank.link_rate import measure_link
 from workers.rank.live import shown
 from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
 from workers.rank.sections import Sections
+from workers.rank.stranger import check_stranger
 from workers.rank.verdicts import check_verdicts
 from workers.rank.way_back import WayBack, described, find
 from workers.report import records
@@ -144,6 +146,9 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             journal.write(lesson(config, mode))
         if way is None:
             check_verdicts(lab)
+            if config.backend == "tcp" and cluster.world_size > 1:
+                check_sums(lab)
+                check_stranger(lab)
             check_ledger(lab)
             measure_link(lab)
         import_and_freeze(config, mode)

@@ -1,0 +1,222 @@
+"""What judges a run, and what it judges: claims that vanish, verdicts, checkpoints."""
+
+from benchmarks.mutants import Mutant
+
+FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
+AUDITED = FLAT + " LAB_AUDIT_EVERY=1"
+SAVED = FLAT + " LAB_CHECKPOINT_EVERY=1 LAB_CHECKPOINT_KEEP=2"
+BESIDE = SAVED + " LAB_CHECKPOINT_ASYNC=1"
+BIG = FLAT + " LAB_CHECKPOINT_EVERY=2 LAB_WIDTH=768 LAB_PROOF=0"
+RESUMED = SAVED + " LAB_RUN_ID=again then " + SAVED + " LAB_RUN_ID=again LAB_RESUME=auto LAB_STEPS=6"
+
+HOLDING, PROOF, CORRUPTION = "workers/passes/holding.py", "workers/passes/proof.py", "workers/passes/corruption.py"
+CLAIMS, JUDGE, END = "workers/report/claims.py", "workers/report/judge.py", "workers/rank/end.py"
+EXPECTED, SAVER, FINDING = "workers/report/expected.py", "workers/checkpoint/saver.py", "workers/checkpoint/finding.py"
+
+VANISHED = [
+    Mutant(
+        HOLDING,
+        '        self.lab.check("timed losses", off, bound, variant=name, detail=detail, control=CONTROLS["losses"])\n',
+        '        if off > bound:\n            self.lab.check("timed losses", off, bound, variant=name)\n',
+        FLAT,
+    ),
+    Mutant(CORRUPTION, "return self.every is not None and (", "return self.every is None and (", AUDITED),
+    Mutant(
+        "workers/config/__init__.py",
+        "return self.audit_every or (1 if flips else None)",
+        "return 1 if flips else None",
+        AUDITED,
+    ),
+    Mutant(
+        PROOF,
+        "    for check, value in differences.items() if lab.rank == 0 else ():",
+        "    for check, value in ():",
+        FLAT,
+    ),
+    Mutant(PROOF, 'return {"losses": losses, "gradients"', 'return {"loss": losses, "gradients"', FLAT),
+    Mutant(PROOF, "    if also is not None and not is_own(name):", "    if also is not None and is_own(name):", FLAT),
+    Mutant(
+        HOLDING,
+        "if lab.config.proof and kind in NAMES and name not",
+        "if lab.config.proof and kind in NAMES and name",
+        FLAT,
+    ),
+    Mutant(HOLDING, "if self.held[name].replicas and name not in", "if self.held[name].replicas and name in", FLAT),
+    Mutant(
+        "workers/lab.py",
+        'seen = {"called bytes": (round(predicted, 3), round(traffic.called_bytes, 3), 0.0)}',
+        "seen: dict[str, tuple[float, float, float]] = {}",
+        FLAT,
+    ),
+    Mutant(
+        "workers/lab.py",
+        'if prediction.variant in measured and prediction.name == "rest bytes":',
+        'if prediction.variant in measured and prediction.name == "bytes at rest":',
+        FLAT,
+    ),
+    Mutant(
+        "workers/passes/recorded.py",
+        "    for name, sent in drawn.items():\n        traffic, shown",
+        "    for name, sent in ():\n        traffic, shown",
+        FLAT,
+    ),
+    Mutant("workers/rank/known_amount.py", "    if lab.world_size == 1:\n", "    if lab.world_size <= 3:\n", FLAT),
+    Mutant("workers/rank/start.py", "            check_verdicts(lab)\n", "", FLAT),
+    Mutant(
+        "experiments/dp/overlap.py",
+        "        if name in EARLY and shows:",
+        "        if name in EARLY and not shows:",
+        "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=bucketed",
+    ),
+    Mutant(
+        "experiments/dp/__init__.py",
+        "    if lab.config.proof:\n        check_samples(lab)",
+        "    if not lab.config.proof:\n        check_samples(lab)",
+        FLAT,
+    ),
+    Mutant(
+        "experiments/pp/checks.py",
+        "    if done:\n",
+        "    if not done:\n",
+        "RUN_MODE=pp WORLD_SIZE=2 LAB_MODEL=mlp LAB_MICROBATCHES=4 LAB_VARIANT=1f1b",
+    ),
+    Mutant(
+        "workers/passes/in_flight.py",
+        "    if held is None:\n",
+        "    if held is not None:\n",
+        "RUN_MODE=pp WORLD_SIZE=2 LAB_MODEL=mlp LAB_MICROBATCHES=4 LAB_VARIANT=1f1b",
+    ),
+    Mutant(
+        "experiments/fsdp/order.py",
+        "    if name in AHEAD:\n",
+        "    if name not in AHEAD:\n",
+        "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero3",
+    ),
+    Mutant(
+        "experiments/fsdp/order.py",
+        "    if lab.world_size > 1:  # alone",
+        "    if lab.world_size > 3:  # alone",
+        "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero3",
+    ),
+    Mutant(
+        "experiments/moe/routes.py",
+        "        if asked:\n",
+        "        if not asked:\n",
+        "RUN_MODE=moe LAB_MODEL=mlp WORLD_SIZE=2 LAB_VARIANT=ep",
+    ),
+    Mutant(
+        "experiments/train.py",
+        "    for epoch in range(EPOCHS):\n        shards = ",
+        "    for epoch in range(1, EPOCHS):\n        shards = ",
+        "RUN_MODE=train",
+    ),
+    Mutant(
+        "experiments/comm/sweep.py",
+        "        if nbytes in COMPARED and cost.wire_bytes is not None:",
+        "        if nbytes not in COMPARED and cost.wire_bytes is not None:",
+        "RUN_MODE=comm LAB_SWEEP_MIB=1 LAB_VARIANT=ring",
+    ),
+    Mutant(
+        "experiments/elastic/holding.py",
+        "    hold_samples(lab, course)\n",
+        "",
+        "RUN_MODE=elastic LAB_MODEL=mlp LAB_VARIANT=shrink",
+    ),
+    Mutant(
+        "experiments/precision/proof.py",
+        "    if stored != dtype:\n",
+        "    if stored == dtype:\n",
+        "RUN_MODE=precision LAB_MODEL=mlp LAB_VARIANT=bf16_master",
+    ),
+    Mutant(
+        "experiments/compress/limits.py",
+        "    if method in CASTS:\n",
+        "    if method not in CASTS and method in ():\n",
+        "RUN_MODE=compress LAB_MODEL=mlp LAB_VARIANT=fp16",
+    ),
+]
+
+VERDICTS = [
+    Mutant(CLAIMS, "if key not in merged or _excess(check) > _excess(merged[key]):", "if True:", FLAT),
+    Mutant(CLAIMS, "if key not in merged or _excess(check) > _excess(merged[key]):", "if key not in merged:", FLAT),
+    Mutant(CLAIMS, "if key not in merged or _farness(entry) > _farness(merged[key][1]):", "if True:", FLAT),
+    Mutant(
+        CLAIMS,
+        "return math.isfinite(difference) and abs(difference)",
+        "return not abs(difference) > tolerance or abs(difference)",
+        FLAT,
+    ),
+    Mutant(CLAIMS, "and abs(difference) <= tolerance", "and difference <= tolerance", FLAT),
+    Mutant(CLAIMS, "return entry.decides and not", "return not", FLAT),
+    Mutant(
+        CLAIMS,
+        "_within(abs(entry.measured - entry.predicted), entry.tolerance)",
+        "_within(entry.measured - entry.predicted - entry.tolerance, entry.tolerance)",
+        FLAT,
+    ),
+    Mutant(END, 'if drill["held"] is False:', 'if drill["held"] is None:', FLAT),
+    Mutant(
+        END,
+        'if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):',
+        'if run["mistake"] and run["verdict"] == "lost" and (how := missed(run)):',
+        FLAT,
+    ),
+    Mutant(
+        JUDGE,
+        "if any(code != 3 and code < 128 for code in codes):",
+        "if any(code != 3 and code > 128 for code in codes):",
+        FLAT,
+    ),
+    Mutant(JUDGE, "if lost or codes:  #", "if lost and codes:  #", FLAT),
+    Mutant(JUDGE, 'return "pass" if held else "fail"', 'return "pass"', FLAT),
+    Mutant(JUDGE, 'EXIT_CODES = {"pass": 0, "fail": 1,', 'EXIT_CODES = {"pass": 0, "fail": 0,', FLAT),
+    Mutant(
+        JUDGE,
+        "    if start.says_claims and not errors and not lost:",
+        "    if not start.says_claims and not errors and not lost:",
+        FLAT,
+    ),
+    Mutant(JUDGE, "if rank not in ended and rank not in left]", "if rank in ended and rank not in left]", FLAT),
+    Mutant(EXPECTED, "if made[rank, variant, name] < times]", "if made[rank, variant, name] < 0]", FLAT),
+    Mutant(
+        EXPECTED, "            lacking = lacking if all(made", "            lacking = lacking if not all(made", FLAT
+    ),
+    Mutant("workers/report/drills.py", "return bool(right) and right_rank, ", "return bool(found), ", FLAT),
+    Mutant("workers/rank/start.py", "        says_claims=True,\n", "", FLAT),
+]
+
+CHECKPOINTS = [
+    Mutant(SAVER, "state = {name: dcp.cloned(held) for name, held in state.items()}", "state = dict(state)", BESIDE),
+    Mutant(
+        "workers/checkpoint/dcp.py",
+        'return held.detach().to("cpu", copy=True) if is_whole(held)',
+        'return held.detach().to("cpu") if is_whole(held)',
+        BESIDE,
+    ),
+    Mutant(FINDING, "return sorted(named, key=step_of, reverse=True)", "return sorted(named, key=step_of)", SAVED),
+    Mutant(
+        FINDING,
+        "    for folder in candidates(source):\n        held = lease.hold(folder)",
+        "    for folder in reversed(candidates(source)):\n        held = lease.hold(folder)",
+        RESUMED,
+    ),
+    Mutant(
+        SAVER,
+        "for path in finding.candidates(folder)[count:]:",
+        "for path in finding.candidates(folder)[count + 1 :]:",
+        SAVED,
+    ),
+    Mutant(SAVER, "                    keep_last(self.folder, config.checkpoint_keep)\n", "", SAVED),
+    Mutant(SAVER, "        outcome.held_s = time.perf_counter() - outcome.began_at\n", "", BIG),
+    Mutant(
+        SAVER,
+        "        if (step + 1) % config.checkpoint_every:\n",
+        "        if (step + 2) % config.checkpoint_every:\n",
+        FLAT + " LAB_CHECKPOINT_EVERY=3 LAB_STEPS=6",
+    ),
+    Mutant(
+        SAVER, '        lab.check("checkpoint", len(outcome.faults), 0, detail=detail, control=CONTROL)\n', "", SAVED
+    ),
+]
+
+MUTANTS = [*VANISHED, *VERDICTS, *CHECKPOINTS]

@@ -1,0 +1,59 @@
+"""Who knows no secret is not heard in the place of a rank; if one is, the run says so."""
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ranklab
+from workers.parallel import dialling
+from workers.rank import stranger
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def lab_of(rank: int, name: str) -> Any:
+    """What the check needs of a lab, and its checks."""
+    seen: list[float] = []
+    lab: Any = SimpleNamespace(
+        rank=rank,
+        own_ip="127.0.0.1",
+        at=lambda step, phase: None,
+        config=SimpleNamespace(collective_timeout_s=8.0),
+        exchange=SimpleNamespace(store=dist.PrefixStore(name, dist.distributed_c10d._get_default_store())),
+        seen=seen,
+    )
+    lab.check = lambda name, off, allowed, **_: seen.append(off)
+    return lab
+
+
+@ranklab.ranks(2, timeout_s=60)
+def test_a_stranger_is_not_heard(rank: int, world_size: int) -> None:  # noqa: ARG001
+    lab = lab_of(rank, "kept out")
+    stranger.check_stranger(lab)
+    assert lab.seen == ([0] if rank == 0 else [])
+
+
+def whoever(listening: socket.socket, *_: Any) -> tuple[int, socket.socket]:
+    """The first who dials, whatever is said."""
+    connection, _ = listening.accept()
+    connection.recv(dialling.HELLO.size, socket.MSG_WAITALL)
+    return 1, connection
+
+
+@ranklab.ranks(2, timeout_s=60)
+def test_a_stranger_that_is_let_in_is_seen(rank: int, world_size: int) -> None:  # noqa: ARG001
+    lab = lab_of(rank, "let in")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dialling, "accept", whoever)
+        stranger.check_stranger(lab)
+    assert lab.seen == ([1] if rank == 0 else [])
+
+
+def test_what_this_process_listens_at_is_found() -> None:
+    before = stranger.listening()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert stranger.listening() - before == {server.getsockname()[1]}
+    assert stranger.listening() == before
