@@ -12,7 +12,7 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield from measured(mode, config)
     yield Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand)
     yield Claims(("activation bytes", "activations by length"), mode.by_hand)
-    if config.device == "cpu":
+    if config.device == "cpu" and config.backend != "nccl":  # whose ranks are on cards
         yield Claims(("attention pairs",), mode.by_hand)
         yield Claims(("balance",), mode.by_hand, one=True)
         yield Claims(("keys ahead",), ("ring", "zigzag", "shift"))
