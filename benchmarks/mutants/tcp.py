@@ -3,7 +3,6 @@
 from benchmarks.mutants import Mutant
 
 FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat LAB_BACKEND=tcp"
-SWEPT = "RUN_MODE=comm LAB_SWEEP_MIB=0.25 LAB_BACKEND=tcp LAB_VARIANT=tcp"
 FOUR = FLAT + " WORLD_SIZE=4"
 COPIED = "torch's fake backend, which each call is told to first, has copied the root's own part already"
 LAYING, ROUTES = "workers/parallel/laying.py", "workers/parallel/routes.py"
@@ -15,7 +14,6 @@ MUTANTS = [
         "            tensor.add_(theirs)",
         FLAT,
     ),
-    Mutant("workers/parallel/star.py", "output.copy_(chunks[ROOT])", "output.add_(chunks[ROOT])", SWEPT),
     Mutant(ROUTES, "ReduceOp.MIN: torch.minimum", "ReduceOp.MIN: torch.maximum", FLAT),
     Mutant(
         ROUTES,

@@ -176,6 +176,7 @@ class Saver:
         lab.check("checkpoint", len(outcome.faults), 0, detail=detail, control=CONTROL)
         if outcome.kept is not None:
             wrong, detail = outcome.kept
+            wrong += step % (lab.config.checkpoint_every or 1) > 0  # saved at another step than was asked for
             lab.check("kept checkpoints", wrong, 0, detail=detail, control=KEPT_CONTROL)
         now = time.monotonic()
         if now - self._said_at >= SAY_EVERY_S:
