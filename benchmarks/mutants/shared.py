@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(DATA, "order[index * self.batch : (index + 1) * self.batch]", "order[: self.batch]", FLAT),
     Mutant(DATA, "return samples, 2 if proof", "return samples, 4 if proof", FLAT),
-    Mutant(DATA, "for given in range(min(2, sizes[1] - 1)):", "for given in range(0):", FLAT),
+    Mutant(DATA, "for given in range(min(2, sizes[1] - 1)):", "for given in range(0):", FLAT + " WORLD_SIZE=2"),
     Mutant(
         DATA,
         "sizes = shard_sizes(len(ids), parts, uneven=self.uneven)",

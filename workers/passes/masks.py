@@ -2,7 +2,7 @@
 makes of the results of the parts that it drops from, and held to what chance allows."""
 
 import math
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def hold_dropout(lab: Lab, batches: Batches, control: str) -> None:
         "repeated": 0.0 if all(map(torch.equal, masks, again)) else math.inf,
         "two seeds": max(map(common, masks, others)),
         "two parts": max((common(one, other) for one, other in combinations(masks, 2)), default=0.0),
-        "two samples": max(common(one, other) for mask in masks for one, other in pairwise(mask)),
+        "two samples": max(common(mask[:-1], mask[1:]) for mask in masks),
     }
     where = max(worst, key=lambda each: worst[each])
     detail = f"sampling errors off what chance allows, or infinite: {where}"

@@ -19,7 +19,7 @@ from workers.workload.dropout import Dropouts
 from workers.workload.optimizer import PlainSGD
 
 Said = dict[str, tuple[float, float]]  # the worst of each check, and its tolerance
-MESH = {"RUN_MODE": "mesh", "LAB_MESH": "dp2", "LAB_DROPOUT": "0.2"}
+MESH = {"RUN_MODE": "mesh", "LAB_MESH": "dp2", "LAB_DROPOUT": "0.1"}
 LINE, MLP, MOE = {"LAB_MODEL": "line"}, {"LAB_MODEL": "mlp"}, {"RUN_MODE": "moe"}
 AGAIN = {"LAB_RECOMPUTE": "1"}
 
