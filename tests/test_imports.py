@@ -185,7 +185,7 @@ def test_only_config_reads_the_environment() -> None:
         "workers.rank.estimate",  # how many ranks a launcher put on this machine
         "workers.testing.preloaded", "workers.testing.rank", "workers.testing.rewriting",  # what torch and pytest read
         "workers.check.start",  # sets what torch reads as it comes in
-        "workers.check.rank",  # what torchrun sets
+        "workers.check.rank", "workers.check.meeting",  # what torchrun sets
         "workers.check.script",  # the script's own
     }  # fmt: skip
 

@@ -22,6 +22,7 @@ from workers.measure.formulas.messages import wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
 from workers.parallel.handshake import TurnedAway
 from workers.parallel.mesh import Mesh
+from workers.parallel.phases import phase
 from workers.report import records
 from workers.report.journal import Journal
 from workers.report.progress import Work
@@ -86,7 +87,8 @@ class Lab:
 
     def dealt(self, batches: Batches, step: int) -> list[Microbatch]:
         """This rank's microbatches of the batch of `step`: dealt along the mesh's axis dp, alike to all elsewhere."""
-        return batches.dealt(step, self.mesh.index("dp"), self.mesh.size("dp"))
+        with phase("data"):
+            return batches.dealt(step, self.mesh.index("dp"), self.mesh.size("dp"))
 
     def begin_step(self, step: int, variant: str) -> None:
         """The main thread begins a step of the training itself, and not of what is beside it."""

@@ -36,9 +36,9 @@ MUTANTS = [
     Mutant("workers/parallel/pairs.py", "return [turn * (rounds + 1)", "return [(turn + 1) * (rounds + 1)", FOUR),
     Mutant("workers/parallel/pairs.py", "torch.add(theirs, place, out=theirs)", "theirs.copy_(place)", FOUR),
     Mutant(
-        "workers/parallel/dialling.py",
-        "if hmac.compare_digest(said, secret) and rank in waiting:",
-        "if rank in waiting:",
+        "workers/parallel/handshake.py",
+        "if not hmac.compare_digest(said, proof(key, end, purpose, nonces, who)):",
+        "if len(said) != PROOF_BYTES:",
         FLAT,
     ),
 ]

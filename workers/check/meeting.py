@@ -1,8 +1,8 @@
 """Where the ranks of a script meet: in a store of the lab's, with a key that their doctors have drawn.
 
 Left alone, `init_process_group` opens PyTorch's store on all addresses of the host, where anybody can list, read and
-write, and where 600 random bytes end rank 0 by SIGSEGV (torch 2.13). A store that a script opens by itself is its own,
-and so is that of an agent under torchrun.
+write, and where forged bytes ended rank 0 by SIGSEGV (torch 2.13, once in the fuzz of ports). A store that a script
+opens by itself is its own, and so is that of an agent under torchrun.
 """
 
 import importlib

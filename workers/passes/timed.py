@@ -7,7 +7,6 @@ inherits what the proof left.
 import hashlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,12 +17,14 @@ import torch
 from workers.checkpoint.course import Course
 from workers.contract import Build, Held, Strategy
 from workers.lab import Lab
+from workers.measure.lap import Lap
 from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded, slowed
 from workers.passes.corruption import Corruption
 from workers.passes.counted import WARMUP_STEPS
 from workers.passes.holding import Curves, Holding
 from workers.passes.recorded import Drawn, record
+from workers.passes.seconds import Timed, check_seconds
 from workers.passes.timeline import Chronicle
 from workers.report import records
 from workers.report.progress import Progress
@@ -37,8 +38,8 @@ class Stopwatch:
     """Wall and CPU seconds, loss shares and marks of each variant's steps on this rank."""
 
     def __init__(self, names: list[str]) -> None:
-        self.wall: dict[str, list[float]] = {name: [] for name in names}
-        self.cpu: dict[str, list[float]] = {name: [] for name in names}
+        self.laps: dict[str, list[Lap]] = {name: [] for name in names}
+        self.around: dict[str, list[Lap]] = {name: [] for name in names}  # of the same steps, from their outside
         self.shares: dict[str, list[float | None]] = {name: [] for name in names}
         self.chronicle = Chronicle(names)
         self._untold: str | None = None  # the variant whose last share the other ranks do not know yet
@@ -47,24 +48,23 @@ class Stopwatch:
         self, name: str, strategy: Strategy, lab: Lab, course: Course, step: int, corruption: Corruption
     ) -> None:  # fmt: skip
         """One step, from its first forward to its update; all ranks begin together."""
-        with recorded() as spans, slowed(lab.config.slowed_to):
-            with phase("data"):
-                microbatches = lab.dealt(course.batches, course.data_step(step))
+        with Lap() as around, recorded() as spans, slowed(lab.config.slowed_to):
+            microbatches = lab.dealt(course.batches, course.data_step(step))
             self._meet(lab, course, f"step {step} of {name}")
             lab.begin_step(step, name)
-            started, busy = time.perf_counter(), time.process_time()
-            share = strategy.backward(microbatches)
-            lab.on_tensors("gradients", name, strategy, step, corruption.shared(name))
-            corruption.hash("gradients", name, strategy, step)
-            with phase("optimizer"), course.updating(name):
-                strategy.update()
-            lab.on_tensors("weights", name, strategy, step, corruption.shared(name))
-            corruption.hash("weights", name, strategy, step)
-            if lab.device.type == "cuda":
-                torch.cuda.synchronize(lab.device)
+            with Lap() as lap:
+                share = strategy.backward(microbatches)
+                lab.on_tensors("gradients", name, strategy, step, corruption.shared(name))
+                corruption.hash("gradients", name, strategy, step)
+                with phase("optimizer"), course.updating(name):
+                    strategy.update()
+                lab.on_tensors("weights", name, strategy, step, corruption.shared(name))
+                corruption.hash("weights", name, strategy, step)
+                if lab.device.type == "cuda":
+                    torch.cuda.synchronize(lab.device)
         self.chronicle.add(name, step, spans)
-        self.wall[name].append(time.perf_counter() - started)
-        self.cpu[name].append(time.process_time() - busy)
+        self.laps[name].append(lap)
+        self.around[name].append(around)
         self.shares[name].append(None if share is None else share.item())
         self._untold = name
         lab.stepped()
@@ -75,6 +75,19 @@ class Stopwatch:
         everyone = lab.exchange.everyone(name, None if told is None else [self.shares[told][-1]])
         if told is not None:
             course.hear(told, everyone)
+
+    def write(self, lab: Lab) -> None:
+        """Write the seconds of all steps but the first ones, where time went, and what both are held to."""
+        timed = {}
+        for name, laps in self.laps.items():
+            kept = laps[WARMUP_STEPS:] if len(laps) > WARMUP_STEPS else laps
+            steps = records.Steps(name, [lap.wall_s for lap in kept], [lap.cpu_s for lap in kept])
+            lab.journal.write(steps)
+            if laps:
+                marked, spent = self.chronicle.numbered(name, len(laps)), self.chronicle.profile(name)
+                lab.journal.write(records.Profile(name, spent))
+                timed[name] = Timed(self.around[name], marked, steps, spent)
+        check_seconds(lab, timed)
 
 
 def time_steps(
@@ -117,16 +130,14 @@ def time_steps(
                         corruption.compare(name, step)
                 passed(step)
                 progress.advance()
-    warmup = WARMUP_STEPS if len(steps) > WARMUP_STEPS else 0
-    for name in variants:
-        lab.journal.write(records.Steps(name, watch.wall[name][warmup:], watch.cpu[name][warmup:]))
+    watch.write(lab)
     holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
     corruption.decide()
     if checkpoints is not None:
         write_digests(lab, strategies)
     if not steps:
         return {}, {}
-    return watch.chronicle.write(lab, clock), record(lab, strategies, course)
+    return watch.chronicle.bubbles(lab, clock), record(lab, strategies, course)
 
 
 def begun(lab: Lab, batches: Batches, strategies: dict[str, Strategy], checkpoints: "Checkpoints | None") -> Course:

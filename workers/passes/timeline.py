@@ -12,7 +12,6 @@ from typing import Any
 from workers.lab import Lab
 from workers.measure.timeline import Clock, bubble, profile
 from workers.parallel.phases import COMPUTE, Span
-from workers.report import records
 
 KEPT_STEPS = 20  # of a long run the last ones: what goes to rank 0 does not grow with LAB_STEPS
 
@@ -29,13 +28,18 @@ class Chronicle:
         """Note what ran in `step`; all ranks note the same steps."""
         self.steps[variant].append((step, spans))
 
-    def write(self, lab: Lab, clock: Clock) -> dict[str, float | None]:
-        """Write this rank's profiles; returns the bubbles, on rank 0."""
-        for name, steps in self.steps.items():
-            profiles = [profile(spans) for _, spans in steps]
-            lab.journal.write(
-                records.Profile(name, {kind: median(each[kind] for each in profiles) for kind in profiles[0]})
-            )
+    def profile(self, variant: str) -> dict[str, float]:
+        """The median seconds of a step by class."""
+        profiles = [profile(spans) for _, spans in self.steps[variant]]
+        return {kind: median(each[kind] for each in profiles) for kind in profiles[0]}
+
+    def numbered(self, variant: str, number: int) -> list[tuple[int, list[Span]]]:
+        """The marks of each step that is kept, by its place among the `number` of all."""
+        steps = self.steps[variant]
+        return [(number - len(steps) + index, spans) for index, (_, spans) in enumerate(steps)]
+
+    def bubbles(self, lab: Lab, clock: Clock) -> dict[str, float | None]:
+        """The bubble of each variant, on rank 0."""
         mine = {name: [bounds(spans, clock.offset_s)[2] for _, spans in steps] for name, steps in self.steps.items()}
         everyone = lab.exchange.gather("spans", mine)
         return {} if everyone is None else bubbles(everyone)

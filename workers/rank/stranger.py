@@ -1,13 +1,12 @@
-"""A stranger at the lab's own transport: who dials without knowing the run's secret takes no rank's place.
+"""A stranger at the lab's own transport: who dials without the key of the run takes no rank's place.
 
 Rank 0 opens connections once more, as for another group, and is dialled first by a thread of its own that says it is
-rank 1 and has no secret. Rank 1 dials after that, and has to be the one that is heard.
+rank 1 and has another key. Rank 1 dials after that, and has to be the one that is heard.
 """
 
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from contextlib import suppress
@@ -18,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from workers.lab import Lab
-from workers.parallel.dialling import Dialling
+from workers.parallel.dialling import Dialling, purpose
+from workers.parallel.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, Who, proof
 from workers.parallel.transport import LinkError
 
 BOUND_S = 10.0
@@ -49,7 +49,7 @@ def heard_wrongly(lab: Lab, store: dist.Store, bound_s: float) -> str:
     """What came of a message from rank 1 to rank 0, where it is not that."""
     message = torch.full((8,), HEARD * lab.rank, dtype=torch.int64)
     try:
-        channel = Dialling(lab.own_ip).channel(store, [0, CALLED], lab.rank, "stranger", bound_s)
+        channel = Dialling(lab.own_ip, lab.secret).channel(store, [0, CALLED], lab.rank, "stranger", bound_s)
         channel.transport.groups += 1
         if lab.rank == CALLED:
             channel.send([message], 0, tag=1).wait()
@@ -62,15 +62,18 @@ def heard_wrongly(lab: Lab, store: dist.Store, bound_s: float) -> str:
 
 
 def dial(store: dist.Store, host: str, before: set[int], bound_s: float) -> None:
-    """Dial what this process listens at and did not `before`, as rank 1 and with a secret that is none."""
+    """Dial what this process listens at and did not `before`, as rank 1 and with a key that is another."""
     deadline = time.monotonic() + bound_s / 2
     while time.monotonic() < deadline:
         for port in listening() - before:
             with suppress(OSError), socket.create_connection((host, port), 1.0) as connection:
                 store.set(TOLD, "dialled")
                 time.sleep(BEFORE_S)
-                connection.sendall(struct.pack("=16si", secrets.token_bytes(16), CALLED) + bytes(64))
+                nonce = secrets.token_bytes(NONCE_BYTES)
                 connection.settimeout(bound_s / 2)
+                connection.sendall(MAGIC + nonce)
+                nonces = nonce + connection.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)[:NONCE_BYTES]
+                connection.sendall(proof(secrets.token_bytes(32), b"dialler", purpose(0), nonces, Who(CALLED)))
                 connection.recv(1)  # until it is closed
                 return
         time.sleep(0.005)

@@ -82,6 +82,8 @@ def dial(port: int, me: Who = RANK, key: bytes = KEY, purpose: str = PURPOSE, bo
 def test_each_end_knows_who_the_other_is() -> None:
     with kept() as doorkeeper:
         assert dial(doorkeeper.port) == Who(7, 3)
+        while not doorkeeper.come:  # it notes who came once it has let them in
+            time.sleep(0.01)
         assert doorkeeper.come == [RANK]
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 import ranklab
-from workers.parallel import dialling
+from workers.parallel import handshake
+from workers.parallel.handshake import WHO, Who
 from workers.rank import stranger
 
 pytestmark = pytest.mark.timeout(120)
@@ -20,6 +21,7 @@ def lab_of(rank: int, name: str) -> Any:
     lab: Any = SimpleNamespace(
         rank=rank,
         own_ip="127.0.0.1",
+        secret=b"the key of the run",
         at=lambda step, phase: None,
         config=SimpleNamespace(collective_timeout_s=8.0),
         exchange=SimpleNamespace(store=dist.PrefixStore(name, dist.distributed_c10d._get_default_store())),
@@ -36,18 +38,12 @@ def test_a_stranger_is_not_heard(rank: int, world_size: int) -> None:  # noqa: A
     assert lab.seen == ([0] if rank == 0 else [])
 
 
-def whoever(listening: socket.socket, *_: Any) -> tuple[int, socket.socket]:
-    """The first who dials, whatever is said."""
-    connection, _ = listening.accept()
-    connection.recv(dialling.HELLO.size, socket.MSG_WAITALL)
-    return 1, connection
-
-
 @ranklab.ranks(2, timeout_s=60)
 def test_a_stranger_that_is_let_in_is_seen(rank: int, world_size: int) -> None:  # noqa: ARG001
     lab = lab_of(rank, "let in")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dialling, "accept", whoever)
+        # The first who dials is believed, whatever is said.
+        patch.setattr(handshake, "proven", lambda key, end, purpose, nonces, said: Who(*WHO.unpack_from(said)))
         stranger.check_stranger(lab)
     assert lab.seen == ([1] if rank == 0 else [])
 
