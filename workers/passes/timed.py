@@ -7,6 +7,7 @@ inherits what the proof left.
 import hashlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -37,6 +37,7 @@ from workers.rank.end import bury, conclude, let_leave, move, publish_for, take_
 from workers.rank.estimate import too_long
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
+from workers.rank.known_cases import check_meters
 from workers.rank.known_sums import check_sums
 from workers.rank.lesson import lesson
 from workers.rank.link_rate import measure_link
@@ -152,6 +153,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
             check_ledger(lab)
             measure_link(lab)
         import_and_freeze(config, mode)
+        check_meters(lab)
         if config.faults is not None and way is None:
             from workers.rank.drills import (
                 Drills,
