@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from workers.measure.formulas import collectives as formulas
 
@@ -20,6 +21,7 @@ class Cost:
     sent."""
 
     rounds_s: list[float] = field(default_factory=list)
+    own_s: list[float] = field(default_factory=list)  # of the same rounds, on this rank
     wire_bytes: float | None = None
     off: float = 0.0  # the largest difference that any call left
 
@@ -30,6 +32,13 @@ class Cost:
 
 
 Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
+
+
+class Told(NamedTuple):
+    """What the sweep says of one operation: the rows of its table, and its busbw by variant, [MB] and [GB/s]."""
+
+    rows: list[list[object]]
+    busbw: dict[str, list[list[float]]]
 
 
 def size(nbytes: int) -> str:

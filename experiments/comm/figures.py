@@ -9,15 +9,15 @@ from collections.abc import Mapping
 
 import torch
 
-from experiments.comm.costs import BYTES, MIB, Costs, even, size
+from experiments.comm.costs import BYTES, MIB, Costs, Told, even, size
 from workers.lab import Lab
 from workers.measure.formulas import collectives as formulas
 from workers.measure.formulas.seconds import FITTED, LATENCY, RATE
 from workers.parallel.picking import pick
 
 
-def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> None:
-    """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's."""
+def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> Told:
+    """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's. Returns what they say."""
     factor = formulas.busbw_factor(op, lab.world_size)
     rows: list[list[object]] = []
     for nbytes in sizes:
@@ -42,6 +42,7 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
     }
     lab.chart(f"{op}: time of a call", "MB", "ms", milliseconds, log_x=True, log_y=True)
     lab.chart(f"{op}: busbw", "MB", "GB/s", busbw, log_x=True)
+    return Told(rows, busbw)
 
 
 def crossings(lab: Lab, op: str, costs: Costs, sizes: list[int]) -> None:

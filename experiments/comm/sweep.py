@@ -11,9 +11,11 @@ from functools import partial
 from experiments.comm.contents import Trial, uneven
 from experiments.comm.costs import BYTES, KIB, MIB, Cost, Costs, even, size
 from experiments.comm.figures import crossings, fits, tables, wall
+from experiments.comm.speeds import check_speeds
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS
 from workers.measure.formulas.messages import all_reduce_messages, half_messages, wire_tolerance
+from workers.measure.slowest import slowest_of
 from workers.parallel.collectives import Collective
 
 SIZES = (8, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -59,7 +61,7 @@ def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> 
     compare(lab, costs)
     for op in BYTES:
         if names := timed(op, variants):
-            tables(lab, op, costs, names, sizes)
+            check_speeds(lab, op, costs, tables(lab, op, costs, names, sizes))
     if lab.world_size > 1:
         for op in BYTES:
             crossings(lab, op, costs, sizes)
@@ -108,9 +110,10 @@ def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective])
             costs[name].rounds_s.append(lab.seconds(partial(run_next, iter(trials), collectives[name]), in_a_row))
             costs[name].off = max(costs[name].off, *(trial.off() for trial in trials))
     everyone = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
-    slowest = [max(seconds) for seconds in zip(*everyone, strict=True)]
+    slowest = slowest_of(everyone)
     for cost in costs.values():
-        cost.rounds_s, slowest = slowest[: len(cost.rounds_s)], slowest[len(cost.rounds_s) :]
+        cost.own_s, cost.rounds_s = cost.rounds_s, slowest[: len(cost.rounds_s)]
+        slowest = slowest[len(cost.rounds_s) :]
     return costs
 
 

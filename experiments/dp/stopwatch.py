@@ -7,6 +7,7 @@ import torch
 
 from experiments.dp.summing import summing
 from workers.lab import Lab
+from workers.measure.slowest import slowest_of
 from workers.parallel.buckets import AllReduce, GradientBuckets
 from workers.strategies.replica import Replica
 from workers.workload.data import Microbatch
@@ -36,5 +37,5 @@ def medians_s(lab: Lab, calls: Mapping[str, Callable[[], object]]) -> dict[str, 
     """Seconds of each call: of the slowest rank, and of the median round."""
     rounds = [[lab.seconds(call) for call in calls.values()] for _ in range(ROUNDS)]
     everyone = lab.exchange.everyone("rounds", rounds)  # [rank][round][call]
-    slowest = [[max(of_call) for of_call in zip(*of_round, strict=True)] for of_round in zip(*everyone, strict=True)]
+    slowest = [slowest_of(of_round) for of_round in zip(*everyone, strict=True)]
     return dict(zip(calls, map(statistics.median, zip(*slowest, strict=True)), strict=True))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments import comm
-from experiments.comm import contents, costs, figures, gradients, sweep
+from experiments.comm import contents, costs, figures, gradients, speeds, sweep
 from experiments.comm.mistakes import Like
 from tests.launched import ended
 from tests.workers.test_lab import held as holding
@@ -27,6 +27,7 @@ from workers.passes.recorded import Drawn
 from workers.plan.calibrate import calibrate
 from workers.rank.refusals import refuse
 from workers.report.progress import Work
+from workers.report.records import Check
 from workers.testing.calls import Ranks
 
 
@@ -302,6 +303,26 @@ def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
     predicted = costs.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
     sweep.compare(lab, {("all_reduce", nbytes, "ring"): costs.Cost(wire_bytes=factor * predicted)})
     assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}
+
+
+def spoken(algbw: str, busbw: str, drawn: float, own_s: float = 0.01) -> bool:
+    """Whether the check of speeds holds: 4 MiB summed over two ranks, in 10 ms."""
+    lab, nbytes = lab_alone(), 4 * costs.MIB
+    cost = costs.Cost(rounds_s=[0.01], own_s=[own_s])
+    told = costs.Told([["4 MiB", "ring", "10000", algbw, busbw]], {"ring": [[nbytes / 1e6], [drawn]]})
+    speeds.check_speeds(lab, "all_reduce", {("all_reduce", nbytes, "ring"): cost}, told)
+    (claim,) = (entry for entry in lab.journal.records if isinstance(entry, Check))
+    return claim.max_abs_diff <= claim.tolerance
+
+
+def test_speeds_in_another_unit_fail_the_sweep() -> None:
+    right = 4 * costs.MIB / 0.01 / 1e9  # of two ranks busbw is algbw
+    assert spoken("0.419", "0.419", right)
+    assert spoken("0.419", "0.419", right, own_s=0.009)
+    assert not spoken("0.391", "0.391", right)  # of 2^30 bytes
+    assert not spoken("0.419", "0.210", right)  # of another operation's factor
+    assert not spoken("0.419", "0.419", right * 1e9 / 2**30)
+    assert not spoken("0.419", "0.419", right, own_s=0.011)  # this rank was slower than the slowest
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (0.98, False)])
