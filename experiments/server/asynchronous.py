@@ -52,7 +52,7 @@ def run(lab: Lab, schemes: list[Scheme], rules: type[ParameterServer], worker: t
         for each in finished:
             hold(lab, each, rules)
             if len(each.reports) == lab.world_size and all(report.steps for report in each.reports.values()):
-                rates.append(apart(lab, each.scheme, each.reports))
+                rates.append(apart(lab, each.scheme, each.reports, each.seen.steps))
         show_rates(lab, rates, schemes)
         show_run(lab, finished)
 

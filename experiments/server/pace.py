@@ -4,6 +4,7 @@ The compute of each worker is measured, and from it follows what both kinds shou
 of 1/T_i apart, or less of it in a run that ends (workers/measure/formulas/grants.py).
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,6 +19,7 @@ from workers.measure.formulas.grants import granted_rate
 from workers.measure.formulas.server import apart_rate, in_step_rate
 from workers.parallel.phases import COMPUTE, Span, recorded, slowed
 
+CONTROL = "tests/experiments/test_server_pace.py::test_a_rate_of_some_samples_alone_fails"
 MOST_STEPS = 5
 SLOWER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
@@ -58,7 +60,18 @@ def rate_in_step(lab: Lab, name: str, build: Build) -> Rate:
     everyone = lab.exchange.everyone(f"pace of {name}", [compute_s(spans) / steps, seconds])
     computed, walls = ([of_rank[index] for of_rank in everyone] for index in (0, 1))
     samples = samples_of(lab)
-    return Rate(name, computed, in_step_rate(samples, computed), sum(samples) / max(walls))
+    rate = Rate(name, computed, in_step_rate(samples, computed), sum(samples) / max(walls))
+    if lab.rank == 0:
+        check_rate(lab, rate, lab.config.batch, walls)
+    return rate
+
+
+def check_rate(lab: Lab, rate: Rate, samples: int, seconds: Sequence[float]) -> None:
+    """In as long as the slowest took, of all workers' `seconds`, the rate comes to the `samples` of all."""
+    least, most = (rate.measured * each(seconds) for each in (min, max))
+    off = abs(most - samples) + max(0.0, least - samples)
+    detail = f"{rate.measured:.4g} a second in {max(seconds):.4g} s, of {samples} samples"
+    lab.check("samples of the pace", off, 1e-9 * samples, variant=rate.variant, detail=detail, control=CONTROL)
 
 
 def compute_s(spans: list[Span]) -> float:
@@ -74,13 +87,17 @@ def samples_of(lab: Lab) -> list[int]:
     return sizes
 
 
-def apart(lab: Lab, scheme: Scheme, reports: dict[int, Report]) -> Rate:
-    """The rate of a scheme that does not wait, or not before its bound."""
+def apart(lab: Lab, scheme: Scheme, reports: dict[int, Report], pushed: Mapping[int, Sequence[int]]) -> Rate:
+    """The rate of a scheme that does not wait, or not before its bound; `pushed` are the steps of each push, by worker,
+    as the witness saw them."""
     step_s = [report.compute_s / max(1, report.steps) for report in reports.values()]
     budget, samples = lab.world_size * lab.config.steps, samples_of(lab)
     reached = granted_rate(samples, step_s, budget, most=scheme.most, staleness=scheme.staleness)
     done = sum(number * report.steps for number, report in zip(samples, reports.values(), strict=True))
-    return Rate(scheme.name, step_s, reached, done / max(report.seconds for report in reports.values()))
+    rate = Rate(scheme.name, step_s, reached, done / max(report.seconds for report in reports.values()))
+    seen = sum(number * sum(pushed[rank]) for rank, number in enumerate(samples))
+    check_rate(lab, rate, seen, [report.seconds for report in reports.values()])
+    return rate
 
 
 def show_rates(lab: Lab, rates: list[Rate], schemes: list[Scheme]) -> None:

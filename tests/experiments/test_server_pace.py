@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.server import schemes
-from experiments.server.pace import Rate, apart, samples_of, stragglers
+from experiments.server.pace import Rate, apart, check_rate, samples_of, stragglers
 from experiments.server.promises import Report
 from tests.labs import run_experiment
 from workers.config import Config
@@ -23,7 +23,11 @@ def lab_of(world_size: int, slow_rank: str | None) -> Any:
     slowed = {"LAB_SLOW_RANK": slow_rank} if slow_rank else {}
     config = Config.read({"RUN_MODE": "server", "WORLD_SIZE": str(world_size)} | slowed)
     batches = SimpleNamespace(sample_ids=lambda step, rank, ranks: range(shard_sizes(16, ranks)[rank]))
-    return SimpleNamespace(config=config, world_size=world_size, batches=lambda dtype: batches)
+    claims: list[tuple[Any, ...]] = []
+    return SimpleNamespace(
+        config=config, world_size=world_size, batches=lambda dtype: batches, claims=claims,
+        check=lambda *claim, **words: claims.append((*claim, words["variant"])),
+    )  # fmt: skip
 
 
 def test_who_does_not_wait_is_predicted_by_the_steps_granted_and_the_bound() -> None:
@@ -32,9 +36,20 @@ def test_who_does_not_wait_is_predicted_by_the_steps_granted_and_the_bound() -> 
     lab = lab_of(4, "2:0.25")
     reports = {rank: Report([], [], [], steps, 0.01 * steps, 0.32, "") for rank, steps in enumerate((24, 24, 8, 24))}
     reports[2].compute_s *= 4
-    ssp, downpour = (apart(lab, scheme, reports) for scheme in schemes(lab.config))
+    pushed = {rank: [report.steps] for rank, report in reports.items()}
+    ssp, downpour = (apart(lab, scheme, reports, pushed) for scheme in schemes(lab.config))
+    assert lab.claims == [("samples of the pace", 0, 320e-9, name) for name in ("ssp", "downpour")]
     assert downpour.predicted == downpour.measured == pytest.approx(1000)  # 80 steps of 4 samples in the straggler's 8
     assert 400 < ssp.predicted < 450  # in step it would be 400: the bound of 2 steps is soon reached
+
+
+@pytest.mark.parametrize("rate", [6 / 0.4, 16 / 0.2])  # of the slowest worker alone, and in the fastest one's time
+def test_a_rate_of_some_samples_alone_fails(rate: float) -> None:
+    lab = lab_of(3, None)
+    check_rate(lab, Rate("dp", [], 0.0, 16 / 0.4), 16, [0.2, 0.4, 0.3])
+    check_rate(lab, Rate("dp", [], 0.0, rate), 16, [0.2, 0.4, 0.3])
+    (_, off, tolerance, _), (_, wrong, _, _) = lab.claims
+    assert off <= tolerance < wrong
 
 
 @pytest.mark.parametrize(
