@@ -19,6 +19,9 @@ from workers.parallel.placement import Placement
 from workers.workload.data import shard_sizes
 from workers.workload.experts import Mixing
 
+COLUMNS = ["", "experts", "choices", "dropped", "rows", "x the mean", "ms own work", "ms waiting"]
+CONTROL = "tests/experiments/test_moe.py::test_choices_that_are_counted_wrong_fail"
+
 Notes: TypeAlias = dict[str, list[Routed]]  # of each layer by name, a batch after the other
 
 
@@ -90,6 +93,30 @@ def check_capacity(lab: Lab, routes: Routes, mixing: Mixing) -> None:
                 dropped, asked = dropped + wanted - taken, asked + wanted
         if asked:
             lab.check("capacity", off, 0, name, f"{dropped} of {asked} choices found none of {max(places)} places")
+            check_choices(lab, name, notes, asked, dropped, mixing.top_k)
+
+
+def check_choices(lab: Lab, name: str, notes: Notes, asked: int, dropped: int, top_k: int) -> None:
+    """Every token makes top_k choices in each layer, and those of them that were not dropped are the rows taken."""
+    tokens = sum(
+        number for each in notes.values() for number, _ in zip(cycle(tokens_of(lab.config)), each, strict=False)
+    )
+    taken = sum(sum(map(sum, routed.admitted)) for each in notes.values() for routed in each)
+    off = abs(asked - top_k * tokens) + abs(asked - dropped - taken)
+    detail = f"{asked} of {tokens} tokens that choose {top_k}, {dropped} dropped, {taken} taken"
+    lab.check("choices", off, 0, name, detail, control=CONTROL)
+
+
+def check_told(lab: Lab, name: str, rows: Sequence[Sequence[Any]], layers: int, top_k: int, parts: int) -> None:
+    """The table of the last step says the same: choices of all tokens, and rows of all that were not dropped, as often
+    as an expert has parts."""
+    choices, dropped, computed = (
+        sum(row[COLUMNS.index(kind)] for row in rows) for kind in ("choices", "dropped", "rows")
+    )
+    made = top_k * layers * sum(tokens_of(lab.config))
+    off = abs(choices - made) + abs(parts * (choices - dropped) - computed)
+    detail = f"the table's {choices} for {made} made, {dropped} dropped, {computed} rows in {parts} part(s)"
+    lab.check("choices", off, 0, name, detail, control=CONTROL)
 
 
 def by_expert(routed: Routed) -> list[int]:
@@ -129,7 +156,9 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
         curves[name] = [[float(step) for step in range(len(steps))], ratios]
         if name == "ep" or (name == "naive" and "ep" not in routes.timed):
             draw_experts(lab, name, notes, mixing)
-        lab.table(*by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in everyone]))
+        title, rows = by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in everyone])
+        lab.table(title, COLUMNS, rows)
+        check_told(lab, name, rows, len(notes), mixing.top_k, len(placed[name].hidden))
     if curves:
         lab.chart("rows of the busiest rank over the mean, of all layers", "step", "x the mean", curves)
 
@@ -171,8 +200,9 @@ def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
 
 def by_rank(
     name: str, placement: Placement, layers: Sequence[Routed], seconds: Sequence[Mapping[str, float]]
-) -> tuple[str, list[str], list[list[Any]]]:
-    """A table of the last step: what each rank routed and computed, and where the time of a median step went."""
+) -> tuple[str, list[list[Any]]]:
+    """Title and rows of a table of the last step: what each rank routed and computed, and where a median step's time
+    went."""
     of_layers = [rows_of(placement, routed) for routed in layers]
     computed = [sum(rows) for rows in zip(*of_layers, strict=True)]
     paid = sum(max(rows) for rows in of_layers) / max(1.0, sum(mean(rows) for rows in of_layers))
@@ -189,5 +219,4 @@ def by_rank(
             [f"rank {rank}", which, wanted, wanted - taken, mine, f"{share:.2f}", f"{work:.3g}", f"{waits:.3g}"]
         )
     title = f"{name}: the last step; each layer lasts as long as its busiest rank, {paid:.2f} x the mean rank's rows"
-    columns = ["", "experts", "choices", "dropped", "rows", "x the mean", "ms own work", "ms waiting"]
-    return title, columns, rows
+    return title, rows

@@ -20,6 +20,8 @@ from experiments.moe.routes import (
     by_expert,
     by_rank,
     check_capacity,
+    check_choices,
+    check_told,
     compare_pace,
     draw_experts,
     rows_of,
@@ -222,12 +224,15 @@ def test_what_is_no_grid_of_experts_is_refused(mesh: str, fault: str) -> None:
     assert all(fault in sentence and "LAB_MESH=" in sentence for sentence in found)
 
 
+SETTINGS = {"LAB_EXPERTS": "2", "LAB_TOP_K": "1", "LAB_BATCH": "8", "LAB_MODEL": "mlp"}
+
+
 def claims_of(routed: Routed, **settings: str) -> list[Any]:
     """What the check of capacity says of one layer's batch."""
     config, routes = config_of(2, **settings), Routes()
     routes.timed = {"ep": {"layers.0.mlp": [routed]}}
     claims: list[Any] = []
-    lab: Any = SimpleNamespace(config=config, check=lambda *claim: claims.append(claim))
+    lab: Any = SimpleNamespace(config=config, check=lambda *claim, **_: claims.append(claim))
     check_capacity(lab, routes, mixing(config))
     return claims
 
@@ -236,9 +241,28 @@ def claims_of(routed: Routed, **settings: str) -> list[Any]:
 def test_an_expert_that_takes_another_number_is_seen(taken: list[list[int]], off: int) -> None:
     """Eight tokens of mlp choose one of two experts, five of them the first, which has ceil(1.25·8/2) = 5 places."""
     routed = Routed([[[4, 0]], [[1, 3]]], taken, 5)
-    settings = {"LAB_EXPERTS": "2", "LAB_TOP_K": "1", "LAB_BATCH": "8", "LAB_MODEL": "mlp"}
-    ((name, difference, tolerance, *_),) = claims_of(routed, **settings)
-    assert (name, difference, tolerance) == ("capacity", off, 0)
+    capacity, choices = claims_of(routed, **SETTINGS)
+    assert capacity[:3] == ("capacity", off, 0)
+    assert choices[:3] == ("choices", 0, 0)
+
+
+@pytest.mark.parametrize(("asked", "dropped", "off"), [(8, 1, 0), (9, 1, 2), (7, 1, 2), (8, 0, 1), (9, 2, 1)])
+def test_choices_that_are_counted_wrong_fail(asked: int, dropped: int, off: int) -> None:
+    """Eight tokens choose one expert each, and seven are taken: one that is dropped is a choice once."""
+    notes = {"layers.0.mlp": [Routed([[[4, 0]], [[1, 3]]], [[3, 0], [1, 3]], 5)]}
+    claims: list[Any] = []
+    lab: Any = SimpleNamespace(config=config_of(2, **SETTINGS), check=lambda *claim, **_: claims.append(claim))
+    check_choices(lab, "ep", notes, asked, dropped, 1)
+    rows = [["rank 0", "0", 4, dropped, 4], ["rank 1", "1", asked - 4, 0, 3]]
+    check_told(lab, "ep", rows, 1, 1, 1)
+    assert [claim[:3] for claim in claims] == [("choices", off, 0)] * 2
+
+
+def test_parts_of_an_expert_compute_its_rows_each() -> None:
+    claims: list[Any] = []
+    lab: Any = SimpleNamespace(config=config_of(2, **SETTINGS), check=lambda *claim, **_: claims.append(claim))
+    check_told(lab, "ep_tp", [["rank 0", "0 to 1", 4, 1, 7], ["rank 1", "0 to 1", 4, 0, 7]], 1, 1, 2)
+    assert claims[0][1] == 0
 
 
 def test_the_busiest_rank_sets_the_pace() -> None:
@@ -246,7 +270,7 @@ def test_the_busiest_rank_sets_the_pace() -> None:
     assert busiest([0, 0]) == 1
     layers = [Routed([[[4, 0]], [[2, 2]]], [[3, 0], [1, 2]], 4), Routed([[[0, 4]], [[0, 4]]], [[0, 4], [0, 0]], 4)]
     times = [{"forward": 0.001, "backward": 0.002, "waiting": 0.5}] * 2
-    title, _, rows = by_rank("ep", Placement.spread(2, 4, ep=2), layers, times)
+    title, rows = by_rank("ep", Placement.spread(2, 4, ep=2), layers, times)
     assert title.endswith(f"{(4 + 4) / (3 + 2):.2f} x the mean rank's rows")
     assert rows == [
         ["rank 0", "0 to 0", 8, 1, 4, "0.80", "3", "500"],
