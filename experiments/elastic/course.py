@@ -32,6 +32,7 @@ class Event(NamedTuple):
 
     why: str
     began_at: float  # Unix time: it met with an error, or was asked
+    met_at: float  # it had left, and began to agree
     agreed_at: float
     next_step_at: float  # the next step was applied
     before: list[int]
@@ -152,15 +153,15 @@ class Course:
         """Leave the group and agree on who goes on, and from where."""
         began_at, applied = time.time(), self.training.applied
         self.net.group.leave()
-        membership = self.net.membership
+        membership, met_at = self.net.membership, time.time()
         view = self.restart() if self.policy.restarts else membership.meet(self.training.report(), self.next)
         if view is None:
             self.finished = True
             return None
         restored = self.policy.restarts or bool(view.plan.get("restored"))
         event = Event(
-            why, began_at, time.time(), 0.0, list(before.ranks), list(view.ranks), applied, view.plan["applied"],
-            restored,
+            why, began_at, met_at, time.time(), 0.0, list(before.ranks), list(view.ranks), applied,
+            view.plan["applied"], restored,
         )  # fmt: skip
         self.events.append(event)
         self.taken_back += 0 if restored else max(0, applied - event.applied)

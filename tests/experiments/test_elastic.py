@@ -7,9 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from experiments.elastic.course import Course
+from experiments.elastic.course import Course, Event
 from experiments.elastic.drills import COMPUTED, TORN, Drill, Killed, Loss, Torn, drawn
 from experiments.elastic.net import Net
+from experiments.elastic.shown import AGREED, COLUMNS, NEXT, row, wrong
 from tests.labs import Runs, failed_with
 from workers.config import Config
 from workers.parallel import versions
@@ -204,3 +205,30 @@ def test_who_is_too_few_is_told_why(settings: dict[str, str], impossible: set[st
 def test_a_gpu_is_refused() -> None:
     config = Config.read({"RUN_MODE": "elastic", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "LAB_DEVICE": "cuda"})
     assert any("LAB_DEVICE='cuda'" in sentence for sentence in load("elastic").refuse(config))
+
+
+CHANGE = Event("lost: rank 1", 100.0, 100.01, 100.05, 100.25, [0, 1], [0], 3, 3, False)
+
+
+def test_times_of_a_change_that_are_right_hold() -> None:
+    assert list(wrong(CHANGE, [99.9, 100.25, 100.4])) == []
+    assert list(wrong(CHANGE._replace(next_step_at=0.0), [99.9])) == []  # another change came first
+
+
+@pytest.mark.parametrize(
+    ("event", "column", "told_ms"),
+    [
+        (CHANGE, NEXT, 200.0),  # from the agreement
+        (CHANGE, AGREED, 40.0),  # from the meeting
+        (CHANGE._replace(began_at=100.04), "", 0.0),  # it began when it was over
+        (CHANGE._replace(next_step_at=100.4), "", 0.0),  # not the first step after it
+    ],
+)
+def test_times_that_are_not_from_the_begin_of_a_change_fail(
+    monkeypatch: pytest.MonkeyPatch, event: Event, column: str, told_ms: float
+) -> None:
+    def told(event: Event) -> list[Any]:
+        return [told_ms if name == column else cell for name, cell in zip(COLUMNS[1:], row(event), strict=True)]
+
+    monkeypatch.setattr("experiments.elastic.shown.row", told)
+    assert len(list(wrong(event, [99.9, 100.25, 100.4]))) == 1
