@@ -1,15 +1,25 @@
 """Overlap, decided from the order of a step and not from the clock: which sums began before the backward pass was over.
 
 A sum belongs to the gradients that lie in the memory which it sends. Autograd says when it hands each of them over, so
-nothing here asks the buckets what they did, or how they are laid out.
+nothing here asks the buckets what they did, or how they are laid out: that they are in the reverse order of
+registration, which is roughly that of the backward pass (Li et al. 2020, section 3.2.3), is held by how many bytes
+wait.
 """
 
 from collections.abc import Mapping
+from itertools import takewhile
+
+import torch
+from torch import nn
 
 from experiments.dp.predictions import bucket_sizes
+from workers.config import Config
 from workers.contract import Measured
 from workers.lab import Lab
 from workers.measure.order import Order
+from workers.workload.model import outline
+
+CONTROL = "tests/experiments/test_orders.py::test_dp_buckets_that_wait_for_the_first_layer_are_seen"
 
 EARLY = ("bucketed", "ring")  # their first messages leave from hooks
 SENDS = ("all_reduce", "send")
@@ -51,10 +61,36 @@ def untimely(order: Order) -> list[int]:
     return found
 
 
+def waiting(order: Order, sizes: Mapping[str, int]) -> int:
+    """The most bytes that waited, as another gradient came, though nothing was missing for their sum: of parameters
+    from the last one that is registered on, all of whose gradients had come by then. `sizes` are in order of
+    registration."""
+    begun = {place: sum(sizes[name] for name in names) for place, names in launches(order).items()}
+    come: set[str] = set()
+    most = launched = 0
+    for place, event in enumerate(order.events):
+        launched += begun.get(place, 0)
+        if event.what == "gradient":
+            complete = sum(sizes[name] for name in takewhile(come.__contains__, reversed(list(sizes))))
+            most = max(most, complete - launched)
+            come.add(event.label)
+    return most
+
+
+def gradient_sizes(config: Config) -> dict[str, int]:
+    """The bytes of each gradient, by its name in an `Order`, in order of registration; a tied one is the first
+    layer's."""
+    itemsize, found = getattr(torch, config.dtype).itemsize, dict[nn.Parameter, tuple[str, int]]()
+    for index, layer in enumerate(outline(config).layers):
+        for name, parameter in layer.named_parameters():
+            found.setdefault(parameter, (f"{index}.{name}", parameter.numel() * itemsize))
+    return dict(found.values())
+
+
 def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
     """Hold when the sums of each variant began against what it claims: from hooks at once, or after the backward
     pass."""
-    sizes = bucket_sizes(lab.config)
+    sizes, bucket_bytes = bucket_sizes(lab.config), lab.config.bucket_mib * 2**20
     for name, seen in measured.items():
         if name == "ddp":
             over = max(seen.order.where("end", "backward"), default=0)
@@ -76,3 +112,6 @@ def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
             wrong = untimely(seen.order)
             detail = f"{len(wrong)} of {len(launches(seen.order))} buckets launched too soon, or later than at once"
             lab.check("launch order", len(wrong), 0, name, detail)
+            most = waiting(seen.order, gradient_sizes(lab.config))
+            detail = "gradients that waited beside one bucket, in the order of the backward pass, B"
+            lab.check("waiting gradients", max(0.0, most - bucket_bytes), 0, name, detail, control=CONTROL)

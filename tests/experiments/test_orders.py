@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.strategies.replica import Replica
 from workers.testing.calls import Ranks
+from workers.workload import model as models
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
 
@@ -81,6 +83,27 @@ def test_dp_when_buckets_are_launched(events: list[Event], early: int, untimely:
     order = made_up(events, BUCKETS)
     assert overlap.early(order) == early
     assert len(overlap.untimely(order)) == untimely
+
+
+@pytest.mark.parametrize(
+    ("events", "most"),
+    [
+        ([*WRITTEN[:2], LAST, *WRITTEN[2:], FIRST, OVER], 0),
+        ([*WRITTEN, LAST, FIRST, OVER], 10),
+        ([*WRITTEN[2:], *WRITTEN[:2], FIRST, LAST, OVER], 0),  # the first layer's, which nobody could send before
+    ],
+)
+def test_dp_buckets_that_wait_for_the_first_layer_are_seen(events: list[Event], most: int) -> None:
+    """A weight comes before its bias, which is registered behind it: of the last layer 8 and 2 B."""
+    assert overlap.waiting(made_up(events, BUCKETS), {"0.w": 4, "0.b": 1, "1.w": 8, "1.b": 2}) == most
+
+
+def test_dp_sizes_of_gradients_are_those_of_the_model() -> None:
+    config = Config.read({"RUN_MODE": "dp", "LAB_TIE": "1", "LAB_DEPTH": "1", "LAB_WIDTH": "16", "LAB_HEADS": "2"})
+    sizes = overlap.gradient_sizes(config)
+    assert list(sizes)[:2] == ["0.token.weight", "0.position.weight"]
+    assert sizes["0.token.weight"] == 4 * 256 * 16
+    assert not any(name.endswith("project.weight") for name in sizes)
 
 
 # --- pp: every schedule against the rules of the papers, and each rule broken ---
@@ -332,3 +355,20 @@ def test_fsdp_gradients_that_wait_show_in_the_peak(ranks: Ranks, tmp_path: Path)
     settings |= {"LAB_BATCH": "2", "LAB_MODEL": "mlp", "LAB_WIDTH": "32"}
     run, _ = run_experiment(ranks, 2, tmp_path, **settings)
     assert failed(run) == {"peak bytes", "sums"}
+
+
+def keeping(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+    """One rank of a run whose layers are run as if LAB_RECOMPUTE were not set."""
+    with patch.object(models, "recomputed", lambda layer, hidden: layer(hidden)):
+        return one_rank(group, settings, folder)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["dp", "fsdp"])
+def test_layers_that_keep_what_they_compute_again_are_seen(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    variant = {"dp": "flat", "fsdp": "zero2"}[mode]
+    settings = TINY | {"RUN_MODE": mode, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": variant}
+    settings |= {"LAB_RECOMPUTE": "1", "LAB_STEPS": "1", "LAB_PROOF": "0", "LAB_DEPTH": "3"}
+    lines = ranks(2, keeping, settings, str(tmp_path))
+    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert failed(run) == {"recomputed peak"}

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from workers.lab import Lab
 from workers.measure.activations import SavedActivations
-from workers.measure.formulas.peaks import Happening
+from workers.measure.formulas.peaks import Happening, shown_on
 from workers.measure.purposes import label_before
 from workers.measure.storages import Storages
 from workers.passes.counted import WARMUP_STEPS
 from workers.workload.data import Microbatch
+from workers.workload.model import outline
 from workers.workload.own import is_own
+
+CONTROL = "tests/experiments/test_orders.py::test_layers_that_keep_what_they_compute_again_are_seen"
 
 
 class Saved(NamedTuple):
@@ -56,6 +59,27 @@ def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
         if run.stop == len(model.layers):
             hidden = model.loss(hidden, targets) * share
     return Saved(seen.live_bytes, sum(inputs.values()))
+
+
+def most_of_a_layer(lab: Lab, dealt: Callable[[list[Microbatch]], list[Microbatch]] = list) -> int:
+    """The most that one layer leaves for its backward pass, of this rank's largest microbatch."""
+    microbatches = dealt(lab.dealt(lab.batches(getattr(torch, lab.config.dtype)), WARMUP_STEPS))
+    largest = max(microbatches, key=lambda microbatch: len(microbatch.inputs))
+    return max(saved_bytes(lab, range(at, at + 1), largest) for at in range(len(outline(lab.config).layers)))
+
+
+def checks_recomputed(lab: Lab) -> bool:
+    """Whether layers are run again, and what they save is known: of one's own model it is not."""
+    return lab.config.recompute and not is_own(lab.config.model) and not shown_on(lab.config.device)
+
+
+def check_recomputed(lab: Lab, name: str, peak_bytes: float, again_bytes: float, layer_bytes: int) -> None:
+    """With LAB_RECOMPUTE a step holds at most what one does in which every layer keeps its input alone and is run again
+    as a whole (`again`), and beside it what one layer saves. What is predicted elsewhere is outlined by the very code
+    that computes again."""
+    bound = again_bytes + layer_bytes
+    detail = f"{peak_bytes:.0f} B held at most, {bound:.0f} where every layer is run again"
+    lab.check("recomputed peak", max(0.0, peak_bytes - bound), 0, name, detail, control=CONTROL)
 
 
 def storage_bytes(tensor: Tensor) -> dict[int, int]:
