@@ -117,6 +117,7 @@ class Counted:
     activation_bytes: int
     rest: dict[str, int]  # bytes by class (measure/purposes.py) between two steps
     peak: dict[str, int]  # and when the step held most
+    most: dict[str, int] = field(default_factory=dict, kw_only=True)  # and of each class when the step held most of it
     order: Order  # what happened in it
 
 

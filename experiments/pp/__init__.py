@@ -230,8 +230,7 @@ def run(lab: Lab) -> None:
     draw_on_paper(lab, partial(schedule_of, config))
     predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
     lab.compare_traffic(predictions, measured)
-    if is_own(config.model):
-        lab.compare_rest(predictions, measured, carries=False)
+    lab.compare_rest(predictions, measured, carries=False)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         owners = owners_of(name, ranks, config.own(Options).chunks)
         check_order(lab, name, measured[name], owners)

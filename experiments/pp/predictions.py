@@ -70,10 +70,9 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
         predictions.append(Prediction(name, "wire bytes", "B", formula, sent, most, shown, messages))
         if ours:
             predictions.append(Prediction(name, "calls", "calls", f"2{of_chunks}m, the ends m less", calls, most))
-        if is_own(config.model):
-            kept = tuple(rest(config, owners_of(name, ranks, chunks), rank) for rank in range(ranks))
-            stages_of = "weights, gradients, moments and buffers of its stages"
-            predictions.append(Prediction(name, "rest bytes", "B", stages_of, kept, 0, shown))
+        kept = tuple(rest(config, owners_of(name, ranks, chunks), rank) for rank in range(ranks))
+        stages_of = "weights, gradients, moments and buffers of its stages"
+        predictions.append(Prediction(name, "rest bytes", "B", stages_of, kept, 0, shown))
         if idle:
             share = idle_share(name if name in ("torch_gpipe", "torch_1f1b") else plain, ranks, number, stages)
             predictions.append(Prediction(name, "bubble", "", idle, (share,) * ranks, most, "a time"))
@@ -92,7 +91,8 @@ def rest(config: Config, owners: list[int], rank: int) -> float:
     layers, dtype = model.outline(config).layers, getattr(torch, config.dtype)
     runs = runs_of(config.model, len(layers), len(owners))
     own = [layers[index] for run, owner in zip(runs, owners, strict=True) if owner == rank for index in run]
-    sizes = [each.numel() for layer in own for each in layer.parameters()]
+    # A tied weight counts once, on each of its ranks.
+    sizes = [each.numel() for each in dict.fromkeys(each for layer in own for each in layer.parameters())]
     adam, total = config.optimizer == "adamw", sum(sizes)
     held = rest_bytes(0, total, total, itemsize=dtype.itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
     return sum(held.values()) + sum(model.carried_bytes(layer, dtype) for layer in own)

@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.pp import MODE, Options
+from experiments.pp.checks import Ends, most_under_way
 from experiments.pp.mistakes import MISTAKES
-from tests.labs import built, copy_state
+from experiments.pp.predictions import rest
+from tests.labs import built, copy_state, failed_with
 from workers.config import Config, ConfigError
 from workers.measure.calls import Calls
 from workers.measure.formulas.pipelines import FOLDED, bubble
+from workers.parallel import boundaries
+from workers.parallel.boundaries import Boundaries
+from workers.parallel.pipeline import Pipeline
+from workers.parallel.schedules import Action
+from workers.passes.pipeline_order import Pass
 from workers.rank.refusals import refuse
 from workers.strategies.pretended import pretend_compute
 from workers.testing.calls import Ranks
@@ -382,3 +390,56 @@ def test_a_slow_rank_pretends_longer(monkeypatch: pytest.MonkeyPatch) -> None:
         pretend_compute({0: stage}, config, config.own(Options).sleep_ms, {})
         stage(torch.ones(2, 3)).sum().backward()
     assert slept == pytest.approx([0.01, 0.01, 0.01, 0.02, 0.02, 0.02])
+
+
+def never_let_go(take: Any) -> Any:
+    """What went out is held until the end of the step."""
+
+    def taken(boundaries: Boundaries, action: Action) -> Tensor:
+        sent, boundaries._sent = boundaries._sent, {}
+        try:
+            received: Tensor = take(boundaries, action)
+        finally:
+            boundaries._sent = sent
+        return received
+
+    return taken
+
+
+def batch_kept(step: Any) -> Any:
+    """A pipeline knows the batch between two steps."""
+
+    def stepped(pipeline: Pipeline, inputs: Any, loss: Any) -> Any:
+        pipeline.kept = inputs  # type: ignore[attr-defined]
+        return step(pipeline, inputs, loss)
+
+    return stepped
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "posted ahead": (boundaries, "AHEAD", lambda _: 1),
+    "messages": (Boundaries, "take", never_let_go),
+    "left of a step": (Pipeline, "step", batch_kept),
+}
+
+
+@pytest.mark.parametrize("check", list(FAULTS))
+def test_what_a_step_posts_late_holds_or_leaves_fails_by_name(ranks: Ranks, tmp_path: Path, check: str) -> None:
+    settings = {"RUN_MODE": "pp", "LAB_VARIANT": "1f1b", "LAB_MICROBATCHES": "6", "LAB_STEPS": "1", "LAB_PROOF": "0"}
+    found = failed_with(ranks, tmp_path, "tests.experiments.test_pp", check, **settings)
+    assert check in found
+
+
+def test_messages_under_way_are_counted_by_the_order_of_passes() -> None:
+    """The first of two ranks, three microbatches of 8 B: two gradients may come, and 1f1b has given two at most."""
+    order = [("forward", 0), ("forward", 1), ("input", 0), ("weight", 0), ("forward", 2), ("input", 1), ("weight", 1)]
+    done = [Pass(kind, 0, microbatch) for kind, microbatch in [*order, ("input", 2), ("weight", 2)]]  # type: ignore[arg-type]
+    assert most_under_way(done, [Ends([0, 0, 0], [8, 8, 8])]) == (2 + 1 + 2) * 8
+    assert most_under_way(done, [Ends([8, 8, 8], [0, 0, 0])]) == 3 * 8  # the last one: gradients that were given
+    assert most_under_way(done, [Ends([0, 0, 0], [0, 0, 0])]) == 0
+
+
+def test_what_a_stage_keeps_counts_a_tied_weight_once() -> None:
+    config = config_of(1, LAB_TIE="1", LAB_OPTIMIZER="sgd")
+    assert rest(config, [0], 0) == 2 * 4 * build_model(config, 1).num_parameters()
+    assert rest(config_of(2, LAB_TIE="1"), [0, 1, 1, 0], 1) == rest(config_of(2), [0, 1, 1, 0], 1)  # of no end

@@ -95,6 +95,12 @@ class MemoryLedger:
         """Bytes by class when the step held most."""
         return max((held for _, held in self.history()), key=total)
 
+    @property
+    def most(self) -> ByClass:
+        """Bytes of each class when the step held most of it."""
+        held = [held for _, held in self.history()]
+        return {name: max(each[name] for each in held) for name in CLASSES}
+
     def history(self) -> list[tuple[float, ByClass]]:
         """(time_s, bytes by class) at the begin, after every change, and at the end of the step."""
         held = self._held(self._began)

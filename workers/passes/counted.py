@@ -47,7 +47,9 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
             ):
                 train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + steps))
             del strategy
-        counted[name] = Counted(traffic.per(steps), activations.peak_bytes, memory.rest, memory.peak, order)
+        counted[name] = Counted(
+            traffic.per(steps), activations.peak_bytes, memory.rest, memory.peak, order, most=memory.most
+        )  # fmt: skip
         write_traffic(lab, name, counted[name].traffic)
         if name in again:
             check_passes(lab, name, passes)
