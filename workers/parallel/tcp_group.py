@@ -48,14 +48,14 @@ class TcpGroup(dist.ProcessGroup):
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, size))
         self.told: Running | Posted | None = None  # what the call that is being told will return
-        self._channel, self._begun, self._collectives = channel, 0, 0
+        self.channel, self._begun, self._collectives = channel, 0, 0
         channel.transport.groups += 1
         self._made: Peers | None = None
 
     @property
     def _peers(self) -> Peers:
         if self._made is None:  # torch knows a group's ranks once it is made
-            self._made = Peers(self, self._channel)
+            self._made = Peers(self, self.channel)
         return self._made.of_call(self._collectives)
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -162,25 +162,25 @@ class TcpGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
-        self.told = work = Posted(self._channel.send(tensors, peer, tag))
+        self.told = work = Posted(self.channel.send(tensors, peer, tag))
         TOLD["send"](self, tensors, peer, tag)
         self.told = None
         return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
-        self.told = work = Posted(self._channel.recv(tensors, peer, tag))
+        self.told = work = Posted(self.channel.recv(tensors, peer, tag))
         TOLD["recv"](self, tensors, peer, tag)
         self.told = None
         return work
 
     def shutdown(self) -> None:
-        self._channel.transport.leave()
+        self.channel.transport.leave()
 
     def _begin(self, results: Tensors) -> Running:
         self._begun += 1
         self._collectives += 1  # of which all ranks make the same, as of sends they do not
-        self.told = work = Running(results, self._channel.transport)
+        self.told = work = Running(results, self.channel.transport)
         return work
 
     def _run(self, work: Running, opts: Any, steps: Sequence[Steps]) -> Running:

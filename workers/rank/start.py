@@ -38,6 +38,7 @@ from workers.rank.estimate import too_long
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
 from workers.rank.known_cases import check_meters
+from workers.rank.known_messages import check_transport
 from workers.rank.known_sums import check_sums
 from workers.rank.lesson import lesson
 from workers.rank.link_rate import measure_link
@@ -151,6 +152,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
                 check_sums(lab)
                 check_stranger(lab)
             check_ledger(lab)
+            check_transport(lab)
             measure_link(lab)
         import_and_freeze(config, mode)
         check_meters(lab)

@@ -1,0 +1,75 @@
+"""Known messages over plain TCP, before anything is sent by it: of two groups, and of one key after each other.
+
+Every rank sends to its right neighbour. What two groups send under one tag comes over one connection, and a key tells
+which is whose; of one key the first that was sent is the first that is received, whether it was posted, came before
+anybody asked, or is taken. A barrier between the two makes sure what has come by then, on any machine.
+"""
+
+import torch
+from torch import Tensor
+
+from workers.lab import Lab
+from workers.parallel.channel import Channel
+from workers.parallel.tcp_group import TcpGroup
+
+CONTROL = "tests/workers/rank/test_known_messages.py::test_messages_that_are_mixed_are_seen"
+
+
+def check_transport(lab: Lab) -> None:
+    """Send them, and look at what came; a few messages, 10 ms."""
+    if lab.world_size == 1 or not isinstance(lab.group, TcpGroup):
+        return
+    lab.at(0, "the transport")
+    transport, ranks = lab.group.channel.transport, range(lab.world_size)
+    one, other = (Channel(transport, ranks, lab.rank, f"known {name}") for name in ("one", "other"))
+    came = [*of_two_groups(lab, one, other), *posted_then_taken(lab, one), *early_then_taken(lab, one)]
+    faults = [
+        f"message {number} where message {wanted} was due" for wanted, number in enumerate(came) if number != wanted
+    ]
+    detail = faults[0] if faults else f"{len(came)} messages of two groups"
+    lab.check("transport", len(faults), 0, detail=detail, control=CONTROL)
+
+
+def of_two_groups(lab: Lab, one: Channel, other: Channel) -> list[int]:
+    """Messages 0 and 1 under one tag, of which the second is asked for first."""
+    left, right = (lab.rank - 1) % lab.world_size, (lab.rank + 1) % lab.world_size
+    sent = [channel.send([numbered(number)], right, 1) for number, channel in enumerate((one, other))]
+    places = [numbered(), numbered()]
+    awaited = [channel.recv([place], left, 1) for channel, place in ((other, places[1]), (one, places[0]))]
+    for message in (*awaited, *sent):
+        message.wait()
+    return [int(place) for place in places]
+
+
+def posted_then_taken(lab: Lab, channel: Channel) -> list[int]:
+    """Messages 2 and 3, of which the first was posted when the second one is taken."""
+    left, right = (lab.rank - 1) % lab.world_size, (lab.rank + 1) % lab.world_size
+    first, second = numbered(), numbered()
+    posted = channel.recv([first], left, 2)
+    sent = [channel.send([numbered(number)], right, 2) for number in (2, 3)]
+    lab.exchange.barrier("two messages of one key")
+    channel.take(second, left, 2)
+    for message in (posted, *sent):
+        message.wait()
+    return [int(first), int(second)]
+
+
+def early_then_taken(lab: Lab, channel: Channel) -> list[int]:
+    """Messages 4 and 6 of one key and 5 of another, which is asked for first: 4 has come when 6 is sent."""
+    left, right = (lab.rank - 1) % lab.world_size, (lab.rank + 1) % lab.world_size
+    places = [numbered(), numbered(), numbered()]
+    sent = [channel.send([numbered(number)], right, tag) for number, tag in ((4, 3), (5, 4))]
+    channel.recv([places[1]], left, 4).wait()
+    lab.exchange.barrier("a message that came early")
+    sent.append(channel.send([numbered(6)], right, 3))
+    lab.exchange.barrier("and one more of its key")
+    for place in (places[0], places[2]):
+        channel.take(place, left, 3)
+    for message in sent:
+        message.wait()
+    return [int(place) for place in places]
+
+
+def numbered(number: int = -1) -> Tensor:
+    """A message that says which it is; of a place, none."""
+    return torch.tensor([number])
