@@ -4,6 +4,7 @@ from benchmarks.mutants import Mutant
 
 BUCKETED = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=bucketed LAB_BUCKET_MIB=0.001"
 RING = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=ring LAB_BUCKET_MIB=0.001"
+AGAIN = "RUN_MODE=dp LAB_VARIANT=flat LAB_RECOMPUTE=1"
 BUCKETS, REPLICA = "workers/parallel/buckets.py", "workers/strategies/replica.py"
 
 MUTANTS = [
@@ -49,5 +50,18 @@ MUTANTS = [
         'float("inf"), overlap=False)',
         'float("inf"), overlap=True)',
         "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat",
+    ),
+    Mutant(BUCKETS, "for index in reversed(range(len(sizes))):", "for index in range(len(sizes)):", BUCKETED),
+    Mutant(
+        "workers/workload/model.py",
+        "hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)",
+        "hidden = layer(hidden)",
+        AGAIN,
+    ),
+    Mutant(
+        "workers/workload/recompute.py",
+        "        del tensor\n",
+        "        self.all = (*getattr(self, 'all', ()), tensor)\n",
+        AGAIN,
     ),
 ]

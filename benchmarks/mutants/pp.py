@@ -4,6 +4,7 @@ from benchmarks.mutants import Mutant
 
 RUN = "RUN_MODE=pp LAB_MODEL=mlp LAB_DEPTH=6 LAB_MICROBATCHES=6 LAB_VARIANT="
 SCHEDULES, PIPELINE = "workers/parallel/schedules.py", "workers/parallel/pipeline.py"
+BOUNDARIES = "workers/parallel/boundaries.py"
 LATE, SPLIT = "workers/parallel/zero_bubble.py", "workers/parallel/split_backward.py"
 
 MUTANTS = [
@@ -39,5 +40,21 @@ MUTANTS = [
         "                total += copies[rank]",
         "                total = copies[rank]",
         "RUN_MODE=pp LAB_TIE=1 LAB_DEPTH=3 LAB_WIDTH=16 LAB_SEQ=8 LAB_VARIANT=1f1b",
+    ),
+    Mutant(BOUNDARIES, "AHEAD = 2\n", "AHEAD = 0\n", RUN + "1f1b"),
+    Mutant(BOUNDARIES, "AHEAD = 2\n", "AHEAD = 1\n", RUN + "zb_h1"),
+    Mutant(BOUNDARIES, "AHEAD = 2\n", "AHEAD = 99\n", RUN + "gpipe"),
+    Mutant(BOUNDARIES, "        self._post_ahead()\n        with", "        with", RUN + "interleaved"),
+    Mutant(BOUNDARIES, 'if action.kind != "forward" and answered in self._sent:', "if False:", RUN + "1f1b"),
+    Mutant(BOUNDARIES, "self._handed.pop(action)", "self._handed[action]", RUN + "zbv"),
+    Mutant(
+        PIPELINE,
+        "        del self._inputs, self._loss, self._losses  # the batch, which nobody needs between two steps\n",
+        "",
+        RUN + "1f1b",
+    ),
+    Mutant(PIPELINE, "finish(self._parts.pop((", "finish(self._parts.get((", RUN + "1f1b"),
+    Mutant(
+        "workers/strategies/pipelined.py", "            parameter.grad = None\n", "            pass\n", RUN + "1f1b"
     ),
 ]

@@ -55,15 +55,15 @@ def posted_then_taken(lab: Lab, channel: Channel) -> list[int]:
 
 
 def early_then_taken(lab: Lab, channel: Channel) -> list[int]:
-    """Messages 4 and 6 of one key and 5 of another, which is asked for first: 4 has come when 6 is sent."""
+    """Messages 4, 5 and 7 of one key and 6 of another, which is asked for first: 4 and 5 have come when 7 is sent."""
     left, right = (lab.rank - 1) % lab.world_size, (lab.rank + 1) % lab.world_size
-    places = [numbered(), numbered(), numbered()]
-    sent = [channel.send([numbered(number)], right, tag) for number, tag in ((4, 3), (5, 4))]
-    channel.recv([places[1]], left, 4).wait()
-    lab.exchange.barrier("a message that came early")
-    sent.append(channel.send([numbered(6)], right, 3))
-    lab.exchange.barrier("and one more of its key")
-    for place in (places[0], places[2]):
+    places = [numbered() for _ in range(4)]
+    sent = [channel.send([numbered(number)], right, tag) for number, tag in ((4, 3), (5, 3), (6, 4))]
+    channel.recv([places[2]], left, 4).wait()
+    lab.exchange.barrier("messages that came early")
+    sent.append(channel.send([numbered(7)], right, 3))
+    lab.exchange.barrier("and one more of their key")
+    for place in (places[0], places[1], places[3]):
         channel.take(place, left, 3)
     for message in sent:
         message.wait()
