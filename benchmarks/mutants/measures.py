@@ -5,7 +5,7 @@ from benchmarks.mutants import Mutant
 DP = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
 GPT = "RUN_MODE=dp LAB_VARIANT=flat LAB_OPTIMIZER=adamw"
 SERVER = "RUN_MODE=server LAB_MODEL=mlp LAB_LOCAL_STEPS=2 LAB_VARIANT="
-PP = "RUN_MODE=pp LAB_MODEL=mlp LAB_VARIANT=1f1b"
+PP = "RUN_MODE=pp LAB_MODEL=mlp LAB_DEPTH=3 LAB_VARIANT=1f1b"
 MOE = "RUN_MODE=moe LAB_MODEL=mlp LAB_BATCH=25 LAB_EXPERTS=5 LAB_VARIANT=ep"
 COMM = "RUN_MODE=comm LAB_SWEEP_MIB=0.25 LAB_VARIANT=ring"
 ELASTIC = "RUN_MODE=elastic LAB_MODEL=mlp LAB_STEPS=6 LAB_VARIANT=shrink"
@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     Mutant("experiments/comm/figures.py", "factor * nbytes / seconds / 1e9", "factor * nbytes / seconds / 2**30", COMM),
     Mutant("experiments/comm/sweep.py", "slowest = slowest_of(everyone)", "slowest = everyone[0]", COMM),
-    Mutant("workers/measure/slowest.py", "[max(of_stretch) for", "[of_stretch[0] for", COMM),
+    Mutant("workers/measure/formulas/slowest.py", "[max(of_stretch) for", "[of_stretch[0] for", COMM),
     Mutant(
         "workers/measure/formulas/collectives.py",
         'return 1.0 if op in ("broadcast", "reduce") else algorithmic_factor(op, world_size)',

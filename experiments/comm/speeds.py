@@ -8,7 +8,7 @@ import math
 
 from experiments.comm.costs import Costs, Told, even, size
 from workers.lab import Lab
-from workers.measure.slowest import none_slower
+from workers.measure.formulas.slowest import none_slower
 
 CONTROL = "tests/experiments/test_comm.py::test_speeds_in_another_unit_fail_the_sweep"
 

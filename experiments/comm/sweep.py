@@ -15,7 +15,7 @@ from experiments.comm.speeds import check_speeds
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS
 from workers.measure.formulas.messages import all_reduce_messages, half_messages, wire_tolerance
-from workers.measure.slowest import slowest_of
+from workers.measure.formulas.slowest import slowest_of
 from workers.parallel.collectives import Collective
 
 SIZES = (8, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

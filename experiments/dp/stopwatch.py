@@ -7,7 +7,7 @@ import torch
 
 from experiments.dp.summing import summing
 from workers.lab import Lab
-from workers.measure.slowest import slowest_of
+from workers.measure.formulas.slowest import slowest_of
 from workers.parallel.buckets import AllReduce, GradientBuckets
 from workers.strategies.replica import Replica
 from workers.workload.data import Microbatch

@@ -11,7 +11,6 @@ from experiments.pp.predictions import beside, passed_bytes
 from workers.contract import Measured
 from workers.lab import Lab
 from workers.measure.order import Order
-from workers.measure.storages import COMMUNICATION
 from workers.parallel.peers import Peers
 from workers.parallel.schedules import stages_of
 from workers.passes.outline import Saved, saved
@@ -37,7 +36,7 @@ def check_messages(lab: Lab, name: str, measured: Measured, done: list[Pass], ow
     number = 1 if name == "naive" else lab.config.num_microbatches
     # A tied gradient is summed when all messages between stages are gone.
     tied, _, _ = beside(lab.config.model_copy(update={"clip": None}), folded=owners[0] == owners[-1])
-    most = measured.most[COMMUNICATION]
+    most = measured.most["communication"]
     allowed = max(tied[lab.rank], most_under_way(done, ends_of(lab, owners, number)))
     detail = f"{most} B of messages held at most, {allowed} by the order of passes"
     lab.check("messages", max(0, most - allowed), 0, name, detail, control=CONTROL)

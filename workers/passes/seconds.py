@@ -25,8 +25,9 @@ ROUNDING_S = 1e-9  # of sums and differences of seconds since the machine's star
 class Timed(NamedTuple):
     """The timed steps of one variant on this rank."""
 
-    around: Sequence[Lap]  # of a second watch, a step each
-    marked: Sequence[tuple[int, list[Span]]]  # (number in `around`, marks) of the last ones
+    laps: Sequence[Lap]  # a step each
+    around: Sequence[Lap]  # of a second watch
+    marked: Sequence[tuple[int, list[Span]]]  # (number in `laps`, marks) of the last ones
     steps: records.Steps
     profile: Mapping[str, float]
 
@@ -50,24 +51,17 @@ def wrong(timed: Timed) -> Iterator[str]:
         if not (0 < wall_s <= lap.wall_s and 0 <= cpu_s <= lap.cpu_s):
             yield f"a step of {wall_s:g} s and {cpu_s:g} CPU s, in {lap.wall_s:g} and {lap.cpu_s:g}"
     for number, spans in timed.marked:
-        at = number - left_out
-        yield from unmarked(spans, timed.steps.step_seconds[at] if at >= 0 else None)
+        yield from misplaced(spans, timed.laps[number])
     yield from unlike(timed.profile, [profile(spans) for _, spans in timed.marked])
 
 
-def unmarked(spans: Sequence[Span], wall_s: float | None) -> Iterator[str]:
-    """What is wrong with the marks of a step of `wall_s`, where it was kept."""
-    inside = [span for span in spans if span.kind != "data"]
+def misplaced(spans: Sequence[Span], lap: Lap) -> Iterator[str]:
+    """What is wrong with the marks of a step."""
     fetched = max((span.end_s for span in spans if span.kind == "data"), default=None)
-    began = min((span.start_s for span in inside), default=None)
-    if fetched is None or (began is not None and fetched > began):
+    if fetched is None or fetched > lap.began_s:
         yield "data is fetched while the step is timed, or unmarked"
-    if (
-        inside
-        and wall_s is not None
-        and max(span.end_s for span in inside) - min(span.start_s for span in inside) > wall_s + ROUNDING_S
-    ):
-        yield f"marks that take longer than their step of {wall_s:g} s"
+    if any(span.start_s < lap.began_s or span.end_s > lap.ended_s for span in spans if span.kind != "data"):
+        yield f"marks that are not in their step of {lap.wall_s:g} s"
     off = abs(sum(profile(spans).values()) - length(union(spans)))
     if off > ROUNDING_S * len(spans):
         yield f"classes that add up to {off:g} s more or less than their marks"

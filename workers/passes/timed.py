@@ -87,7 +87,7 @@ class Stopwatch:
             if laps:
                 marked, spent = self.chronicle.numbered(name, len(laps)), self.chronicle.profile(name)
                 lab.journal.write(records.Profile(name, spent))
-                timed[name] = Timed(self.around[name], marked, steps, spent)
+                timed[name] = Timed(laps, self.around[name], marked, steps, spent)
         check_seconds(lab, timed)
 
 

@@ -97,8 +97,8 @@ def seconds_faults() -> Iterator[str]:
 def span_faults() -> Iterator[str]:
     """What the timeline makes of marks that lie inside each other, of ranks that take turns, and of two at once."""
     nested = [
-        Span("forward", "0", 0, 4), Span("all_reduce", "", 1, 2), Span("backward", "0", 4, 10), Span("wait", "", 9, 10),
-        Span("optimizer", "", 12, 13),
+        Span("forward", "0", 0, 4), Span("all_reduce", "", 1, 2), Span("input", "0", 4, 7), Span("weight", "0", 7, 10),
+        Span("wait", "", 9, 10), Span("optimizer", "", 12, 13),
     ]  # fmt: skip
     seconds = {"data": 0, "forward": 3, "backward": 5, "communication": 1, "optimizer": 1, "waiting": 1}
     yield from unlike("seconds by class", seconds, profile(nested))

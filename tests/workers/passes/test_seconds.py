@@ -32,9 +32,11 @@ def marks(step: int) -> list[Span]:
 
 def right() -> Timed:
     kept = LENGTHS_S[2:]
+    laps = [lap(10.0 * step, length, length / 4) for step, length in enumerate(LENGTHS_S)]
     around = [lap(10.0 * step - 1, length + 1, length / 2) for step, length in enumerate(LENGTHS_S)]
     median = {"data": 0.25, "forward": 0.875, "backward": 1.0, "communication": 0.125, "optimizer": 0.0, "waiting": 0.0}
     return Timed(
+        laps,
         around,
         [(step, marks(step)) for step in range(2, 5)],
         Steps("flat", list(kept), [each / 4 for each in kept]),
@@ -63,8 +65,13 @@ def data_unmarked(timed: Timed) -> Timed:
     return timed._replace(marked=[(2, marks(2)[1:]), *timed.marked[1:]])
 
 
+def too_early(timed: Timed) -> Timed:
+    """The watch began before the data was fetched."""
+    return timed._replace(laps=timed.around)
+
+
 def too_short(timed: Timed) -> Timed:
-    return timed._replace(steps=Steps("flat", [0.5, *timed.steps.step_seconds[1:]], timed.steps.cpu_seconds))
+    return timed._replace(laps=[lap(10.0 * step, 0.5, 0.1) for step in range(5)])
 
 
 def the_most(timed: Timed) -> Timed:
@@ -96,7 +103,8 @@ def test_seconds_that_are_right_hold() -> None:
         (cpu_since_the_start, "100 CPU s"),
         (data_inside, "data is fetched while the step is timed"),
         (data_unmarked, "or unmarked"),
-        (too_short, "marks that take longer than their step of 0.5 s"),
+        (too_early, "data is fetched while the step is timed"),
+        (too_short, "marks that are not in their step of 0.5 s"),
         (the_most, "1.5 s of backward are no median of 3 steps"),
         (no_number, "a step of nan s"),
     ],
