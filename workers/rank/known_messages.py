@@ -27,7 +27,7 @@ def check_transport(lab: Lab) -> None:
         f"message {number} where message {wanted} was due" for wanted, number in enumerate(came) if number != wanted
     ]
     detail = faults[0] if faults else f"{len(came)} messages of two groups"
-    lab.check("transport", len(faults), 0, detail=detail, control=CONTROL)
+    lab.check("transport order", len(faults), 0, detail=detail, control=CONTROL)
 
 
 def of_two_groups(lab: Lab, one: Channel, other: Channel) -> list[int]:

@@ -42,7 +42,7 @@ def checked(name: str) -> tuple[float, str]:
     )  # fmt: skip
     check_transport(lab)
     ((name, faults, tolerance, detail),) = found
-    assert (name, tolerance) == ("transport", 0)
+    assert (name, tolerance) == ("transport order", 0)
     return faults, detail
 
 
