@@ -19,6 +19,7 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     if not config.proof:
         return
     yield Claims(("layers", "global norms"), [name for name in LAYERWISE if name in recipes])
+    yield Claims(("held out",), models, one=True)
     yield Claims(("k steps of η against one of kη",), models, one=True)
     for model in models:
         named = {name: f"{model} {name}" for name in recipes}

@@ -12,6 +12,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield from measured(mode, config)
     yield Claims(("called bytes", "wire bytes", "rest bytes", "calls", "launched early"), mode.by_hand)
     if config.resume is None:  # else there may be no step left
-        yield Claims(("capacity",), (*mode.by_hand, *mode.by_torch))
+        yield Claims(("capacity", "choices"), (*mode.by_hand, *mode.by_torch))
     if config.proof:
         yield Claims(("copies",), ("ep_dp", "ep_dp_tp"), one=True)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from workers.config import Config
 from workers.contract import Claims, Mode
 from workers.passes.claims import measured
-from workers.workload.own import is_own
 
 
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:
@@ -16,5 +15,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield Claims(
         ("called bytes", "wire bytes", "calls", "schedule", "bubble on paper", "activation bytes"), mode.by_hand
     )
-    if is_own(config.model):
-        yield Claims(("rest bytes",), mode.by_hand)
+    yield Claims(("rest bytes", "messages"), mode.by_hand)
+    if config.backend != "nccl":
+        yield Claims(("posted ahead",), [name for name in mode.by_hand if name != "naive"])

@@ -23,6 +23,7 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield Claims((given, "update"), in_16_bits, times=PROVEN_STEPS)
     yield Claims(("unscaled", "loss scale", "skipped", "clipped gradients", "weights"), ("fp16_scaled", "fp16_master"))
     yield Claims(("copied back",), ("fp16_scaled",))
+    yield Claims(("first masters",), ("bf16_master", "fp16_master"))
     yield Claims(("copied back",), ("bf16_master",), times=PROVEN_STEPS)
     yield Claims(("copied back",), ("fp16_master",), times=PROVEN_STEPS + 1)
     yield Claims(("rounded at random",), ("bf16_stochastic",))

@@ -8,9 +8,11 @@ is nothing to hold (`Lab.waive`), or it is not listed.
 from collections.abc import Iterator, Sequence
 
 from workers.config import Config
+from workers.config.values import is_path
 from workers.contract import WHOLE_RUN, Claims, Mode
 from workers.report.blocks import DRAWN, ON_WIRE
 from workers.report.records import Expected
+from workers.workload.own import is_own
 
 SURE_STEPS = 5  # that every variant takes of the timed steps, if LAB_STEPS has them
 PROVEN = ("losses", "gradients", "weights")
@@ -38,13 +40,28 @@ def nothing(mode: Mode, config: Config) -> Iterator[Claims]:  # noqa: ARG001
 
 def every_run(mode: Mode, config: Config) -> Iterator[Claims]:
     """What holds of any lesson: meters and the judge are tried before anything is counted or judged."""
+    yield Claims(("meters",))
     if not mode.takes_back:  # else rank 0 may be lost, with its records
         yield Claims(("verdicts",), one=True)
+        if config.proof and mode.audits:
+            yield Claims(tuple(stated(config)), one=True)
     if config.world_size > 1:  # as called, and on the wire but for what sends past the sockets
         yield Claims(("ledger",), times=1 if config.backend == "nccl" else 2)
         if config.backend == "tcp":
-            yield Claims(("transport",))
+            yield Claims(("transport", "transport order"))
             yield Claims(("stranger",), one=True)
+
+
+def stated(config: Config) -> Iterator[str]:
+    """What ranks and the one process share, whatever the lesson: rank 0 holds it to statements of its own."""
+    yield from ("shares", "shards", "epochs", "optimizer")
+    if is_own(config.model) or is_path(config.run_mode):  # whose layers nobody here can state
+        return
+    yield from ("targets", "first weights", "model", "loss")
+    if config.model == "gpt" and config.seq > 1:
+        yield "positions"
+    if config.recompute:
+        yield "recomputation"
 
 
 def measured(
@@ -62,11 +79,12 @@ def measured(
     by_hand = [name for name in trained if name not in mode.by_torch]
     alone, own = [name for name in trained if name not in apart], [name for name in by_hand if name not in apart]
     yield Claims(("timed steps",), trained)
+    yield Claims(("timed seconds",))
     yield Claims(("timed replicas",), [name for name in by_hand if name not in unlike], one=True)
     if config.resume is None:  # else there may be no step left
         yield Claims((DRAWN, ON_WIRE), trained)
     if config.proof:
-        yield Claims(PROVEN, alone, one=True)
+        yield Claims((*PROVEN, "proof steps"), alone, one=True)
         yield Claims(("timed losses",), own, one=True)
         yield from tuned(config, alone, own)
     every = config.audit_every or ("flip" in (config.faults or "") and 1)
