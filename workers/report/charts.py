@@ -205,7 +205,8 @@ def _lean(root: Any, pens: Sequence[Pen], names: Sequence[str]) -> Any:
             if unused or (child.tag == "desc" and kind != "value"):
                 parent.remove(child)
             elif child.tag == "desc":
-                child.tag, child.attrib = "title", {}  # what a browser tells where the pointer is
+                child.tag = "title"  # what a browser tells where the pointer is
+                child.attrib.clear()  # where lxml is installed pygal takes it, whose elements keep their dict
     for part in root.iter():
         for name, value in part.attrib.items():
             if name in PLACES:
