@@ -29,11 +29,11 @@ VANISHED = [
     ),
     Mutant(
         PROOF,
-        "    for check, value in differences.items() if lab.rank == 0 else ():",
+        "    for check, value in (pair for each in found for pair in each.largest.items()):",
         "    for check, value in ():",
         FLAT,
     ),
-    Mutant(PROOF, 'return {"losses": losses, "gradients"', 'return {"loss": losses, "gradients"', FLAT),
+    Mutant(PROOF, 'found.note("losses", abs(', 'found.note("weights", abs(', FLAT),
     Mutant(PROOF, "    if also is not None and not is_own(name):", "    if also is not None and is_own(name):", FLAT),
     Mutant(
         HOLDING,
