@@ -21,7 +21,7 @@ def claims(mode: Mode, config: Config, local_steps: int) -> Iterator[Claims]:
     yield Claims(("who may start", "budget", "updates", "fetched weights", "weights of the run"), APART, one=True)
     yield Claims(("final weights", "samples of the run"), APART, one=True)
     yield Claims(("staleness",), ("ssp",), one=True)
-    yield Claims(("samples of the pace",), APART, one=True)
+    yield Claims(("samples of the pace",), ("dp", "sync"), one=True)
     yield Claims(("wire bytes of the run",), APART)
     if config.proof:
         yield from proven(mode, config, local_steps)

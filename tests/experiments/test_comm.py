@@ -22,6 +22,7 @@ from workers.config import Config, ConfigError
 from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_seconds
 from workers.parallel import primitives
 from workers.parallel.collectives import ALGORITHMS, Collective
+from workers.parallel.handshake import unheeded
 from workers.parallel.peers import Peers, Steps
 from workers.passes.recorded import Drawn
 from workers.plan.calibrate import calibrate
@@ -42,6 +43,7 @@ class Notes:
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         self.device = torch.device("cpu")
         self.exchange, self.mode, self.own_ip = self, comm.MODE, "127.0.0.1"
+        self.secret, self.turned_away = b"the key of the run", unheeded
         self.failed: set[str] = set()
         self.held: set[str] = set()
         self.tables: dict[str, list[list[Any]]] = {}

@@ -22,7 +22,6 @@ from workers.parallel.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, Who, pro
 from workers.parallel.transport import LinkError
 
 BOUND_S = 10.0
-BEFORE_S = 0.2  # that the stranger is connected and silent, while rank 1 gets in line behind it
 TOLD, CALLED, HEARD = "the transport's stranger", 1, 42
 CONTROL = "tests/workers/rank/test_stranger.py::test_a_stranger_that_is_let_in_is_seen"
 
@@ -67,13 +66,12 @@ def dial(store: dist.Store, host: str, before: set[int], bound_s: float) -> None
     while time.monotonic() < deadline:
         for port in listening() - before:
             with suppress(OSError), socket.create_connection((host, port), 1.0) as connection:
-                store.set(TOLD, "dialled")
-                time.sleep(BEFORE_S)
                 nonce = secrets.token_bytes(NONCE_BYTES)
                 connection.settimeout(bound_s / 2)
                 connection.sendall(MAGIC + nonce)
                 nonces = nonce + connection.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)[:NONCE_BYTES]
                 connection.sendall(proof(secrets.token_bytes(32), b"dialler", purpose(0), nonces, Who(CALLED)))
+                store.set(TOLD, "dialled")
                 connection.recv(1)  # until it is closed
                 return
         time.sleep(0.005)
