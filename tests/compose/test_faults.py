@@ -18,9 +18,9 @@ COMPOSE_S = 1.0  # what Compose itself needs to start
 LONG = TINY | {"LAB_STEPS": "20000", "LAB_VARIANT": "flat", "LAB_PROOF": "0"}
 TRAINS = r"working .* timed steps"  # the heartbeat, every ten seconds
 
-# Fills the container's memory at about 100 MB a second, so that heartbeats still tell of it. What lies in the tmpfs
-# counts like a process' memory, and the kernel kills the largest process: the rank.
-FILL_MEMORY = "i=0; while dd if=/dev/zero of=/tmp/fill$i bs=1M count=10 2>/dev/null; do i=$((i+1)); sleep 0.1; done"
+# Fills the container's memory at about 100 MB a second, so that heartbeats still tell of it, by many small processes: the
+# kernel kills the largest one, the rank.
+FILL_MEMORY = """while :; do python -S -c 'import time; x = b"x" * 40_000_000; time.sleep(60)' & sleep 0.4; done"""
 
 
 def kill(cluster: Containers, rank: int) -> None:
