@@ -30,6 +30,7 @@ from workers.report.units import milliseconds
 CONTROL = "tests/workers/rank/test_known_cases.py::test_a_meter_that_is_wrong_is_seen"
 WEIGHTS, INPUTS, BUCKET, MASTERS, MOMENTS, MESSAGE = 512, 512, 896, 640, 768, 1152  # numbers, the first 3 of 2 bytes
 WORKING = 16  # bytes of two numbers beside what has a name
+CYCLE = 64  # numbers that only a collector frees
 LENGTH_S = 0.002  # of the thread's own computing, and of its sleep
 
 
@@ -67,10 +68,17 @@ def memory_faults(device: torch.device, group: dist.ProcessGroup) -> Iterator[st
             (weight * inputs * inputs).sum().backward()
             weight.grad = bucket[:WEIGHTS]  # autograd's own goes
             message.untyped_storage().resize_(0)  # or the meter would wait for it to be let go
+            cycle: list[object] = [torch.zeros(CYCLE, device=device)]
+            cycle.append(cycle)  # gone at rest, and not when the step is over
+            del cycle
     del weight, master, optimizer, inputs, bucket, message
     held = {"parameters": 2 * WEIGHTS, "gradients": 2 * BUCKET, "optimizer": 4 * (MASTERS + MOMENTS)}
     yield from unlike("bytes at rest", held | {"activations": 2 * INPUTS, "communication": 0}, memory.rest)
     yield from unlike("bytes saved for the backward pass", (2 * INPUTS, 0), (saved.peak_bytes, saved.live_bytes))
+    with SavedActivations() as saved:
+        for length in (INPUTS, INPUTS // 2):  # the most comes first
+            (nn.Parameter(torch.zeros(length)) * torch.zeros(length)).sum().backward()
+    yield from unlike("the most bytes saved", (4 * INPUTS, 0), (saved.peak_bytes, saved.live_bytes))
     # When the gradient comes, that of its product is there, too; the loss and its gradient are two numbers.
     working = memory.peak["activations"] - 2 * INPUTS - 2 * WEIGHTS
     peak = memory.peak | {"activations": working if not 0 <= working <= WORKING else 0}
