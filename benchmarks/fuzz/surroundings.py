@@ -152,6 +152,20 @@ def attack_page(run: Started) -> None:
             assert client.recv(64).startswith(b"HTTP/1."), "the page does not answer beside slow clients"
 
 
+def mount_disk(runs: Path) -> None:
+    """The folder of runs on a disk of its own."""
+    disk, place = str(runs.parent / "disk"), str(runs)
+    commands = (["truncate", "-s", "64m", disk], ["mkfs.ext4", "-q", disk], ["mount", "-o", "loop", disk, place])
+    for command in commands:
+        if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
+            raise NotTried(f"{command[0]} {command[1]} is not allowed here")
+
+
+def break_disk(run: Started) -> None:
+    """As the kernel does where a disk fails: nothing more is written to it, open files included."""
+    subprocess.run(["mount", "-o", "remount,abort", run.runs], check=True)
+
+
 def link_latest(runs: Path) -> None:
     """runs/latest leads round in a circle."""
     (runs / "latest").symlink_to("latest")
@@ -178,6 +192,7 @@ def cases(top: Path) -> dict[str, Case]:
         "home": Case("no HOME, USER, LOGNAME, TMPDIR", {0}, "PASS", prefix=["env", "-u", "HOME", "-u", "USER", "-u", "LOGNAME", "-u", "TMPDIR"]),
         "shm": Case("/dev/shm that nobody can write to", {0}, "PASS", prefix=mounted("mount -t tmpfs -o ro none /dev/shm")),
         "disk_full": Case("a disk of 200 kB", {1}, r"cannot be written any more \(No space left on device\): free space", prefix=full),
+        "disk_read_only": Case("a disk that fails in mid-run, so that it is read-only", {1}, r"cannot be written any more \(Read-only file system\)", before=mount_disk, act=break_disk),
         "removed": Case("runs/ is removed while the run trains", {1}, r"was removed|No such file", act=remove_runs),
         "hangup": Case("SIGHUP to the launcher", {143}, "was stopped by SIGHUP", act=send(signal.SIGHUP)),
         "term_rank": Case("SIGTERM to rank 1", {3}, lost, act=send(signal.SIGTERM, 1)),
@@ -216,8 +231,11 @@ def tried(name: str) -> list[str]:
             and subprocess.run(["unshare", "-m", "true"], check=False).returncode
         ):
             return [name, case.what, "-", "-", "not tried: no mount namespace may be made"]
-        if case.before is not None:
-            case.before(top / "runs")
+        try:
+            if case.before is not None:
+                case.before(top / "runs")
+        except NotTried as error:
+            return [name, case.what, "-", "-", f"not tried: {error}"]
         run = Started(top, settings, case.prefix)
         try:
             run.until_trained()
@@ -235,6 +253,7 @@ def tried(name: str) -> list[str]:
             for process in run.processes():
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
+            subprocess.run(["umount", "-q", top / "runs"], stderr=subprocess.DEVNULL, check=False)
 
 
 def wrong(run: Started, case: Case, code: int | None) -> str:
