@@ -52,6 +52,9 @@ def wrong(timed: Timed) -> Iterator[str]:
             yield f"a step of {wall_s:g} s and {cpu_s:g} CPU s, in {lap.wall_s:g} and {lap.cpu_s:g}"
     for number, spans in timed.marked:
         yield from misplaced(spans, timed.laps[number])
+        marked_s = length(union([span for span in spans if span.kind != "data"]))
+        if number >= left_out and marked_s > timed.steps.step_seconds[number - left_out] + ROUNDING_S:
+            yield f"a step of {timed.steps.step_seconds[number - left_out]:g} s in which {marked_s:g} s are marked"
     yield from unlike(timed.profile, [profile(spans) for _, spans in timed.marked])
 
 
