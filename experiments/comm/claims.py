@@ -13,7 +13,7 @@ def claims(mode: Mode, sweep_mib: float) -> Iterator[Claims]:
     yield Claims(("forward",), times=PRIMITIVES)
     yield Claims(("gradients",), times=GRADIENTS)
     yield Claims(("no autograd", "demo", "ring"))
-    yield Claims(("speeds",), times=len(OPERATIONS))
+    yield Claims(("speeds",))  # of the operations that the chosen variants have
     yield Claims(("sum",), ("naive", *mode.names))
     yield Claims(("contents",), mode.names, times=len(OPERATIONS))
     yield Claims(("drawn bytes",), mode.names)
