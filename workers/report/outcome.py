@@ -30,6 +30,7 @@ class Outcome:
     def __init__(self, folder: Path, token: str) -> None:
         self.folder = folder
         self._token = token
+        self._laid: str | None = None  # by this rank
         self._claim = folder / f".run.{token}.json"
 
     def page(self, rank: int) -> Path:
@@ -42,7 +43,8 @@ class Outcome:
 
     def lay_ready(self, run: Run, rank: int) -> None:
         """Write what `publish` of the same rank will claim."""
-        write_atomically(self._ready(rank), as_lines(run))
+        self._laid = "".join(as_lines(run))
+        write_atomically(self._ready(rank), [self._laid])
 
     def publish(self, rank: int) -> None:
         """Put in place what `rank` laid ready, once: a second call changes nothing.
@@ -56,7 +58,9 @@ class Outcome:
                 raise Unpublished(
                     f"the verdict of rank {rank} is not in {self.folder}: run.json was not written"
                 ) from None
-            return  # by another call
+            if self._laid is None:
+                return  # by another call
+            laid = self._laid  # which another survivor has put in place, or removed for an outcome of its own
         self._take(self._ready(rank))
         if self._claim.read_text(encoding="utf-8") != laid:
             raise Unpublished(f"another verdict than that of rank {rank} stands in {self.folder / 'run.json'}")

@@ -54,6 +54,16 @@ def test_where_nothing_was_laid_ready_there_is_nothing_to_put_in_place(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_removed_for_another_outcome_is_an_error_and_no_success(tmp_path: Path) -> None:
+    one, other = Outcome(tmp_path / "run", "a"), Outcome(tmp_path / "run", "a")
+    one.folder.mkdir()
+    one.lay_ready({"verdict": "pass"}, 0)
+    assert other.write({"verdict": "lost"})
+    other.discard()
+    with pytest.raises(Unpublished, match="another verdict than that of rank 0 stands in"):
+        one.publish(0)
+
+
 def test_a_writer_that_ended_between_its_claim_and_run_json_is_finished_by_the_next(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path / "run", "a")
     outcome.folder.mkdir()
