@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.interface import claims_of
 from tests.labs import Runs, failed
 from tests.mistakes import WORLD_SIZE, mistaken, whole
 from workers.config.values import modes
@@ -15,6 +16,8 @@ def test_without_a_bug_every_check_holds(runs: Runs, run_mode: str) -> None:
     run = runs(WORLD_SIZE, **whole(run_mode)).judged
     assert failed(run) == set()
     assert run["verdict"] == "pass"
+    names = {claim["name"] for claim in run["checks"] + run["comparisons"]}
+    assert not [name for name in claims_of(run_mode, "made") if name not in names]
 
 
 @pytest.mark.parametrize(("run_mode", "bug"), BUGS)

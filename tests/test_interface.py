@@ -1,0 +1,223 @@
+"""What users have typed, scripted or stored still works: every name and default of `interface.toml` is there, and runs
+of an older lab are judged as they were.
+
+Something new need not stand in the file; a line that is changed or taken out is a break, which CHANGELOG.md tells of.
+"""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ranklab as package
+from ranklab import contract, pytest_plugin
+from tests.controls import TOP
+from tests.interface import DATA, FROZEN, claims_of, missing
+from tests.labs import TINY
+from tests.mistakes import WORLD_SIZE, whole
+from workers.check import finding
+from workers.check import settings as check_settings
+from workers.checkpoint import manifest
+from workers.cluster.launch import worst
+from workers.config import Config
+from workers.config.commands import COMMANDS
+from workers.config.values import modes
+from workers.passes.claims import expected
+from workers.prove import buffers, compare, verdict
+from workers.prove import settings as prove_settings
+from workers.rank.modes import load, load_for
+from workers.report import judge, records
+from workers.report.__main__ import main as report
+from workers.report.lines import from_line, read_run, to_line
+
+RUNS = sorted((DATA / "runs").iterdir())
+# Settings with which a run claims more than by default.
+MORE = {
+    "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "1", "LAB_CHECKPOINT_EVERY": "2", "LAB_AUDIT_EVERY": "1", "LAB_BACKEND": "tcp",
+    "LAB_RECOMPUTE": "1",
+}  # fmt: skip
+# Records of which no stored run has one.
+RARE = [
+    {"record": "resumed", "epoch": 0, "step": 2, "path": "checkpoints/step-00000002"},
+    {"record": "skipped", "variant": "ring", "reason": "one rank"},
+    {"record": "finding", "check": "calls match", "sentence": "they do not", "ranks": [0]},
+    {"record": "dropped", "by_fault": {"its seal": 1}, "by_source": {"10.0.0.1": 1}},
+]
+
+
+def printed(*command: str) -> str:
+    """What a command says that has to end well."""
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# --- what is typed ---
+
+
+@pytest.mark.parametrize(
+    "lab", [[sys.executable, "-m", package.__name__], [sys.executable, "-m", "workers"], ["./run"]]
+)
+def test_every_command_is_offered(lab: list[str]) -> None:
+    assert not missing(re.findall(r"^  (?:\./run )?(\w+) +\S", printed(*lab, "--help"), re.MULTILINE), "commands")
+
+
+def test_every_command_has_a_module() -> None:
+    assert not [name for name in FROZEN["commands"] if importlib.util.find_spec(COMMANDS[name].module) is None]
+
+
+def test_every_target_of_make_is_there() -> None:
+    assert not missing(re.findall(r"^(\w+):.*## ", (TOP / "Makefile").read_text(), re.MULTILINE), "make")
+
+
+def test_every_file_and_folder_of_the_top_is_there() -> None:
+    assert not missing((path.name for path in TOP.iterdir()), "top")
+
+
+# --- variables ---
+
+
+def test_every_variable_has_its_default() -> None:
+    defaults: dict[str, dict[str, str]] = {"": {}}
+    mode = ""
+    for line in printed(sys.executable, "-m", package.__name__, "config").splitlines():
+        if heading := re.match(r"`RUN_MODE=(\w+)`", line):
+            mode = heading[1]
+            defaults[mode] = dict(re.findall(r"`(LAB_\w+)` ([^\s,]+)", line))
+        elif row := re.match(r"\| `(\w+)` \| (.*?) \|", line):
+            defaults[mode][row[1]] = row[2]
+    for name, settings in (("check", check_settings), ("prove", prove_settings)):
+        own = settings.Options().model_dump(by_alias=True)
+        defaults[name] = {alias: "" if value is None else f"{value:g}" for alias, value in own.items()}
+    for name, frozen in {"": FROZEN["variables"], **FROZEN["variables_of"]}.items():
+        now = {variable: defaults[name].get(variable) for variable in frozen}
+        assert now == frozen, name or "every mode"
+
+
+def test_a_variable_that_is_none_is_refused_with_2() -> None:
+    command = [sys.executable, "-m", package.__name__, "run", "LAB_STEP=5"]
+    assert subprocess.run(command, cwd=TOP, capture_output=True, timeout=60, check=False).returncode == 2
+
+
+# --- exit codes ---
+
+
+def by_run(one: int, other: int) -> int:
+    """The worse of two codes by ./run."""
+    functions = re.findall(r"^(?:severity|worst)\(\) \{\n.*?^\}\n", (TOP / "run").read_text(), re.MULTILINE | re.DOTALL)
+    return int(printed("sh", "-c", f"{''.join(functions)}worst {one} {other}"))
+
+
+@pytest.mark.parametrize("signalled", [130, 137])
+def test_of_two_exit_codes_the_worse_wins(signalled: int) -> None:
+    order = [signalled if code == 130 else code for code in FROZEN["worst_first"]]
+    for worse, better in combinations(order, 2):
+        assert worst([worse, better]) == worst([better, worse]) == worse
+        assert by_run(worse, better) == by_run(better, worse) == worse
+
+
+def test_every_verdict_has_its_exit_code() -> None:
+    assert FROZEN["verdicts"] == judge.EXIT_CODES
+
+
+# --- what is imported ---
+
+
+def test_the_names_of_the_package() -> None:
+    for name, module in (("ranklab", package), ("contract", contract), ("fixtures", pytest_plugin)):
+        assert not missing((each for each in module.__all__ if hasattr(module, each)), name)
+
+
+# --- modes ---
+
+
+@pytest.mark.parametrize("mode", FROZEN["variants"])
+def test_the_names_of_a_mode(mode: str) -> None:
+    lesson = load(mode)
+    assert not missing(lesson.names, "variants", mode)
+    checks = {bug: mistake.check for bug, mistake in lesson.mistakes.items()}
+    assert FROZEN["bugs"].get(mode, {}).items() <= checks.items()
+    assert mode in modes()
+
+
+@pytest.mark.parametrize("mode", FROZEN["variants"])
+def test_what_a_run_has_to_claim(mode: str) -> None:
+    now: set[str] = set()
+    for more in ({}, MORE):
+        config = Config.read({"WORLD_SIZE": str(WORLD_SIZE)} | TINY | whole(mode) | more)
+        now |= {name for _, name, _, _ in expected(config, load_for(config)).claims}
+    assert not [name for name in claims_of(mode, "claimed") if name not in now]
+
+
+def test_the_checks_of_ones_own_script_and_model() -> None:
+    assert not missing(finding.CHECKS, "scripts", "check")
+    proven = (compare.LOSSES, compare.GRADIENTS, compare.WEIGHTS, verdict.BEGINNING, verdict.WHOLE_MODEL)
+    assert not missing((*proven, verdict.DROPOUT, buffers.BUFFERS), "scripts", "prove")
+
+
+# --- what is stored ---
+
+
+def test_the_kinds_of_records_and_their_fields() -> None:
+    assert not missing(records.TYPES, "records")
+    for name in FROZEN["records"]:
+        assert not missing(records.TYPES[name].__annotations__, "records", name), name
+
+
+def test_the_keys_of_run_json() -> None:
+    judged = [judge.judge(read_run(run)) for run in RUNS]
+    whole_run = read_run(DATA / "runs" / "passes")
+    judged.append(judge.judge({0: [*whole_run[0], *(from_line(json.dumps(each)) for each in RARE)], 1: whole_run[1]}))
+    for run in judged:
+        assert run["schema"] == 1
+        assert not missing(run, "run_json", "run")
+    for name in set(FROZEN["run_json"]) - {"run"}:
+        parts = [part for run in judged for part in (run[name] if isinstance(run[name], list) else [run[name]]) if part]
+        assert parts, f"none of these runs has {name}"
+        assert not [keys for part in parts if (keys := missing(part, "run_json", name))], name
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run.name))
+def test_an_old_run_is_judged_as_it_was(run: Path, tmp_path: Path) -> None:
+    """By the command, which writes its page too; sentences on a drill may be worded otherwise."""
+    before = json.loads((run / "run.json").read_text())
+    again = Path(shutil.copytree(run, tmp_path / run.name))
+    (again / "run.json").unlink()
+    assert report([str(again)]) == FROZEN["verdicts"][before["verdict"]]
+    assert (again / "report.html").is_file()
+    after = json.loads((again / "run.json").read_text())
+    drills = [[drill["held"] for drill in each.pop("drills")] for each in (before, after)]
+    assert drills[0] == drills[1]
+    assert kept(before, after)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run.name))
+def test_old_records_are_written_as_they_were(run: Path) -> None:
+    for path in run.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            assert kept(json.loads(line), json.loads(to_line(from_line(line))))
+
+
+def kept(before: Any, after: Any) -> bool:
+    """Whether all of `before` is in `after`, which may have more keys."""
+    if isinstance(before, dict):
+        return all(key in after and kept(value, after[key]) for key, value in before.items())
+    if isinstance(before, list):
+        return len(before) == len(after) and all(map(kept, before, after))
+    return bool(before == after)
+
+
+def test_the_manifest_of_an_old_checkpoint(tmp_path: Path) -> None:
+    old = DATA / "checkpoint"
+    written = json.loads(manifest.write(tmp_path, manifest.read(old)).read_text())
+    assert not missing(written, "manifest", "keys")
+    assert not missing(written["settings"], "manifest", "settings")
+    assert not missing(manifest.defining(Config.read({})), "manifest", "settings")
+    assert kept(json.loads((old / manifest.FILE).read_text()), written)
