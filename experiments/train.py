@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from workers.config import Config
-from workers.contract import Claims, Instead, Mistake, Mode, Needs, untrained
+from workers.contract import Claims, Mistakes, Mode, Needs, untrained
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
 
@@ -172,14 +172,18 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:  # noqa: ARG001  wha
 
 # --- the classic mistakes, made on purpose by LAB_BUG ---
 
-
-def unsampled(rank: int, world_size: int) -> Sampler[Any]:  # noqa: ARG001  the same, whoever asks
-    """What a script does that has no sampler of its own: the whole data set on every rank."""
-    return RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(SEED))
+mistake = Mistakes()
 
 
+@mistake("no_set_epoch", check="reshuffled", part="begin_epoch", needs=Needs(ranks=1, proof=False))
 def untold(sampler: Any, epoch: int) -> None:
-    """Leave the sampler with the epoch that it has."""
+    """The sampler is never told the epoch: every epoch deals the same shards in the same order."""
+
+
+@mistake("no_sampler", check="shards", part="sampler_of", needs=Needs(proof=False))
+def unsampled(rank: int, world_size: int) -> Sampler[Any]:  # noqa: ARG001  the same, whoever asks
+    """Every rank loads the whole data set: each sample is trained on N times an epoch."""
+    return RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(SEED))
 
 
 MODE = Mode(
@@ -188,20 +192,7 @@ MODE = Mode(
     title=lambda config: f"DistributedSampler, {LENGTH} samples",  # noqa: ARG005
     predict=predict,
     refuse=untrained,  # whatever the sizes are
-    mistakes={
-        "no_set_epoch": Mistake(
-            "the sampler is never told the epoch: every epoch deals the same shards in the same order",
-            "reshuffled",
-            Instead(run={"begin_epoch": untold}),
-            Needs(ranks=1, proof=False),
-        ),
-        "no_sampler": Mistake(
-            "every rank loads the whole data set: each sample is trained on N times an epoch",
-            "shards",
-            Instead(run={"sampler_of": unsampled, "begin_epoch": untold}),
-            Needs(proof=False),
-        ),
-    },
+    mistakes=mistake,
     unsaved="trains nothing that could be saved",
     reading=(
         "experiments/train.py: the sampler by hand and PyTorch's, two epochs of them, and what holds of all shards",

@@ -61,7 +61,7 @@ def test_help_waits_for_no_torch() -> None:
 def test_a_mode_of_ones_own_needs_nothing_of_workers() -> None:
     from ranklab import contract
 
-    assert set(contract.__all__) == {"Mode", "Variant", "Mistake", "Instead", "Needs", "Strategy"}
+    assert set(contract.__all__) == {"Mode", "Variant", "Mistake", "Mistakes", "Instead", "Needs", "Strategy"}
     assert {getattr(contract, name).__module__ for name in contract.__all__} == {"workers.contract"}
 
 

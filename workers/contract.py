@@ -4,14 +4,15 @@
 
 is a whole mode: both variants are proven against one process, timed, counted and drawn. Whatever the lab knows of a
 mode it reads from this object, so a mode from outside of experiments/ is no different from ours. A mistake is a
-substitution (`Instead`): the right path never asks which mistake is on.
+substitution (`Mistakes`, `Instead`): the right path never asks which mistake is on.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -208,6 +209,58 @@ class Mistake:
         return next((reason for applies, reason in reasons if applies), "") or needs.unless(config)
 
 
+Wrong = TypeVar("Wrong")
+IN_THE_PASSES = ("batches", "shards_written", "resumed_batch")
+
+
+def itself(wrong: Any) -> Any:
+    return wrong
+
+
+class Mistakes(dict[str, Mistake]):
+    """The mistakes of a mode by name, each stated at the wrong thing, whose docstring is the sentence on what breaks.
+
+    mistake = Mistakes()
+
+    @mistake("stale_bucket", check="gradients", part="buckets", of=("flat", "bucketed"), needs=Needs(ranks=1))
+    class StaleBuckets(GradientBuckets):
+        '''The buckets are not emptied between steps: each gradient has all former ones in it.'''
+    """
+
+    def __call__(
+        self, name: str, *, check: str, part: str, of: Sequence[str] = (), needs: Needs = Needs(),
+        put: Callable[[Any], Any] = itself,
+    ) -> Callable[[Wrong], Wrong]:  # fmt: skip
+        """Decorates what takes the place of a part where LAB_BUG is `name`; returns it as it is.
+
+        Args:
+            check: the check that sees it.
+            part: a keyword of the makers of the variants `of`, or without them of the mode's own run; or a field of
+                the Mode: batches, shards_written or resumed_batch.
+            needs: what a run has to have so that it shows.
+            put: makes of what is decorated what the part takes.
+        """
+
+        def stated(wrong: Wrong) -> Wrong:
+            parts = {part: put(wrong)}
+            if part in IN_THE_PASSES:
+                where = Instead(**parts)
+            elif of:
+                where = Instead(of, parts)
+            else:
+                where = Instead(run=parts)
+            self[name] = Mistake(sentence_on(wrong) or name, check, where, needs)
+            return wrong
+
+        return stated
+
+
+def sentence_on(wrong: object) -> str:
+    """The first paragraph of its docstring, to go on with behind a colon."""
+    words = " ".join(inspect.cleandoc(wrong.__doc__ or "").partition("\n\n")[0].split())
+    return words[:1].lower() + words[1:].removesuffix(".")
+
+
 def trained(config: Config) -> str:
     """What is trained, for headings."""
     return outline(config).describe()
@@ -292,11 +345,7 @@ class Mode:
         if bug is None or bug not in self.mistakes:
             return self
         where = self.mistakes[bug].where
-        others = {
-            name: getattr(where, name)
-            for name in ("batches", "shards_written", "resumed_batch")
-            if getattr(where, name) is not None
-        }
+        others = {name: getattr(where, name) for name in IN_THE_PASSES if getattr(where, name) is not None}
         made = tuple(
             (
                 replace(each, build=partial(each.build, **where.parts))

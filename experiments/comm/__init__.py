@@ -26,7 +26,7 @@ from torch import Tensor
 from experiments.comm import costs, demo, gradients, primitives, sweep
 from experiments.comm.claims import claims
 from experiments.comm.gradients import Convention, as_it_is
-from experiments.comm.mistakes import MISTAKES
+from experiments.comm.mistakes import mistake
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Variant, untrained
@@ -191,7 +191,7 @@ MODE = Mode(
     title=title,
     predict=predict,
     refuse=untrained,  # whatever the sizes are
-    mistakes=MISTAKES,
+    mistakes=mistake,
     unsaved="trains nothing that could be saved",
     reading=(
         "experiments/comm/__init__.py: an all_reduce of sends and receives, naive, and what a run goes through",

@@ -40,7 +40,7 @@ from torch import Size, Tensor
 
 from experiments.compress import torchs
 from experiments.compress.claims import claims
-from experiments.compress.mistakes import MISTAKES
+from experiments.compress.mistakes import mistake
 from experiments.compress.peak import compare_peak
 from experiments.compress.predictions import OURS, cannot, predict, refuse
 from experiments.compress.proofs import by_the_formula
@@ -229,7 +229,7 @@ MODE = Mode(
     predict=predict,
     refuse=refuse,
     cannot=cannot,
-    mistakes=MISTAKES,
+    mistakes=mistake,
     unsaved="keeps a residual of its own on each rank, as large as the gradients, without which a resumed run would "
     "lose what was not sent",
     reading=(

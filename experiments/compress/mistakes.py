@@ -9,73 +9,14 @@ from torch import Tensor, nn
 from experiments.compress.predictions import METHODS, own
 from experiments.compress.reference import rank_seed
 from workers.config import Config
-from workers.contract import Instead, Mistake, Needs
+from workers.contract import Mistakes, Needs
 from workers.parallel.buckets import AllReduceOf, GradientBuckets
 from workers.parallel.compression import Compressor, Handle
 from workers.parallel.lowrank import LowRank, first_factor, orthonormal
 from workers.parallel.quantised import Quantised
 from workers.parallel.sparse import RandomK
 
-
-class Forgetful:
-    """A compressor whose residual is gone before the next step."""
-
-    residual = None
-
-    def __init__(self, compressor: Compressor) -> None:
-        self.compressor = compressor
-
-    def __call__(self, bucket: Tensor) -> Handle:
-        self.compressor.residual = None
-        return self.compressor(bucket)
-
-
-class ForgetfulBuckets(GradientBuckets):
-    """Buckets of forgetful compressors, wherever there is something to forget."""
-
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: float, *,
-        all_reduce_of: AllReduceOf,
-    ) -> None:  # fmt: skip
-        def forgetful_of(shapes: list[torch.Size]) -> Forgetful | Compressor:
-            compressor = all_reduce_of(shapes)
-            assert isinstance(compressor, Compressor)
-            return Forgetful(compressor) if compressor.feedback else compressor
-
-        super().__init__(parameters, group, bucket_bytes, all_reduce_of=forgetful_of)
-
-
-class OwnPlaces(RandomK):
-    """Draws from a seed of its rank's own."""
-
-    def __init__(self, group: dist.ProcessGroup, ratio: float, seed: int, *, feedback: bool) -> None:
-        super().__init__(group, ratio, rank_seed(seed, group.rank()), feedback=feedback)
-
-
-class Overflowing(Quantised):
-    """As many levels as 8 bits have, whatever the number of codes that are added."""
-
-    def __init__(self, group: dist.ProcessGroup, seed: int, *, feedback: bool) -> None:
-        super().__init__(group, seed, feedback=feedback)
-        self.levels = 127
-
-
-class PerRank(LowRank):
-    """Factors of each rank's own, as the lesson had them; what is summed are the products."""
-
-    def __call__(self, bucket: Tensor) -> Handle:
-        values = self.with_residual(bucket)
-        sent = values.clone()
-        matrices, _ = self.members(sent)
-        for matrix in matrices:
-            random = first_factor(torch.Size((matrix.shape[1], self.rank)), self.seed + self.group.rank())
-            p = orthonormal(matrix @ random.to(matrix))
-            matrix.copy_(p @ (p.T @ matrix))
-        if self.feedback:
-            values.sub_(sent)
-        bucket.copy_(sent)
-        work = dist.all_reduce(bucket, group=self.group, async_op=True)
-        return Handle(lambda: work.wait())
+mistake = Mistakes()
 
 
 # --- the settings that hide one ---
@@ -104,28 +45,84 @@ def few_rows(config: Config) -> str:
     )
 
 
-MISTAKES = {
-    "no_error_feedback": Mistake(
-        "what is not sent is dropped, although error feedback is on: it never reaches the weights",
-        "sent + residual",
-        Instead(METHODS, {"buckets": ForgetfulBuckets}),
-        Needs(ranks=1, unless=nothing_to_forget),
-    ),
-    "unshared_seed": Mistake(
-        "each rank draws random-k's places from a seed of its own: numbers of different places are added",
-        "formula",
-        Instead(("randomk",), {"compressor": OwnPlaces}),
-        Needs(unless=every_place),
-    ),
-    "int8_overflow": Mistake(
-        "codes of up to 127 are added in 8 bits: 127 + 127 wraps to -2",
-        "formula",
-        Instead(("int8",), {"compressor": Overflowing}),
-    ),
-    "per_rank_powersgd": Mistake(
-        "each rank factors its gradient alone and products are added: rank N·r, and a dense tensor is sent",
-        "rank",
-        Instead(("powersgd", "powersgd_plain"), {"compressor": PerRank}),
-        Needs(unless=few_rows),
-    ),
-}
+# --- the mistakes ---
+
+
+class Forgetful:
+    """A compressor whose residual is gone before the next step."""
+
+    residual = None
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+
+    def __call__(self, bucket: Tensor) -> Handle:
+        self.compressor.residual = None
+        return self.compressor(bucket)
+
+
+@mistake(
+    "no_error_feedback",
+    check="sent + residual",
+    part="buckets",
+    of=METHODS,
+    needs=Needs(ranks=1, unless=nothing_to_forget),
+)
+class ForgetfulBuckets(GradientBuckets):
+    """What is not sent is dropped, although error feedback is on: it never reaches the weights."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: float, *,
+        all_reduce_of: AllReduceOf,
+    ) -> None:  # fmt: skip
+        def forgetful_of(shapes: list[torch.Size]) -> Forgetful | Compressor:
+            compressor = all_reduce_of(shapes)
+            assert isinstance(compressor, Compressor)
+            return Forgetful(compressor) if compressor.feedback else compressor
+
+        super().__init__(parameters, group, bucket_bytes, all_reduce_of=forgetful_of)
+
+
+@mistake("unshared_seed", check="formula", part="compressor", of=("randomk",), needs=Needs(unless=every_place))
+class OwnPlaces(RandomK):
+    """Each rank draws random-k's places from a seed of its own: numbers of different places are added."""
+
+    def __init__(self, group: dist.ProcessGroup, ratio: float, seed: int, *, feedback: bool) -> None:
+        super().__init__(group, ratio, rank_seed(seed, group.rank()), feedback=feedback)
+
+
+@mistake("int8_overflow", check="formula", part="compressor", of=("int8",))
+class Overflowing(Quantised):
+    """Codes of up to 127 are added in 8 bits: 127 + 127 wraps to -2.
+
+    As many levels as 8 bits have, whatever the number of codes that are added.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, seed: int, *, feedback: bool) -> None:
+        super().__init__(group, seed, feedback=feedback)
+        self.levels = 127
+
+
+@mistake(
+    "per_rank_powersgd",
+    check="rank",
+    part="compressor",
+    of=("powersgd", "powersgd_plain"),
+    needs=Needs(unless=few_rows),
+)
+class PerRank(LowRank):
+    """Each rank factors its gradient alone and products are added: rank N·r, and a dense tensor is sent."""
+
+    def __call__(self, bucket: Tensor) -> Handle:
+        values = self.with_residual(bucket)
+        sent = values.clone()
+        matrices, _ = self.members(sent)
+        for matrix in matrices:
+            random = first_factor(torch.Size((matrix.shape[1], self.rank)), self.seed + self.group.rank())
+            p = orthonormal(matrix @ random.to(matrix))
+            matrix.copy_(p @ (p.T @ matrix))
+        if self.feedback:
+            values.sub_(sent)
+        bucket.copy_(sent)
+        work = dist.all_reduce(bucket, group=self.group, async_op=True)
+        return Handle(lambda: work.wait())

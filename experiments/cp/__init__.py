@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from experiments.cp.balance import compare_balance
 from experiments.cp.claims import claims
 from experiments.cp.kept import compare_kept, kept_by_length
-from experiments.cp.mistakes import MISTAKES
+from experiments.cp.mistakes import mistake
 from experiments.cp.predictions import BY_HAND, predict, summary
 from experiments.cp.refusals import cannot, refuse
 from experiments.cp.sums import check_sums
@@ -177,7 +177,7 @@ MODE = Mode(
     predict=predict,
     refuse=refuse,
     cannot=cannot,
-    mistakes=MISTAKES | checkpoints.MISTAKES,
+    mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/cp/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/positions.py: who holds which positions, and what they see of each other's",

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.dp import line
 from experiments.dp.claims import claims
-from experiments.dp.mistakes import MISTAKES
+from experiments.dp.mistakes import mistake
 from experiments.dp.overlap import check_overlap
 from experiments.dp.peak import compare_peak
 from experiments.dp.predictions import cannot, gradient_bytes, in_unit, predict
@@ -183,7 +183,7 @@ MODE = Mode(
     claims=claims,
     predict=predict,
     cannot=cannot,
-    mistakes=MISTAKES | checkpoints.MISTAKES,
+    mistakes=mistake | checkpoints.mistake,
     recomputes=True,
     reading=(
         "experiments/dp/__init__.py: the variants, naive first, and what a run of them claims",

@@ -41,7 +41,7 @@ from experiments.elastic.counting import count
 from experiments.elastic.course import Course
 from experiments.elastic.drills import Drill, drawn
 from experiments.elastic.holding import hold
-from experiments.elastic.mistakes import MISTAKES
+from experiments.elastic.mistakes import mistake
 from experiments.elastic.net import Net, let_leave, open_net, settle, wish_back
 from experiments.elastic.policy import Policy
 from experiments.elastic.shown import show
@@ -178,7 +178,7 @@ MODE = Mode(
     options=Options,
     refuse=refuse,
     cannot=cannot,
-    mistakes=MISTAKES,
+    mistakes=mistake,
     stepped=True,
     watched=("audited replicas", "replicas", "copies", "samples", "record", "weights", "optimizer", "losses"),
     takes_back=True,

@@ -7,105 +7,17 @@ import torch
 from torch import Tensor
 
 from workers.config import Config
-from workers.contract import Instead, Mistake, Needs
+from workers.contract import Mistakes, Needs
 from workers.parallel.flat_step import Piece
 from workers.parallel.regroup import Parcel, Regroup
 from workers.parallel.shards import Range, part, wards
 from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Report, Survivor
 
-
-class StaleDeal(Survivor):
-    """Divides the batch among as many as there were at the start."""
-
-    first: tuple[int, int] | None = None
-
-    def computed(self, place: int, size: int) -> Tensor:
-        self.first = self.first or (place, size)
-        return super().computed(*self.first)
+mistake = Mistakes()
 
 
-class Oldest(Survivor):
-    """Goes on from the rank that is behind: the simplest step that all have."""
-
-    def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
-        applied = {rank: int(report["applied"]) for rank, report in reports.items()}
-        least = min(applied.values())
-        source = next(rank for rank, steps in applied.items() if steps == least)
-        ahead = [rank for rank, steps in applied.items() if steps > least]
-        return {"applied": least, "source": source, "behind": [*ahead, *newcomers]}
-
-
-class Unsent(Survivor):
-    """A newcomer begins from the weights of LAB_SEED, as it did when it was started first."""
-
-    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
-        if plan["behind"]:
-            group.broadcast(self.state(), ranks.index(plan["source"]))
-        self.applied = int(plan["applied"])
-
-
-class WeightsAlone(Survivor):
-    """Saves no moments, so a restart begins with none."""
-
-    def take(self, state: Tensor, applied: int) -> None:
-        super().take(state, applied)
-        self.piece = self.piece._replace(moments=torch.zeros_like(self.piece.moments))
-
-
-class Seldom(Survivor):
-    """Leaves out every second checkpoint."""
-
-    left_out = False
-
-    def save(self, path: Path, group: Regroup) -> None:
-        self.left_out = not self.left_out
-        if not self.left_out:
-            super().save(path, group)
-
-
-class Twice(Survivor):
-    """Redoes the step on its own after a loss, whether it has applied it or not."""
-
-    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
-        super().enter(group, ranks, plan)
-        if self.applied:
-            self.apply(self.vectors.gradients)
-
-
-class StaleCopies(ShardedSurvivor):
-    """Sends its keeper the moments of before the update."""
-
-    def to_copy(self, before: Piece, after: Piece) -> Tensor:  # noqa: ARG002
-        return before.moments.contiguous()
-
-
-class Upstream(ShardedSurvivor):
-    """Sends its copies up the ring, and takes what comes for those of the members that the rule names."""
-
-    def copied(self, group: Regroup, place: int, size: int, moments: Tensor) -> dict[Range, Tensor]:
-        ranges = [part(self.total, each, size) for each in range(size)]
-        after = (place + 1) % size
-        come = moments.new_empty(len(moments), ranges[after][1] - ranges[after][0])
-        group.exchange([Parcel((place - 1) % size, moments)], [Parcel(after, come)])
-        copies = {}
-        for ward in wards(place, size):
-            begin, end = ranges[ward]
-            copies[begin, end] = moments.new_zeros(len(moments), end - begin)
-            copies[begin, end][:, : come.shape[1]] = come[:, : end - begin]
-        return copies
-
-
-class OldCut(ShardedSurvivor):
-    """Keeps the shard that it had, from its first number on, where the new cut has it begin elsewhere."""
-
-    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
-        before = self.held[0]
-        super().enter(group, ranks, plan)
-        if before.version.ranks and self.held[0].version.ranks != before.version.ranks:
-            old, own = next(iter(before.parts.values())), next(iter(self.held[0].parts.values()))
-            length = min(own.shape[1], old.shape[1])
-            own[:, :length] = old[:, :length]
+# --- the settings that hide one ---
 
 
 def unlost(config: Config) -> str:
@@ -122,59 +34,139 @@ def unsaved(config: Config) -> str:
     return unlost(config)
 
 
-MISTAKES = {
-    "stale_deal": Mistake(
-        "survivors deal the batch among as many as there were at the start: the lost rank's samples are left out",
-        "samples",
-        Instead(run={"survivor": StaleDeal}),
-        Needs(proof=False, variants=("shrink",), unless=unlost),
-    ),
-    "oldest_state": Mistake(
-        "after a loss all go on from the rank that is behind: updates that others had applied are lost",
-        "updates kept",
-        Instead(run={"survivor": Oldest}),
-        Needs(ranks=3, proof=False, variants=("join",), unless=unlost),
-    ),
-    "unsent_state": Mistake(
-        "a newcomer is told the step and not sent the state: it goes on from the first weights",
-        "replicas",
-        Instead(run={"survivor": Unsent}),
-        Needs(proof=False, variants=("join",), unless=unlost),
-    ),
-    "weights_alone": Mistake(
-        "what is taken over has no moments of the optimizer: AdamW begins anew in the midst of the training",
-        "optimizer",
-        Instead(run={"survivor": WeightsAlone}),
-        Needs(proof=False, variants=("restart",), unless=unsaved),
-    ),
-    "seldom_saved": Mistake(
-        "every second checkpoint is not written: a loss leads back further than LAB_SAVED_EVERY says",
-        "save interval",
-        Instead(run={"survivor": Seldom}),
-        Needs(proof=False, variants=("restart",), unless=unsaved),
-    ),
-    "redone_twice": Mistake(
-        "after a change of members each applies its own gradient of the step once more",
-        "weights",
-        Instead(run={"survivor": Twice}),
-        Needs(proof=False, variants=("shrink",), unless=unlost),
-    ),
-    "stale_copies": Mistake(
-        "the copy of a shard is sent before the update: it is one step behind",
-        "copies",
-        Instead(run={"sharded": StaleCopies}),
-        Needs(proof=False, variants=("peer_memory",)),
-    ),
-    "wrong_keeper": Mistake(
-        "copies go the other way round than the rule by which they are looked for: a rank's is taken for another's",
-        "optimizer",
-        Instead(run={"sharded": Upstream}),
-        Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
-    ),
-    "old_cut": Mistake(
-        "when the members change each keeps the shard of the old cut: moments lie at other weights' places",
-        "optimizer",
-        Instead(run={"sharded": OldCut}),
-        Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
-    ),
-}
+# --- the mistakes ---
+
+
+@mistake("stale_deal", check="samples", part="survivor", needs=Needs(proof=False, variants=("shrink",), unless=unlost))
+class StaleDeal(Survivor):
+    """Survivors deal the batch among as many as there were at the start: the lost rank's samples are left out."""
+
+    first: tuple[int, int] | None = None
+
+    def computed(self, place: int, size: int) -> Tensor:
+        self.first = self.first or (place, size)
+        return super().computed(*self.first)
+
+
+@mistake(
+    "oldest_state",
+    check="updates kept",
+    part="survivor",
+    needs=Needs(ranks=3, proof=False, variants=("join",), unless=unlost),
+)
+class Oldest(Survivor):
+    """After a loss all go on from the rank that is behind: updates that others had applied are lost."""
+
+    def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
+        applied = {rank: int(report["applied"]) for rank, report in reports.items()}
+        least = min(applied.values())
+        source = next(rank for rank, steps in applied.items() if steps == least)
+        ahead = [rank for rank, steps in applied.items() if steps > least]
+        return {"applied": least, "source": source, "behind": [*ahead, *newcomers]}
+
+
+@mistake("unsent_state", check="replicas", part="survivor", needs=Needs(proof=False, variants=("join",), unless=unlost))
+class Unsent(Survivor):
+    """A newcomer is told the step and not sent the state: it goes on from the first weights.
+
+    It begins from the weights of LAB_SEED, as it did when it was started first.
+    """
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        if plan["behind"]:
+            group.broadcast(self.state(), ranks.index(plan["source"]))
+        self.applied = int(plan["applied"])
+
+
+@mistake(
+    "weights_alone", check="optimizer", part="survivor", needs=Needs(proof=False, variants=("restart",), unless=unsaved)
+)
+class WeightsAlone(Survivor):
+    """What is taken over has no moments of the optimizer: AdamW begins anew in the midst of the training."""
+
+    def take(self, state: Tensor, applied: int) -> None:
+        super().take(state, applied)
+        self.piece = self.piece._replace(moments=torch.zeros_like(self.piece.moments))
+
+
+@mistake(
+    "seldom_saved",
+    check="save interval",
+    part="survivor",
+    needs=Needs(proof=False, variants=("restart",), unless=unsaved),
+)
+class Seldom(Survivor):
+    """Every second checkpoint is not written: a loss leads back further than LAB_SAVED_EVERY says."""
+
+    left_out = False
+
+    def save(self, path: Path, group: Regroup) -> None:
+        self.left_out = not self.left_out
+        if not self.left_out:
+            super().save(path, group)
+
+
+@mistake(
+    "redone_twice", check="weights", part="survivor", needs=Needs(proof=False, variants=("shrink",), unless=unlost)
+)
+class Twice(Survivor):
+    """After a change of members each applies its own gradient of the step once more."""
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        super().enter(group, ranks, plan)
+        if self.applied:
+            self.apply(self.vectors.gradients)
+
+
+@mistake("stale_copies", check="copies", part="sharded", needs=Needs(proof=False, variants=("peer_memory",)))
+class StaleCopies(ShardedSurvivor):
+    """The copy of a shard is sent before the update: it is one step behind."""
+
+    def to_copy(self, before: Piece, after: Piece) -> Tensor:  # noqa: ARG002
+        return before.moments.contiguous()
+
+
+@mistake(
+    "wrong_keeper",
+    check="optimizer",
+    part="sharded",
+    needs=Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
+)
+class Upstream(ShardedSurvivor):
+    """Copies go the other way round than the rule by which they are looked for: a rank's is taken for another's.
+
+    Sends its copies up the ring, and takes what comes for those of the members that the rule names.
+    """
+
+    def copied(self, group: Regroup, place: int, size: int, moments: Tensor) -> dict[Range, Tensor]:
+        ranges = [part(self.total, each, size) for each in range(size)]
+        after = (place + 1) % size
+        come = moments.new_empty(len(moments), ranges[after][1] - ranges[after][0])
+        group.exchange([Parcel((place - 1) % size, moments)], [Parcel(after, come)])
+        copies = {}
+        for ward in wards(place, size):
+            begin, end = ranges[ward]
+            copies[begin, end] = moments.new_zeros(len(moments), end - begin)
+            copies[begin, end][:, : come.shape[1]] = come[:, : end - begin]
+        return copies
+
+
+@mistake(
+    "old_cut",
+    check="optimizer",
+    part="sharded",
+    needs=Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
+)
+class OldCut(ShardedSurvivor):
+    """When the members change each keeps the shard of the old cut: moments lie at other weights' places.
+
+    Keeps the shard that it had, from its first number on, where the new cut has it begin elsewhere.
+    """
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        before = self.held[0]
+        super().enter(group, ranks, plan)
+        if before.version.ranks and self.held[0].version.ranks != before.version.ranks:
+            old, own = next(iter(before.parts.values())), next(iter(self.held[0].parts.values()))
+            length = min(own.shape[1], old.shape[1])
+            own[:, :length] = old[:, :length]

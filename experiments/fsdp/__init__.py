@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.fsdp.claims import claims
-from experiments.fsdp.mistakes import MISTAKES
+from experiments.fsdp.mistakes import mistake
 from experiments.fsdp.order import check_order
 from experiments.fsdp.peak import compare_peak
 from experiments.fsdp.predictions import BY_HAND, holds, predict, published, summary
@@ -220,7 +220,7 @@ MODE = Mode(
     predict=predicted,
     refuse=refuse,
     cannot=cannot,
-    mistakes=MISTAKES | checkpoints.MISTAKES,
+    mistakes=mistake | checkpoints.mistake,
     recomputes=True,
     reading=(
         "experiments/fsdp/__init__.py: the variants, naive first, and what a run of them claims",

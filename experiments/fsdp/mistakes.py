@@ -8,7 +8,7 @@ from torch import Tensor
 
 from experiments.fsdp.predictions import units
 from workers.config import Config
-from workers.contract import Instead, Mistake, Needs
+from workers.contract import Mistakes, Needs
 from workers.parallel.clip import EPSILON
 from workers.parallel.collectives import Collective
 from workers.parallel.flat import FlatUnit
@@ -19,27 +19,30 @@ from workers.strategies.sharded import Sharded
 from workers.workload.model import Model, outline
 
 BY_HAND, GATHERING = ("zero1", "zero2", "zero3", "zero3_kept"), ("zero3", "zero3_kept")
+mistake = Mistakes()
 
 
-class NeverFreed(Unshard):
-    """Gathers each unit whenever it is needed, into memory that it never gives back."""
-
-    def reshard(self, index: int) -> None:
-        self.there[index] = False
+# --- the settings that hide one ---
 
 
-class NeverRefreshed(Unshard):
-    """Never gathers a unit twice."""
-
-    def reshard(self, index: int) -> None:
-        """It is there already, so why gather it again?"""
+def few_units(config: Config) -> str:
+    """Where there is nothing beyond the next layer, no one can gather too much."""
+    return "these sizes: it takes 4 layers" if len(outline(config).layers) < 4 else ""
 
 
-class LostTail(FlatUnit):
-    """Divides, and forgets the rest."""
+def one_unit(config: Config) -> str:
+    """The sum of the only layer begins last either way."""
+    return "these sizes: it takes 2 layers" if len(units(config)) < 2 else ""
 
-    def owned(self) -> int:
-        return min(self.numel // self.num_ranks, super().owned())
+
+def nothing_left_over(config: Config) -> str:
+    """Where all layers divide evenly there is no tail to lose."""
+    sizes = (sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers)
+    uneven = any(size % config.world_size for size in sizes)
+    return "" if uneven else f"these sizes: every layer divides evenly by WORLD_SIZE={config.world_size}"
+
+
+# --- the mistakes ---
 
 
 class AllAtOnce(Unshard):
@@ -48,6 +51,16 @@ class AllAtOnce(Unshard):
     def begin(self, index: int) -> None:
         for each in range(index, len(self.units)):
             super().begin(each)
+
+
+@mistake(
+    "gather_all", check="whole units", part="zero", of=GATHERING, needs=Needs(ranks=1, proof=False, unless=few_units)
+)
+class GatherAll(Zero):
+    """The first layer that needs weights gathers all that follow: every step is right, and the whole model is
+    there."""
+
+    unshard_class = AllAtOnce
 
 
 class LateSums(Summed):
@@ -70,6 +83,19 @@ class LateSums(Summed):
         super().finish()
 
 
+@mistake(
+    "late_sums",
+    check="sums",
+    part="zero",
+    of=("zero2", "zero3", "zero3_kept"),
+    needs=Needs(proof=False, unless=one_unit),
+)
+class SumLate(Zero):
+    """Gradients are collected and summed when the backward pass is over: zero2 and zero3 hold all of them."""
+
+    summed_class = LateSums
+
+
 class KeptScratch(Summed):
     """Gives no memory back, since the next sum will need it too."""
 
@@ -78,28 +104,64 @@ class KeptScratch(Summed):
         collective.peers.release = lambda: None  # type: ignore[method-assign]
 
 
-class GatherAll(Zero):
-    unshard_class = AllAtOnce
-
-
-class SumLate(Zero):
-    summed_class = LateSums
-
-
+@mistake("kept_scratch", check="scratch", part="zero", of=BY_HAND, needs=Needs(proof=False))
 class KeepScratch(Zero):
+    """What the other ranks send for a sum is never given back: (N-1)/N of the largest layer, at rest."""
+
     summed_class = KeptScratch
 
 
+class NeverFreed(Unshard):
+    """Gathers each unit whenever it is needed, into memory that it never gives back."""
+
+    def reshard(self, index: int) -> None:
+        self.there[index] = False
+
+
+@mistake("forgot_reshard", check="rest bytes", part="zero", of=GATHERING, needs=Needs(proof=False))
 class ForgotReshard(Zero):
+    """Gathered weights are never freed: every step is right, and every rank holds the whole model."""
+
     unshard_class = NeverFreed
 
 
+class NeverRefreshed(Unshard):
+    """Never gathers a unit twice."""
+
+    def reshard(self, index: int) -> None:
+        """It is there already, so why gather it again?"""
+
+
+@mistake("stale_gather", check="losses", part="zero", of=GATHERING)
 class StaleGather(Zero):
+    """Weights that were gathered once are taken for good: they miss every update since."""
+
     unshard_class = NeverRefreshed
 
 
+class LostTail(FlatUnit):
+    """Divides, and forgets the rest."""
+
+    def owned(self) -> int:
+        return min(self.numel // self.num_ranks, super().owned())
+
+
+@mistake("lost_shard_tail", check="weights", part="zero", of=BY_HAND, needs=Needs(unless=nothing_left_over))
 class LostShardTail(Zero):
+    """Each rank owns P/N parameters, rounded down: those that are left over are never updated."""
+
     unit_class = LostTail
+
+
+@mistake(
+    "per_rank_norm", check="clipped gradients", part="sharded", of=BY_HAND, needs=Needs(clip=True),
+    put=lambda clip: partial(Sharded, clip=clip),
+)  # fmt: skip
+def clip_alone(gradients: list[Tensor], bound: float, group: dist.ProcessGroup | None = None) -> None:  # noqa: ARG001
+    """Each rank clips by the norm of its own shard: shards are scaled differently, and the gradient turns."""
+    norm = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm().item()
+    for gradient in gradients:
+        gradient.mul_(min(1.0, bound / (norm + EPSILON)))
 
 
 class ClippedAlone(Summed):
@@ -114,85 +176,11 @@ class ClippedAlone(Summed):
         super().begin(unit, flat, keeps_flat=keeps_flat)
 
 
+@mistake("local_clip", check="clipped gradients", part="sharded", of=BY_HAND, needs=Needs(clip=True))
 class ClippedBeforeTheSum(Sharded):
-    """Clips as soon as there are gradients, and not when they are summed."""
+    """Each rank clips its own gradient before the sum, to a bound that is meant for the sum."""
 
     def __init__(self, model: Model, zero: Zero, group: dist.ProcessGroup, config: Config) -> None:
         super().__init__(model, zero, group, config, clip=lambda *_: None)
         if config.clip is not None:
             zero.summed = ClippedAlone(zero.collective, config.clip)
-
-
-def clip_alone(gradients: list[Tensor], bound: float, group: dist.ProcessGroup | None = None) -> None:  # noqa: ARG001
-    """Scale `gradients` in place by their own norm, whatever the other ranks of `group` have."""
-    norm = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm().item()
-    for gradient in gradients:
-        gradient.mul_(min(1.0, bound / (norm + EPSILON)))
-
-
-def few_units(config: Config) -> str:
-    """Where there is nothing beyond the next layer, no one can gather too much."""
-    return "these sizes: it takes 4 layers" if len(outline(config).layers) < 4 else ""
-
-
-def one_unit(config: Config) -> str:
-    """The sum of the only layer begins last either way."""
-    return "these sizes: it takes 2 layers" if len(units(config)) < 2 else ""
-
-
-def nothing_left_over(config: Config) -> str:
-    """Where all layers divide evenly there is no tail to lose."""
-    sizes = (sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers)
-    uneven = any(size % config.world_size for size in sizes)
-    return "" if uneven else f"these sizes: every layer divides evenly by WORLD_SIZE={config.world_size}"
-
-
-MISTAKES = {
-    "gather_all": Mistake(
-        "the first layer that needs weights gathers all that follow: every step is right, and the whole model is there",
-        "whole units",
-        Instead(GATHERING, {"zero": GatherAll}),
-        Needs(ranks=1, proof=False, unless=few_units),
-    ),
-    "late_sums": Mistake(
-        "gradients are collected and summed when the backward pass is over: zero2 and zero3 hold all of them",
-        "sums",
-        Instead(("zero2", "zero3", "zero3_kept"), {"zero": SumLate}),
-        Needs(proof=False, unless=one_unit),
-    ),
-    "kept_scratch": Mistake(
-        "what the other ranks send for a sum is never given back: (N-1)/N of the largest layer, at rest",
-        "scratch",
-        Instead(BY_HAND, {"zero": KeepScratch}),
-        Needs(proof=False),
-    ),
-    "forgot_reshard": Mistake(
-        "gathered weights are never freed: every step is right, and every rank holds the whole model",
-        "rest bytes",
-        Instead(GATHERING, {"zero": ForgotReshard}),
-        Needs(proof=False),
-    ),
-    "stale_gather": Mistake(
-        "weights that were gathered once are taken for good: they miss every update since",
-        "losses",
-        Instead(GATHERING, {"zero": StaleGather}),
-    ),
-    "lost_shard_tail": Mistake(
-        "each rank owns P/N parameters, rounded down: those that are left over are never updated",
-        "weights",
-        Instead(BY_HAND, {"zero": LostShardTail}),
-        Needs(unless=nothing_left_over),
-    ),
-    "per_rank_norm": Mistake(
-        "each rank clips by the norm of its own shard: shards are scaled differently, and the gradient turns",
-        "clipped gradients",
-        Instead(BY_HAND, {"sharded": partial(Sharded, clip=clip_alone)}),
-        Needs(clip=True),
-    ),
-    "local_clip": Mistake(
-        "each rank clips its own gradient before the sum, to a bound that is meant for the sum",
-        "clipped gradients",
-        Instead(BY_HAND, {"sharded": ClippedBeforeTheSum}),
-        Needs(clip=True),
-    ),
-}

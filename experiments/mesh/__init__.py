@@ -42,7 +42,7 @@ from experiments.mesh.axes import check_gradients_first, check_order, check_over
 from experiments.mesh.claims import claims
 from experiments.mesh.held import HOW, How, Rank, at
 from experiments.mesh.layout import axes
-from experiments.mesh.mistakes import MISTAKES
+from experiments.mesh.mistakes import mistake
 from experiments.mesh.peak import compare_peaks
 from experiments.mesh.predictions import predict
 from experiments.mesh.refusals import cannot, refuse
@@ -234,7 +234,7 @@ MODE = Mode(
     predict=predicted,
     refuse=lambda config: refuse(config, config.own(Options).mesh),
     cannot=lambda config: cannot(config, axes(config), config.own(Options).chunks),
-    mistakes=MISTAKES | checkpoints.MISTAKES,
+    mistakes=mistake | checkpoints.mistake,
     recomputes=True,
     reading=(
         "experiments/mesh/__init__.py: the variants, and what a run of them claims",

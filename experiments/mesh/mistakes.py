@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from experiments.mesh.layout import axes
 from workers.config import Config
-from workers.contract import Instead, Mistake, Needs
+from workers.contract import Instead, Mistake, Mistakes, Needs
 from workers.parallel.clip import clip_gradients
 from workers.parallel.mesh import Mesh
 from workers.parallel.reducing import ReducingPipeline
@@ -23,71 +23,7 @@ OVERLAPPED = ("gpipe", "1f1b", "interleaved")
 BY_ROWS = ("sequence", "zero2")
 BY_POSITIONS = ("1f1b", "zero2", "ulysses")
 DROPPED = ("1f1b", "zero2")
-
-
-def clip_by_stage(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
-    """Sums along every axis but the pipeline's."""
-    return clip_gradients(once, every, bound, mesh["dp"], mesh["tp"])
-
-
-class CountedByAll(Stacked):
-    """Takes what a rank of a slice holds for its own."""
-
-    def in_norm(self, held: Held) -> bool:
-        return self.first_replica(held) and self.first_stage(held)
-
-
-class TiedTooEarly(Stacked):
-    """Sums what the layers themselves have left of the gradient of a tied weight, of which ZeRO took shards before."""
-
-    def sum_over_stages(self) -> None:
-        left = {name: self.parts.parameters[name] for name in self.parts.shared if name in self.parts.parameters}
-        copies = {name: nn.Parameter(parameter.detach()) for name, parameter in left.items()}
-        for name, copy in copies.items():
-            gradient = left[name].grad
-            copy.grad = copy.detach().clone().zero_() if gradient is None else gradient.clone()
-        if self.parts.shared:
-            sum_shared(replace(self.parts, parameters=copies), self.stages)
-
-
-class ArmedAround(ReducingPipeline):
-    """Arms the sums around the whole schedule."""
-
-    def is_last(self, action: Action) -> bool:  # noqa: ARG002
-        return True
-
-
-def times_cp(mesh: Mesh) -> Weigh:
-    """As if gradients were averaged over the positions, and not summed."""
-    return lambda share, *_: share * mesh.size("cp")
-
-
-class ByPlace(Dropouts):
-    """Draws by the place of a sample in its replica's microbatch, as generators of one seed on all replicas do."""
-
-    def checksums(self, inputs: Tensor) -> list[int]:
-        return list(range(len(inputs)))
-
-
-def drawn_alike(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
-    """The same masks for the samples of all replicas."""
-    dropouts.__class__ = ByPlace
-
-
-def drawn_apart(dropouts: Dropouts, mesh: Mesh) -> None:
-    """Another seed on each rank of a slice."""
-    dropouts.seed += mesh.index("tp")
-
-
-def drawn_by_own_rows(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
-    """Rows are counted from 0 on each rank, as generators of one seed on ranks with other rows do."""
-    if dropouts.rows is not None:
-        dropouts.rows = torch.arange(len(dropouts.rows))
-
-
-def over_tp(mesh: Mesh) -> dist.ProcessGroup:
-    """The ranks of a slice, in the place of the replicas."""
-    return mesh["tp"]
+mistake = Mistakes()
 
 
 # --- the settings that hide one ---
@@ -123,84 +59,159 @@ def rowless(config: Config) -> str:
     return short(config, "tp") if config.model == "gpt" else f"LAB_MODEL={config.model}: its rows are not cut"
 
 
-MISTAKES = {
-    "norm_by_stage": Mistake(
-        "each stage clips by a norm of its own, so the gradient turns (torchtitan issue 596)",
-        "clipped gradients",
-        Instead(KEPT, {"clip": clip_by_stage}),
-        Needs(clip=True, unless=lambda config: short(config, "pp")),
-    ),
-    "norm_by_all": Mistake(
-        "what all ranks of a slice hold whole is in the norm once a rank, t times (NeMo-RL pull request 3788)",
-        "clipped gradients",
-        Instead(KEPT, {"stacked": CountedByAll}),
-        Needs(clip=True, unless=lambda config: short(config, "tp")),
-    ),
-    "tied_too_early": Mistake(
-        "a tied embedding's gradient is summed over the stages beside ZeRO's shards, which were taken before"
-        " (Megatron-LM issue 844)",
-        "gradients",
-        Instead(("zero2",), {"stacked": TiedTooEarly}),
-        Needs(unless=untied),
-    ),
-    "wrong_group": Mistake(
-        "gradients of replicas are summed over the ranks of a slice: another group than the batch was dealt along"
-        " (as in VeOmni issue 1059)",
-        "gradients",
-        Instead(("gpipe", "1f1b"), {"group_of": over_tp}),
-        Needs(unless=lambda config: short(config, "tp")),
-    ),
-    "scaled_by_cp": Mistake(
-        "the loss is multiplied by the ranks along cp, and its gradients are summed over them all the same: c times too"
-        " large (Megatron-LM issue 906)",
-        "gradients",
-        Instead(BY_POSITIONS, {"weigh": times_cp}),
-        Needs(unless=lambda config: short(config, "cp")),
-    ),
-    "armed_around": Mistake(
-        "buckets are armed around the whole pipeline and launched by its first backward pass: the sums are of one"
-        " microbatch (picotron pull request 5)",
-        "gradients",
-        Instead(OVERLAPPED, {"pipelined": ArmedAround}),
-        Needs(microbatches=2, unless=unreplicated),
-    ),
-    "rows_not_summed": Mistake(
-        "sequence parallelism leaves each rank its own rows' part of a norm's gradient, and nobody adds them up"
-        " (Megatron-LM issue 1446)",
-        "gradients",
-        Instead(BY_ROWS, {"sums_rows": False}),
-        Needs(unless=rowless),
-    ),
-    "dropout_alike": Mistake(
-        "generators of one seed on all replicas: dropout takes the same numbers of other samples (transformers issue"
-        " 31412)",
-        "losses",
-        Instead(DROPPED, {"draws": drawn_alike}),
-        Needs(unless=lambda config: undropped(config, "dp")),
-    ),
-    "dropout_apart": Mistake(
-        "ranks of a slice draw apart, and drop other numbers of activations that all of them hold (Megatron-DeepSpeed"
-        " pull request 276)",
-        "losses",
-        Instead(("1f1b", "zb_h1"), {"draws": drawn_apart}),
-        Needs(unless=lambda config: undropped(config, "tp")),
-    ),
-    "dropout_by_own_rows": Mistake(
-        "ranks with other rows of a sample draw alike (PaddleFleetX pull request 1005)",
-        "losses",
-        Instead(BY_ROWS, {"draws": drawn_by_own_rows}),
-        Needs(unless=lambda config: rowless(config) or undropped(config)),
-    ),
-    "nothing_put_off": Mistake(
-        "zb_h1 puts no gradients of weights off: on each row along pp the bubble of 1f1b",
-        "schedule",
-        Instead(("zb_h1",), {"order_of": "1f1b"}),
-        Needs(proof=False, unless=lambda config: short(config, "pp")),
-    ),
-    "late_buckets": Mistake(
-        "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",
-        "overlap",
-        Instead(OVERLAPPED, {"overlap": False}),
-        Needs(proof=False, unless=unreplicated),
-    ),
-}
+# --- the mistakes ---
+
+
+@mistake(
+    "norm_by_stage",
+    check="clipped gradients",
+    part="clip",
+    of=KEPT,
+    needs=Needs(clip=True, unless=lambda config: short(config, "pp")),
+)
+def clip_by_stage(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
+    """Each stage clips by a norm of its own, so the gradient turns (torchtitan issue 596)."""
+    return clip_gradients(once, every, bound, mesh["dp"], mesh["tp"])
+
+
+@mistake(
+    "norm_by_all",
+    check="clipped gradients",
+    part="stacked",
+    of=KEPT,
+    needs=Needs(clip=True, unless=lambda config: short(config, "tp")),
+)
+class CountedByAll(Stacked):
+    """What all ranks of a slice hold whole is in the norm once a rank, t times (NeMo-RL pull request 3788)."""
+
+    def in_norm(self, held: Held) -> bool:
+        return self.first_replica(held) and self.first_stage(held)
+
+
+@mistake("tied_too_early", check="gradients", part="stacked", of=("zero2",), needs=Needs(unless=untied))
+class TiedTooEarly(Stacked):
+    """A tied embedding's gradient is summed over the stages beside ZeRO's shards, which were taken before
+    (Megatron-LM issue 844).
+
+    Sums what the layers themselves have left of the gradient of a tied weight, of which ZeRO took shards before.
+    """
+
+    def sum_over_stages(self) -> None:
+        left = {name: self.parts.parameters[name] for name in self.parts.shared if name in self.parts.parameters}
+        copies = {name: nn.Parameter(parameter.detach()) for name, parameter in left.items()}
+        for name, copy in copies.items():
+            gradient = left[name].grad
+            copy.grad = copy.detach().clone().zero_() if gradient is None else gradient.clone()
+        if self.parts.shared:
+            sum_shared(replace(self.parts, parameters=copies), self.stages)
+
+
+@mistake(
+    "wrong_group",
+    check="gradients",
+    part="group_of",
+    of=("gpipe", "1f1b"),
+    needs=Needs(unless=lambda config: short(config, "tp")),
+)
+def over_tp(mesh: Mesh) -> dist.ProcessGroup:
+    """Gradients of replicas are summed over the ranks of a slice: another group than the batch was dealt along (as
+    in VeOmni issue 1059)."""
+    return mesh["tp"]
+
+
+@mistake(
+    "scaled_by_cp",
+    check="gradients",
+    part="weigh",
+    of=BY_POSITIONS,
+    needs=Needs(unless=lambda config: short(config, "cp")),
+)
+def times_cp(mesh: Mesh) -> Weigh:
+    """The loss is multiplied by the ranks along cp, and its gradients are summed over them all the same: c times
+    too large (Megatron-LM issue 906)."""
+    return lambda share, *_: share * mesh.size("cp")
+
+
+@mistake(
+    "armed_around", check="gradients", part="pipelined", of=OVERLAPPED, needs=Needs(microbatches=2, unless=unreplicated)
+)
+class ArmedAround(ReducingPipeline):
+    """Buckets are armed around the whole pipeline and launched by its first backward pass: the sums are of one
+    microbatch (picotron pull request 5)."""
+
+    def is_last(self, action: Action) -> bool:  # noqa: ARG002
+        return True
+
+
+mistake["rows_not_summed"] = Mistake(
+    "sequence parallelism leaves each rank its own rows' part of a norm's gradient, and nobody adds them up"
+    " (Megatron-LM issue 1446)",
+    "gradients",
+    Instead(BY_ROWS, {"sums_rows": False}),
+    Needs(unless=rowless),
+)
+
+
+class ByPlace(Dropouts):
+    """Draws by the place of a sample in its replica's microbatch, as generators of one seed on all replicas do."""
+
+    def checksums(self, inputs: Tensor) -> list[int]:
+        return list(range(len(inputs)))
+
+
+@mistake(
+    "dropout_alike",
+    check="losses",
+    part="draws",
+    of=DROPPED,
+    needs=Needs(unless=lambda config: undropped(config, "dp")),
+)
+def drawn_alike(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
+    """Generators of one seed on all replicas: dropout takes the same numbers of other samples (transformers issue
+    31412)."""
+    dropouts.__class__ = ByPlace
+
+
+@mistake(
+    "dropout_apart",
+    check="losses",
+    part="draws",
+    of=("1f1b", "zb_h1"),
+    needs=Needs(unless=lambda config: undropped(config, "tp")),
+)
+def drawn_apart(dropouts: Dropouts, mesh: Mesh) -> None:
+    """Ranks of a slice draw apart, and drop other numbers of activations that all of them hold (Megatron-DeepSpeed
+    pull request 276)."""
+    dropouts.seed += mesh.index("tp")
+
+
+@mistake(
+    "dropout_by_own_rows",
+    check="losses",
+    part="draws",
+    of=BY_ROWS,
+    needs=Needs(unless=lambda config: rowless(config) or undropped(config)),
+)
+def drawn_by_own_rows(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
+    """Ranks with other rows of a sample draw alike (PaddleFleetX pull request 1005).
+
+    Rows are counted from 0 on each rank, as generators of one seed on ranks with other rows do.
+    """
+    if dropouts.rows is not None:
+        dropouts.rows = torch.arange(len(dropouts.rows))
+
+
+mistake["nothing_put_off"] = Mistake(
+    "zb_h1 puts no gradients of weights off: on each row along pp the bubble of 1f1b",
+    "schedule",
+    Instead(("zb_h1",), {"order_of": "1f1b"}),
+    Needs(proof=False, unless=lambda config: short(config, "pp")),
+)
+
+
+mistake["late_buckets"] = Mistake(
+    "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",
+    "overlap",
+    Instead(OVERLAPPED, {"overlap": False}),
+    Needs(proof=False, unless=unreplicated),
+)

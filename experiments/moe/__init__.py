@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.moe.claims import claims
-from experiments.moe.mistakes import MISTAKES
+from experiments.moe.mistakes import mistake
 from experiments.moe.predictions import more_parameters, num_buckets, placements, predict
 from experiments.moe.pretend import pretend_compute
 from experiments.moe.refusals import cannot, refuse
@@ -306,7 +306,7 @@ MODE = Mode(
     predict=lambda config: predict(config, mixing(config)),
     refuse=lambda config: refuse(config, config.own(Options).experts, config.own(Options).top_k),
     cannot=cannot,
-    mistakes=MISTAKES | checkpoints.MISTAKES,
+    mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/moe/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/routing.py: which token goes to which expert, on ranks as in one process",

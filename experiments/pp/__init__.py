@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from experiments.pp.checks import check_order
 from experiments.pp.claims import claims
-from experiments.pp.mistakes import MISTAKES
+from experiments.pp.mistakes import mistake
 from experiments.pp.predictions import owners_of, passed_bytes, predict
 from experiments.pp.refusals import cannot, refuse
 from workers.checkpoint import mistakes as checkpoints
@@ -299,7 +299,7 @@ MODE = Mode(
     predict=lambda config: predict(config, config.own(Options).chunks),
     refuse=refuse,
     cannot=lambda config: cannot(config, config.own(Options).chunks),
-    mistakes=MISTAKES | checkpoints.MISTAKES,
+    mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/pp/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/schedules.py: which rank works on which microbatch when",

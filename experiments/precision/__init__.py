@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from experiments.precision.claims import claims
 from experiments.precision.draws import check_draws
 from experiments.precision.formats import converted, show_formats
-from experiments.precision.mistakes import MISTAKES
+from experiments.precision.mistakes import mistake
 from experiments.precision.peak import compare_peak, format_of
 from experiments.precision.predictions import SCALED, predict, refuse
 from experiments.precision.proof import prove
@@ -232,7 +232,7 @@ MODE = Mode(
     options=Options,
     predict=predict,
     refuse=refuse,
-    mistakes=MISTAKES,
+    mistakes=mistake,
     unsaved="saves neither the scale of the loss nor the state of its random rounding",
     reading=(
         "experiments/precision/__init__.py: the variants, all of it in 16 bits first",

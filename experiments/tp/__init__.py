@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from experiments.tp.between import check_between
 from experiments.tp.claims import claims
 from experiments.tp.cuts import cut
-from experiments.tp.mistakes import MISTAKES
+from experiments.tp.mistakes import mistake
 from experiments.tp.order import check_order
 from experiments.tp.plans import cuts_of
 from experiments.tp.predictions import SAVED, holds, predict, summary, untied_linears
@@ -202,7 +202,7 @@ MODE = Mode(
     predict=predict,
     refuse=refuse,
     cannot=cannot,
-    mistakes=MISTAKES | checkpoints.MISTAKES,
+    mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/tp/__init__.py: the variants, naive first, and what a run of them claims",
         "workers/parallel/tensor.py: f and g, and the two linear layers of a slice",

@@ -5,36 +5,45 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.config import Config
-from workers.contract import Instead, Mistake, Needs
+from workers.contract import Mistakes, Needs
 from workers.parallel import differentiable
 from workers.parallel.tensor import ColumnParallelLinear, RowParallelLinear, Whole
 from workers.workload.model import Attention
 
+mistake = Mistakes()
 
+
+# --- the settings that hide one ---
+
+
+def without_attention(config: Config) -> str:
+    """Where no heads are, none can be another's."""
+    return "" if config.model == "gpt" else f"LAB_MODEL={config.model}: it has no attention of the lab's"
+
+
+# --- the mistakes ---
+
+
+@mistake("double_reduce", check="gradients", part="region", of=("megatron",))
 class DoubleReduce(Whole):
-    """Takes g for a sum of which every rank has a loss of its own."""
+    """The backward of g is an all_reduce as well: of a gradient that every rank has whole, N times too large."""
 
     def leave(self, partial: Tensor) -> Tensor:
         return differentiable.all_reduce(partial, self.group, loss="own")
 
 
+@mistake("lost_f", check="replicas", part="region", of=("naive", "megatron"))
 class LostF(Whole):
-    """Forgets that its input was used on all ranks."""
+    """A slice takes its input without f: the gradient that reaches what lies before is this rank's part alone."""
 
     def enter(self, x: Tensor) -> Tensor:
         return x
 
 
-class BiasEverywhere(RowParallelLinear):
-    """Adds the bias to its part of the sum."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.region.leave(F.linear(x, self.weight, self.bias))
-
-
+@mistake("packed_qkv", check="losses", part="qkv", of=("megatron", "sequence"), needs=Needs(unless=without_attention))
 @torch.no_grad()
 def packed(attention: Attention, heads: tuple[int, ...], rank: int) -> dict[str, nn.Module]:
-    """A rank's q, k and v as one run of the rows of [Q; K; V], cut in three."""
+    """Each rank takes one run of the rows of [Q; K; V] and cuts it in three: its q, k and v are of other heads."""
     dense = {"q": attention.q, "k": attention.k, "v": attention.v}
     for name in ("weight", "bias"):
         rows = torch.cat([getattr(project, name) for project in dense.values()])
@@ -44,31 +53,9 @@ def packed(attention: Attention, heads: tuple[int, ...], rank: int) -> dict[str,
     return {name: ColumnParallelLinear(project, heads, rank) for name, project in dense.items()}
 
 
-def without_attention(config: Config) -> str:
-    """Where no heads are, none can be another's."""
-    return "" if config.model == "gpt" else f"LAB_MODEL={config.model}: it has no attention of the lab's"
+@mistake("bias_everywhere", check="losses", part="row", of=("megatron", "sequence"))
+class BiasEverywhere(RowParallelLinear):
+    """A row-parallel layer adds its bias on every rank before the sum, where it counts N times."""
 
-
-MISTAKES = {
-    "double_reduce": Mistake(
-        "the backward of g is an all_reduce as well: of a gradient that every rank has whole, N times too large",
-        "gradients",
-        Instead(("megatron",), {"region": DoubleReduce}),
-    ),
-    "lost_f": Mistake(
-        "a slice takes its input without f: the gradient that reaches what lies before is this rank's part alone",
-        "replicas",
-        Instead(("naive", "megatron"), {"region": LostF}),
-    ),
-    "packed_qkv": Mistake(
-        "each rank takes one run of the rows of [Q; K; V] and cuts it in three: its q, k and v are of other heads",
-        "losses",
-        Instead(("megatron", "sequence"), {"qkv": packed}),
-        Needs(unless=without_attention),
-    ),
-    "bias_everywhere": Mistake(
-        "a row-parallel layer adds its bias on every rank before the sum, where it counts N times",
-        "losses",
-        Instead(("megatron", "sequence"), {"row": BiasEverywhere}),
-    ),
-}
+    def forward(self, x: Tensor) -> Tensor:
+        return self.region.leave(F.linear(x, self.weight, self.bias))

@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments.cp import MODE
 from experiments.cp.balance import busiest, drawn, predicted, tolerance
 from experiments.cp.kernels import COMPUTE, RECEIVE, Kernels
-from experiments.cp.mistakes import MISTAKES
+from experiments.cp.mistakes import mistake as MISTAKES
 from experiments.cp.predictions import BY_HAND
 from experiments.cp.refusals import NO_PATH
 from tests.labs import Runs, built, failed, failed_with

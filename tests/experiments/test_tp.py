@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.tp import MODE, compare
-from experiments.tp.mistakes import MISTAKES
+from experiments.tp.mistakes import mistake as MISTAKES
 from experiments.tp.predictions import SAVED
 from tests.labs import built, copy_state
 from tests.workers.test_lab import held, lab_alone

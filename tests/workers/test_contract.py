@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from workers.config import Config
-from workers.contract import Instead, Mistake, Mode, Needs, Variant, all_there, where_it_was
+from workers.contract import Instead, Mistake, Mistakes, Mode, Needs, Variant, all_there, where_it_was
 from workers.workload.data import Batches
 
 
@@ -18,20 +18,37 @@ def run(lab: Any, sampler: str = "right") -> Any:
     return lab, sampler
 
 
+mistake = Mistakes()
+
+
+@mistake("part", check="gradients", part="summed", of=("naive",), put=lambda wrong: wrong.__name__)
+def sums_wrongly() -> None:
+    """Sums wrongly: what is sent
+    is not what was summed.
+
+    On every rank.
+    """
+
+
+@mistake("data", check="samples", part="batches")
 class Others(Batches):
     """Deals otherwise."""
 
 
-MISTAKES = {
-    "part": Mistake("sums wrongly", "gradients", Instead(("naive",), {"summed": "wrong"})),
-    "data": Mistake("deals wrongly", "samples", Instead(batches=Others)),
-    "run": Mistake("runs wrongly", "shards", Instead(run={"sampler": "wrong"})),
-    "resume": Mistake("resumes wrongly", "resumed samples", Instead(resumed_batch=lambda batch: batch + 1)),
-}
+@mistake("run", check="shards", part="sampler", needs=Needs(ranks=3))
+def samples_wrongly() -> None: ...
+
+
+@mistake("resume", check="resumed samples", part="resumed_batch")
+def batch_after(batch: int) -> int:
+    """Leaves a batch out."""
+    return batch + 1
+
+
 MODE = Mode(
     variants=(Variant("naive", naive), Variant("theirs", naive, by_torch=True), Variant("told")),
     run=run,
-    mistakes=MISTAKES,
+    mistakes=mistake,
 )
 
 
@@ -66,9 +83,9 @@ RIGHT = [("right", 3), ("right", 3), None, ("lab", "right"), Batches, 5, all_the
 @pytest.mark.parametrize(
     ("bug", "place", "wrong"),
     [
-        ("part", 0, ("wrong", 3)),
+        ("part", 0, ("sums_wrongly", 3)),
         ("data", 4, Others),
-        ("run", 3, ("lab", "wrong")),
+        ("run", 3, ("lab", samples_wrongly)),
         ("resume", 5, 6),
         (None, 0, ("right", 3)),
     ],
@@ -78,6 +95,18 @@ def test_a_mistake_replaces_one_thing_and_leaves_the_rest(bug: str | None, place
     assert made(MODE.mistaken(bug)) == [*RIGHT[:place], wrong, *RIGHT[place + 1 :]]
     assert made(MODE) == RIGHT  # the mode itself stays as it was
     assert where_it_was(5) == 5
+
+
+def test_a_mistake_is_stated_where_the_wrong_thing_is_made() -> None:
+    """Its docstring's first paragraph is the sentence; without one its name has to do."""
+    sentences = {name: each.what for name, each in mistake.items()}
+    assert sentences == {
+        "part": "sums wrongly: what is sent is not what was summed",
+        "data": "deals otherwise",
+        "run": "run",
+        "resume": "leaves a batch out",
+    }
+    assert mistake["run"] == Mistake("run", "shards", Instead(run={"sampler": samples_wrongly}), Needs(ranks=3))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +138,7 @@ def test_one_rule_says_where_no_check_can_see_a_mistake(needs: Needs, environ: d
 
 def test_a_mistake_of_variants_that_cannot_run_cannot_show() -> None:
     mode = Mode(variants=MODE.variants, cannot=lambda config: {"naive": "it is too small"})
-    hidden = partial(MISTAKES["part"].hidden, mode)
+    hidden = partial(mistake["part"].hidden, mode)
     assert hidden(Config.read({})) == "these settings: naive cannot run: it is too small"
     assert hidden(Config.read({"LAB_VARIANT": "theirs"})) == "these variants: it takes naive"
-    assert MISTAKES["part"].hidden(MODE, Config.read({})) == ""
+    assert mistake["part"].hidden(MODE, Config.read({})) == ""

@@ -7,12 +7,22 @@ here they always lose it. resume_repeats_epoch: a resumed run forgets how far in
 from pathlib import Path
 
 from workers.config import Config
-from workers.contract import Arrive, Instead, Mistake, Needs
+from workers.contract import Arrive, Mistakes, Needs
+
+mistake = Mistakes()
 
 
+def one_batch(config: Config) -> str:
+    """Why an epoch that is begun anew would not show."""
+    return "LAB_MODEL=line: its epoch is one batch" if config.model == "line" else ""
+
+
+@mistake("save_without_barrier", check="checkpoint", part="shards_written", needs=Needs(proof=False, saves=True))
 def hold_back(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], Arrive]:
-    """Of all ranks but 0: take `files` out of the partial folder, and put them into the published one once it is
-    there."""
+    """Rank 0 declares a checkpoint complete before the other ranks have written their shards.
+
+    Of all ranks but 0: take `files` out of the partial folder, and put them into the published one once it is there.
+    """
     waiting = {path.relative_to(partial): path.read_bytes() for path in files} if rank > 0 else {}
     for name in waiting:
         (partial / name).unlink()
@@ -24,22 +34,12 @@ def hold_back(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], 
     return ([] if rank > 0 else files), arrive
 
 
-def one_batch(config: Config) -> str:
-    """Why an epoch that is begun anew would not show."""
-    return "LAB_MODEL=line: its epoch is one batch" if config.model == "line" else ""
-
-
-MISTAKES = {
-    "save_without_barrier": Mistake(
-        "rank 0 declares a checkpoint complete before the other ranks have written their shards",
-        "checkpoint",
-        Instead(shards_written=hold_back),
-        Needs(proof=False, saves=True),
-    ),
-    "resume_repeats_epoch": Mistake(
-        "a resumed run begins its epoch anew: the samples that were seen before are seen twice",
-        "resumed samples",
-        Instead(resumed_batch=lambda batch: 0),  # noqa: ARG005
-        Needs(ranks=1, saves=True, unless=one_batch),
-    ),
-}
+@mistake(
+    "resume_repeats_epoch",
+    check="resumed samples",
+    part="resumed_batch",
+    needs=Needs(ranks=1, saves=True, unless=one_batch),
+)
+def first_batch(batch: int) -> int:  # noqa: ARG001
+    """A resumed run begins its epoch anew: the samples that were seen before are seen twice."""
+    return 0

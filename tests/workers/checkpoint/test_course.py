@@ -7,7 +7,7 @@ import torch
 
 from tests.workers.checkpoint.made_up import config_of, manifest_of
 from workers.checkpoint.course import Course
-from workers.checkpoint.mistakes import MISTAKES
+from workers.checkpoint.mistakes import mistake as MISTAKES
 from workers.contract import where_it_was
 from workers.workload.data import Batches
 
