@@ -35,7 +35,6 @@ COMMANDS = {
     "prove": Command("workers.prove", "your own model or strategy: whether N ranks compute what one process does"),
     "plan": Command("workers.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("workers.report", "judge a finished run again, or draw several together"),
-    "gallery": Command("workers.report.gallery", "one page of all runs: a picture, the verdict and a link each, and a filter"),
     "checkpoint": Command("workers.checkpoint", "a checkpoint as one file that torch.load opens"),
     "engine": Command("workers.engine", "the manifest of an engine for so many ranks: Kubernetes, Swarm"),
     "config": Command("workers.config", "all variables, or whether those that are set can be run"),

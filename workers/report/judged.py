@@ -1,5 +1,4 @@
-"""`run.json` as a list of runs reads it, and a page of one that goes on: the fields that they need, each as it has to
-be."""
+"""`run.json` as a page of a run that goes on reads it: the fields that it needs, each as it has to be."""
 
 from pathlib import Path
 from typing import Literal, TypedDict

@@ -28,8 +28,7 @@ class Stored(NamedTuple):
     nbytes: int
     checkpoints: int
     latest: bool
-    held: bool  # its ranks are alive, as far as this machine's kernel knows
-    running: bool  # it is held, or may be going on elsewhere
+    running: bool  # its ranks are alive, or may be so on another machine
 
     @property
     def note(self) -> str:
@@ -69,10 +68,9 @@ def stored_run(folder: Path, now: float) -> Stored | None:
     written_at = max(path.lstat().st_mtime for path in marks)
     checkpoints = len(list(folder.glob("checkpoints/step-*")))
     judged = verdict.is_file() and verdict.stat().st_mtime >= written_at
-    held = is_held(folder)
-    running = held or (not judged and now - written_at < SILENT_S)
+    running = is_held(folder) or (not judged and now - written_at < SILENT_S)
     latest = os.path.realpath(folder.parent / LATEST) == os.path.realpath(folder)  # a link may lead to itself
-    return Stored(folder, written_at, bytes_in(folder), checkpoints, latest, held, running)
+    return Stored(folder, written_at, bytes_in(folder), checkpoints, latest, running)
 
 
 def bytes_in(folder: Path) -> int:
