@@ -1,9 +1,8 @@
 """Links as slow as asked: `python -m benchmarks.link [rates|dp]`, in containers of two ranks.
 
-The rate that ranks measure of a shaped link against the one that was asked for, with both ranks sending at once, and
-that of the fast lane beside it: 4 times as fast, where the machine can do that at all (two cores cannot do 8 Gbit/s).
-And on a link of 500 Mbit/s, a GPT of 10M parameters, our bucketed gradients with the best bucket against PyTorch's with
-the same, in one run whose steps take turns, and beside it against PyTorch's with its own best, which is of another run.
+The rate that ranks measure of a shaped link against the one that was asked for, with both ranks sending at once. And on
+a link of 500 Mbit/s, a GPT of 10M parameters, our bucketed gradients with the best bucket against PyTorch's with the
+same, in one run whose steps take turns, and beside it against PyTorch's with its own best, which is of another run.
 The 40 MB alone take 0.65 s there.
 """
 
@@ -36,7 +35,7 @@ def main(what: str = "") -> None:
     if what in ("", "rates"):
         print(
             table(
-                ["rate asked", "measured, the rank farthest off", "target", "held", "fast lane"],
+                ["rate asked", "measured, the rank farthest off", "target", "held"],
                 [rate(asked) for asked in RATES],
             )
         )
@@ -68,7 +67,6 @@ def rate(asked: str) -> list[str]:
         within(measured, predicted),
         f"within {RATE_TARGET:.0%}",
         "yes" if abs(measured / predicted - 1) <= RATE_TARGET else "NO",
-        within(*compared["fast lane rate"]) if "fast lane rate" in compared else "none",
     ]
 
 

@@ -46,7 +46,7 @@ FLOORS: dict[str, list[str]] = {
     "workers.__main__": [CONFIG, CLUSTER, RANK, f"{REPORT}.output", "workers.live.beside"],
     "experiments": [
         CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
-        f"{CHECKPOINT}.mistakes", f"{RANK}.fast_lane",
+        f"{CHECKPOINT}.mistakes",
     ],
     "experiments.__main__": [CONFIG, RANK],
     "ranklab": [CONTRACT, "workers.__main__", "workers.testing"],

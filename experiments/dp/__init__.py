@@ -19,9 +19,8 @@ The variants differ in how many calls they make, and when:
   ring        the same buckets over the ring all_reduce of workers/parallel
   ddp         PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
-On a slow link (LAB_NET_RATE, LAB_NET_DELAY) two lessons more follow, whatever LAB_VARIANT names: bucket sizes from 0 to
-64 MiB with and without overlap (sweep.py), and a step that is bound by communication with its four remedies
-(remedies.py).
+On a slow link (LAB_NET_RATE, LAB_NET_DELAY) one lesson more follows, whatever LAB_VARIANT names: bucket sizes from 0 to
+64 MiB with and without overlap (sweep.py).
 
 With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see line.py).
 """
@@ -42,7 +41,6 @@ from experiments.dp.mistakes import mistake
 from experiments.dp.overlap import check_overlap
 from experiments.dp.peak import compare_peak
 from experiments.dp.predictions import cannot, gradient_bytes, in_unit, predict
-from experiments.dp.remedies import remedies
 from experiments.dp.summing import summing, tell
 from experiments.dp.sweep import sweep
 from workers.checkpoint import mistakes as checkpoints
@@ -166,7 +164,6 @@ def run(lab: Lab) -> None:
         line.lesson(lab, flat)
     if lab.world_size > 1 and (lab.config.net_rate is not None or lab.config.net_delay is not None):
         sweep(lab)
-        remedies(lab)
 
 
 MODE = Mode(

@@ -1,5 +1,5 @@
-"""compose/net.yaml in real containers: a link as slow as asked, a lane 4 times as fast, the capability gone; none
-without the overlay."""
+"""compose/net.yaml in real containers: a link as slow as asked, the capability gone; none without the
+overlay."""
 
 import pytest
 
@@ -36,18 +36,12 @@ def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Co
     assert compared["link rate"]["predicted"] == 1e8
     # 6 % on an idle machine: benchmarks/link.py
     assert compared["link rate"]["measured"] == pytest.approx(1e8, rel=0.2)
-    # Ranks that hold no capability take the fast lane by a label alone; what they do not label, above, keeps to the
-    # rate asked for.
-    assert compared["fast lane rate"]["predicted"] == 4e8
-    assert 2.5 < compared["fast lane rate"]["measured"] / compared["link rate"]["measured"] < 5
-    assert "a link 4 times as fast (400 Mbit/s asked for, " in log
     assert compared["link round trip"]["predicted"] == 0.01
     if "this kernel has no netem, so LAB_NET_DELAY=5ms delays nothing here" in log:
         assert compared["link round trip"]["measured"] < 0.01
     else:
         assert 0.01 <= compared["link round trip"]["measured"] < 0.03
-    for lesson in ("buckets    best with", "remedies   2 ranks are"):
-        assert lesson in log
+    assert "buckets    best with" in log
 
 
 def test_a_slow_link_without_the_overlay_is_refused_with_the_command(cluster: Containers) -> None:

@@ -4,11 +4,6 @@ done.
 Where compose/net.yaml gave NET_ADMIN, shaping.py puts the kernel's queues before it, as root and before the rank drops
 its uid. What was done is written to a file, which the rank reads: to refuse a link that nobody shaped, and to say what
 the kernel lacks.
-
-A link with a rate has two lanes. All packets take the first one, at LAB_NET_RATE, but for those whose IPv4 header says
-LABEL in its TOS byte: they take one that is FASTER times as fast. A program needs no privilege to label what its own
-sockets send (IP_TOS, ip(7)), so a rank that has given up every capability can still measure what a faster link would do
-for it (lane.py).
 """
 
 import json
@@ -20,12 +15,6 @@ from workers.config import Config
 SHAPED = Path("/tmp/ranklab-link")  # of this container alone
 COMMAND = "docker compose -f docker-compose.yaml -f compose/net.yaml up"
 
-FASTER = 4  # times LAB_NET_RATE: the second lane
-# CS1 (RFC 2474), "lower effort": no network beyond gives it more than others. The kernel reads a priority of its own
-# from bits 1 to 4 of the byte (rt_tos2priority), which no class selector sets, so nothing but our filter treats a
-# labelled packet in another way.
-LABEL = 0x20
-
 
 @dataclass(frozen=True)
 class Shaped:
@@ -34,7 +23,6 @@ class Shaped:
     rate: str | None
     delay: str | None
     lacks: str = ""
-    no_lane: str = ""  # why there is no second lane; empty if there is one
 
 
 def bits_s(rate: str) -> float:

@@ -3,18 +3,14 @@
     exec python -m workers.cluster.shaping COMMAND   shape the link, give the capability up, and go on as COMMAND
 
 The entry point runs this where compose/net.yaml gave NET_ADMIN, as root, before the rank drops its uid. Before every
-interface that leads to other ranks stand netem, which holds each packet back for the delay, and behind it token buckets
-(tbf), which let bytes through at their rate. So a packet that waits for its turn has been delayed already, and both are
-paid once.
-
-              netem   htb, which limits nothing   tbf of LAB_NET_RATE             all packets
-  a packet -> delay -> is it labelled?         -> tbf of FASTER x LAB_NET_RATE    those that carry LABEL (link.py)
+interface that leads to other ranks stand netem, which holds each packet back for the delay, and behind it a token
+bucket (tbf), which lets bytes through at the rate. So a packet that waits for its turn has been delayed already, and
+both are paid once.
 
 The rate is that of what ranks send: packets carry 1448 bytes of theirs in 1514, so a bucket lets through 4.6 % more. It
 holds a millisecond's worth. With less the link would idle while the kernel wakes up to open it; with more, messages of
 that size would pass as if there were no limit. Packets that TCP hands over in one piece (up to 64 KiB) are cut where
-they are larger than that. htb says once in the kernel's log that its tbf is "non-work-conserving", which is what a
-limit is; qdiscs that do not mind (prio) are not in every kernel.
+they are larger than that.
 """
 
 import ctypes
@@ -23,7 +19,7 @@ import os
 import sys
 from typing import Any
 
-from workers.cluster.link import FASTER, LABEL, Shaped, asked, bits_s, seconds, write
+from workers.cluster.link import Shaped, asked, bits_s, seconds, write
 from workers.config import Config, ConfigError
 
 BURST_S = 1e-3  # of the rate: what the bucket holds
@@ -32,10 +28,6 @@ QUEUE_S, QUEUE_BYTES = 0.1, 1 << 20
 DELAYED_PACKETS = 100_000  # that may be on their way through the delay
 MAX_BITS_S, MAX_DELAY_S = 34e9, 100.0  # tbf counts bytes a second in 32 bits, netem 64 ns in as many
 HEADER_BYTES, TCP_BYTES = 14, 52  # of Ethernet, before a packet's MTU; of IP and TCP with timestamps, inside of it
-OPEN_BYTES_S = 125_000_000_000  # what htb's classes let through: 1 Tbit/s, 29 times as much as tbf counts
-TURN_BYTES = 1 << 16  # that a class may send before the other one: no packet is larger
-IPV4 = 0x0800  # linux/if_ether.h
-LABELLED = f"{0x4000 | LABEL:#06x}/0xf0fc+0"  # version and TOS, but not TCP's two bits in it
 
 IFF_UP, IFF_LOOPBACK = 1, 8  # net/if.h
 CAP_NET_ADMIN = 12  # linux/capability.h
@@ -55,9 +47,7 @@ def shape(route: Any, config: Config) -> Shaped:
         raise LinkError(f"LAB_NET_RATE={config.net_rate} is more than the kernel's token bucket counts: 34gbit at most")
     if delay > MAX_DELAY_S:
         raise LinkError(f"LAB_NET_DELAY={config.net_delay} is out of range, allowed: {MAX_DELAY_S:g}s at most")
-    lacks, no_lane = "", ""
-    if rate is None:
-        no_lane = "a faster link would not shorten a delay, and no rate was asked for"
+    lacks = ""
     for index, mtu in ways_out(route):
         place: dict[str, Any] = {"root": True}
         if delay:
@@ -67,36 +57,11 @@ def shape(route: Any, config: Config) -> Shaped:
                 place = {"parent": "1:1"}  # the rate comes behind the delay
             else:
                 lacks = f"this kernel has no netem, so LAB_NET_DELAY={config.net_delay} delays nothing here"
-        if rate is not None:
-            no_lane = two_lanes(route, index, mtu, rate, place)
-            if no_lane and not put(route, "replace", "tbf", index, **place, handle="3:", **bucket(rate, mtu)):
-                raise LinkError(
-                    f"LAB_NET_RATE={config.net_rate}: this kernel has no token bucket (CONFIG_NET_SCH_TBF), leave it"
-                    " unset"
-                )
-    return Shaped(config.net_rate, config.net_delay, lacks, no_lane)
-
-
-def two_lanes(route: Any, index: int, mtu: int, rate: float, place: dict[str, Any]) -> str:
-    """Put both lanes at `place`, for `rate` bits a second; returns why not, with whatever is there to be replaced."""
-    if FASTER * rate > MAX_BITS_S:
-        return f"{FASTER} times the rate is more than the kernel's token bucket counts, 34gbit"
-    if not put(route, "replace", "htb", index, **place, handle="2:", default=1):
-        return "this kernel has no classes of packets (CONFIG_NET_SCH_HTB)"
-    # Both bursts are given: pyroute2 would make them 0 at this rate, and a class without one stops after each packet.
-    # So is the quantum, of which the kernel would complain in its log.
-    burst = round(OPEN_BYTES_S * BURST_S)
-    for lane in ("2:1", "2:2"):
-        put(
-            route, "add-class", "htb", index, handle=lane, parent="2:", rate=OPEN_BYTES_S, ceil=OPEN_BYTES_S,
-            burst=burst, cburst=burst, quantum=TURN_BYTES,
-        )  # fmt: skip
-    if not put(route, "add-filter", "u32", index, parent="2:", prio=1, protocol=IPV4, target="2:2", keys=[LABELLED]):
-        return "this kernel cannot tell labelled packets (CONFIG_NET_CLS_U32)"
-    for lane, times in (("2:1", 1), ("2:2", FASTER)):
-        if not put(route, "add", "tbf", index, parent=lane, **bucket(times * rate, mtu)):
-            return "this kernel has no token bucket (CONFIG_NET_SCH_TBF)"
-    return ""
+        if rate is not None and not put(route, "replace", "tbf", index, **place, handle="2:", **bucket(rate, mtu)):
+            raise LinkError(
+                f"LAB_NET_RATE={config.net_rate}: this kernel has no token bucket (CONFIG_NET_SCH_TBF), leave it unset"
+            )
+    return Shaped(config.net_rate, config.net_delay, lacks)
 
 
 def ways_out(route: Any) -> list[tuple[int, int]]:
@@ -116,7 +81,7 @@ def bucket(rate: float, mtu: int) -> dict[str, int]:
 
 
 def put(route: Any, command: str, kind: str, index: int, **parameters: Any) -> bool:
-    """Put a queue, class or filter there; False if the kernel does not know its kind. Raises LinkError."""
+    """Put a queue there; False if the kernel does not know its kind. Raises LinkError."""
     from pyroute2.netlink.exceptions import NetlinkError
 
     try:

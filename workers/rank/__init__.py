@@ -7,5 +7,4 @@ sections.py   what rank 0 tells while the run goes on
 end.py        the rest of the records, judged and drawn; last words when the cluster breaks
 device.py     where its tensors live
 link_rate.py  how slow its links really are
-fast_lane.py  a second group over a faster part of a slow link
 """

@@ -42,7 +42,7 @@ def measure_link(lab: Lab) -> None:
     lab.at(0, "the link")
     rate, delay = lab.config.net_rate, lab.config.net_delay
     bits_s = link.bits_s(rate) if rate is not None else None
-    trip_s, seen = round_trip_s(lab), measured_bits_s(lab, lab.group, message_bytes(bits_s))
+    trip_s, seen = round_trip_s(lab), measured_bits_s(lab, message_bytes(bits_s))
     if bits_s is not None:
         lab.compare("link rate", bits_s, seen, "bit/s", formula="LAB_NET_RATE", shown="a time")
     if delay is not None:
@@ -62,14 +62,14 @@ def message_bytes(bits_s: float | None) -> int:
     return MOST_BYTES if bits_s is None else int(min(max(bits_s / 8 * MESSAGE_S, LEAST_BYTES), MOST_BYTES))
 
 
-def measured_bits_s(lab: Lab, group: dist.ProcessGroup, message: int) -> float:
-    """Bits a second from this rank to its right neighbour over `group`, of all ranks, while all of them send."""
+def measured_bits_s(lab: Lab, message: int) -> float:
+    """Bits a second from this rank to its right neighbour, while all ranks send `message` bytes."""
     left, right = neighbours(lab)
     piece = torch.zeros(message // PIECES, dtype=torch.uint8, device=lab.device)
     arriving = torch.empty_like(piece)  # pieces may overwrite each other: nobody reads them
-    arrivals = [dist.irecv(arriving, left, group, tag) for tag in range(PIECES)]
-    dist.barrier(group)  # not the store's: its answers would queue behind what the first ranks already send
-    sent = [dist.isend(piece, right, group, tag) for tag in range(PIECES)]
+    arrivals = [dist.irecv(arriving, left, lab.group, tag) for tag in range(PIECES)]
+    dist.barrier(lab.group)  # not the store's: its answers would queue behind what the first ranks already send
+    sent = [dist.isend(piece, right, lab.group, tag) for tag in range(PIECES)]
     arrived_s = []
     for arrival in arrivals:
         wait(arrival)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from workers.cluster import link
-from workers.cluster.link import LABEL, Shaped, bits_s, refusals, seconds, shaped
+from workers.cluster.link import Shaped, bits_s, refusals, seconds, shaped
 from workers.config import Config
 
 RANK = {"RANK": "0", "MASTER_ADDR": "worker0", "WORLD_SIZE": "2"}
@@ -18,11 +18,6 @@ def config_of(**settings: str) -> Config:
 def test_rates_and_delays_are_numbers() -> None:
     assert [bits_s(rate) for rate in ("500kbit", "100mbit", "2.5gbit")] == [5e5, 1e8, 2.5e9]
     assert [seconds(delay) for delay in ("500us", "5ms", "0.5s", "1s")] == [5e-4, 5e-3, 0.5, 1.0]
-
-
-def test_a_label_is_a_class_selector_so_that_no_kernel_reads_a_priority_from_it() -> None:
-    assert 0 < LABEL < 256
-    assert LABEL & 0b11111 == 0  # bits 1 to 4 are the priority (rt_tos2priority), 0 and 1 are TCP's own
 
 
 def test_a_link_that_nobody_shaped_is_refused_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +36,7 @@ def test_what_was_done_is_read_back_and_counts_for_these_settings_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "SHAPED", tmp_path / "shaped")
-    done = Shaped(None, "5ms", "this kernel has no netem", "no rate was asked for")
+    done = Shaped(None, "5ms", "this kernel has no netem")
     link.write(done)
     assert shaped(config_of(LAB_NET_DELAY="5ms")) == done
     assert refusals(config_of(LAB_NET_DELAY="5ms")) == []

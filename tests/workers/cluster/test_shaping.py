@@ -1,4 +1,4 @@
-"""The queues that are asked of the kernel, by lane, and what a kernel cannot do; the kernel is a stand-in here."""
+"""The queues that are asked of the kernel, and what a kernel cannot do; the kernel is a stand-in here."""
 
 import errno
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 from pyroute2.netlink.exceptions import NetlinkError
 
 from tests.workers.cluster.test_link import config_of
-from workers.cluster.link import FASTER, LABEL, Shaped, bits_s
-from workers.cluster.shaping import MAX_BITS_S, LinkError, bucket, shape
+from workers.cluster.link import Shaped
+from workers.cluster.shaping import LinkError, bucket, shape
 
 
 class Interface(dict[str, Any]):
@@ -52,74 +52,32 @@ def test_the_rate_is_that_of_what_ranks_send_and_the_bucket_grows_with_it() -> N
     assert bucket(1e7, 9000)["burst"] == 2 * 9014
 
 
-def test_every_way_out_gets_the_delay_and_behind_it_two_lanes() -> None:
+def test_every_way_out_gets_the_delay_and_behind_it_the_rate() -> None:
     kernel = Kernel(LOOPBACK, DOWN, ETH0, ETH1)
     assert shape(kernel, config_of(LAB_NET_RATE="100mbit", LAB_NET_DELAY="5ms")) == Shaped("100mbit", "5ms")
-    kinds = ["netem", "htb", "htb", "htb", "u32", "tbf", "tbf"]
-    assert [(kind, index) for _, kind, index, _ in kernel.queues] == [(kind, i) for i in (7, 9) for kind in kinds]
-    delay, lanes, usual, fast, labelled, usual_rate, fast_rate = (more for *_, more in kernel.queues[:7])
+    assert [(kind, index) for _, kind, index, _ in kernel.queues] == [
+        ("netem", 7),
+        ("tbf", 7),
+        ("netem", 9),
+        ("tbf", 9),
+    ]
+    delay, rate = (more for *_, more in kernel.queues[:2])
     assert (delay["delay"], delay["root"], delay["handle"]) == (5000, True, "1:")
-    assert (lanes["parent"], lanes["handle"], lanes["default"]) == ("1:1", "2:", 1)
-    assert "root" not in lanes
-    for lane in (usual, fast):
-        assert lane["rate"] == lane["ceil"] > 20 * MAX_BITS_S / 8  # they limit nothing
-        assert min(lane["burst"], lane["cburst"], lane["quantum"]) >= 1 << 16
-    assert (usual["handle"], fast["handle"], labelled["target"]) == ("2:1", "2:2", "2:2")
-    assert usual_rate == {"parent": "2:1"} | bucket(1e8, 1500)
-    assert fast_rate == {"parent": "2:2"} | bucket(FASTER * 1e8, 1500)
-
-
-def test_a_filter_takes_what_is_labelled_and_nothing_else() -> None:
-    kernel = Kernel(ETH0)
-    shape(kernel, config_of(LAB_NET_RATE="100mbit"))
-    ((_, labelled),) = [(kind, more) for _, kind, _, more in kernel.queues if kind == "u32"]
-    assert labelled["protocol"] == 0x0800
-    (key,) = labelled["keys"]
-    value, mask, offset = (int(part, 0) for part in key.replace("+", "/").split("/"))
-    assert offset == 0
-
-    def taken(tos: int, version_and_length: int = 0x45) -> bool:
-        return (version_and_length << 8 | tos) & mask == value
-
-    assert all(taken(LABEL | congestion) for congestion in range(4))  # TCP's own two bits
-    assert taken(LABEL, 0x46)  # a header with options
-    assert not any(taken(tos) for tos in range(256) if tos & 0xFC != LABEL)
-    assert not taken(LABEL, 0x60)
+    assert rate == {"parent": "1:1", "handle": "2:"} | bucket(1e8, 1500)
 
 
 def test_one_alone_is_the_root() -> None:
     rate, delay = Kernel(ETH0), Kernel(ETH0)
-    assert shape(rate, config_of(LAB_NET_RATE="10mbit")).no_lane == ""
-    done = shape(delay, config_of(LAB_NET_DELAY="1ms"))
-    assert done.no_lane == "a faster link would not shorten a delay, and no rate was asked for"
-    assert [kernel.roots() for kernel in (rate, delay)] == [["htb"], ["netem"]]
+    shape(rate, config_of(LAB_NET_RATE="10mbit"))
+    shape(delay, config_of(LAB_NET_DELAY="1ms"))
+    assert [kernel.roots() for kernel in (rate, delay)] == [["tbf"], ["netem"]]
 
 
 def test_a_kernel_without_netem_is_told_and_the_rate_is_set_all_the_same() -> None:
     kernel = Kernel(ETH0, refuses={"netem": errno.ENOENT})
     done = shape(kernel, config_of(LAB_NET_RATE="100mbit", LAB_NET_DELAY="5ms"))
     assert done.lacks == "this kernel has no netem, so LAB_NET_DELAY=5ms delays nothing here"
-    assert (done.no_lane, kernel.roots()) == ("", ["htb"])
-
-
-@pytest.mark.parametrize(
-    ("rate", "refuses", "before", "why"),
-    [
-        ("10gbit", {}, [], "4 times the rate is more than the kernel's token bucket counts, 34gbit"),
-        ("1mbit", {"htb": errno.ENOENT}, [], "this kernel has no classes of packets (CONFIG_NET_SCH_HTB)"),
-        ("1mbit", {"u32": errno.ENOENT}, ["htb"], "this kernel cannot tell labelled packets (CONFIG_NET_CLS_U32)"),
-    ],
-)
-def test_without_a_second_lane_the_bucket_stands_alone(
-    rate: str, refuses: dict[str, int], before: list[str], why: str
-) -> None:
-    kernel = Kernel(ETH0, refuses=refuses)
-    assert shape(kernel, config_of(LAB_NET_RATE=rate)) == Shaped(rate, None, no_lane=why)
-    assert kernel.roots() == [*before, "tbf"]
-    command, _, _, alone = kernel.queues[-1]
-    assert command == "replace"
-    # The kernel changes no kind under one handle.
-    assert alone == {"root": True, "handle": "3:"} | bucket(bits_s(rate), 1500)
+    assert kernel.roots() == ["tbf"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +85,7 @@ def test_without_a_second_lane_the_bucket_stands_alone(
     [
         (Kernel(ETH0, refuses={"tbf": errno.ENOENT}), {"LAB_NET_RATE": "1mbit"}, "LAB_NET_RATE=1mbit: this kernel has no token bucket"),
         (Kernel(ETH0, refuses={"tbf": errno.EPERM}), {"LAB_NET_RATE": "1mbit"}, r"refused tbf \(Operation not permitted\)"),
-        (Kernel(ETH0, refuses={"htb": errno.EINVAL}), {"LAB_NET_RATE": "1mbit"}, r"refused htb \(Invalid argument\)"),
+        (Kernel(ETH0, refuses={"tbf": errno.EINVAL}), {"LAB_NET_RATE": "1mbit"}, r"refused tbf \(Invalid argument\)"),
         (Kernel(ETH0, refuses={"netem": errno.EINVAL}), {"LAB_NET_DELAY": "1ms"}, r"refused netem \(Invalid argument\)"),
         (Kernel(LOOPBACK, DOWN), {"LAB_NET_RATE": "1mbit"}, "no network interface that is up"),
         (Kernel(ETH0), {"LAB_NET_RATE": "40gbit"}, "LAB_NET_RATE=40gbit is more than .* 34gbit at most"),
