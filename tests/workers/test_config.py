@@ -108,6 +108,10 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"RUN_MODE": "server", "LAB_STALENESS": "-1"}, "LAB_STALENESS='-1' is out of range: allowed is 0 to 10000"),
         ({"RUN_MODE": "server", "LAB_LOCAL_STEPS": "0"}, "LAB_LOCAL_STEPS='0' is out of range: allowed is 1 to 10000"),
         ({"RUN_MODE": "compress", "LAB_LOW_RANK": "0"}, "LAB_LOW_RANK='0' is out of range: allowed is 1 to 1000000000"),
+        ({"LAB_DEPTH": "1000000000"}, "LAB_DEPTH='1000000000' is out of range: allowed is 1 to 1000"),
+        ({"LAB_WIDTH": "1000000000"}, "LAB_WIDTH='1000000000' is out of range: allowed is 1 to 1000000"),
+        ({"LAB_SEQ": "1000000000"}, "LAB_SEQ='1000000000' is out of range: allowed is 1 to 1000000"),
+        ({"LAB_BATCH": "1000000000"}, "LAB_BATCH='1000000000' is out of range: allowed is 1 to 1000000"),
         ({"LAB_RATIO": "0.1"}, "LAB_RATIO='0.1' belongs to RUN_MODE=compress: dp has no such setting"),
         (
             {"RUN_MODE": "mine/absent.py"},

@@ -23,6 +23,8 @@ from workers.config.sentences import named_value, sentence, shown
 MAX_WORLD_SIZE = 1024  # of ranks that an engine starts
 ON_ONE_MACHINE = 8  # as containers or local processes: what the Compose file holds
 MOST = 10**9  # of anything that is counted: beyond any machine, and far from where numbers of 64 bits end
+MOST_LAYERS = 1000  # of which an outline is made within seconds
+MOST_SIZE = 10**6  # of a model's width, a sample and a batch: a square of it times 32 is far from that end, too
 MOST_SEED = 2**32 - 1  # an epoch's generator is seeded with a million times as much, in 64 bits
 MOST_SECONDS = 10**6  # twelve days; a thread cannot wait for longer than 292 years, nor gloo for longer than it counts
 Own = TypeVar("Own", bound=ModeOptions)
@@ -56,15 +58,15 @@ class Config(BaseSettings):
     # What is run.
     variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas, a strategy of your own as mine/wave.py:wave; empty: all")
     model: Annotated[str, AfterValidator(values.known_model)] = Field("gpt", alias="LAB_MODEL", description="what is trained: line, mlp, gpt, or a function of a file of your own such as mine/model.py:model")
-    width: int = Field(128, alias="LAB_WIDTH", ge=1, le=MOST, description="width of the model")
-    depth: int = Field(8, alias="LAB_DEPTH", ge=1, le=MOST, description="number of layers")
+    width: int = Field(128, alias="LAB_WIDTH", ge=1, le=MOST_SIZE, description="width of the model")
+    depth: int = Field(8, alias="LAB_DEPTH", ge=1, le=MOST_LAYERS, description="number of layers")
     heads: int = Field(8, alias="LAB_HEADS", ge=1, le=MOST, description="attention heads of gpt")
-    seq: int = Field(64, alias="LAB_SEQ", ge=1, le=MOST, description="bytes of text in a sample of gpt")
+    seq: int = Field(64, alias="LAB_SEQ", ge=1, le=MOST_SIZE, description="bytes of text in a sample of gpt")
     tie: bool = Field(False, alias="LAB_TIE", description="1: gpt's output layer shares the embedding's weights")
     text: Path | None = Field(None, alias="LAB_TEXT", description="file or folder that gpt reads; unset: Python's own standard library")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", alias="LAB_DTYPE", description="type of weights and gradients in the timed pass")
     steps: int = Field(20, alias="LAB_STEPS", ge=1, le=MOST, description="steps of the timed pass")
-    batch: int = Field(16, alias="LAB_BATCH", ge=1, le=MOST, description="samples in the global batch (unset with LAB_MODEL=line: 32)")
+    batch: int = Field(16, alias="LAB_BATCH", ge=1, le=MOST_SIZE, description="samples in the global batch (unset with LAB_MODEL=line: 32)")
     microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, le=MOST, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1")
     optimizer: Literal["sgd", "adamw"] = Field("sgd", alias="LAB_OPTIMIZER", description="optimizer of the timed pass")
     lr: float | None = Field(None, alias="LAB_LR", gt=0, le=1000, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")

@@ -11,7 +11,6 @@ from workers.config import Config, ConfigError
 from workers.config.sentences import shown
 from workers.config.values import suggest
 from workers.contract import Mode
-from workers.rank.estimate import too_large
 from workers.rank.modes import modes_that
 from workers.report.latest import LATEST
 from workers.strategies.own import is_step
@@ -23,9 +22,7 @@ DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
 
 def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
     """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences that others have found."""
-    refusals = [*unknown(config, mode), *idle(config, mode)]
-    # What no machine holds is not asked for: a mode makes an outline of all layers for its answer.
-    refusals += too_large(config, mode) or mode.refuse(config)
+    refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
     # Of sizes that the mode can take.
     refusals = refusals or [*excluded(config, mode), *out_of_place(config, mode), *hidden(config, mode)]
     refusals += [*unwritable(config), *of_this_rank]

@@ -34,7 +34,7 @@ from workers.rank import one_folder
 from workers.rank.again import meet_nobody, rejoin
 from workers.rank.device import pick_device
 from workers.rank.end import bury, conclude, let_leave, move, publish_for, take_in
-from workers.rank.estimate import too_long
+from workers.rank.estimate import warnings
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
 from workers.rank.known_cases import check_meters
@@ -76,7 +76,7 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         journal.say(line)
     if engine:
         journal.say(f"engine     {engine}")
-    for line in too_long(config, mode) if config.rank == 0 else []:
+    for line in warnings(config, mode) if config.rank == 0 else []:
         journal.say(f"estimate   {line}")
     parent.begin_to_wait()
     try:
