@@ -49,15 +49,6 @@ def passed_on(line: bytes) -> str:
     return ""
 
 
-def flushed() -> str:
-    """Have all of it out that was printed; why that could not be done."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError) as error:
-        return silenced(error)
-    return ""
-
-
 def of_a_stream(error: OSError) -> bool:
     """Whether it is of a write to a descriptor, as that of the standard output is, and not of a file by its name."""
     return error.errno in OF_A_STREAM and error.filename is None
