@@ -34,7 +34,7 @@ MODES = {
     "compress": {"LAB_VARIANT": "powersgd"},
     "precision": {"LAB_VARIANT": "bf16_master"},
     "server": {"LAB_VARIANT": "sync"},
-    "largebatch": {"LAB_VARIANT": "linear", "LAB_MODEL": "mlp"},
+    "largebatch": {"LAB_VARIANT": "linear"},
     "cp": {"LAB_VARIANT": "ring", "LAB_SEQ": "12"},
     "moe": {"LAB_VARIANT": "ep"},
     "mesh": {"LAB_VARIANT": "gpipe", "WORLD_SIZE": "4"},

@@ -34,11 +34,11 @@ SIZES = {
     "dropout_apart": {"LAB_MESH": "tp2", "LAB_DROPOUT": "0.2"},
     "dropout_by_own_rows": {"LAB_MESH": "tp2", "LAB_DROPOUT": "0.2"},
 }
-# In seconds: an mlp takes a quarter of a gpt's time, and tp alone asks what a layer is; largebatch compares curves.
+# In seconds: an mlp takes a quarter of a gpt's time, and tp alone asks what a layer is.
 SMALL = {
     "comm": {"LAB_SWEEP_MIB": "0.25"},
     "mesh": {"LAB_BATCH": "8", "LAB_STEPS": "2"},
-    "largebatch": {"LAB_MODEL": "mlp", "LAB_STEPS": "32"},
+    "largebatch": {"LAB_STEPS": "32"},
     "compress": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
     "moe": {"LAB_MODEL": "mlp", "LAB_DEPTH": "2", "LAB_BATCH": "24"},
     "precision": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},

@@ -9,6 +9,7 @@ made of them.
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from workers.config.options import aliases, declared
 from workers.config.values import lesson_file, modes
 
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
+WIDEST = 120  # columns of a line that is no table
 
 COMPOSE_FILES = [Path(__file__).parents[2] / name for name in ("docker-compose.yaml", "engines/swarm/stack.yaml")]
 BEGIN = (
@@ -65,7 +67,8 @@ def table() -> str:
         sizes = ", ".join(f"`{Config.model_fields[name].alias}` {value}" for name, value in own.sizes.items())
         rows = list(_rows(own))
         if sizes or rows:
-            lines += ["", f"`RUN_MODE={mode}`" + (f" with defaults of its own: {sizes}" if sizes else ""), ""]
+            heading = f"`RUN_MODE={mode}`" + (f" with defaults of its own: {sizes}" if sizes else "")
+            lines += ["", *textwrap.wrap(heading, WIDEST), ""]
             lines += [*HEAD, *rows] if rows else []
     return "\n".join(lines).replace("\n\n\n", "\n\n")
 

@@ -128,7 +128,7 @@ def test_bits_flip_in_every_mode_that_trains(
 
 OWN = {
     "elastic": {"RUN_MODE": "elastic", "LAB_DEPTH": "1", "LAB_LOSSES": "0"},
-    "largebatch": {"RUN_MODE": "largebatch", "LAB_MODEL": "mlp"},
+    "largebatch": {"RUN_MODE": "largebatch"},
 }
 TRAININGS = [
     ("elastic", "shrink", "gradient", "named"),

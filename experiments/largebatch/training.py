@@ -1,0 +1,198 @@
+"""What trains: a recipe for the learning rate, fresh samples for every step, and many trainings in lockstep.
+
+Each training is data parallel in itself: every rank has a replica, and takes its part of the batch. A collective costs
+its latency whatever it carries, which for a model of some thousand parameters is most of a step. So the gradients of
+all trainings lie in one flat bucket, and are summed together: the same sums, one call in place of many.
+
+A batch of k times the base at step s is what k steps of the base batch take one after the other, from k·s on. So every
+k sees the same samples, each once, and differs in nothing but how many it takes at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.config import Config
+from workers.parallel import rates
+from workers.parallel.buckets import GradientBuckets
+from workers.parallel.lamb import Lamb
+from workers.parallel.lars import Lars
+from workers.parallel.layerwise import Layerwise, decayed_apart
+from workers.parallel.rates import set_rates
+from workers.workload.data import Microbatch, Points, Samples, Text, permutation, shard_sizes
+from workers.workload.model import Model
+from workers.workload.optimizer import PlainSGD
+
+# Base rates are those of k = 1, found by trying on the tiny models of this mode; LAB_LR sets SGD's for others.
+SGD_RATE, LARS_RATE, LAMB_RATE = 0.05, 0.2, 0.02
+LARS_TRUST = 0.02  # the paper's 0.001 is for 90 epochs of ResNet-50; here some 200 steps have to do
+LARS_DECAY, LAMB_DECAY = 1e-4, 1e-2
+HELD_OUT = 256
+Stepper: TypeAlias = PlainSGD | Layerwise
+
+
+# --- recipes ---
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`target(k)` times the base rate for k times the batch, at once or after warm-up, with a fresh `optimizer`."""
+
+    target: Callable[[float], float]
+    optimizer: Callable[..., Stepper]  # (model, config), and for LARS and LAMB `sharded_over`, see `Layerwise`
+    warms_up: bool = False
+
+    def factor(self, k: int, step: int, steps: int) -> float:
+        """What the base rate is multiplied with at `step` of `steps`."""
+        target = self.target(k)
+        return rates.warmup(target, step, warmup_steps(steps)) if self.warms_up else target
+
+
+def warmup_steps(steps: int) -> int:
+    """The first quarter; Goyal et al. took 5 of 90 epochs, which would be no whole step here."""
+    return steps // 4
+
+
+def base_rate(config: Config) -> float:
+    """LAB_LR, or this mode's own for SGD."""
+    return config.lr or SGD_RATE
+
+
+def sgd(model: Model, config: Config) -> Stepper:
+    """Plain, so that an update is the gradient times the rate, and nothing else."""
+    return PlainSGD(model.parameters(), base_rate(config))
+
+
+def layerwise_sgd(model: Model, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
+    """LARS, which neither scales nor decays biases and gains."""
+    groups = decayed_apart(model.parameters(), LARS_DECAY)
+    return Lars(groups, LARS_RATE, trust=LARS_TRUST, sharded_over=sharded_over)
+
+
+def layerwise_adam(model: Model, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
+    """LAMB, which neither scales nor decays biases and gains."""
+    return Lamb(decayed_apart(model.parameters(), LAMB_DECAY), LAMB_RATE, sharded_over=sharded_over)
+
+
+# --- samples ---
+
+
+class Stream:
+    """`steps` base batches of LAB_BATCH samples in an order drawn by `seed`, and others to judge by."""
+
+    def __init__(self, config: Config, seed: int, steps: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        samples, self.trained, self.held_out = draw(config, seed, steps * config.batch)
+        self.terms = samples.terms
+        self.inputs, self.targets = self._take(samples, self.trained, dtype)
+        self.judged = Microbatch(
+            *self._take(samples, self.held_out, torch.float32), 1 / (len(self.held_out) * self.terms)
+        )
+
+    def dealt(self, k: int, step: int, shard: int, num_shards: int, *, uneven: bool = False) -> list[Microbatch]:
+        """What `shard` works on at `step` of a batch of k times the base, in LAB_MICROBATCHES parts."""
+        own = self.places(k, step, shard, num_shards, uneven=uneven)
+        sizes = shard_sizes(len(own), min(self.config.num_microbatches, len(own)))
+        share = 1 / (k * self.config.batch * self.terms)
+        starts = [own.start + sum(sizes[:part]) for part in range(len(sizes))]
+        return [
+            Microbatch(self.inputs[start : start + size], self.targets[start : start + size], share)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    def places(self, k: int, step: int, shard: int, num_shards: int, *, uneven: bool = False) -> range:
+        """Where in the order the samples of `shard` stand."""
+        batch = k * self.config.batch
+        sizes = shard_sizes(batch, num_shards, uneven=uneven)
+        start = step * batch + sum(sizes[:shard])
+        return range(start, start + sizes[shard])
+
+    def _take(self, samples: Samples, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        inputs, targets = (
+            values.to(self.device, dtype if values.is_floating_point() else values.dtype)
+            for values in samples.take(ids)
+        )
+        return inputs, targets
+
+
+def draw(config: Config, seed: int, num_samples: int) -> tuple[Samples, Tensor, Tensor]:
+    """The data set, and the numbers of the samples to train on and to judge by; a short text is read over again."""
+    if config.model == "mlp":
+        ids = torch.arange(num_samples + HELD_OUT)
+        return Points(len(ids), config.width, seed), ids[:num_samples], ids[num_samples:]
+    samples = Text(config)
+    order = permutation(seed, 0, len(samples))
+    held = min(HELD_OUT, max(1, len(order) // 8))
+    kept = order[:-held]
+    repeats = -(-num_samples // len(kept))
+    return samples, kept.repeat(repeats)[:num_samples], order[-held:]
+
+
+# --- trainings ---
+
+
+class Trainee:
+    """One training: a model, the samples of its seed, and a recipe for `steps` batches of k times the base."""
+
+    def __init__(self, model: Model, stream: Stream, recipe: Recipe, k: int, steps: int, config: Config) -> None:
+        self.model, self.stream, self.recipe, self.k, self.steps = model, stream, recipe, k, steps
+        self.optimizer = recipe.optimizer(model, config)
+
+    def backward(self, microbatches: list[Microbatch]) -> None:
+        """Add the gradients of this rank's samples up.
+
+        A term counts by its share, one over those of all k times LAB_BATCH samples: a gradient is a mean, as long as
+        that of the base. So with the base rate a step is no longer than before, and there are k times fewer.
+        """
+        for inputs, targets, share in microbatches:
+            (self.model(inputs, targets) * share).backward()
+
+    def update(self, step: int) -> None:
+        """One step at the recipe's rate."""
+        set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, self.steps))
+        self.optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of each parameter; of one that no sample reached zeros."""
+        return [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.model.parameters()]
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean loss over samples that no step has seen, in float32; nothing can be trained any more after it."""
+        inputs, targets, share = self.stream.judged
+        loss: float = (self.model.float()(inputs, targets) * share).item()
+        return loss
+
+
+class Lockstep:
+    """Trainees, by name, that step together over the ranks of `group`; all take batches of k times the base."""
+
+    def __init__(self, trainees: Mapping[str, Trainee], group: dist.ProcessGroup, *, uneven: bool = False) -> None:
+        self.trainees, self.group, self.uneven = dict(trainees), group, uneven
+        parameters = [parameter for trainee in trainees.values() for parameter in trainee.model.parameters()]
+        self.buckets = GradientBuckets(parameters, group, float("inf"), overlap=False)
+
+    def backward(self, step: int) -> None:
+        """Gradients of all trainees, summed over the ranks."""
+        self.buckets.zero()
+        rank, ranks = self.group.rank(), self.group.size()
+        for trainee in self.trainees.values():
+            trainee.backward(trainee.stream.dealt(trainee.k, step, rank, ranks, uneven=self.uneven))
+        self.buckets.finish()
+
+    def update(self, step: int) -> None:
+        """One step of every trainee."""
+        for trainee in self.trainees.values():
+            trainee.update(step)
+
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The summed "gradients" or the "weights" of all trainees, which all ranks hold whole."""
+        for name, trainee in self.trainees.items():
+            for parameter, weight in trainee.model.named_parameters():
+                tensor = weight.detach() if kind == "weights" else weight.grad
+                if tensor is not None:
+                    yield f"{name}.{parameter}", tensor
