@@ -11,8 +11,6 @@ SIZES = {
     "bias_apart": {"LAB_BALANCE": "bias"},
     "biased_gates": {"LAB_BALANCE": "bias"},
     "copies_apart": {"WORLD_SIZE": "4"},  # two axes
-    # Of `downpour` the server's own worker may take 4 steps before another has had a core, and its samples are right.
-    "one_shard": {"LAB_STEPS": "100"},
     "gate_over_itself": {"LAB_TOP_K": "1"},
     "gather_all": {"LAB_DEPTH": "4"},
     "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},

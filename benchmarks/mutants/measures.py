@@ -95,14 +95,16 @@ MUTANTS = [
     ),
     # Samples a second.
     Mutant(
-        "experiments/server/pace.py",
+        "experiments/server/asynchronous.py",
         "sum(samples) / max(walls)",
         "samples[walls.index(max(walls))] / max(walls)",
         SERVER + "dp",
     ),
-    Mutant("experiments/server/pace.py", "sum(samples) / max(walls)", "sum(samples) / min(walls)", SERVER + "dp"),
     Mutant(
-        "experiments/server/pace.py",
+        "experiments/server/asynchronous.py", "sum(samples) / max(walls)", "sum(samples) / min(walls)", SERVER + "dp"
+    ),
+    Mutant(
+        "experiments/server/asynchronous.py",
         "done / max(report.seconds for report in reports.values())",
         "done / max(report.compute_s for report in reports.values())",
         SERVER + "ssp",

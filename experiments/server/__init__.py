@@ -23,9 +23,8 @@ their weights one again: a hundredth of the bytes.
 
 `dp` and `sync` are proven against one process, `local_sgd` and `diloco` against one process at H = 1 and against their
 formula for all workers in one process at the H given, the timed pass too. What is asynchronous repeats only in an order
-of events that is given: it is proven in one drawn by LAB_SEED; of a real run the order is written down, and one process
-that shares no code with the workers computes in it what they should have (asynchronous.py).
-LAB_SLOW_RANK=2:0.5 makes a straggler.
+of events that is given: it is proven in one drawn by LAB_SEED, against one process that shares no code with the
+workers; a real run, in whatever order messages come, is shown (asynchronous.py). LAB_SLOW_RANK=2:0.5 makes a straggler.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,12 +35,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.server import asynchronous, staleness
-from experiments.server.claims import claims
+from experiments.server import asynchronous, staleness_study
+from experiments.server.asynchronous import in_step
+from experiments.server.checks import Rounds, hold_timed, prove_rounds
 from experiments.server.mistakes import MISTAKES
-from experiments.server.pace import in_step
-from experiments.server.predictions import cannot, predict, refuse, show_bytes
-from experiments.server.rounds import Rounds, hold_timed, prove_rounds
+from experiments.server.predictions import cannot, claims, predict, refuse, show_bytes
 from experiments.server.worker import Scheme, Worker
 from workers.config import Config
 from workers.config.options import Field, ModeOptions
@@ -246,7 +244,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
     lab.compare_traffic(predictions, measured)
     rates = in_step(lab, [name for name in ("dp", "sync") if name in measured])
     asynchronous.run(lab, schemes(lab.config), rules, worker, rates)
-    staleness.show(lab)
+    staleness_study.show(lab)
 
 
 MODE = Mode(
@@ -272,7 +270,6 @@ MODE = Mode(
         "workers/parallel/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
         "experiments/server/worker.py: what a worker of ssp and downpour does, which waits for no step",
         "workers/parallel/parameter_server.py: the server's rules of who may go on",
-        "experiments/server/reference.py: one process that computes what a worker should, and shares nothing with it",
-        "experiments/server/witness.py: what happened at the server, written down by one who is not the server",
+        "experiments/server/checks.py: one process that computes what a worker should, and shares nothing with it",
     ),
 )

@@ -45,9 +45,10 @@ class OneShard(Worker):
 class Repeating(Worker):
     """Pushes its update as often as there are workers, as if the server took a mean: all in one message."""
 
-    def note(self, update: Tensor) -> None:
+    def accumulate(self, update: Tensor, steps: int) -> float:
+        loss = super().accumulate(update, steps)
         update *= self.num_workers
-        super().note(update)
+        return loss
 
 
 class Unheard(Worker):
@@ -116,27 +117,27 @@ MISTAKES = {
     ),
     "update_lost": Mistake(
         "the server counts every second push of a worker and does not apply it",
-        "weights of the run",
+        "weights",
         Instead(run={"rules": Forgetful}),
-        Needs(ranks=1, proof=False, variants=APART),
+        Needs(ranks=1, variants=APART),
     ),
     "one_shard": Mistake(
         "every worker trains on worker 0's samples: the others' are never seen",
-        "samples of the run",
+        "samples",
         Instead(run={"worker": OneShard}),
-        Needs(proof=False, variants=APART),
+        Needs(variants=APART),
     ),
     "pushed_n_times": Mistake(
         "each worker pushes its gradient N times: the run takes N times the learning rate",
-        "gradients of the run",
+        "gradients",
         Instead(run={"worker": Repeating}),
         Needs(variants=APART),
     ),
     "never_fetched": Mistake(
         "a worker goes on from its own weights and ignores those that it fetched: it hears of nobody",
-        "fetched weights",
+        "losses",
         Instead(run={"worker": Unheard}),
-        Needs(proof=False, variants=("ssp",), unless=too_few_steps),
+        Needs(variants=APART),
     ),
     "never_averaged": Mistake(
         "a round ends without the all_reduce: every worker trains a model of its own",

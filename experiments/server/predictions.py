@@ -1,20 +1,25 @@
-"""What the server and its like predict before they run: bytes sent a step; and the settings that they cannot take."""
+"""Bytes that a step of the server and its like sends, settings that they cannot take, and the claims of a run."""
+
+from collections.abc import Iterator
 
 import torch
 
 from workers.config import Config
-from workers.contract import untrainable
+from workers.contract import WHOLE_RUN, Claims, Mode, untrainable
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.collectives import all_reduce_bytes
 from workers.measure.formulas.messages import gloo_all_reduce_messages
 from workers.measure.formulas.server import averaging_bytes, server_bytes
 from workers.parallel.buckets import layout
+from workers.passes.claims import measured
 from workers.workload.model import outline
 
-ASYNCHRONOUS = ("ssp", "downpour")
+ASYNCHRONOUS, ROUNDS = ("ssp", "downpour"), ("local_sgd", "diloco")
 COUNT_BYTES = 8  # beside its gradients a worker of `sync` says of how many terms they are the sum
 SHOWN_RANKS = (2, 4, 8, 16, 32, 64)
+LATE = (0, 1, 2, 4, 8, 16)  # updates, of the line's largest stable rates
+MOST_PROVEN = 12  # local steps of a proven round
 
 
 def refuse(config: Config) -> list[str]:
@@ -94,3 +99,32 @@ def show_bytes(lab: Lab, local_steps: int) -> None:
     names = ("server, in and out", "ring", f"ring every {h} steps")
     series = {name: [x, [row[index] for row in rows]] for index, name in enumerate(names, 1)}
     lab.chart("In and out of the busiest rank, a step", "ranks", "MB", series, log_x=True, log_y=True)
+
+
+def claims(mode: Mode, config: Config, local_steps: int) -> Iterator[Claims]:
+    """Of all that keep step bytes, of rounds what all workers in one process do, out of step what any order allows."""
+    unlike = ROUNDS if config.steps % local_steps else ()
+    in_step = [name for name in mode.by_hand if name not in ROUNDS]
+    yield from measured(mode, config, apart=ROUNDS, unlike=unlike, copied=in_step)
+    yield Claims(("called bytes", "wire bytes"), mode.by_hand)
+    yield Claims([f"largest stable rate at staleness {late}" for late in LATE], WHOLE_RUN, one=True)
+    yield Claims(("who may start", "budget", "updates", "final weights"), ASYNCHRONOUS, one=True)
+    yield Claims(("staleness",), ("ssp",), one=True)
+    yield Claims(("samples of the pace",), ("dp", "sync"), one=True)
+    yield Claims(("wire bytes of the run",), ASYNCHRONOUS)
+    if config.proof:
+        yield from proven(mode, config, local_steps)
+
+
+def proven(mode: Mode, config: Config, local_steps: int) -> Iterator[Claims]:
+    """What the proof adds."""
+    lengths = sorted({1, min(local_steps, MOST_PROVEN)})
+    yield Claims(("samples",), WHOLE_RUN, one=True)
+    yield Claims(("replicas",), [name for name in mode.by_hand if name not in ROUNDS])
+    yield Claims(("replicas",), ROUNDS, times=len(lengths))
+    yield Claims([f"{kind} at H = {length}" for length in lengths for kind in ("losses", "weights")], ROUNDS, one=True)
+    if config.optimizer == "adamw" or config.clip is not None:
+        tuned = f"at H = {lengths[-1]} as trained"
+        yield Claims((f"losses {tuned}", f"weights {tuned}"), ROUNDS, one=True)
+    yield Claims(("timed losses",), ROUNDS, one=True)
+    yield Claims(("losses", "gradients", "weights", "samples", "order of events"), ASYNCHRONOUS, one=True)

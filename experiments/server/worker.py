@@ -1,17 +1,19 @@
-"""A worker of an asynchronous run: ask to start, take some steps from the weights that come, push what they come to.
+"""A worker of an asynchronous run, and the recorder of what happens at its server.
 
-It notes what it had and what it gave: by that one process holds it to its samples and to its gradients (replay.py).
+A worker asks to start, takes some steps from the weights that come, and pushes the sum of their gradients. Which
+weights it had, and which updates came in between, is known of a real run only if somebody writes the events down in the
+order in which the server took them.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from experiments.server.witness import checksum
 from workers.config import Config
+from workers.parallel.parameter_server import LEAVE, PUSH, START
 from workers.parallel.phases import phase
 from workers.parallel.serving import Client
 from workers.parallel.vectors import Vectors
@@ -42,30 +44,20 @@ class Worker:
         self.model, self.vectors = model, Vectors(model.parameters())
         self.batches, self.rank, self.num_workers, self.lr, self.noted = batches, rank, config.world_size, lr, noted
         self.steps = 0
-        self.fetched: list[float] = []  # checksums of the weights that it began from, a push each
-        self.sent: list[float] = []  # and of the updates pushed
-        self.samples: list[str] = []  # and digests of the samples behind them
+        self.samples: list[str] = []  # digests of those behind each push
         self._taken = hashlib.blake2b(digest_size=8)  # samples since the last fetch
 
     def train(self, client: Client, most: int) -> None:
         """Work until the server has no more steps to grant; the weights are the final ones then."""
         update = torch.zeros_like(self.vectors.weights)
         while granted := self.fetch(client, most):
-            self.fetched.append(checksum(self.vectors.weights))
             loss = self.accumulate(update, granted)
-            self.note(update)
-            client.push(len(self.sent), update, loss)
+            client.push(len(self.samples), update, loss)
         client.finish(self.vectors.weights)
 
     def fetch(self, client: Client, most: int) -> int:
         """Take the server's weights, for up to `most` steps; returns how many it grants."""
         return client.start(most, self.vectors.weights)
-
-    def note(self, update: Tensor) -> None:
-        """Write down what is about to be pushed, and the samples that it is made of."""
-        self.sent.append(checksum(update))
-        self.samples.append(self._taken.hexdigest())
-        self._taken = hashlib.blake2b(digest_size=8)
 
     def accumulate(self, update: Tensor, steps: int) -> float:
         """Fill `update` with the sum of the gradients of `steps` steps, and return the mean loss.
@@ -81,6 +73,8 @@ class Worker:
             update += self.vectors.gradients
             self.vectors.weights.add_(self.vectors.gradients, alpha=-self.lr)
             self.steps += 1
+        self.samples.append(self._taken.hexdigest())
+        self._taken = hashlib.blake2b(digest_size=8)
         return sum(losses) / len(losses)
 
     def backward(self) -> float:
@@ -102,3 +96,69 @@ class Worker:
         for pair in zip(inputs.cpu(), targets.cpu(), strict=True):
             for tensor in pair:
                 self._taken.update(tensor.double().numpy().tobytes())
+
+
+class Seen(NamedTuple):
+    """An event at the server."""
+
+    kind: str  # START, PUSH or LEAVE
+    worker: int
+    steps: int  # granted, delivered or lost
+    number: int = 0  # of a push: its worker's first is 1
+    loss: float = 0.0  # of a push: the mean that its worker computed
+
+
+class Recorder:
+    """The events at a server of `workers` in the order in which it took them, as its `Witness`."""
+
+    def __init__(self, workers: Iterable[int]) -> None:
+        self.seen: list[Seen] = []
+        self.finished = dict.fromkeys(workers, 0)  # steps by worker, of those who left too
+        self._granted: dict[int, int] = {}
+
+    def started(self, worker: int, steps: int) -> None:
+        """`worker` has the weights of now, for `steps` steps."""
+        self.seen.append(Seen(START, worker, steps))
+        self._granted[worker] = steps
+
+    def pushed(self, worker: int, number: int, update: Tensor, loss: float) -> None:  # noqa: ARG002
+        """An update of `worker` was applied."""
+        steps = self._granted.pop(worker)
+        self.seen.append(Seen(PUSH, worker, steps, number, loss))
+        self.finished[worker] += steps
+
+    def left(self, worker: int) -> None:
+        """`worker` is gone, and what it had under way with it."""
+        self.seen.append(Seen(LEAVE, worker, self._granted.pop(worker, 0)))
+
+
+class Audit(NamedTuple):
+    """What the events say of the rules."""
+
+    lead: int  # the most finished steps that any worker was ahead of the slowest at a start
+    staleness: list[int]  # of each push: updates of others since its worker took the weights
+    steps: dict[int, list[int]]  # of each worker's pushes
+    granted: int  # steps that the server let anybody begin
+    wrong_numbers: int  # pushes that are not their worker's next
+
+
+def audit(seen: Iterable[Seen], workers: Iterable[int]) -> Audit:
+    """Read the events of `workers` from the first on."""
+    clocks = dict.fromkeys(workers, 0)
+    steps: dict[int, list[int]] = {worker: [] for worker in clocks}
+    staleness: list[int] = []
+    lead, granted, wrong_numbers, taken_at = 0, 0, 0, {}
+    for event in seen:
+        worker = event.worker
+        if event.kind == START:
+            lead = max(lead, clocks[worker] - min(clocks.values()))
+            taken_at[worker] = len(staleness)
+            granted += event.steps
+        elif event.kind == PUSH:
+            staleness.append(len(staleness) - taken_at[worker])
+            steps[worker].append(event.steps)
+            wrong_numbers += event.number != len(steps[worker])
+            clocks[worker] += event.steps
+        else:
+            del clocks[worker]
+    return Audit(lead, staleness, steps, granted, wrong_numbers)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.server import schemes
-from experiments.server.pace import Rate, apart, check_rate, samples_of, stragglers
-from experiments.server.promises import Report
+from experiments.server.asynchronous import Rate, Report, apart, check_rate, samples_of, stragglers
 from tests.labs import run_experiment
 from workers.config import Config
 from workers.measure.formulas.grants import granted_rate
@@ -34,7 +33,7 @@ def test_who_does_not_wait_is_predicted_by_the_steps_granted_and_the_bound() -> 
     """Four workers of 10 ms a step, of which one takes 40: each scheme of a run by its own rules, not by the sum of
     rates, 1300."""
     lab = lab_of(4, "2:0.25")
-    reports = {rank: Report([], [], [], steps, 0.01 * steps, 0.32, "") for rank, steps in enumerate((24, 24, 8, 24))}
+    reports = {rank: Report(1, steps, 0.01 * steps, 0.32, "") for rank, steps in enumerate((24, 24, 8, 24))}
     reports[2].compute_s *= 4
     pushed = {rank: [report.steps] for rank, report in reports.items()}
     ssp, downpour = (apart(lab, scheme, reports, pushed) for scheme in schemes(lab.config))
