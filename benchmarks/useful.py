@@ -9,7 +9,7 @@ from benchmarks.rounds import table
 from workers.measure.formulas.goodput import daly_s, goodput, young_s
 from workers.report import charts
 from workers.report.lines import write_atomically
-from workers.report.markup import document, section, text
+from workers.report.markup import render
 
 
 class Run(NamedTuple):
@@ -90,5 +90,5 @@ def draw(path: Path, costs: Costs, swept: dict[int, Run], beside: dict[str, Run]
         curves, "steps between two checkpoints", "goodput", hues, points=80, dashed=["restart, formula"], log_x=True
     )
     title = "Goodput where ranks fail at random"
-    card = section(title, charts.drawn(figure, title, 260), f"<pre>{text(told(costs, swept, beside))}</pre>")
-    write_atomically(path, [document(title, [charts.look(), card])])
+    drawing = charts.drawn(figure, title, 260)
+    write_atomically(path, [render("chart.html", title=title, drawing=drawing, told=told(costs, swept, beside))])

@@ -191,13 +191,13 @@ def test_only_config_reads_the_environment() -> None:
 
 
 @pytest.mark.parametrize("module", ["workers.report.judge", "workers.report.log"])
-def test_the_report_imports_neither_torch_nor_pygal(module: str) -> None:
-    program = f"import sys, {module}; print([name for name in ('torch', 'pygal') if name in sys.modules])"
+def test_the_report_imports_neither_torch_nor_what_draws(module: str) -> None:
+    program = f"import sys, {module}; print([name for name in ('torch', 'pygal', 'jinja2') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["pygal", "torch.distributed.checkpoint", "starlette", "uvicorn", "anyio"])
+@pytest.mark.parametrize("module", ["pygal", "jinja2", "torch.distributed.checkpoint", "starlette", "uvicorn", "anyio"])
 def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
     """The launcher's part of the live page is there too: local ranks are forked from it."""
     program = (

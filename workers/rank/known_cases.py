@@ -132,7 +132,7 @@ def rank_faults() -> Iterator[str]:
     yield from unlike("the median step of each rank", [2.0, 3.0, 1.0], variant["step_seconds"])
     yield from unlike("the median CPU seconds of each rank", [0.5, 0.75, 0.25], variant["cpu_seconds"])
     yield from unlike("the slowest rank's step", 3.0, slowest(variant["step_seconds"]))
-    yield from unlike("ms a step as told", milliseconds(3.0), measured(run, written)[1].split()[1])
+    yield from unlike("ms a step as told", milliseconds(3.0), measured(run, written).rows[0][1])
     work = [{"forward": 1.0, "waiting": 9.0}, {"forward": 2.0, "optimizer": 1.0}, {"backward": 2.0}]
     yield from unlike("the rank with most work of its own", (1, 3.0), slowest_rank([*work]))
 

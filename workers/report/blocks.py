@@ -1,56 +1,79 @@
-"""The tables of rank 0's log, a function a block: what was proven, measured beside predicted, and where time went.
+"""The tables of a run, a function each: what was proven, measured beside predicted, in memory, and where time went.
 
-Every line begins with one of a few words in the first eleven columns, or with as many blanks.
+Log and page are both made of them; the log leaves out some columns.
 """
 
 from collections.abc import Container, Iterable, Sequence
-from itertools import zip_longest
 
 from workers.report import spans
 from workers.report.claims import Run
-from workers.report.holdings import COMPARISONS, REST, holdings
 from workers.report.judge import first, pytorch_own, slowest
 from workers.report.records import Comparison, Ranks, select
-from workers.report.sentences import FINDINGS, claim_name, proof_note
-from workers.report.units import allowed, difference, human_bytes, milliseconds, quantity, share
+from workers.report.sentences import claim_name
+from workers.report.table import Column, Table, Verdict, Wrong
+from workers.report.units import (
+    allowed,
+    byte_unit,
+    difference,
+    human_bytes,
+    milliseconds,
+    quantity,
+    share,
+    three_digits,
+)
 
 PROOF = ("gradients", "weights", "losses")
-DIGITS = len("2.8e-17")  # as wide as a difference gets
 TRAFFIC = ("wire bytes", "called bytes")
 # What the timed steps are held to, by the names of their checks: passes/holding.py.
 TIMED = ("timed losses", "audited loss", "audited weights", "audited optimizer", "timed replicas", "timed steps")
+DRAWN, ON_WIRE = "drawn bytes", "wire as drawn"  # of the report's picture: it is there that they are told
+REST = "rest bytes"  # of memory, the comparison with the formula
+OUTSIDE = ("process", "container", "allocator")  # who else counts, each at rest and, some, at the peak
+MEMORY = (REST, *(f"{source}{moment} bytes" for source in OUTSIDE for moment in ("", " peak")))
+MOST_PROFILES = 64  # rows, of variants and ranks: 14 of 8 took 26 kB of the page
 
 
-def skipped(run: Run) -> list[str]:
-    """A line a variant that was left out."""
-    return [line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]]
-
-
-def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
+def proof(run: Run) -> Table:
     """A row a variant: its largest differences from one process.
 
-    `names` are all variants that will be proven: rows that are told one by one stand in line. The heading is that of
-    the first one, and a row to which another type or tolerance applies says so.
+    The heading is that of the first one, and a row to which another type or tolerance applies says so.
     """
-    proven: dict[str, dict[str, Run]] = {}
-    for check in run["checks"]:
-        if check["name"] in PROOF:
-            proven.setdefault(check["variant"], {})[check["name"]] = check
-    if not proven:
-        return [line("proof", proof_note(run))] if proof_note(run) else []
-    first_row = list(next(iter(proven.values())).values())
+    proven = _by_variant(run["checks"], PROOF)
+    first_row = list(next(iter(proven.values()), {}).values())
     common = [] if any(check["unit"] for check in first_row) else sorted({check["tolerance"] for check in first_row})
     rows = [
         [
             name or "all",
-            *(difference(row[kind]["max_abs_diff"]) if kind in row else "-" for kind in PROOF),
-            " ".join([_held(row.values()), *_own_tolerances(row.values(), common)]),
+            *(_difference(row.get(kind)) for kind in PROOF),
+            Verdict(verdict(row.values()), "".join(f" {each}" for each in _own_tolerances(row.values(), common))),
         ]
         for name, row in proven.items()
     ]
     span = " to ".join(f"{tolerance:g}" for tolerance in (*common[:1], *common[1:][-1:]))
-    columns = [f"{'float64, ' if common else ''}against one process", *PROOF, f"(tolerance {span})" if common else ""]
-    return _block("proof", columns, rows, least=[max(map(len, ("", *names))), *[DIGITS] * len(PROOF)])
+    return Table(
+        [
+            Column(f"{'float64, ' if common else ''}against one process"),
+            *(Column(kind, "value") for kind in PROOF),
+            Column(f"(tolerance {span})" if common else ""),
+        ],
+        rows,
+    )
+
+
+def _by_variant(checks: Iterable[Run], names: Container[str]) -> dict[str, dict[str, Run]]:
+    """The checks of these names, by variant and by name."""
+    found: dict[str, dict[str, Run]] = {}
+    for check in checks:
+        if check["name"] in names:
+            found.setdefault(check["variant"], {})[check["name"]] = check
+    return found
+
+
+def _difference(check: Run | None) -> str:
+    if check is None:
+        return "-"
+    seen = difference(check["max_abs_diff"])
+    return seen if check["passed"] else Wrong(seen)
 
 
 def _own_tolerances(checks: Iterable[Run], common: Container[float]) -> list[str]:
@@ -60,74 +83,17 @@ def _own_tolerances(checks: Iterable[Run], common: Container[float]) -> list[str
     return list(dict.fromkeys(f"(tolerance {each})" for each in told))
 
 
-def measured(run: Run, records: Ranks) -> list[str]:
-    """A row a variant: time of its slowest rank, bytes of the rank that sends most."""
-    if not run["variants"]:
-        return []
-    own = pytorch_own(run)
-    own_s = next((slowest(variant["step_seconds"]) for variant in run["variants"] if variant["name"] == own), None)
-    rows = []
-    for variant in run["variants"]:
-        seconds = slowest(variant["step_seconds"])
-        claims = [c for c in run["comparisons"] if c["variant"] == variant["name"] and c["name"] in TRAFFIC]
-        ratio = f"{seconds / own_s:.2f}" if seconds and own_s else "-"
-        traffic = [human_bytes(most_predicted(records, variant["name"]))]
-        traffic += [human_bytes(slowest(variant[kind])) for kind in ("called_bytes", "wire_bytes")]
-        rows.append(
-            [variant["name"], milliseconds(seconds), *([ratio] if own else []), *traffic, _held(claims) + _wide(claims)]
-        )
-    config = first(records).config
-    columns = [
-        f"{config.get('LAB_STEPS')} steps, LAB_DTYPE={config.get('LAB_DTYPE')}",
-        "ms a step",
-        *([f"x {own}"] if own else []),
-        "predicted",
-        "called",
-        "wire",
-        "",
-    ]
-    return _block("measured", columns, rows, numbers=range(1, len(columns) - 1))
-
-
-def most_predicted(records: Ranks, variant: str) -> float | None:
-    """Of the bytes that a rank sends: each has its own formula."""
-    claims = [each for _, each in select(records, Comparison) if each.variant == variant and each.name in TRAFFIC]
-    return max((each.predicted for each in claims), default=None)
-
-
-def memory(run: Run, records: Ranks) -> list[str]:
-    """A row a variant: what its fullest rank held, by class and as the process and the container count it."""
-    columns, rows = holdings(run, records)
-    claims = {c["variant"]: c for c in run["comparisons"] if c["name"] == REST}
-    rows = [[*row, _held([claims[row[0]]] if row[0] in claims else [])] for row in rows]
-    return _block("memory", [*columns, ""], rows, numbers=range(1, len(columns)))
-
-
-def more_checks(run: Run) -> list[str]:
-    """The checks that held and that the table of the proof does not show, a line each."""
-    rows = [
-        [claim_name(check), difference(check["max_abs_diff"]), f"tolerance {allowed(check)}", "held"]
-        for check in run["checks"]
-        if check["passed"] and check["name"] not in (*PROOF, *TIMED) and check["unit"] != FINDINGS
-    ]
-    held = [check["name"] for check in run["checks"] if check["passed"] and check["unit"] == FINDINGS]
-    return _block("checks", None, rows) + ([line("checks", f"held: {', '.join(held)}")] if held else [])
-
-
-def timed(run: Run) -> list[str]:
+def timed(run: Run) -> Table:
     """A row a variant: what its timed steps are off, of what is allowed."""
-    found: dict[str, dict[str, Run]] = {}
-    for check in run["checks"]:
-        if check["name"] in TIMED:
-            found.setdefault(check["variant"], {})[check["name"]] = check
+    found = _by_variant(run["checks"], TIMED)
     kinds = [kind for kind in TIMED if any(kind in row for row in found.values())]
     rows = [
-        [name, *(_of_allowed(row[kind]) if kind in row else "-" for kind in kinds), _held(row.values())]
+        [name, *(_of_allowed(row[kind]) if kind in row else "-" for kind in kinds), Verdict(verdict(row.values()))]
         for name, row in found.items()
     ]
     proven = any(kind in TIMED[:4] for kind in kinds)
     heading = "off, of what rounding allows" if proven else "not held against one process: LAB_PROOF=0"
-    return _block("timed", [heading, *kinds, ""], rows)
+    return Table([Column(heading), *(Column(kind, "value") for kind in kinds), Column("")], rows)
 
 
 def _of_allowed(check: Run) -> str:
@@ -136,43 +102,79 @@ def _of_allowed(check: Run) -> str:
     return f"{off} of {difference(check['tolerance'])}" if check["tolerance"] else off
 
 
-DRAWN, ON_WIRE = "drawn bytes", "wire as drawn"  # of the report's picture: it is there that they are told
-
-
-def compared(run: Run) -> list[str]:
-    """The comparisons that held or are only shown and that the table of the variants does not hold."""
-    timed = {variant["name"] for variant in run["variants"]}
-    rows = [
+def checks(of: Iterable[Run]) -> Table:
+    """A row a check, such as those that the table of the proof does not show."""
+    return Table(
         [
-            claim_name(claim),
-            f"predicted {quantity(claim['predicted'], claim['unit'])}",
-            f"measured {quantity(claim['measured'], claim['unit'])}",
-            _held([claim]),
-        ]
-        for claim in run["comparisons"]
-        if claim["passed"]
-        and not (claim["name"] in (*TRAFFIC, DRAWN, ON_WIRE, *COMPARISONS) and claim["variant"] in timed)
-    ]
-    return _block("compared", None, rows)
+            Column("check"), Column("largest difference", "value"), Column("tolerance", "value", inline="tolerance "),
+            Column(""), Column("", in_log=False),
+        ],
+        [
+            [
+                claim_name(each), difference(each["max_abs_diff"]), allowed(each), Verdict(verdict([each])),
+                each["detail"],
+            ]
+            for each in of
+        ],
+        titled=False,
+    )  # fmt: skip
 
 
-def profile(run: Run, records: Ranks) -> list[str]:
-    """A row a variant: where the time of its slowest rank went."""
+def comparisons(of: Iterable[Run]) -> Table:
+    """A row a comparison: predicted beside what the rank measured that was farthest off."""
+    return Table(
+        [
+            Column("comparison"), Column("predicted", "value", inline="predicted "),
+            Column("measured", "value", inline="measured "), Column("on rank", "number", in_log=False),
+            Column("allowed ±", "value", in_log=False), Column(""), Column("formula", in_log=False),
+        ],
+        [
+            [
+                claim_name(each), quantity(each["predicted"], each["unit"]), quantity(each["measured"], each["unit"]),
+                each["rank"],
+                quantity(each["tolerance"], each["unit"]) if each["decides"] else each.get("shown", ""),
+                Verdict(verdict([each])), each["formula"],
+            ]
+            for each in of
+        ],
+        titled=False,
+    )  # fmt: skip
+
+
+def measured(run: Run, records: Ranks) -> Table:
+    """A row a variant: time of its slowest rank, bytes of the rank that sends most."""
+    own = pytorch_own(run)
+    own_s = next((slowest(variant["step_seconds"]) for variant in run["variants"] if variant["name"] == own), None)
     rows = []
-    for variant, of_ranks in spans.profiles(records, run["world_size"]).items():
-        rank, _ = spans.slowest_rank(of_ranks)
-        seconds = of_ranks[rank] or {}
-        cells = [share(seconds.get(kind, 0.0), sum(seconds.values())) for kind in spans.CLASSES]
-        rows.append([variant, f"rank {rank}", *cells])
-    columns = ["ms a step (per cent) on", "the slowest", *spans.CLASSES]
-    return _block("profile", columns, rows, numbers=range(2, len(columns)))
+    for variant in run["variants"]:
+        seconds = slowest(variant["step_seconds"])
+        cpu_s = [value for value in variant["cpu_seconds"] if value is not None]
+        claims = [c for c in run["comparisons"] if c["variant"] == variant["name"] and c["name"] in TRAFFIC]
+        ratio = f"{seconds / own_s:.2f}" if seconds and own_s else "-"
+        traffic = [human_bytes(most_predicted(records, variant["name"]))]
+        traffic += [human_bytes(slowest(variant[kind])) for kind in ("called_bytes", "wire_bytes")]
+        rows.append(
+            [
+                variant["name"], milliseconds(seconds), *([ratio] if own else []),
+                milliseconds(sum(cpu_s) if cpu_s else None), *traffic, Verdict(verdict(claims), _wide(claims)),
+            ]
+        )  # fmt: skip
+    config = first(records).config
+    columns = [
+        Column(f"{config.get('LAB_STEPS')} steps, LAB_DTYPE={config.get('LAB_DTYPE')}"),
+        Column("ms a step", "number"),
+        *([Column(f"x {own}", "number")] if own else []),
+        Column("CPU ms, all ranks", "number", in_log=False),
+        *(Column(source, "number") for source in ("predicted", "called", "wire")),
+        Column(""),
+    ]
+    return Table(columns, rows)
 
 
-def hidden(run: Run, records: Ranks) -> list[str]:
-    """A row a variant: the share of each rank's communication that its backward pass hid, seen by the profiler."""
-    rows = [[variant, *cells] for variant, cells in spans.hidden(records, run["world_size"]).items()]
-    columns = ["communication behind the backward pass", *(f"rank {rank}" for rank in range(run["world_size"]))]
-    return _block("hidden", columns, rows)
+def most_predicted(records: Ranks, variant: str) -> float | None:
+    """Of the bytes that a rank sends: each has its own formula."""
+    claims = [each for _, each in select(records, Comparison) if each.variant == variant and each.name in TRAFFIC]
+    return max((each.predicted for each in claims), default=None)
 
 
 def _wide(claims: Iterable[Run]) -> str:
@@ -181,7 +183,93 @@ def _wide(claims: Iterable[Run]) -> str:
     return f", ± {human_bytes(max(wide))}" if wide else ""
 
 
-def _held(claims: Iterable[Run]) -> str:
+def memory(run: Run, records: Ranks) -> Table:
+    """A row a variant: what its fullest rank held, by class and as the process and the container count it.
+
+    Cells are "at rest / at the peak", one number where they are the same; no column is empty.
+    """
+    amounts: dict[str, dict[str, list[float]]] = {}
+    for variant in run["variants"]:
+        rank = fullest(variant["peak_by_class"])
+        if rank is not None:
+            amounts[variant["name"]] = _amounts(variant, rank, records)
+    scale, unit = byte_unit(max((max(row["total"]) for row in amounts.values()), default=0))
+    kinds = dict.fromkeys(kind for row in amounts.values() for kind in row)
+    filled = [kind for kind in kinds if any(any(row.get(kind, [])) for row in amounts.values())]
+    claims = {c["variant"]: c for c in run["comparisons"] if c["name"] == REST}
+    rows = [
+        [
+            name,
+            *(_memory_cell(row.get(kind, []), scale) for kind in filled),
+            Verdict(verdict([claims[name]] if name in claims else [])),
+        ]
+        for name, row in amounts.items()
+    ]
+    columns = [Column(f"{unit} at rest / at the peak"), *(Column(kind, "number") for kind in filled), Column("")]
+    return Table(columns, rows)
+
+
+def fullest(held: Iterable[dict[str, int] | None]) -> int | None:
+    """The rank that holds most, of all ranks' bytes by class; None where no rank wrote any."""
+    totals = {rank: sum(of_rank.values()) for rank, of_rank in enumerate(held) if of_rank}
+    return max(totals, key=lambda rank: totals[rank], default=None)
+
+
+def _amounts(variant: Run, rank: int, records: Ranks) -> dict[str, list[float]]:
+    """Bytes of one rank by column: at rest and at the peak, or at rest alone."""
+    rest, peak = variant["rest_by_class"][rank], variant["peak_by_class"][rank]
+    found = {kind: [rest[kind], peak.get(kind, 0)] for kind in rest}
+    found["total"] = [sum(rest.values()), sum(peak.values())]
+    seen = {
+        entry.name: entry for of, entry in select(records, Comparison) if (of, entry.variant) == (rank, variant["name"])
+    }
+    if REST in seen:
+        found["rest by formula"] = [seen[REST].predicted]
+    for source in OUTSIDE:
+        names = [f"{source}{moment} bytes" for moment in ("", " peak")]
+        found[source] = [seen[name].measured for name in names if name in seen]
+    return {kind: values for kind, values in found.items() if values}
+
+
+def _memory_cell(values: Sequence[float], scale: float) -> str:
+    numbers = [three_digits(value / scale) for value in values]
+    return " / ".join(dict.fromkeys(numbers)) or "-"
+
+
+def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
+    """Where the time of a step went: a row a variant and rank, or a variant's slowest rank alone."""
+    rows = []
+    for variant, of_ranks in spans.profiles(records, run["world_size"]).items():
+        slowest_rank, ratio = spans.slowest_rank(of_ranks)
+        for rank, seconds in enumerate(of_ranks):
+            if seconds is None or (slowest_only and rank != slowest_rank):
+                continue
+            total_s = sum(seconds.values())
+            cells = [share(seconds.get(kind, 0.0), total_s) for kind in spans.CLASSES]
+            remark = f"slowest, {ratio:.2f} ×" if rank == slowest_rank and len(of_ranks) > 1 else ""
+            rows.append([variant, f"rank {rank}", milliseconds(total_s), *cells, remark])
+    columns = [
+        Column("ms a step (per cent) on"),
+        Column("the slowest" if slowest_only else "rank"),
+        Column("ms", "number", in_log=False),
+        *(Column(kind, "number") for kind in spans.CLASSES),
+        Column("", in_log=False),
+    ]
+    return Table(columns, rows)
+
+
+def hidden(run: Run, records: Ranks) -> Table:
+    """A row a variant: the share of each rank's communication that its backward pass hid, seen by the profiler."""
+    rows = [[variant, *cells] for variant, cells in spans.hidden(records, run["world_size"]).items()]
+    return Table([Column("communication behind the backward pass"), *ranks(run, "value")], rows)
+
+
+def ranks(run: Run, kind: str = "number") -> list[Column]:
+    """A column a rank."""
+    return [Column(f"rank {rank}", "value" if kind == "value" else "number") for rank in range(run["world_size"])]
+
+
+def verdict(claims: Iterable[Run]) -> str:
     """One word for several claims; "shown" where none of them decides."""
     claims = list(claims)
     if not all(claim["passed"] for claim in claims):
@@ -189,28 +277,3 @@ def _held(claims: Iterable[Run]) -> str:
     if not claims:
         return ""
     return "held" if any(claim.get("decides", True) for claim in claims) else "shown"
-
-
-def _block(
-    word: str, columns: list[str] | None, rows: list[list[str]], numbers: Container[int] = (), least: Sequence[int] = ()
-) -> list[str]:
-    """Rows in aligned columns under a first line that begins with `word`; columns in `numbers` go to the right, and the
-    first ones are at `least` so wide."""
-    if not rows:
-        return []
-    table = ([columns] if columns else []) + rows
-    widths = [max(len(row[index]) for row in table) for index in range(len(table[0]))]
-    widths = [max(pair) for pair in zip_longest(widths, least, fillvalue=0)]
-    lines = [
-        "   ".join(
-            cell.rjust(width) if index in numbers else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
-    return [line(word if number == 0 else "", text) for number, text in enumerate(lines)]
-
-
-def line(word: str, text: str) -> str:
-    """A line of the log under its word."""
-    return f"{word:<10} {text}".rstrip()

@@ -1,11 +1,10 @@
 """The charts of the pages: SVG by pygal, with no ground of its own and colours that can be read on light and dark.
 
-pygal draws what a chart is made of and names each part by a class; how these look stands once in the page (`look`), so
+pygal draws what a chart is made of and names each part by a class; how these look stands once in the page (templates/charts.css), so
 that a chart follows the reader's light or dark, and nothing of a script is in it. A chart is 2 to 8 kB; long curves are
 cut to a share of `MOST_POINTS`, and numbers to a tenth of a pixel, before they reach the page.
 """
 
-import html
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -14,8 +13,7 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 import pygal
-
-from workers.report.markup import Markup, text
+from markupsafe import Markup
 
 # Each has a contrast of 3:1 and more to white and to the dark card (#151b24), as WCAG 1.4.11 asks of graphics.
 PALETTE = ("#3b82f6", "#e0691b", "#12966a", "#a667e6", "#d9488b", "#8a8216", "#0e93a8", "#c0504d")
@@ -156,33 +154,21 @@ PLACES = {"d", "x", "y", "width", "height", "cx", "cy", "r", "transform"}  # att
 LABELS = "plot text-overlay"  # what pygal writes beside points that have a label
 DECIMALS = re.compile(r"-?\d+\.\d\d+(e-\d+)?")
 
-LOOK = """
-.chart svg { display: block; width: 100%; height: auto; overflow: visible; }
-.chart text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-.chart .axis.x text { text-anchor: middle; } .chart .axis.y text { text-anchor: end; }
-.chart .axis.x text[transform] { text-anchor: end; }
-.chart .title { text-anchor: middle; }
-.chart .axis .line { stroke: var(--line); fill: none; }
-.chart .series .line { stroke: var(--hue); fill: none; stroke-linejoin: round; }
-.chart .stackedline-graph .series .line { fill: var(--hue); stroke: none; }
-.chart .series .rect, .chart .series .dot { fill: var(--hue); }
-.chart .box rect, .chart .box path { fill: none; stroke: var(--hue); stroke-width: 2; }
-.chart .text-overlay text { transform: translate(-13px, -15px); font-size: 11px; font-weight: 600; fill: var(--ink); }
-.legend i { display: inline-block; width: 1.1rem; height: .22rem; margin: 0 .4rem .22rem 0; background: var(--hue); }
-.legend i.dashed { background: repeating-linear-gradient(90deg, var(--hue) 0 .3rem, transparent .3rem .5rem); }
-"""
+
+class Drawing(NamedTuple):
+    """A chart as it stands on a page (templates/parts.html) and in a file (figures.py)."""
+
+    title: str  # names it to a screen reader
+    svg: Markup
+    legend: list[tuple[str, Pen]]  # of its series, where there are several
+    height: int  # in its own coordinates, of which it is WIDTH wide
 
 
-def look() -> Markup:
-    """The style of all charts, for the page's head."""
-    return Markup(f"<style>{LOOK}</style>")
-
-
-def drawn(figure: Figure, title: str, height: int) -> Markup:
-    """The figure as HTML, its legend above it; `height` is in the chart's own coordinates, of which it is WIDTH wide;
-    `title` names it to a screen reader."""
-    key = _legend(figure) if figure.legend else ""
-    return Markup(f'<div class="chart" role="img" aria-label="{text(title)}">{key}{svg(figure, height)}</div>')
+def drawn(figure: Figure, title: str, height: int) -> Drawing:
+    """The figure, its series in a legend above it where it has one."""
+    names = [str(options["title"]) for _, options in figure.graph.raw_series]
+    legend = list(zip(names, figure.pens, strict=True)) if figure.legend else []
+    return Drawing(title, Markup(svg(figure, height)), legend, height)
 
 
 def svg(figure: Figure, height: int) -> str:
@@ -220,20 +206,6 @@ def _lean(root: Any, pens: Sequence[Pen], names: Sequence[str]) -> Any:
             part.set("style", f"--hue:{pen.hue};stroke-width:{pen.width:g}{dashes}")
     root.attrib.pop("id", None)
     return root
-
-
-def _legend(figure: Figure) -> str:
-    """The names of all series, each beside its colour."""
-    shown = []
-    for (_, options), pen in zip(figure.graph.raw_series, figure.pens, strict=True):
-        dashed = ' class="dashed"' if pen.dashes else ""
-        shown.append(f'<span style="--hue:{pen.hue}"><i{dashed}></i>{plain(options["title"])}</span>')
-    return f'<div class="key legend">{"".join(shown)}</div>'
-
-
-def plain(name: str) -> str:
-    """A name as HTML."""
-    return html.escape(name, quote=False)
 
 
 # --- numbers ---

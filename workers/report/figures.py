@@ -4,29 +4,25 @@ A figure is what stands on the page, on a white ground and with the light page's
 style sheet of its own. PNGs are drawn with a font that comes with the lab, so that all machines draw the same.
 """
 
-import html
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from workers.report import charts
+from markupsafe import Markup
+
+from workers.report.charts import WIDTH, Drawing
 from workers.report.claims import Run
 from workers.report.lines import write_atomically, write_bytes_atomically
-from workers.report.looks import resolved
-from workers.report.page import page
-from workers.report.picture import Untimed, picture
+from workers.report.markup import asset, render
+from workers.report.page import contents
+from workers.report.picture import Untimed, picture, resolved
 from workers.report.records import Ranks
 
 PNG_ZOOM = 2  # pixels of a PNG for each of the SVG: sharp on a slide
 LEGEND = 24  # pixels above a chart for its legend
-GROUND = '<rect width="100%" height="100%" fill="#fff"/>'
-# A chart as charts.drawn makes it: its name and its drawing.
-CHART = re.compile(
-    r'<div class="chart" role="img" aria-label="(?P<name>[^"]*)">(?:<div class="key legend">.*?</div>)?'
-    r'<svg[^>]*viewBox="0 0 (?P<width>\d+) (?P<height>\d+)"[^>]*>(?P<marks>.*?)</svg></div>',
-    re.DOTALL,
-)
 SERIES = re.compile(r'data-n="([^"]*)" style="--hue:(#\w+);')
 
 
@@ -50,44 +46,43 @@ def figures(run: Run, records: Ranks) -> Iterator[tuple[str, str]]:
     with suppress(Untimed):
         yield "picture", picture(run, records)
     used: dict[str, int] = {}
-    for chart in CHART.finditer(page(run, records)):
-        name = re.sub(r"[^a-z0-9]+", "-", html.unescape(chart["name"]).lower()).strip("-")
+    for drawing in drawings(contents(run, records)):
+        name = re.sub(r"[^a-z0-9]+", "-", drawing.title.lower()).strip("-")
         used[name] = used.get(name, 0) + 1
-        yield name if used[name] == 1 else f"{name}-{used[name]}", chart_alone(chart)
+        yield name if used[name] == 1 else f"{name}-{used[name]}", chart_alone(drawing)
 
 
-def chart_alone(chart: re.Match[str]) -> str:
+def drawings(part: Any) -> Iterator[Drawing]:
+    """The charts in what a page shows, in its order."""
+    if isinstance(part, Drawing):
+        yield part
+    elif isinstance(part, dict | list | tuple):
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from drawings(each)
+
+
+def chart_alone(drawing: Drawing) -> str:
     """A chart of the page as a file, its legend above it."""
-    width, height = int(chart["width"]), int(chart["height"])
-    series = dict(SERIES.findall(chart["marks"]))
-    legend = "".join(legend_marks(series)) if len(series) > 1 else ""
-    top = LEGEND if legend else 0
-    marks = re.sub(r'style="--hue:(#\w+);([^"]*)"', r'style="\2" data-hue="\1"', chart["marks"])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + top}" width="{width}"'
-        f' height="{height + top}" class="chart"><title>{chart["name"]}</title><style>{style_of(marks)}</style>{GROUND}'
-        f'{legend}<svg y="{top}" width="{width}" height="{height}">{marks}</svg></svg>\n'
-    )
+    series = {Markup(name).unescape(): hue for name, hue in SERIES.findall(drawing.svg)}
+    places = accumulate((22 + 7 * len(name) + 16 for name in series), initial=8)
+    marks = re.sub(r'style="--hue:(#\w+);([^"]*)"', r'style="\2" data-hue="\1"', str(drawing.svg))
+    return render(
+        "figure.svg", title=drawing.title, width=WIDTH, height=drawing.height, marks=Markup(marks),
+        style=style_of(marks),
+        legend=[*zip(places, series.items(), strict=False)] if len(series) > 1 else [], legend_height=LEGEND,
+    )  # fmt: skip
 
 
-def style_of(marks: str) -> str:
+def style_of(marks: str) -> Markup:
     """The style of the charts with each series' colour in the place of its variable."""
-    rules = resolved(charts.LOOK.replace("var(--hue)", "var(--ink)"))
+    rules = str(resolved(asset("charts.css").replace("var(--hue)", "var(--ink)")))
     for hue in dict.fromkeys(re.findall(r'data-hue="(#\w+)"', marks)):
         series = f'[data-hue="{hue}"]'
         rules += f".chart .series{series} .line, .chart .series{series} .box path {{ stroke: {hue}; }}"
         rules += f".chart .series{series} .rect, .chart .series{series} .dot {{ fill: {hue}; }}"
         rules += f".chart .series{series} .box rect {{ stroke: {hue}; }}"
         rules += f".chart .stackedline-graph .series{series} .line {{ fill: {hue}; stroke: none; }}"
-    return rules
-
-
-def legend_marks(series: dict[str, str]) -> Iterator[str]:
-    """Names beside their colours, in a row; names are HTML already."""
-    x = 8.0
-    for name, hue in series.items():
-        yield f'<rect x="{x:g}" y="10" width="16" height="4" fill="{hue}"/><text x="{x + 22:g}" y="16">{name}</text>'
-        x += 22 + 7 * len(html.unescape(name)) + 16
+    return Markup(rules)
 
 
 def png(drawing: str) -> bytes:

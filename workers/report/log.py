@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from workers.report import blocks, drills
-from workers.report.blocks import line
 from workers.report.claims import Run
 from workers.report.records import Ranks
 from workers.report.sentences import (
+    FINDINGS,
     dropped_sentence,
     error_sentences,
     explanation,
@@ -20,20 +20,38 @@ from workers.report.sentences import (
     headline,
     lost_sentence,
     mistake_sentence,
+    proof_note,
     repeat_command,
     unseen_sentence,
 )
 from workers.report.staircase import staircases
+from workers.report.table import line, table_lines
+
+DIGITS = len("2.8e-17")  # as wide as a difference gets
+
+
+def skipped(run: Run) -> list[str]:
+    """A line a variant that was left out."""
+    return [line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]]
+
+
+def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
+    """The proof, row by row: `names` are all variants that will be proven, so that those that are told one by one stand
+    in line."""
+    least = [max(map(len, ("", *names))), *[DIGITS] * len(blocks.PROOF)]
+    lines = table_lines("proof", blocks.proof(run), least)
+    return lines or ([line("proof", proof_note(run))] if proof_note(run) else [])
+
 
 # What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
 SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
-    "skipped": lambda run, _records, _rows: blocks.skipped(run),
-    "proof": lambda run, _records, rows: blocks.proof(run, rows),
-    "timed": lambda run, _records, _rows: blocks.timed(run),
-    "profile": lambda run, records, _rows: blocks.profile(run, records),
-    "hidden": lambda run, records, _rows: blocks.hidden(run, records),
-    "measured": lambda run, records, _rows: blocks.measured(run, records),
-    "memory": lambda run, records, _rows: blocks.memory(run, records),
+    "skipped": lambda run, _records, _rows: skipped(run),
+    "proof": lambda run, _records, rows: proof(run, rows),
+    "timed": lambda run, _records, _rows: table_lines("timed", blocks.timed(run)),
+    "profile": lambda run, records, _rows: table_lines("profile", blocks.profile(run, records, slowest_only=True)),
+    "hidden": lambda run, records, _rows: table_lines("hidden", blocks.hidden(run, records)),
+    "measured": lambda run, records, _rows: table_lines("measured", blocks.measured(run, records)),
+    "memory": lambda run, records, _rows: table_lines("memory", blocks.memory(run, records)),
 }
 
 
@@ -51,8 +69,8 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *untold(mistake(run), told),
         *(each for section in SECTIONS.values() for each in untold(section(run, records, ()), told)),
         *(line("FAILED", failure_sentence(claim)) for claim in failures(run)),
-        *blocks.more_checks(run),
-        *blocks.compared(run),
+        *more_checks(run),
+        *compared(run),
         *(line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
         *(line("drill", drills.sentence(each)) for each in run.get("drills", [])),
         *([line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
@@ -66,6 +84,22 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *lines,
         line(run["verdict"].upper(), " · ".join([headline(run), *why, where, f"repeat {repeat_command(records)}"])),
     ]
+
+
+def more_checks(run: Run) -> list[str]:
+    """The checks that held and that no table above shows."""
+    held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*blocks.PROOF, *blocks.TIMED)]
+    found = [check["name"] for check in held if check["unit"] == FINDINGS]
+    lines = table_lines("checks", blocks.checks(check for check in held if check["unit"] != FINDINGS))
+    return lines + ([line("checks", f"held: {', '.join(found)}")] if found else [])
+
+
+def compared(run: Run) -> list[str]:
+    """The comparisons that held or are only shown and that no table above holds."""
+    timed = {variant["name"] for variant in run["variants"]}
+    in_tables = (*blocks.TRAFFIC, blocks.DRAWN, blocks.ON_WIRE, *blocks.MEMORY)
+    left = (c for c in run["comparisons"] if c["passed"] and not (c["name"] in in_tables and c["variant"] in timed))
+    return table_lines("compared", blocks.comparisons(left))
 
 
 def untold(block: list[str], told: Collection[str]) -> list[str]:

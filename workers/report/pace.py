@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from workers.report import charts
+from workers.report.charts import Drawing
 from workers.report.claims import Run
 from workers.report.judge import first
 from workers.report.marks import Mark, marked
-from workers.report.markup import Markup, grid, section, table, text
 from workers.report.records import Changed, Failed, Injected, Planned, Ranks, Stood, select
+from workers.report.table import Column, Table
 
 MOST_STAIRS = 120  # of a curve
 WORDS = {"lost": "rank lost", "asked": "rank let in", "restart": "began again"}
@@ -23,8 +24,6 @@ END = "end"
 # The same in all charts of a page; faults have the rest in turn.
 HUES = dict(zip((*WORDS.values(), END), (charts.PALETTE[place] for place in (1, 2, 3, 7)), strict=True))
 OTHERS = tuple(charts.PALETTE[place] for place in (4, 6, 5))
-TITLE = "Samples a second"
-NOTE = "What happened stands on the curve as a dashed line with its number."
 
 
 class Event(NamedTuple):
@@ -43,16 +42,22 @@ class Course(NamedTuple):
     until: float = math.inf
 
 
-def pace(run: Run, records: Ranks) -> Markup:
-    """The section, or nothing where no rank wrote when its steps stood."""
+class Pace(NamedTuple):
+    """A course as the page shows it: its variants, its chart, and what happened."""
+
+    name: str
+    chart: Drawing
+    events: Table
+
+
+def pace(run: Run, records: Ranks) -> list[Pace]:
+    """Every course; none where no rank wrote when its steps stood."""
     found = courses(records)
-    if not found:
-        return Markup()
-    samples = int(first(records).config["LAB_BATCH"])
-    return section(TITLE, grid((drawn(each, samples, events(run, records, each)) for each in found), 28), note=NOTE)
+    samples = int(first(records).config["LAB_BATCH"]) if found else 0
+    return [drawn(each, samples, events(run, records, each)) for each in found]
 
 
-def drawn(course: Course, samples: int, happened: Sequence[Event]) -> Markup:
+def drawn(course: Course, samples: int, happened: Sequence[Event]) -> Pace:
     """One chart, and its events as a table."""
     began = course.times[0]
     ended = max([course.times[-1], *(each.at for each in happened)])
@@ -66,8 +71,8 @@ def drawn(course: Course, samples: int, happened: Sequence[Event]) -> Markup:
         figure = marked(figure, marks, ended - began, 1.08 * max(y))
     title = f"samples a second of {name}, with {len(happened)} events"
     rows = [[number, f"{each.at - began:.2f}", each.told] for number, each in enumerate(happened, 1)]
-    caption = f"<figcaption>{text(name)}</figcaption>"
-    return Markup(caption + charts.drawn(figure, title, 220) + table(["", "s", "what happened"], rows, numbers=(0, 1)))
+    columns = [Column("", "number"), Column("s", "number"), Column("what happened")]
+    return Pace(name, charts.drawn(figure, title, 220), Table(columns, rows))
 
 
 def curve(times: Sequence[float], samples: int, every: int, ended: float) -> tuple[list[float], list[float]]:

@@ -1,40 +1,80 @@
-"""The picture as a section of the page: all panels on one axis, what plays them, and what is said below."""
+"""The timeline of a run, as the page and a file of its own show it: all variants on one axis of time, a row a rank."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
 
 from workers.report import panels
 from workers.report.claims import Run
-from workers.report.frame import DEFINED, drawn_scenes, key, rows_of, ticks, told
 from workers.report.judge import PROOF, SCRIPT
-from workers.report.looks import LOOK, PAGE_LOOK
-from workers.report.markup import Markup, section, text
 from workers.report.panels import Rows
-from workers.report.player import PLAYER
 from workers.report.records import Ranks
-from workers.report.scene import Scene
-from workers.report.units import human_bytes
+from workers.report.scene import Scene, scenes
+from workers.report.spans import KINDS, NUMBERED
+from workers.report.units import human_bytes, milliseconds
 
-ICON = '<svg viewBox="0 0 14 14">'
-KEYS = "Keys: left and right move the moment, space plays, + and - zoom"
+MOST_TICKS = 8
+MOST_MARKS = 4500  # of all variants of a run of four ranks; more ranks may have more
 
 
-def stage(run: Run, records: Ranks) -> Markup:
-    """The section, or nothing where no step was recorded."""
-    found = drawn_scenes(run, records)
+class Panel(NamedTuple):
+    """One variant: what is told beside its name, its marks, and those of its schedule on paper, if there is one."""
+
+    variant: str
+    told: str
+    marks: Markup
+    ideal: Markup
+
+
+class Timeline(NamedTuple):
+    """All that is drawn, and said of it."""
+
+    heading: str
+    num_ranks: int
+    longest_s: float
+    rows: Rows
+    panels: list[Panel]
+    ticks: list[tuple[str, str]]  # where along the axis, and the label
+    key: list[tuple[str, str]]  # class and name of each kind of mark
+    bands: bool
+    arrows: bool
+    note: str
+
+
+def timeline(run: Run, records: Ranks, rows: Rows | None = None) -> Timeline | None:
+    """What is drawn of a run, None where no step was recorded."""
+    found = scenes(run, records, MOST_MARKS * max(4, min(32, run["world_size"])) // 4)
     if not found:
-        return Markup()
+        return None
     longest_s = max(scene.step_s for scene in found)
-    rows = rows_of(run["world_size"], len(found))
-    body = Markup(
-        f'<div class="picture" data-ms="{1000 * longest_s:.6g}"><style>{LOOK}{PAGE_LOOK}</style>'
-        f'<svg width="0" height="0" aria-hidden="true" style="position:absolute">{DEFINED}</svg>'
-        f'{shown_key(found)}<div class="stage" tabindex="0" role="group" aria-label="{text(KEYS)}">'
-        f'<div class="ranks" aria-hidden="true">{ranks(found, rows)}</div><div class="tracks"><div class="track">'
-        f"{''.join(part for scene in found for part in variant(run, scene, rows, longest_s))}{axis(longest_s)}"
-        f"</div></div></div>{controls(found)}"
-        f'<div class="told" aria-live="polite"></div><div class="tip" hidden></div></div><script>{PLAYER}</script>'
+    rows = rows or rows_of(run["world_size"], len(found))
+    return Timeline(
+        heading(run, found),
+        run["world_size"],
+        longest_s,
+        rows,
+        [
+            Panel(
+                scene.variant,
+                " · ".join(filter(None, [f"{milliseconds(scene.step_s)} ms", idle_words(run, scene)])),
+                Markup(panels.panel(scene, rows, longest_s)),
+                Markup(panels.ideal(scene.ideal, rows, longest_s)),
+            )
+            for scene in found
+        ],
+        [(panels.percent(at_s, longest_s), name) for at_s, name in ticks(longest_s)],
+        key(found),
+        any(scene.bands for scene in found),
+        any(scene.arrows for scene in found),
+        " ".join(notes(run, found)),
     )
-    return section(heading(run, found), body, *notes(run, found))
+
+
+def rows_of(num_ranks: int, num_variants: int) -> Rows:
+    """Rows that let all variants be seen at once, and each still be read."""
+    height = max(9.0, min(20.0, 360 / (num_ranks * num_variants)))
+    return Rows(round(height, 1), 6 if height > 12 else 3)
 
 
 def heading(run: Run, found: Sequence[Scene]) -> str:
@@ -45,84 +85,54 @@ def heading(run: Run, found: Sequence[Scene]) -> str:
     return f"What {ranks} do: {len(found)} variants on one axis of time" if len(found) > 1 else f"What {ranks} do"
 
 
-def shown_key(found: Sequence[Scene]) -> str:
-    """The colours that were used, what is hatched, and what lines are."""
-    shown = "".join(
-        f'<span>{ICON}<rect class="{look}" x="1" y="1" width="12" height="12"/></svg>{text(name)}</span>'
-        for look, name in key(found)
+def idle_words(run: Run, scene: Scene) -> str:
+    """How much of the ranks' time is bubble, as run.json has it; else what is idle of the step that is drawn; of one
+    that computes nothing there is none."""
+    for claim in run["comparisons"]:
+        if (claim["variant"], claim["name"]) == (scene.variant, "bubble"):
+            return f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula'] or 'the formula'}"
+    return f"idle {scene.idle:.0%}" if scene.computes else ""
+
+
+def ticks(longest_s: float) -> list[tuple[float, str]]:
+    """Round milliseconds along the axis."""
+    longest_ms = 1000 * longest_s
+    step_ms = next(
+        step
+        for power in range(-4, 9)
+        for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)
+        if longest_ms / step <= MOST_TICKS
     )
-    bands, arrows = any(scene.bands for scene in found), any(scene.arrows for scene in found)
-    if bands:
-        dot = '<g class="band"><rect y="9" width="14" height="3"/><circle cx="9" cy="10" r="3"/></g>'
-        shown += f"<span>{ICON}{dot}</svg>a collective, the dot who came last</span>"
-    if arrows:
-        shown += f'<span>{ICON}<line class="message" x1="1" y1="1" x2="12" y2="12"/></svg>a message</span>'
-    return f'<div class="key">{shown}</div>'
+    return [
+        (tick * step_ms / 1000, f"{tick * step_ms:g} ms" if tick else "0")
+        for tick in range(int(longest_ms / step_ms) + 1)
+    ]
 
 
-def ranks(found: Sequence[Scene], rows: Rows) -> str:
-    """The names of the rows, beside the tracks so that they stay while these are scrolled."""
-    one = "".join(
-        f'<div style="height:{rows.height + rows.gap:g}px">rank {rank}</div>' for rank in range(len(found[0].of_ranks))
-    )
-    return "".join(f'<div style="height:1.5rem"></div>{one}<div style="height:2px"></div>' for _ in found)
+def key(found: Sequence[Scene]) -> list[tuple[str, str]]:
+    """(class, name) of all that is drawn."""
+    used = {span.kind for scene in found for spans in scene.of_ranks for span in spans}
+    names = {kind: KINDS[kind][0] for kind in KINDS if kind in used and kind not in (*NUMBERED, "receive", "wait")}
+    entries = [(f"{kind} blue", KINDS[kind][0]) for kind in NUMBERED if kind in used]
+    entries += list(names.items())
+    entries += [("wait", "waits")] if used & {"receive", "wait"} else []
+    return [*entries, ("idle", "idle")]
 
 
-def variant(run: Run, scene: Scene, rows: Rows, longest_s: float) -> Iterator[str]:
-    """A variant's line of words, its panel, and its schedule on paper where there is one."""
-    height = rows.whole(len(scene.of_ranks))
-    name = text(scene.variant)
-    yield f'<div class="variant"><b>{name}</b><span>{text(told(run, scene))}</span></div>'
-    has_ideal = " measured" if scene.ideal else ""
-    yield (
-        f'<svg class="panel{has_ideal}" data-v="{name}" height="{height:g}" role="img"'
-        f' aria-label="what each rank did in a step of {name}">{panels.panel(scene, rows, longest_s)}</svg>'
-    )
-    if scene.ideal:
-        drawing = panels.ideal(scene.ideal, rows, longest_s)
-        yield f'<svg class="panel ideal" height="{height:g}" role="img" aria-label="{name} on paper">{drawing}</svg>'
-
-
-def axis(longest_s: float) -> str:
-    """Round milliseconds below all panels."""
-    marks = "".join(
-        f'<line x1="{panels.percent(at_s, longest_s)}" x2="{panels.percent(at_s, longest_s)}" y1="0" y2="5"/>'
-        f'<text x="{panels.percent(at_s, longest_s)}" y="17" dx="{0 if not at_s else -8}">{text(name)}</text>'
-        for at_s, name in ticks(longest_s)
-    )
-    return f'<svg class="axis" aria-hidden="true">{marks}</svg>'
-
-
-def controls(found: Sequence[Scene]) -> str:
-    """What plays, zooms, and shows the schedule on paper."""
-    paper = (
-        '<label><input type="checkbox" class="paper"> the schedule on paper, if no message took time</label>'
-        if any(scene.ideal for scene in found)
-        else ""
-    )
-    return (
-        '<div class="controls"><button type="button" class="play">▶ 1/100 speed</button>'
-        '<input type="range" class="moment" min="0" max="100" step="0.1" value="100" aria-label="moment of the step">'
-        '<button type="button" class="out" aria-label="zoom out">-</button>'
-        f'<button type="button" class="in" aria-label="zoom in">+</button>{paper}</div>'
-    )
-
-
-def notes(run: Run, found: Sequence[Scene]) -> Iterator[Markup]:
+def notes(run: Run, found: Sequence[Scene]) -> Iterator[str]:
     """From what it was drawn, how many bytes it holds beside those of the sockets, and what was cut."""
     if run["run_mode"] in (SCRIPT, PROOF):
-        yield Markup('<p class="note">From the first call on; the lines stand under the pointer.</p>')
+        yield "From the first call on; the lines stand under the pointer."
         return
     sockets = {variant["name"]: variant["wire_bytes"] for variant in run["variants"]}
-    parts = [
+    yield (
         "One recorded step of each variant, of three the one of median length, on rank 0's clock; no timed step is"
         " recorded."
-    ]
+    )
     for scene in found:
         wire, sent = sockets.get(scene.variant, [None])[0], scene.sent_bytes[0]
         if sent:
             counted = f", and its sockets {human_bytes(wire * scene.steps)}" if wire else ""
             counted += f" in {scene.steps} steps" if scene.steps > 1 else ""
-            parts.append(f"{scene.variant}: rank 0 sends {human_bytes(sent)}{counted}.")
-    parts += [f"{scene.variant}: {scene.cut}." for scene in found if scene.cut]
-    yield Markup(f'<p class="note">{text(" ".join(parts))}</p>')
+            yield f"{scene.variant}: rank 0 sends {human_bytes(sent)}{counted}."
+    yield from (f"{scene.variant}: {scene.cut}." for scene in found if scene.cut)

@@ -3,16 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from workers.report import charts
+from workers.report.charts import Drawing
 from workers.report.claims import Run
 from workers.report.judge import first
 from workers.report.lines import write_atomically
-from workers.report.markup import Markup, chip, code, document, grid, section, table, text
+from workers.report.markup import render
 from workers.report.page import shown
 from workers.report.records import Ranks
 from workers.report.scaling import Point, Seen, differing, scaling
 from workers.report.sentences import headline, repeat_command
+from workers.report.table import Column, Table, Verdict
 from workers.report.units import byte_unit, human_bytes, milliseconds, three_digits
 
 PAGE = "together.html"
@@ -37,42 +40,64 @@ def named(judged: Sequence[tuple[Path, Run, Ranks]]) -> list[Judged]:
     return [(name, run, records) for name, (_, run, records) in zip(names, judged, strict=True)]
 
 
+class Summary(NamedTuple):
+    """A run among others."""
+
+    name: str
+    verdict: str
+    what: str
+    headline: str
+    command: str
+
+
+def summary(judged: Judged) -> Summary:
+    """Of one run: under which name, what it was and what came of it."""
+    name, run, records = judged
+    what = f"{run['run_mode']} · {run['world_size']} ranks · {first(records).title}"
+    return Summary(name, run["verdict"].upper(), what, headline(run), repeat_command(records))
+
+
 def together(judged: Sequence[Judged]) -> str:
     """The whole page as HTML."""
     ordered = sorted(judged, key=lambda each: int(each[1]["world_size"]))
     runs = [run for _, run, _ in ordered]
-    title = f"{len(runs)} runs of {runs[0]['run_mode']} together"
-    repeated = [Markup(f'<pre class="command">{text(repeat_command(records))}</pre>') for _, _, records in ordered]
-    body = [charts.look(), _head(title, ordered), _runs(ordered), curves(runs), section("Repeat them", *repeated)]
-    return document(title, body)
+    sizes = dict.fromkeys(str(run["world_size"]) for run in runs)
+    models = dict.fromkeys(first(records).title for _, _, records in ordered)
+    return render(
+        "together.html",
+        title=f"{len(runs)} runs of {runs[0]['run_mode']} together",
+        what=f"WORLD_SIZE {', '.join(sizes)} · {', '.join(models)}",
+        differing=differing(runs),
+        rows=rows_of_runs(ordered),
+        curves=over_world_size(runs),
+        commands=[repeat_command(records) for _, _, records in ordered],
+    )
 
 
-def _head(title: str, judged: Sequence[Judged]) -> Markup:
-    sizes = dict.fromkeys(str(run["world_size"]) for _, run, _ in judged)
-    models = dict.fromkeys(first(records).title for _, _, records in judged)
-    what = f"WORLD_SIZE {', '.join(sizes)} · {', '.join(models)}"
-    return Markup(f'<header class="plain"><h1>{text(title)}</h1><p class="sub">{text(what)}</p></header>')
-
-
-def _runs(judged: Sequence[Judged]) -> Markup:
+def rows_of_runs(judged: Sequence[Judged]) -> Table:
     """A row a run, with what it has for each setting in which they differ."""
     different = differing([run for _, run, _ in judged])
-    sentence = (
-        f"These runs differ in more than WORLD_SIZE: {', '.join(different)}. A curve through them shows that too."
-        if different
-        else "Settings and versions are alike, WORLD_SIZE and LAB_SEED apart."
-    )
     settings = [name for name in different if any(name in run["config"] for _, run, _ in judged)]
     rows = [
-        [name, chip(run["verdict"].upper()), run["world_size"], *(shown(run["config"].get(s)) for s in settings), told]
+        [
+            name, Verdict(run["verdict"].upper()), run["world_size"],
+            *(shown(run["config"].get(setting)) for setting in settings), headline(run),
+        ]
         for name, run, _ in judged
-        for told in [headline(run)]
-    ]
-    columns = ["run", "", "WORLD_SIZE", *(code(name) for name in settings), ""]
-    return section("The runs", Markup(f"<p>{text(sentence)}</p>"), table(columns, rows, numbers=(2,)))
+    ]  # fmt: skip
+    return Table([Column("run"), Column(""), Column("WORLD_SIZE", "number"), *map(Column, settings), Column("")], rows)
 
 
-def curves(runs: Sequence[Run]) -> Markup:
+class Curves(NamedTuple):
+    """What variants cost over WORLD_SIZE."""
+
+    note: str
+    charts: list[Drawing]
+    points: Table
+    skipped: Table
+
+
+def over_world_size(runs: Sequence[Run]) -> Curves:
     """What each variant costs over WORLD_SIZE: four charts where there are two sizes at least, and the table."""
     found = scaling(runs)
     sizes = sorted({run["world_size"] for run in runs})
@@ -82,11 +107,11 @@ def curves(runs: Sequence[Run]) -> Markup:
         " over N/n times those of n, the variant's smallest WORLD_SIZE; dotted is the ideal."
     )
     note += f" Several runs of one WORLD_SIZE, here up to {most}, count by their median." if most > 1 else ""
-    drawn = grid(_charts(found, sizes), 24) if len(sizes) > 1 and found else ""
-    return section("Over WORLD_SIZE", drawn, _table(found), _skipped(runs), note=note)
+    drawings = list(_charts(found, sizes)) if len(sizes) > 1 and found else []
+    return Curves(note, drawings, points_table(found), skipped(runs))
 
 
-def _charts(found: dict[str, list[Point]], sizes: list[int]) -> Iterator[str]:
+def _charts(found: dict[str, list[Point]], sizes: list[int]) -> Iterator[Drawing]:
     """A figure each of speed, efficiency, bytes and memory; of what no run measured there is none."""
     ideal: charts.Curve = (sizes, [1.0] * len(sizes))
     yield from _chart("samples a second", found, lambda point: point.seen.samples_per_s)
@@ -95,7 +120,7 @@ def _charts(found: dict[str, list[Point]], sizes: list[int]) -> Iterator[str]:
     yield from _byte_chart("at the peak, on the rank that holds most", found, lambda seen: seen.peak_bytes)
 
 
-def _byte_chart(what: str, found: dict[str, list[Point]], nbytes: Callable[[Seen], float | None]) -> Iterator[str]:
+def _byte_chart(what: str, found: dict[str, list[Point]], nbytes: Callable[[Seen], float | None]) -> Iterator[Drawing]:
     """A chart of bytes, in the unit of the largest of them."""
     scale, unit = byte_unit(max(nbytes(point.seen) or 0 for of_variant in found.values() for point in of_variant))
 
@@ -111,7 +136,7 @@ def _chart(
     found: dict[str, list[Point]],
     value: Callable[[Point], float | None],
     dotted: Mapping[str, charts.Curve] = MappingProxyType({}),
-) -> Iterator[str]:
+) -> Iterator[Drawing]:
     """The figure of one value, with a curve a variant that has any."""
     measured = {
         name: [(point.world_size, y) for point in of_variant if (y := value(point)) is not None]
@@ -124,10 +149,10 @@ def _chart(
         figure = charts.lines(
             {**lines, **dotted}, "WORLD_SIZE", "", charts.colours(found), points=charts.MOST_POINTS, dashed=dotted
         )
-        yield f"<figcaption>{text(title)}</figcaption>{charts.drawn(figure, f'{title} over WORLD_SIZE', 300)}"
+        yield charts.drawn(figure, f"{title} over WORLD_SIZE", 300)
 
 
-def _table(found: dict[str, list[Point]]) -> Markup:
+def points_table(found: dict[str, list[Point]]) -> Table:
     """The numbers of the charts, a row a variant and WORLD_SIZE."""
     rows = [
         [
@@ -138,11 +163,12 @@ def _table(found: dict[str, list[Point]]) -> Markup:
         for point in of_variant
         for seen in [point.seen]
     ]  # fmt: skip
-    columns = ["variant", "WORLD_SIZE", "runs", "ms a step", "samples/s", "efficiency", "wire a step", "peak"]
-    return table(columns, rows, numbers=range(1, 8))
+    numbers = ("WORLD_SIZE", "runs", "ms a step", "samples/s", "efficiency", "wire a step", "peak")
+    return Table([Column("variant"), *(Column(title, "number") for title in numbers)], rows)
 
 
-def _skipped(runs: Sequence[Run]) -> Markup:
+def skipped(runs: Sequence[Run]) -> Table:
     """Which variant has no point at which WORLD_SIZE, and why."""
     rows = {(run["world_size"], skip["variant"], skip["reason"]): None for run in runs for skip in run["skipped"]}
-    return table(["WORLD_SIZE", "left out", "reason"], [list(row) for row in sorted(rows)], numbers=(0,))
+    columns = [Column("WORLD_SIZE", "number"), Column("left out"), Column("reason")]
+    return Table(columns, [list(row) for row in sorted(rows)])

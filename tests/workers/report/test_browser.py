@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.workers.report.made_up import drilled_run, good_run, pipeline_run, plus, with_check, with_measured, written
 from workers.report.__main__ import main
-from workers.report.looks import MICROBATCHES
+from workers.report.markup import source
 from workers.report.records import Ideal
 
 OUTPUTS = Path(__file__).parents[2] / "outputs"
@@ -110,8 +110,11 @@ def test_the_first_screen_holds_the_verdict_and_the_picture(
     image = browser.get_screenshot_as_base64()
     colours = browser.execute_async_script(COLOURS, image, panel.rect)
     for name in ("blue", "orange", "teal", "violet"):
-        light, _, strong = MICROBATCHES[name]
-        assert {light, strong} <= set(colours), name
+        light, strong = (
+            re.search(rf"^\.{kind}\.{name}.* fill: (#\w+)", source("marks.css"), re.MULTILINE)
+            for kind in ("forward", "backward")
+        )
+        assert light and strong and {light[1], strong[1]} <= set(colours), name
     assert complaints(browser) == []
 
 

@@ -7,12 +7,15 @@ import pytest
 
 from workers.report import charts
 from workers.report.charts import Axis
+from workers.report.markup import ENVIRONMENT
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def shown(figure: charts.Figure) -> str:
-    return charts.drawn(figure, "a <title>", 200)
+    """As the page has it."""
+    parts = ENVIRONMENT.get_template("parts.html").module
+    return str(getattr(parts, "chart")(charts.drawn(figure, "a <title>", 200)))  # noqa: B009
 
 
 def places(svg: str) -> list[list[float]]:

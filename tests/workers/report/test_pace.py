@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_page_without_times_of_steps_is_as_before() -> None:
-    assert pace(judge(good_run()), good_run()) == ""
+    assert pace(judge(good_run()), good_run()) == []
     text = page(judge(good_run()), good_run())
     assert "Samples a second" not in text and "Drills" not in text
 

@@ -9,6 +9,7 @@ import pytest
 from tests.workers.report.made_up import bent, good_run, mistaken, pipeline_run, plus, with_check, without
 from workers.report import charts, memory
 from workers.report.judge import judge
+from workers.report.markup import asset
 from workers.report.page import page, write_page
 from workers.report.records import (
     Activations,
@@ -67,11 +68,10 @@ UNIT = "epsilons of bfloat16"
 def test_a_difference_that_has_a_unit_is_shown_with_it_and_heads_no_page_of_plain_ones() -> None:
     plain = drawn(good_run())
     assert "largest difference from one process, 1e-12 allowed" in plain
-    assert "whole batch, in float64, after a few steps" in plain
+    assert ">float64, against one process<" in plain and ">(tolerance 1e-12)<" in plain
     mixed = drawn(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit=UNIT)))
     assert "largest difference from one process in float64, 1e-12 allowed" in mixed
-    assert f">8 {UNIT}<" in mixed
-    assert "whole batch, in float64 where no unit is named, after" in mixed
+    assert f">held</span> (tolerance 8 {UNIT})<" in mixed
 
 
 def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the_page() -> None:
@@ -204,7 +204,7 @@ def test_a_page_of_64_ranks_is_small_and_names_them_all(tmp_path: Path) -> None:
 
 def test_how_charts_look_stands_once_in_the_page() -> None:
     page_text = drawn(good_run())
-    assert page_text.count(charts.LOOK) == 1
+    assert page_text.count(asset("charts.css")) == 1
     assert page_text.count('class="chart"') == page_text.count('class="pygal-chart"') > 0
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from tests.workers.report.made_up import bent, good_run, pipeline_run, plus
 from tests.workers.report.test_page import luminance
+from workers.report import blocks
 from workers.report.judge import judge
-from workers.report.profile import communication_hidden, training_profile
+from workers.report.page import page
 from workers.report.records import Overlap, Profile, Record, Timeline
 from workers.report.spans import KINDS, bubble_sentence, own_work, slowest_rank, timelines
 
@@ -29,9 +30,11 @@ def test_spans_come_outer_first_and_a_rank_may_have_none() -> None:
 
 def test_what_was_hidden_in_per_cent() -> None:
     records = plus(good_run(2), Overlap("ring", 0.008, 0.002), Overlap("flat", 0.0, 0.0))
-    shown = communication_hidden(judge(records), records)
-    assert "25 % of 8.00 ms" in shown and "nothing sent" in shown
-    assert communication_hidden(judge(good_run(2)), good_run(2)) == ""
+    assert blocks.hidden(judge(records), records).rows == [
+        ["ring", "25 % of 8.00 ms", ""],
+        ["flat", "nothing sent", ""],
+    ]
+    assert blocks.hidden(judge(good_run(2)), good_run(2)).rows == []
 
 
 def test_the_slowest_rank_has_the_most_work_of_its_own() -> None:
@@ -48,16 +51,20 @@ def test_the_profile_names_the_slowest_rank() -> None:
         return replace(record, seconds=SECONDS | {"forward": 0.045}) if isinstance(record, Profile) else record
 
     records = bent(pipeline_run(2, 2, ("1f1b",)), change, rank=1)
-    shown = training_profile(judge(records), records)
-    assert shown.count("slowest, ") == 1
-    assert "<td class=n>45.0 (43)</td>" in shown and "slowest, 1.13 ×" in shown  # 70 ms to 62
+    fast, slow = blocks.profile(judge(records), records, slowest_only=False).rows
+    assert (slow[1], slow[4], slow[-1], fast[-1]) == ("rank 1", "45.0 (43)", "slowest, 1.13 ×", "")  # 70 ms to 62
+    assert blocks.profile(judge(records), records, slowest_only=True).rows == [slow]
 
 
 def test_the_profile_of_too_many_is_that_of_the_slowest_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     records = pipeline_run(2, 2, ("gpipe", "1f1b"))
-    assert training_profile(judge(records), records).count("<tr>") == 1 + 4
-    monkeypatch.setattr("workers.report.profile.MOST_PROFILES", 3)
-    shown = training_profile(judge(records), records)
+
+    def profile() -> str:
+        return page(judge(records), records).partition("<h2>Training profile</h2>")[2].partition("</section>")[0]
+
+    assert profile().count("<tr>") == 1 + 4
+    monkeypatch.setattr("workers.report.blocks.MOST_PROFILES", 3)
+    shown = profile()
     assert shown.count("<tr>") == 1 + 2 and shown.count("slowest, ") == 2 and "the others are in the records" in shown
 
 

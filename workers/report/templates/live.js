@@ -1,10 +1,6 @@
-"""The page's own script: a snapshot comes four times a second, and what differs from the one before is written anew.
-
-Text is set as text, never as markup. A table's cells stay the same elements, so that a reader's selection and the place
-of a screen reader stay too.
-"""
-
-SCRIPT = r"""
+// The live page: a snapshot comes four times a second, and what differs from the one before is written anew.
+// Text is set as text, never as markup. A table's cells stay the same elements, so that a reader's selection and the
+// place of a screen reader stay too.
 "use strict";
 const byId = id => document.getElementById(id);
 const CHIPS = {running: "good", waiting: "warn", lost: "bad", ended: "soft", unseen: "soft", pass: "good", fail: "bad",
@@ -153,4 +149,3 @@ source.addEventListener("end", event => {
   show(JSON.parse(event.data));
   write(byId("foot"), "This page has ended with its server. The run's own report is report.html in its folder.");
 });
-"""

@@ -1,10 +1,6 @@
-"""The script of the picture: what lies under the pointer, and the step played at a hundredth of its speed.
-
-It reads what is drawn: a bar's place is its time, a line's ends are its message. Keys work where the picture has the
-focus: left and right move the moment, space plays, + and - zoom, i shows the schedule on paper.
-"""
-
-PLAYER = """
+// What lies under the pointer of the timeline, and the step played at a hundredth of its speed.
+// It reads what is drawn: a bar's place is its time, a line's ends are its message. Keys work where the timeline has the
+// focus: left and right move the moment, space plays, + and - zoom, i shows the schedule on paper.
 for (const figure of document.querySelectorAll('.picture')) {
   const find = name => figure.querySelector(name), all = name => [...figure.querySelectorAll(name)];
   const longest = +figure.dataset.ms, slider = find('.moment'), play = find('.play'), told = find('.told');
@@ -119,4 +115,3 @@ for (const figure of document.querySelectorAll('.picture')) {
   });
   show(100);
 }
-"""
