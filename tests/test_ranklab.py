@@ -80,6 +80,7 @@ def test_the_wheel_holds_the_lab_and_its_command(tmp_path: Path) -> None:
     wanted = [
         path.relative_to(TOP).as_posix()
         for top in ("workers", "experiments", "ranklab", "engines")
-        for path in [*(TOP / top).rglob("*.py"), *(TOP / top).rglob("*.yaml")]
+        for path in (TOP / top).rglob("*.*")
+        if path.suffix in (".py", ".yaml", ".html", ".css", ".js", ".svg")
     ]
     assert sorted(name for name in names if ".dist-info/" not in name) == sorted(wanted)
