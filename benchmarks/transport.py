@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import TIMEOUT_S, Ratio, Timing, interleave, on_ranks, table
-from workers.parallel import straight
+from workers.parallel import rooted
 from workers.parallel.collectives import Collective
 from workers.parallel.dialling import Dialling
-from workers.parallel.peers import split
+from workers.parallel.peers import Pending, split
 
 KIB, MIB = 1 << 10, 1 << 20
 # Rounds, and calls in each: so many that it does not matter when each rank leaves the barrier before them.
@@ -78,9 +78,10 @@ def called(op: str, whole: torch.Tensor, chunk: torch.Tensor, group: Any) -> Cal
 
 def by_hand(op: str, whole: torch.Tensor, chunk: torch.Tensor, collective: Collective) -> Callable[[], Any]:
     """The same over a channel."""
+    peers = collective.peers.blocking()
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": partial(collective.all_reduce, whole),
-        "broadcast": partial(straight.broadcast, collective.peers, whole, 0),
+        "broadcast": lambda: Pending(rooted.broadcast(peers, whole, 0)).wait(),
         "all_gather": partial(collective.all_gather, whole, chunk),
         "reduce_scatter": partial(collective.reduce_scatter, chunk, whole),
     }

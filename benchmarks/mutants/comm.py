@@ -15,14 +15,14 @@ RESUMING, WRITING = (f"workers/checkpoint/{name}.py" for name in ("resuming", "w
 
 MUTANTS = [
     Mutant(RING, "torch.add(incoming, part, out", "torch.add(incoming, part * (not last), out", RINGS),
-    Mutant(DIRECT, "add_up([chunks[peers.rank], *parts], output)", "add_up([*parts, parts[0] * 0], output)", DIRECTS),
+    Mutant(DIRECT, "add_up([chunks[peers.rank], *parts]", "add_up([*parts, parts[0] * 0]", DIRECTS),
     Mutant(DIRECT, "for block in blocks[2:]:", "for block in blocks[3:]:", DIRECTS),
     Mutant(DIRECT, "(peer, chunks[peer]) for peer", "(peer, chunks[peer].clone()) for peer", DIRECTS),
     Mutant(TREE, "self.tensor.add_(incoming)", "self.tensor.add_(0)", TREES),
     Mutant(TREE, "kept.add_(incoming)", "kept.copy_(incoming)", TREES),
     Mutant(TREE, "chunks[rank].copy_(place)", "chunks[rank].add_(place)", TREES),
-    Mutant(ROOTED, "tensor.add_(buffers[worker % 2])", "tensor.add_(even)", SERVERS),
-    Mutant(ROOTED, "output.copy_(chunks[SERVER])", "output.add_(chunks[SERVER])", SERVERS),
+    Mutant(ROOTED, "fold(tensor, place, out=tensor)", "fold(tensor, even, out=tensor)", SERVERS),
+    Mutant(ROOTED, "copy_own(tensors[root], place)", "place.add_(tensors[root])", SERVERS),
     Mutant(PRIMITIVES, "return torch.stack(received)", "return rows.clone()", RINGS),
     Mutant(
         DIFFERENTIABLE,

@@ -184,7 +184,7 @@ MODE = Mode(
         Variant("direct"),  # all to all at once: direct.py beside it
         Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
         Variant("server"),  # through rank 0: rooted.py
-        Variant(TCP),  # with no library under it: transport.py, star.py and pairs.py
+        Variant(TCP),  # with no library under it: transport.py, rooted.py and pairs.py
     ),
     run=run,
     claims=lambda mode, config: claims(mode, config.own(Options).sweep_mib),
@@ -197,7 +197,7 @@ MODE = Mode(
         "experiments/comm/__init__.py: an all_reduce of sends and receives, naive, and what a run goes through",
         "experiments/comm/primitives.py and gradients.py: who holds what before and after, and what comes back",
         "experiments/comm/demo.py: the lesson's broadcast, slice and gather, and the ring message by message",
-        "workers/parallel/transport.py and star.py: what is left of a small sum's price without a library",
+        "workers/parallel/transport.py and channel.py: what is left of a small sum's price without a library",
         "workers/parallel/peers.py, then ring.py, direct.py, tree.py or rooted.py beside it: a variant is the two",
         "experiments/comm/contents.py: what goes in and has to come out, by rank, place and repeat",
         "experiments/comm/sweep.py: latency, bandwidth and bytes from 1 KiB to 64 MiB",

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.parallel import direct, pairs, ring, rooted, star, straight, tree
+from workers.parallel import direct, pairs, ring, rooted, tree
 from workers.parallel.channel import Channel
-from workers.parallel.peers import Message, Peers, Pending, Steps, split
+from workers.parallel.peers import GroupMessage, Peers, Pending, Steps, split
 from workers.parallel.picking import pick, pick_over_tcp
 
 
@@ -38,9 +38,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {"ring": ring, "direct": direct, "tree": t
 
 # Over plain TCP, where a message costs little, and the backend is not what is wanted.
 OVER_TCP: Mapping[str, Algorithm] = {**ALGORITHMS, "pairs": pairs}
-
-NOTHING: tuple[Message, ...] = ()
-DONE = Pending(message for message in NOTHING)
 
 
 class Collective:
@@ -62,6 +59,7 @@ class Collective:
         if algorithm not in (*algorithms, "backend", "auto"):
             raise ValueError(f"algorithm {algorithm!r} is not one of {', '.join(algorithms)}, backend, auto")
         self.peers = Peers(group, carrier)
+        self._blocking = self.peers.blocking()
         self.algorithm, self.algorithms = algorithm, algorithms
 
     def all_reduce(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Pending:
@@ -106,17 +104,15 @@ class Collective:
         return mine
 
     def _start(self, op: str, whole: Tensor, result: Tensor, async_op: bool) -> Pending:
-        name = self.picked(op, whole)
-        if self.peers.world_size == 1:
+        name, peers = self.picked(op, whole), self.peers if async_op else self._blocking
+        if peers.world_size == 1:
             steps = _copied(whole, result)
-        elif self.peers.channel and not async_op and _at_once(name, op, whole, result, self.peers):
-            return DONE
         elif name == "backend":
-            steps = _backend(op, whole, result, self.peers)
-        elif whole.is_cuda and not self.peers.batched:
+            steps = _backend(op, whole, result, peers)
+        elif whole.is_cuda and not peers.batched:
             steps = self._over_host(name, op, whole, result)
         else:
-            steps = _by_hand(self.algorithms[name], op, whole, result, self.peers)
+            steps = _by_hand(self.algorithms[name], op, whole, result, peers)
         pending = Pending(steps)
         if not async_op:
             pending.wait()
@@ -128,22 +124,6 @@ class Collective:
         host_result = host if result is whole else torch.empty_like(result, device="cpu")
         yield from _by_hand(self.algorithms[name], op, host, host_result, self.peers)
         result.copy_(host_result)
-
-
-def _at_once(name: str, op: str, whole: Tensor, result: Tensor, peers: Peers) -> bool:
-    """Over plain TCP, where steps cost more than messages: in one go, if it is done so at all."""
-    if name == "direct" and op == "all_gather" and whole.nbytes <= straight.UP_TO_BYTES * peers.world_size:
-        chunks = split(whole, peers.world_size)
-        straight.all_gather(peers, chunks, chunks[peers.rank])
-    elif name != "server" or whole.shape[0] < peers.world_size:  # a rank's chunk is empty
-        return False
-    elif op == "reduce_scatter":
-        star.reduce_scatter(peers, whole, result)
-    elif op == "all_reduce":
-        star.all_reduce(peers, whole)
-    else:
-        star.all_gather(peers, whole)
-    return True
 
 
 def _by_hand(algorithm: Algorithm, op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
@@ -160,7 +140,7 @@ def _backend(op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
         work = peers.group._reduce_scatter_base(result, whole.view(-1), dist.ReduceScatterOptions())
     else:
         work = peers.group._allgather_base(whole.view(-1), split(whole, peers.world_size)[peers.rank])
-    yield Message(work, f"{op} of", dist.get_backend(peers.group))
+    yield GroupMessage(work, f"{op} of", dist.get_backend(peers.group))
 
 
 def _copied(whole: Tensor, result: Tensor) -> Steps:

@@ -7,12 +7,13 @@ as fast as gloo's reduce_scatter. Source: Thakur, Rabenseifner, Gropp, "Optimiza
 Operations in MPICH" (IJHPCA 2005), section 4.3, the pairwise exchange with all steps at once.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.parallel.peers import Message, Peers, Steps, split
+from workers.parallel.peers import Message, Peers, Steps, copy_own, split
 
 # What is summed at a time: N parts of it stay in a core's cache. Smaller blocks cost a call (2 us) too often.
 BLOCK_BYTES = 1 << 20
@@ -32,9 +33,8 @@ def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
     # first.
     early, _ = peers.post(tag, [] if peers.batched else _others(peers, chunks))
     parts_sent = yield from sum_own(peers, chunks, chunks[peers.rank])
-    received, sent = peers.post(
-        tag, _others(peers, chunks) if peers.batched else [], _to_others(peers, chunks[peers.rank])
-    )
+    to_others = reversed(_others(peers, [chunks[peers.rank]] * peers.world_size))
+    received, sent = peers.post(tag, _others(peers, chunks) if peers.batched else [], to_others)
     yield from (*parts_sent, *early, *received, *sent)
 
 
@@ -65,22 +65,25 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
     """Fill `tensor`, of which every rank holds its own chunk."""
     chunks = split(tensor, peers.world_size)
-    received, sent = peers.post(peers.new_tag(), _others(peers, chunks), _to_others(peers, chunks[peers.rank]))
-    yield from received
-    yield from sent
+    return all_to_all(peers, chunks, [chunks[peers.rank]] * peers.world_size)
 
 
-def _others(peers: Peers, chunks: list[Tensor]) -> list[tuple[int, Tensor]]:
-    """The other ranks' chunks. Each rank begins with another peer, so that no one is everyone's first."""
+def all_to_all(peers: Peers, places: Sequence[Tensor], tensors: Sequence[Tensor]) -> Steps:
+    """Lay rank s's r-th tensor in rank r's s-th place; its own place may be its own tensor."""
+    receives, sends = _others(peers, places), reversed(_others(peers, tensors))
+    received, sent = peers.post(peers.new_tag(), receives, sends)
+    copy_own(tensors[peers.rank], places[peers.rank])
+    yield from (*received, *sent)
+
+
+def _others(peers: Peers, chunks: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """The other ranks' chunks. Each rank begins with another peer, so that no one is everyone's first; who is received
+    from first is sent to last."""
     ring = [peers.after(-distance) for distance in range(1, peers.world_size)]
     return [(peer, chunks[peer]) for peer in ring]
 
 
-def _to_others(peers: Peers, chunk: Tensor) -> list[tuple[int, Tensor]]:
-    return [(peers.after(distance), chunk) for distance in range(1, peers.world_size)]
-
-
-def sum_own(peers: Peers, chunks: list[Tensor], output: Tensor) -> Summing:
+def sum_own(peers: Peers, chunks: list[Tensor], output: Tensor, fold: Callable[..., Any] = torch.add) -> Summing:
     """Sum this rank's chunk of all ranks in `output`; their parts arrive in scratch memory."""
     others = _others(peers, chunks)
     with peers.scratch(output.numel() * len(others), output) as scratch:
@@ -88,16 +91,16 @@ def sum_own(peers: Peers, chunks: list[Tensor], output: Tensor) -> Summing:
         receives = [(peer, part) for (peer, _), part in zip(others, parts, strict=True)]
         received, sent = peers.post(peers.new_tag(), receives, reversed(others))
         yield from received
-        add_up([chunks[peers.rank], *parts], output)
+        add_up([chunks[peers.rank], *parts], output, fold)
     return sent
 
 
-def add_up(parts: list[Tensor], output: Tensor) -> None:
+def add_up(parts: list[Tensor], output: Tensor, fold: Callable[..., Any] = torch.add) -> None:
     """output = parts[0] + parts[1] + ..., block by block; output may be parts[0]."""
     length = BLOCK_BYTES // output.element_size()
     for first in range(0, output.numel(), length):
         blocks = [part[first : first + length] for part in parts]
         total = output[first : first + length]
-        torch.add(blocks[0], blocks[1], out=total)
+        fold(blocks[0], blocks[1], out=total)
         for block in blocks[2:]:
-            total.add_(block)
+            fold(total, block, out=total)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.parallel.direct import add_up, all_gather, all_reduce
-from workers.parallel.peers import Message, Peers, Steps, split
+from workers.parallel.peers import GroupMessage, Peers, Steps, split
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -22,7 +22,7 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
     with peers.scratch(numel * peers.world_size, output) as scratch:
         taken = [numel] * peers.world_size
         work = peers.group.alltoall_base(scratch, tensor.view(-1), taken, given)
-        yield Message(work, "reduce_scatter of", dist.get_backend(peers.group))
+        yield GroupMessage(work, "reduce_scatter of", dist.get_backend(peers.group))
         parts = scratch.split(taken)
         ring = [peers.after(-distance) for distance in range(peers.world_size)]
         add_up([parts[peer] for peer in ring], output)

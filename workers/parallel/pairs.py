@@ -15,7 +15,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from workers.parallel.peers import Peers, Steps, split
+from workers.parallel.peers import Peers, Steps, copy_own, split
 
 BLOCK_BYTES = 1 << 20
 
@@ -23,31 +23,30 @@ BLOCK_BYTES = 1 << 20
 def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
     """Sum the flat `tensor` over all ranks, in place."""
     chunks = split(tensor, peers.world_size)
-    yield from summed(peers, chunks, chunks[peers.rank])
-    yield from shared(peers, chunks)
+    yield from sum_own(peers, chunks, chunks[peers.rank])
+    yield from share_own(peers, chunks)
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
     """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself."""
-    return summed(peers, split(tensor, peers.world_size), output)
+    return sum_own(peers, split(tensor, peers.world_size), output)
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
     """Fill `tensor`, of which every rank holds its own chunk."""
-    return shared(peers, split(tensor, peers.world_size))
+    return share_own(peers, split(tensor, peers.world_size))
 
 
-def summed(peers: Peers, chunks: list[Tensor], output: Tensor) -> Steps:
+def sum_own(peers: Peers, chunks: list[Tensor], output: Tensor) -> Steps:
     """Leave the sum of all ranks' chunk `rank` in `output`, added in the order in which this rank meets the others."""
-    own, tag = chunks[peers.rank], peers.new_tag()
-    if own.data_ptr() != output.data_ptr():
-        output.copy_(own)
+    tag = peers.new_tag()
+    copy_own(chunks[peers.rank], output)
     with peers.scratch(min(output.numel(), BLOCK_BYTES // output.element_size()), output) as scratch:
         for peer in opponents(peers.rank, peers.world_size):
             yield from _swap(peers, tag, peer, chunks[peer], output, scratch)
 
 
-def shared(peers: Peers, chunks: list[Tensor]) -> Steps:
+def share_own(peers: Peers, chunks: list[Tensor]) -> Steps:
     """Let everyone's chunk r be as rank r's."""
     tag = peers.new_tag()
     for peer in opponents(peers.rank, peers.world_size):

@@ -7,11 +7,15 @@ before its sends, and nobody waits for a send whose receive its peer posts later
 A collective is written as a generator that yields each message at the point where it needs it (`Steps`). Driven to its
 end it is a blocking call; driven to its first yield its messages are under way while the caller computes (`Pending`).
 No thread is needed, gloo moves the bytes on its own.
+
+Over plain TCP a message takes hundredths of a millisecond, and to post a receive costs as much as to copy 64 KiB. Who
+waits for each message in turn need not post it: `Peers.blocking` is for such calls. An algorithm does not know which.
 """
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, cycle
 from typing import Protocol
 
@@ -28,25 +32,35 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+class Message(Protocol):
+    """A tensor under way to or from a peer."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, where that is known without a wait."""
+
+    def wait(self) -> None:
+        """Return once the tensor is received, or may be changed again; raises RuntimeError naming the peer."""
+
+
 RECEIVE, SEND = "receive from", "send to"
 TAGS_A_CALL = 256  # of a call that runs beside others
 
 
 @dataclass(slots=True)
-class Message:
-    """One tensor under way to or from a peer. A world of one, and an empty chunk, send nothing: `work` is None then."""
+class GroupMessage:
+    """One that a process group carries. A world of one, and an empty chunk, send nothing: `work` is None then."""
 
     work: Work | None
     what: str  # "receive from": an error names whom it waited for
     whom: str
 
     @property
-    def here(self) -> bool:
-        """Whether it is over, of a carrier that knows without a wait."""
-        return self.work is None or getattr(self.work, "done", False)
+    def done(self) -> bool:
+        """Whether there is nothing to wait for: gloo knows of what it carries by a wait alone."""
+        return self.work is None
 
     def wait(self) -> None:
-        """Return once the tensor is received, or may be changed again; raises RuntimeError naming the peer."""
         # gloo counts completions: a second wait on the same work would never return.
         work, self.work = self.work, None
         if work is None:
@@ -57,36 +71,32 @@ class Message:
             raise RuntimeError(f"{self.what} {self.whom} failed: {error}") from error
 
 
+NOTHING = GroupMessage(None, "", "")  # an empty tensor, which is not sent
 Steps = Generator[Message, None, None]
 Addressed = Iterable[tuple[int, Tensor]]  # (rank in the group, tensor)
+Begin = Callable[[list[Tensor], int, int], Message]  # ([tensor], peer, tag)
 
 
 class Pending:
     """A collective under way. Ranks must start, and finish, their collectives in the same order."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Iterator[Message]) -> None:
         self._steps = steps
         self._awaited = next(steps, None)
 
     def advance(self) -> bool:
         """Go on as far as messages have come, of a carrier that knows; whether it is finished."""
-        while self._awaited is not None and self._awaited.here:
+        while self._awaited is not None and self._awaited.done:
             self._awaited = next(self._steps, None)
         return self._awaited is None
 
     def wait(self) -> None:
         """Finish; returns once the result stands in its tensor. Further calls return at once."""
-        while self._awaited is not None:
+        if self._awaited is not None:
             self._awaited.wait()
-            self._awaited = next(self._steps, None)
-
-
-class Carrier(Protocol):
-    """What carries a tensor to or from the rank `peer` of a group: a process group, or a channel of plain TCP."""
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+            for message in self._steps:
+                message.wait()
+            self._awaited = None
 
 
 class Peers:
@@ -97,7 +107,8 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup, channel: Channel | None = None) -> None:
         self.group, self.channel = group, channel
-        self.carrier: Carrier = channel or group
+        self._receive: Begin = channel.recv if channel else partial(self._carried, RECEIVE)
+        self._send: Begin = channel.send if channel else partial(self._carried, SEND)
         self.rank = group.rank()
         self.world_size = group.size()
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
@@ -109,11 +120,18 @@ class Peers:
         """A tag for the next collective, the same on all ranks, so that two under way do not mix."""
         return next(self._tags)
 
+    def blocking(self) -> "Peers":
+        """The same for a call that waits for each message that its steps yield, and returns at its end."""
+        return self._with(_receive=self.channel.recv_when_awaited) if self.channel else self
+
     def of_call(self, number: int) -> "Peers":
         """The same for one call of several under way: its tags are its own, in whatever order they take turns, and its
         scratch memory goes with it."""
-        own = object.__new__(Peers)
-        own.__dict__ = self.__dict__ | {"_tags": count(-number * TAGS_A_CALL), "_scratch": Scratch()}
+        return self._with(_tags=count(-number * TAGS_A_CALL), _scratch=Scratch())
+
+    def _with(self, **changed: object) -> "Peers":
+        own = object.__new__(type(self))
+        own.__dict__ = self.__dict__ | changed
         return own
 
     def after(self, distance: int) -> int:
@@ -125,16 +143,13 @@ class Peers:
         order."""
         if self.batched:
             return self._post_batch(list(receives), list(sends))
-        carrier, names = self.carrier, self._names
-        received = [
-            Message(carrier.recv([tensor], peer, tag) if tensor.numel() else None, RECEIVE, names[peer])
-            for peer, tensor in receives
-        ]
-        sent = [
-            Message(carrier.send([tensor], peer, tag) if tensor.numel() else None, SEND, names[peer])
-            for peer, tensor in sends
-        ]
-        return received, sent
+        receive, send = self._receive, self._send
+        received = [receive([tensor], peer, tag) if tensor.numel() else NOTHING for peer, tensor in receives]
+        return received, [send([tensor], peer, tag) if tensor.numel() else NOTHING for peer, tensor in sends]
+
+    def _carried(self, what: str, tensors: list[Tensor], peer: int, tag: int) -> Message:
+        begin = self.group.recv if what == RECEIVE else self.group.send
+        return GroupMessage(begin(tensors, peer, tag), what, self._names[peer])
 
     def _post_batch(
         self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]]
@@ -148,8 +163,8 @@ class Peers:
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         padded = [*works, *[None] * (len(wanted) - len(works))]
-        messages = [
-            Message(work, what, self._names[peer]) for work, (what, peer, _) in zip(padded, wanted, strict=True)
+        messages: list[Message] = [
+            GroupMessage(work, what, self._names[peer]) for work, (what, peer, _) in zip(padded, wanted, strict=True)
         ]
         return messages[: len(receives)], messages[len(receives) :]
 
@@ -167,7 +182,14 @@ class Peers:
         self._scratch.release()
 
 
+def copy_own(tensor: Tensor, place: Tensor) -> None:
+    """Copy a rank's own part to its place among all ranks', unless it lies there."""
+    if place.data_ptr() != tensor.data_ptr():
+        place.copy_(tensor)
+
+
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
     """Flat views of the contiguous `tensor`, cut along dim 0 as even as it goes: the first a row longer, some may be
     empty."""
-    return [chunk.view(-1) for chunk in tensor.tensor_split(parts)]
+    chunks = tensor.tensor_split(parts)
+    return list(chunks) if tensor.dim() == 1 else [chunk.view(-1) for chunk in chunks]

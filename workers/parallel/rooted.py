@@ -4,74 +4,92 @@ Two rounds and 2(N-1) messages in all, the fewest there can be: so it is the fas
 pass one link: rank 0 receives (N-1)·S and sends as much, a wall that grows with N where the ring's stays under 2·S.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), here with one server
 and every worker in step.
+
+The four halves are collectives by themselves, to or from any root: reduce, broadcast, gather, scatter.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from workers.parallel.peers import Peers, Steps, split
+from workers.parallel.peers import Peers, Steps, copy_own, split
 
 SERVER = 0
 
 
-def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
-    """Sum the flat `tensor` over all ranks, in place."""
-    yield from _reduce(peers, tensor)
-    yield from _broadcast(peers, tensor)
+def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.add) -> Steps:
+    """Sum the flat `tensor` over all ranks, in place; or fold it by another function of two tensors, with `out`."""
+    yield from reduce(peers, tensor, SERVER, fold)
+    yield from broadcast(peers, tensor, SERVER)
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
     """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself."""
+    flat = tensor.view(-1)
     if peers.rank != SERVER:
-        yield from _reduce(peers, tensor)
-        received, _ = peers.post(peers.new_tag(), receives=[(SERVER, output)])
-        yield from received
+        yield from reduce(peers, flat, SERVER)
+        yield from scatter(peers, output, (), SERVER)
         return
-    with peers.scratch(tensor.numel(), tensor) as scratch:
-        total = scratch.view_as(tensor).copy_(tensor)
-        yield from _reduce(peers, total)
-        chunks = split(total, peers.world_size)
-        _, sent = peers.post(peers.new_tag(), sends=[(worker, chunks[worker]) for worker in range(1, peers.world_size)])
-        output.copy_(chunks[SERVER])
-        yield from sent
+    with peers.scratch(flat.numel(), flat) as total:
+        yield from reduce(peers, total.copy_(flat), SERVER)
+        yield from scatter(peers, output, split(total.view_as(tensor), peers.world_size), SERVER)
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
     """Fill `tensor`, of which every rank holds its own chunk."""
-    tag, chunks = peers.new_tag(), split(tensor, peers.world_size)
-    if peers.rank == SERVER:
-        received, _ = peers.post(tag, receives=[(worker, chunks[worker]) for worker in range(1, peers.world_size)])
-        yield from received
-    else:
-        _, sent = peers.post(tag, sends=[(SERVER, chunks[peers.rank])])
-        yield from sent
-    yield from _broadcast(peers, tensor)
+    chunks = split(tensor, peers.world_size)
+    yield from gather(peers, chunks, chunks[peers.rank], SERVER)
+    yield from broadcast(peers, tensor, SERVER)
 
 
-def _reduce(peers: Peers, tensor: Tensor) -> Steps:
-    """Add every worker's `tensor` to the server's, in the order of ranks."""
-    tag, last, tensor = peers.new_tag(), peers.world_size - 1, tensor.view(-1)
-    if peers.rank != SERVER:
-        _, sent = peers.post(tag, sends=[(SERVER, tensor)])
-        yield from sent
+def reduce(peers: Peers, tensor: Tensor, root: int, fold: Callable[..., Any] = torch.add) -> Steps:
+    """Fold everyone's flat `tensor` into the root's, in the order of ranks after its own."""
+    tag = peers.new_tag()
+    if peers.rank != root:
+        yield from peers.post(tag, sends=[(root, tensor)])[1]
         return
-    # One worker's tensor is received while the one before is added: two buffers, however many workers there are.
+    others = _others(peers, root)
+    # One rank's tensor is received while the one before is added: two places, however many ranks there are.
     with peers.scratch(tensor.numel(), tensor) as even, peers.scratch(tensor.numel(), tensor) as odd:
-        buffers = [even, odd]
-        arriving = [
-            peers.post(tag, receives=[(worker, buffers[worker % 2])])[0] for worker in range(1, min(2, last) + 1)
-        ]
-        for worker in range(1, last + 1):
-            yield from arriving[worker - 1]
-            tensor.add_(buffers[worker % 2])
-            if worker + 2 <= last:
-                arriving.append(peers.post(tag, receives=[(worker + 2, buffers[worker % 2])])[0])
+        receives = list(zip(others, cycle((even, odd)), strict=False))
+        arriving, _ = peers.post(tag, receives[:2])
+        for turn, (_, place) in enumerate(receives):
+            yield arriving[turn]
+            fold(tensor, place, out=tensor)
+            if turn + 2 < len(receives):
+                arriving += peers.post(tag, [receives[turn + 2]])[0]
 
 
-def _broadcast(peers: Peers, tensor: Tensor) -> Steps:
-    """Copy the server's `tensor` to every worker."""
-    if peers.rank == SERVER:
-        received, sent = peers.post(peers.new_tag(), sends=[(worker, tensor) for worker in range(1, peers.world_size)])
+def broadcast(peers: Peers, tensor: Tensor, root: int) -> Steps:
+    """Copy the root's `tensor` to everyone's."""
+    if peers.rank == root:
+        yield from peers.post(peers.new_tag(), sends=[(peer, tensor) for peer in _others(peers, root)])[1]
     else:
-        received, sent = peers.post(peers.new_tag(), receives=[(SERVER, tensor)])
+        yield from peers.post(peers.new_tag(), receives=[(root, tensor)])[0]
+
+
+def gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
+    """Lay everyone's `tensor` in the root's `places`, which no other rank needs."""
+    if peers.rank != root:
+        yield from peers.post(peers.new_tag(), sends=[(root, tensor)])[1]
+        return
+    received, _ = peers.post(peers.new_tag(), receives=[(peer, places[peer]) for peer in _others(peers, root)])
+    copy_own(tensor, places[root])
     yield from received
+
+
+def scatter(peers: Peers, place: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
+    """Lay the root's r-th tensor in rank r's `place`."""
+    if peers.rank != root:
+        yield from peers.post(peers.new_tag(), receives=[(root, place)])[0]
+        return
+    _, sent = peers.post(peers.new_tag(), sends=[(peer, tensors[peer]) for peer in _others(peers, root)])
+    copy_own(tensors[root], place)
     yield from sent
+
+
+def _others(peers: Peers, root: int) -> list[int]:
+    return [peer for peer in range(peers.world_size) if peer != root]

@@ -9,7 +9,7 @@ each is told to the class above first, whose backend does nothing.
 # c10d's stubs have each method in its spellings of ten years; who calls these gives lists and options.
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, FakeProcessGroup
 
-from workers.parallel import laying
+from workers.parallel import tcp_collectives
 from workers.parallel.channel import Channel
-from workers.parallel.laying import rows_of
 from workers.parallel.peers import Peers, Steps
+from workers.parallel.tcp_collectives import rows_of
 from workers.parallel.tcp_work import Posted, Running
 
 Tensors = list[Tensor]
@@ -50,13 +50,7 @@ class TcpGroup(dist.ProcessGroup):
         self.told: Running | Posted | None = None  # what the call that is being told will return
         self.channel, self._begun, self._collectives = channel, 0, 0
         channel.transport.groups += 1
-        self._made: Peers | None = None
-
-    @property
-    def _peers(self) -> Peers:
-        if self._made is None:  # torch knows a group's ranks once it is made
-            self._made = Peers(self, self.channel)
-        return self._made.of_call(self._collectives)
+        self._peers: tuple[Peers, Peers] | None = None  # of calls that are begun, and of those that are waited for
 
     def getBackendName(self) -> str:  # noqa: N802
         return "tcp"
@@ -67,29 +61,31 @@ class TcpGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Running:
         opts, work = opts or dist.AllreduceOptions(), self._begin(tensors)
         TOLD["allreduce"](self, tensors, opts)
-        return self._run(work, opts, [laying.all_reduce(self._peers, each, opts) for each in tensors])
+        return self._run(work, opts, tcp_collectives.all_reduce, [(each, opts.reduceOp.op) for each in tensors])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Running:
         opts, work = opts or dist.AllreduceCoalescedOptions(), self._begin(tensors)
         TOLD["allreduce_coalesced"](self, tensors, opts)
-        return self._run(work, opts, [laying.all_reduce(self._peers, each, opts) for each in tensors])
+        return self._run(work, opts, tcp_collectives.all_reduce, [(each, opts.reduceOp.op) for each in tensors])
 
     def reduce(self, tensors: Tensors, opts: Any) -> Running:
         work = self._begin(tensors)
         TOLD["reduce"](self, tensors, opts)
-        return self._run(work, opts, [laying.reduce(self._peers, each, opts) for each in tensors])
+        return self._run(
+            work, opts, tcp_collectives.reduce, [(each, opts.reduceOp.op, opts.rootRank) for each in tensors]
+        )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Running:
         opts, work = opts or dist.ReduceScatterOptions(), self._begin(outputs)
         TOLD["reduce_scatter"](self, outputs, inputs, opts)
         pairs = zip(outputs, inputs, strict=True)
-        return self._run(work, opts, [laying.reduce_scatter(self._peers, *pair, opts) for pair in pairs])
+        return self._run(work, opts, tcp_collectives.reduce_scatter, [(*pair, opts.reduceOp.op) for pair in pairs])
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Running:
         opts, work = opts or dist.ReduceScatterOptions(), self._begin([output])
         TOLD["_reduce_scatter_base"](self, output, tensor, opts)
         rows = rows_of(tensor, self.size())
-        return self._run(work, opts, [laying.reduce_scatter(self._peers, output, rows, opts)])
+        return self._run(work, opts, tcp_collectives.reduce_scatter, [(output, rows, opts.reduceOp.op)])
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -99,25 +95,25 @@ class TcpGroup(dist.ProcessGroup):
         for pair in pairs:
             TOLD["_reduce_scatter_base"](self, *pair, opts)
         halves = [(output, rows_of(tensor, self.size())) for output, tensor in pairs]
-        return self._run(work, opts, [laying.reduce_scatter(self._peers, *half, opts) for half in halves])
+        return self._run(work, opts, tcp_collectives.reduce_scatter, [(*half, opts.reduceOp.op) for half in halves])
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Running:
         work = self._begin(tensors)
         TOLD["broadcast"](self, tensors, opts)
-        return self._run(work, opts, [laying.broadcast(self._peers, each, opts) for each in tensors])
+        return self._run(work, opts, tcp_collectives.broadcast, [(each, opts.rootRank) for each in tensors])
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Running:
         opts, work = opts or AllgatherOptions(), self._begin([*chain(*outputs)])
         TOLD["allgather"](self, outputs, inputs, opts)
         pairs = zip(outputs, inputs, strict=True)
-        return self._run(work, opts, [laying.all_gather(self._peers, *pair, opts) for pair in pairs])
+        return self._run(work, opts, tcp_collectives.all_gather, [(*pair,) for pair in pairs])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Running:
         opts, work = opts or AllgatherOptions(), self._begin([output])
         TOLD["_allgather_base"](self, output, tensor, opts)
-        return self._run(work, opts, [laying.all_gather(self._peers, rows_of(output, self.size()), tensor, opts)])
+        return self._run(work, opts, tcp_collectives.all_gather, [(rows_of(output, self.size()), tensor)])
 
     _allgather_base = all_gather_single
 
@@ -127,24 +123,24 @@ class TcpGroup(dist.ProcessGroup):
         for pair in pairs:
             TOLD["_allgather_base"](self, *pair, opts)
         halves = [(rows_of(output, self.size()), tensor) for output, tensor in pairs]
-        return self._run(work, opts, [laying.all_gather(self._peers, *half, opts) for half in halves])
+        return self._run(work, opts, tcp_collectives.all_gather, [(*half,) for half in halves])
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Running:
         work = self._begin([*chain(*outputs)])
         TOLD["gather"](self, outputs, inputs, opts)
-        return self._run(work, opts, [laying.gather(self._peers, [*chain(*outputs)], inputs[0], opts.rootRank)])
+        return self._run(work, opts, tcp_collectives.gather, [([*chain(*outputs)], inputs[0], opts.rootRank)])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Running:
         work = self._begin(outputs)
         TOLD["scatter"](self, outputs, inputs, opts)
-        return self._run(work, opts, [laying.scatter(self._peers, outputs[0], [*chain(*inputs)], opts.rootRank)])
+        return self._run(work, opts, tcp_collectives.scatter, [(outputs[0], [*chain(*inputs)], opts.rootRank)])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Running:
         opts, work = opts or AllToAllOptions(), self._begin(outputs)
         TOLD["alltoall"](self, inputs, inputs, opts)  # who is told copies one to the other, even sizes alone
-        return self._run(work, opts, [laying.all_to_all(self._peers, outputs, inputs)])
+        return self._run(work, opts, tcp_collectives.all_to_all, [(outputs, inputs)])
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int], opts: Any = None
@@ -158,7 +154,7 @@ class TcpGroup(dist.ProcessGroup):
         opts, work = opts or BarrierOptions(), self._begin([])
         TOLD["barrier"](self, opts)
         token = torch.zeros(1, dtype=torch.uint8)
-        return self._run(work, opts, [laying.barrier(self._peers, token, opts.asyncOp)])
+        return self._run(work, opts, tcp_collectives.all_reduce, [(token, dist.ReduceOp.SUM)])
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
@@ -183,13 +179,15 @@ class TcpGroup(dist.ProcessGroup):
         self.told = work = Running(results, self.channel.transport)
         return work
 
-    def _run(self, work: Running, opts: Any, steps: Sequence[Steps]) -> Running:
+    def _run(
+        self, work: Running, opts: Any, collective: Callable[..., Steps], arguments: Iterable[Sequence[Any]]
+    ) -> Running:
+        """Make the collective with each of the `arguments`, one after the other."""
         self.told = None
-        (work.begin if opts.asyncOp else work.run)(in_turn(steps))
+        if self._peers is None:  # torch knows a group's ranks once it is made
+            begun = Peers(self, self.channel)
+            self._peers = begun, begun.blocking()
+        peers, number = self._peers[not opts.asyncOp], self._collectives
+        steps = chain.from_iterable(collective(peers.of_call(number), *each) for each in arguments)
+        (work.begin if opts.asyncOp else work.run)(steps)
         return work
-
-
-def in_turn(steps: Sequence[Steps]) -> Steps:
-    """One after the other."""
-    for each in steps:
-        yield from each

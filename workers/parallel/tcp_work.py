@@ -3,6 +3,7 @@
 One that was begun and not awaited goes on whenever the process waits for anything over TCP (`Transport.background`).
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from workers.parallel.framing import Message
-from workers.parallel.peers import Pending, Steps
+from workers.parallel.peers import Message, Pending
 from workers.parallel.transport import Transport
 
 
@@ -46,14 +46,14 @@ class Running(dist.Work):
         self._results, self._transport = results, transport
         self._pending: Pending | None = None
 
-    def begin(self, steps: Steps) -> None:
+    def begin(self, steps: Iterator[Message]) -> None:
         """Send its first messages; the others follow as this process waits for something."""
         with unseen():
             self._pending = Pending(steps)
         if not self.advance():
             self._transport.background.append(self)
 
-    def run(self, steps: Steps) -> None:
+    def run(self, steps: Iterator[Message]) -> None:
         """All of it now, for who waits for it at once."""
         with unseen():
             for message in steps:

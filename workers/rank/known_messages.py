@@ -48,7 +48,7 @@ def posted_then_taken(lab: Lab, channel: Channel) -> list[int]:
     posted = channel.recv([first], left, 2)
     sent = [channel.send([numbered(number)], right, 2) for number in (2, 3)]
     lab.exchange.barrier("two messages of one key")
-    channel.take(second, left, 2)
+    channel.recv_when_awaited([second], left, 2).wait()
     for message in (posted, *sent):
         message.wait()
     return [int(first), int(second)]
@@ -64,7 +64,7 @@ def early_then_taken(lab: Lab, channel: Channel) -> list[int]:
     sent.append(channel.send([numbered(7)], right, 3))
     lab.exchange.barrier("and one more of their key")
     for place in (places[0], places[1], places[3]):
-        channel.take(place, left, 3)
+        channel.recv_when_awaited([place], left, 3).wait()
     for message in sent:
         message.wait()
     return [int(place) for place in places]

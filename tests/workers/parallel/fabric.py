@@ -10,7 +10,7 @@ from itertools import count
 
 from torch import Tensor
 
-from workers.parallel.peers import Addressed, Message, Peers, Steps
+from workers.parallel.peers import Addressed, GroupMessage, Message, Peers, Steps
 from workers.parallel.scratch import Scratch
 
 
@@ -18,7 +18,7 @@ class Deadlock(AssertionError):
     """Every rank waits."""
 
 
-class Transfer(Message):
+class Transfer(GroupMessage):
     """One tensor under way; both ends share the moment at which it moves."""
 
     def __init__(self, tensor: Tensor, is_send: bool) -> None:
@@ -91,7 +91,7 @@ class FabricPeers(Peers):
 
     def _post_one(self, route: tuple[int, int, int], tensor: Tensor, is_send: bool) -> Message:
         if tensor.numel() == 0:
-            return Message(None, "", "")
+            return GroupMessage(None, "", "")
         transfer = Transfer(tensor, is_send)
         (self.fabric.sends if is_send else self.fabric.receives)[route].append(transfer)
         if is_send:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from workers.measure.calls import Calls
 from workers.parallel.collectives import ALGORITHMS, Collective
-from workers.parallel.peers import Message, Steps, split
+from workers.parallel.peers import GroupMessage, Steps, split
 from workers.parallel.picking import pick
 from workers.testing.calls import RankFailed, Ranks
 
@@ -186,7 +186,7 @@ class Broken(dist.Work):
 
 def test_a_message_that_fails_names_its_peer() -> None:
     with pytest.raises(RuntimeError, match="receive from rank 2 failed: Timed out"):
-        Message(Broken(), "receive from", "rank 2").wait()
+        GroupMessage(Broken(), "receive from", "rank 2").wait()
 
 
 @pytest.mark.parametrize(

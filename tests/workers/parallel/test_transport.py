@@ -64,8 +64,8 @@ def test_what_is_taken_waits_for_no_order() -> None:
         sent = channel.send([torch.full((LARGE,), 1.0)], other, 1)
         channel.send([torch.full((3,), 2.0)], other, 2)
         small, large = torch.zeros(3), torch.zeros(LARGE)
-        channel.take(small, other, 2)
-        channel.take(large, other, 1)
+        channel.recv_when_awaited([small], other, 2).wait()
+        channel.recv_when_awaited([large], other, 1).wait()
         sent.wait()
         return [float(small.sum()), float(large.mean())]
 
@@ -79,7 +79,7 @@ def received(channel: Channel, place: torch.Tensor) -> None:
 
 def taken(channel: Channel, place: torch.Tensor) -> None:
     """The same in one call."""
-    channel.take(place, 1 - channel.rank, 0)
+    channel.recv_when_awaited([place], 1 - channel.rank, 0).wait()
 
 
 @pytest.mark.parametrize("come", [received, taken])

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import ranklab
-from workers.parallel import routes, star
+from workers.parallel import rooted
+from workers.parallel.peers import Steps
 from workers.rank.known_sums import CALLS, Numbers, differing, tried
 
 pytestmark = pytest.mark.timeout(120)
@@ -18,22 +18,23 @@ def test_all_operations_are_as_they_should_be(rank: int, world_size: int) -> Non
     assert list(differing(rank, world_size)) == []
 
 
-def lacking(peers: Any, tensor: Tensor, fold: Any = torch.add) -> None:
+def lacking(*_: Any) -> Steps:
     """Nobody's part but one's own."""
+    yield from ()
 
 
 @ranklab.ranks(3, backend="tcp", timeout_s=60)
 def test_a_sum_that_lacks_a_rank_is_seen(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(star, "all_reduce", lacking)
+        patch.setattr(rooted, "all_reduce", lacking)
         wrong = list(tried(Numbers(rank, world_size, 5, torch.float32), CALLS))
     assert {"all_reduce of 5 in float32", "the least of 5 in float32", "every second of 5 in float32"} <= set(wrong)
 
 
 @ranklab.ranks(3, backend="tcp", timeout_s=60)
 def test_a_part_that_goes_to_another_rank_is_seen(rank: int, world_size: int) -> None:
-    right = routes.scatter
+    right = rooted.scatter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routes, "scatter", lambda peers, place, tensors, root: right(peers, place, tensors[::-1], root))
+        patch.setattr(rooted, "scatter", lambda peers, place, tensors, root: right(peers, place, tensors[::-1], root))
         wrong = list(tried(Numbers(rank, world_size, 5, torch.uint8), ["scatter", "gather"]))
     assert wrong == ["scatter of 5 in uint8"] or (rank == 1 and wrong == []), "the middle one has its own"

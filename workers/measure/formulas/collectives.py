@@ -11,7 +11,7 @@ used below:
 """
 
 ALGORITHMS = ("gloo", "ring", "direct", "tree", "server", "tcp")
-TCP_STAR_BYTES = 512 << 10  # up to which plain TCP sums by rank 0 (workers/parallel/star.py), of two ranks none
+TCP_STAR_BYTES = 512 << 10  # up to which plain TCP sums by rank 0 (workers/parallel/rooted.py), of two ranks none
 
 
 def chunk_bytes(world_size: int, nbytes: int, itemsize: int = 4) -> list[int]:
