@@ -45,8 +45,8 @@ MUTANTS = [
     ),
     Mutant(
         "workers/measure/difference.py",
-        "largest = math.inf\n",
-        "largest = 0.0\n",
+        "if found.shape == wanted.shape else math.inf",
+        "if found.shape == wanted.shape else 0.0",
         FLAT,
         argued="no variant has a tensor of another shape",
     ),

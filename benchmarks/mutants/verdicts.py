@@ -16,8 +16,8 @@ EXPECTED, SAVER, FINDING = "workers/report/expected.py", "workers/checkpoint/sav
 VANISHED = [
     Mutant(
         HOLDING,
-        '        self.lab.check("timed losses", off, bound, variant=name, detail=detail, control=CONTROLS["losses"])\n',
-        '        if off > bound:\n            self.lab.check("timed losses", off, bound, variant=name)\n',
+        '            self.lab.check("timed losses", *off[:2], name, off.where, control=CONTROLS["losses"])\n',
+        '            if off.share > 1:\n                self.lab.check("timed losses", *off[:2], name)\n',
         FLAT,
     ),
     Mutant(CORRUPTION, "return self.every is not None and (", "return self.every is None and (", AUDITED),
@@ -29,8 +29,8 @@ VANISHED = [
     ),
     Mutant(
         PROOF,
-        "    for check, value in (pair for each in found for pair in each.largest.items()):",
-        "    for check, value in ():",
+        "    for check, off in found.found.items():",
+        "    for check, off in ():",
         FLAT,
     ),
     Mutant(PROOF, 'found.note("losses", abs(', 'found.note("weights", abs(', FLAT),

@@ -1,26 +1,96 @@
-"""How far two sets of named tensors are apart: what a proof is decided by."""
+"""How far tensors are from what they should be: what proofs and audits are decided by.
+
+A difference is infinite where a tensor is missing, unknown, of another shape or no number. `Worst` keeps of each kind
+of comparison the one that is farthest off for what is allowed there, and where that was.
+"""
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-def difference(found: Iterable[tuple[str, Tensor]], wanted: dict[str, Tensor] | None) -> float:
-    """The largest absolute difference, infinite where a tensor is missing, unknown or of another shape.
+class Off(NamedTuple):
+    """A difference, its tolerance, and where it was found: a step, the name of a tensor."""
 
-    `found` is consumed on every rank, since it is a collective; `wanted` is None where a rank holds no dense run.
-    """
-    largest, names = 0.0, set()
+    value: float
+    allowed: float = 0.0
+    where: str = ""
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of what is allowed; infinite where it is no number."""
+        if not math.isfinite(self.value):
+            return math.inf
+        return self.value / self.allowed if self.allowed else math.inf if self.value else 0.0
+
+
+class Worst:
+    """The worst comparison of each kind, of those in `kinds` even where none was made, and how often each was made."""
+
+    def __init__(self, kinds: Iterable[str] = ()) -> None:
+        self.found = {kind: Off(0.0) for kind in kinds}
+        self.times: Counter[str] = Counter()
+
+    def note(self, kind: str, value: float, allowed: float = 0.0, where: str = "") -> None:
+        """One comparison was made."""
+        self.times[kind] += 1
+        off = Off(larger(value, 0.0), allowed, where)
+        if self.times[kind] == 1 or (off.share, off.value) > (self.found[kind].share, self.found[kind].value):
+            self.found[kind] = off
+
+    def compare(
+        self, kind: str, found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None,
+        allowed: float = 0.0, where: str = "",
+    ) -> None:  # fmt: skip
+        """Compare tensors by name: one comparison, of which the worst tensor is named behind `where`.
+
+        `found` is a collective, which every rank consumes; one without `wanted` compares nothing.
+        """
+        offs = Worst()
+        for name, value in differences(found, wanted):
+            offs.note(kind, value, allowed, ", ".join(filter(None, (where, name))))
+        if wanted is not None:
+            self.note(kind, *offs.found.get(kind, Off(0.0, allowed, where)))
+
+
+def differences(
+    found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None
+) -> Iterator[tuple[str, float]]:
+    """The name of each tensor and its largest absolute difference; nothing without `wanted`, though `found` is consumed
+    all the same."""
+    names = set()
     for name, tensor in found:
         names.add(name)
-        if wanted is None or not tensor.numel():
-            continue
-        if name not in wanted or wanted[name].shape != tensor.shape:
-            largest = math.inf
-        else:
-            largest = larger(largest, (tensor - wanted[name]).abs().max().item())
-    return math.inf if wanted is not None and names != set(wanted) else largest
+        if wanted is not None and (tensor.numel() or name not in wanted):
+            yield name, apart(tensor, wanted[name]) if name in wanted else math.inf
+    for name in () if wanted is None else set(wanted) - names:
+        yield name, math.inf
+
+
+def difference(found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None) -> float:
+    """The largest of all `differences`."""
+    return max((value for _, value in differences(found, wanted)), default=0.0)
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """The largest absolute difference of two tensors."""
+    return largest(found - wanted) if found.shape == wanted.shape else math.inf
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude; 0 of nothing."""
+    if not tensor.numel():
+        return 0.0
+    return larger(tensor.detach().abs().max().item(), 0.0)  # torch's max is NaN where any is
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference, in float64."""
+    norm: float = (found.double() - wanted.double()).norm().item()
+    return norm
 
 
 def larger(one: float, other: float) -> float:

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from workers.contract import OneProcess
 from workers.lab import Lab
-from workers.passes.update import Off, share
+from workers.measure.difference import distance
 from workers.workload import baseline
 from workers.workload.baseline import Losses
 from workers.workload.data import Batches
@@ -48,7 +47,8 @@ def one_process(lab: Lab, batches: Batches, dtype: torch.dtype, train: OneProces
     twin: list[float] = []
     if steps and lab.rank == 0:
         own = trained(lab, dtype, batches, train)
-        away = difference(own.first, train(moved(lab, dtype), batches, lab.config, 1, parts=parts).first)
+        other = train(moved(lab, dtype), batches, lab.config, 1, parts=parts).first
+        away = {name: distance(gradient, other[name]) for name, gradient in own.first.items()}
     if steps and lab.rank == min(1, lab.world_size - 1):
         twin = train(moved(lab, dtype), batches, lab.config, steps, parts=parts).values
     twins = lab.exchange.everyone("one process", twin)
@@ -87,21 +87,3 @@ def allowed(losses: Sequence[float], twin: Sequence[float], unit: float) -> list
         apart, largest = max(apart, abs(ours - theirs)), max(largest, abs(ours))
         bounds.append(MARGIN * apart + unit * largest)
     return bounds
-
-
-def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """The norm of the difference of each tensor."""
-    return {name: (tensor.double() - other[name].double()).norm().item() for name, tensor in one.items()}
-
-
-def farthest(
-    found: Sequence[float | None], wanted: Sequence[float], bounds: Sequence[float]
-) -> tuple[int, float, float] | None:
-    """The step whose loss is farthest off for what is allowed there, by how much, and what is allowed; None where no
-    step can be compared."""
-    off = [
-        (step, abs(value - loss), bound)
-        for step, (value, loss, bound) in enumerate(zip(found, wanted, bounds, strict=False))
-        if value is not None
-    ]
-    return max(off, key=lambda each: share(Off(*each[1:])), default=None)

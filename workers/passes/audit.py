@@ -8,7 +8,6 @@ and state. Variants that hold the same weights to the bit share that computation
 of it is in the timed interval: ranks wait for each other before a step begins.
 """
 
-import hashlib
 import math
 import random
 from collections.abc import Iterator, Mapping
@@ -19,17 +18,17 @@ from torch import Tensor
 
 from workers.contract import Strategy
 from workers.lab import Lab
+from workers.measure.difference import Off, Worst
+from workers.measure.hashing import digest_of
 from workers.passes import update
 from workers.passes.alone import Alone
 from workers.passes.proof import summed_losses
-from workers.passes.update import Off, share
 from workers.workload import baseline
 from workers.workload.data import Batches
 from workers.workload.model import Model
 
 State = dict[str, Tensor]
 Gradient = tuple[float, State]  # the loss of a batch, and its gradient
-Finding = tuple[Off, str]  # how far something is off, and where
 MISSING = {"weights": Off(math.inf, 0.0)}
 
 
@@ -49,7 +48,7 @@ class Audit:
         drilled = {each.step for each in lab.config.planned_faults if each.flipped and each.step is not None}
         self.steps = {name: sorted({*sampled(of, lab.config.seed), *drilled}) for name, of in steps.items()}
         self.done: dict[str, list[int]] = {name: [] for name in alone}
-        self.found: dict[str, dict[str, Finding]] = {name: {} for name in alone}  # each kind's worst
+        self.found = {name: Worst() for name in alone}
         self.numberless: dict[str, set[str]] = {}  # kinds of which one process had no number in a step
         self._known: tuple[str, Gradient] | None = None  # the last gradient, by what it was computed from
 
@@ -85,7 +84,7 @@ class Audit:
         if step >= len(alone.allowed):
             self.numberless.setdefault(name, set()).add("loss")
         else:
-            keep(found, "loss", Off(abs(loss - wanted), alone.allowed[step]), f"step {step}")
+            found.note("loss", abs(loss - wanted), alone.allowed[step], f"step {step}")
         all_grown = length / (math.hypot(*alone.gradients.values()) or length or 1.0)
         for label, gradient in gradients.items():
             own_grown = gradient.double().norm().item() / (alone.gradients[label] or math.inf)
@@ -93,7 +92,7 @@ class Audit:
             held = of_parameter(before, after, label)
             offs = self._parameter(step, gradient, rounding, *held) if held else MISSING
             for kind, off in offs.items():
-                keep(found, kind, off, f"step {step}, {label}")
+                found.note(kind, off.value, off.allowed, f"step {step}, {label}")
 
     def _parameter(self, step: int, gradient: Tensor, rounding: float, before: State, after: State) -> dict[str, Off]:
         """How far one parameter is off, and its state."""
@@ -107,7 +106,7 @@ class Audit:
         """Loss and gradient of the whole batch at these weights, in one process and LAB_DTYPE."""
         model = self.lab.model(getattr(torch, self.lab.config.dtype))
         load(model, before)
-        key = f"{data_step} {digest(model)}"
+        key = f"{data_step} {digest_of(model.parameters())}"
         if self._known is None or self._known[0] != key:
             loss = baseline.backward(model, self.batches.alone(data_step), self.lab.config)
             self._known = key, (loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -144,20 +143,6 @@ def load(model: Model, state: State) -> None:
             parameter.copy_(state[f"weights.{name}"])
 
 
-def digest(model: Model) -> str:
-    """A checksum of all weights."""
-    found = hashlib.sha256()
-    for parameter in model.parameters():
-        found.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
 def norm(tensors: State) -> float:
     """Of all together."""
     return math.hypot(*(tensor.double().norm().item() for tensor in tensors.values()))
-
-
-def keep(found: dict[str, Finding], kind: str, off: Off, where: str) -> None:
-    """Note what is farther off, for what is allowed, than all before."""
-    if kind not in found or share(off) > share(found[kind][0]):
-        found[kind] = off, where

@@ -10,7 +10,6 @@ PyTorch's own are shown beside them. So is what on purpose is not what one proce
 is held to. In 16 bits a strategy may step float32 copies of its weights: then the one process does so too.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -19,8 +18,10 @@ import torch
 from workers.checkpoint.course import Course
 from workers.contract import Held, OneProcess, Strategy
 from workers.lab import Lab
+from workers.measure.difference import Worst
+from workers.measure.hashing import digest_of
 from workers.parallel.piece import Piece
-from workers.passes.alone import Alone, farthest, one_process
+from workers.passes.alone import Alone, one_process
 from workers.passes.audit import Audit
 from workers.workload import baseline
 
@@ -78,11 +79,11 @@ class Holding:
             self._count(name, len(shares[name]))
             if self.lab.rank == 0 and self.lab.config.proof:
                 self._losses(name, curves[name])
-                found = self.audit.found.get(name, {})
+                found = self.audit.found[name].found if name in self.audit.found else {}
                 for kind in self.audit.numberless.get(name, set()) - set(found):
                     self.lab.waive(f"audited {kind}", "one process has no numbers there either", name)
-                for kind, (off, where) in found.items():
-                    self.lab.check(f"audited {kind}", *off, variant=name, detail=where, control=CONTROLS[kind])
+                for kind, off in found.items():
+                    self.lab.check(f"audited {kind}", *off[:2], name, off.where, control=CONTROLS[kind])
             if self.held[name].replicas and name not in self.lab.mode.by_torch:
                 check_alike(self.lab, name, strategy)
 
@@ -106,15 +107,16 @@ class Holding:
                 self.lab.compare("last timed loss", own, last, "", variant=name, shown=why)
             return
         expected = alone.losses[: self.ends[name]]
-        worst = farthest(curve, expected, alone.allowed)
-        if worst is None:
-            self.lab.waive("timed losses", "neither has a loss that is a number", name)
-        if len(curve) != len(expected) or worst is None:
-            return  # the number of steps has a check of its own
-        step, off, bound = worst
         numbers = f" (no numbers from step {len(alone.allowed)} on)" if len(alone.allowed) < len(curve) else ""
-        detail = f"step {step} of {len(curve)}{numbers}"
-        self.lab.check("timed losses", off, bound, variant=name, detail=detail, control=CONTROLS["losses"])
+        worst = Worst()
+        for step, (value, wanted, bound) in enumerate(zip(curve, expected, alone.allowed, strict=False)):
+            if value is not None:
+                worst.note("losses", abs(value - wanted), bound, f"step {step} of {len(curve)}{numbers}")
+        if not worst.found:
+            self.lab.waive("timed losses", "neither has a loss that is a number", name)
+        elif len(curve) == len(expected):  # else the number of steps has a check of its own
+            off = worst.found["losses"]
+            self.lab.check("timed losses", *off[:2], name, off.where, control=CONTROLS["losses"])
 
 
 def in_float32(lab: Lab, strategies: Mapping[str, Strategy], dtype: torch.dtype) -> set[str]:
@@ -143,10 +145,7 @@ def own_weights(lab: Lab, strategy: Strategy) -> Iterator[tuple[str, torch.Tenso
 def check_alike(lab: Lab, name: str, strategy: Strategy) -> None:
     """Ranks that hold the same weight, or the same box of it, hold the same to the bit, by the checksum of each."""
     lab.at(lab.config.steps, f"the weights of {name}")
-    mine = {
-        label: hashlib.sha256(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-        for label, weight in own_weights(lab, strategy)
-    }
+    mine = {label: digest_of([weight]) for label, weight in own_weights(lab, strategy)}
     everyone = lab.exchange.gather("checksums", mine)
     if everyone is None:
         return

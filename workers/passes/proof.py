@@ -7,16 +7,15 @@ state and the weights that it makes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from workers.config import Config
 from workers.contract import Build, Strategy
 from workers.lab import Lab
-from workers.measure.difference import difference, larger
+from workers.measure.difference import Worst
 from workers.passes.carried import Carried
 from workers.workload import baseline
 from workers.workload.baseline import Snapshot
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-12
 TUNED_STEPS, AFTER_TWO = 2, "weights after two steps"
+PLAIN = ("losses", "gradients", "weights")
+TUNED = {"clipped gradients": "gradients", "optimizer state": "optimizer", AFTER_TWO: "weights"}  # kinds of a Snapshot
 # AdamW's updates are as large as the rate, whatever the gradient: what rounding does to them grows with it. At the
 # default five steps are off by 8e-15.
 RATE_OF_ADAMW = 0.001
@@ -91,24 +92,27 @@ def compare(
     lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
     model = lab.model(torch.float64)
     strategy = build(model, lab.mesh, configs[0])
-    found = [against(lab, strategy, name, batches, dense[0])]
+    planned = dict.fromkeys(PLAIN, steps_of_a_proof(lab.config))
+    planned |= dict.fromkeys(TUNED, TUNED_STEPS) if configs[1:] else {}
+    found = Worst(planned)
+    against(lab, strategy, name, batches, dense[0], found)
     buffers.hold(name, model)
     for config, wanted in zip(configs[1:], dense[1:], strict=True):
         strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
-        found.append(tuned_against(lab, strategy_tuned, name, batches, wanted))
+        tuned_against(lab, strategy_tuned, name, batches, wanted, found)
     if lab.rank == 0:
-        write(lab, name, found)
+        write(lab, name, found, planned)
     if also is not None and not is_own(name):  # what a lesson claims of its own
         also(name, strategy)
 
 
-def write(lab: Lab, name: str, found: list["Differences"]) -> None:
-    """The checks of one variant, and whether each was made at every step that it has to be made at."""
-    for check, value in (pair for each in found for pair in each.largest.items()):
+def write(lab: Lab, name: str, found: Worst, planned: Mapping[str, int]) -> None:
+    """The checks of one variant, and whether each was made as often as is `planned`: at every step of its own."""
+    for check, off in found.found.items():
         grown = max(1.0, lab.config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
-        lab.check(check, value, grown * TOLERANCE, variant=name, control=CONTROLS.get(check, CONTROL))
-    made = ", ".join(f"{count} of {kind}" for each in found for kind, count in each.times.items())
-    missing = sum(each.missing() for each in found)
+        lab.check(check, off.value, grown * TOLERANCE, name, off.where, control=CONTROLS.get(check, CONTROL))
+    made = ", ".join(f"{found.times[kind]} of {kind}" for kind in planned)
+    missing = sum(abs(count - found.times[kind]) for kind, count in planned.items())
     lab.check("proof steps", missing, 0, variant=name, detail=f"comparisons: {made}", control=CONTROLS["proof steps"])
 
 
@@ -124,68 +128,42 @@ def one_process(lab: Lab, model: Model | None, config: Config, batches: Batches,
     return snapshots
 
 
-def against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> "Differences":
-    """The largest differences of losses, gradients and weights over the proof's steps, on rank 0."""
-    found = Differences({kind: steps_of_a_proof(lab.config) for kind in ("losses", "gradients", "weights")})
+def against(
+    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst
+) -> None:  # fmt: skip
+    """Compare losses, gradients and weights over the proof's steps, on rank 0."""
     shares: list[float | None] = []
     for step in range(batches.proof_steps):
         lab.at(step, f"proof of {name}")
         wanted = dense[step] if lab.rank == 0 else None
         share = strategy.backward(lab.dealt(batches, step))
         shares.append(None if share is None else float(share))
-        found.add("gradients", strategy.full("gradients"), wanted and wanted.gradients)
+        found.compare("gradients", strategy.full("gradients"), wanted and wanted.gradients, where=f"step {step}")
         strategy.update()
         lab.stepped()
-        found.add("weights", strategy.full("weights"), wanted and wanted.weights)
-    for loss, snapshot in zip(summed_losses(lab, shares), dense, strict=True):
-        found.note("losses", abs(loss - snapshot.loss))
-    return found
+        found.compare("weights", strategy.full("weights"), wanted and wanted.weights, where=f"step {step}")
+    for step, (loss, snapshot) in enumerate(zip(summed_losses(lab, shares), dense, strict=True)):
+        found.note("losses", abs(loss - snapshot.loss), where=f"step {step}")
 
 
-def tuned_against(lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot]) -> "Differences":
+def tuned_against(
+    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst
+) -> None:  # fmt: skip
     """Two steps with the clipping and the optimizer that were asked for: the second goes on from the first one's
     state."""
-    found = Differences(dict.fromkeys(("clipped gradients", "optimizer state", AFTER_TWO), 2))
     for step in range(TUNED_STEPS):
         lab.at(batches.proof_steps + step, f"proof of {name}")
         strategy.backward(lab.dealt(batches, step))
         strategy.update()
         wanted = dense[step] if lab.rank == 0 else None
-        found.add("clipped gradients", strategy.full("gradients"), wanted and wanted.gradients)
-        found.add("optimizer state", strategy.full("optimizer"), wanted and wanted.optimizer)
-        found.add(AFTER_TWO, strategy.full("weights"), wanted and wanted.weights)
+        for check, kind in TUNED.items():
+            found.compare(check, strategy.full(kind), wanted and getattr(wanted, kind), where=f"step {step}")
         lab.work.advance()
-    return found
 
 
 def steps_of_a_proof(config: Config) -> int:
     """Three, of which the third begins another epoch; of a line all steps of the lesson's table, 0 to 200."""
     return 201 if config.model == "line" else 3
-
-
-class Differences:
-    """The largest difference by kind, and how often each kind was compared, where it was: `planned` says how often it
-    has to be."""
-
-    def __init__(self, planned: Mapping[str, int]) -> None:
-        self.planned = dict(planned)
-        self.largest = dict.fromkeys(planned, 0.0)
-        self.times = dict.fromkeys(planned, 0)
-
-    def add(self, kind: str, found: Iterable[tuple[str, Tensor]], wanted: dict[str, Tensor] | None) -> None:
-        """Compare tensors; a collective, and on a rank without a dense run no comparison."""
-        off = difference(found, wanted)
-        if wanted is not None:
-            self.note(kind, off)
-
-    def note(self, kind: str, off: float) -> None:
-        """One comparison was made."""
-        self.largest[kind] = larger(self.largest[kind], off)
-        self.times[kind] += 1
-
-    def missing(self) -> int:
-        """Comparisons that were to be made and were not, or the other way round."""
-        return sum(abs(count - self.times[kind]) for kind, count in self.planned.items())
 
 
 def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:

@@ -1,6 +1,5 @@
 """What data parallelism claims beside the proof: every sample once a step, and replicas that stay equal to the bit."""
 
-import math
 from collections import Counter
 
 import torch
@@ -8,6 +7,7 @@ import torch.distributed as dist
 
 from workers.contract import Strategy
 from workers.lab import Lab
+from workers.measure.difference import apart
 
 CONTROLS = "tests/workers/passes/test_controls.py::{}"
 
@@ -40,5 +40,5 @@ def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
     mine = torch.cat([weight.flatten() for _, weight in strategy.full("weights")])
     first = mine.clone()
     dist.broadcast(first, group=lab.group, group_src=0)
-    differs = 0.0 if torch.equal(mine, first) else (mine - first).abs().nan_to_num(math.inf).max().item()
+    differs = 0.0 if torch.equal(mine, first) else apart(mine, first)
     lab.check("replicas", differs, 0.0, variant=name, control=CONTROLS.format("test_a_replica_of_its_own_is_seen"))

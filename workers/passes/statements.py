@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.lab import Lab
+from workers.measure.difference import apart
 from workers.passes.again import hold_recomputation
 from workers.passes.definition import Weights, computed, num_weights
 from workers.passes.masks import hold_dropout
@@ -311,7 +312,4 @@ def hold_optimizer(lab: Lab) -> None:
 
 def difference(found: Tensor, wanted: Tensor) -> float:
     """The largest, as a share of the largest number that is wanted, or of one."""
-    if found.shape != wanted.shape:
-        return math.inf
-    off = (found - wanted).abs().max().item() / max(1.0, wanted.abs().max().item())
-    return math.inf if math.isnan(off) else off
+    return apart(found, wanted) / max(1.0, wanted.abs().max().item())

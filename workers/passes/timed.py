@@ -18,6 +18,7 @@ import torch
 from workers.checkpoint.course import Course
 from workers.contract import Build, Held, Strategy
 from workers.lab import Lab
+from workers.measure.hashing import raw
 from workers.measure.lap import Lap
 from workers.measure.timeline import align
 from workers.parallel.phases import phase, recorded, slowed
@@ -229,7 +230,7 @@ def write_digests(lab: Lab, strategies: dict[str, Strategy]) -> None:
         digest = hashlib.sha256()
         for label, weight in strategy.full("weights"):
             digest.update(label.encode())
-            digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(raw(weight))
         if lab.rank == 0:
             lab.journal.write(records.Digest(name, digest.hexdigest()))
             lab.say(f"weights    {name}: sha256 {digest.hexdigest()}")

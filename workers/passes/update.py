@@ -11,22 +11,15 @@ the norm by sqrt(unit · d).
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers.config import Config
+from workers.measure.difference import Off, distance
 
 BETA_1, BETA_2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01  # AdamW's, which the lab does not set
 ROUNDINGS = 4  # of an element in one update, at most: decay, ratio, product, sum
-
-
-class Off(NamedTuple):
-    """How far a tensor is off, and how far it may be, as norms."""
-
-    value: float
-    allowed: float
 
 
 def sgd(weight: Tensor, gradient: Tensor, found: Tensor, rounding: float, config: Config) -> dict[str, Off]:
@@ -58,7 +51,10 @@ def adamw(
     wanted = (weight * (1 - config.learning_rate * DECAY)).addcdiv_(after["exp_avg"], scale, value=-rate)
     moved = (wanted.double() - weight.double()).norm().item()
     exact = torch.finfo(torch.promote_types(found.dtype, torch.float32)).eps
-    return {"optimizer": max(moments, key=share), "weights": off(found, wanted, ROUNDINGS * exact * moved)}
+    return {
+        "optimizer": max(moments, key=lambda each: each.share),
+        "weights": off(found, wanted, ROUNDINGS * exact * moved),
+    }
 
 
 def off(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
@@ -69,11 +65,4 @@ def off(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
     inexact = uncertain + ROUNDINGS * exact * size
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return Off(math.inf, 0.0)
-    return Off((found.double() - wanted.double()).norm().item(), inexact + math.sqrt(unit * size * inexact))
-
-
-def share(each: Off) -> float:
-    """A difference as a share of what is allowed; infinite where it is no number."""
-    if not math.isfinite(each.value):
-        return math.inf
-    return each.value / each.allowed if each.allowed else math.inf if each.value else 0.0
+    return Off(distance(found, wanted), inexact + math.sqrt(unit * size * inexact))

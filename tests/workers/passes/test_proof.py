@@ -10,9 +10,9 @@ from tests.labs import failed, failed_with, one_rank
 from tests.workers.passes.test_audit import ADAMW, SIZES
 from workers.config import Config
 from workers.contract import Mode, Strategy, Variant
+from workers.measure.difference import Worst
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.mesh import Mesh
-from workers.passes.proof import Differences
 from workers.report.judge import judge
 from workers.report.lines import from_line
 from workers.strategies.replica import Replica, begin_alike
@@ -52,10 +52,10 @@ def test_weights_under_adamw_are_compared(ranks: Ranks, tmp_path: Path) -> None:
 def of_the_first_step(right: Any) -> Any:
     """Compared at the first step alone."""
 
-    def add(self: Differences, kind: str, found: Any, wanted: Any) -> None:
-        right(self, kind, found, None if self.times[kind] else wanted)
+    def compare(self: Worst, kind: str, found: Any, wanted: Any, **given: Any) -> None:
+        right(self, kind, found, None if self.times[kind] else wanted, **given)
 
-    return add
+    return compare
 
 
 def one_step(right: Any) -> Any:
@@ -67,7 +67,7 @@ def one_step(right: Any) -> Any:
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "compared at one step": (Differences, "add", of_the_first_step),
+    "compared at one step": (Worst, "compare", of_the_first_step),
     "proven by one step": (Batches, "__init__", one_step),
 }
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from workers.config import Config
-from workers.passes.update import Off, adamw, off, sgd, share
+from workers.measure.difference import Off
+from workers.passes.update import adamw, off, sgd
 
 SIZE, STEPS = 301, 5
 TYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -37,7 +38,7 @@ def trained(dtype: torch.dtype, **options: float) -> tuple[dict[str, Tensor], di
 def adamw_shares(dtype: torch.dtype, **options: float) -> dict[str, float]:
     before, after, (weight, gradient, found) = trained(dtype, **options)
     held = adamw(weight, gradient, before, found, after, STEPS - 1, 0.0, config_of(LAB_OPTIMIZER="adamw"))
-    return {name: share(each) for name, each in held.items()}
+    return {name: each.share for name, each in held.items()}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -48,7 +49,7 @@ def test_torchs_sgd_is_within_what_rounding_allows_and_another_rate_is_not(dtype
     for rate, holds in ((0.05, True), (0.1, False), (0.0, False)):
         stepped.data.copy_(weight)
         torch.optim.SGD([stepped], lr=rate).step()
-        assert (share(sgd(weight, gradient, stepped.detach(), 0.0, config_of())["weights"]) <= 1) == holds
+        assert (sgd(weight, gradient, stepped.detach(), 0.0, config_of())["weights"].share <= 1) == holds
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -67,7 +68,7 @@ def test_moments_of_another_gradient_and_an_optimizer_made_anew_are_seen() -> No
     before, after, (weight, gradient, found) = trained(torch.float32)
     config = config_of(LAB_OPTIMIZER="adamw")
     other = adamw(weight, gradient * 2, before, found, after, STEPS - 1, 0.0, config)
-    assert share(other["optimizer"]) > 10
+    assert other["optimizer"].share > 10
     assert adamw(weight, gradient, {}, found, after, STEPS - 1, 0.0, config) == {"optimizer": Off(math.inf, 0.0)}
     lacking = {name: value for name, value in after.items() if name != "exp_avg_sq"}
     assert adamw(weight, gradient, before, found, lacking, STEPS - 1, 0.0, config) == {"optimizer": Off(math.inf, 0.0)}
@@ -77,14 +78,3 @@ def test_another_shape_or_type_is_infinitely_off() -> None:
     wanted = drawn(torch.float32, 0)
     assert off(wanted[1:], wanted, 1.0).value == math.inf
     assert off(wanted.double(), wanted, 1.0).value == math.inf
-
-
-@pytest.mark.parametrize(
-    ("each", "wanted"),
-    [
-        (Off(1.0, 2.0), 0.5), (Off(0.0, 0.0), 0.0), (Off(1e-30, 0.0), math.inf), (Off(math.nan, 1.0), math.inf),
-        (Off(math.inf, math.inf), math.inf),
-    ],
-)  # fmt: skip
-def test_a_share_of_what_is_allowed(each: Off, wanted: float) -> None:
-    assert share(each) == wanted
