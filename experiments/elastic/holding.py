@@ -11,12 +11,12 @@ from torch import Tensor
 
 from experiments.elastic.course import Course
 from workers.lab import Lab
+from workers.measure.difference import largest
 from workers.parallel.shards import keeper, part, wards
 from workers.parallel.versions import Recut
 from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import OWNERS
-from workers.workload.baseline import backward
-from workers.workload.optimizer import make_optimizer
+from workers.workload.baseline import Reference
 
 CONTROL = "tests/experiments/test_elastic.py::test_a_wrong_line_fails_by_name"
 SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_came_another_way_fails_by_name"
@@ -36,17 +36,14 @@ def members_at(record: list[list[Any]], step: int) -> list[int]:
 def replay(lab: Lab, record: list[list[Any]], steps: int) -> tuple[Tensor, Tensor, list[float]]:
     """One process: the weights [P] and AdamW's moments [2, P] after all steps, and the losses."""
     model, batches = lab.model(torch.float64), lab.batches(torch.float64, proof=True)
-    parameters = list(model.parameters())
-    optimizer = make_optimizer(parameters, lab.config)
-    losses = []
+    reference, losses = Reference(model, lab.config), []
     for step in range(steps):
         size = len(members_at(record, step))
-        parts = [part for place in range(size) for part in batches.dealt(step, place, size)]
-        losses.append(backward(model, parts, lab.config))
-        optimizer.step()
+        losses.append(reference.step([part for place in range(size) for part in batches.dealt(step, place, size)]))
     keys = ("exp_avg", "exp_avg_sq") if lab.config.optimizer == "adamw" else ()
-    moments = [torch.cat([optimizer.state[each][key].flatten() for each in parameters]) for key in keys]
-    weights = torch.cat([each.detach().flatten() for each in parameters])
+    state = reference.optimizer.state
+    moments = [torch.cat([state[each][key].flatten() for each in reference.trained]) for key in keys]
+    weights = torch.cat([each.detach().flatten() for each in reference.trained])
     return weights, torch.stack(moments) if moments else weights.new_zeros(0, len(weights)), losses
 
 
@@ -171,8 +168,3 @@ def hold_samples(lab: Lab, course: Course) -> None:
     lab.check(
         "record", apart, 0, name, "samples that others computed with than the membership record says", control=CONTROL
     )
-
-
-def largest(difference: Tensor) -> float:
-    """The largest absolute value, 0 of nothing."""
-    return float(difference.abs().max()) if difference.numel() else 0.0

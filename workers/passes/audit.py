@@ -108,7 +108,7 @@ class Audit:
         load(model, before)
         key = f"{data_step} {digest_of(model.parameters())}"
         if self._known is None or self._known[0] != key:
-            loss = baseline.backward(model, self.batches.alone(data_step), self.lab.config)
+            loss, _ = baseline.backward(model, self.batches.alone(data_step), self.lab.config.clip)
             self._known = key, (loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         return self._known[1]
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.prove.dense import LEARNING_RATE, Dense, Snapshot
+from workers.prove.dense import LEARNING_RATE, Dense
 from workers.prove.held import Rows
 from workers.prove.trainee import Found
+from workers.workload.baseline import Snapshot
 
 TOLERANCE = 1e-11  # of the largest value of all tensors of a kind, or of one where that is more
 CLIP_EPSILON = 1e-6  # torch's clip_grad_norm_ adds it to the norm; whoever clips by hand need not

@@ -23,7 +23,7 @@ from workers.parallel.mesh import Mesh
 from workers.prove import buffers, fitness
 from workers.prove.compare import Off, Step, compared
 from workers.prove.dealing import Dealing
-from workers.prove.dense import STEPS, Dense, Snapshot, by_own_samples, names_of, one_process
+from workers.prove.dense import STEPS, Dense, by_own_samples, names_of, one_process
 from workers.prove.dropouts import Draw, Draws
 from workers.prove.forward import Passes, parted
 from workers.prove.grid import Grid
@@ -32,6 +32,7 @@ from workers.prove.theirs import Refused, Theirs, load
 from workers.prove.trainee import Found, OfStrategy, Stepped, Trainee, Unseen
 from workers.prove.verdict import Everything, Mine, Teller, tell
 from workers.prove.wire import Wire
+from workers.workload.baseline import Snapshot
 
 SENT = (Dense, Snapshot, buffers.Kept, Mine, Off, Rows, Found, Draw)  # what ranks send each other
 

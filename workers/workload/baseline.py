@@ -1,8 +1,8 @@
 """One process, the whole batch, nothing clever: what every strategy has to equal."""
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from workers.workload.optimizer import make_optimizer, named_state
 # or one.
 TILT = 1.0
 
+Loss: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]  # (model, inputs, targets): the sum over all loss terms
+
 
 class Snapshot(NamedTuple):
     """What is left after a step: copies, on the model's device, under dense names."""
@@ -24,34 +26,69 @@ class Snapshot(NamedTuple):
     gradients: dict[str, Tensor]  # as the optimizer saw them: after clipping
     weights: dict[str, Tensor]  # after the update
     optimizer: dict[str, Tensor]
+    norm: float  # of all gradients before clipping; 0 where nothing is clipped
+
+
+class Reference:
+    """One process that trains `model` in place, a step a call.
+
+    Args:
+        loss: of a part of the batch; by default what the model returns.
+        masters: float32 copies of the weights are stepped, and rounded into `model` after each step.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, *, loss: Loss | None = None, masters: bool = False) -> None:
+        self.model, self.clip, self.loss = model, config.clip, loss
+        self.trained = [each for each in model.parameters() if each.requires_grad]
+        self.masters = [nn.Parameter(each.detach().float()) for each in self.trained] if masters else []
+        self.optimizer = make_optimizer(self.masters or self.trained, config)
+        self.norm = 0.0
+
+    def step(self, parts: Sequence[Microbatch]) -> float:
+        """Train on a batch that comes in `parts`; returns its loss before the update."""
+        loss, self.norm = backward(self.model, parts, self.clip, self.loss)
+        for weight, master in zip(self.trained, self.masters, strict=False):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(self.trained, self.masters, strict=False):
+                weight.copy_(master)
+        return loss
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of those of the last step, after clipping."""
+        return {name: each.grad.clone() for name, each in self.model.named_parameters() if each.grad is not None}
+
+    def snapshot(self, loss: float) -> Snapshot:
+        """What the last step, which had this `loss`, has left."""
+        weights = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        state = {name: each.clone() for name, each in named_state(self.model, self.optimizer)}
+        return Snapshot(loss, self.gradients(), weights, state, self.norm)
+
+
+def backward(
+    model: nn.Module, parts: Sequence[Microbatch], clip: float | None, loss: Loss | None = None
+) -> tuple[float, float]:
+    """Leave the gradient of a batch that comes in `parts` in the model's parameters, clipped to `clip`.
+
+    Returns its loss, and the norm of the gradient before it is clipped, 0 where it is not.
+    """
+    if isinstance(model, Model):
+        model.recompute = False  # or the proof of LAB_RECOMPUTE would hold a mistake against itself
+    model.zero_grad()
+    total = 0.0
+    for inputs, targets, share in parts:
+        of_part = (model(inputs, targets) if loss is None else loss(model, inputs, targets)) * share
+        of_part.backward()
+        total += of_part.item()
+    return total, 0.0 if clip is None else nn.utils.clip_grad_norm_(model.parameters(), clip).item()
 
 
 def train(model: Model, batches: Batches, config: Config, steps: int) -> Iterator[Snapshot]:
     """Train `model` in place for `steps` steps; yields a Snapshot after each."""
-    optimizer = make_optimizer(model.parameters(), config)
+    reference = Reference(model, config)
     for step in range(steps):
-        loss = backward(model, batches.alone(step), config)
-        optimizer.step()
-        yield Snapshot(
-            loss=loss,
-            gradients={name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-            weights={name: p.detach().clone() for name, p in model.named_parameters()},
-            optimizer={name: state.clone() for name, state in named_state(model, optimizer)},
-        )
-
-
-def backward(model: Model, parts: list[Microbatch], config: Config) -> float:
-    """The loss of a batch that comes in `parts`, and its gradient, clipped by LAB_CLIP, in the model's parameters."""
-    model.recompute = False  # or the proof of LAB_RECOMPUTE would hold a mistake against itself
-    model.zero_grad()
-    total = 0.0
-    for inputs, targets, share in parts:
-        loss = model(inputs, targets) * share
-        loss.backward()
-        total += loss.item()
-    if config.clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    return total
+        yield reference.snapshot(reference.step(batches.alone(step)))
 
 
 class Losses(NamedTuple):
@@ -64,30 +101,15 @@ class Losses(NamedTuple):
 def losses(
     model: Model, batches: Batches, config: Config, steps: int, *, masters: bool = False, parts: int = 1
 ) -> Losses:
-    """Train as `train` does, and keep no more than is asked of a long training.
-
-    Args:
-        masters: float32 copies of the weights are stepped, and rounded into `model` after each step.
-        parts: how many each batch is added up in: the same numbers, rounded otherwise.
-    """
-    computing = list(model.parameters())
-    stepped = [nn.Parameter(each.detach().float()) for each in computing] if masters else computing
-    optimizer = make_optimizer(stepped, config)
+    """Train as `train` does, and keep no more than is asked of a long training; each batch is added up in so many
+    `parts`: the same numbers, rounded otherwise."""
+    reference = Reference(model, config, masters=masters)
     values: list[float] = []
     first: dict[str, Tensor] = {}
     for step in range(steps):
         given = divided(batches.full(step), parts) if model.divisible else batches.alone(step)
-        values.append(backward(model, given, config))
-        if not first:
-            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        if masters:
-            for weight, master in zip(computing, stepped, strict=True):
-                master.grad = None if weight.grad is None else weight.grad.float()
-        optimizer.step()
-        if masters:
-            with torch.no_grad():
-                for weight, master in zip(computing, stepped, strict=True):
-                    weight.copy_(master)
+        values.append(reference.step(given))
+        first = first or reference.gradients()
     return Losses(values, first)
 
 
