@@ -22,7 +22,7 @@ from workers.config import Config
 from workers.config.faults import BITS
 from workers.contract import Strategy
 from workers.faults.bits import flip
-from workers.lab import Lab
+from workers.lab import Lab, RunHooks
 from workers.measure.ledger import Ledger
 from workers.passes.corruption import KINDS, Corruption, alike
 from workers.rank.modes import load
@@ -80,7 +80,7 @@ def lab_of(group: dist.ProcessGroup, config: Config, name: str) -> Lab:
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), config.collective_timeout_s)
     mode, device = load(config.run_mode), torch.device("cpu")
-    return Lab(config, mode, device, group, exchange, cast(Ledger, None), Quiet(), at=lambda *_: None)
+    return Lab(config, mode, device, group, exchange, cast(Ledger, None), Quiet(), RunHooks())
 
 
 def trained(group: dist.ProcessGroup, way: Way, steps: int) -> dict[str, tuple[int, int]]:

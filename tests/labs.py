@@ -13,7 +13,7 @@ from tests.controls import uncontrolled
 from workers.cluster.exchange import Exchange
 from workers.config import Config
 from workers.contract import Mode
-from workers.lab import Lab
+from workers.lab import Lab, RunHooks
 from workers.measure.ledger import Ledger
 from workers.parallel.mesh import Mesh
 from workers.parallel.piece import Piece
@@ -110,9 +110,8 @@ def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_port())
-    lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, at=lambda step, phase: None)
-    lab.side_group = side_groups[group.size()]
-    return lab
+    hooks = RunHooks(side_group=side_groups[group.size()])
+    return Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, hooks)
 
 
 def store_port() -> int:

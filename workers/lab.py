@@ -9,18 +9,20 @@ import statistics
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from workers.cluster.board import Member
 from workers.cluster.exchange import Exchange
 from workers.config import Config
 from workers.contract import Counted, Mode
 from workers.measure.formulas import Prediction
 from workers.measure.formulas.messages import wire_tolerance
 from workers.measure.ledger import Ledger, Traffic
-from workers.parallel.handshake import TurnedAway
+from workers.parallel.handshake import TurnedAway, unheeded
 from workers.parallel.mesh import Mesh
 from workers.parallel.phases import phase
 from workers.report import records
@@ -32,12 +34,52 @@ from workers.workload.model import Model, buffer_bytes
 from workers.workload.own import is_own
 
 
+class RunAddresses(Protocol):
+    """Where the ranks of a run are, for one that is started again (workers/rank/rejoin.py)."""
+
+    members: dict[int, Member]
+    opened: dict[int, list[Any]]  # by rank where it listens for its mode
+    rejoined: bool  # whether this process is a rank that was started again
+
+    def publish(self, opened: Mapping[int, list[Any]]) -> None:
+        """From now on ranks that were lost may rejoin."""
+
+
+@dataclass(frozen=True)
+class RunHooks:
+    """What a rank's run gives to its Lab, and hears from it; by default there is no run around it, as in a test."""
+
+    at: Callable[[int, str], None] = lambda _step, _phase: None  # where the main thread is, for the other ranks
+    work: Work = field(default_factory=Work)  # of how many units, and how many are done
+    # By all ranks when a section of rank 0's log (report/log.py) is complete, or one row more of all its `rows`: it is
+    # told then, and not at the end.
+    finished: Callable[..., None] = lambda _section, _rows=(): None
+    side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
+
+    # How ranks of this run connect: where this one listens, their common key, and what counts a stranger's connection.
+    own_ip: str = "127.0.0.1"
+    secret: bytes = b""
+    turned_away: TurnedAway = unheeded
+
+    # Fault injection (rank/drills.py): as a step of the training begins, and once a variant's "gradients" or "weights"
+    # are there, with the names of those that other ranks hold too.
+    on_step: Callable[[int, str], None] = lambda _step, _variant: None
+    on_tensors: Callable[[str, str, object, int, Container[str]], None] = lambda *_: None
+
+    # Where ranks may be lost and the run goes on: from when on, and what to do then; the store of all moves to a rank
+    # that is left; a rank that was started again is watched like any other, by its addresses.
+    let_leave: Callable[..., None] = lambda *_: None
+    move: Callable[[dist.Store, int], None] | None = None
+    addresses: RunAddresses | None = None  # None in a mode whose ranks cannot rejoin
+    readmit: Callable[[dict[str, Any], list[Any]], None] = lambda _member, _opened: None
+
+
 class Lab:
     """One rank's laboratory: the run's settings, the ranks as a group, and the verbs of an experiment."""
 
     def __init__(
         self, config: Config, mode: Mode, device: torch.device, group: dist.ProcessGroup, exchange: Exchange,
-        ledger: Ledger, journal: Journal, at: Callable[[int, str], None],
+        ledger: Ledger, journal: Journal, hooks: RunHooks,
     ) -> None:  # fmt: skip
         self.config = config
         self.mode = mode
@@ -47,32 +89,9 @@ class Lab:
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.exchange = exchange
         self.journal = journal
-        self.at = at  # (step, phase): what the watch tells the other ranks
+        self.hooks = hooks
+        self.at, self.work, self.finished, self.on_tensors = hooks.at, hooks.work, hooks.finished, hooks.on_tensors
         self.first_step_at: float | None = None
-        self.step = 0  # of the training itself, that began last
-        self.side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
-        self.work = Work()  # of how many units, and how many are done: what rank 0's heartbeat tells
-        self.rescue: Callable[[], None] | None = None  # while the timed pass saves: what a failing rank saves by itself
-        # Where ranks may leave: call it once all that is left to do needs rank 0 alone, with what to do when one has
-        # left.
-        self.let_leave: Callable[..., None] | None = None
-        # By all ranks that are left: from now on this one keeps the store of all, in the store that is given.
-        self.move: Callable[[dist.Store, int], None] | None = None
-        self.own_ip = "127.0.0.1"  # where the other ranks reach this one
-        self.secret = b""  # what only ranks of this run know
-        # Counts a connection of a stranger: what was wrong, and from where it came.
-        self.turned_away: TurnedAway = lambda _fault, _source: None
-        # Where ranks may leave and be started again: who is there, for those that come back; and what to do once one
-        # has, with its addresses and what its mode has opened.
-        self.way_back: Any = None  # of rank/way_back.py
-        self.take_in: Callable[[dict[str, Any], list[Any]], None] | None = None
-        # What a drill does (rank/drills.py): as a step of the training itself begins, and once a variant's
-        # "gradients" or "weights" are there, with the names of those that other ranks hold too.
-        self.on_step: Callable[[int, str], None] = lambda _step, _variant: None
-        self.on_tensors: Callable[[str, str, object, int, Container[str]], None] = lambda *_: None
-        # By all ranks when a section of rank 0's log (report/log.py) is complete, or one row more of all its `rows`: it
-        # is told then, and not at the end.
-        self.finished: Callable[..., None] = lambda _section, _rows=(): None
         self._ledger = ledger
 
     # --- what is trained ---
@@ -93,8 +112,7 @@ class Lab:
     def begin_step(self, step: int, variant: str) -> None:
         """The main thread begins a step of the training itself, and not of what is beside it."""
         self.at(step, variant)
-        self.step = step
-        self.on_step(step, variant)
+        self.hooks.on_step(step, variant)
 
     # --- what is said ---
 

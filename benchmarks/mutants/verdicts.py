@@ -61,7 +61,7 @@ VANISHED = [
         FLAT,
     ),
     Mutant("workers/rank/known_amount.py", "    if lab.world_size == 1:\n", "    if lab.world_size <= 3:\n", FLAT),
-    Mutant("workers/rank/start.py", "            check_verdicts(lab)\n", "", FLAT),
+    Mutant("workers/rank/start.py", "        check_verdicts(lab)\n", "", FLAT),
     Mutant(
         "experiments/dp/overlap.py",
         "        if name in EARLY and shows:",

@@ -148,7 +148,7 @@ def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
     if other == TCP and lab.device.type == "cuda" and lab.wants(TCP):
         lab.skip(TCP, "plain TCP sends from the memory of the CPU alone")
     elif lab.wants(other):
-        Dialling(lab.own_ip, lab.secret, lab.turned_away).register()
+        Dialling(lab.hooks.own_ip, lab.hooks.secret, lab.hooks.turned_away).register()
         bound = timedelta(seconds=lab.config.collective_timeout_s)
         groups[other] = dist.new_group(dist.get_process_group_ranks(lab.group), bound, other)
     try:

@@ -104,7 +104,7 @@ def refuse(config: Config) -> list[str]:
 
 def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurvivor] = ShardedSurvivor) -> None:
     """Every variant with its losses; then whoever is left holds each against one process."""
-    back = lab.way_back is not None and lab.way_back.come_back
+    back = lab.hooks.addresses is not None and lab.hooks.addresses.rejoined
     unable = lab.mode.cannot(lab.config)
     wanted = [policy for policy in POLICIES if lab.wants(policy.name)]
     for policy in [] if back else wanted:
@@ -192,7 +192,7 @@ MODE = Mode(
         "workers/parallel/membership.py: how those who are left agree on who is in",
         "workers/parallel/regroup.py: gloo groups that are left and made again in the same process",
         "workers/parallel/lines.py: the connections whose end is the death of a rank",
-        "workers/rank/way_back.py: how a rank that is started again finds the others",
+        "workers/rank/rejoin.py: how a rank that is started again finds the others",
         "experiments/elastic/audit.py: hashes of those who are in, so that a flipped bit is named",
         "experiments/elastic/holding.py: one process that goes through the membership record",
     ),

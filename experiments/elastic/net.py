@@ -93,14 +93,15 @@ class Net:
 
 def open_net(lab: Lab) -> Net:
     """Lines between all ranks; one that has come back has none yet."""
-    lines = Lines(lab.rank, lab.own_ip, lab.secret, lab.turned_away)
-    store = HostedStore(lab.own_ip, lab.secret, STORE_S, turned_away=lab.turned_away)
+    ip, secret, addresses = lab.hooks.own_ip, lab.hooks.secret, lab.hooks.addresses
+    lines = Lines(lab.rank, ip, secret, lab.hooks.turned_away)
+    store = HostedStore(ip, secret, STORE_S, turned_away=lab.hooks.turned_away)
     membership = Membership(lines, range(lab.world_size), lab.config.collective_timeout_s)
-    net = Net(lines, membership, Regroup(lab.own_ip, lab.secret, lab.config.collective_timeout_s, lines.filenos), store)
+    net = Net(lines, membership, Regroup(ip, secret, lab.config.collective_timeout_s, lines.filenos), store)
     lines.on_news = net.heed
-    own = Address(lab.own_ip, lines.port, store.port)
-    if lab.way_back is not None and lab.way_back.come_back:
-        lines.book = book_of(lab.way_back.book | {lab.rank: list(own)})
+    own = Address(ip, lines.port, store.port)
+    if addresses is not None and addresses.rejoined:
+        lines.book = book_of(addresses.opened | {lab.rank: list(own)})
     else:
         lines.book = book_of(dict(enumerate(lab.exchange.everyone("the lines' addresses", own))))
         if silent := lines.dial(range(lab.rank), STORE_S):
@@ -112,29 +113,27 @@ def open_net(lab: Lab) -> Net:
 def let_leave(lab: Lab, net: Net) -> None:
     """From here on each rank may be lost, and may come back; all call it together, and who has come back alone, which
     opens lines to those that are there."""
-    way = lab.way_back
-    if way is not None and way.come_back:
+    addresses = lab.hooks.addresses
+    if addresses is not None and addresses.rejoined:
         net.come_back()
     else:
         lab.exchange.barrier("ranks may leave")
-    if lab.let_leave is not None:
-        lab.let_leave(net.part, net.hung_up)
-    if way is not None:
+    lab.hooks.let_leave(net.part, net.hung_up)
+    if addresses is not None:
         net.welcome = partial(welcome, lab)
-        way.leave({rank: list(address) for rank, address in net.lines.book.items()})
+        addresses.publish({rank: list(address) for rank, address in net.lines.book.items()})
 
 
 def welcome(lab: Lab, rank: int, message: Message) -> None:
     """On the thread of the lines: `rank` has come back, and listens elsewhere."""
-    assert lab.take_in is not None, "ranks that can come back are taken in"
-    lab.take_in(message["member"], message["opened"])
+    lab.hooks.readmit(message["member"], message["opened"])
     lab.say(f"rank {rank} has come back", "back", all_ranks=True)
 
 
 def wish_back(lab: Lab, net: Net) -> Message:
     """What a rank that has come back asks for, and where it is now."""
-    assert lab.way_back is not None, "it has found its way"
-    member = asdict(lab.way_back.members[lab.rank])
+    assert lab.hooks.addresses is not None, "a rank that rejoins has found where the others are"
+    member = asdict(lab.hooks.addresses.members[lab.rank])
     return {"as": BACK, "member": member, "opened": list(net.lines.book[lab.rank])}
 
 
@@ -144,9 +143,9 @@ def settle(lab: Lab, net: Net) -> None:
     assert view is not None
     net.welcome, net.settled = None, True
     host = min(view.ranks)
-    if lab.move is not None:
+    if lab.hooks.move is not None:
         address = net.lines.book[host]
         store: KeyedStore = net.store
         if host != lab.rank:
-            store = KeyedStore(address.ip, address.store_port, lab.secret, STORE_S)
-        lab.move(Prefixed("the rest", store), host)
+            store = KeyedStore(address.ip, address.store_port, lab.hooks.secret, STORE_S)
+        lab.hooks.move(Prefixed("the rest", store), host)

@@ -166,8 +166,7 @@ def open_server(
         staleness=scheme.staleness,
     )
     server = Server(rules, config.collective_timeout_s, recorder)
-    if lab.let_leave is not None:
-        lab.let_leave(server.leave)
+    lab.hooks.let_leave(server.leave)
     if lab.rank > 0:
         return rules, Remote(links[lab.rank], weights), None
     for rank in lab.exchange.gone & set(workers):  # it left while the server was made

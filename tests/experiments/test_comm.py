@@ -19,10 +19,10 @@ from tests.launched import ended
 from tests.workers.test_lab import held as holding
 from tests.workers.test_lab import lab_alone
 from workers.config import Config, ConfigError
+from workers.lab import RunHooks
 from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_seconds
 from workers.parallel import primitives
 from workers.parallel.collectives import ALGORITHMS, Collective
-from workers.parallel.handshake import unheeded
 from workers.parallel.peers import Peers, Steps
 from workers.passes.recorded import Drawn
 from workers.plan.calibrate import calibrate
@@ -42,8 +42,7 @@ class Notes:
         )
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         self.device = torch.device("cpu")
-        self.exchange, self.mode, self.own_ip = self, comm.MODE, "127.0.0.1"
-        self.secret, self.turned_away = b"the key of the run", unheeded
+        self.exchange, self.mode, self.hooks = self, comm.MODE, RunHooks(secret=b"the key of the run")
         self.failed: set[str] = set()
         self.held: set[str] = set()
         self.tables: dict[str, list[list[Any]]] = {}

@@ -54,7 +54,7 @@ def prepare(lab: Lab) -> Checkpoints:
             lab.waive(claim, f"{done} of them were due before step {found.manifest.step}", times=done)
     if lab.rank == 0:
         tidy(lab, found)
-    return Checkpoints(found, lab.side_group if lab.config.checkpoint_every is not None else None)
+    return Checkpoints(found, lab.hooks.side_group if lab.config.checkpoint_every is not None else None)
 
 
 def agree(lab: Lab) -> Found | None:

@@ -10,12 +10,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from workers.checkpoint.course import Course
+from workers.cluster.rendezvous import ClusterError
+from workers.config import ConfigError
 from workers.contract import Build, Held, Strategy
 from workers.lab import Lab
 from workers.measure.hashing import raw
@@ -160,8 +161,8 @@ def saving(
     lab: Lab, strategies: dict[str, Strategy], course: Course, shares: dict[str, list[float | None]],
     checkpoints: "Checkpoints | None",
 ) -> Iterator[Callable[[int], None]]:  # fmt: skip
-    """Around the steps: what to call after each. It saves every LAB_CHECKPOINT_EVERY of them, and counts the samples
-    seen."""
+    """Around the steps: what to call after each. It saves every LAB_CHECKPOINT_EVERY of them and where one fails, and
+    counts the samples seen."""
     if checkpoints is None:
         yield lambda step: None  # noqa: ARG005
         return
@@ -169,8 +170,6 @@ def saving(
     from workers.checkpoint.saver import Saver
 
     saver = Saver(lab, checkpoints.group, strategies, course, shares) if checkpoints.group is not None else None
-    if saver is not None:
-        lab.rescue = partial(rescue, saver)
     stood_s = 0.0
 
     def passed(step: int) -> None:
@@ -181,12 +180,16 @@ def saving(
             saver.after(step)
             stood_s += time.perf_counter() - began_at
 
-    yield passed
-    if saver is not None:
-        began_at = time.perf_counter()
-        saver.finish()
-        saver.check_standing(stood_s + time.perf_counter() - began_at)
-        lab.rescue = None
+    try:
+        yield passed
+        if saver is not None:
+            began_at = time.perf_counter()
+            saver.finish()
+            saver.check_standing(stood_s + time.perf_counter() - began_at)
+    except BaseException as error:
+        if saver is not None and not isinstance(error, ConfigError | ClusterError):
+            rescue(saver)
+        raise
     if course.first > 0 and lab.rank == 0:
         detail = "samples that were not seen exactly once an epoch, before and after the resume"
         lab.check(

@@ -14,12 +14,14 @@ from workers.checkpoint import finding, lease
 from workers.checkpoint.manifest import Unreadable, read
 from workers.cluster.link import bits_s
 from workers.cluster.rendezvous import Cluster
+from workers.config import Config
 from workers.config.events import arrivals, planned
 from workers.config.faults import Fault
+from workers.contract import Mode
 from workers.faults import files, links, process
-from workers.lab import Lab
 from workers.rank.flips import Flips, draw_of
-from workers.report.records import Injected, Planned, Refused
+from workers.report.journal import Journal
+from workers.report.records import Injected, Planned, Refused, Stood
 
 NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
 UNSURE_S = 1.5  # so much after LAB_LOST_AFTER_S a silence may be forgiven still
@@ -29,27 +31,29 @@ DATAGRAMS = "of what comes the heartbeats alone, since this kernel wants NET_ADM
 class Drills:
     """The drills of one rank."""
 
-    def __init__(self, lab: Lab, cluster: Cluster) -> None:
-        self.lab, self.cluster = lab, cluster
-        self.entries = lab.config.planned_faults
-        self.events = planned(self.entries, lab.config.seed, lab.world_size)
-        self._timed_alike = {each.name for each in lab.mode.variants if each.build is not None}  # in step on all ranks
+    def __init__(self, config: Config, mode: Mode, journal: Journal, cluster: Cluster) -> None:
+        assert config.rank is not None, "a rank has RANK"
+        self.config, self.mode, self.rank, self.journal, self.cluster = config, mode, config.rank, journal, cluster
+        self.entries = config.planned_faults
+        self.events = planned(self.entries, config.seed, config.world_size)
+        self._step = 0  # of the training itself, that began last
+        self._timed_alike = {each.name for each in mode.variants if each.build is not None}  # in step on all ranks
         self._made: set[int] = set()
         self._hears_nobody, self._deaf_to = False, set[int]()
-        mine = [each for each in self.events if each.flipped and each.rank == lab.rank]
-        self.flips = Flips(lab, mine, self._note)
+        mine = [each for each in self.events if each.flipped and each.rank == config.rank]
+        self.flips = Flips(config, mode, mine, self._note)
 
     def begin(self) -> None:
         """From now on faults come: write down what should come of each, and begin to count seconds."""
         for event in self.events:
             self._plan(event)
-        self.lab.on_step, self.lab.on_tensors = self.step, self.flips.tensors
         threading.Thread(target=self._by_the_clock, name="drills", daemon=True).start()
 
     def step(self, step: int, variant: str) -> None:
         """A step begins: what comes at a step comes once, in the first variant; bits flip in each."""
+        self._step = step
         if variant in self._timed_alike:
-            self.lab.stood(variant, [time.time()])
+            self.journal.write(Stood(variant, [time.time()]))
         self.flips.step(step, variant)
         for event in self.events:
             if event.step == step and not event.flipped and event.number not in self._made:
@@ -64,10 +68,10 @@ class Drills:
             time.sleep(max(0.0, began + (event.at_s or 0.0) - time.monotonic()))
             if event.number not in {each.number for each in self.events}:
                 self._plan(event)
-            self._make(event, self.lab.step)
+            self._make(event, self._step)
 
     def _timed(self) -> Iterator[Fault]:
-        seed, world_size = self.lab.config.seed, self.lab.world_size
+        seed, world_size = self.config.seed, self.config.world_size
         again = [
             arrivals(entry, index, seed, world_size)
             for index, entry in enumerate(self.entries)
@@ -80,24 +84,24 @@ class Drills:
 
     def _plan(self, event: Fault) -> None:
         """Write down what should come of it; of a flipped bit the bound is in steps."""
-        bound = NAMED_S + self.lab.config.lost_after_s
-        bound = float(self.lab.config.audited_every or 1) if event.flipped else bound
+        bound = NAMED_S + self.config.lost_after_s
+        bound = float(self.config.audited_every or 1) if event.flipped else bound
         assert event.rank is not None
-        outcome = outcome_of(event, self.lab.config.lost_after_s)
-        watched = list(self.lab.mode.watched) if event.flipped else []
-        self.lab.journal.write(
+        outcome = outcome_of(event, self.config.lost_after_s)
+        watched = list(self.mode.watched) if event.flipped else []
+        self.journal.write(
             Planned(event.number, event.label, event.kind, event.rank, outcome, bound, event.step, watched)
         )  # fmt: skip
 
     def _note(self, event: Fault, step: int, variant: str = "", detail: str = "", outcome: str = "") -> None:
-        self.lab.journal.write(Injected(event.number, self.lab.rank, step, variant, time.time(), detail, outcome))
+        self.journal.write(Injected(event.number, self.rank, step, variant, time.time(), detail, outcome))
         told = f": {detail}" if detail else ""
-        self.lab.say(f"drill      {event.label}{f' in {variant}' if variant else ''}{told}", all_ranks=True)
+        self.journal.say(f"drill      {event.label}{f' in {variant}' if variant else ''}{told}")
 
     def _make(self, event: Fault, step: int) -> None:
         """This rank's part of an event."""
         self._made.add(event.number)
-        mine = event.rank == self.lab.rank
+        mine = event.rank == self.rank
         if event.kind == "cut":
             self._cut(event, step, mine=mine)
         elif event.kind == "corrupt_checkpoint" and mine:
@@ -113,8 +117,8 @@ class Drills:
             elif event.kind == "slow_link":
                 links.set_pace(round(bits_s(event.rate) / 8))
             elif event.kind == "full_disk":
-                files.fill(self.lab.journal.open_files)
-                self.lab.journal.say("drill      the disk is full from here on")
+                files.fill(self.journal.open_files)
+                self.journal.say("drill      the disk is full from here on")
 
     def _cut(self, event: Fault, step: int, *, mine: bool) -> None:
         """The rank stops hearing, the others stop hearing it, or both."""
@@ -132,7 +136,7 @@ class Drills:
 
     def _mend(self, event: Fault) -> None:
         """A cut is over; others may not be."""
-        if event.rank == self.lab.rank:
+        if event.rank == self.rank:
             self._hears_nobody = False
             links.hear_again()
         if event.rank is not None:
@@ -147,18 +151,18 @@ class Drills:
 
     def _damage(self, event: Fault, step: int) -> None:
         """Flip a bit of the newest checkpoint, then look for one to go on from, as a resumed run does."""
-        assert self.lab.journal.folder is not None
-        (newest, *_) = finding.candidates(self.lab.journal.folder)
-        name = files.damage(newest, list(read(newest).files), draw_of(event, self.lab.config.seed))
+        assert self.journal.folder is not None
+        (newest, *_) = finding.candidates(self.journal.folder)
+        name = files.damage(newest, list(read(newest).files), draw_of(event, self.config.seed))
         self._note(event, step, detail=f"{newest.name}/{name}")
         said: list[str] = []
         try:
-            found = finding.newest_good(self.lab.journal.folder, said.append)
+            found = finding.newest_good(self.journal.folder, said.append)
             lease.release(found.held if found else None)
         except Unreadable as error:
             said.append(str(error))
         for sentence in said[:1]:
-            self.lab.journal.write(Refused(event.number, sentence))
+            self.journal.write(Refused(event.number, sentence))
 
 
 def outcome_of(event: Fault, lost_after_s: float) -> str:

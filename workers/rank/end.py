@@ -13,13 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Set
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from workers.cluster.board import Member
 from workers.cluster.exchange import Exchange
 from workers.cluster.parent import Parent
 from workers.cluster.succession import Succession
@@ -27,7 +24,6 @@ from workers.cluster.verdict import Verdict
 from workers.cluster.watch import Watch
 from workers.lab import Lab
 from workers.rank.sections import Sections
-from workers.rank.way_back import WayBack
 from workers.report import drills, records
 from workers.report.claims import Run
 from workers.report.journal import Journal, Unwritable
@@ -40,7 +36,6 @@ from workers.report.sentences import missed, unseen_sentence
 
 REPORT_TIMEOUT_S = 60.0
 CONTROL = "tests/workers/rank/test_end.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
-UNNOTICED = "it was started again before anybody had noticed; the others went on"
 LAST_WORDS_S = 1.0  # survivors write theirs within a heartbeat of each other
 DRAWN_BY_S = 4.5  # after the loss was named: then the report of a broken run is left to whoever wants it
 
@@ -134,23 +129,6 @@ def let_leave(
         watch.hearing.forgive(time.monotonic())
         watch.start()
     parent.may_leave()
-
-
-def take_in(
-    watch: Watch, exchange: Exchange, journal: Journal, way: WayBack, said: dict[str, Any], opened: list[Any]
-) -> None:
-    """A rank that had left is here again, as another process that `said` where it is: it is watched and waited for like
-    any other. One that is back before its silence was noticed has left all the same."""
-    member = Member(**said)
-    lives = [each for each in journal.records if isinstance(each, records.Left) and each.rank == member.rank]
-    peer = watch.hearing.peers.get(member.rank)  # of the life before, until the watch takes this one in
-    if lives and not lives[-1].back:
-        journal.write(replace(lives[-1], back=True))
-    elif peer is not None:
-        journal.write(records.Left(member.rank, peer.seen.step, UNNOTICED, back=True))
-    watch.take_in(member)
-    exchange.gone.discard(member.rank)
-    way.take_in(member, opened)
 
 
 def move(watch: Watch, exchange: Exchange, sections: Sections, store: dist.Store, host: int) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Container, Sequence
 
 from torch import Tensor
 
+from workers.config import Config
 from workers.config.faults import BITS, Fault
+from workers.contract import Mode
 from workers.faults import bits
 from workers.faults.messages import Messages, flipping
-from workers.lab import Lab
 from workers.passes.corruption import alike
 
 KINDS = {"gradient": "gradients", "weight": "weights"}
@@ -24,8 +25,8 @@ Note = Callable[[Fault, int, str, str, str], None]  # (event, step, variant, det
 class Flips:
     """The flips of one rank; `note` writes down each as it is made."""
 
-    def __init__(self, lab: Lab, events: Sequence[Fault], note: Note) -> None:
-        self.lab, self.events, self.note = lab, events, note
+    def __init__(self, config: Config, mode: Mode, events: Sequence[Fault], note: Note) -> None:
+        self.config, self.mode, self.events, self.note = config, mode, events, note
         self._messages: Messages | None = None
         self._num_messages: dict[str, int] = {}  # of the last step of each variant that had any
         self._made: set[tuple[int, str]] = set()  # numbers of events, by variant: a step may be done again
@@ -70,8 +71,7 @@ class Flips:
 
     def _shows(self, variant: str, *, covered: bool) -> bool:
         """Whether a check could see it: a copy on another rank, or one process that computes the same."""
-        mode = self.lab.mode
-        return covered or bool(mode.watched) or (self.lab.config.proof and variant not in mode.by_torch)
+        return covered or bool(self.mode.watched) or (self.config.proof and variant not in self.mode.by_torch)
 
     def _listen(self, event: Fault, step: int, variant: str) -> None:
         """Count the messages of each step, and from the event's step on flip a bit of the last one: all of it is used,
@@ -89,7 +89,7 @@ class Flips:
 
     def _drawn(self, event: Fault, variant: str, *, covered: bool) -> tuple[str, random.Random]:
         """The kind of bit, and what draws the rest."""
-        draw = draw_of(event, self.lab.config.seed, variant)
+        draw = draw_of(event, self.config.seed, variant)
         drawn = draw.choice(BITS)
         return event.bits or (drawn if covered else bits.HIGHEST), draw
 

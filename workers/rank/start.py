@@ -4,10 +4,12 @@ import hashlib
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from workers.cluster.watch import Watch
 from workers.config import Config, ConfigError
 from workers.config.values import is_path, lesson_file
 from workers.contract import Mode
-from workers.lab import Lab
+from workers.lab import Lab, RunHooks
 from workers.measure.ledger import Ledger
 from workers.parallel.dialling import Dialling
 from workers.parallel.store import Prefixed
@@ -31,9 +33,8 @@ from workers.passes.claims import expected
 from workers.passes.measure import everything
 from workers.passes.statements import hold_what_is_shared
 from workers.rank import one_folder
-from workers.rank.again import meet_nobody, rejoin
 from workers.rank.device import pick_device
-from workers.rank.end import bury, conclude, let_leave, move, publish_for, take_in
+from workers.rank.end import bury, conclude, let_leave, move, publish_for
 from workers.rank.estimate import warnings
 from workers.rank.imports import import_and_freeze
 from workers.rank.known_amount import check_ledger
@@ -45,10 +46,10 @@ from workers.rank.link_rate import measure_link
 from workers.rank.live import shown
 from workers.rank.modes import load_for
 from workers.rank.refusals import refuse
+from workers.rank.rejoin import Addresses, find_cluster, find_left_run, identity, init_group_alone, readmit
 from workers.rank.sections import Sections
 from workers.rank.stranger import check_stranger
 from workers.rank.verdicts import check_verdicts
-from workers.rank.way_back import WayBack, described, find
 from workers.report import records
 from workers.report.claim import Taken, claim, has_claimed
 from workers.report.journal import Journal, put_aside, ranks_beyond
@@ -58,17 +59,209 @@ from workers.report.progress import Heartbeat, Work
 from workers.workload import text
 from workers.workload.own import is_own, reads_text
 
+if TYPE_CHECKING:
+    from workers.rank.drills import Drills
+
 
 def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "") -> int:
     """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time,
     `engine` a line that tells who says which rank this is."""
     mode = load_for(config)
-    way = find(config) if mode.takes_back else None
-    if way is not None:  # the folder is there already, and its own
-        config = config.model_copy(update={"run_id": None})
+    if mode.takes_back and (addresses := find_left_run(config)) is not None:
+        return rejoin(addresses, config, mode, started_at, parent, engine)
+    # 1. Refuse what cannot run.
     refuse(config, mode, link.refusals(config))
-    mode = mode.mistaken(config.bug)
-    device = pick_device(config)
+    mode, device = mode.mistaken(config.bug), pick_device(config)
+    journal, told = begin_log(config, mode, parent, engine)
+    # 2. Find the other ranks; from then on each watches all others.
+    parent.begin_to_wait()
+    try:
+        cluster = join(config, source_version(config), journal.say, contents(config))
+    except ClusterError as error:
+        journal.say(f"broken     {error}")
+        return 3
+    parent.joined()
+    run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
+    run.watch.start()
+    try:
+        # 3. Keep the run's folder to this run, and begin its records.
+        hold(run.folder, cluster, config)
+        apart = one_folder.apart(run.exchange, run.folder, cluster.token.hex(), config)
+        run.begin_records()
+        if apart is not None:
+            journal.write(records.Unshared(apart.hosts))
+        # 4. Open the process group of all ranks, and what an experiment needs on it.
+        run.register_transport()
+        init_process_group(cluster, config)
+        drills = drills_of(run)
+        lab = run.open_lab(run.addresses(), drills)
+        if apart is not None:
+            lab.say(apart.told, "folder")
+        # 5. Test what will be measured and judged with, before there is anything to measure.
+        check_verdicts(lab)
+        if config.backend == "tcp" and cluster.world_size > 1:
+            check_sums(lab)
+            check_stranger(lab)
+        check_ledger(lab)
+        check_transport(lab)
+        measure_link(lab)
+        import_and_freeze(config, mode)
+        check_meters(lab)
+        if drills is not None:
+            drills.begin()
+        hold_what_is_shared(lab)
+        # 6. Run the experiment, judge what all ranks wrote, and agree on the verdict.
+        code = run.run_experiment(lab)
+    except BaseException as error:
+        return run.watch.fail(error)
+    # 7. Leave once all others have heard that this rank is done.
+    run.leave()
+    return code
+
+
+def rejoin(
+    addresses: Addresses, config: Config, mode: Mode, started_at: float, parent: Parent, engine: str
+) -> int:  # fmt: skip
+    """The same for a rank that is started again in a run which went on without it.
+
+    It meets nobody until its mode lets it in, and takes no part in what all ranks did together at the start, nor in
+    fault injection, which the process before it had. Its watch starts once it has a way to the others (`let_leave`).
+    """
+    config = config.model_copy(update={"run_id": None})  # the folder is there already, and its own
+    refuse(config, mode, link.refusals(config))
+    mode, device = mode.mistaken(config.bug), pick_device(config)
+    journal, told = begin_log(config, mode, parent, engine)
+    parent.begin_to_wait()
+    cluster = find_cluster(config, addresses, journal.say)
+    parent.joined()
+    run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
+    try:
+        hold(run.folder, cluster, config)
+        run.begin_records()
+        run.register_transport()
+        run.mode = init_group_alone(run.mode)
+        lab = run.open_lab(addresses)
+        import_and_freeze(config, mode)
+        check_meters(lab)
+        code = run.run_experiment(lab)
+    except BaseException as error:
+        return run.watch.fail(error)
+    run.leave()
+    return code
+
+
+class RankRun:
+    """One rank's part in a run that it has joined: its watch, its folder, what it exchanges, and its Lab."""
+
+    def __init__(
+        self, config: Config, mode: Mode, device: torch.device, cluster: Cluster, journal: Journal, parent: Parent,
+        started_at: float, told: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.config, self.mode, self.device, self.cluster = config, mode, device, cluster
+        self.journal, self.parent, self.started_at = journal, parent, started_at
+        self.folder = config.runs_dir / cluster.run_id
+        self.outcome = Outcome(self.folder, cluster.token.hex())
+        self.watch = Watch(cluster, config, journal.say, self._write_failure)
+        self.exchange = Exchange(
+            Prefixed("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s,
+            self.watch.main.waiting,
+        )  # fmt: skip
+        self.sections = Sections(self.exchange, journal, told)
+        self.key = bytes.fromhex(drawn(cluster.seal.key, f"run {cluster.token.hex()}"))  # of this run alone
+        self.own_ip = cluster.members[cluster.rank].ip
+        self.work = Work()
+
+    def addresses(self) -> Addresses | None:
+        """Where the ranks of this run are, for one that rejoins; None in a mode whose ranks cannot."""
+        if not self.mode.takes_back:
+            return None
+        run = identity(self.config, self.cluster.run_id, self.cluster.token.hex())
+        return Addresses(self.folder, self.cluster.rank, run, self.cluster.members)
+
+    def begin_records(self) -> None:
+        """Write who this rank is and which claims are expected of it; with LAB_LIVE=1 show it from now on."""
+        self._write_start()
+        if self.cluster.rank == 0:
+            put_aside(self.folder, ranks_beyond(self.folder, self.cluster.world_size))  # of an attempt with more ranks
+            self.watch.on_period = Heartbeat(self.journal, self.work, self.started_at).beat
+        self.journal.write(expected(self.config, self.mode))
+        if self.config.live:
+            self.mode = shown(self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at)
+
+    def register_transport(self) -> None:
+        """With LAB_BACKEND=tcp: make the lab's own transport the backend of all groups of this process."""
+        if self.config.backend == "tcp":
+            Dialling(self.own_ip, self.key, self.cluster.turned_away).register()
+
+    def open_lab(self, addresses: Addresses | None, drills: "Drills | None" = None) -> Lab:
+        """The Lab on the default group, with a word of who is in it."""
+        world = dist.group.WORLD
+        assert world is not None
+        self.watch.main.follow(world)
+        exchange, config, cluster = self.exchange, self.config, self.cluster
+        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=cluster.store_port)
+        lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(addresses, drills))
+        greet(lab, cluster, self.folder)
+        if lab.rank == 0:
+            self.journal.write(lesson(config, self.mode))
+        return lab
+
+    def _hooks(self, addresses: Addresses | None, drills: "Drills | None") -> RunHooks:
+        watch, exchange, journal, timeout_s = self.watch, self.exchange, self.journal, self.config.collective_timeout_s
+        hooks = RunHooks(
+            at=watch.main.at, work=self.work, finished=self.sections.finished,
+            own_ip=self.own_ip, secret=self.key, turned_away=self.cluster.turned_away,
+            let_leave=partial(let_leave, watch, exchange, journal, self.parent),
+            move=partial(move, watch, exchange, self.sections),
+        )  # fmt: skip
+        if self.config.checkpoint_every is not None:  # a save meets none of the training's calls
+            hooks = replace(hooks, side_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        if addresses is not None:
+            hooks = replace(hooks, addresses=addresses, readmit=partial(readmit, watch, exchange, journal, addresses))
+        if drills is not None:
+            hooks = replace(hooks, on_step=drills.step, on_tensors=drills.flips.tensors)
+        return hooks
+
+    def run_experiment(self, lab: Lab) -> int:
+        """The experiment, its last records, and the exit code that all ranks agree on."""
+        (lab.mode.run or everything)(lab)
+        lab.at(self.config.steps, "report")
+        self._write_dropped()
+        end = records.End(lab.rank, self.started_at, lab.first_step_at, time.time(), self.watch.cpu_seconds)
+        self.journal.write(end)
+        return conclude(lab, self.outcome, self.sections, self.watch.agree)
+
+    def leave(self) -> None:
+        """A normal end, at which the verdict of a writer that was lost after all had agreed is put in place."""
+        self.watch.finish()
+        if self.exchange.host in self.watch.goodbye.outlived:
+            publish_for(self.exchange.host, self.outcome, self.journal)
+        dist.destroy_process_group()
+
+    def _write_start(self) -> None:
+        self.journal.begin(self.folder, self.cluster.rank, partial(start_record, self.config, self.cluster, self.mode))
+
+    def _write_failure(self, verdict: Verdict, succession: Succession) -> None:
+        """The cluster broke: what has come until then that was not believed, then the last words.
+
+        The folder may be there and the records not begun, as all ranks wait for each other in between; a run that was
+        refused there leaves none.
+        """
+        if not succession.given_up:
+            if verdict.exit_code != 2 and has_claimed(self.folder, self.cluster.token.hex()):
+                self._write_start()
+            self._write_dropped()
+        bury(verdict, succession, self.journal, self.outcome)
+
+    def _write_dropped(self) -> None:
+        """Write down what came to this rank and was not believed, if anything did."""
+        dropped = self.cluster.dropped
+        if dropped.total:
+            self.journal.write(records.Dropped(dict(dropped.by_fault), dict(dropped.by_source)))
+
+
+def begin_log(config: Config, mode: Mode, parent: Parent, engine: str) -> tuple[Journal, list[str]]:
+    """The journal, which has no folder yet, and the rows of rank 0's log that are told already."""
     journal = Journal()
     parent.tell_unheard(journal.unheard)
     told = mistake({"mistake": mistake_of(config, mode)}) if config.rank == 0 else []
@@ -78,106 +271,16 @@ def be_rank(config: Config, started_at: float, parent: Parent, engine: str = "")
         journal.say(f"engine     {engine}")
     for line in warnings(config, mode) if config.rank == 0 else []:
         journal.say(f"estimate   {line}")
-    parent.begin_to_wait()
-    try:
-        if way is None:
-            cluster = join(config, source_version(config), journal.say, contents(config))
-        else:
-            cluster = rejoin(config, way, journal.say)
-    except ClusterError as error:
-        journal.say(f"broken     {error}")
-        return 3
-    parent.joined()
-    folder = config.runs_dir / cluster.run_id
-    outcome = Outcome(folder, cluster.token.hex())
-    begin = partial(journal.begin, folder, cluster.rank, partial(start_record, config, cluster, mode))
-    leave = partial(ended, journal=journal, begin=begin, outcome=outcome, cluster=cluster)
-    watch = Watch(cluster, config, journal.say, leave)
-    if way is None:
-        watch.start()  # else it begins once this rank has a way to the others: `let_leave`
-    work = Work()
-    lab: Lab | None = None
-    try:
-        hold(folder, cluster, config)
-        exchange = Exchange(
-            Prefixed("lab", cluster.store),
-            cluster.rank,
-            cluster.world_size,
-            config.collective_timeout_s,
-            watch.main.waiting,
-        )
-        apart = one_folder.apart(exchange, folder, cluster.token.hex(), config) if way is None else None
-        begin()
-        if cluster.rank == 0:
-            put_aside(folder, ranks_beyond(folder, cluster.world_size))  # of an attempt with more ranks
-            watch.on_period = Heartbeat(journal, work, started_at).beat
-        journal.write(expected(config, mode))
-        if apart is not None:
-            journal.write(records.Unshared(apart.hosts))
-        if config.live:
-            mode = shown(config, mode, cluster, watch, journal, started_at)
-        run_key = bytes.fromhex(drawn(cluster.seal.key, f"run {cluster.token.hex()}"))
-        if config.backend == "tcp":
-            Dialling(cluster.members[cluster.rank].ip, run_key, cluster.turned_away).register()
-        if way is None:
-            init_process_group(cluster, config)
-        else:
-            mode = meet_nobody(mode)
-        world = dist.group.WORLD
-        assert world is not None
-        watch.main.follow(world)
-        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=cluster.store_port)
-        lab = Lab(config, mode, device, world, exchange, ledger, journal, watch.main.at)
-        if config.checkpoint_every is not None:  # a save meets none of the training's calls
-            lab.side_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout_s))
-        lab.let_leave = partial(let_leave, watch, exchange, journal, parent)
-        lab.own_ip, lab.secret = cluster.members[cluster.rank].ip, run_key
-        lab.turned_away = cluster.turned_away
-        if mode.takes_back:
-            run = described(config, cluster.run_id, cluster.token.hex())
-            lab.way_back = way or WayBack(folder, cluster.rank, run, cluster.members)
-            lab.take_in = partial(take_in, watch, exchange, journal, lab.way_back)
-        lab.work = work
-        sections = Sections(exchange, journal, told)
-        lab.move = partial(move, watch, exchange, sections)
-        lab.finished = sections.finished
-        greet(lab, cluster, folder)
-        if apart is not None:
-            lab.say(apart.told, "folder")
-        if lab.rank == 0:
-            journal.write(lesson(config, mode))
-        if way is None:
-            check_verdicts(lab)
-            if config.backend == "tcp" and cluster.world_size > 1:
-                check_sums(lab)
-                check_stranger(lab)
-            check_ledger(lab)
-            check_transport(lab)
-            measure_link(lab)
-        import_and_freeze(config, mode)
-        check_meters(lab)
-        if config.faults is not None and way is None:
-            from workers.rank.drills import (
-                Drills,
-            )  # torch's checkpoints come with it, which other runs need not wait for
+    return journal, told
 
-            Drills(lab, cluster).begin()
-        if way is None:
-            hold_what_is_shared(lab)
-        (mode.run or everything)(lab)
-        lab.at(config.steps, "report")
-        write_dropped(journal, cluster)
-        journal.write(records.End(lab.rank, started_at, lab.first_step_at, time.time(), watch.cpu_seconds))
-        code = conclude(lab, outcome, sections, watch.agree)
-    except BaseException as error:
-        if lab is not None and lab.rescue is not None and not isinstance(error, ConfigError | ClusterError):
-            lab.rescue()
-        return watch.fail(error)
-    watch.finish()
-    if exchange.host in watch.goodbye.outlived:
-        publish_for(exchange.host, outcome, journal)
-    dist.destroy_process_group()
-    return code
+
+def drills_of(run: RankRun) -> "Drills | None":
+    """The faults of LAB_FAULTS, if there are any."""
+    if run.config.faults is None:
+        return None
+    from workers.rank.drills import Drills  # torch's checkpoints come with it, which other runs need not wait for
+
+    return Drills(run.config, run.mode, run.journal, run.cluster)
 
 
 def contents(config: Config) -> dict[str, str]:
@@ -194,28 +297,6 @@ def hold(folder: Path, cluster: Cluster, config: Config) -> None:
         raise ConfigError(
             [f"LAB_RUN_ID={cluster.run_id!r} is that of another run in {config.runs_dir}: choose another"]
         ) from None
-
-
-def ended(
-    verdict: Verdict, succession: Succession, journal: Journal, begin: Callable[[], None], outcome: Outcome,
-    cluster: Cluster,
-) -> None:  # fmt: skip
-    """The cluster broke: what has come until then that was not believed, then the last words.
-
-    The folder may be there and the records not begun, as all ranks wait for each other in between; a run that was
-    refused there leaves none.
-    """
-    if not succession.given_up:
-        if verdict.exit_code != 2 and has_claimed(outcome.folder, cluster.token.hex()):
-            begin()
-        write_dropped(journal, cluster)
-    bury(verdict, succession, journal, outcome)
-
-
-def write_dropped(journal: Journal, cluster: Cluster) -> None:
-    """Write down what came to this rank and was not believed, if anything did."""
-    if cluster.dropped.total:
-        journal.write(records.Dropped(dict(cluster.dropped.by_fault), dict(cluster.dropped.by_source)))
 
 
 def source_version(config: Config) -> str:

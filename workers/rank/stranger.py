@@ -34,7 +34,7 @@ def check_stranger(lab: Lab) -> None:
     store = dist.PrefixStore("stranger", lab.exchange.store)
     bound_s = min(BOUND_S, lab.config.collective_timeout_s)
     if lab.rank == 0:
-        threading.Thread(target=dial, args=(store, lab.own_ip, listening(), bound_s), daemon=True).start()
+        threading.Thread(target=dial, args=(store, lab.hooks.own_ip, listening(), bound_s), daemon=True).start()
     else:
         with suppress(dist.DistStoreError):  # a stranger that found nobody has been kept out
             store.wait([TOLD], timedelta(seconds=bound_s))
@@ -48,7 +48,9 @@ def heard_wrongly(lab: Lab, store: dist.Store, bound_s: float) -> str:
     """What came of a message from rank 1 to rank 0, where it is not that."""
     message = torch.full((8,), HEARD * lab.rank, dtype=torch.int64)
     try:
-        channel = Dialling(lab.own_ip, lab.secret).channel(store, [0, CALLED], lab.rank, "stranger", bound_s)
+        channel = Dialling(lab.hooks.own_ip, lab.hooks.secret).channel(
+            store, [0, CALLED], lab.rank, "stranger", bound_s
+        )
         channel.transport.groups += 1
         if lab.rank == CALLED:
             channel.send([message], 0, tag=1).wait()

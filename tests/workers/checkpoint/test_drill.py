@@ -38,9 +38,9 @@ def drilled(group: dist.ProcessGroup, folder: str, kind: type[Replica], lost: st
         return kind(model, config, GradientBuckets(model.parameters(), mesh.group, bucket_bytes=1 << 40))
 
     lab = lab_of(group, SMALL, folder)
-    assert lab.side_group is not None
+    assert lab.hooks.side_group is not None
     with patch.object(resuming, lost or "CONTROL", resuming.CONTROL if not lost else lambda *_: None):
-        drill(lab, "flat", build, [lab.config.untimed()], lab.side_group)
+        drill(lab, "flat", build, [lab.config.untimed()], lab.hooks.side_group)
     lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 

@@ -61,7 +61,9 @@ def test_what_should_come_of_a_fault(text: str, outcome: str) -> None:
 def drilled(group: dist.ProcessGroup, settings: dict[str, str], folder: str, blind: bool) -> list[str]:
     """The passes of a mode with its drills, or its own training; a `blind` rank hashes what it has not."""
     lab = lab_of(group, settings | {"WORLD_SIZE": str(group.size())}, folder)
-    Drills(lab, cast(Cluster, None)).begin()  # of which only links ask
+    drills = Drills(lab.config, lab.mode, lab.journal, cast(Cluster, None))  # of which only links ask
+    lab.hooks, lab.on_tensors = replace(lab.hooks, on_step=drills.step), drills.flips.tensors
+    drills.begin()
     with pytest.MonkeyPatch.context() as patch:
         if blind:
             patch.setattr(corruption, "hash_of", lambda tensor: tensor.numel())

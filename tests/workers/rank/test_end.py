@@ -20,7 +20,8 @@ from workers.cluster.board import Member
 from workers.cluster.heartbeat import Hearing, Place
 from workers.cluster.verdict import Verdict
 from workers.lab import Lab
-from workers.rank.end import DRAWN_BY_S, UNNOTICED, bury, conclude, draw_missing, last_words, take_in
+from workers.rank.end import DRAWN_BY_S, bury, conclude, draw_missing, last_words
+from workers.rank.rejoin import UNNOTICED, readmit
 from workers.rank.sections import Sections
 from workers.report.journal import Journal
 from workers.report.judge import judge
@@ -200,9 +201,9 @@ def taken_in(tmp_path: Path, *lives: Left) -> list[Any]:
     if lives and lives[-1].back:
         hearing.take_in(2, 1.0)
     watch: Any = SimpleNamespace(hearing=hearing, take_in=lambda member: None)
-    way: Any = SimpleNamespace(take_in=lambda member, opened: None)
+    addresses: Any = SimpleNamespace(readmit=lambda member, opened: None)
     exchange: Any = SimpleNamespace(gone={2})
-    take_in(watch, exchange, journal, way, asdict(Member(2, "host", "127.0.0.2", 17, 2)), ["127.0.0.2", 18, 19])
+    readmit(watch, exchange, journal, addresses, asdict(Member(2, "host", "127.0.0.2", 17, 2)), ["127.0.0.2", 18, 19])
     assert exchange.gone == set()
     return journal.records[1 + len(lives) :]
 

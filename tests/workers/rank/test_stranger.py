@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import ranklab
+from workers.lab import RunHooks
 from workers.parallel import handshake
 from workers.parallel.handshake import WHO, Who
 from workers.rank import stranger
@@ -20,8 +21,7 @@ def lab_of(rank: int, name: str, bound_s: float = 8.0) -> Any:
     seen: list[float] = []
     lab: Any = SimpleNamespace(
         rank=rank,
-        own_ip="127.0.0.1",
-        secret=b"the key of the run",
+        hooks=RunHooks(secret=b"the key of the run"),
         at=lambda step, phase: None,
         config=SimpleNamespace(collective_timeout_s=bound_s),
         exchange=SimpleNamespace(store=dist.PrefixStore(name, dist.distributed_c10d._get_default_store())),

@@ -1,4 +1,4 @@
-"""The way back: only into a run that lives, of the same settings, in which the rank's life before is over."""
+"""A rank rejoins only a run that is alive, of the same settings, in which its process before has ended."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ import pytest
 from workers.cluster.board import Member
 from workers.cluster.heartbeat import Hearing, Place
 from workers.config import Config
-from workers.rank.way_back import WayBack, described, find
+from workers.rank.rejoin import Addresses, find_left_run, identity
 from workers.report.claim import claim
 
 pytestmark = pytest.mark.timeout(60)
@@ -27,8 +27,8 @@ def live(folder: Path, rank: int, ready: Connection) -> None:
     held = folder / "run"
     claim(held, "abcd", goes_on=False)
     members = {each: Member(each, "host", "127.0.0.1", 1000 + each, each) for each in range(3)}
-    way = WayBack(held, rank, described(config(folder, rank), "run", "abcd"), members)
-    way.leave({each: ["127.0.0.1", 2000 + each, 3000 + each] for each in range(3)})
+    addresses = Addresses(held, rank, identity(config(folder, rank), "run", "abcd"), members)
+    addresses.publish({each: ["127.0.0.1", 2000 + each, 3000 + each] for each in range(3)})
     ready.send("here")
     ready.recv()
 
@@ -46,10 +46,14 @@ def alive(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_who_is_dead_finds_the_others(alive: Path) -> None:
-    way = find(config(alive, 2))
-    assert way is not None
-    assert (way.come_back, way.run["run_id"], way.book[1]) == (True, "run", ["127.0.0.1", 2001, 3001])
-    assert way.members[0].udp_port == 1000
+    addresses = find_left_run(config(alive, 2))
+    assert addresses is not None
+    assert (addresses.rejoined, addresses.run["run_id"], addresses.opened[1]) == (
+        True,
+        "run",
+        ["127.0.0.1", 2001, 3001],
+    )
+    assert addresses.members[0].udp_port == 1000
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_who_is_dead_finds_the_others(alive: Path) -> None:
     ids=["it lives", "other settings", "another port", "another world"],
 )
 def test_nobody_else_does(alive: Path, rank: int, settings: dict[str, str]) -> None:
-    assert find(config(alive, rank, **settings)) is None
+    assert find_left_run(config(alive, rank, **settings)) is None
 
 
 def test_a_run_that_is_over_takes_nobody_back(tmp_path: Path) -> None:
@@ -69,16 +73,16 @@ def test_a_run_that_is_over_takes_nobody_back(tmp_path: Path) -> None:
     process.kill()
     process.join()
     assert (tmp_path / "run" / "ranks.json").exists()
-    assert find(config(tmp_path, 2)) is None
+    assert find_left_run(config(tmp_path, 2)) is None
 
 
 def test_what_is_written_has_no_key_and_follows_a_rank_that_moved(tmp_path: Path) -> None:
     os.environ.pop("LAB_KEY", None)
     own = config(tmp_path, 1, LAB_KEY="a key that nobody may read")
     (tmp_path / "run").mkdir()
-    way = WayBack(tmp_path / "run", 1, described(own, "run", "abcd"), {1: Member(1, "host", "127.0.0.1", 7, 1)})
-    way.leave({1: ["127.0.0.1", 8, 9]})
-    way.take_in(Member(2, "host", "127.0.0.2", 17, 2), ["127.0.0.2", 18, 19])
+    addresses = Addresses(tmp_path / "run", 1, identity(own, "run", "abcd"), {1: Member(1, "host", "127.0.0.1", 7, 1)})
+    addresses.publish({1: ["127.0.0.1", 8, 9]})
+    addresses.readmit(Member(2, "host", "127.0.0.2", 17, 2), ["127.0.0.2", 18, 19])
     text = (tmp_path / "run" / "ranks.json").read_text()
     assert "nobody may read" not in text
     assert '"127.0.0.2", 18, 19' in text
