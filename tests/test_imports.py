@@ -1,21 +1,23 @@
 """Who may import whom: floors, no arrow that runs up, and no circle of files. What is not allowed is denied, and no
 file is exempt.
 
-Imports inside of a function or under TYPE_CHECKING count like any other: a file that needs another to be understood
-stands above it.
+Imports inside of a function or under TYPE_CHECKING count like any other, and so do those by importlib.import_module: a
+file that needs another to be understood stands above it. Only the modules in BY_NAME import what they are told to.
 """
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.util import resolve_name
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
 TOP = Path(__file__).parent.parent
 
-# A place, and the places that it may import beside itself. `load` in rank/modes.py reaches a lesson by its name alone.
+# A place, and the places that it may import beside itself.
 FORMULAS, MEASURE, WORKLOAD = "workers.measure.formulas", "workers.measure", "workers.workload"
 CONFIG, REPORT, PARALLEL, CLUSTER = "workers.config", "workers.report", "workers.parallel", "workers.cluster"
 STORES = [f"{PARALLEL}.{name}" for name in ("handshake", "store", "store_host")]
@@ -51,11 +53,20 @@ FLOORS: dict[str, list[str]] = {
     "experiments.__main__": [CONFIG, RANK],
     "ranklab": [CONTRACT, "workers.__main__", "workers.testing"],
     "benchmarks": ["workers", "experiments", "tests"],
+    "engines": [CONFIG, f"{CLUSTER}.launch"],
 }  # fmt: skip
 
-FILES = sorted(
-    path for place in ("workers", "experiments", "ranklab", "benchmarks") for path in TOP.glob(f"{place}/**/*.py")
-)
+# The modules that call importlib.import_module with a name that does not stand there, and what they reach by it.
+BY_NAME = {
+    "workers.rank.modes": "a lesson, by RUN_MODE",
+    "workers.rank.imports": "torch's compiler and checkpoints",
+    "workers.testing.rewriting": "a user's tests",
+    "benchmarks.engines.__main__": "one of its siblings, as do the next two",
+    "benchmarks.fuzz.__main__": "",
+    "benchmarks.mutants.__main__": "",
+}
+PLACES = ("workers", "experiments", "ranklab", "benchmarks", "engines")
+FILES = sorted(path for place in PLACES for path in TOP.glob(f"{place}/**/*.py"))
 
 
 def module_name(path: Path) -> str:
@@ -66,18 +77,38 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path.read_text() for path in FILES}
 
 
-def imported(source: str) -> set[str]:
-    """What a source imports of the project, at the top or inside a function: names of modules, and of what is in
+PACKAGES = {module_name(path) for path in FILES if path.name == "__init__.py"}
+
+
+def imported(module: str, source: str) -> set[str]:
+    """What a module imports of the project, at the top or inside a function: names of modules, and of what is in
     them."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {
-        name for name in names if name.split(".")[0] in ("workers", "experiments", "ranklab", "benchmarks", "tests")
-    }
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{origin(module, node)}.{alias.name}" for alias in node.names}
+        elif is_import_call(node) and isinstance(node.args[0], ast.Constant):
+            names.add(str(node.args[0].value))
+    return {name for name in names if name.split(".")[0] in (*PLACES, "tests")}
+
+
+def origin(module: str, node: ast.ImportFrom) -> str:
+    """The module from which `module` imports, in full where it stands there by dots."""
+    package = module if module in PACKAGES else module.rpartition(".")[0]
+    return resolve_name("." * node.level + (node.module or ""), package)
+
+
+def is_import_call(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether it calls import_module or __import__."""
+    if not isinstance(node, ast.Call):
+        return False
+    return ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+
+
+def floor_of(module: str) -> str | None:
+    return max((floor for floor in FLOORS if within(module, floor)), key=len, default=None)
 
 
 def within(name: str, place: str) -> bool:
@@ -85,11 +116,13 @@ def within(name: str, place: str) -> bool:
 
 
 def climbing(module: str, source: str) -> list[str]:
-    """What `module` imports from a floor that it may not reach; of a module on no floor, everything."""
-    place = max((floor for floor in FLOORS if within(module, floor)), key=len, default=None)
+    """What `module` imports from a floor that it may not reach; of a module on no floor, itself, unless it is empty."""
+    place = floor_of(module)
+    if place is None:
+        return [module] if source.strip() else []
     own = ".".join(module.split(".")[:2]) if place == "experiments" else place  # lessons never import each other
-    allowed = [own, *FLOORS[place]] if place is not None and own is not None else []
-    return [name for name in sorted(imported(source)) if not any(within(name, floor) for floor in allowed)]
+    allowed = [own, *FLOORS[place]]
+    return [name for name in sorted(imported(module, source)) if not any(within(name, floor) for floor in allowed)]
 
 
 def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
@@ -99,7 +132,8 @@ def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
         return name if name in modules else (name.rpartition(".")[0] if name.rpartition(".")[0] in modules else None)
 
     return {
-        module: {to for name in imported(text) if (to := file_of(name))} - {module} for module, text in modules.items()
+        module: {to for name in imported(module, text) if (to := file_of(name))} - {module}
+        for module, text in modules.items()
     }
 
 
@@ -123,6 +157,21 @@ def test_the_graph_of_files_has_no_circle() -> None:
     assert circles(graph(MODULES)) == []
 
 
+def test_the_floors_have_no_circle() -> None:
+    places = {place: {floor_of(to) or to for to in allowed} - {place} for place, allowed in FLOORS.items()}
+    assert circles(places) == []
+
+
+def test_no_other_module_imports_by_a_name_that_does_not_stand_there() -> None:
+    callers = {
+        module
+        for module, source in MODULES.items()
+        for node in ast.walk(ast.parse(source))
+        if is_import_call(node) and not isinstance(node.args[0], ast.Constant)
+    }
+    assert callers == set(BY_NAME)
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -132,7 +181,10 @@ def test_the_graph_of_files_has_no_circle() -> None:
         ("workers.lab", "if TYPE_CHECKING:\n    from workers.checkpoint.saver import Saver"),
         ("experiments.dp.line", "from experiments.comm import ring"),
         ("workers.config", "def f():\n    import workers.lab"),
-        ("workers.unknown", "from workers.config import Config"),  # a file on no floor may import nothing
+        ("experiments.dp.line", "from ..comm import ring"),
+        ("workers.config", "importlib.import_module('workers.lab')"),
+        ("workers.unknown", "from workers.config import Config"),
+        ("workers.unknown", "import json"),  # a file on no floor fails, whatever it imports
     ],
 )
 def test_an_import_that_runs_up_is_seen(module: str, source: str) -> None:
@@ -147,6 +199,11 @@ def test_an_import_that_runs_up_is_seen(module: str, source: str) -> None:
             {"workers.a": "from workers.b import x", "workers.b": "def f():\n    from workers.a import y"},
             ["workers.a", "workers.b"],
         ),
+        (
+            {"workers.a": "from workers.b import x", "workers.b": "import_module('workers.a')"},
+            ["workers.a", "workers.b"],
+        ),
+        ({"workers.a": "from .b import x", "workers.b": "from . import a"}, ["workers.a", "workers.b"]),
         ({"workers.a": "from workers.b import x", "workers.b": "from workers.c import x", "workers.c": ""}, []),
     ],
 )
@@ -187,6 +244,7 @@ def test_only_config_reads_the_environment() -> None:
         "workers.check.start",  # sets what torch reads as it comes in
         "workers.check.rank", "workers.check.meeting",  # what torchrun sets
         "workers.check.script",  # the script's own
+        "engines.ray.job",  # which starts ranks with an environment of its own
     }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def start_all(config: Config) -> int:
     refuse_too_few(config.world_size)
     from workers.cluster.launch import launch
     from workers.rank.end import draw_missing
-    from workers.rank.imports import import_what_ranks_share
+    from workers.rank.start import import_for_ranks
 
     if Path.cwd() != HERE:
         # Python puts the working folder first: an `experiments` or `workers` of the user's own would take the place of
@@ -83,7 +83,8 @@ def start_all(config: Config) -> int:
         os.environ["PYTHONSAFEPATH"] = "1"
         sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path.cwd()]
     with page_of(config):
-        import_what_ranks_share(config)
+        if sys.platform == "linux":  # where ranks are forked from this process
+            import_for_ranks(config)
         code = launch(config, main)
     draw_missing(code, config.runs_dir)
     return code

@@ -9,12 +9,9 @@ takes 20.
 
 import gc
 import importlib
-import sys
 
 from workers.config import Config
-from workers.config.values import is_path
 from workers.contract import Mode
-from workers.rank.modes import load
 
 COMPILER, CHECKPOINTS = "torch._dynamo", "torch.distributed.checkpoint"
 
@@ -25,17 +22,6 @@ def import_and_freeze(config: Config, mode: Mode) -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-
-
-def import_what_ranks_share(config: Config) -> None:
-    """Import in the launcher what each rank of this run would, which is forked from it; on Linux, where it is.
-
-    A lesson from outside is not ours: what it does as it is imported, each rank does for itself.
-    """
-    if sys.platform == "linux":
-        importlib.import_module("workers.rank.start")
-        if not is_path(config.run_mode):
-            import_and_freeze(config, load(config.run_mode))
 
 
 def needed(config: Config, mode: Mode) -> list[str]:

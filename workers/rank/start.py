@@ -44,7 +44,7 @@ from workers.rank.known_sums import check_sums
 from workers.rank.lesson import lesson
 from workers.rank.link_rate import measure_link
 from workers.rank.live import shown
-from workers.rank.modes import load_for
+from workers.rank.modes import load, load_for
 from workers.rank.refusals import refuse
 from workers.rank.rejoin import Addresses, find_cluster, find_left_run, identity, init_group_alone, readmit
 from workers.rank.sections import Sections
@@ -272,6 +272,15 @@ def begin_log(config: Config, mode: Mode, parent: Parent, engine: str) -> tuple[
     for line in warnings(config, mode) if config.rank == 0 else []:
         journal.say(f"estimate   {line}")
     return journal, told
+
+
+def import_for_ranks(config: Config) -> None:
+    """Import in the launcher what each rank of this run would beside this module; ranks are forked from it.
+
+    A lesson from outside is not ours: what it does as it is imported, each rank does for itself.
+    """
+    if not is_path(config.run_mode):
+        import_and_freeze(config, load(config.run_mode))
 
 
 def drills_of(run: RankRun) -> "Drills | None":

@@ -7,7 +7,7 @@ import pytest
 
 from workers.config import Config
 from workers.contract import Mode
-from workers.rank import imports
+from workers.rank import start
 from workers.rank.imports import CHECKPOINTS, COMPILER, needed
 from workers.rank.modes import load
 
@@ -58,7 +58,6 @@ def test_the_launcher_imports_for_its_ranks_what_is_ours_and_no_lesson_from_outs
         assert mode.names == load(config.run_mode).names
         done.append(config.run_mode)
 
-    monkeypatch.setattr(imports, "import_and_freeze", import_and_freeze)
-    imports.import_what_ranks_share(Config.read({}).model_copy(update={"run_mode": run_mode}))
+    monkeypatch.setattr(start, "import_and_freeze", import_and_freeze)
+    start.import_for_ranks(Config.read({}).model_copy(update={"run_mode": run_mode}))
     assert done == imported
-    assert "workers.rank.start" in sys.modules
