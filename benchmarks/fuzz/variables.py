@@ -108,7 +108,7 @@ def made_files(folder: Path) -> list[str]:
 def variables() -> Iterator[tuple[str, str, str]]:
     """Mode, variable and its kind: those of all modes with dp, and each mode's own."""
     for mode in values.modes():
-        own = declared(values.lesson_file(mode))
+        own = declared(mode)
         for model in (Config, own) if mode == "dp" else (own,):
             for alias, name in aliases(model).items():
                 yield mode, alias, kind_of(model.model_fields[name].annotation)

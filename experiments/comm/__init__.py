@@ -27,8 +27,8 @@ from experiments.comm import costs, demo, gradients, primitives, sweep
 from experiments.comm.claims import claims
 from experiments.comm.gradients import Convention, as_it_is
 from experiments.comm.mistakes import mistake
+from experiments.comm.options import Options
 from workers.config import Config
-from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Variant, untrained
 from workers.lab import Lab
 from workers.measure.formulas import PYTORCHS, Prediction
@@ -41,14 +41,6 @@ from workers.passes.recorded import draw, hold_drawn
 
 PREDICTED_BYTES = 4 << 20
 GLOO, TCP = "gloo", "tcp"
-
-
-class Options(ModeOptions):
-    """What this mode alone knows."""
-
-    sweep_mib: float = Field(
-        64, alias="LAB_SWEEP_MIB", ge=0.25, le=64, description="MiB of the largest tensor that comm sweeps"
-    )
 
 
 def naive(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -41,13 +41,13 @@ from torch import Size, Tensor
 from experiments.compress import torchs
 from experiments.compress.claims import claims
 from experiments.compress.mistakes import mistake
+from experiments.compress.options import Options
 from experiments.compress.peak import compare_peak
 from experiments.compress.predictions import OURS, cannot, predict, refuse
 from experiments.compress.proofs import by_the_formula
 from experiments.compress.reference import rank_seed
 from experiments.compress.shown import show, summary
 from workers.config import Config
-from workers.config.options import Field, ModeOptions
 from workers.contract import Build, Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
@@ -64,21 +64,6 @@ from workers.strategies.replica import Replica, begin_alike
 from workers.workload.model import Model
 
 Buckets: TypeAlias = type[GradientBuckets]  # a part that a mistake replaces
-
-
-class Options(ModeOptions):
-    """How much is left out, and what becomes of it."""
-
-    sizes = {"width": 64, "depth": 4}  # noqa: RUF012  a dozen variants in 40 s
-    ratio: float = Field(
-        0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that topk and randomk send"
-    )
-    low_rank: int = Field(4, alias="LAB_LOW_RANK", ge=1, le=10**9, description="rank of powersgd's matrices")
-    error_feedback: bool = Field(
-        True,
-        alias="LAB_ERROR_FEEDBACK",
-        description="0: what a compressor leaves out is lost, not added to the next step's gradients",
-    )
 
 
 # --- the variants ---

@@ -1,11 +1,11 @@
 """What compression predicts before it runs: bytes, calls and memory of each variant; and sizes that it cannot take."""
 
 import math
-from typing import Protocol, cast
 
 import torch
 from torch import Size
 
+from experiments.compress.options import Options
 from workers.config import Config
 from workers.contract import untrainable
 from workers.measure.formulas import PYTORCHS, Prediction
@@ -29,17 +29,9 @@ OURS = {
 METHOD_OF = OURS | TORCHS  # of each variant
 
 
-class Own(Protocol):
-    """The lesson's Options, for the files that it imports."""
-
-    ratio: float
-    low_rank: int
-    error_feedback: bool
-
-
-def own(config: Config) -> Own:
+def own(config: Config) -> Options:
     """The settings that this mode alone knows."""
-    return cast(Own, config.options)
+    return config.own(Options)
 
 
 def refuse(config: Config) -> list[str]:

@@ -37,13 +37,13 @@ from experiments.cp.balance import compare_balance
 from experiments.cp.claims import claims
 from experiments.cp.kept import compare_kept, kept_by_length
 from experiments.cp.mistakes import mistake
+from experiments.cp.options import Options
 from experiments.cp.predictions import BY_HAND, predict, summary
 from experiments.cp.refusals import cannot, refuse
 from experiments.cp.sums import check_sums
 from experiments.cp.torchs import by_context_parallel, torch_ring
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.config.options import ModeOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.parallel.context_ring import RingAttention
@@ -61,12 +61,6 @@ from workers.workload.model import Attend, Model
 Cut: TypeAlias = Callable[[int, int], Positions]
 Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
 Steps: TypeAlias = Callable[..., Strategy]
-
-
-class Options(ModeOptions):
-    """Long samples, and few."""
-
-    sizes = {"seq": 240, "batch": 4, "depth": 4}  # noqa: RUF012  240 positions fold evenly over 2, 3, 4, 5, 6 and 8
 
 
 # --- naive: gather what is not there ---

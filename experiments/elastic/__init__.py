@@ -43,33 +43,15 @@ from experiments.elastic.drills import Drill, drawn
 from experiments.elastic.holding import hold
 from experiments.elastic.mistakes import mistake
 from experiments.elastic.net import Net, let_leave, open_net, settle, wish_back
+from experiments.elastic.options import Options
 from experiments.elastic.policy import Policy
 from experiments.elastic.shown import show
 from workers.config import Config
-from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Variant, untrainable
 from workers.lab import Lab
 from workers.parallel.heard import BEGIN, View
 from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import Survivor
-
-
-class Options(ModeOptions):
-    """How often ranks are lost on purpose, and how often `restart` saves."""
-
-    # Larger steps grow roundings past 1e-12 in some hundreds of them.
-    sizes = {"width": 32, "depth": 2, "optimizer": "adamw", "lr": 1e-4}  # noqa: RUF012
-    losses: int = Field(
-        2, alias="LAB_LOSSES", ge=0, le=10_000, description="ranks of each variant that die on purpose; 0: none"
-    )
-    saved_every: int = Field(
-        5,
-        alias="LAB_SAVED_EVERY",
-        ge=1,
-        le=10_000,
-        description="steps between two checkpoints of restart, zero1 and peer_memory",
-    )
-
 
 POLICIES = (
     Policy("restart", restarts=True),

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experiments.elastic.options import Options
 from workers.config import Config
 from workers.contract import Mistakes, Needs
 from workers.parallel.flat_step import Piece
@@ -22,14 +23,14 @@ mistake = Mistakes()
 
 def unlost(config: Config) -> str:
     """Why no check could see a mistake that is made after a loss."""
-    if not config.options.model_dump()["losses"]:
+    if not config.own(Options).losses:
         return "LAB_LOSSES=0: nobody dies"
     return f"LAB_STEPS={config.steps}: nobody dies in fewer than 4" if config.steps < 4 else ""
 
 
 def unsaved(config: Config) -> str:
     """Why no restart could find a checkpoint of before its loss."""
-    if config.options.model_dump()["saved_every"] * 3 > config.steps:
+    if config.own(Options).saved_every * 3 > config.steps:
         return "LAB_SAVED_EVERY above a third of LAB_STEPS: nothing is saved before the last loss"
     return unlost(config)
 

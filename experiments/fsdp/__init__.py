@@ -33,13 +33,13 @@ from torch import Tensor
 
 from experiments.fsdp.claims import claims
 from experiments.fsdp.mistakes import mistake
+from experiments.fsdp.options import Options
 from experiments.fsdp.order import check_order
 from experiments.fsdp.peak import compare_peak
 from experiments.fsdp.predictions import BY_HAND, holds, predict, published, summary
 from experiments.fsdp.torchs import fully_sharded
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Strategy, Variant, untrainable
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
@@ -52,17 +52,6 @@ from workers.strategies.sharded import Sharded
 from workers.workload.model import Model
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
-
-
-class Options(ModeOptions):
-    """What fsdp alone knows."""
-
-    reshard: bool = Field(
-        True, alias="LAB_RESHARD", description="0: zero3 keeps gathered weights from the forward to the backward pass"
-    )
-    offload: bool = Field(
-        False, alias="LAB_OFFLOAD", description="1: keep shards and optimizer in the host's memory (LAB_DEVICE=cuda)"
-    )
 
 
 def home(config: Config) -> torch.device | None:

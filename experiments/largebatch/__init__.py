@@ -37,23 +37,17 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from experiments.largebatch.checks import LAYERWISE, K, check_layers, prove
+from experiments.largebatch.options import Options
 from experiments.largebatch.predictions import claims, predict, refuse, show_found, show_settings
 from experiments.largebatch.sweep import SEEDS, sweep
 from experiments.largebatch.training import Recipe, Stream, Trainee, layerwise_adam, layerwise_sgd, sgd
 from workers.config import Config
-from workers.config.options import ModeOptions
 from workers.contract import Instead, Mistake, Mode, Needs, Variant
 from workers.lab import Lab
 from workers.parallel import rates
 from workers.workload.model import Model, build_model
 
 SMALL = 1e-5  # small enough for η²: at 1e-3 a gpt of width 128 and depth 8 is 3.73 times nearer at half the rate, not 4
-
-
-class Options(ModeOptions):
-    """No variable of its own; many short trainings in place of a long one."""
-
-    sizes = {"model": "mlp", "width": 16, "depth": 2, "heads": 2, "seq": 16, "steps": 192}  # noqa: RUF012  nobody writes to it
 
 
 RECIPES = {

@@ -43,6 +43,7 @@ from experiments.mesh.claims import claims
 from experiments.mesh.held import HOW, How, Rank, at
 from experiments.mesh.layout import axes
 from experiments.mesh.mistakes import mistake
+from experiments.mesh.options import Options
 from experiments.mesh.peak import compare_peaks
 from experiments.mesh.predictions import predict
 from experiments.mesh.refusals import cannot, refuse
@@ -50,7 +51,6 @@ from experiments.mesh.stack import stack
 from experiments.mesh.torchs import dtensor_fsdp2, pipelining_fsdp2
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.config.options import Field, PipelineOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas import Prediction
@@ -63,21 +63,6 @@ from workers.passes.measure import measure
 from workers.passes.paper import draw_on_paper
 from workers.strategies.stacked import Stacked
 from workers.workload.model import Model, build_model, dropping
-
-
-class Options(PipelineOptions):
-    """What a mesh alone knows."""
-
-    sizes = {"microbatches": 4, "batch": 32}  # noqa: RUF012  ModeOptions says that it is the class's
-    mesh: str = Field(
-        "", alias="LAB_MESH",
-        description="axes from the outermost to the innermost with their ranks, as pp2,dp2,tp2; unset: the prime"
-        " factors of WORLD_SIZE on dp, tp and pp in turn",
-    )  # fmt: skip
-    dropout: float = Field(
-        0, alias="LAB_DROPOUT", ge=0, lt=1, allow_inf_nan=False,
-        description="share of what attention and MLP of a block add that is dropped, by masks of samples and positions",
-    )  # fmt: skip
 
 
 def trained(config: Config, seed: int) -> Model:

@@ -32,7 +32,7 @@ take turns, whoever has more rows: LAB_ROW_US pretends compute that takes no cor
 
 import hashlib
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from torch import Tensor
 
 from experiments.moe.claims import claims
 from experiments.moe.mistakes import mistake
+from experiments.moe.options import Options
 from experiments.moe.predictions import more_parameters, num_buckets, placements, predict
 from experiments.moe.pretend import pretend_compute
 from experiments.moe.refusals import cannot, refuse
@@ -47,7 +48,6 @@ from experiments.moe.routes import Routes, by_step, check_capacity, compare_pace
 from experiments.moe.torchs import AllToAllSingle
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.config.options import Field, ModeOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas.experts import even_row_bytes, expert_places
@@ -64,40 +64,6 @@ from workers.workload.experts import Mixing, MixtureModel, build_mixture, outlin
 from workers.workload.parted import PartedBatches
 
 BALANCE_WEIGHT = 0.01  # Switch Transformers, section 2.2
-
-
-class Options(ModeOptions):
-    """What only mixtures of experts know."""
-
-    sizes = {"depth": 2}  # noqa: RUF012  ModeOptions says that it is the class's
-    experts: int = Field(
-        8, alias="LAB_EXPERTS", ge=1, le=4096, description="experts of each layer, on all ranks together"
-    )
-    top_k: int = Field(2, alias="LAB_TOP_K", ge=1, le=64, description="experts that compute each token")
-    capacity: float = Field(
-        1.25, alias="LAB_CAPACITY", ge=0, le=1000, allow_inf_nan=False,
-        description="places of an expert over its even share of a batch's choices; 0: no token is dropped",
-    )  # fmt: skip
-    balance: Literal["loss", "bias", "none"] = Field(
-        "loss", alias="LAB_BALANCE", description="what keeps experts busy alike: a loss, a bias on the choice, nothing"
-    )
-    router_z: float = Field(
-        0.001, alias="LAB_ROUTER_Z", ge=0, le=1000, allow_inf_nan=False,
-        description="weight of the router's z-loss, which keeps its scores small",
-    )  # fmt: skip
-    mesh: str = Field(
-        "", alias="LAB_MESH",
-        description="grid of the experts: copies of them, ranks that they lie on, ranks that each is cut over, as"
-        " dp2,ep2,tp2; unset: WORLD_SIZE as two or three factors, in each variant that has so many axes",
-    )  # fmt: skip
-    row_us: float = Field(
-        0, alias="LAB_ROW_US", ge=0, le=1e6, allow_inf_nan=False,
-        description="microseconds of pretended compute of a row forward through an expert, twice that backward",
-    )  # fmt: skip
-
-    def untimed(self) -> "Options":
-        """Without pretended compute."""
-        return self.model_copy(update={"row_us": 0})
 
 
 def mixing(config: Config) -> Mixing:

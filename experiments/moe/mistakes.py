@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from experiments.moe.options import Options
 from workers.config import Config
 from workers.contract import Mistakes, Needs
 from workers.parallel import routing
@@ -26,7 +27,7 @@ def set_to(field: str, *allowed: object) -> Callable[[Config], str]:
     """Why settings hide a mistake that shows with few values of one."""
 
     def unless(config: Config) -> str:
-        value = config.options.model_dump()[field]
+        value = getattr(config.own(Options), field)
         wanted = " or ".join(map(str, allowed))
         return "" if value in allowed else f"LAB_{field.upper()}={value}: it takes {wanted}"
 
@@ -35,23 +36,22 @@ def set_to(field: str, *allowed: object) -> Callable[[Config], str]:
 
 def drops_few(config: Config) -> str:
     """Where every token may find a place, none need lose anything."""
-    own = config.options.model_dump()
-    if 0 < own["capacity"] * own["top_k"] < 1:
+    own = config.own(Options)
+    if 0 < own.capacity * own.top_k < 1:
         return ""
-    return f"LAB_CAPACITY={own['capacity']}: it takes less than 1/LAB_TOP_K, where some tokens find no place at all"
+    return f"LAB_CAPACITY={own.capacity}: it takes less than 1/LAB_TOP_K, where some tokens find no place at all"
 
 
 def drops_none(config: Config) -> str:
     """Without a bound no expert is full, by whoever's tokens."""
-    return "LAB_CAPACITY=0: it takes more than 0, where an expert can be full" * (
-        not config.options.model_dump()["capacity"]
-    )
+    full = "LAB_CAPACITY=0: it takes more than 0, where an expert can be full"
+    return "" if config.own(Options).capacity else full
 
 
 def no_extra(config: Config) -> str:
     """Without an auxiliary loss none is counted too often."""
-    own = config.options.model_dump()
-    missing = own["balance"] != "loss" and not own["router_z"]
+    own = config.own(Options)
+    missing = own.balance != "loss" and not own.router_z
     return "LAB_ROUTER_Z=0: it takes an auxiliary loss, or LAB_BALANCE=loss" * missing
 
 

@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from experiments.pp.checks import check_order
 from experiments.pp.claims import claims
 from experiments.pp.mistakes import mistake
+from experiments.pp.options import Options
 from experiments.pp.predictions import owners_of, passed_bytes, predict
 from experiments.pp.refusals import cannot, refuse
 from workers.checkpoint import mistakes as checkpoints
 from workers.config import Config
-from workers.config.options import PipelineOptions
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas.pipelines import bubble
@@ -64,12 +64,6 @@ from workers.workload.model import Model, outline
 from workers.workload.own import is_own
 
 Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # of p ranks and m microbatches
-
-
-class Options(PipelineOptions):
-    """Microbatches."""
-
-    sizes = {"microbatches": 4}  # noqa: RUF012  ModeOptions says that it is the class's
 
 
 # --- naive: one rank works at a time ---

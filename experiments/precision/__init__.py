@@ -37,6 +37,7 @@ from experiments.precision.claims import claims
 from experiments.precision.draws import check_draws
 from experiments.precision.formats import converted, show_formats
 from experiments.precision.mistakes import mistake
+from experiments.precision.options import Options
 from experiments.precision.peak import compare_peak, format_of
 from experiments.precision.predictions import SCALED, predict, refuse
 from experiments.precision.proof import prove
@@ -44,7 +45,6 @@ from experiments.precision.rehearsal import rehearse
 from experiments.precision.seen import observe
 from experiments.precision.shown import show_gradients, show_seen
 from workers.config import Config
-from workers.config.options import ModeOptions
 from workers.contract import Build, Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
@@ -61,12 +61,6 @@ from workers.workload.optimizer import make_optimizer
 from workers.workload.own import is_own
 
 Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
-
-
-class Options(ModeOptions):
-    """None of its own; a small model."""
-
-    sizes = {"width": 64, "depth": 2}  # noqa: RUF012  16-bit arithmetic is slow on most CPUs
 
 
 # --- the variants: all of it in 16 bits ---

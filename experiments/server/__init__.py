@@ -39,10 +39,10 @@ from experiments.server import asynchronous, staleness_study
 from experiments.server.asynchronous import in_step
 from experiments.server.checks import Rounds, hold_timed, prove_rounds
 from experiments.server.mistakes import MISTAKES
+from experiments.server.options import Options
 from experiments.server.predictions import cannot, claims, predict, refuse, show_bytes
 from experiments.server.worker import Scheme, Worker
 from workers.config import Config
-from workers.config.options import Field, ModeOptions
 from workers.contract import Held, Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
@@ -60,25 +60,6 @@ from workers.workload.model import Model
 
 SERVER = 0
 AVERAGE, DILOCO = (1.0, 0.0), (0.7, 0.9)  # learning rate and momentum of the outer step; DiLoCo's own (section 3.1)
-
-
-class Options(ModeOptions):
-    """How far apart workers may be."""
-
-    staleness: int = Field(
-        2,
-        alias="LAB_STALENESS",
-        ge=0,
-        le=10_000,
-        description="steps that the fastest worker may be ahead of the slowest",
-    )
-    local_steps: int = Field(
-        4,
-        alias="LAB_LOCAL_STEPS",
-        ge=1,
-        le=10_000,
-        description="steps on a worker's own weights before it sends something",
-    )
 
 
 # --- in step ---

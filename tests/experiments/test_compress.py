@@ -12,6 +12,7 @@ from torch import Size, Tensor
 
 from experiments import compress
 from experiments.compress.mistakes import PerRank
+from experiments.compress.options import Options
 from experiments.compress.predictions import METHODS, PLAIN, bucket_shapes, predict, sent_bytes, smallest_side
 from experiments.compress.shown import summary
 from experiments.compress.subspace import Projection
@@ -73,7 +74,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     )
     assert failed(run) == set()
     config = config_of(world_size, **settings)
-    feedback = config.own(compress.Options).error_feedback
+    feedback = config.own(Options).error_feedback
     skipped = {entry["variant"] for entry in run["skipped"]}
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
     for name in set(settings.get("LAB_VARIANT", ",".join(OURS)).split(",")) & set(OURS) - skipped:

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.moe import MODE, Options, Stays, mixing
+from experiments.moe import MODE, Stays, mixing
 from experiments.moe.layout import grids, misfit, off_grid, proper_divisor
+from experiments.moe.options import Options
 from experiments.moe.predictions import placements, predict, travels
 from experiments.moe.pretend import pretend_compute, pretended_s
 from experiments.moe.routes import (

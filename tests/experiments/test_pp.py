@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.pp import MODE, Options
+from experiments.pp import MODE
 from experiments.pp.checks import Ends, most_under_way
 from experiments.pp.mistakes import mistake as MISTAKES
+from experiments.pp.options import Options
 from experiments.pp.predictions import rest
 from tests.labs import built, copy_state, failed_with
 from workers.config import Config, ConfigError

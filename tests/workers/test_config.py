@@ -1,6 +1,7 @@
 """The environment becomes one Config, or all its faults at once."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from workers.cluster.board import Claim
-from workers.config import Config, ConfigError, values
+from workers.config import Config, ConfigError
 from workers.config.__main__ import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table, write
 from workers.config.options import Field, ModeOptions, aliases, declared
 from workers.config.values import modes
@@ -136,7 +137,7 @@ HOSTILE = [
 @pytest.mark.parametrize("mode", modes())
 def test_whatever_stands_in_all_variables_is_refused_in_a_sentence_each(mode: str) -> None:
     """None longer than a few lines, and all of them of letters that a terminal can show."""
-    names = {*aliases(Config), *aliases(declared(values.lesson_file(mode)))} - {"RUN_MODE"}
+    names = {*aliases(Config), *aliases(declared(mode))} - {"RUN_MODE"}
     for value in HOSTILE:
         told = faults(**{"RUN_MODE": mode} | dict.fromkeys(names, value))
         assert all(fault.encode().decode().isprintable() and len(fault) < 400 for fault in told), value
@@ -212,12 +213,13 @@ def test_the_settings_cannot_be_changed() -> None:
 def test_the_table_names_every_variable_once() -> None:
     """Those of all modes too."""
     names = [row.split("`")[1] for row in table().splitlines() if row.startswith("| `")]
-    own = [alias for mode in modes() for alias in aliases(declared(values.lesson_file(mode)))]
+    own = [alias for mode in modes() for alias in aliases(declared(mode))]
     assert names == [*aliases(Config), *own]
 
 
-LESSON = """
-import torch_is_not_imported_for_this
+OPTIONS = """
+from typing import Literal
+from workers.config.options import Field, ModeOptions
 
 class Options(ModeOptions):
     sizes = {"width": 24, "steps": 7}
@@ -233,8 +235,10 @@ class Options(ModeOptions):
 @pytest.fixture
 def lesson(tmp_path: Path) -> str:
     """The path of a mode from outside, which has sizes and variables of its own."""
-    (tmp_path / "fast.py").write_text(LESSON)
-    return str(tmp_path / "fast.py")
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast" / "__init__.py").write_text("import torch_is_not_imported_for_this")
+    (tmp_path / "fast" / "options.py").write_text(OPTIONS)
+    return str(tmp_path / "fast")
 
 
 def test_a_lesson_from_outside_has_variables_and_sizes_of_its_own(lesson: str) -> None:
@@ -271,6 +275,26 @@ def test_a_lessons_own_variables_are_checked_like_all_others(
     lesson: str, environ: dict[str, str], sentence: str
 ) -> None:
     assert faults(RUN_MODE=lesson, **environ) == [sentence]
+
+
+def test_options_wait_for_no_torch() -> None:
+    program = "import sys, workers.config.__main__ as config; config.table(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+
+
+def test_a_lesson_finds_the_options_that_were_read(lesson: str) -> None:
+    kind = type(Config.read({"RUN_MODE": lesson}).options)
+    assert declared(lesson) is kind and sys.modules["fast.options"].Options is kind
+    assert pickle.loads(pickle.dumps(Config.read({"RUN_MODE": "moe", "LAB_TOP_K": "1"}))).options.top_k == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"), [("class Options(", "SyntaxError: "), ("", "AttributeError: module 'fast.options'")]
+)
+def test_options_that_cannot_be_imported_are_refused(lesson: str, options: str, why: str) -> None:
+    Path(lesson, "options.py").write_text(options)
+    (sentence,) = faults(RUN_MODE=lesson)
+    assert sentence.startswith(f"RUN_MODE={lesson!r} has an options.py that cannot be imported: {why}")
 
 
 def test_a_lesson_that_is_no_python_is_left_to_its_import(tmp_path: Path) -> None:

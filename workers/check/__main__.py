@@ -6,9 +6,8 @@ was lost.
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from workers.check import settings
+from workers.check.settings import Options
 from workers.check.start import SHARED, Errand, start
 
 HELP = """usage: ranklab check [NAME=VALUE ...] SCRIPT [ARGS ...]
@@ -20,12 +19,11 @@ torchrun --nproc-per-node 4 -m workers.check SCRIPT.
 variables   WORLD_SIZE (4), {own}
             and those of a run that say where: LAB_RUNS_DIR, LAB_RUN_ID, LAB_JOIN_TIMEOUT_S, LAB_LOST_AFTER_S, ...
 exit codes  0 it ended well and nothing was found, 1 a finding or the script's own failure, 2 refused, 3 a rank lost"""
-SETTINGS = Path(settings.__file__)
 
 
 def main(words: Sequence[str]) -> int:
     """Check the script; returns the exit code."""
-    return start(Errand("check", HELP, "script", SETTINGS, settings.Options, SHARED, lambda config: None), words)  # noqa: ARG005
+    return start(Errand("check", HELP, "script", Options, SHARED, lambda config: None), words)  # noqa: ARG005
 
 
 if __name__ == "__main__":

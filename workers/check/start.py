@@ -29,7 +29,6 @@ class Errand(NamedTuple):
     command: str
     help: str
     what: str  # the file, in a sentence
-    settings: Path  # the file of its class Options
     options: type[ModeOptions]
     used: set[str]  # the fields of Config that it takes
     play: Callable[[Config], Any]  # what makes of the settings the function that a rank's process runs
@@ -65,7 +64,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     job = Job(script.resolve(), shown, tuple(arguments), every, errand.command, errand.play(config))
 
     def be_rank() -> int:
-        mine = Config.read(usable(os.environ), options=errand.settings).model_copy(update={"run_mode": errand.command})
+        mine = Config.read(usable(os.environ), options=errand.options).model_copy(update={"run_mode": errand.command})
         from workers.check.rank import Rank
 
         return Rank(mine, job, started_at, engine.told if config.rank is not None else "").live()
@@ -105,7 +104,7 @@ def usable(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
 def configured(errand: Errand, environ: os._Environ[str], faults: Sequence[str], script: Path) -> Config:
     """The settings; raises ConfigError with all faults at once."""
     found = list(faults) + list(why_not(errand, script))
-    config = Config.read(usable(environ), found, options=errand.settings)
+    config = Config.read(usable(environ), found, options=errand.options)
     strange = sorted(
         str(Config.model_fields[name].alias) for name in config.model_fields_set - errand.used - {"options"}
     )

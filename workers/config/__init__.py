@@ -3,7 +3,7 @@
 A run is configured by its environment alone, as a container is. `Config.read()` turns the environment into one
 frozen object, or raises `ConfigError` with every fault at once, a line each, before torch is imported.
 Variables of the cluster keep the names that torchrun and Kubernetes use; all others begin with `LAB_`. Those that one mode alone
-knows stand in its lesson (options.py). A name that is in neither is refused, with the nearest one suggested.
+knows stand in its lesson (its options.py). A name that is in neither is refused, with the nearest one suggested.
 """
 
 import json
@@ -127,15 +127,18 @@ class Config(BaseSettings):
 
     @classmethod
     def read(
-        cls, environ: Mapping[str, str] = os.environ, found_before: Sequence[str] = (), options: Path | None = None
+        cls,
+        environ: Mapping[str, str] = os.environ,
+        found_before: Sequence[str] = (),
+        options: type[ModeOptions] | None = None,
     ) -> Self:
         """Check `environ` as a whole; raises ConfigError with all faults at once, `found_before` among them.
 
-        `options` is a file whose class Options is taken in the place of the mode's.
+        `options` are taken in the place of the mode's own.
         """
         named = environ.get("RUN_MODE", "").strip() or "dp"
         mode = named if values.fault_of(values.known_mode, named) == "" else "dp"  # of another no file is touched
-        kind = declared(options or values.lesson_file(mode))
+        kind = options or _own_of(mode)
         common, own = aliases(cls), aliases(kind)
         given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
         faults = [*found_before] + [
@@ -268,11 +271,20 @@ def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
 
 def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
     """A sentence for a LAB_ variable that neither the lab nor this mode has."""
-    owners = [other for other in values.modes() if name in aliases(declared(values.lesson_file(other)))]
+    owners = [other for other in values.modes() if name in aliases(declared(other))]
     if owners:
         return f"{name}={shown(value.strip())} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
     name = name if name.isprintable() and len(name) < 80 else shown(name)
     return f"{name} is not a variable of the lab{values.suggest(name, known)}"
+
+
+def _own_of(mode: str) -> type[ModeOptions]:
+    """The class Options of the mode; raises ConfigError where its options.py is none."""
+    try:
+        return declared(mode)
+    except Exception as error:  # whatever a user's file raises
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError([f"RUN_MODE={mode!r} has an options.py that cannot be imported: {why}"]) from error
 
 
 def _set_in(part: BaseModel) -> dict[str, str]:

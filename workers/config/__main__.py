@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from workers.config import Config, ConfigError
 from workers.config.options import aliases, declared
-from workers.config.values import lesson_file, modes
+from workers.config.values import modes
 
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
 WIDEST = 120  # columns of a line that is no table
@@ -63,7 +63,7 @@ def table() -> str:
     """A line a variable: those of all modes, then under each mode's name its own."""
     lines = [*HEAD, *_rows(Config)]
     for mode in modes():
-        own = declared(lesson_file(mode))
+        own = declared(mode)
         sizes = ", ".join(f"`{Config.model_fields[name].alias}` {value}" for name, value in own.sizes.items())
         rows = list(_rows(own))
         if sizes or rows:
@@ -89,7 +89,7 @@ def _allowed(field: Any) -> str:
 
 def names() -> list[str]:
     """Every variable, those of all modes too, in the order of the table; what two modes know is one."""
-    own = (name for mode in modes() for name in aliases(declared(lesson_file(mode))))
+    own = (name for mode in modes() for name in aliases(declared(mode)))
     return list(dict.fromkeys([*aliases(Config), *own]))
 
 

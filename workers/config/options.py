@@ -1,26 +1,26 @@
-"""A mode's own variables and sizes, read from its lesson without running it.
-
-Settings are checked before torch is imported, and a lesson imports torch. So a lesson states what is its own in one
-class,
+"""A mode's own variables and sizes: the class Options in the options.py of its folder.
 
     class Options(ModeOptions):
         sizes = {"width": 64}  # defaults of common variables that differ here
         ratio: float = Field(0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that topk sends")
 
-whose lines need nothing but the names of this file: they alone are run here. `config.own(Options)` gives the lesson its
-values. What the lessons of pipelines have in common stands here once, for them to build on.
+Settings are checked before torch is imported, and a lesson imports torch. So options.py imports nothing but this file,
+and is loaded without the package around it. `config.own(Options)` gives the lesson its values. What the lessons of
+pipelines have in common stands here once, for them to build on.
 """
 
-import ast
-import copyreg
+import importlib.util
+import sys
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from types import ModuleType
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Field", "Literal", "ModeOptions", "PipelineOptions", "aliases", "declared"]
+from workers.config.values import LESSONS, is_path, lesson_file, mode_name
+
+__all__ = ["Field", "ModeOptions", "PipelineOptions", "aliases", "declared"]
 
 
 class ModeOptions(BaseModel):
@@ -51,25 +51,33 @@ class PipelineOptions(ModeOptions):
         return self.model_copy(update={"sleep_ms": 0})
 
 
-@cache
-def declared(lesson: Path) -> type[ModeOptions]:
-    """The class Options of the lesson in this file; ModeOptions itself where it has none, or is no Python."""
-    try:
-        tree = ast.parse(lesson.read_text())
-    except (OSError, SyntaxError, ValueError):  # the import says it in its own words
+def declared(run_mode: str) -> type[ModeOptions]:
+    """The class Options of a mode, ModeOptions where its folder has no options.py; raises whatever that file raises."""
+    lesson = lesson_file(run_mode)
+    file = lesson.with_name("options.py")
+    if lesson.name != "__init__.py" or not file.is_file():
         return ModeOptions
-    found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options"]
-    known = ("Field", "Literal", "ModeOptions", "PipelineOptions")
-    names: dict[str, Any] = {name: globals()[name] for name in known}
-    exec(compile(ast.Module(list[ast.stmt](found), []), str(lesson), "exec"), names | {"__name__": __name__}, names)
-    options: type[ModeOptions] = names.get("Options", ModeOptions)
-    if options is not ModeOptions:  # no module has it by name, so a process that it is sent to reads the lesson again
-        copyreg.pickle(options, lambda values: (_again, (lesson, values.model_dump(exclude_unset=True))))
+    package = mode_name(run_mode) if is_path(run_mode) else f"{LESSONS}.{run_mode}"
+    options: type[ModeOptions] = loaded(f"{package}.options", file).Options
     return options
 
 
-def _again(lesson: Path, values: dict[str, Any]) -> ModeOptions:
-    return declared(lesson)(**values)
+def loaded(name: str, file: Path) -> ModuleType:
+    """The module in this file, which then whoever imports it by its name gets; the package is not imported for it."""
+    there = sys.modules.get(name)
+    if there is not None and there.__file__ == str(file):
+        return there
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def aliases(kind: type[BaseModel]) -> dict[str, str]:

@@ -12,7 +12,8 @@ MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts put a prefix a
 MOST_HOST_LETTERS = 253  # RFC 1035, section 2.3.4
 MODELS = ("line", "mlp", "gpt")
 MIN_KEY = 16  # characters: a word that can be guessed is no key
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+LESSONS = "experiments"  # the package, a module or a package in which is a mode
+EXPERIMENTS = Path(__file__).parents[2] / LESSONS
 
 
 def modes() -> list[str]:

@@ -6,12 +6,11 @@ Exit codes: 0 they do; 1 they do not, or a finding of the doctor's; 2 refused; 3
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from workers.check.start import SHARED, Errand, start
 from workers.config import Config
-from workers.prove import settings
+from workers.prove.settings import Options
 
 HELP = """usage: ranklab prove [NAME=VALUE ...] FILE
 
@@ -30,13 +29,12 @@ from it first, and why. In containers: ./run prove FILE. FILE has any of
 variables   WORLD_SIZE (4), LAB_MICROBATCHES (2), LAB_SEED, {own}; of the lab's own model LAB_WIDTH, LAB_DEPTH, ...
             and those of a run that say where: LAB_RUNS_DIR, LAB_RUN_ID, LAB_JOIN_TIMEOUT_S, LAB_LOST_AFTER_S, ...
 exit codes  0 N ranks are one process, 1 they are not, or a finding of the doctor's, 2 refused, 3 a rank lost"""
-SETTINGS = Path(settings.__file__)
 USED = SHARED | {"model", "width", "depth", "heads", "seq", "tie", "text", "batch", "microbatches", "seed"}
 
 
 def main(words: Sequence[str]) -> int:
     """Prove the file; returns the exit code."""
-    return start(Errand("prove", HELP, "file", SETTINGS, settings.Options, USED, playing), words)
+    return start(Errand("prove", HELP, "file", Options, USED, playing), words)
 
 
 def playing(config: Config) -> Any:

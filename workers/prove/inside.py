@@ -1,14 +1,13 @@
 """A proof inside of a test: the same as `ranklab prove`, in the ranks that are there already."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from workers.config import Config
-from workers.prove import settings
 from workers.prove.proof import Proof
+from workers.prove.settings import Options
 from workers.prove.theirs import NAMES, Refused, of
 
 
@@ -35,7 +34,7 @@ def same_as_one_process(*, seed: int = 1, microbatches: int = 2, **own: Any) -> 
     if strange:
         raise TypeError(f"same_as_one_process has no {', '.join(strange)}: allowed are {', '.join(NAMES)}")
     environ = {"WORLD_SIZE": "1", "LAB_SEED": str(seed), "LAB_MICROBATCHES": str(microbatches)}
-    config = Config.read(environ, options=Path(settings.__file__))
+    config = Config.read(environ, options=Options)
     config = config.model_copy(update={"world_size": dist.get_world_size()})
     heard = Heard()
     try:

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 from workers.config import Config, ConfigError
-from workers.config.values import is_path, lesson_file, mode_name, modes
+from workers.config.options import ModeOptions
+from workers.config.values import LESSONS, is_path, lesson_file, mode_name, modes
 from workers.contract import Mode, Variant
 from workers.strategies.own import maker
 from workers.workload.own import is_own
@@ -19,11 +20,16 @@ from workers.workload.own import is_own
 
 def load(run_mode: str) -> Mode:
     """The mode with its idea, the docstring of its lesson; raises ConfigError where a lesson from outside is none."""
-    module = _from_outside(run_mode) if is_path(run_mode) else importlib.import_module(f"experiments.{run_mode}")
+    module = _from_outside(run_mode) if is_path(run_mode) else importlib.import_module(f"{LESSONS}.{run_mode}")
     mode = getattr(module, "MODE", None)
     if not isinstance(mode, Mode):
         raise ConfigError(
             [f"RUN_MODE={run_mode!r} has no MODE: a lesson ends with MODE = Mode(...) of ranklab's contract"]
+        )
+    if lesson_file(run_mode).name != "__init__.py" and _states_options(module, mode):
+        place = f"{run_mode.removesuffix('.py')}/options.py"
+        raise ConfigError(
+            [f"RUN_MODE={run_mode!r} has variables of its own, so it has to be a folder, and class Options in {place}"]
         )
     return replace(
         mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring, which would be its idea.")
@@ -67,6 +73,12 @@ def _from_outside(run_mode: str) -> ModuleType:
     except Exception as error:  # whatever a user's lesson raises
         raise ConfigError([f"RUN_MODE={run_mode!r} cannot be imported: {_where(error, file)}"]) from error
     return module
+
+
+def _states_options(module: ModuleType, mode: Mode) -> bool:
+    """Whether a lesson states its own variables where they cannot be read before torch is imported."""
+    stated = getattr(module, "Options", mode.options)
+    return isinstance(stated, type) and issubclass(stated, ModeOptions) and stated is not ModeOptions
 
 
 def _where(error: Exception, file: Path) -> str:

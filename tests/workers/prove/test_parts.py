@@ -21,11 +21,9 @@ from workers.prove.settings import Options
 from workers.prove.theirs import Refused, Theirs, load
 from workers.prove.trainee import Found
 
-SETTINGS = Path(__file__).parents[3] / "workers" / "prove" / "settings.py"
-
 
 def theirs(environ: dict[str, str] | None = None, **found: object) -> Theirs:
-    config = Config.read({"WORLD_SIZE": "2"} | (environ or {}), options=SETTINGS)
+    config = Config.read({"WORLD_SIZE": "2"} | (environ or {}), options=Options)
     assert config.own(Options).hang_after_s == 5
     return Theirs(found, config)
 

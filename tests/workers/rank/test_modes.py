@@ -1,10 +1,11 @@
 """A lesson by its name, or by the path of one that is not in experiments/."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from workers.config import ConfigError
+from workers.config import Config, ConfigError
 from workers.config.values import modes
 from workers.rank.modes import load, modes_that
 
@@ -36,6 +37,31 @@ def test_so_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "folded" / "__init__.py").write_text(LESSON.format(sibling="folded.part"))
     (tmp_path / "folded" / "part.py").write_text("")
     assert load(str(tmp_path / "folded")).names == ("one",)
+
+
+OPTIONS = """from workers.config.options import Field, ModeOptions
+
+class Options(ModeOptions):
+    speed: float = Field(2.5, alias="LAB_SPEED", description="how fast")
+"""
+
+
+def test_a_folder_has_variables_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "quick").mkdir()
+    (tmp_path / "quick" / "__init__.py").write_text(
+        "from .options import Options\n" + LESSON.format(sibling="quick.options")
+    )
+    (tmp_path / "quick" / "options.py").write_text(OPTIONS)
+    config = Config.read({"RUN_MODE": str(tmp_path / "quick"), "LAB_SPEED": "3"})
+    assert load(config.run_mode).names == ("one",)
+    assert config.options.model_dump() == {"speed": 3.0}
+    assert sys.modules["quick"].Options is type(config.options)
+
+
+def test_a_file_with_variables_of_its_own_is_told_to_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text(OPTIONS + LESSON.format(sibling="json"))
+    with pytest.raises(ConfigError, match=r"it has to be a folder, and class Options in .*/quick/options\.py"):
+        load(str(tmp_path / "quick.py"))
 
 
 @pytest.mark.parametrize(

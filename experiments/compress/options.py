@@ -1,0 +1,18 @@
+"""The variables of RUN_MODE=compress, and its own sizes. torch is not imported here: they are read before it."""
+
+from workers.config.options import Field, ModeOptions
+
+
+class Options(ModeOptions):
+    """How much is left out, and what becomes of it."""
+
+    sizes = {"width": 64, "depth": 4}  # noqa: RUF012  a dozen variants in 40 s
+    ratio: float = Field(
+        0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that topk and randomk send"
+    )
+    low_rank: int = Field(4, alias="LAB_LOW_RANK", ge=1, le=10**9, description="rank of powersgd's matrices")
+    error_feedback: bool = Field(
+        True,
+        alias="LAB_ERROR_FEEDBACK",
+        description="0: what a compressor leaves out is lost, not added to the next step's gradients",
+    )

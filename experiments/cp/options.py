@@ -1,0 +1,9 @@
+"""The variables of RUN_MODE=cp, and its own sizes. torch is not imported here: they are read before it."""
+
+from workers.config.options import ModeOptions
+
+
+class Options(ModeOptions):
+    """Long samples, and few."""
+
+    sizes = {"seq": 240, "batch": 4, "depth": 4}  # noqa: RUF012  240 positions fold evenly over 2, 3, 4, 5, 6 and 8

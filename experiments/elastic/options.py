@@ -1,0 +1,20 @@
+"""The variables of RUN_MODE=elastic, and its own sizes. torch is not imported here: they are read before it."""
+
+from workers.config.options import Field, ModeOptions
+
+
+class Options(ModeOptions):
+    """How often ranks are lost on purpose, and how often `restart` saves."""
+
+    # Larger steps grow roundings past 1e-12 in some hundreds of them.
+    sizes = {"width": 32, "depth": 2, "optimizer": "adamw", "lr": 1e-4}  # noqa: RUF012
+    losses: int = Field(
+        2, alias="LAB_LOSSES", ge=0, le=10_000, description="ranks of each variant that die on purpose; 0: none"
+    )
+    saved_every: int = Field(
+        5,
+        alias="LAB_SAVED_EVERY",
+        ge=1,
+        le=10_000,
+        description="steps between two checkpoints of restart, zero1 and peer_memory",
+    )

@@ -1,0 +1,14 @@
+"""The variables of RUN_MODE=fsdp, and its own sizes. torch is not imported here: they are read before it."""
+
+from workers.config.options import Field, ModeOptions
+
+
+class Options(ModeOptions):
+    """What fsdp alone knows."""
+
+    reshard: bool = Field(
+        True, alias="LAB_RESHARD", description="0: zero3 keeps gathered weights from the forward to the backward pass"
+    )
+    offload: bool = Field(
+        False, alias="LAB_OFFLOAD", description="1: keep shards and optimizer in the host's memory (LAB_DEVICE=cuda)"
+    )

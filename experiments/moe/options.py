@@ -1,0 +1,39 @@
+"""The variables of RUN_MODE=moe, and its own sizes. torch is not imported here: they are read before it."""
+
+from typing import Literal
+
+from workers.config.options import Field, ModeOptions
+
+
+class Options(ModeOptions):
+    """What only mixtures of experts know."""
+
+    sizes = {"depth": 2}  # noqa: RUF012  ModeOptions says that it is the class's
+    experts: int = Field(
+        8, alias="LAB_EXPERTS", ge=1, le=4096, description="experts of each layer, on all ranks together"
+    )
+    top_k: int = Field(2, alias="LAB_TOP_K", ge=1, le=64, description="experts that compute each token")
+    capacity: float = Field(
+        1.25, alias="LAB_CAPACITY", ge=0, le=1000, allow_inf_nan=False,
+        description="places of an expert over its even share of a batch's choices; 0: no token is dropped",
+    )  # fmt: skip
+    balance: Literal["loss", "bias", "none"] = Field(
+        "loss", alias="LAB_BALANCE", description="what keeps experts busy alike: a loss, a bias on the choice, nothing"
+    )
+    router_z: float = Field(
+        0.001, alias="LAB_ROUTER_Z", ge=0, le=1000, allow_inf_nan=False,
+        description="weight of the router's z-loss, which keeps its scores small",
+    )  # fmt: skip
+    mesh: str = Field(
+        "", alias="LAB_MESH",
+        description="grid of the experts: copies of them, ranks that they lie on, ranks that each is cut over, as"
+        " dp2,ep2,tp2; unset: WORLD_SIZE as two or three factors, in each variant that has so many axes",
+    )  # fmt: skip
+    row_us: float = Field(
+        0, alias="LAB_ROW_US", ge=0, le=1e6, allow_inf_nan=False,
+        description="microseconds of pretended compute of a row forward through an expert, twice that backward",
+    )  # fmt: skip
+
+    def untimed(self) -> "Options":
+        """Without pretended compute."""
+        return self.model_copy(update={"row_us": 0})

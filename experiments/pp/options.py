@@ -1,0 +1,9 @@
+"""The variables of RUN_MODE=pp, and its own sizes. torch is not imported here: they are read before it."""
+
+from workers.config.options import PipelineOptions
+
+
+class Options(PipelineOptions):
+    """Microbatches."""
+
+    sizes = {"microbatches": 4}  # noqa: RUF012  ModeOptions says that it is the class's

@@ -1,0 +1,22 @@
+"""The variables of RUN_MODE=server, and its own sizes. torch is not imported here: they are read before it."""
+
+from workers.config.options import Field, ModeOptions
+
+
+class Options(ModeOptions):
+    """How far apart workers may be."""
+
+    staleness: int = Field(
+        2,
+        alias="LAB_STALENESS",
+        ge=0,
+        le=10_000,
+        description="steps that the fastest worker may be ahead of the slowest",
+    )
+    local_steps: int = Field(
+        4,
+        alias="LAB_LOCAL_STEPS",
+        ge=1,
+        le=10_000,
+        description="steps on a worker's own weights before it sends something",
+    )
