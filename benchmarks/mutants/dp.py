@@ -5,7 +5,7 @@ from benchmarks.mutants import Mutant
 BUCKETED = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=bucketed LAB_BUCKET_MIB=0.001"
 RING = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=ring LAB_BUCKET_MIB=0.001"
 AGAIN = "RUN_MODE=dp LAB_VARIANT=flat LAB_RECOMPUTE=1"
-BUCKETS, REPLICA = "workers/parallel/buckets.py", "workers/strategies/replica.py"
+BUCKETS, PARAMETERS = "workers/parallel/buckets.py", "workers/strategies/parameters.py"
 
 MUTANTS = [
     Mutant(BUCKETS, "self._armed = last and self.overlap", "self._armed = False", BUCKETED),
@@ -18,13 +18,13 @@ MUTANTS = [
     ),
     Mutant(BUCKETS, "handle.wait()", "handle.is_completed()", RING),
     Mutant(
-        REPLICA,
+        PARAMETERS,
         "        self.optimizer.step()",
         "        self.optimizer = make_optimizer(self.model.parameters(), self.config)\n        self.optimizer.step()",
         BUCKETED + " LAB_OPTIMIZER=adamw",
     ),
-    Mutant(REPLICA, "loss = self.forward(inputs, targets) * share", "loss = self.forward(inputs, targets)", BUCKETED),
-    Mutant(REPLICA, "nn.utils.clip_grad_norm_(", "nn.utils.get_total_norm(", BUCKETED + " LAB_CLIP=0.01"),
+    Mutant(PARAMETERS, "= forward(inputs, targets) * share", "= forward(inputs, targets)", BUCKETED),
+    Mutant(PARAMETERS, "nn.utils.clip_grad_norm_(", "nn.utils.get_total_norm(", BUCKETED + " LAB_CLIP=0.01"),
     Mutant(
         "experiments/dp/__init__.py",
         "                dist.all_reduce(parameter.grad, group=self.group)",

@@ -57,6 +57,11 @@ class Parts:
     shapes: dict[str, torch.Size]  # of every parameter of the model
 
     @property
+    def layers(self) -> dict[int, nn.Module]:
+        """This rank's layers, by number in the model."""
+        return {int(index): layer for stage in self.stages.values() for index, layer in stage.layers.items()}
+
+    @property
     def shared(self) -> list[str]:
         """The parameters that several ranks hold."""
         return [name for name, ranks in self.holders.items() if len(ranks) > 1]

@@ -18,11 +18,11 @@ from workers.parallel.buckets import GradientBuckets
 from workers.parallel.clip import clip_gradients
 from workers.parallel.experts import Carries, MixtureOfExperts, Rules
 from workers.parallel.peers import Peers
-from workers.parallel.phases import phase
 from workers.parallel.placement import Placement
+from workers.strategies.parameters import HoldsLayers, forward_backward
 from workers.workload.data import Microbatch
 from workers.workload.experts import BIAS_RATE, Mixture, MixtureModel
-from workers.workload.optimizer import live_state, make_optimizer
+from workers.workload.optimizer import tensors_of
 
 
 def distribute(
@@ -40,7 +40,7 @@ def distribute(
         model.set_submodule(name, layer(mixture.router, mixture.experts, rules, world, carries))
 
 
-class ExpertParallel:
+class ExpertParallel(HoldsLayers):
     """A Strategy over `model`, whose mixtures are distributed by `placement` over the ranks of `world`.
 
     `copies` are the ranks that hold the same experts as this one, where they are more than one.
@@ -52,7 +52,9 @@ class ExpertParallel:
         self, model: MixtureModel, placement: Placement, world: dist.ProcessGroup, config: Config,
         copies: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.placement, self.world, self.config = model, placement, world, config
+        super().__init__(model, config)
+        self.model: MixtureModel = model
+        self.placement, self.world = placement, world
         self.peers = Peers(world)
         self.parts = {
             f"{name}.experts.{key}": parameter
@@ -65,7 +67,6 @@ class ExpertParallel:
         if copies is not None:
             held = [parameter for parameter in self.parts.values() if parameter.numel()]
             self.sums.append(GradientBuckets(held, copies, bucket_bytes))
-        self.optimizer = make_optimizer(model.parameters(), config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         """Forward and backward of this rank's part of each microbatch, of which all ranks have as many; tokens travel
@@ -84,24 +85,14 @@ class ExpertParallel:
 
     def routed(self, number: int, microbatch: Microbatch, *, last: bool) -> Tensor:
         """One microbatch there and back; the last one's gradients are summed over the ranks as they come."""
-        inputs, targets, share = microbatch
         with ExitStack() as armed:
             for sums in self.sums:
                 armed.enter_context(sums.accumulate(last=last))
-            with phase("forward", str(number)):
-                loss: Tensor = self.model(inputs, targets) * share
-            with phase("backward", str(number)):
-                loss.backward()
-        return loss.detach()
+            return forward_backward(self.model, microbatch, number)
 
     def is_summed(self, name: str) -> bool:
         """Whether a parameter's gradient is summed over all ranks: each has found a part of it."""
         return name not in self.parts
-
-    @property
-    def layers(self) -> dict[int, nn.Module]:
-        """All layers, by number; of the experts in them this rank has a part."""
-        return dict(enumerate(self.model.layers))
 
     def update(self) -> None:
         """Clip by the norm of all gradients, each counted on the first rank that holds it, and take a step."""
@@ -120,19 +111,12 @@ class ExpertParallel:
         """Dense tensors on rank 0, the parts of the first copy joined; nothing elsewhere."""
         for name, parameter in self.model.named_parameters():
             tag = self.peers.new_tag()
-            for prefix, tensor in self.own(kind, parameter).items():
+            for prefix, tensor in tensors_of(kind, self.optimizer, parameter).items():
                 joined: Tensor | None = tensor
                 if name in self.parts and tensor.dim():  # AdamW's number of steps is one number for all parts
                     joined = self.joined(name.rpartition(".")[2], tensor, tag)
                 if joined is not None and self.world.rank() == 0:
                     yield f"{prefix}.{name}" if prefix else name, joined
-
-    def own(self, kind: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """This rank's tensors of one kind, those of the optimizer by key."""
-        if kind == "optimizer":
-            return {key: value for key, value in self.optimizer.state[parameter].items() if isinstance(value, Tensor)}
-        tensor = parameter.detach() if kind == "weights" else parameter.grad
-        return {} if tensor is None else {"": tensor}
 
     def joined(self, key: str, part: Tensor, tag: int) -> Tensor | None:
         """The dense tensor of all parts, on rank 0."""
@@ -154,17 +138,14 @@ class ExpertParallel:
         """All but the experts, whose copies stand along a column of the grid alone."""
         for name, parameter in self.model.named_parameters():
             if self.is_summed(name):
-                for tensor in self.own(kind, parameter).values():
+                for tensor in tensors_of(kind, self.optimizer, parameter).values():
                     yield name, tensor
 
     def state_dict(self) -> dict[str, Any]:
         """Of experts this rank's piece."""
-        state: dict[str, Any] = dict(live_state(self.model.named_parameters(), self.optimizer))
+        state = super().state_dict()
         for label, tensor in state.items():
             name = next((name for name in self.parts if label.endswith(f".{name}")), None)
             if name is not None and tensor.dim():
                 state[label] = self.placement.piece(name.rpartition(".")[2], tensor, self.world.rank())
         return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is left to do: the state was filled in place."""

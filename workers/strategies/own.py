@@ -13,9 +13,9 @@ from torch import Tensor
 
 from workers.config import Config
 from workers.parallel.mesh import Mesh
+from workers.strategies.parameters import StepsParameters
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import live_state, make_optimizer, named_tensors
 from workers.workload.own import beside
 
 STEP = ("model", "optimizer", "microbatches", "group")
@@ -58,16 +58,16 @@ class Deferred:
         self.steps += 1
 
 
-class OfStep:
+class OfStep(StepsParameters):
     """A Strategy of a whole training step."""
 
     def __init__(self, step: Callable[..., Any], model: Model, mesh: Mesh, config: Config) -> None:
-        self._step, self.model, self._group = step, model, mesh.group
-        self._optimizer = make_optimizer(model.parameters(), config)
+        super().__init__(model, config)
+        self._step, self._group = step, mesh.group
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         """All of it but the optimizer's step."""
-        deferred = Deferred(self._optimizer)
+        deferred = Deferred(self.optimizer)
         share = self._step(self.model, deferred, microbatches, self._group)
         if deferred.steps != 1:
             raise ValueError(f"the training step called optimizer.step() {deferred.steps} times, allowed is once")
@@ -77,15 +77,9 @@ class OfStep:
         return torch.tensor(float(share), dtype=torch.float64)  # of a Python number torch keeps half the digits
 
     def update(self) -> None:
-        """The step that was asked for."""
-        self._optimizer.step()
+        """The step that was asked for: it clips by itself."""
+        self.optimizer.step()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """A replica holds everything."""
-        return named_tensors(self.model, self._optimizer, kind)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(live_state(self.model.named_parameters(), self._optimizer))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is left to do: the state was filled in place."""
+        return self.held(kind)

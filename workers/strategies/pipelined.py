@@ -18,7 +18,7 @@ from workers.parallel.stages import Parts, cut, divide, sum_shared
 from workers.strategies.engines import Engine
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import live_state, make_optimizer
+from workers.workload.optimizer import live_state, make_optimizer, tensors_of
 
 
 class Pipelined:
@@ -40,7 +40,7 @@ class Pipelined:
     @property
     def layers(self) -> dict[int, nn.Module]:
         """This rank's layers, by number in the model."""
-        return {int(index): layer for stage in self.parts.stages.values() for index, layer in stage.layers.items()}
+        return self.parts.layers
 
     def update(self) -> None:
         """Clip by the norm of all ranks' gradients, in which a tied one counts on the first of its ranks, and step."""
@@ -64,7 +64,7 @@ class Pipelined:
         if self.peers.rank not in (0, owner):
             return None
         if owner == self.peers.rank:
-            tensor = self._own(kind, self.parts.parameters[name])[prefix]
+            tensor = tensors_of(kind, self.optimizer, self.parts.parameters[name])[prefix]
             if owner == 0:
                 return tensor
             self.peers.post(tag, sends=[(0, sendable(tensor, self.peers))])[1][0].wait()
@@ -76,13 +76,7 @@ class Pipelined:
 
     def _templates(self, kind: str) -> dict[str, Tensor]:
         """The tensors of one `kind` that this rank's first parameter has: every parameter has the same."""
-        return self._own(kind, next(iter(self.parts.parameters.values())))
-
-    def _own(self, kind: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-        if kind == "optimizer":
-            return {key: value for key, value in self.optimizer.state[parameter].items() if isinstance(value, Tensor)}
-        tensor = parameter.detach() if kind == "weights" else parameter.grad
-        return {} if tensor is None else {"": tensor}
+        return tensors_of(kind, self.optimizer, next(iter(self.parts.parameters.values())))
 
     def _owner(self, name: str) -> int:
         return self.parts.holders[name][0]
@@ -90,7 +84,7 @@ class Pipelined:
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """The layers of this rank: tied weights are on another rank too."""
         for name, parameter in self.parts.parameters.items():
-            for tensor in self._own(kind, parameter).values():
+            for tensor in tensors_of(kind, self.optimizer, parameter).values():
                 yield name, tensor
 
     def state_dict(self) -> dict[str, Any]:

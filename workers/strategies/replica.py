@@ -7,7 +7,7 @@ same sum of gradients and the same optimizer keep the replicas equal, to the bit
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workers.config import Config
 from workers.parallel.buckets import broadcast_parameters
-from workers.parallel.phases import phase
+from workers.strategies.parameters import HoldsLayers, forward_backward
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import live_state, make_optimizer, named_tensors
 
 
 class Gradients(Protocol):
@@ -35,7 +34,7 @@ class Gradients(Protocol):
         """After the last one: every gradient is the sum over all ranks."""
 
 
-class Replica:
+class Replica(HoldsLayers):
     """A Strategy: `model` is this rank's replica, `forward` what its passes run through if not the model itself.
 
     `scale` multiplies the loss that is differentiated, for a variant that averages where the others sum.
@@ -50,51 +49,28 @@ class Replica:
         forward: nn.Module | None = None,
         scale: float = 1.0,
     ) -> None:
-        self.model = model
-        self.config = config
+        super().__init__(model, config)
         self.gradients = gradients
         self.forward = forward or model
         self.scale = scale
-        self.optimizer = make_optimizer(model.parameters(), config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         """Sum the gradients of all microbatches here, then once over all ranks, not once a microbatch."""
         shares: list[Tensor] = []
         self.gradients.zero()
-        for inputs, targets, share in microbatches:
-            with self.gradients.accumulate(last=len(shares) == len(microbatches) - 1):
-                with phase("forward", str(len(shares))):
-                    loss = self.forward(inputs, targets) * share
-                with phase("backward", str(len(shares))):
-                    (loss * self.scale).backward()
-            shares.append(loss.detach())
+        for number, microbatch in enumerate(microbatches):
+            with self.gradients.accumulate(last=number == len(microbatches) - 1):
+                shares.append(forward_backward(self.forward, microbatch, number, self.scale))
         self.gradients.finish()
         return torch.stack(shares).sum()
 
-    @property
-    def layers(self) -> dict[int, nn.Module]:
-        """All layers, by number."""
-        return dict(enumerate(self.model.layers))
-
-    def update(self) -> None:
-        """Every replica takes the same step; the norm to clip by is global, since the gradients are."""
-        if self.config.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
-
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """A replica holds everything: nothing is sent."""
-        return named_tensors(self.model, self.optimizer, kind)
+        return self.held(kind)
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """The same on every rank, to the bit."""
-        return named_tensors(self.model, self.optimizer, kind)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(live_state(self.model.named_parameters(), self.optimizer))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is left to do: the state was filled in place."""
+        return self.held(kind)
 
 
 class Wrapped:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from workers.config import Config
 from workers.parallel.clip import clip_gradients
-from workers.parallel.flat import FlatUnit, FlatUnits
-from workers.parallel.phases import phase
+from workers.parallel.flat import FlatUnits
+from workers.strategies.parameters import forward_backward
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import make_optimizer, prime
+from workers.workload.optimizer import make_optimizer, prime, tensors_of
 
 Clip: TypeAlias = Callable[[list[Tensor], float, dist.ProcessGroup], None]
 
@@ -40,13 +40,9 @@ class Sharded:
         """Forward and backward of this rank's microbatches."""
         shares: list[Tensor] = []
         self.zero.begin()
-        for inputs, targets, share in as_many_as_all(microbatches, self.config):
-            with self.zero.microbatch(last=len(shares) == self.config.num_microbatches - 1):
-                with phase("forward", str(len(shares))):
-                    loss = self.model(inputs, targets) * share
-                with phase("backward", str(len(shares))):
-                    loss.backward()
-            shares.append(loss.detach())
+        for number, microbatch in enumerate(as_many_as_all(microbatches, self.config)):
+            with self.zero.microbatch(last=number == self.config.num_microbatches - 1):
+                shares.append(forward_backward(self.model, microbatch, number))
         self.zero.finish()
         return torch.stack(shares).sum()
 
@@ -66,19 +62,11 @@ class Sharded:
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Dense tensors on rank 0, gathered a unit at a time; nothing elsewhere."""
         for unit in self.zero.units:
-            for key, shard in self.shards(kind, unit).items():
+            for key, shard in tensors_of(kind, self.optimizer, unit.master, unit.shard).items():
                 tensors = self.zero.dense(unit, shard) if shard.dim() else [shard] * len(unit.named)
                 for name, tensor in zip(unit.named, tensors, strict=True):
                     if self.group.rank() == 0:
                         yield f"{key}.{name}" if key else name, tensor
-
-    def shards(self, kind: str, unit: FlatUnit) -> dict[str, Tensor]:
-        """This rank's part of a unit's gradient, weights or optimizer state; AdamW's number of steps is a scalar."""
-        if kind == "optimizer":
-            state = self.optimizer.state[unit.master]
-            return {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        tensor = unit.master.detach() if kind == "weights" else unit.shard.grad
-        return {} if tensor is None else {"": tensor}
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Weights, where every rank keeps all of them; of gradients each has a part of its own."""
@@ -91,7 +79,8 @@ class Sharded:
         prime(self.optimizer)
         state: dict[str, Any] = {}
         for unit in self.zero.units:
-            for label, shard in ({"": unit.master.detach()} | self.shards("optimizer", unit)).items():
+            kept = {"": unit.master.detach()} | tensors_of("optimizer", self.optimizer, unit.master)
+            for label, shard in kept.items():
                 prefix = f"optimizer.{label}" if label else "weights"
                 held = unit.pieces(shard) if shard.dim() else ((name, shard) for name in unit.named)
                 state |= {f"{prefix}.{name}": piece for name, piece in held}

@@ -29,7 +29,7 @@ from workers.strategies.engines import Engine
 from workers.strategies.kept import Entry, Kept
 from workers.strategies.sharded import as_many_as_all
 from workers.workload.data import Microbatch
-from workers.workload.optimizer import make_optimizer, prime
+from workers.workload.optimizer import make_optimizer, prime, tensors_of
 
 # (those that count on this rank, all of this rank, bound, mesh): scales all in place
 Clip: TypeAlias = Callable[[list[Tensor], list[Tensor], float, Mesh], Tensor]
@@ -90,7 +90,7 @@ class Stacked:
     @property
     def layers(self) -> dict[int, nn.Module]:
         """This rank's layers, by number in the model."""
-        return {int(index): layer for stage in self.parts.stages.values() for index, layer in stage.layers.items()}
+        return self.parts.layers
 
     def update(self) -> None:
         """Clip by the one norm, step what is kept here, and give the others what is new."""
@@ -114,18 +114,10 @@ class Stacked:
         """This rank's "gradients", "weights" or "optimizer" state."""
         for each in self.kept:
             for entry in each.entries():
-                for key, tensor in self.tensors(kind, entry).items():
+                for key, tensor in tensors_of(kind, self.optimizer, entry.stepped, entry.summed).items():
                     parts = entry.pieces(tensor) if tensor.dim() else scalars(entry.names, tensor)
                     for name, part in parts:
                         yield Held(f"{key}.{name}" if key else name, name, self.placed(name, part), each.everywhere)
-
-    def tensors(self, kind: str, entry: Entry) -> dict[str, Tensor]:
-        """The entry's own, by key; AdamW's number of steps is a scalar."""
-        if kind == "optimizer":
-            state = self.optimizer.state[entry.stepped]
-            return {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        tensor = entry.stepped.detach() if kind == "weights" else entry.summed.grad
-        return {} if tensor is None else {"": tensor}
 
     def placed(self, name: str, part: Piece) -> Piece:
         """A part of this rank's slice, as a part of the dense tensor."""

@@ -19,12 +19,12 @@ from workers.parallel.peers import Peers
 from workers.parallel.phases import phase
 from workers.parallel.sequence import sum_together
 from workers.parallel.slices import Slice, join, slices_of
+from workers.strategies.parameters import HoldsLayers, forward_backward
 from workers.workload.data import Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import live_state, make_optimizer, named_tensors
 
 
-class TensorParallel:
+class TensorParallel(HoldsLayers):
     """A Strategy over `model`, this rank's part of it.
 
     Args:
@@ -37,31 +37,21 @@ class TensorParallel:
         self, model: Model, group: dist.ProcessGroup, config: Config, slices: dict[str, Slice] | None = None, *,
         by_rows: bool = False, own_loss: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.group, self.config = model, group, config
-        self.by_rows = by_rows
+        super().__init__(model, config)
+        self.group, self.by_rows = group, by_rows
         self.has_share = own_loss or group.rank() == 0
         self.slices = slices_of(model) if slices is None else slices
         self.peers = Peers(group)
-        self.optimizer = make_optimizer(model.parameters(), config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         """Forward and backward of all microbatches; whatever is sent, but the last sum, is sent inside of them."""
         self.model.zero_grad()
-        shares: list[Tensor] = []
-        for inputs, targets, share in microbatches:
-            with phase("forward", str(len(shares))):
-                loss = self.model(inputs, targets) * share
-            with phase("backward", str(len(shares))):
-                loss.backward()
-            shares.append(local(loss.detach()))
+        shares = [
+            local(forward_backward(self.model, microbatch, number)) for number, microbatch in enumerate(microbatches)
+        ]
         if self.by_rows:
             self.sum_gradients()
         return torch.stack(shares).sum() if self.has_share else None
-
-    @property
-    def layers(self) -> dict[int, nn.Module]:
-        """All layers, by number; of most this rank has a slice."""
-        return dict(enumerate(self.model.layers))
 
     def sum_gradients(self) -> None:
         """Sum the gradients of what every rank holds whole, in one call."""
@@ -94,10 +84,6 @@ class TensorParallel:
             if piece is not None and self.group.rank() == 0:
                 yield label, piece
 
-    def held(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """This rank's tensors, in the same order on every rank."""
-        return named_tensors(self.model, self.optimizer, kind)
-
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """What every rank holds whole; of DTensors those that are replicated."""
         for name, tensor in self.held(kind):
@@ -106,15 +92,12 @@ class TensorParallel:
 
     def state_dict(self) -> dict[str, Any]:
         """Of a sliced tensor this rank's piece, and a DTensor as it is."""
-        state: dict[str, Any] = dict(live_state(self.model.named_parameters(), self.optimizer))
+        state = super().state_dict()
         for label, tensor in state.items():
             sliced = self.slices.get(dense_name(label))
             if sliced is not None and tensor.dim() > sliced.dim and not hasattr(tensor, "placements"):
                 state[label] = sliced.place(tensor, self.group.rank())
         return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is left to do: the state was filled in place."""
 
 
 def dense_name(label: str) -> str:

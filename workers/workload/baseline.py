@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from workers.config import Config
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model
-from workers.workload.optimizer import make_optimizer, named_state
+from workers.workload.optimizer import make_optimizer, named_tensors
 
 # Of the square root of a type's unit: of 1000 tokens some are so near to another choice, of which rounding turns none
 # or one.
@@ -62,7 +62,7 @@ class Reference:
     def snapshot(self, loss: float) -> Snapshot:
         """What the last step, which had this `loss`, has left."""
         weights = {name: each.detach().clone() for name, each in self.model.named_parameters()}
-        state = {name: each.clone() for name, each in named_state(self.model, self.optimizer)}
+        state = {name: each.clone() for name, each in named_tensors(self.model, self.optimizer, "optimizer")}
         return Snapshot(loss, self.gradients(), weights, state, self.norm)
 
 

@@ -65,23 +65,23 @@ def prime(optimizer: Optimizer) -> None:
             }
 
 
-def named_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's tensors under dense names: 'exp_avg.<parameter>', 'exp_avg_sq.<parameter>', ..."""
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            if isinstance(value, Tensor):
-                yield f"{key}.{name}", value
-
-
 def named_tensors(model: nn.Module, optimizer: Optimizer, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """This rank's "gradients", "weights" or "optimizer" state under dense names, in the same order on every rank."""
-    if kind == "optimizer":
-        yield from named_state(model, optimizer)
-        return
+    """This rank's "gradients", "weights" or "optimizer" state under dense names ('exp_avg.<parameter>', ...), in the
+    same order on every rank."""
     for name, parameter in model.named_parameters():
-        tensor = parameter.detach() if kind == "weights" else parameter.grad
-        if tensor is not None:
-            yield name, tensor
+        for key, tensor in tensors_of(kind, optimizer, parameter).items():
+            yield f"{key}.{name}" if key else name, tensor
+
+
+def tensors_of(
+    kind: str, optimizer: Optimizer, stepped: nn.Parameter, summed: nn.Parameter | None = None
+) -> dict[str, Tensor]:
+    """The gradient or weights of one parameter under "", or its optimizer state by key; AdamW's number of steps is a
+    scalar. The gradient is that of `summed`, where it is not the parameter itself that it is summed for."""
+    if kind == "optimizer":
+        return {key: value for key, value in optimizer.state[stepped].items() if isinstance(value, Tensor)}
+    tensor = stepped.detach() if kind == "weights" else (stepped if summed is None else summed).grad
+    return {} if tensor is None else {"": tensor}
 
 
 def live_state(named: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from workers.config import Config
-from workers.workload.optimizer import PlainSGD, make_optimizer, named_state
+from workers.workload.optimizer import PlainSGD, make_optimizer, named_tensors
 
 
 def linear() -> nn.Linear:
@@ -42,10 +42,10 @@ def test_state_has_dense_names() -> None:
     adamw = make_optimizer(model.parameters(), Config.read({"LAB_OPTIMIZER": "adamw"}))
     model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
     adamw.step()
-    assert {name for name, _ in named_state(model, adamw)} == {
+    assert {name for name, _ in named_tensors(model, adamw, "optimizer")} == {
         f"{key}.{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in ("weight", "bias")
     }
-    assert list(named_state(model, make_optimizer(model.parameters(), Config.read({})))) == []
+    assert list(named_tensors(model, make_optimizer(model.parameters(), Config.read({})), "optimizer")) == []
 
 
 def test_a_step_of_sgd_imports_no_compiler() -> None:
