@@ -13,9 +13,11 @@ import math
 import torch
 from torch import Tensor
 
-from experiments.precision.proof import LEARNING_RATE, flat
+from experiments.precision.proof import LEARNING_RATE
+from experiments.precision.seen import flat
 from workers.contract import Build
 from workers.lab import Lab
+from workers.passes.masks import sampling_errors
 from workers.strategies.replica import Replica
 
 SHARES = (0.125, 0.5, 0.75)
@@ -55,5 +57,4 @@ def deviation(happened: Tensor, probability: float) -> float:
     outcomes = happened.double()
     if not bool(((outcomes == 0) | (outcomes == 1)).all()):
         return math.inf
-    num = len(outcomes)
-    return abs(outcomes.sum().item() - num * probability) / math.sqrt(num * probability * (1 - probability))
+    return sampling_errors(outcomes.sum().item(), len(outcomes), probability)

@@ -19,20 +19,21 @@ in those units. Plain SGD, as in every proof: Adam would divide an error of scal
 
 import copy
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from experiments.precision.formats import converted
 from experiments.precision.predictions import SCALED
-from experiments.precision.seen import remembered
+from experiments.precision.seen import flat, gradient_of, remembered
 from workers.contract import Build
 from workers.lab import Lab
+from workers.measure.difference import apart, largest
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.rounding import ulp
 from workers.passes.replicas import check_replicas
 from workers.strategies.replica import Replica
+from workers.workload.baseline import backward as backward_alone
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import Model
 from workers.workload.optimizer import PlainSGD
@@ -44,7 +45,9 @@ NEAREST = 0.5 + 2.0**-14
 WHOLE = 1.0
 CONTROLS = "tests/experiments/test_precision.py::{}"
 LAST_PLACE = "units in the last place"
-COPIED_BACK = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
+WRONG_MASTERS = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
+WRONG_GRADIENTS = CONTROLS.format("test_gradients_that_are_wrong_fail_the_run")
+WRONG_SCALE = CONTROLS.format("test_a_scale_that_stays_in_gradients_fails_the_run")
 LEARNING_RATE = 2.0**-7  # a power of two: its product with a gradient is exact, so that an update is rounded once
 STEPS = 2
 MOST_HALVINGS = 40  # from 65536 to far below 1
@@ -70,7 +73,8 @@ def prove(lab: Lab, name: str, build: Build) -> None:
     strategy.optimizer = Witness(strategy.optimizer.parameters, LEARNING_RATE)
     start = flat(remembered(strategy))
     if remembered(strategy)[0].dtype == torch.float32:
-        hold_first_masters(lab, name, start)
+        masters = apart(start, flat(lab.model(torch.float32).parameters()))
+        lab.check("first masters", masters, 0.0, name, control=WRONG_MASTERS)
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
         backward(strategy, lab.dealt(batches, step))
@@ -82,13 +86,6 @@ def prove(lab: Lab, name: str, build: Build) -> None:
     check_replicas(lab, name, strategy)
     if name in SCALED:
         check_unscaled(lab, name, build, lab.dealt(batches, 0))
-
-
-def hold_first_masters(lab: Lab, name: str, start: Tensor) -> None:
-    """Masters begin as the float32 weights themselves, and not as what 16 bits leave of them."""
-    off = (start - flat(lab.model(torch.float32).parameters())).abs().max().item()
-    control = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
-    lab.check("first masters", off, 0.0, variant=name, control=control)
 
 
 def backward(strategy: Replica, parts: list[Microbatch]) -> None:
@@ -103,24 +100,13 @@ def backward(strategy: Replica, parts: list[Microbatch]) -> None:
 
 def check_gradients(lab: Lab, name: str, strategy: Replica, batches: Batches, step: int) -> None:
     """The sum over all ranks, on rank 0, against one process in the same arithmetic and in float64."""
-    dtype = dtype_of(strategy)
-    found = summed(strategy)
-    for check, computing, tolerance in (
-        ("gradients", dtype, SAME_ARITHMETIC),
-        ("float64 gradients", torch.float64, EXACT),
-    ):
-        if check == "gradients" or name != "fp16":
-            wanted = one_process(
-                strategy.model, batches.full(step), computing, strategy.scale if computing == dtype else 1.0
-            )
-            lab.check(
-                check,
-                epsilons(found, wanted, dtype),
-                tolerance,
-                variant=name,
-                unit=of_type("epsilons", dtype),
-                control=CONTROLS.format("test_gradients_that_are_wrong_fail_the_run"),
-            )
+    dtype, found, batch = dtype_of(strategy), summed(strategy), batches.full(step)
+    wanted = {"gradients": (one_process(strategy.model, batch, dtype, strategy.scale), SAME_ARITHMETIC)}
+    if name != "fp16":
+        wanted["float64 gradients"] = one_process(strategy.model, batch, torch.float64, 1.0), EXACT
+    for check, (alone, tolerance) in wanted.items():
+        off = epsilons(found, alone, dtype)
+        lab.check(check, off, tolerance, name, unit=of_type("epsilons", dtype), control=WRONG_GRADIENTS)
 
 
 def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start: Tensor) -> Tensor:
@@ -129,40 +115,34 @@ def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start
     witness.given = None
     strategy.update()
     given, after = witness.given, remembered(strategy)
-    tolerance = WHOLE if name in ("bf16_stochastic", "fp16") else NEAREST
-    control = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
-    if given is None:
-        unit = of_type(LAST_PLACE, after[0].dtype)
-        lab.check("update", math.inf, tolerance, name, "no step was taken", unit=unit, control=control)
-        return flat(after)
-    if strategy.config.clip is None:
-        off = (given - wanted).abs().nan_to_num(math.inf).max().item()
-        control = CONTROLS.format("test_a_scale_that_stays_in_gradients_fails_the_run")
-        lab.check("given", off, 0.0, variant=name, detail="to the optimizer, of what was summed", control=control)
-    else:
-        clipped = wanted * min(1.0, strategy.config.clip / wanted.norm().item())
-        off = epsilons(given, clipped, dtype)  # LAB_BUG=unscaled_clip
-        lab.check("clipped gradients", off, SAME_ARITHMETIC, variant=name, unit=of_type("epsilons", dtype))
-    control = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
-    exact = start - LEARNING_RATE * given
     stored = after[0].dtype
-    off = ((flat(after) - exact).abs() / ulp(exact, stored)).max().item()
-    lab.check("update", off, tolerance, variant=name, unit=of_type(LAST_PLACE, stored), control=control)
+    off, taken = math.inf, "no step was taken"
+    if given is not None:
+        exact, taken = start - LEARNING_RATE * given, ""
+        off = largest((flat(after) - exact) / ulp(exact, stored))
+        if strategy.config.clip is None:
+            told = "to the optimizer, of what was summed"
+            lab.check("given", apart(given, wanted), 0.0, name, told, control=WRONG_SCALE)
+        else:
+            apart_by = epsilons(given, clipped(wanted, strategy.config.clip), dtype)  # LAB_BUG=unscaled_clip
+            lab.check("clipped gradients", apart_by, SAME_ARITHMETIC, name, unit=of_type("epsilons", dtype))
+    tolerance = WHOLE if name in ("bf16_stochastic", "fp16") else NEAREST
+    lab.check("update", off, tolerance, name, taken, unit=of_type(LAST_PLACE, stored), control=WRONG_MASTERS)
     if stored != dtype:
-        lab.check("copied back", not_copied(strategy), 0.0, variant=name, control=COPIED_BACK)
+        rounded = flat(weight.detach().to(dtype) for weight in after)
+        copies = apart(flat(strategy.model.parameters()), rounded)
+        lab.check("copied back", copies, 0.0, name, control=WRONG_MASTERS)
     return flat(after)
+
+
+def clipped(gradient: Tensor, clip: float) -> Tensor:
+    """The gradient, no longer than `clip`."""
+    return gradient.mul(min(1.0, clip / gradient.norm().item()))
 
 
 def of_type(unit: str, dtype: torch.dtype) -> str:
     """`epsilons of bfloat16`."""
     return f"{unit} of {str(dtype).removeprefix('torch.')}"
-
-
-def not_copied(strategy: Replica) -> float:
-    """The largest difference of a weight that computes from what is stepped, rounded to the nearest."""
-    computing = flat(strategy.model.parameters())
-    wanted = flat([weight.detach().to(dtype_of(strategy)) for weight in remembered(strategy)])
-    return (computing - wanted).abs().nan_to_num(math.inf).max().item()
 
 
 def check_unscaled(lab: Lab, name: str, build: Build, parts: list[Microbatch]) -> None:
@@ -173,17 +153,14 @@ def check_unscaled(lab: Lab, name: str, build: Build, parts: list[Microbatch]) -
     assert isinstance(strategy, Replica)
     for each in (strategy, exact):
         each.backward(parts)
-    off = (summed(strategy) - summed(exact)).abs().max().item()
-    lab.check("unscaled", off, 0.0, variant=name, control=CONTROLS.format("test_gradients_that_are_wrong_fail_the_run"))
+    lab.check("unscaled", apart(summed(strategy), summed(exact)), 0.0, name, control=WRONG_GRADIENTS)
 
 
 def one_process(model: Model, batch: Microbatch, dtype: torch.dtype, scale: float) -> Tensor:
     """The unscaled gradient of the batch at the weights of `model`, computed in `dtype`, as a vector in float64."""
-    alone = copy.deepcopy(model).to(dtype)
-    alone.zero_grad()
-    inputs, targets, share = converted(batch, dtype)
-    (alone(inputs, targets) * share * scale).backward()
-    return flat([parameter.grad for parameter in alone.parameters()]) / scale
+    alone, part = copy.deepcopy(model).to(dtype), converted(batch, dtype)
+    backward_alone(alone, [part._replace(share=part.share * scale)], None)
+    return flat(parameter.grad for parameter in alone.parameters()) / scale
 
 
 def dtype_of(strategy: Replica) -> torch.dtype:
@@ -193,12 +170,7 @@ def dtype_of(strategy: Replica) -> torch.dtype:
 
 def summed(strategy: Replica) -> Tensor:
     """The gradient over all ranks as it was summed, unscaled, as a vector in float64."""
-    return flat([parameter.grad for parameter in strategy.model.parameters()]) / strategy.scale
-
-
-def flat(tensors: Iterable[Tensor | None]) -> Tensor:
-    """All numbers of some tensors, detached, as one vector in float64."""
-    return torch.cat([tensor.detach().double().flatten() for tensor in tensors if tensor is not None])
+    return gradient_of(strategy) / strategy.scale
 
 
 def epsilons(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:

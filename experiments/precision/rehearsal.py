@@ -9,7 +9,6 @@ between them, two of which are made the 2000th. Of each step
     skipped            where one is no number, no weight moves and the optimizer is not asked; else it is
     clipped gradients  what the optimizer is given is clip(g/S): the scale is gone before the norm is bound
     weights            over all steps that are taken, w - lr·clip(g/S) in float64 from the first weights on
-    copied back        what computes is what was stepped, rounded to the nearest
 
 The norm is bound by LAB_CLIP or CLIP, so that every run sees in which order it clips and unscales.
 """
@@ -20,22 +19,22 @@ import torch
 from torch import Tensor
 
 from experiments.precision.proof import (
-    COPIED_BACK,
     LAST_PLACE,
     LEARNING_RATE,
     SAME_ARITHMETIC,
+    WRONG_MASTERS,
     Witness,
     backward,
+    clipped,
     dtype_of,
     epsilons,
-    flat,
-    not_copied,
     of_type,
     summed,
 )  # fmt: skip
-from experiments.precision.seen import remembered
+from experiments.precision.seen import flat, remembered
 from workers.contract import Build
 from workers.lab import Lab
+from workers.measure.difference import Worst, apart, largest
 from workers.parallel.rounding import ulp
 from workers.strategies.replica import Replica
 from workers.workload.data import Microbatch
@@ -53,8 +52,7 @@ CONTROL_OF = {
     "loss scale": CONTROLS.format("test_a_scale_that_breaks_the_rule_fails_the_run"),
     "skipped": CONTROLS.format("test_a_step_that_should_be_skipped_fails_the_run"),
     "clipped gradients": "",  # LAB_BUG=unscaled_clip
-    "weights": CONTROLS.format("test_masters_that_go_wrong_fail_the_run"),
-    "copied back": COPIED_BACK,
+    "weights": WRONG_MASTERS,
 }
 
 
@@ -78,10 +76,7 @@ class Rehearsal:
         self.exact = flat(remembered(strategy))  # by the formula
         self.unit = torch.zeros_like(self.exact)  # in the last place, the largest on the way
         self.taken = 0
-        self.worst = dict.fromkeys(CONTROL_OF, 0.0)
-
-    def saw(self, check: str, value: float) -> None:
-        self.worst[check] = max(self.worst[check], value if math.isfinite(value) else math.inf)
+        self.seen = Worst(CONTROL_OF)
 
     def pretend(self, good_steps: int) -> None:
         """So many have gone without an overflow."""
@@ -96,26 +91,24 @@ class Rehearsal:
         overflowed = not bool(gradient.isfinite().all())
         self.rule.adjust(overflowed=overflowed)
         for scale in (self.strategy.scale, self.mind.value):
-            self.saw("loss scale", abs(math.log2(scale / self.rule.scale.item())) if scale > 0 else math.inf)
-        self.saw("loss scale", abs(self.mind.good_steps - int(self.rule.good)))
+            self.seen.note("loss scale", abs(math.log2(scale / self.rule.scale.item())) if scale > 0 else math.inf)
+        self.seen.note("loss scale", abs(self.mind.good_steps - int(self.rule.good)))
         if overflowed:
-            self.saw("skipped", (self.weights() - before).abs().nan_to_num(math.inf).max().item())
+            self.seen.note("skipped", apart(self.weights(), before))
         if overflowed == (self.witness.given is not None) or (wanted and not overflowed) or scaled_by == 0:
-            self.saw("skipped", math.inf)  # a step is taken, or not, against the rule; or nothing was rehearsed
+            self.seen.note("skipped", math.inf)  # a step is taken, or not, against the rule; or nothing was rehearsed
         if self.witness.given is not None and not overflowed:
             self.follow(gradient, self.witness.given)
-        self.saw("copied back", not_copied(self.strategy))
 
     def follow(self, gradient: Tensor, given: Tensor) -> None:
         """The step of one process."""
-        clipped = gradient * min(1.0, self.clip / gradient.norm().item())
-        self.saw("clipped gradients", epsilons(given, clipped, dtype_of(self.strategy)))
+        off = epsilons(given, clipped(gradient, self.clip), dtype_of(self.strategy))
+        self.seen.note("clipped gradients", off)
         self.exact = self.exact - LEARNING_RATE * given
         self.taken += 1
         held = remembered(self.strategy)
         self.unit = torch.maximum(self.unit, ulp(self.exact, held[0].dtype))
-        units = (flat(held) - self.exact).abs() / self.unit
-        self.saw("weights", units.nan_to_num(math.inf).max().item() / self.taken)
+        self.seen.note("weights", largest((flat(held) - self.exact) / self.unit) / self.taken)
 
     def weights(self) -> Tensor:
         """All that an update may move: what computes, and masters."""
@@ -134,7 +127,7 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
     parts = lab.dealt(lab.batches(torch.float32, proof=True), 0)
     backward(strategy, parts)  # down to a scale that good steps bear
     found = Rehearsal(strategy, witness, clip)
-    found.saw("loss scale", begins)
+    found.seen.note("loss scale", begins)
     for step, (kind, gone) in enumerate(STEPS):
         lab.at(step, f"overflows of {name}")
         if gone is not None:
@@ -147,10 +140,9 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
         "skipped": (0.0, "", "of weights in steps that are not taken; infinite where the wrong ones are"),
         "clipped gradients": (SAME_ARITHMETIC, of_type("epsilons", dtype_of(strategy)), ""),
         "weights": (1.0, LAST_PLACE, f"a step taken, of {found.taken}"),
-        "copied back": (0.0, "", "of the weights that compute"),
     }
     for check, (tolerance, unit, detail) in told.items():
-        lab.check(check, found.worst[check], tolerance, name, detail, unit=unit, control=CONTROL_OF[check])
+        lab.check(check, found.seen.found[check].value, tolerance, name, detail, unit=unit, control=CONTROL_OF[check])
 
 
 def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: bool) -> None:

@@ -5,6 +5,7 @@ seen against the float32 gradient of the same samples at the same weights, eleme
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from workers.contract import Build
 from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.masters import Masters
+from workers.passes.proof import summed_losses
 from workers.strategies.replica import Replica
 from workers.workload.data import Microbatch
 
@@ -22,7 +24,7 @@ from workers.workload.data import Microbatch
 class Seen:
     """One variant's training: a value a step, of all P elements."""
 
-    shares: list[float] = field(default_factory=list)  # of the loss, this rank's
+    shares: list[float | None] = field(default_factory=list)  # of the loss, this rank's
     losses: list[float] = field(default_factory=list)  # of the batch, on rank 0
     scales: list[float] = field(default_factory=list)
     overflowed: list[int] = field(default_factory=list)  # elements of the gradient that are inf or NaN
@@ -49,18 +51,16 @@ def observe(lab: Lab, name: str, build: Build) -> Seen:
         if step in (0, lab.config.steps - 1):
             lost = (gradient == 0) & (gradient_at(strategy, exact, parts) != 0)
             seen.underflowed.append(math.nan if seen.overflowed[-1] else lost.double().mean().item())
-        before = weights_of(strategy)
+        before = flat(remembered(strategy))
         strategy.update()
         if strategy.scale < seen.scales[-1]:
             seen.skipped += 1
         elif not seen.overflowed[-1]:
             moved = gradient != 0
-            unmoved = (weights_of(strategy) == before) & moved
+            unmoved = (flat(remembered(strategy)) == before) & moved
             seen.vanished.append((unmoved.sum() / moved.sum().clamp(min=1)).item())
         lab.work.advance()
-    everyone = lab.exchange.gather("losses", seen.shares)
-    if everyone is not None:
-        seen.losses = [math.fsum(column) for column in zip(*everyone, strict=True)]
+    seen.losses = summed_losses(lab, seen.shares)
     return seen
 
 
@@ -85,9 +85,7 @@ def gradient_at(strategy: Replica, exact: Replica, parts: list[Microbatch]) -> T
 
 def gradient_of(replica: Replica) -> Tensor:
     """The summed gradient as it stands, with its scale, as one vector."""
-    return torch.cat(
-        [parameter.grad.flatten() for parameter in replica.model.parameters() if parameter.grad is not None]
-    )
+    return flat(parameter.grad for parameter in replica.model.parameters())
 
 
 def remembered(replica: Replica) -> list[nn.Parameter]:
@@ -96,6 +94,6 @@ def remembered(replica: Replica) -> list[nn.Parameter]:
     return masters.parameters if masters and masters.kept else list(replica.model.parameters())
 
 
-def weights_of(replica: Replica) -> Tensor:
-    """A copy of the weights that the next update starts from, as one vector."""
-    return torch.cat([weight.detach().flatten() for weight in remembered(replica)])
+def flat(tensors: Iterable[Tensor | None]) -> Tensor:
+    """A copy of all numbers of some tensors as one vector in float64."""
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors if tensor is not None])

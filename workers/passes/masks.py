@@ -27,7 +27,7 @@ def hold_dropout(lab: Lab, batches: Batches, control: str) -> None:
     again, others = masks_of(lab, inputs, lab.config.seed)[0], masks_of(lab, inputs, lab.config.seed + 1)[0]
     worst = {
         "kept numbers by 1/(1-p)": 0.0 if exact else math.inf,
-        "share": errors(torch.cat([mask.flatten() for mask in masks]).double().sum().item(), share, masks),
+        "share": sampling_errors(sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks), share),
         "repeated": 0.0 if all(map(torch.equal, masks, again)) else math.inf,
         "two seeds": max(map(common, masks, others)),
         "two parts": max((common(one, other) for one, other in combinations(masks, 2)), default=0.0),
@@ -70,10 +70,9 @@ def turn(model: Model, inputs: Tensor) -> None:
         model.dropouts.samples = model.dropouts.checksums(inputs)
 
 
-def errors(dropped: float, share: float, masks: list[Tensor]) -> float:
-    """How many sampling errors so many are off their share."""
-    count = sum(mask.numel() for mask in masks)
-    return abs(dropped - count * share) / math.sqrt(count * share * (1 - share))
+def sampling_errors(count: float, draws: int, share: float) -> float:
+    """How far a count is from its expectation, in deviations of as many fair draws of that share."""
+    return abs(count - draws * share) / math.sqrt(draws * share * (1 - share))
 
 
 def common(one: Tensor, other: Tensor) -> float:
