@@ -13,14 +13,12 @@ import itertools
 import math
 
 import torch
-from torch import Size, Tensor
+from torch import Size
 
-from experiments.compress.limits import sent
-from experiments.compress.witness import watched
+from experiments.compress.limits import sender
 from workers.contract import Build
 from workers.lab import Lab
-from workers.strategies.replica import Replica
-from workers.workload.model import Model
+from workers.passes.masks import sampling_errors
 
 SIGMAS = 6.0
 SHAPE = Size((64, 32))
@@ -45,27 +43,17 @@ def rounded_up(lab: Lab, build: Build) -> float:
         values = codes + share
         values[codes == levels - 1] = levels  # which makes the scale one
         fair = values != levels
-        total = sent(lab, build, SHAPE, values).total
+        total = sender(lab, build, SHAPE, ratio=1.0)(values).total
         ups = (total - lab.world_size * codes)[fair].round().sum().item()
-        worst = max(worst, deviation(ups, lab.world_size * int(fair.sum()) * share, 1 - share))
+        worst = max(worst, sampling_errors(ups, lab.world_size * int(fair.sum()), share))
     return worst
 
 
 def places(lab: Lab, build: Build, ratio: float) -> float:
     """Where there is a sum, step after step, of gradients without a zero."""
-    numel = SHAPE.numel()
-    layer = torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)
-    model = Model("draws", [layer], torch.nn.Identity()).to(lab.device, torch.float64)
-    strategy = build(model, lab.mesh, lab.config.with_own(ratio=ratio, error_feedback=False))
-    assert isinstance(strategy, Replica)
-    buckets, [witness] = watched(strategy)
-    drawn: list[Tensor] = []
-    for _ in range(STEPS):
-        buckets.zero()
-        with buckets.accumulate(last=True):
-            (layer.weight.sum() * (lab.rank + 1)).backward()
-        buckets.finish()
-        drawn.append(witness.total.nonzero().flatten())
+    numel, gradient = SHAPE.numel(), torch.full((SHAPE.numel(),), lab.rank + 1.0, dtype=torch.float64)
+    send = sender(lab, build, SHAPE, ratio=ratio, error_feedback=False)
+    drawn = [send(gradient).total.nonzero().flatten() for _ in range(STEPS)]
     k = round(ratio * numel)
     if any(len(each) != k for each in drawn):
         return math.inf
@@ -73,9 +61,5 @@ def places(lab: Lab, build: Build, ratio: float) -> float:
     middle = torch.cat(drawn).double().mean().item() - (numel - 1) / 2
     spread = math.sqrt((numel**2 - 1) / 12 * left / (STEPS * k))
     shared = [int(torch.isin(one, other).sum()) for one, other in itertools.pairwise(drawn)]
-    return max(abs(middle) / spread, *(deviation(same, k * k / numel, left * left) for same in shared))
-
-
-def deviation(count: float, expected: float, of: float) -> float:
-    """How far a count is from its expectation, in deviations √(expected·of)."""
-    return abs(count - expected) / math.sqrt(expected * of)
+    alike = k * k / numel
+    return max(abs(middle) / spread, *(abs(same - alike) / math.sqrt(alike * left * left) for same in shared))

@@ -4,6 +4,9 @@ One of a kind that suits the method has to come out as the dense sum, with nothi
 its scale is zero; and of one beyond the range of 16 bits casts send what fits N times, and keep the rest.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
@@ -12,6 +15,7 @@ from experiments.compress.predictions import own
 from experiments.compress.witness import Witness, watched
 from workers.contract import Build
 from workers.lab import Lab
+from workers.measure.difference import apart, larger, largest
 from workers.workload.model import Model
 
 TOLERANCE = 1e-12  # over the largest number that is summed
@@ -30,10 +34,10 @@ def check_limits(lab: Lab, name: str, method: str, build: Build) -> None:
     if method in CASTS:
         # Twice what one rank may send, the same sign on all: N of them would be beyond it on the way.
         beyond = torch.full_like(gradient, 2 * torch.finfo(CASTS[method]).max / (lab.world_size + 1))
-        witness = sent(lab, build, shape, beyond)
+        witness = sender(lab, build, shape, ratio=1.0)(beyond)
         left = witness.rest if own(lab.config).error_feedback else beyond - witness.total / lab.world_size
         detail = "twice what a rank may send of 16 bits: a number, and half of it is left"
-        off = (left / beyond - 0.5).abs().nan_to_num(torch.inf).max().item()
+        off = largest(left / beyond - 0.5)
         # The limit itself is rounded to 16 bits, and N of them to the sum, by half an epsilon each.
         roundings = (lab.world_size + 1) * torch.finfo(CASTS[method]).eps / 2
         lab.check("range", off, roundings, name, detail, control=control)
@@ -41,26 +45,28 @@ def check_limits(lab: Lab, name: str, method: str, build: Build) -> None:
 
 def passed(lab: Lab, build: Build, shape: Size, gradient: Tensor) -> float:
     """The largest difference to the dense sum or number left over, over the largest number of the sum."""
-    witness = sent(lab, build, shape, gradient)
+    witness = sender(lab, build, shape, ratio=1.0)(gradient)
     dense, rest = gradient.to(lab.device), witness.rest.clone()
     for tensor in (dense, rest):
         dist.all_reduce(tensor, group=lab.group)
-    off = torch.maximum((witness.total - dense).abs().max(), rest.abs().max())
-    most = dense.abs().max().item()
-    return off.nan_to_num(torch.inf).item() / (most if most > 0 else 1.0)
+    return larger(apart(witness.total, dense), largest(rest)) / (largest(dense) or 1.0)
 
 
-def sent(lab: Lab, build: Build, shape: Size, gradient: Tensor, ratio: float = 1.0) -> Witness:
-    """What becomes of this rank's gradient [n], flat, of one matrix of `shape`."""
+def sender(lab: Lab, build: Build, shape: Size, **options: Any) -> Callable[[Tensor], Witness]:
+    """Of one matrix of `shape` what becomes of this rank's gradients [n], flat, one after the other; the mode's own
+    `options` are other ones."""
     layer = nn.Linear(shape[1], shape[0], bias=False)
     model = Model("limit", [layer], nn.Identity()).to(lab.device, torch.float64)
-    strategy = build(model, lab.mesh, lab.config.with_own(ratio=ratio))
-    gradients, [witness] = watched(strategy)
-    gradients.zero()
-    with gradients.accumulate(last=True):
-        (layer.weight.flatten() @ gradient.to(lab.device)).backward()  # of which it is the gradient
-    gradients.finish()
-    return witness
+    gradients, [witness] = watched(build(model, lab.mesh, lab.config.with_own(**options)))
+
+    def send(gradient: Tensor) -> Witness:
+        gradients.zero()
+        with gradients.accumulate(last=True):
+            (layer.weight.flatten() @ gradient.to(lab.device)).backward()  # of which it is the gradient
+        gradients.finish()
+        return witness
+
+    return send
 
 
 def whole(method: str, rank: int, world_size: int, shape: Size, low_rank: int) -> Tensor:

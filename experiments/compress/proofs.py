@@ -23,14 +23,17 @@ from torch import Size, Tensor
 from experiments.compress.draws import check_draws
 from experiments.compress.limits import check_limits
 from experiments.compress.predictions import METHODS, OURS, bucket_members, bucket_shapes, own
-from experiments.compress.reference import ROUNDING, TINY, Reference, added, largest
+from experiments.compress.reference import ROUNDING, TINY, Reference, added
 from experiments.compress.subspace import Projection, factored
 from experiments.compress.witness import Witness, watched
 from workers.config import Config
 from workers.contract import Build
 from workers.lab import Lab
+from workers.measure.difference import Worst, largest
 from workers.passes.replicas import check_replicas
+from workers.workload.baseline import backward
 from workers.workload.model import Model
+from workers.workload.optimizer import make_optimizer
 
 STEPS = 4
 LEARNING_RATE = 0.01
@@ -51,24 +54,24 @@ class OneProcess:
         self.model: Model = lab.model(torch.float64)
         self.batches = lab.batches(torch.float64, proof=True)
         self.parameters = list(self.model.parameters())
+        self.optimizer = make_optimizer(self.parameters, config)
         self.members = bucket_members(config, 8, name)
 
     def gradients(self, step: int) -> list[Tensor]:
         """Of the whole batch, a flat tensor a bucket."""
-        self.model.zero_grad()
-        inputs, targets, share = self.batches.full(step)
-        (self.model(inputs, targets) * share).backward()
+        backward(self.model, [self.batches.full(step)], None)
         found = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
         return [torch.cat([found[index].flatten() for index in bucket]) for bucket in self.members]
 
-    @torch.no_grad()
-    def step(self, sums: list[Tensor]) -> None:
-        """w - lr·sum, a flat sum a bucket."""
+    def step(self, sums: list[Tensor]) -> dict[str, Tensor]:
+        """w - lr·sum, a flat sum a bucket; returns the weights by name."""
         for bucket, total in zip(self.members, sums, strict=True):
             weights = [self.parameters[index] for index in bucket]
             pieces = total.split([weight.numel() for weight in weights])
             for weight, piece in zip(weights, pieces, strict=True):
-                weight.sub_(LEARNING_RATE * piece.view_as(weight))
+                weight.grad = piece.view_as(weight)
+        self.optimizer.step()
+        return {name: weight.detach() for name, weight in self.model.named_parameters()}
 
 
 def by_the_formula(lab: Lab, name: str, build: Build) -> None:
@@ -85,7 +88,7 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         for of in shapes
     ]
     alone, batches = OneProcess(lab, config, name), lab.batches(torch.float64, proof=True)
-    worst = dict.fromkeys(("gradients", "formula", *(["sent + residual"] if feedback else []), "weights"), 0.0)
+    worst = Worst(("gradients", "formula", *(["sent + residual"] if feedback else []), "weights"))
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
         strategy.backward(lab.dealt(batches, step))
@@ -96,17 +99,14 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         # Of the largest gradient of all: that of a key's bias is nothing but rounding.
         size = max([TINY, *(largest(dense) for dense in wanted if dense is not None)])
         for witness, reference, dense in zip(witnesses, references, wanted, strict=True):
-            found = differences(lab, witness, reference, dense)
-            found["gradients"] = found.get("gradients", 0.0) / size
-            worst = {check: max(value, found.get(check, 0.0)) for check, value in worst.items()}
-        if lab.rank == 0:
-            alone.step([witness.total for witness in witnesses])
-            pairs = zip(strategy.full("weights"), alone.parameters, strict=True)
-            off = max(largest(mine - weight.detach()) for (_, mine), weight in pairs)
-            worst["weights"] = max(worst["weights"], off)
-    for check, value in worst.items() if lab.rank == 0 else ():
+            for check, value in differences(lab, witness, reference, dense).items():
+                if check in worst.found:
+                    worst.note(check, value / size if check == "gradients" else value, where=f"step {step}")
+        weights = alone.step([witness.total for witness in witnesses]) if lab.rank == 0 else None
+        worst.compare("weights", strategy.full("weights"), weights, where=f"step {step}")
+    for check, off in worst.found.items() if lab.rank == 0 else ():
         rounding = (lab.world_size - 1) * ROUNDING.get(method, 0.0) if check == "formula" else 0.0
-        lab.check(check, value, TOLERANCE + rounding, name, control=CONTROL_OF.get(check, ""))
+        lab.check(check, off.value, TOLERANCE + rounding, name, off.where, control=CONTROL_OF.get(check, ""))
     if feedback:
         lost = max(witness.lost for witness in witnesses)
         lab.check("residuals", lost, 0.0, name, f"over {STEPS - 1} steps", control=CONTROL_OF["residuals"])

@@ -6,13 +6,12 @@ keeps twice, shows in the next step's sum. It shares the seeds with them, and no
 is held by what it has to satisfy: the places of random-k by the sum (and draws.py), PowerSGD in subspace.py.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from experiments.compress.predictions import own
 from workers.config import Config
+from workers.measure.difference import largest
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one addition on the wire, over the summands
 TINY = torch.finfo(torch.float64).tiny
@@ -103,8 +102,3 @@ def masked(values: Tensor, places: Tensor) -> Tensor:
 def added(tensors: list[Tensor]) -> Tensor:
     """Their sum, in rank order."""
     return sum(tensors[1:], tensors[0])
-
-
-def largest(tensor: Tensor) -> float:
-    """The largest magnitude; infinite where there is no number."""
-    return tensor.abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item()

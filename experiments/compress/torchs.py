@@ -26,6 +26,7 @@ from experiments.compress.predictions import own
 from workers.config import Config
 from workers.contract import Build, Strategy
 from workers.lab import Lab
+from workers.measure.difference import Worst, difference, largest
 from workers.parallel.lowrank import first_factor, pays
 from workers.parallel.mesh import Mesh
 from workers.passes.replicas import check_replicas
@@ -109,25 +110,21 @@ def beside(lab: Lab, other: str, build_ours: Build, config: Config, tolerance: f
     theirs, ours = (each(lab.model(torch.float64), lab.mesh, config) for each in (build, build_ours))
     for _ in range(DENSE_STEPS):  # without an update: DDP lays out its buckets, and its PowerSGD waits for that
         theirs.backward(lab.dealt(batches, 0))
-    losses = gradients = 0.0
+    worst = Worst(("losses beside ours", "gradients beside ours"))
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
         share, wanted = (strategy.backward(lab.dealt(batches, step)) for strategy in (theirs, ours))
         assert share is not None
         assert wanted is not None
-        losses = max(losses, (share - wanted).abs().item())
-        gradients = max(gradients, relative(dict(theirs.full("gradients")), dict(ours.full("gradients"))))
+        worst.note("losses beside ours", (share - wanted).abs().item())
+        gradients = dict(ours.full("gradients"))
+        size = max(map(largest, gradients.values()))
+        worst.note("gradients beside ours", difference(theirs.full("gradients"), gradients) / size)
         for strategy in (theirs, ours):
             strategy.update()
         lab.stepped()
     control = "tests/experiments/test_compress.py::test_what_pytorchs_own_does_not_do_fails_the_run"
-    lab.check("losses beside ours", losses, tolerance, name, f"beside {other}", control=control)
-    detail = f"beside {other}, over the largest gradient"
-    lab.check("gradients beside ours", gradients, tolerance, name, detail, control=control)
+    for check, off in worst.found.items():
+        detail = f"beside {other}" + ", over the largest gradient" * check.startswith("gradients")
+        lab.check(check, off.value, tolerance, name, detail, control=control)
     check_replicas(lab, name, theirs)
-
-
-def relative(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> float:
-    """The largest difference of any gradient, over the largest gradient."""
-    largest = max(gradient.abs().max().item() for gradient in ours.values())
-    return max((theirs[name] - ours[name]).abs().max().item() for name in ours) / largest

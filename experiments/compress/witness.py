@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from workers.contract import Strategy
+from workers.measure.difference import apart, larger
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.compression import Handle
 from workers.strategies.replica import Replica
@@ -26,7 +27,7 @@ class Witness:
     def __call__(self, bucket: Tensor) -> Handle:
         self.gradient, self.before = bucket.clone(), self.residual(bucket).clone()
         left = getattr(self, "rest", torch.zeros_like(bucket))
-        self.lost = max(self.lost, (self.before - left).abs().nan_to_num(torch.inf).max().item())
+        self.lost = larger(self.lost, apart(self.before, left))
         handle = self.watched(bucket)
 
         def end() -> None:
