@@ -23,6 +23,7 @@ CONFIG, REPORT, PARALLEL, CLUSTER = "workers.config", "workers.report", "workers
 STORES = [f"{PARALLEL}.{name}" for name in ("handshake", "store", "store_host")]
 STRATEGIES, CONTRACT, LAB, CHECKPOINT = "workers.strategies", "workers.contract", "workers.lab", "workers.checkpoint"
 PASSES, RANK, PLAN, FAULTS = "workers.passes", "workers.rank", "workers.plan", "workers.faults"
+COMPARED = [f"{MEASURE}.difference", f"{MEASURE}.hashing"]
 BELOW_LAB = [CONFIG, CONTRACT, REPORT, PARALLEL, MEASURE, WORKLOAD, CLUSTER]
 FLOORS: dict[str, list[str]] = {
     CONFIG: [],
@@ -43,11 +44,11 @@ FLOORS: dict[str, list[str]] = {
     "workers.engine": [CONFIG],
     "workers.live": [CONFIG, REPORT],
     "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, *STORES, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
-    "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check"],
+    "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check", *COMPARED],
     "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}", f"{PARALLEL}.dialling", *STORES],
     "workers.__main__": [CONFIG, CLUSTER, RANK, f"{REPORT}.output", "workers.live.beside"],
     "experiments": [
-        CONFIG, CONTRACT, PARALLEL, FORMULAS, f"{MEASURE}.difference", f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
+        CONFIG, CONTRACT, PARALLEL, FORMULAS, *COMPARED, f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
         f"{CHECKPOINT}.mistakes",
     ],
     "experiments.__main__": [CONFIG, RANK],

@@ -30,7 +30,6 @@ LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE 
 take turns, whoever has more rows: LAB_ROW_US pretends compute that takes no core.
 """
 
-import hashlib
 from functools import partial
 from typing import TypeAlias
 
@@ -51,6 +50,7 @@ from workers.config import Config
 from workers.contract import Mode, Strategy, Variant
 from workers.lab import Lab
 from workers.measure.formulas.experts import even_row_bytes, expert_places
+from workers.measure.hashing import digest_of
 from workers.measure.order import Order
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.dispatch import AllToAll, Compute, Dispatch, Swap
@@ -242,10 +242,7 @@ def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:
     """Ranks that hold the same experts hold the same numbers, to the bit."""
     if not isinstance(strategy, ExpertParallel) or strategy.placement.copies == 1:
         return
-    mine = hashlib.sha256()
-    for part in strategy.parts.values():
-        mine.update(part.detach().cpu().numpy().tobytes())
-    everyone = lab.exchange.gather("copies", mine.hexdigest())
+    everyone = lab.exchange.gather("copies", digest_of(strategy.parts.values()))
     if everyone is None:
         return
     wanted = everyone[: strategy.placement.ranks_of_a_copy] * strategy.placement.copies

@@ -9,7 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+NEAR = 1e-6  # relative, of two numbers that are one but for rounding
 
 
 class Off(NamedTuple):
@@ -91,6 +94,16 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     """The norm of the difference, in float64."""
     norm: float = (found.double() - wanted.double()).norm().item()
     return norm
+
+
+def factor(found: Tensor, wanted: Tensor) -> float | None:
+    """How many times `wanted` is `found`; None where it is no multiple of it."""
+    square = (wanted * wanted).sum().item()
+    if square == 0.0 or not torch.isfinite(found).all():
+        return None
+    times = (found * wanted).sum().item() / square
+    rest = (found - times * wanted).norm().item()
+    return times if rest <= NEAR * max(found.norm().item(), math.sqrt(square)) else None
 
 
 def larger(one: float, other: float) -> float:

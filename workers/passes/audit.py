@@ -25,10 +25,10 @@ from workers.passes.alone import Alone
 from workers.passes.proof import summed_losses
 from workers.workload import baseline
 from workers.workload.data import Batches
-from workers.workload.model import Model
 
-State = dict[str, Tensor]
-Gradient = tuple[float, State]  # the loss of a batch, and its gradient
+Tensors = dict[str, Tensor]
+State = dict[str, Tensors]  # "weights" by name, and the "optimizer" state under '<key>.<name>'
+Gradient = tuple[float, Tensors]  # the loss of a batch, and its gradient
 MISSING = {"weights": Off(math.inf, 0.0)}
 
 
@@ -94,7 +94,9 @@ class Audit:
             for kind, off in offs.items():
                 found.note(kind, off.value, off.allowed, f"step {step}, {label}")
 
-    def _parameter(self, step: int, gradient: Tensor, rounding: float, before: State, after: State) -> dict[str, Off]:
+    def _parameter(
+        self, step: int, gradient: Tensor, rounding: float, before: Tensors, after: Tensors
+    ) -> dict[str, Off]:  # fmt: skip
         """How far one parameter is off, and its state."""
         config, weight, found = self.lab.config, before.pop("weights"), after.pop("weights")
         gradient = gradient.to(weight.dtype)  # of float32 masters
@@ -105,7 +107,7 @@ class Audit:
     def _gradient(self, before: State, data_step: int) -> Gradient:
         """Loss and gradient of the whole batch at these weights, in one process and LAB_DTYPE."""
         model = self.lab.model(getattr(torch, self.lab.config.dtype))
-        load(model, before)
+        baseline.fill(model, before["weights"])
         key = f"{data_step} {digest_of(model.parameters())}"
         if self._known is None or self._known[0] != key:
             loss, _ = baseline.backward(model, self.batches.alone(data_step), self.lab.config.clip)
@@ -114,35 +116,24 @@ class Audit:
 
 
 def gathered(lab: Lab, strategy: Strategy) -> State:
-    """A copy of all weights and of the optimizer's state under 'weights.<name>' and 'optimizer.<key>.<name>', on rank
-    0; nothing elsewhere."""
-    copies: State = {}
-    for kind in ("weights", "optimizer"):
-        for label, tensor in strategy.full(kind):
-            if lab.rank == 0:
-                copies[f"{kind}.{label}"] = tensor.detach().clone()
-    return copies
+    """A copy of all weights and of the optimizer's state on rank 0; nothing elsewhere."""
+    return {
+        kind: {label: tensor.detach().clone() for label, tensor in strategy.full(kind) if lab.rank == 0}
+        for kind in ("weights", "optimizer")
+    }
 
 
-def of_parameter(before: State, after: State, label: str) -> tuple[State, State] | None:
+def of_parameter(before: State, after: State, label: str) -> tuple[Tensors, Tensors] | None:
     """What belongs to one parameter, by key, where its weight is there before and after, alike in shape."""
-    keys = ("weights", *(f"optimizer.{key}" for key in ("step", "exp_avg", "exp_avg_sq")))
-    held = [
-        {key.removeprefix("optimizer."): state[f"{key}.{label}"] for key in keys if f"{key}.{label}" in state}
-        for state in (before, after)
-    ]
-    shapes = {state["weights"].shape if "weights" in state else None for state in held}
-    return (held[0], held[1]) if len(shapes) == 1 and None not in shapes else None
+    held = []
+    for state in (before, after):
+        moments = {key: state["optimizer"].get(f"{key}.{label}") for key in ("step", "exp_avg", "exp_avg_sq")}
+        found = {"weights": state["weights"].get(label)} | moments
+        held.append({key: tensor for key, tensor in found.items() if tensor is not None})
+    shapes = [state["weights"].shape for state in held if "weights" in state]
+    return (held[0], held[1]) if len(shapes) == 2 and shapes[0] == shapes[1] else None
 
 
-@torch.no_grad()
-def load(model: Model, state: State) -> None:
-    """Fill the model, rounding what is held in a finer type."""
-    for name, parameter in model.named_parameters():
-        if f"weights.{name}" in state:
-            parameter.copy_(state[f"weights.{name}"])
-
-
-def norm(tensors: State) -> float:
+def norm(tensors: Tensors) -> float:
     """Of all together."""
     return math.hypot(*(tensor.double().norm().item() for tensor in tensors.values()))

@@ -33,6 +33,7 @@ from workers.passes.again import hold_recomputation
 from workers.passes.definition import Weights, computed, num_weights
 from workers.passes.masks import hold_dropout
 from workers.workload import text
+from workers.workload.baseline import fill
 from workers.workload.data import Batches, Microbatch
 from workers.workload.model import VOCABULARY, Block, Embedding, Head, Model, Residual
 from workers.workload.optimizer import make_optimizer
@@ -108,8 +109,7 @@ def mixing_of(model: Model) -> object | None:
 def lab_weights(model: Model, weights: Weights) -> dict[str, Tensor]:
     """The weights as they are now; those in the model are put back to what they were."""
     now = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights.named[name])
+    fill(model, weights.named)
     return now
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from workers.cluster import name_ranks
+from workers.measure.difference import factor
+from workers.measure.hashing import raw
 from workers.prove.held import local, plain_name
 
 BUFFERS = "buffers"
@@ -90,11 +92,8 @@ def times(start: Tensor, found: Tensor, wanted: Tensor) -> str:
     """How many times as far it went as it had to, where it is that."""
     if found.shape != wanted.shape or start.shape != wanted.shape:
         return ""
-    went, right = found.double() - start.double(), wanted.double() - start.double()
-    square = (right * right).sum().item()
-    factor = (went * right).sum().item() / square if square else 0.0
-    alike = bool(factor) and near(went, factor * right)
-    return f": it moved {factor:.4g} x as far" if alike else ""
+    far = factor(found.double() - start.double(), wanted.double() - start.double())
+    return f": it moved {far:.4g} x as far" if far else ""
 
 
 def begins_otherwise(found: Tensor, dense: Tensor) -> bool:
@@ -104,8 +103,7 @@ def begins_otherwise(found: Tensor, dense: Tensor) -> bool:
 
 def same(one: Tensor, other: Tensor) -> bool:
     """To the bit, whatever bits stand for no number."""
-    bits = (each.detach().contiguous().flatten().view(torch.uint8) for each in (one, other))
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
+    return one.shape == other.shape and one.dtype == other.dtype and raw(one) == raw(other)
 
 
 def near(one: Tensor, other: Tensor) -> bool:

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from workers.measure import difference
+from workers.measure.difference import factor
 from workers.prove.dense import LEARNING_RATE, Dense
 from workers.prove.held import Rows
 from workers.prove.trainee import Found
@@ -15,10 +16,9 @@ from workers.workload.baseline import Snapshot
 TOLERANCE = 1e-11  # of the largest value of all tensors of a kind, or of one where that is more
 CLIP_EPSILON = 1e-6  # torch's clip_grad_norm_ adds it to the norm; whoever clips by hand need not
 GRADIENTS, WEIGHTS, LOSSES = "gradients", "weights", "losses"
-NEAR = 1e-6
 
 
-class Off(NamedTuple):
+class Deviation(NamedTuple):
     """One tensor of one rank after one step."""
 
     step: int
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 def compared(
     rank: int, steps: Sequence[Step], dense: Dense, canonical: Mapping[str, str], clip: float | None
-) -> list[Off]:
+) -> list[Deviation]:
     """Every tensor of a rank beside one process's."""
     found = []
     for number, (step, alone) in enumerate(zip(steps, dense.steps, strict=True)):
@@ -55,7 +55,7 @@ def compared(
             for name, each in step.of(kind).items():
                 difference, times = apart(each, wanted.get(canonical[name]))
                 shape = () if each.tensor is None else tuple(each.tensor.shape)
-                found.append(Off(number, kind, name, rank, difference, allowed, times, shape))
+                found.append(Deviation(number, kind, name, rank, difference, allowed, times, shape))
     return found
 
 
@@ -67,22 +67,8 @@ def apart(found: Found, dense: Tensor | None) -> tuple[float, float | None]:
         missing = given is not None and bool(given.any())
         # A gradient that one process has not may be zeros here; one that is zero there may be missing here.
         return (math.inf if missing else 0.0), None
-    if found.tensor.shape != wanted.shape:
-        return math.inf, None
-    if not wanted.numel():
-        return 0.0, None
-    largest = (found.tensor.double() - wanted).abs().max().item()
-    return (largest if math.isfinite(largest) else math.inf), factor(found.tensor.double(), wanted)
-
-
-def factor(found: Tensor, wanted: Tensor) -> float | None:
-    """`found` over `wanted`, where it is that many times it."""
-    square = (wanted * wanted).sum().item()
-    if square == 0.0 or not torch.isfinite(found).all():
-        return None
-    times = (found * wanted).sum().item() / square
-    rest = (found - times * wanted).norm().item()
-    return times if rest <= NEAR * max(found.norm().item(), math.sqrt(square)) else None
+    off = difference.apart(found.tensor.double(), wanted)
+    return off, factor(found.tensor.double(), wanted) if math.isfinite(off) else None
 
 
 def tolerance(wanted: Iterable[Tensor], alone: Snapshot, clip: float | None) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from workers.prove import buffers
 from workers.prove.dealing import Dealing
 from workers.prove.theirs import Refused, Theirs
-from workers.workload.baseline import Reference, Snapshot, backward
+from workers.workload.baseline import Reference, Snapshot, backward, fill
 from workers.workload.data import Microbatch
 
 STEPS = 3
@@ -57,10 +57,10 @@ def by_own_samples(theirs: Theirs, dense: Dense, dealt: Sequence[Sequence[Microb
     model = theirs.model(theirs.config.seed)
     starts = [dense.start, *(each.weights for each in dense.steps[:-1])]
     for before, after, parts in zip(starts, dense.steps, dealt, strict=True):
-        take(model, before)
+        fill(model, before)
         for part in parts:
             theirs.loss(model, part.inputs, part.targets)
-        take(model, after.weights)
+        fill(model, after.weights)
         theirs.after_step(model)
     return buffers.of(model)
 
@@ -74,7 +74,7 @@ def contributions(
     """
     model = theirs.model(theirs.config.seed)
     aliases = [alias for alias, canonical in names_of(model).items() if canonical == name]
-    take(model, weights)
+    fill(model, weights)
     for alias in aliases[1:]:
         holder, _, last = alias.rpartition(".")
         own = nn.Parameter(model.get_parameter(name).detach().clone())
@@ -87,13 +87,6 @@ def contributions(
                 gradient = model.get_parameter(alias).grad
                 found[alias, shard, index] = torch.zeros_like(weights[name]) if gradient is None else gradient.clone()
     return found
-
-
-@torch.no_grad()
-def take(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Fill the model."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
 
 
 def names_of(model: nn.Module) -> dict[str, str]:

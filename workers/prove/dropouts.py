@@ -5,7 +5,6 @@ ranks that hold the same activations (tensor parallelism's, where they are not c
 with other samples, or other parts of the activations.
 """
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.cluster import name_ranks
+from workers.measure.hashing import hash_of
 from workers.prove.held import plain_name
 
 FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -68,9 +68,8 @@ class Draws:
         self.any = True
         name = next((each for each in reversed(self._inside) if each), "the model")
         turn = Counter(each.module for each in self.drawn)[name]
-        state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-        local = getattr(given, "_local_tensor", given).detach()
-        self.drawn.append(Draw(name, turn, state, zlib.crc32(local.contiguous().numpy().tobytes())))
+        local = getattr(given, "_local_tensor", given)
+        self.drawn.append(Draw(name, turn, hash_of(torch.get_rng_state()), hash_of(local)))
 
     def _instead(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         function = getattr(function, "__wrapped__", function)  # without who else watches

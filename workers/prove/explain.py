@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.cluster import name_ranks
-from workers.prove.compare import NEAR, factor
+from workers.measure.difference import NEAR, factor
 from workers.prove.trainee import Found
 
 Part = tuple[str, int, int]  # the use of a tied parameter, the shard, the microbatch

@@ -1,14 +1,13 @@
 """What no number of ranks can compute as one process does, refused in a sentence before anything is trained."""
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from workers.cluster import name_ranks
+from workers.measure.hashing import digest_of
 from workers.prove.theirs import Refused
 
 
@@ -31,16 +30,12 @@ def refuse(model: nn.Module) -> None:
         raise Refused("the model has no parameter that is trained")
 
 
-def digest(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[int]:
+def digest(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[str]:
     """Checksums of what every rank has to begin with alike: the model, and the first batch."""
-    weights = 0
-    for parameter in model.parameters():
-        weights = zlib.crc32(parameter.detach().contiguous().numpy().tobytes(), weights)
-    batch = zlib.crc32(targets.contiguous().numpy().tobytes(), zlib.crc32(inputs.contiguous().numpy().tobytes()))
-    return [weights, batch]
+    return [digest_of(model.parameters()), digest_of([inputs, targets])]
 
 
-def refuse_other_beginnings(digests: Sequence[Sequence[int]], seed: int) -> None:
+def refuse_other_beginnings(digests: Sequence[Sequence[str]], seed: int) -> None:
     """Raises Refused where a seed gives ranks another model, or another batch."""
     calls: list[Any] = [f"model({seed})", f"batch({seed}, 0)"]
     for index, call in enumerate(calls):

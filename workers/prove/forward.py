@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from workers.prove.compare import NEAR, factor
+from workers.measure.difference import NEAR, factor
 from workers.prove.held import plain_name
 from workers.prove.theirs import Theirs
 from workers.workload.data import Microbatch

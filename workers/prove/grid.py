@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -19,13 +17,11 @@ class Grid:
 
     def neighbours(self, rank: int) -> dict[str, Sequence[int]]:
         """Along each axis the ranks that differ in it alone, this one among them."""
-        ranks = torch.arange(self.size).view(*self.axes.values())
-        places = list(self._places(rank).values())
-        found: dict[str, Sequence[int]] = {}
-        for dim, axis in enumerate(self.axes):
-            row = [slice(None) if each == dim else place for each, place in enumerate(places)]
-            found[axis] = ranks[tuple(row)].tolist()
-        return found
+        own = self._places(rank)
+        return {
+            axis: [other for other in range(self.size) if self._places(other) == own | {axis: self.index(other, axis)}]
+            for axis in self.axes
+        }
 
     @property
     def size(self) -> int:

@@ -21,7 +21,7 @@ from workers.config import Config
 from workers.parallel import plain
 from workers.parallel.mesh import Mesh
 from workers.prove import buffers, fitness
-from workers.prove.compare import Off, Step, compared
+from workers.prove.compare import Deviation, Step, compared
 from workers.prove.dealing import Dealing
 from workers.prove.dense import STEPS, Dense, by_own_samples, names_of, one_process
 from workers.prove.dropouts import Draw, Draws
@@ -34,7 +34,7 @@ from workers.prove.verdict import Everything, Mine, Teller, tell
 from workers.prove.wire import Wire
 from workers.workload.baseline import Snapshot
 
-SENT = (Dense, Snapshot, buffers.Kept, Mine, Off, Rows, Found, Draw)  # what ranks send each other
+SENT = (Dense, Snapshot, buffers.Kept, Mine, Deviation, Rows, Found, Draw)  # what ranks send each other
 
 
 def play(job: Job, telling: Telling, recorder: Recorder, waits: Waits, config: Config) -> None:

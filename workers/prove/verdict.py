@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from workers.cluster import name_ranks
+from workers.measure.difference import factor
 from workers.prove import buffers, dropouts
-from workers.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Off, Step, not_held
+from workers.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Deviation, Step, not_held
 from workers.prove.dealing import Dealing
 from workers.prove.dense import LEARNING_RATE, STEPS, Dense, contributions
 from workers.prove.explain import UNEXPLAINED, Scene, near, why
@@ -38,7 +39,7 @@ class Teller(Protocol):
 class Mine(NamedTuple):
     """What one rank brings."""
 
-    offs: list[Off]
+    offs: list[Deviation]
     rows: dict[str, Rows]
     misfits: dict[str, str]
     shares: list[float | None]
@@ -57,25 +58,25 @@ class Everything(NamedTuple):
     canonical: Mapping[str, str]
     ranks: Sequence[Mine]
 
-    def offs(self) -> Iterator[Off]:
+    def offs(self) -> Iterator[Deviation]:
         """Of all ranks."""
         for mine in self.ranks:
             yield from mine.offs
 
-    def wrong(self) -> list[Off]:
+    def wrong(self) -> list[Deviation]:
         """Those that are off by more than is allowed."""
         return [each for each in self.offs() if each.difference > each.allowed]
 
-    def first(self) -> Off | None:
+    def first(self) -> Deviation | None:
         """Where it begins."""
         place = {name: index for index, name in enumerate(self.dense.order)}
 
-        def turn(each: Off) -> tuple[int, bool, int, int]:
+        def turn(each: Deviation) -> tuple[int, bool, int, int]:
             return each.step, each.kind == WEIGHTS, place[self.canonical[each.name]], each.rank
 
         return min(self.wrong(), key=turn, default=None)
 
-    def tensors_of(self, steps: Sequence[Step], off: Off) -> Found | None:
+    def tensors_of(self, steps: Sequence[Step], off: Deviation) -> Found | None:
         """This rank's tensor of that name."""
         return steps[off.step].of(off.kind).get(off.name)
 
@@ -125,7 +126,7 @@ class Everything(NamedTuple):
 
 
 def tell(
-    all_: Everything, first: Off | None, tensors: Sequence[Found | None], parted: Sequence[str], telling: Teller
+    all_: Everything, first: Deviation | None, tensors: Sequence[Found | None], parted: Sequence[str], telling: Teller
 ) -> None:
     """Findings, checks and the table, to the doctor of rank 0."""
     sentences = defaultdict[str, list[str]](list)
@@ -191,7 +192,7 @@ def written(
         yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=CONTROL, unit=FINDINGS)
 
 
-def sentence_of(all_: Everything, off: Off, tensors: Sequence[Found | None]) -> str:
+def sentence_of(all_: Everything, off: Deviation, tensors: Sequence[Found | None]) -> str:
     """What is off first, and why."""
     name = all_.canonical[off.name]
     others = [alias for alias, target in all_.canonical.items() if target == name and alias != off.name]
@@ -207,7 +208,7 @@ def sentence_of(all_: Everything, off: Off, tensors: Sequence[Found | None]) -> 
     return f"gradients of {shown} on rank {off.rank} are {common or reason(all_, off, tensors)} ({where})"
 
 
-def reason(all_: Everything, off: Off, tensors: Sequence[Found | None]) -> str:
+def reason(all_: Everything, off: Deviation, tensors: Sequence[Found | None]) -> str:
     """Why a gradient is not one process's."""
     name, dense = all_.canonical[off.name], all_.dense
     if name not in dense.steps[off.step].gradients:
@@ -221,7 +222,7 @@ def reason(all_: Everything, off: Off, tensors: Sequence[Found | None]) -> str:
     return why(scene(all_, off), tensors, alone.gradients[name], parts)
 
 
-def scene(all_: Everything, off: Off) -> Scene:
+def scene(all_: Everything, off: Deviation) -> Scene:
     """What an explanation may name."""
     terms = {
         (shard, index): all_.theirs.terms(part.targets)
@@ -232,7 +233,7 @@ def scene(all_: Everything, off: Off) -> Scene:
     return Scene(off.rank, shard, all_.grid.axes, all_.grid.neighbours(off.rank), terms, all_.grid.size)
 
 
-def norm(all_: Everything, off: Off, wrong: Sequence[Off]) -> str:
+def norm(all_: Everything, off: Deviation, wrong: Sequence[Deviation]) -> str:
     """With a clip: whether all gradients of a rank are off by one factor, so that it is the norm that is wrong."""
     clip = all_.theirs.found.get("clip")
     mine = [each for each in all_.offs() if (each.rank, each.step, each.kind) == (off.rank, off.step, off.kind)]
@@ -247,7 +248,7 @@ def norm(all_: Everything, off: Off, wrong: Sequence[Off]) -> str:
     return f"{off.factor:.4g} x one process's, as all of this rank's: the norm that clips them to {clip:g} is {longer}"
 
 
-def update(all_: Everything, off: Off, tensors: Sequence[Found | None]) -> str:
+def update(all_: Everything, off: Deviation, tensors: Sequence[Found | None]) -> str:
     """How weights are off where their gradient is right."""
     mine, name = tensors[off.rank], all_.canonical[off.name]
     if mine is None or mine.tensor is None:
@@ -257,9 +258,8 @@ def update(all_: Everything, off: Off, tensors: Sequence[Found | None]) -> str:
     moved, right = mine.tensor - start, wanted - start
     if not moved.any():
         return "have not moved, though their gradient is there: the optimizer does not have this parameter"
-    square = (right * right).sum().item()
-    times = (moved * right).sum().item() / square if square else math.inf
-    if (moved - times * right).norm() <= 1e-6 * moved.norm():
+    times = factor(moved, right)
+    if times is not None:
         return f"moved {times:.4g} x as far as one process's, though their gradient is right: another learning rate"
     return (
         f"differ by {off.difference:.2g} after a step of plain SGD at {LEARNING_RATE:g}, though their gradient is"
@@ -277,10 +277,10 @@ def loss_sentence(all_: Everything, step: int) -> str:
     )
 
 
-def modules(all_: Everything, first: Off) -> records.Table:
+def modules(all_: Everything, first: Deviation) -> records.Table:
     """By module what is off in the first step that is, in the order of the backward pass."""
     place = {name: index for index, name in enumerate(all_.dense.order)}
-    rows = defaultdict[str, list[Off]](list)
+    rows = defaultdict[str, list[Deviation]](list)
     offs = [each for each in all_.offs() if (each.step, each.kind) == (first.step, first.kind)]
     for each in sorted(offs, key=lambda each: place[all_.canonical[each.name]]):
         rows[each.name.rpartition(".")[0] or "the model"].append(each)

@@ -1,7 +1,7 @@
 """One process, the whole batch, nothing clever: what every strategy has to equal."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -55,15 +55,13 @@ class Reference:
                 weight.copy_(master)
         return loss
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Copies of those of the last step, after clipping."""
-        return {name: each.grad.clone() for name, each in self.model.named_parameters() if each.grad is not None}
+    def copies(self, kind: str) -> dict[str, Tensor]:
+        """The "gradients" of the last step, the "weights" or the "optimizer" state."""
+        return {name: each.clone() for name, each in named_tensors(self.model, self.optimizer, kind)}
 
     def snapshot(self, loss: float) -> Snapshot:
         """What the last step, which had this `loss`, has left."""
-        weights = {name: each.detach().clone() for name, each in self.model.named_parameters()}
-        state = {name: each.clone() for name, each in named_tensors(self.model, self.optimizer, "optimizer")}
-        return Snapshot(loss, self.gradients(), weights, state, self.norm)
+        return Snapshot(loss, self.copies("gradients"), self.copies("weights"), self.copies("optimizer"), self.norm)
 
 
 def backward(
@@ -82,6 +80,14 @@ def backward(
         of_part.backward()
         total += of_part.item()
     return total, 0.0 if clip is None else nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the model these weights, by name, rounded to its type."""
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            parameter.copy_(weights[name])
 
 
 def train(model: Model, batches: Batches, config: Config, steps: int) -> Iterator[Snapshot]:
@@ -109,7 +115,7 @@ def losses(
     for step in range(steps):
         given = divided(batches.full(step), parts) if model.divisible else batches.alone(step)
         values.append(reference.step(given))
-        first = first or reference.gradients()
+        first = first or reference.copies("gradients")
     return Losses(values, first)
 
 

@@ -214,9 +214,9 @@ def test_a_model_that_no_ranks_can_be_is_refused(model: Callable[[], nn.Module],
 
 def test_ranks_that_begin_otherwise_are_refused_by_name() -> None:
     with pytest.raises(Refused, match=r"model\(1\) gives other numbers on rank 2 than on rank 0"):
-        fitness.refuse_other_beginnings([[1, 2], [1, 2], [9, 2]], 1)
+        fitness.refuse_other_beginnings([["1", "2"], ["1", "2"], ["9", "2"]], 1)
     with pytest.raises(Refused, match=r"batch\(1, 0\) gives other numbers on rank 1"):
-        fitness.refuse_other_beginnings([[1, 2], [1, 3]], 1)
+        fitness.refuse_other_beginnings([["1", "2"], ["1", "3"]], 1)
 
 
 def test_a_loss_that_no_parameter_is_in_is_refused() -> None:
