@@ -16,6 +16,7 @@ from workers.lab import Lab
 from workers.parallel.buckets import GradientBuckets
 from workers.parallel.mesh import Mesh
 from workers.parallel.peers import Peers
+from workers.passes.proof import summed_losses
 from workers.strategies.replica import Replica
 from workers.workload.baseline import train
 from workers.workload.data import Batches, Microbatch
@@ -57,16 +58,15 @@ def _row(step: int, alone: list[float], columns: dict[str, list[float]]) -> list
 
 
 def losses(lab: Lab, build: Build, batches: Batches, config: Config) -> list[float]:
-    """The loss of the global batch at each step on rank 0, summed over ranks in their order; empty elsewhere."""
+    """The loss of the global batch at each step on rank 0, summed over ranks; empty elsewhere."""
     strategy = build(lab.model(torch.float64), lab.mesh, config)
-    shares = []
+    shares: list[float | None] = []
     for step in range(batches.proof_steps):
         share = strategy.backward(batches.dealt(step, lab.rank, lab.world_size))
         assert share is not None
         shares.append(share.item())
         strategy.update()
-    everyone = lab.exchange.gather("losses of the line", shares)
-    return [sum(column) for column in zip(*everyone, strict=True)] if everyone else []
+    return summed_losses(lab, shares)
 
 
 def means(model: Model, mesh: Mesh, config: Config) -> Strategy:

@@ -25,47 +25,17 @@ EARLY = ("bucketed", "ring")  # their first messages leave from hooks
 SENDS = ("all_reduce", "send")
 
 
-def launches(order: Order) -> dict[int, set[str]]:
-    """The gradients of each sum, by the place of its first call: those that lie in the storage which it sends."""
-    held: dict[int, set[str]] = {}
-    for name, storage in order.gradients.items():
-        held.setdefault(storage, set()).add(name)
-    found: dict[int, set[str]] = {}
-    for place, event in enumerate(order.events):
-        if event.what == "call" and event.name in SENDS:
-            for storage in event.storages & set(held):
-                found[place] = held.pop(storage)
-    return found
-
-
 def early(order: Order) -> int:
     """Sums that began before the last backward pass was over."""
     over = max(order.where("end", "backward"), default=-1)
-    return sum(1 for place in launches(order) if place < over)
-
-
-def untimely(order: Order) -> list[int]:
-    """The places of sums that began before their gradients were there, or later than at once.
-
-    At once is before autograd hands over any further gradient, but never before the sums ahead, since all ranks must
-    launch in one order.
-    """
-    written = {event.label: place for place, event in enumerate(order.events) if event.what == "gradient"}
-    found, ready = [], -1
-    for place, names in launches(order).items():
-        own = max(written.get(name, len(order.events)) for name in names)
-        ready = max(ready, own)
-        waited = [other for other in written.values() if ready < other < place]
-        if place < own or waited:
-            found.append(place)
-    return found
+    return sum(1 for place in order.launches(*SENDS) if place < over)
 
 
 def waiting(order: Order, sizes: Mapping[str, int]) -> int:
     """The most bytes that waited, as another gradient came, though nothing was missing for their sum: of parameters
     from the last one that is registered on, all of whose gradients had come by then. `sizes` are in order of
     registration."""
-    begun = {place: sum(sizes[name] for name in names) for place, names in launches(order).items()}
+    begun = {place: sum(sizes[name] for name in names) for place, names in order.launches(*SENDS).items()}
     come: set[str] = set()
     most = launched = 0
     for place, event in enumerate(order.events):
@@ -109,8 +79,9 @@ def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
             shown="" if shows else "of a bucket with fewer numbers than ranks some ranks send nothing at first",
         )  # fmt: skip
         if name in EARLY and shows:
-            wrong = untimely(seen.order)
-            detail = f"{len(wrong)} of {len(launches(seen.order))} buckets launched too soon, or later than at once"
+            launches = seen.order.launches(*SENDS)
+            wrong = seen.order.untimely(launches)
+            detail = f"{len(wrong)} of {len(launches)} buckets launched too soon, or later than at once"
             lab.check("launch order", len(wrong), 0, name, detail)
             most = waiting(seen.order, gradient_sizes(lab.config))
             detail = "gradients that waited beside one bucket, in the order of the backward pass, B"

@@ -82,9 +82,9 @@ def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
     nothing is in buckets."""
     if HOW[name].zero or lab.mesh.size("dp") == lab.mesh.size("cp") == 1:
         return
-    sums = launches(measured.order)
+    sums = measured.order.launches("all_reduce")
     inside = [place for place in sums if within_backward(measured.order, place)]
-    wrong = len(inside) if HOW[name].one_by_one else len(sums) - len(inside) + len(untimely(measured.order, sums))
+    wrong = len(inside) if HOW[name].one_by_one else len(sums) - len(inside) + len(measured.order.untimely(sums))
     detail = f"{len(inside)} of {len(sums)} buckets were launched inside of a backward pass"
     lab.check("overlap", wrong, 0, name, detail)
 
@@ -112,19 +112,6 @@ def sent_between(order: Order) -> int:
     return found
 
 
-def launches(order: Order) -> dict[int, set[str]]:
-    """The gradients of each bucket, by the place of the call that sums it: those that lie in the storage it sends."""
-    held: dict[int, set[str]] = {}
-    for label, storage in order.gradients.items():
-        held.setdefault(storage, set()).add(label)
-    found: dict[int, set[str]] = {}
-    for place, event in enumerate(order.events):
-        if (event.what, event.name) == ("call", "all_reduce"):
-            for storage in event.storages & set(held):
-                found[place] = held.pop(storage)
-    return found
-
-
 def within_backward(order: Order, place: int) -> bool:
     """Whether something happened inside of a backward pass, or of a part of one."""
     begun, ended = (
@@ -132,15 +119,3 @@ def within_backward(order: Order, place: int) -> bool:
         for what in ("begin", "end")
     )
     return begun > ended
-
-
-def untimely(order: Order, sums: Mapping[int, set[str]]) -> list[int]:
-    """The places of sums that began before the last of their gradients was there, or after a further one."""
-    written = {event.label: place for place, event in enumerate(order.events) if event.what == "gradient"}
-    found, ready = [], -1
-    for place, labels in sums.items():
-        own = max(written[label] for label in labels)
-        ready = max(ready, own)  # never before the sums ahead
-        if place < own or any(ready < other < place for other in written.values()):
-            found.append(place)
-    return found

@@ -82,7 +82,7 @@ BUCKETS = {"1.w": 7, "1.b": 7, "0.w": 8, "0.b": 8}
 def test_dp_when_buckets_are_launched(events: list[Event], early: int, untimely: int) -> None:
     order = made_up(events, BUCKETS)
     assert overlap.early(order) == early
-    assert len(overlap.untimely(order)) == untimely
+    assert len(order.untimely(order.launches(*overlap.SENDS))) == untimely
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,33 @@ class Order:
             (self.events[begin].label, self.events[begin + 1 : end]) for begin, end in zip(begins, ends, strict=True)
         ]
 
+    def launches(self, *operations: str) -> dict[int, set[str]]:
+        """The gradients of each sum, by the place of its first call: those that lie in the storage which it sends."""
+        held: dict[int, set[str]] = {}
+        for name, storage in self.gradients.items():
+            held.setdefault(storage, set()).add(name)
+        found: dict[int, set[str]] = {}
+        for place, event in enumerate(self.events):
+            if event.what == "call" and event.name in operations:
+                for storage in event.storages & set(held):
+                    found[place] = held.pop(storage)
+        return found
+
+    def untimely(self, launches: Mapping[int, set[str]]) -> list[int]:
+        """The places of sums that began before their gradients were there, or later than at once.
+
+        At once is before autograd hands over any further gradient, but never before the sums ahead, since all ranks
+        must launch in one order.
+        """
+        written = {event.label: place for place, event in enumerate(self.events) if event.what == "gradient"}
+        found, ready = [], -1
+        for place, names in launches.items():
+            own = max(written.get(name, len(self.events)) for name in names)
+            ready = max(ready, own)
+            if place < own or any(ready < other < place for other in written.values()):
+                found.append(place)
+        return found
+
 
 def key_of(tensor: Tensor) -> int:
     """The storage behind a tensor, a DTensor's local one."""
