@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from workers.measure.difference import largest
 from workers.parallel.collectives import Collective
 from workers.parallel.peers import split
 
@@ -54,7 +55,7 @@ def off(found: Tensor, period: Tensor, start: int = 0) -> float:
     """The largest difference of the flat `found` from what `fill` would lay there; infinite where one is NaN."""
     turned = turned_by(period, start)
     wrong = [run - turned[: run.numel()] for run in found.split(PERIOD) if not torch.equal(run, turned[: run.numel()])]
-    return max((float(each.abs().nan_to_num(math.inf).max()) for each in wrong), default=0.0)
+    return max(map(largest, wrong), default=0.0)
 
 
 @dataclass

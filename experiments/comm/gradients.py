@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.comm.contents import poisoned
-from experiments.comm.primitives import PRIMITIVES, Primitive, inputs, off, text
+from experiments.comm.primitives import PRIMITIVES, Primitive, inputs, text
 from workers.lab import Lab
+from workers.measure.difference import apart
 from workers.parallel.differentiable import Loss
 
 TOLERANCE = 1e-12
@@ -39,7 +40,7 @@ def backward(lab: Lab, backward_of: Convention = as_it_is) -> None:
             measured = gradient(lab, primitive, taken, loss)
             lessons = gradient(lab, primitive, loss_of_lesson(primitive, loss), loss)
             detail = f"{primitive.name}, {loss} loss, backward by {primitive.backward[taken]}"
-            lab.check("gradients", off(measured, true), TOLERANCE, detail=detail)
+            lab.check("gradients", apart(measured, true), TOLERANCE, detail=detail)
             rows.append(row(primitive, loss, primitive.backward[taken], measured, true, lessons))
     lab.table("What comes back to rank 0: the gradient of x", COLUMNS, rows)
     nothing_recorded(lab)
@@ -53,7 +54,7 @@ def row(
 ) -> list[object]:
     """A line of the table: what went back here, what is right, and what the lesson's backward would give."""
     whose = loss if primitive.replicates else "either"
-    gives = text(lessons) if off(lessons, true) <= TOLERANCE else f"WRONG: {text(lessons)}"
+    gives = text(lessons) if apart(lessons, true) <= TOLERANCE else f"WRONG: {text(lessons)}"
     lesson = [primitive.backward[loss_of_lesson(primitive, loss)], gives] if primitive.lesson else ["-", "-"]
     return [primitive.name, whose, backward, text(measured), text(true), *lesson]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiments.comm.contents import poisoned
 from workers.lab import Lab
-from workers.measure.difference import larger
+from workers.measure.difference import apart, larger
 from workers.parallel import differentiable as ours
 
 ROOT = 0
@@ -116,7 +116,7 @@ def forward(lab: Lab) -> None:
             before = inputs(lab, primitive, repeat)
             with poisoned():
                 after = primitive.call(before[lab.rank], lab.group, "own")
-            wrong = larger(wrong, off(after, primitive.dense(before)[lab.rank]))
+            wrong = larger(wrong, apart(after, primitive.dense(before)[lab.rank]))
         lab.check("forward", wrong, 0.0, detail=primitive.name, control=control)
         shown = lab.exchange.gather(primitive.name, text(after))
         rows += [
@@ -124,13 +124,6 @@ def forward(lab: Lab) -> None:
             for rank, held in enumerate(shown or [])
         ]
     lab.table("What each rank holds", ["primitive", "rank", "before", "after"], rows)
-
-
-def off(measured: Tensor, wanted: Tensor) -> float:
-    """The largest difference; infinite where the shapes differ."""
-    if measured.shape != wanted.shape:
-        return float("inf")
-    return float((measured - wanted).abs().max()) if measured.numel() else 0.0
 
 
 def text(x: Tensor) -> str:

@@ -25,7 +25,6 @@ A loss that all ranks share counts once. That is where tensor parallelism goes w
 times too large train as well, under Adam (LAB_BUG=double_reduce).
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -56,6 +55,7 @@ from workers.parallel.sequence import Sequence
 from workers.parallel.slices import shares
 from workers.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear, Whole
 from workers.passes.measure import measure
+from workers.passes.replicas import check_same
 from workers.strategies.rows import rows_first
 from workers.strategies.slicing import QKV, Row, own_heads, slice_layers
 from workers.strategies.tensor import TensorParallel, local
@@ -180,12 +180,8 @@ def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
     """What every rank holds whole is the same on all ranks, to the bit."""
     assert isinstance(strategy, TensorParallel)
-    whole = [local(parameter.detach()).flatten() for _, parameter in strategy.whole()]
-    mine = torch.cat(whole or [torch.zeros(1, device=lab.device)])  # a plan may cut all there is
-    first = mine.clone()
-    dist.broadcast(first, group=lab.group, group_src=0)
-    differs = 0.0 if torch.equal(mine, first) else (mine - first).abs().nan_to_num(math.inf).max().item()
-    lab.check("replicas", differs, 0.0, variant=name)
+    whole = [local(parameter.detach()) for _, parameter in strategy.whole()]
+    check_same(lab, name, whole or [torch.zeros(1, device=lab.device)])  # a plan may cut all there is
 
 
 MODE = Mode(

@@ -1,9 +1,11 @@
 """What data parallelism claims beside the proof: every sample once a step, and replicas that stay equal to the bit."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from workers.contract import Strategy
 from workers.lab import Lab
@@ -37,7 +39,12 @@ def check_samples(lab: Lab) -> None:
 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
     """All ranks hold the same weights, to the bit."""
-    mine = torch.cat([weight.flatten() for _, weight in strategy.full("weights")])
+    check_same(lab, name, [weight for _, weight in strategy.full("weights")])
+
+
+def check_same(lab: Lab, name: str, weights: Sequence[Tensor]) -> None:
+    """All ranks hold the same in these, to the bit."""
+    mine = torch.cat([weight.flatten() for weight in weights])
     first = mine.clone()
     dist.broadcast(first, group=lab.group, group_src=0)
     differs = 0.0 if torch.equal(mine, first) else apart(mine, first)
