@@ -4,6 +4,7 @@ The process deals each step's batch to those who were in at it, adds up what eac
 takes the update. It shares no line with the ranks but the model, the data and the rule by which samples are dealt.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from experiments.elastic.course import Course
 from workers.lab import Lab
-from workers.measure.difference import largest
+from workers.measure.difference import Worst
 from workers.parallel.shards import keeper, part, wards
 from workers.parallel.versions import Recut
 from workers.strategies.sharded_survivor import ShardedSurvivor
 from workers.strategies.survivor import OWNERS
-from workers.workload.baseline import Reference
+from workers.workload.baseline import Reference, Snapshot
 
 CONTROL = "tests/experiments/test_elastic.py::test_a_wrong_line_fails_by_name"
 SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_came_another_way_fails_by_name"
@@ -33,18 +34,20 @@ def members_at(record: list[list[Any]], step: int) -> list[int]:
     return members
 
 
-def replay(lab: Lab, record: list[list[Any]], steps: int) -> tuple[Tensor, Tensor, list[float]]:
-    """One process: the weights [P] and AdamW's moments [2, P] after all steps, and the losses."""
-    model, batches = lab.model(torch.float64), lab.batches(torch.float64, proof=True)
-    reference, losses = Reference(model, lab.config), []
+def replay(lab: Lab, record: list[list[Any]], steps: int) -> tuple[Snapshot, list[float]]:
+    """One process: what is left after all steps, and the losses."""
+    batches = lab.batches(torch.float64, proof=True)
+    reference, losses = Reference(lab.model(torch.float64), lab.config), list[float]()
     for step in range(steps):
         size = len(members_at(record, step))
         losses.append(reference.step([part for place in range(size) for part in batches.dealt(step, place, size)]))
-    keys = ("exp_avg", "exp_avg_sq") if lab.config.optimizer == "adamw" else ()
-    state = reference.optimizer.state
-    moments = [torch.cat([state[each][key].flatten() for each in reference.trained]) for key in keys]
-    weights = torch.cat([each.detach().flatten() for each in reference.trained])
-    return weights, torch.stack(moments) if moments else weights.new_zeros(0, len(weights)), losses
+    return reference.snapshot(losses[-1]), losses
+
+
+def named(vector: Tensor, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """The numbers [P] of a model, parameter by parameter."""
+    parts = vector.split([each.numel() for each in like.values()])
+    return [(name, part.view_as(each)) for part, (name, each) in zip(parts, like.items(), strict=True)]
 
 
 def owners(lab: Lab, record: list[list[Any]], steps: int) -> Tensor:
@@ -71,13 +74,17 @@ def hold(lab: Lab, course: Course) -> None:
     hold_shards(lab, course)
     if lab.rank != members_at(course.record, training.steps)[0]:
         return
-    weights, moments, losses = replay(lab, course.record, training.steps)
+    alone, losses = replay(lab, course.record, training.steps)
     assert course.moments is not None
-    lab.check("weights", largest(training.piece.weights - weights), TOLERANCE, name, "after all steps")
-    if len(moments):
-        lab.check("optimizer", largest(course.moments - moments), TOLERANCE, name, "AdamW's moments after all steps")
-    found = training.history[:, -1] - torch.tensor(losses, dtype=torch.float64)
-    lab.check("losses", largest(found), TOLERANCE, name, "of all steps that stand", control=CONTROL)
+    found = Worst()
+    found.compare("weights", named(training.piece.weights, alone.weights), alone.weights, TOLERANCE, "after all steps")
+    for key, moments in zip(("exp_avg", "exp_avg_sq") if alone.optimizer else (), course.moments, strict=False):
+        wanted = {each: alone.optimizer[f"{key}.{each}"] for each in alone.weights}
+        found.compare("optimizer", named(moments, wanted), wanted, TOLERANCE, f"{key} after all steps")
+    for step, (mine, loss) in enumerate(zip(training.history[:, -1].tolist(), losses, strict=True)):
+        found.note("losses", abs(mine - loss), TOLERANCE, f"step {step} of all that stand")
+    for check, off in found.found.items():
+        lab.check(check, *off[:2], name, off.where, control=CONTROL if check == "losses" else "")
     hold_samples(lab, course)
 
 
