@@ -8,9 +8,9 @@ from collections.abc import Container, Iterable, Sequence
 from workers.report import spans
 from workers.report.claims import Run
 from workers.report.judge import first, pytorch_own, slowest
-from workers.report.records import Comparison, Ranks, select
+from workers.report.records import Comparison, Overlap, Ranks, select
 from workers.report.sentences import claim_name
-from workers.report.table import Column, Table, Verdict, Wrong
+from workers.report.table import Column, Kind, Table, Verdict, Wrong
 from workers.report.units import (
     allowed,
     byte_unit,
@@ -250,23 +250,29 @@ def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
             rows.append([variant, f"rank {rank}", milliseconds(total_s), *cells, remark])
     columns = [
         Column("ms a step (per cent) on"),
-        Column("the slowest" if slowest_only else "rank"),
+        Column("the slowest" if slowest_only else "rank", "value"),
         Column("ms", "number", in_log=False),
         *(Column(kind, "number") for kind in spans.CLASSES),
-        Column("", in_log=False),
+        Column("", "value", in_log=False),
     ]
     return Table(columns, rows)
 
 
 def hidden(run: Run, records: Ranks) -> Table:
-    """A row a variant: the share of each rank's communication that its backward pass hid, seen by the profiler."""
-    rows = [[variant, *cells] for variant, cells in spans.hidden(records, run["world_size"]).items()]
+    """A row a variant: the share of each rank's communication in the profiled step that its backward pass hid."""
+    cells: dict[str, list[str]] = {}
+    for rank, seen in select(records, Overlap):
+        told = "nothing sent"
+        if seen.communication_s:
+            told = f"{100 * seen.hidden_s / seen.communication_s:.0f} % of {milliseconds(seen.communication_s)} ms"
+        cells.setdefault(seen.variant, [""] * run["world_size"])[rank] = told
+    rows = [[variant, *of_ranks] for variant, of_ranks in cells.items()]
     return Table([Column("communication behind the backward pass"), *ranks(run, "value")], rows)
 
 
-def ranks(run: Run, kind: str = "number") -> list[Column]:
+def ranks(run: Run, kind: Kind) -> list[Column]:
     """A column a rank."""
-    return [Column(f"rank {rank}", "value" if kind == "value" else "number") for rank in range(run["world_size"])]
+    return [Column(f"rank {rank}", kind) for rank in range(run["world_size"])]
 
 
 def verdict(claims: Iterable[Run]) -> str:

@@ -1,8 +1,8 @@
 """The charts of the pages: SVG by pygal, with no ground of its own and colours that can be read on light and dark.
 
-pygal draws what a chart is made of and names each part by a class; how these look stands once in the page (templates/charts.css), so
-that a chart follows the reader's light or dark, and nothing of a script is in it. A chart is 2 to 8 kB; long curves are
-cut to a share of `MOST_POINTS`, and numbers to a tenth of a pixel, before they reach the page.
+pygal draws what a chart is made of and names each part by a class; how these look stands once in the page
+(templates/charts.css), so that a chart follows the reader's light or dark, and nothing of a script is in it. A chart is
+2 to 8 kB; long curves are cut to a share of `MOST_POINTS`, and numbers to a tenth of a pixel, before they reach the page.
 """
 
 import math
@@ -165,19 +165,13 @@ class Drawing(NamedTuple):
 
 
 def drawn(figure: Figure, title: str, height: int) -> Drawing:
-    """The figure, its series in a legend above it where it has one."""
-    names = [str(options["title"]) for _, options in figure.graph.raw_series]
-    legend = list(zip(names, figure.pens, strict=True)) if figure.legend else []
-    return Drawing(title, Markup(svg(figure, height)), legend, height)
-
-
-def svg(figure: Figure, height: int) -> str:
-    """The drawing alone: what pygal draws, without what only its own script and style would use."""
+    """What pygal draws, without what only its own script and style would use; its series in a legend, where it has
+    one."""
     figure.graph.config.height = height
     names = [str(options["title"]) for _, options in figure.graph.raw_series]
     figure.graph.add_xml_filter(partial(_lean, pens=figure.pens, names=names))
-    found: str = figure.graph.render(is_unicode=True)
-    return found
+    legend = list(zip(names, figure.pens, strict=True)) if figure.legend else []
+    return Drawing(title, Markup(figure.graph.render(is_unicode=True)), legend, height)
 
 
 def _lean(root: Any, pens: Sequence[Pen], names: Sequence[str]) -> Any:

@@ -72,5 +72,5 @@ def by_rank(run: Run) -> dict[str, Table]:
             if slowest(variant[kind]) is not None
         ]
         if rows:
-            found[heading] = Table([Column("variant"), *ranks(run)], rows)
+            found[heading] = Table([Column("variant"), *ranks(run, "number")], rows)
     return found

@@ -52,9 +52,6 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
     """What the page shows, in its order, by its name in the template."""
     start = first(records)
     colour = charts.colours(variant["name"] for variant in run["variants"])
-    checks = [check for check in run["checks"] if check["name"] not in blocks.PROOF]
-    drawn = curves(records)
-    many_profiles = len(blocks.profile(run, records, slowest_only=False).rows) > blocks.MOST_PROFILES
     return {
         "run": run,
         "start": start,
@@ -70,32 +67,50 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "own": list(own(records, colour)),
         "pace": pace.pace(run, records),
         "drills": drills(run),
+        **claims(run),
+        **costs_of(run, records, colour),
+        "ranks": ranks(run, records),
+        "skipped": skipped(run),
+        "command_line": repeat_command(records),
+        "settings": [(name, shown(value), name in start.repeat) for name, value in start.config.items()],
+        "versions": [(name, version, False) for name, version in start.versions.items()],
+    }
+
+
+def claims(run: Run) -> dict[str, Any]:
+    """What was claimed, and whether it held."""
+    checks = [check for check in run["checks"] if check["name"] not in blocks.PROOF]
+    return {
         "proof": blocks.proof(run),
         "timed": blocks.timed(run),
         "failed_checks": blocks.checks(each for each in checks if not each["passed"]),
         "checks": blocks.checks(each for each in checks if each["passed"]),
         "failed_comparisons": blocks.comparisons(each for each in run["comparisons"] if not each["passed"]),
         "comparisons": blocks.comparisons(each for each in run["comparisons"] if each["passed"]),
-        "losses": loss_chart(drawn, colour),
-        "first_and_last": first_and_last(drawn),
+    }
+
+
+def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]:
+    """Losses, bytes, time and memory."""
+    losses = curves(records)
+    profile = blocks.profile(run, records, slowest_only=False)
+    many = len(profile.rows) > blocks.MOST_PROFILES
+    return {
+        "losses": loss_chart(losses, colour),
+        "first_and_last": first_and_last(losses),
         "sources": costs.SOURCES,
         "matrix_ranks": costs.MATRIX_RANKS,
         "traffic": costs.traffic(run, records),
         "step_times": costs.step_times(records, colour),
         "measured": blocks.measured(run, records),
-        "profile": blocks.profile(run, records, slowest_only=many_profiles),
-        "many_profiles": many_profiles,
+        "profile": blocks.profile(run, records, slowest_only=True) if many else profile,
+        "many_profiles": many,
         "hidden": blocks.hidden(run, records),
         "classes": memory.COLOURS,
         "memory_by_class": memory.by_class(run),
         "memory_over_the_step": memory.over_the_step(records),
         "memory": blocks.memory(run, records),
         "memory_by_rank": memory.by_rank(run),
-        "ranks": ranks(run, records),
-        "skipped": skipped(run),
-        "command_line": repeat_command(records),
-        "settings": [(name, shown(value), name in start.repeat) for name, value in start.config.items()],
-        "versions": [(name, version, False) for name, version in start.versions.items()],
     }
 
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from workers.report.claims import Run
-from workers.report.records import Overlap, Profile, Ranks, Timeline, select
-from workers.report.units import milliseconds
+from workers.report.records import Profile, Ranks, Timeline, select
 
 OWN_WORK = ("data", "forward", "backward", "input", "weight", "optimizer")
 CLASSES = ("data", "forward", "backward", "communication", "optimizer", "waiting")
@@ -59,17 +58,6 @@ def profiles(records: Ranks, world_size: int) -> dict[str, Profiles]:
     found: dict[str, Profiles] = {}
     for rank, profile in select(records, Profile):
         found.setdefault(profile.variant, [None] * world_size)[rank] = profile.seconds
-    return found
-
-
-def hidden(records: Ranks, world_size: int) -> dict[str, list[str]]:
-    """By variant, how much of each rank's communication in the profiled step ran during its backward pass, in words."""
-    found: dict[str, list[str]] = {}
-    for rank, seen in select(records, Overlap):
-        told = "nothing sent"
-        if seen.communication_s:
-            told = f"{100 * seen.hidden_s / seen.communication_s:.0f} % of {milliseconds(seen.communication_s)} ms"
-        found.setdefault(seen.variant, [""] * world_size)[rank] = told
     return found
 
 

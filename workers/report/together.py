@@ -1,8 +1,7 @@
 """Runs of one mode drawn together: curves over WORLD_SIZE, the same numbers in a table, and in what the runs differ."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from workers.report import charts
@@ -13,13 +12,20 @@ from workers.report.lines import write_atomically
 from workers.report.markup import render
 from workers.report.page import shown
 from workers.report.records import Ranks
-from workers.report.scaling import Point, Seen, differing, scaling
+from workers.report.scaling import Point, differing, scaling
 from workers.report.sentences import headline, repeat_command
 from workers.report.table import Column, Table, Verdict
 from workers.report.units import byte_unit, human_bytes, milliseconds, three_digits
 
 PAGE = "together.html"
 Judged = tuple[str, Run, Ranks]  # the name it goes by on the page, the verdict, the records
+# What is drawn over WORLD_SIZE: what it is, whether it is in bytes, and the value of a point.
+MEASURES: tuple[tuple[str, bool, Callable[[Point], float | None]], ...] = (
+    ("samples a second", False, lambda point: point.seen.samples_per_s),
+    ("efficiency", False, lambda point: point.efficiency),
+    ("on the wire a step, from the rank that sends most", True, lambda point: point.seen.wire_bytes),
+    ("at the peak, on the rank that holds most", True, lambda point: point.seen.peak_bytes),
+)
 
 
 def write_together(judged: Sequence[tuple[Path, Run, Ranks]]) -> Path:
@@ -107,49 +113,30 @@ def over_world_size(runs: Sequence[Run]) -> Curves:
         " over N/n times those of n, the variant's smallest WORLD_SIZE; dotted is the ideal."
     )
     note += f" Several runs of one WORLD_SIZE, here up to {most}, count by their median." if most > 1 else ""
-    drawings = list(_charts(found, sizes)) if len(sizes) > 1 and found else []
-    return Curves(note, drawings, points_table(found), skipped(runs))
+    shown = list(drawings(found, sizes)) if len(sizes) > 1 else []
+    return Curves(note, shown, points_table(found), skipped(runs))
 
 
-def _charts(found: dict[str, list[Point]], sizes: list[int]) -> Iterator[Drawing]:
-    """A figure each of speed, efficiency, bytes and memory; of what no run measured there is none."""
-    ideal: charts.Curve = (sizes, [1.0] * len(sizes))
-    yield from _chart("samples a second", found, lambda point: point.seen.samples_per_s)
-    yield from _chart("efficiency", found, lambda point: point.efficiency, {"ideal": ideal})
-    yield from _byte_chart("on the wire a step, from the rank that sends most", found, lambda seen: seen.wire_bytes)
-    yield from _byte_chart("at the peak, on the rank that holds most", found, lambda seen: seen.peak_bytes)
-
-
-def _byte_chart(what: str, found: dict[str, list[Point]], nbytes: Callable[[Seen], float | None]) -> Iterator[Drawing]:
-    """A chart of bytes, in the unit of the largest of them."""
-    scale, unit = byte_unit(max(nbytes(point.seen) or 0 for of_variant in found.values() for point in of_variant))
-
-    def scaled(point: Point) -> float | None:
-        value = nbytes(point.seen)
-        return None if value is None else value / scale
-
-    return _chart(f"{unit} {what}", found, scaled)
-
-
-def _chart(
-    title: str,
-    found: dict[str, list[Point]],
-    value: Callable[[Point], float | None],
-    dotted: Mapping[str, charts.Curve] = MappingProxyType({}),
-) -> Iterator[Drawing]:
-    """The figure of one value, with a curve a variant that has any."""
-    measured = {
-        name: [(point.world_size, y) for point in of_variant if (y := value(point)) is not None]
-        for name, of_variant in found.items()
-    }
-    lines: dict[str, charts.Curve] = {
-        name: ([x for x, _ in pairs], [y for _, y in pairs]) for name, pairs in measured.items() if pairs
-    }
-    if lines:
+def drawings(found: dict[str, list[Point]], sizes: list[int]) -> Iterator[Drawing]:
+    """A chart each of speed, efficiency, bytes and memory, a curve a variant; of what no run measured there is none."""
+    for what, of_bytes, value in MEASURES:
+        measured = {
+            name: [(point.world_size, y) for point in of_variant if (y := value(point)) is not None]
+            for name, of_variant in found.items()
+        }
+        curves = {name: points for name, points in measured.items() if points}
+        if not curves:
+            continue
+        most = max(y for points in curves.values() for _, y in points)
+        scale, unit = byte_unit(most) if of_bytes else (1.0, "")
+        lines: dict[str, charts.Curve] = {
+            name: ([size for size, _ in points], [y / scale for _, y in points]) for name, points in curves.items()
+        }
+        ideal: dict[str, charts.Curve] = {"ideal": (sizes, [1.0] * len(sizes))} if what == "efficiency" else {}
         figure = charts.lines(
-            {**lines, **dotted}, "WORLD_SIZE", "", charts.colours(found), points=charts.MOST_POINTS, dashed=dotted
+            lines | ideal, "WORLD_SIZE", "", charts.colours(found), points=charts.MOST_POINTS, dashed=ideal
         )
-        yield charts.drawn(figure, f"{title} over WORLD_SIZE", 300)
+        yield charts.drawn(figure, f"{unit} {what} over WORLD_SIZE".strip(), 300)
 
 
 def points_table(found: dict[str, list[Point]]) -> Table:

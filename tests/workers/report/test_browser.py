@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.workers.report.made_up import drilled_run, good_run, pipeline_run, plus, with_check, with_measured, written
 from workers.report.__main__ import main
-from workers.report.markup import source
+from workers.report.markup import TEMPLATES, source
 from workers.report.records import Ideal
 
 OUTPUTS = Path(__file__).parents[2] / "outputs"
@@ -235,6 +235,37 @@ def test_a_page_prints_on_two_sheets_with_its_picture(
     browser.execute_script("document.querySelector('.evidence').className = ''")  # the control: all of it takes more
     sheets = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})["data"])
     assert len(re.findall(rb"/Type\s*/Page\b", sheets)) > 2
+
+
+# How many rules a browser takes of a style sheet, the declarations that mean nothing to it, and what is wrong with a
+# script.
+RULES = """
+const sheet = new CSSStyleSheet(); sheet.replaceSync(arguments[0]);
+const count = rules => [...rules].reduce((sum, rule) => sum + 1 + count(rule.cssRules || []), 0);
+return count(sheet.cssRules);
+"""
+STRANGE = "return arguments[0].filter(([property, value]) => !CSS.supports(property, value));"
+READ = "try { new Function(arguments[0]); return ''; } catch (error) { return String(error); }"
+FILES = sorted(path.name for path in Path(str(TEMPLATES)).iterdir())
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".css")])
+def test_a_style_sheet_is_read_whole(browser: webdriver.Chrome, name: str) -> None:
+    text = re.sub(r"/\*.*?\*/", "", source(name), flags=re.DOTALL)
+    assert browser.execute_script(RULES, text) == text.count("{") == text.count("}")
+    bodies = re.findall(r"\{([^{}]*)\}", re.sub(r"@page.*|!important", "", text))
+    pairs = [
+        [part.strip() for part in each.split(":", 1)] for body in bodies for each in body.split(";") if each.strip()
+    ]
+    assert len(pairs) >= text.count("{") // 2
+    wrong = ["colr", "red"]  # the control
+    assert browser.execute_script(STRANGE, [*pairs, wrong]) == [wrong]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".js")])
+def test_a_script_can_be_read(browser: webdriver.Chrome, name: str) -> None:
+    assert browser.execute_script(READ, source(name)) == ""
+    assert "SyntaxError" in browser.execute_script(READ, source(name) + "}")
 
 
 def test_what_cannot_be_read_is_seen(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
