@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import pygal
 from markupsafe import Markup
 
+from workers.report.units import round_step
+
 # Each has a contrast of 3:1 and more to white and to the dark card (#151b24), as WCAG 1.4.11 asks of graphics.
 PALETTE = ("#3b82f6", "#e0691b", "#12966a", "#a667e6", "#d9488b", "#8a8216", "#0e93a8", "#c0504d")
 GREY = "#7d8897"
@@ -241,9 +243,7 @@ class Axis:
         if not self.values:
             return []
         least, most = min(self.values), max(self.values)
-        width = (most - least) or 1.0
-        step = 10 ** math.floor(math.log10(width / MOST_TICKS))
-        step = next(step * times for times in (1, 2, 5, 10) if width / (step * times) <= MOST_TICKS)
+        step = round_step((most - least) or 1.0, MOST_TICKS)
         if self.log:
             step, least, most = max(1, round(step)), math.floor(least), math.ceil(most)
         first, last = math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9)

@@ -24,19 +24,7 @@ def merge_checks(records: Ranks) -> list[Run]:
 
 def as_entries(checks: Iterable[Check]) -> list[Run]:
     """Checks as run.json holds them."""
-    return [
-        {
-            "variant": check.variant,
-            "name": check.name,
-            "max_abs_diff": check.max_abs_diff,
-            "tolerance": check.tolerance,
-            "unit": check.unit,
-            "passed": _within(check.max_abs_diff, check.tolerance),
-            "detail": check.detail,
-            "control": check.control,
-        }
-        for check in checks
-    ]
+    return [vars(check) | {"passed": _within(check.max_abs_diff, check.tolerance)} for check in checks]
 
 
 def _excess(check: Check) -> tuple[bool, float]:
@@ -52,23 +40,7 @@ def merge_comparisons(records: Ranks) -> list[Run]:
         key = entry.variant, entry.name
         if key not in merged or _farness(entry) > _farness(merged[key][1]):
             merged[key] = rank, entry
-    return [
-        {
-            "variant": entry.variant,
-            "name": entry.name,
-            "unit": entry.unit,
-            "predicted": entry.predicted,
-            "measured": entry.measured,
-            "tolerance": entry.tolerance,
-            "passed": not _misses(entry),
-            "decides": entry.decides,
-            "rank": rank,
-            "formula": entry.formula,
-            "control": entry.control,
-            "shown": entry.shown,
-        }
-        for rank, entry in merged.values()
-    ]
+    return [vars(entry) | {"passed": not _misses(entry), "rank": rank} for rank, entry in merged.values()]
 
 
 def _farness(entry: Comparison) -> tuple[bool, float]:

@@ -12,7 +12,7 @@ from workers.report.panels import Rows
 from workers.report.records import Ranks
 from workers.report.scene import Scene, scenes
 from workers.report.spans import KINDS, NUMBERED
-from workers.report.units import human_bytes, milliseconds
+from workers.report.units import human_bytes, milliseconds, round_step
 
 MOST_TICKS = 8
 MOST_MARKS = 4500  # of all variants of a run of four ranks; more ranks may have more
@@ -97,12 +97,7 @@ def idle_words(run: Run, scene: Scene) -> str:
 def ticks(longest_s: float) -> list[tuple[float, str]]:
     """Round milliseconds along the axis."""
     longest_ms = 1000 * longest_s
-    step_ms = next(
-        step
-        for power in range(-4, 9)
-        for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)
-        if longest_ms / step <= MOST_TICKS
-    )
+    step_ms = round_step(longest_ms or 1.0, MOST_TICKS)
     return [
         (tick * step_ms / 1000, f"{tick * step_ms:g} ms" if tick else "0")
         for tick in range(int(longest_ms / step_ms) + 1)

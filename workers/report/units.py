@@ -77,3 +77,9 @@ def quantity(value: float, unit: str) -> str:
     if unit == "s":
         return f"{milliseconds(value)} ms"
     return f"{value:.4g} {unit}".rstrip()
+
+
+def round_step(width: float, most: int) -> float:
+    """1, 2 or 5 times a power of ten, such that an axis of this width has at most so many steps and one mark more."""
+    power = 10.0 ** math.floor(math.log10(width / most))
+    return next(power * times for times in (1, 2, 5, 10) if width / (power * times) <= most)
