@@ -246,14 +246,14 @@ def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
                 continue
             total_s = sum(seconds.values())
             cells = [share(seconds.get(kind, 0.0), total_s) for kind in spans.CLASSES]
-            remark = f"slowest, {ratio:.2f} ×" if rank == slowest_rank and len(of_ranks) > 1 else ""
+            remark = f"{ratio:.2f} ×" if rank == slowest_rank and len(of_ranks) > 1 else ""
             rows.append([variant, f"rank {rank}", milliseconds(total_s), *cells, remark])
     columns = [
         Column("ms a step (per cent) on"),
         Column("the slowest" if slowest_only else "rank", "value"),
         Column("ms", "number", in_log=False),
         *(Column(kind, "number") for kind in spans.CLASSES),
-        Column("", "value", in_log=False),
+        Column("slowest", "value", in_log=False),
     ]
     return Table(columns, rows)
 
