@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(POSITIONS, "runs[2 * num_ranks - 1 - rank])", "runs[num_ranks + rank])", GPT + "zigzag"),
     Mutant(
         ULYSSES,
-        "return ctx.swap.to_rows(gradients[0]), None",
-        "return ctx.swap.to_rows(gradients[0]) * 2, None",
+        "swap.to_heads, swap.to_rows)",
+        "swap.to_heads, lambda gradient: swap.to_rows(gradient) * 2)",
         GPT + "ulysses",
     ),
     Mutant(ULYSSES, "got[peers.rank] = parts[peers.rank]", "got[peers.rank] = parts[peers.rank] * 0", GPT + "ulysses"),

@@ -9,13 +9,12 @@ There are no more ranks with work than heads. Heads and positions may be shared 
 sends and receives what the others need.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.parallel.differentiable import linear
 from workers.parallel.peers import Peers
 from workers.parallel.phases import phase
 from workers.parallel.positions import Positions
@@ -68,33 +67,6 @@ class UlyssesAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         swap = self.swap(self.peers, self.positions.num_rows, shares(q.shape[1], self.peers.world_size))
-        q, k, v = ToHeads.apply(torch.stack([q, k, v]), swap)  # type: ignore[no-untyped-call]
+        q, k, v = linear(torch.stack([q, k, v]), swap.to_heads, swap.to_rows)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads of this rank, S, head_dim]
-        out: Tensor = ToRows.apply(mixed[None], swap)  # type: ignore[no-untyped-call]
-        return out[0]
-
-
-class ToHeads(torch.autograd.Function):
-    """Forward: rows to heads. Backward: heads to rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, swap: Swap) -> Tensor:
-        ctx.swap = swap
-        return swap.to_heads(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.swap.to_rows(gradients[0]), None
-
-
-class ToRows(torch.autograd.Function):
-    """Forward: heads to rows. Backward: rows to heads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, swap: Swap) -> Tensor:
-        ctx.swap = swap
-        return swap.to_rows(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.swap.to_heads(gradients[0]), None
+        return linear(mixed[None], swap.to_rows, swap.to_heads)[0]
