@@ -1,13 +1,13 @@
 """A whole experiment inside the pool of ranks: everything of a run but its containers and its heartbeats."""
 
 import importlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from tests.controls import uncontrolled
 from workers.cluster.exchange import Exchange

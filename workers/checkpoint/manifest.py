@@ -8,14 +8,14 @@ where there was none.
 """
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
+
+import msgspec
 
 from workers.config import Config
 from workers.report.json_text import from_json, to_json
 from workers.report.regular import read_regular
-from workers.report.schema import fits
 from workers.workload import text
 from workers.workload.own import reads_text
 
@@ -32,8 +32,7 @@ class Unreadable(Exception):
     """A folder that is no good checkpoint; the sentence goes on after the folder's name."""
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint, without its tensors."""
 
     schema: int
@@ -51,7 +50,7 @@ class Manifest:
     generators: dict[str, list[str]]  # by rank: states of torch's generators, CPU first, in hex
     # By rank: the numbers that each of these generators gives next, drawn from a copy: a resumed run must draw them.
     draws: dict[str, list[list[float]]]
-    files: dict[str, Annotated[list[Any], tuple[int, str]]]  # by path within the checkpoint: [bytes, sha256]
+    files: dict[str, tuple[int, str]]  # by path within the checkpoint: [bytes, sha256]
 
     @property
     def name(self) -> str:
@@ -101,7 +100,7 @@ def _shown(value: Any) -> str:
 def write(folder: Path, manifest: Manifest) -> Path:
     """Write the manifest into the folder of its checkpoint; the file's path."""
     path = folder / FILE
-    path.write_bytes(sealed(to_json(asdict(manifest)).encode()))
+    path.write_bytes(sealed(to_json(msgspec.structs.asdict(manifest)).encode()))
     return path
 
 
@@ -133,7 +132,7 @@ def read(folder: Path) -> Manifest:
         raise Unreadable(f"is of schema {values['schema']}, and this code reads {SCHEMA} and {UNSEALED}")
     if (values["schema"] == SCHEMA) != (SEAL in content):
         raise Unreadable(f"has a {FILE} whose checksum is missing")
-    wrong = [entry.name for entry in fields(Manifest) if not fits(values.get(entry.name), entry.type)]
-    if wrong or len(values) != len(fields(Manifest)):
-        raise Unreadable(f"has a {FILE} with missing or unknown fields{': ' if wrong else ''}{', '.join(wrong)}")
-    return Manifest(**values)
+    try:
+        return msgspec.convert(values, Manifest)
+    except msgspec.ValidationError as error:
+        raise Unreadable(f"has a {FILE} with missing or wrong fields ({error})") from None

@@ -9,8 +9,9 @@ import shutil
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from workers.checkpoint import dcp, finding, manifest, writing
 from workers.checkpoint.manifest import Manifest

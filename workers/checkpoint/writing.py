@@ -15,12 +15,13 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from workers.checkpoint import dcp, manifest
 from workers.checkpoint.manifest import Manifest

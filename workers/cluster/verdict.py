@@ -10,6 +10,8 @@ from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from workers.cluster import name_ranks
 from workers.report.records import Lost
 
@@ -25,7 +27,7 @@ class Verdict:
     lost: tuple[Lost, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"lost": [msgspec.structs.asdict(lost) for lost in self.lost]}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Verdict":

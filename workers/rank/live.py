@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from workers.cluster.pulse import PERIOD_S as BEAT_S
@@ -131,7 +132,7 @@ class Showing(threading.Thread):
         since, phase = max([(place.since, "" if place.phase == work else place.phase), *self._notes.phases[-1:]])
         named = (name for name in self._names if work == name or work.endswith(f" of {name}"))
         sent, unmeasured = self._sent_bytes()
-        return replace(
+        return msgspec.structs.replace(
             self._state, beat=self._state.beat + 1, step=step, work=work, variant=next(named, ""), phase=phase,
             phase_s=round(max(0.0, now - since), 3), waits_for=self._waits_for(now), losses=self._curves(), sent=sent,
             unmeasured=unmeasured,

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from workers.cluster.address import source_ip
@@ -161,7 +162,7 @@ def readmit(
     lives = [each for each in journal.records if isinstance(each, Left) and each.rank == member.rank]
     peer = watch.hearing.peers.get(member.rank)  # of the process before, until the watch takes this one in
     if lives and not lives[-1].back:
-        journal.write(replace(lives[-1], back=True))
+        journal.write(msgspec.structs.replace(lives[-1], back=True))
     elif peer is not None:
         journal.write(Left(member.rank, peer.seen.step, UNNOTICED, back=True))
     watch.take_in(member)

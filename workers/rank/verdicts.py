@@ -6,8 +6,9 @@ has to pass; where it errs rank 0 ends with an error, which needs no judge to be
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from workers.lab import Lab
 from workers.rank.end import judged

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 FLOAT, NOT_FINITE = "float", ("nan", "inf", "-inf")
+LARGEST_BITS = 1023  # of an integer that is a float too
 
 
 def to_json(value: Any) -> str:
@@ -22,7 +23,7 @@ def from_json(content: str | bytes) -> Any:
     """What `to_json` was given; half of a surrogate pair is read as "?". Raises ValueError for all that is no JSON."""
     try:
         text = content if isinstance(content, str) else content.decode()
-        value = json.loads(text, object_hook=_number)
+        value = json.loads(text, object_hook=_number, parse_int=_whole)
         if "\\ud" in text.lower():  # else whoever prints it meets an error of its own
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except RecursionError:
@@ -36,6 +37,13 @@ def _worded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_worded(entry) for entry in value]
     return {FLOAT: str(value)} if isinstance(value, float) and value - value != 0 else value
+
+
+def _whole(digits: str) -> int:
+    number = int(digits)
+    if number.bit_length() > LARGEST_BITS:
+        raise ValueError(f"an integer of {len(digits)} digits, which no float holds")
+    return number
 
 
 def _number(found: dict[str, Any]) -> Any:

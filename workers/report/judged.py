@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Literal, TypedDict
 
+import msgspec
+
 from workers.report.claims import Run
 from workers.report.json_text import from_json
 from workers.report.lines import BrokenRecord
 from workers.report.records import WorldSize
 from workers.report.regular import read_regular
-from workers.report.schema import fits
 
 FILE = "run.json"
 MOST_BYTES = 64 << 20  # a few hundred bytes a check and a rank
@@ -61,15 +62,11 @@ def read_judged(folder: Path) -> Run:
     none."""
     try:
         run: Run = from_json(read_regular(folder / FILE, MOST_BYTES))
+        msgspec.convert(run, Needed)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise BrokenRecord(str(error.strerror)) from None
-    except ValueError as error:
-        raise BrokenRecord(repr(error)) from None
-    if not isinstance(run, dict):
-        raise BrokenRecord("it is no verdict of the lab")
-    wrong = [name for name, kind in Needed.__annotations__.items() if not fits(run.get(name), kind)]
-    if wrong:
-        raise BrokenRecord(f"missing or wrong are {', '.join(wrong)}")
+    except (ValueError, msgspec.ValidationError) as error:
+        raise BrokenRecord(f"it is no verdict of the lab ({error})") from None
     return run

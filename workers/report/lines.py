@@ -7,18 +7,17 @@ import os
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
 from pathlib import Path
 
+import msgspec
+
 from workers.report.json_text import from_json, to_json
-from workers.report.records import TYPES, Ranks, Record
+from workers.report.records import Ranks, Record
 from workers.report.regular import read_regular
-from workers.report.schema import fits
 
 MOST_BYTES = 256 << 20  # of one rank's records: 1000 steps of 5 variants are some 100 kB
-# What records raise in those who draw them that each fit their schema, and not each other.
+# What records raise in those who draw them that are each right, and do not fit each other.
 MISFITS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-MOST_SHOWN = 60  # characters of a value that is refused
 
 
 class BrokenRecord(Exception):
@@ -27,7 +26,7 @@ class BrokenRecord(Exception):
 
 def to_line(record: Record) -> str:
     """The record as one line of JSON, without the newline."""
-    return to_json({"record": type(record).__name__.lower()} | vars(record))
+    return to_json({"record": type(record).__name__.lower()} | msgspec.structs.asdict(record))
 
 
 def from_line(line: str | bytes, where: str = "record") -> Record:
@@ -36,26 +35,10 @@ def from_line(line: str | bytes, where: str = "record") -> Record:
     A field with a default may be missing: a run from before there was such a field is still read.
     """
     try:
-        values = from_json(line)
-        kind = TYPES[values.pop("record")]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise BrokenRecord(f"{where} is not a record of the lab ({error!r})") from None
-    known = {entry.name: entry for entry in fields(kind)}
-    needed = {name for name, entry in known.items() if entry.default is entry.default_factory is MISSING}
-    wrong = (set(values) - set(known)) | (needed - set(values))
-    if wrong:
-        raise BrokenRecord(f"{where} is a {kind.__name__} with missing or unknown fields: {', '.join(sorted(wrong))}")
-    for entry in (known[name] for name in values):
-        if not fits(values[entry.name], entry.type):
-            raise BrokenRecord(f"{where} is a {kind.__name__} whose {entry.name} is {shown(values[entry.name])}")
-    record: Record = kind(**values)
+        record: Record = msgspec.convert(from_json(line), Record)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise BrokenRecord(f"{where} is not a record of the lab ({error})") from None
     return record
-
-
-def shown(value: object) -> str:
-    """A wrong value in a sentence: the most of it that helps."""
-    words = repr(value)
-    return words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]}..."
 
 
 def read(path: Path) -> list[Record]:

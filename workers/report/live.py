@@ -6,26 +6,27 @@ each other for it.
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
+
+import msgspec
+from msgspec import field
+from msgspec.structs import asdict
 
 from workers.report.json_text import from_json, to_json
 from workers.report.lines import BrokenRecord, write_atomically
 from workers.report.records import WorldSize
 from workers.report.regular import read_regular
-from workers.report.schema import fits
 
 PERIOD_S = 0.25  # from one writing to the next
 MOST_BYTES = 16 << 20  # some kB a variant and a connection
 
-Point = Annotated[Any, tuple[int, float | None]]  # [step, this rank's share]
+Point = tuple[int, float | None]  # [step, this rank's share]
 End = tuple[str, int]  # an address and a port
-Sent = Annotated[list[Any], tuple[End, End, int]]  # [here, there, bytes]
+Sent = tuple[End, End, int]  # [here, there, bytes]
 
 
-@dataclass(frozen=True)
-class LiveState:
+class LiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one rank is now, and what it has seen until now."""
 
     rank: int
@@ -42,9 +43,16 @@ class LiveState:
     phase: str = ""  # within it, where it is known: "all_reduce", "the wait at step 3 of ring"
     phase_s: float = 0.0  # how long it has been in this phase, or in this work
     waits_for: list[int] = field(default_factory=list)  # the ranks that are behind, once it has stood still for long
-    losses: dict[str, list[Point]] = field(default_factory=dict)  # of each variant
-    sent: list[Sent] = field(default_factory=list)  # by each connection since it was opened, closed ones too
+    losses: dict[str, list[list[Any]]] = field(default_factory=dict)  # of each variant, each a Point
+    # Each Sent, by each connection since it was opened, closed ones too.
+    sent: list[list[Any]] = field(default_factory=list)
     unmeasured: str = ""  # why `sent` is empty, where the system gives no counters
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.losses, dict[str, list[Point]])
+        msgspec.convert(self.sent, list[Sent])
+        if not (math.isfinite(self.began_at) and math.isfinite(self.phase_s)):
+            raise ValueError("a time that is not finite")
 
 
 def place(folder: Path, rank: int) -> Path:
@@ -66,16 +74,8 @@ def write(folder: Path, state: LiveState) -> None:
 def read(path: Path) -> LiveState:
     """What `write` left; raises BrokenRecord naming the file."""
     try:
-        values = from_json(read_regular(path, MOST_BYTES))
+        return msgspec.convert(from_json(read_regular(path, MOST_BYTES)), LiveState)
     except OSError as error:
         raise BrokenRecord(f"{path.name} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, msgspec.ValidationError) as error:
         raise BrokenRecord(f"{path.name} is not the live state of a rank ({error})") from None
-    known = {entry.name: entry.type for entry in fields(LiveState)}
-    if not isinstance(values, dict) or set(values) != set(known):
-        raise BrokenRecord(f"{path.name} is not the live state of a rank: its fields are others")
-    wrong = [name for name in known if not fits(values[name], known[name])]
-    wrong += [name for name in ("began_at", "phase_s") if not wrong and not math.isfinite(values[name])]
-    if wrong:
-        raise BrokenRecord(f"{path.name} has values that are none: {', '.join(wrong)}")
-    return LiveState(**values)

@@ -6,25 +6,30 @@ judged again. Lengths of bytes and seconds carry their unit in the field's name.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import field
 
 from workers.config import MAX_WORLD_SIZE
 
-WorldSize = Annotated[int, range(1, MAX_WORLD_SIZE + 1)]
-Scalar = str | float | bool | None
+WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]
+Scalar = str | int | float | bool | None
 Flat = Scalar | list[Scalar] | dict[str, Scalar]
-Setting = Annotated[Any, Flat | list[Flat] | dict[str, Flat]]
-Cell = Annotated[Any, Scalar]
-Span = Annotated[list[Any], tuple[str, str, float, float]]  # [kind, label, start_s, end_s]
+Setting = Scalar | list[Flat] | dict[str, Flat]
+# What the rows of some records have to be, which are lists as JSON has no tuples.
+Span = tuple[str, str, float, float]  # [kind, label, start_s, end_s]
 # [operation, ranks, bytes that this rank sends, bytes of its tensors, tag, start_s, end_s]; the ranks of a send or
 # receive are from whom to whom.
-Call = Annotated[list[Any], tuple[str, list[int], float, float, int | None, float, float]]
-Axes = Annotated[list[list[float]], tuple[list[float | None], list[float | None]]]  # [x values, y values]
+Call = tuple[str, list[int], float, float, int | None, float, float]
+Axes = tuple[list[float | None], list[float | None]]  # [x values, y values]
 
 
-@dataclass(frozen=True)
-class Start:
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="record", tag=str.lower):
+    """A record: in its file it has the name of its type under "record"."""
+
+
+class Start(Line, frozen=True):
     """The first record of a rank: who it is and with what it runs."""
 
     rank: int
@@ -32,7 +37,7 @@ class Start:
     run_mode: str
     world_size: WorldSize
     host: str
-    config: dict[str, Setting]  # by variable name
+    config: dict[str, Any]  # by variable name, each a Setting
     repeat: dict[str, str]  # only those that were set: what repeats the run
     versions: dict[str, str]  # python, torch, lab (hash of the sources), ...
     title: str = ""  # what is run, for a heading: "gpt, 1.6M parameters"
@@ -40,16 +45,17 @@ class Start:
     mistake: dict[str, str] = field(default_factory=dict)  # that LAB_BUG makes: name, what, check; empty without one
     says_claims: bool = False  # whether an Expected follows; False in the records of a lab that had none
 
+    def __post_init__(self) -> None:
+        msgspec.convert(self.config, dict[str, Setting])
 
-@dataclass(frozen=True)
-class Expected:
+
+class Expected(Line, frozen=True):
     """The checks and comparisons that a run of these settings has to have made, by whoever comes through to its end."""
 
     claims: list[list[Any]]  # [variant, name, times, whether one rank has to, or each]
 
 
-@dataclass(frozen=True)
-class Waived:
+class Waived(Line, frozen=True):
     """An expected claim that this rank did not make since there was nothing to hold, and why; a name that ends
     in a space stands for all that begin so."""
 
@@ -59,8 +65,7 @@ class Waived:
     times: int = 1
 
 
-@dataclass(frozen=True)
-class Lesson:
+class Lesson(Line, frozen=True):
     """What a mode is about; on rank 0."""
 
     idea: list[str]  # paragraphs
@@ -68,16 +73,14 @@ class Lesson:
     predictions: list[list[str]]  # rows of variant, what, formula, value, calls
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(Line, frozen=True):
     """A sentence of the lesson that belongs into the report, under a heading such as "predict"."""
 
     heading: str
     text: str
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(Line, frozen=True):
     """A claim that was tested: it holds if `max_abs_diff <= tolerance` on every rank that wrote one."""
 
     variant: str  # "" where a check belongs to no variant
@@ -89,8 +92,7 @@ class Check:
     unit: str = ""  # of both, where they are no plain numbers: "epsilons of bfloat16"
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Line, frozen=True):
     """Predicted beside measured on one rank; decides like a check if `decides`."""
 
     variant: str
@@ -105,13 +107,12 @@ class Comparison:
     shown: str = ""  # why it is only shown
 
 
-@dataclass(frozen=True)
-class Losses:
+class Losses(Line, frozen=True):
     """The loss of the global batch at each step; `variant` is "one process" for the dense run."""
 
     variant: str
     # None: of before a resume, and no rank knew all shares of it.
-    values: Annotated[Sequence[float | None], list[float | None]]
+    values: Sequence[float | None]
 
     @property
     def numbers(self) -> list[float]:
@@ -119,8 +120,7 @@ class Losses:
         return [math.nan if value is None else value for value in self.values]
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(Line, frozen=True):
     """The timed pass of one variant on one rank, a value a step, warm-up dropped."""
 
     variant: str
@@ -128,8 +128,7 @@ class Steps:
     cpu_seconds: list[float]
 
 
-@dataclass(frozen=True)
-class Called:
+class Called(Line, frozen=True):
     """Bytes and calls of one operation on one axis, a step: tensor bytes times the operation's algorithmic factor."""
 
     variant: str
@@ -140,8 +139,7 @@ class Called:
     called_bytes: float
 
 
-@dataclass(frozen=True)
-class Wire:
+class Wire(Line, frozen=True):
     """Bytes a step that this rank's sockets sent to `peer`, first transmissions alone; retransmits stand apart."""
 
     variant: str
@@ -150,8 +148,7 @@ class Wire:
     retransmitted_bytes: float
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Line, frozen=True):
     """Bytes held by one variant on this rank at the peak of its memory pass, its making and what was there before
     included."""
 
@@ -159,8 +156,7 @@ class Memory:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class Classes:
+class Classes(Line, frozen=True):
     """Bytes that one variant held on this rank by class: between two steps, and when the counted step held most."""
 
     variant: str
@@ -168,8 +164,7 @@ class Classes:
     peak_bytes: dict[str, int]
 
 
-@dataclass(frozen=True)
-class MemoryLine:
+class MemoryLine(Line, frozen=True):
     """Bytes by class over the counted step: of each of many equal parts of it those at the part's own peak."""
 
     variant: str
@@ -177,58 +172,60 @@ class MemoryLine:
     held_bytes: dict[str, list[int]]
 
 
-@dataclass(frozen=True)
-class Activations:
+class Activations(Line, frozen=True):
     """The most bytes that this rank held for the backward pass of one variant."""
 
     variant: str
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(Line, frozen=True):
     """What this rank's perf_counter must be given to read as rank 0's, and how far off that may be."""
 
     offset_s: float
     uncertainty_s: float
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(Line, frozen=True):
     """One recorded step of a variant on this rank, on rank 0's clock; 0 is the earliest start of all ranks in that
     step."""
 
     variant: str
     step: int
-    spans: list[Span]  # in the order of their ends; they may nest
+    spans: list[list[Any]]  # each a Span, in the order of their ends; they may nest
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.spans, list[Span])
 
 
-@dataclass(frozen=True)
-class Messages:
+class Messages(Line, frozen=True):
     """What this rank called in the step of its timeline, on the same clock."""
 
     variant: str
-    calls: list[Call]  # in the order of their starts
+    calls: list[list[Any]]  # each a Call, in the order of their starts
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.calls, list[Call])
 
 
-@dataclass(frozen=True)
-class Ideal:
+class Ideal(Line, frozen=True):
     """The step as the schedule of a variant has it, if no message took time: each rank's spans; on rank 0."""
 
     variant: str
-    spans: list[list[Span]]  # of each rank
+    spans: list[list[list[Any]]]  # of each rank
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.spans, list[list[Span]])
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(Line, frozen=True):
     """Where the time of a step went on this rank: median seconds by class, each moment in the innermost class alone."""
 
     variant: str
     seconds: dict[str, float]  # data, forward, backward, communication, optimizer, waiting
 
 
-@dataclass(frozen=True)
-class Overlap:
+class Overlap(Line, frozen=True):
     """Of the profiled step: time in communication, and how much of it this rank's backward pass computed meanwhile."""
 
     variant: str
@@ -236,8 +233,7 @@ class Overlap:
     hidden_s: float
 
 
-@dataclass(frozen=True)
-class Resumed:
+class Resumed(Line, frozen=True):
     """Where a run goes on that was stopped before; on rank 0."""
 
     epoch: int
@@ -245,8 +241,7 @@ class Resumed:
     path: str  # of the checkpoint
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(Line, frozen=True):
     """A checkpoint, or why there is none; on rank 0."""
 
     step: int  # how many steps are done
@@ -256,45 +251,46 @@ class Saved:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Digest:
+class Digest(Line, frozen=True):
     """The sha256 of all final weights of a variant, by which two runs are compared to the bit; on rank 0."""
 
     variant: str
     sha256: str
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(Line, frozen=True):
     """A variant that cannot take these sizes, and why."""
 
     variant: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(Line, frozen=True):
     """A table of the lesson's own; cells are text or numbers."""
 
     title: str
     columns: list[str]
-    rows: list[list[Cell]]
+    rows: list[list[Any]]  # each cell a Scalar
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.rows, list[list[Scalar]])
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(Line, frozen=True):
     """A line chart of the lesson's own."""
 
     title: str
     x_label: str
     y_label: str
-    series: dict[str, Axes]
+    series: dict[str, list[Any]]  # each Axes
     log_x: bool = False
     log_y: bool = False
 
+    def __post_init__(self) -> None:
+        msgspec.convert(self.series, dict[str, Axes])
 
-@dataclass(frozen=True)
-class Finding:
+
+class Finding(Line, frozen=True):
     """What is wrong with a script that was checked: a sentence that can be acted on, and whose it is; on rank 0."""
 
     check: str
@@ -302,16 +298,14 @@ class Finding:
     ranks: list[int]
 
 
-@dataclass(frozen=True)
-class Dropped:
+class Dropped(Line, frozen=True):
     """The messages that came to this rank and were not believed: counted by what was wrong, and by whose address."""
 
     by_fault: dict[str, int]
     by_source: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Corrupted:
+class Corrupted(Line, frozen=True):
     """A tensor of a variant that ranks held alike and that differed, the first of an audit; on rank 0."""
 
     variant: str
@@ -322,8 +316,7 @@ class Corrupted:
     others: int  # tensors that differed in the same audit
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(Line, frozen=True):
     """A fault that LAB_FAULTS plans: what it is, and what should come of it; on every rank."""
 
     number: int
@@ -338,8 +331,7 @@ class Planned:
     )  # of the mode, that see a flipped bit; none: those of the timed steps
 
 
-@dataclass(frozen=True)
-class Injected:
+class Injected(Line, frozen=True):
     """A planned fault that was made, by the rank that made it, just before."""
 
     number: int
@@ -351,16 +343,14 @@ class Injected:
     outcome: str = ""  # where it is another than was planned: "named" where other ranks hold a copy
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(Line, frozen=True):
     """What was said of a checkpoint that a drill had damaged, by a look such as a resumed run takes."""
 
     number: int
     sentence: str
 
 
-@dataclass(frozen=True)
-class Stood:
+class Stood(Line, frozen=True):
     """When steps of a variant stood on this rank, or began where nobody knows more; Unix times, in their order. Of a
     run with LAB_FAULTS a record a step, of a run whose ranks come and go one a variant."""
 
@@ -368,8 +358,7 @@ class Stood:
     at: list[float]
 
 
-@dataclass(frozen=True)
-class Changed:
+class Changed(Line, frozen=True):
     """The members of a run whose ranks come and go are others from a step on, as one that went on saw it."""
 
     variant: str
@@ -379,15 +368,13 @@ class Changed:
     members: list[int]  # from then on
 
 
-@dataclass(frozen=True)
-class Unshared:
+class Unshared(Line, frozen=True):
     """The machines share no disk, so each holds what its own ranks write: the host of every rank."""
 
     hosts: list[str]
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(Line, frozen=True):
     """A rank that is gone, as the survivors agreed."""
 
     rank: int
@@ -395,8 +382,7 @@ class Lost:
     reason: str
 
 
-@dataclass(frozen=True)
-class Left:
+class Left(Line, frozen=True):
     """A rank that is gone, and that the others went on without; the words of one of them."""
 
     rank: int
@@ -405,8 +391,7 @@ class Left:
     back: bool = False  # it was started again, and found its way back
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(Line, frozen=True):
     """An error that ended this rank's run: its exit code and its sentence."""
 
     exit_code: int
@@ -414,8 +399,7 @@ class Failed:
     at: float = 0.0  # Unix time, in seconds
 
 
-@dataclass(frozen=True)
-class End:
+class End(Line, frozen=True):
     """The last record of a rank that came through to the end; Unix times, in seconds."""
 
     rank: int
@@ -469,7 +453,6 @@ Record = (
 )
 Kind = TypeVar("Kind")
 Ranks = dict[int, list[Record]]  # the records of each rank of a run
-TYPES: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in Record.__args__}
 
 
 def select(records: Ranks, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:

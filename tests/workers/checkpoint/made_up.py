@@ -1,10 +1,10 @@
 """Manifests and checkpoints for tests, without a run behind them."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from workers.checkpoint import dcp, manifest, writing
 from workers.checkpoint.manifest import Manifest

@@ -84,8 +84,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "foreign": (lambda folder: (folder / manifest.FILE).unlink(), "has no manifest.json"),
     "half a manifest": (lambda folder: os.truncate(folder / manifest.FILE, 100), "manifest.json that cannot be read"),
     "another json": (lambda folder: (folder / manifest.FILE).write_text("[1]"), "manifest.json that is not of the lab"),
-    "a wrong field": (lambda folder: change(folder, step="x"), "missing or unknown fields: step"),
-    "an entry of the wrong type": (lambda folder: change(folder, seen=[0, "x"]), "missing or unknown fields: seen"),
+    "a wrong field": (
+        lambda folder: change(folder, step="x"),
+        "missing or wrong fields (Expected `int`, got `str` - at `$.step`)",
+    ),
+    "an entry of the wrong type": (
+        lambda folder: change(folder, seen=[0, "x"]),
+        "missing or wrong fields (Expected `int`, got `str` - at `$.seen[1]`)",
+    ),
     "another schema": (lambda folder: change(folder, schema=1), "is of schema 1, and this code reads 3 and 2"),
     "no checksum": (lambda folder: unsealed(folder, schema=manifest.SCHEMA), "manifest.json whose checksum is missing"),
     "a pipe": (a_pipe, "manifest.json that cannot be read (it is a pipe"),

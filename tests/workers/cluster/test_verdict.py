@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import asdict
 
 from workers.cluster import name_ranks
 from workers.cluster.verdict import Seen, Verdict, condemn, lost_ranks
@@ -90,7 +91,7 @@ def test_memory_near_its_limit_is_named_as_the_cause(share: float | None, named:
 def test_a_verdict_survives_the_wire() -> None:
     verdict = condemn({0: {0}}, {0, 1}, seen(2))
     assert verdict is not None
-    assert Verdict.from_json(verdict.to_json() | {"lost": [vars(lost) for lost in verdict.lost]}) == verdict
+    assert Verdict.from_json(verdict.to_json() | {"lost": [asdict(lost) for lost in verdict.lost]}) == verdict
 
 
 def test_ranks_are_named_in_words() -> None:

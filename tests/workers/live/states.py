@@ -1,8 +1,9 @@
 """Live states of ranks that never were, and a folder of a run that holds them."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from tests.workers.report.made_up import start
 from workers.report import live

@@ -3,9 +3,10 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from workers.report.lines import to_line
 from workers.report.records import (

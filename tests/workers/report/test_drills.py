@@ -1,9 +1,9 @@
 """What should have come of a fault, beside what did: from records alone, right and wrong."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.documents import TOP
 from tests.workers.report.made_up import good_run

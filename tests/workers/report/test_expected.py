@@ -1,9 +1,9 @@
 """A check that vanishes is missed: what a run of its settings has to claim is held against what it claimed."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.workers.report.made_up import good_run
 from workers.report.judge import exit_code, judge

@@ -28,7 +28,9 @@ def test_a_record_with_nan_is_valid_json_and_files_of_before_are_read() -> None:
         assert record.numbers[0] == 1.0 and math.isnan(record.numbers[1]) and record.numbers[2] == -math.inf
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 50_000, b"\xed\xa0\x80", b"\xff", b"", b"1" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"a":' * 50_000, b"\xed\xa0\x80", b"\xff", b"", b"1" * 5000, b"1" * 400]
+)
 def test_what_is_no_json_is_a_value_error(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         from_json(content)

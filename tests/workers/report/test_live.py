@@ -32,8 +32,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     [
         ('{"rank": 0, "wor', "is not the live state of a rank (Unterminated"),
         ("", "is not the live state of a rank (Expecting value"),
-        ("[]", "its fields are others"),
-        ('{"rank": 0}', "its fields are others"),
+        ("[]", "is not the live state of a rank (Expected `object`"),
+        ('{"rank": 0}', "missing required field"),
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path: Path, text: str, sentence: str) -> None:
@@ -54,5 +54,5 @@ def test_a_value_that_is_none_is_named(tmp_path: Path, name: str, value: Any) ->
     write(tmp_path, WHOLE)
     written = json.loads(place(tmp_path, 0).read_text())
     place(tmp_path, 0).write_text(json.dumps(written | {name: value}))
-    with pytest.raises(BrokenRecord, match=r"live\.rank0\.json has values that are none"):
+    with pytest.raises(BrokenRecord, match=r"live\.rank0\.json is not the live state of a rank"):
         read(place(tmp_path, 0))

@@ -1,9 +1,9 @@
 """What rank 0 prints last: columns in line, failures by name, and one line that says it all."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.workers.report.made_up import good_run, mistaken, pipeline_run, plus, with_check, with_measured, without
 from workers.report.judge import first, judge

@@ -1,9 +1,9 @@
 """Samples a second over a run, from records that were made up: where nothing stood, and what happened there."""
 
 import re
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.workers.report.made_up import BEGAN, drilled_run, good_run, plus, stood
 from workers.report.judge import judge

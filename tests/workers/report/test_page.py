@@ -1,10 +1,10 @@
 """The page as text: complete, escaped, self-contained and small however long the run was."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.workers.report.made_up import bent, good_run, mistaken, pipeline_run, plus, with_check, without
 from workers.report import charts, memory

@@ -1,8 +1,7 @@
 """Where the time of a step went, as text: shares and the slowest rank by hand."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.workers.report.made_up import bent, good_run, pipeline_run, plus
 from tests.workers.report.test_page import luminance

@@ -1,8 +1,9 @@
 """Several runs on one page: their curves, the numbers beside them, and what differs."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from tests.workers.report.made_up import bent, good_run, with_check
 from workers.report.compare import comparison
