@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec.structs import asdict
+
 from workers.report.records import Check, Comparison, Ranks, select
 
 Run = dict[str, Any]  # run.json, or an entry in one of its lists
@@ -24,7 +26,7 @@ def merge_checks(records: Ranks) -> list[Run]:
 
 def as_entries(checks: Iterable[Check]) -> list[Run]:
     """Checks as run.json holds them."""
-    return [vars(check) | {"passed": _within(check.max_abs_diff, check.tolerance)} for check in checks]
+    return [asdict(check) | {"passed": _within(check.max_abs_diff, check.tolerance)} for check in checks]
 
 
 def _excess(check: Check) -> tuple[bool, float]:
@@ -40,7 +42,7 @@ def merge_comparisons(records: Ranks) -> list[Run]:
         key = entry.variant, entry.name
         if key not in merged or _farness(entry) > _farness(merged[key][1]):
             merged[key] = rank, entry
-    return [vars(entry) | {"passed": not _misses(entry), "rank": rank} for rank, entry in merged.values()]
+    return [asdict(entry) | {"passed": not _misses(entry), "rank": rank} for rank, entry in merged.values()]
 
 
 def _farness(entry: Comparison) -> tuple[bool, float]:
