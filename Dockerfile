@@ -5,7 +5,7 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
 # HOME and USER: the rank's uid is the host's, which has no entry in this image's passwd.
-# PYTHONPATH: the command `ranklab` looks for the lab where it is installed, and here it lies in the working folder.
+# PYTHONPATH: the command `distlab` looks for the lab where it is installed, and here it lies in the working folder.
 ENV HOME=/tmp USER=lab PYTHONPATH=/lab PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /lab
@@ -23,13 +23,12 @@ RUN ./install --into python torch
 COPY pyproject.toml ./
 RUN ./install --into python project
 
-COPY compose/entrypoint.sh compose/
 COPY workers workers
 COPY experiments experiments
-COPY ranklab ranklab
 COPY engines engines
+COPY distlab distlab
 # runs/: for whoever mounts nothing there.
-RUN python -m compileall -q workers experiments ranklab && mkdir runs
+RUN python -m compileall -q workers experiments distlab && mkdir runs
 
-ENTRYPOINT ["/lab/compose/entrypoint.sh"]
+ENTRYPOINT ["/lab/workers/entrypoint.sh"]
 CMD ["python", "-m", "workers"]

@@ -41,7 +41,7 @@ lint: ## every linter; changes nothing
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/hadolint Dockerfile
-	.venv/bin/shellcheck run install compose/*.sh engines/*/*.sh .ci/run .ci/engines
+	.venv/bin/shellcheck run install compose/*.sh workers/*.sh engines/*/*.sh .ci/run .ci/engines
 	.venv/bin/yamllint --strict .
 	@if command -v actionlint; then actionlint; else echo "actionlint is not installed: .github/workflows is checked in the public CI alone"; fi
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from benchmarks.flips import lab_of
 from benchmarks.rounds import Timing, interleave, table
-from workers.config import Config
-from workers.measure.hashing import hash_of, raw
-from workers.passes.corruption import KINDS, Corruption, alike
-from workers.rank.modes import load
-from workers.testing.calls import Ranks
+from distlab.config import Config
+from distlab.measure.tensors import hash_of, raw
+from distlab.rank.mode_loader import load
+from distlab.testing.warm_ranks import Ranks
+from distlab.verify.silent_corruption import KINDS, Corruption, alike
 
 ROUNDS, WORLD_SIZE, VARIANT = 21, 2, "flat"
 
@@ -81,6 +81,4 @@ def main(rounds: int = ROUNDS) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import audit  # by its own name, under which the ranks know it too
-
-    audit.main(*(int(argument) for argument in sys.argv[1:]))
+    main(*(int(argument) for argument in sys.argv[1:]))

@@ -16,9 +16,9 @@ from torch import nn
 
 from benchmarks import pp
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from workers.parallel.collectives import Collective
-from workers.parallel.dialling import Dialling
-from workers.parallel.sequence import Sequence
+from distlab.collectives.by_hand import Collective
+from distlab.tensor_parallel.sequence import Sequence
+from distlab.transport.backend import TcpBackend
 
 SLEEP_S = 0.010  # LAB_SLEEP_MS of benchmarks.pp
 LAYER_CALLS, SUM_CALLS = 40, 20
@@ -55,7 +55,7 @@ def cpu_s(sleep_s: float, call: Callable[[], torch.Tensor]) -> tuple[float, torc
 
 def pipelines(world: dist.ProcessGroup, rounds: int) -> dict[str, Timing]:
     """Steps without pretended compute, by carrier."""
-    Dialling("127.0.0.1", b"a benchmark").register()
+    TcpBackend("127.0.0.1", b"a benchmark").register()
     groups = {"tcp": dist.new_group(backend="tcp"), "gloo": world}
     config = pp.settings(LAB_MODEL="mlp", LAB_WIDTH="64", LAB_BATCH="64", LAB_SLEEP_MS="0")
     steps = {}

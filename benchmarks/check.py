@@ -1,4 +1,4 @@
-"""`ranklab check` over all planted and all right scripts: what was to be said, what was said, after how many seconds.
+"""`distlab check` over all planted and all right scripts: what was to be said, what was said, after how many seconds.
 
     python -m benchmarks.check                              each once
     python -m benchmarks.check right --times 10 --busy 2    no false alarm beside two busy loops

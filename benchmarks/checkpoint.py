@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.fsdp import settings
 from benchmarks.rounds import table
 from benchmarks.runs import run_lab
-from workers.report.lines import read_run
-from workers.report.records import Saved, select
+from distlab.report.reading import read_run
+from distlab.report.records import Saved, select
 
 TARGET = 0.10  # of what a synchronous save holds the step up
 EVERY, STEPS = 8, 32  # a save is over before the next one is due

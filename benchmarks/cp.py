@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from experiments.cp import GatheredAttention
-from experiments.cp.predictions import BY_HAND, layer_cost, positions_of
-from experiments.cp.torchs import TorchRing
-from workers.config import Config
-from workers.measure.activations import SavedActivations
-from workers.parallel.context_ring import RingAttention
-from workers.parallel.ulysses import UlyssesAttention
-from workers.workload.model import Attend
+from distlab.config import Config
+from distlab.context_parallel.ring import RingAttention
+from distlab.context_parallel.ulysses import UlyssesAttention
+from distlab.experiments.cp import GatheredAttention
+from distlab.experiments.cp.predictions import BY_HAND, layer_cost, positions_of
+from distlab.experiments.cp.pytorch import TorchRing
+from distlab.measure.activations import SavedActivations
+from distlab.workload.model import Attend
 
 HEADS, HEAD_DIM = 8, 32
 LENGTHS = (512, 2048)

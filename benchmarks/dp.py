@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from experiments import dp
-from workers.config import Config
-from workers.parallel.mesh import Mesh
-from workers.workload.data import Batches
-from workers.workload.model import build_model
+from distlab.config import Config
+from distlab.experiments import dp
+from distlab.mesh.grid import Mesh
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model
 
 VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp")
 TARGETS = {(2, "bucketed"): (1.00, 1.00), (4, "ring"): (0.97, None)}  # (ranks, variant): times DDP's wall and CPU

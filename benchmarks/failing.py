@@ -16,17 +16,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flips import lab_of
-from experiments.elastic import POLICIES
-from experiments.elastic.course import Course
-from experiments.elastic.drills import COMPUTED, Drill, Killed
-from experiments.elastic.net import open_net, settle
-from workers.config import Config
-from workers.config.events import arrivals
-from workers.config.faults import Fault
-from workers.faults import process
-from workers.lab import Lab
-from workers.parallel.heard import View
-from workers.strategies.survivor import Survivor
+from distlab.config import Config
+from distlab.config.fault_spec import FaultSpec, arrivals
+from distlab.elastic.membership import View
+from distlab.elastic.strategy import Survivor
+from distlab.experiments.elastic import POLICIES
+from distlab.experiments.elastic.network import open_net, settle
+from distlab.experiments.elastic.recovery import COMPUTED, Course, Drill, Killed
+from distlab.faults import injectors
+from distlab.lab import Lab
 
 LEAST = 3  # members of whom one may be killed: two that die at once would leave nobody
 
@@ -38,7 +36,7 @@ class Plan(NamedTuple):
     variant: str
     steps: int
     saved_every: int
-    faults: Sequence[Fault]
+    faults: Sequence[FaultSpec]
     seed: int
     settings: dict[str, str]
 
@@ -57,7 +55,7 @@ class Told(NamedTuple):
 class ByTheClock(Drill):
     """The events of this rank, each as it computes a step once its second has come."""
 
-    def __init__(self, events: Iterator[Fault], rank: int, began_at: float) -> None:
+    def __init__(self, events: Iterator[FaultSpec], rank: int, began_at: float) -> None:
         super().__init__([], rank)
         self.began_at, self.killed = began_at, 0
         self.num_members: Callable[[], int] = lambda: 0
@@ -69,7 +67,7 @@ class ByTheClock(Drill):
         while moment == COMPUTED and self._next is not None and (self._next.at_s or 0) < time.time() - self.began_at:
             event, self._next = self._next, next(self._coming, None)
             if event.kind == "pause":
-                process.pause(event.duration_s or 0.0)
+                injectors.pause(event.duration_s or 0.0)
             elif self.num_members() >= LEAST:
                 self.killed += 1
                 raise Killed
@@ -127,7 +125,7 @@ def trained(group: dist.ProcessGroup, plan: Plan, folder: str) -> Told:
     return Told(began_at, ended_at, drill.killed, step_s(course.stood_at), course.down_s, course.saves_s)
 
 
-def events(plan: Plan, world_size: int) -> Iterator[Fault]:
+def events(plan: Plan, world_size: int) -> Iterator[FaultSpec]:
     """The events of all rates in the order of their seconds, the same on every rank."""
     rates = (arrivals(each, index, plan.seed, world_size) for index, each in enumerate(plan.faults))
     return heapq.merge(*rates, key=lambda each: each.at_s or 0.0)

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import table
-from workers.cluster.exchange import Exchange
-from workers.config import Config
-from workers.config.faults import BITS
-from workers.contract import Strategy
-from workers.faults.bits import flip
-from workers.lab import Lab, RunHooks
-from workers.measure.ledger import Ledger
-from workers.passes.corruption import KINDS, Corruption, alike
-from workers.rank.modes import load
-from workers.report.journal import Journal
-from workers.report.records import Corrupted
-from workers.testing.calls import Ranks
+from distlab.cluster.control_plane import Exchange
+from distlab.config import Config
+from distlab.config.fault_spec import BITS
+from distlab.contract import Strategy
+from distlab.faults.injectors import flip
+from distlab.lab import Lab, RunHooks
+from distlab.measure.traffic import Ledger
+from distlab.rank.mode_loader import load
+from distlab.report.records import Corrupted
+from distlab.report.run_folder import Journal
+from distlab.testing.warm_ranks import Ranks
+from distlab.verify.silent_corruption import KINDS, Corruption, alike
 
 FLIPS, SEED = 100, 1
 SIZES = {"LAB_WIDTH": "48", "LAB_DEPTH": "3", "LAB_HEADS": "6", "LAB_SEQ": "16"}
@@ -153,6 +153,4 @@ def main(flips: int = FLIPS) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import flips  # by its own name, under which the ranks know it too
-
-    flips.main(*(int(argument) for argument in sys.argv[1:]))
+    main(*(int(argument) for argument in sys.argv[1:]))

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import on_ranks
-from workers.parallel.handshake import listen
-from workers.parallel.hangup import sockets
-from workers.parallel.line import Address
-from workers.parallel.regroup import Regroup
-from workers.parallel.store_host import StoreHost
+from distlab.elastic.peer_connections import Address
+from distlab.elastic.process_group import Regroup, sockets
+from distlab.transport.handshake import listen
+from distlab.transport.store_server import StoreHost
 
 KEY = b"a benchmark"
 RANKS, NUMEL, PATIENCE_S, BOUND_S = 3, 12_600, 2.0, 300.0

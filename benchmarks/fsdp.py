@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from benchmarks.runs import run_lab
-from experiments import fsdp
-from workers.config import Config
-from workers.parallel.mesh import Mesh
-from workers.workload.data import Batches
-from workers.workload.model import build_model
+from distlab.config import Config
+from distlab.experiments import fsdp
+from distlab.mesh.grid import Mesh
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model
 
 OURS, THEIRS = ("zero1", "zero2", "zero3"), "fsdp2"
 STEP_TARGET = 0.65  # zero3's, of fully_shard's

@@ -8,7 +8,7 @@ after 0.2 s with nothing, but for `shrink`; of the last two nobody is killed. Go
 undisturbed over the time that they took.
 
 `restart` runs with a checkpoint every 1, 2, 4, ... steps, up to the time between two kills. Each stands beside the
-formula (workers/measure/formulas/goodput.py) for the rate of the text and what was measured: a step, in runs without
+formula (distlab/elastic/costs.py) for the rate of the text and what was measured: a step, in runs without
 faults before and after all others, a checkpoint and a restart, the medians of all runs. The best interval is told by
 Young, by Daly and by measure. Then `join` and `shrink` run, which save nothing.
 """
@@ -22,8 +22,8 @@ from statistics import median
 
 from benchmarks.failing import Plan, Told, trained
 from benchmarks.useful import Costs, Run, draw, told
-from workers.config.faults import Fault, read
-from workers.testing.calls import Ranks
+from distlab.config.fault_spec import FaultSpec, read
+from distlab.testing.warm_ranks import Ranks
 
 FAULTS, WORLD_SIZE, SECONDS, CLEAN_STEPS = "kill:1/2s", 4, 20.0, 200
 LEAST_STEPS, MOST_STEPS = 50, 3000
@@ -72,7 +72,7 @@ def main(words: list[str]) -> int:
     names = count()
     with tempfile.TemporaryDirectory() as folder:
 
-        def go(variant: str, saved_every: int, steps: int, faults: list[Fault]) -> Run:
+        def go(variant: str, saved_every: int, steps: int, faults: list[FaultSpec]) -> Run:
             name = f"{next(names)} {variant}"
             found = run(ranks, folder, Plan(name, variant, steps, saved_every, faults, given.seed, SETTINGS))
             print(f"{variant}, saved every {saved_every}: {found.wall_s:.1f} s, {found.killed} killed", file=sys.stderr)
@@ -94,7 +94,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def known(step_s: float, swept: dict[int, Run], faults: list[Fault]) -> Costs:
+def known(step_s: float, swept: dict[int, Run], faults: list[FaultSpec]) -> Costs:
     """What was measured, and the rates of the text."""
     downs_s = [seconds for each in swept.values() for seconds in each.down_s]
     saves_s = [seconds for each in swept.values() for seconds in each.saves_s]
@@ -103,12 +103,10 @@ def known(step_s: float, swept: dict[int, Run], faults: list[Fault]) -> Costs:
     return Costs(step_s, median(saves_s), restart_s, between_s(faults), max(0.0, 1 - paused))
 
 
-def between_s(faults: list[Fault]) -> float:
+def between_s(faults: list[FaultSpec]) -> float:
     """Seconds between two kills in the mean."""
     return 1 / sum(1 / each.every_s for each in faults if each.every_s and each.kind == "kill")
 
 
 if __name__ == "__main__":
-    from benchmarks import goodput as module  # by its own name, under which the ranks know it too
-
-    sys.exit(module.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

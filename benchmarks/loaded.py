@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import table
-from workers.cluster.launch import free_port
-from workers.cluster.rendezvous import init_process_group, join
-from workers.cluster.succession import Succession
-from workers.cluster.verdict import Verdict
-from workers.cluster.watch import Watch
-from workers.config import Config
-from workers.report.outcome import Outcome
+from distlab.cluster.launch import free_port
+from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.rendezvous import init_process_group, join
+from distlab.cluster.shutdown import Succession
+from distlab.cluster.watchdog import Watchdog
+from distlab.config import Config
+from distlab.report.run_result import Outcome
 
 RUNS, AT_ONCE, BUSY, WORLD_SIZE = 200, 2, 20, 4
 STEPS, STEP_S = 40, 0.05
@@ -61,7 +61,7 @@ def rank_of_run(config: Config, folder: Path, deed: str, told: Connection) -> No
             succession.tell()
 
     cluster = join(config, "loaded", lambda _text: None)
-    watch = Watch(cluster, config, lambda _text: None, on_verdict)
+    watch = Watchdog(cluster, config, lambda _text: None, on_verdict)
     watch.start()
     try:
         init_process_group(cluster, config)

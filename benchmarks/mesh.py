@@ -17,11 +17,11 @@ import torch.distributed as dist
 from benchmarks.fsdp import judged, most
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from benchmarks.runs import run_lab
-from experiments.mesh import MODE
-from workers.config import Config
-from workers.parallel.mesh import Mesh
-from workers.workload.data import Batches
-from workers.workload.model import build_model
+from distlab.config import Config
+from distlab.experiments.mesh import MODE
+from distlab.mesh.grid import Mesh
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model
 
 OURS, THEIRS = ("1f1b", "sequence", "zero1", "zero2", "zero3"), "dtensor_fsdp2"
 TARGETS = {"step": 0.60, "wire": 0.60, "peak": 1.00}  # zero2's, which shards gradients and gathers weights once

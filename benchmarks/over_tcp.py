@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 import benchmarks.mesh
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from experiments import dp, fsdp, mesh, tp
-from workers.config import Config
-from workers.contract import Mode
-from workers.parallel.dialling import Dialling
-from workers.parallel.mesh import Mesh
-from workers.workload.data import Batches
-from workers.workload.model import build_model
+from distlab.config import Config
+from distlab.contract import Mode
+from distlab.experiments import dp, fsdp, mesh, tp
+from distlab.mesh.grid import Mesh
+from distlab.transport.backend import TcpBackend
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model
 
 
 class Pair(NamedTuple):
@@ -49,7 +49,7 @@ def measure(world: dist.ProcessGroup, mode: str, rounds: int) -> dict[str, Timin
     pair = PAIRS[mode]
     samples = {"LAB_BATCH": str(2 * world.size())} | pair.sizes
     config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(world.size())} | samples)
-    Dialling("127.0.0.1", b"a benchmark").register()
+    TcpBackend("127.0.0.1", b"a benchmark").register()
     worlds = {"gloo": world, "tcp": dist.new_group(backend="tcp")}
     grids = {carrier: Mesh.grid(pair.mode.axes(config), group) for carrier, group in worlds.items()}
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)

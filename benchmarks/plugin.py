@@ -22,10 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ranklab
+import distlab
 
 
-@ranklab.ranks(4)
+@distlab.ranks(4)
 @pytest.mark.parametrize("number", range(%d))
 def test_sum(rank, number):
     tensor = torch.full((1000,), float(rank + number))
@@ -33,7 +33,7 @@ def test_sum(rank, number):
     assert tensor[0] == 6 + 4 * number
 
 
-@ranklab.ranks(4, timeout_s=10)
+@distlab.ranks(4, timeout_s=10)
 def test_deadlock(rank):
     if rank:
         dist.barrier()
@@ -96,7 +96,7 @@ def pools() -> int:
     found = 0
     for place in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += b"workers.testing.preloaded" in place.read_bytes()
+            found += b"distlab.testing.preloaded" in place.read_bytes()
         except OSError:
             continue
     return found

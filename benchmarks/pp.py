@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from experiments import pp
-from workers.config import Config
-from workers.contract import Build, Strategy
-from workers.measure.activations import SavedActivations
-from workers.measure.formulas.pipelines import IN_ONE, idle_share
-from workers.parallel.boundaries import Boundaries
-from workers.parallel.mesh import Mesh
-from workers.parallel.phases import COMPUTE, Span, recorded
-from workers.parallel.schedules import Action, one_forward_one_backward
-from workers.workload.data import Batches
-from workers.workload.model import Model, SquaredError, build_model
+from distlab.collectives.phases import COMPUTE, Span, recorded
+from distlab.config import Config
+from distlab.contract import Build, Strategy
+from distlab.experiments import pp
+from distlab.measure.activations import SavedActivations
+from distlab.mesh.grid import Mesh
+from distlab.pipeline_parallel.costs import IN_ONE, idle_share
+from distlab.pipeline_parallel.pipeline import Boundaries
+from distlab.pipeline_parallel.schedules import Action, one_forward_one_backward
+from distlab.workload.data import Batches
+from distlab.workload.model import Model, SquaredError, build_model
 
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 BUBBLE_TARGET, ACTIVATIONS_TARGET = 0.03, 0.55

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.rounds import on_ranks, table
-from experiments.mesh import MODE
+from distlab.config import Config
+from distlab.experiments.mesh import MODE
 from tests.meshes import differences as of_variants
-from workers.config import Config
 
 TOP = Path(__file__).parent.parent
 TARGET = 1e-12

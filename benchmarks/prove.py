@@ -1,4 +1,4 @@
-"""`ranklab prove` over all planted and all right files: what was to be said, what was said, after how many seconds.
+"""`distlab prove` over all planted and all right files: what was to be said, what was said, after how many seconds.
 
     python -m benchmarks.prove                          each bug on the ranks that show it, each right file on 1 to 8
     python -m benchmarks.prove bugs                     the bugs alone

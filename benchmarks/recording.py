@@ -1,4 +1,4 @@
-"""What it costs a script to be watched: a step of DDP and of fully_shard under `ranklab check`, over the same without.
+"""What it costs a script to be watched: a step of DDP and of fully_shard under `distlab check`, over the same without.
 
     python -m benchmarks.recording [ROUNDS]
 
@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.rounds import table
-from workers.cluster.launch import free_port
+from distlab.cluster.launch import free_port
 
 SCRIPT = Path(__file__).parent / "stepped.py"
 TARGET = 1.05
@@ -90,7 +90,7 @@ def cluster(kind: str, world_size: int, folder: str) -> Iterator[list[socket.soc
             own = {"WORLD_SIZE": str(world_size), "LAB_RUNS_DIR": folder}
             ranks = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "workers.check", *words], env=clean | own, stdout=subprocess.DEVNULL
+                    [sys.executable, "-m", "distlab.cli.check", *words], env=clean | own, stdout=subprocess.DEVNULL
                 )
             ]
         else:

@@ -32,7 +32,7 @@ def run_in_containers(world_size: int, *overlays: str, **settings: object) -> di
     """`run.json` of one run of this tree in containers, image built; raises RuntimeError with the logs if it did not
     pass."""
     files = [part for name in ("docker-compose.yaml", *overlays) for part in ("-f", name)]
-    compose = ["docker", "compose", "-p", "ranklab-bench", *files]
+    compose = ["docker", "compose", "-p", "distlab-bench", *files]
     clean = {
         name: value for name, value in os.environ.items() if not re.match(r"LAB_|COMPOSE_|RUN_MODE|WORLD_SIZE", name)
     }
@@ -61,5 +61,5 @@ def build_image() -> bool:
     ):
         print("no Docker engine answers: what takes containers is not measured")
         return False
-    subprocess.run(["docker", "compose", "-p", "ranklab-bench", "build", "--quiet"], cwd=TOP, check=True)
+    subprocess.run(["docker", "compose", "-p", "distlab-bench", "build", "--quiet"], cwd=TOP, check=True)
     return True

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from workers.config import Config
-from workers.parallel.mesh import Mesh
-from workers.parallel.phases import recorded
-from workers.rank.modes import load
-from workers.workload.data import Batches
-from workers.workload.model import build_model
+from distlab.collectives.phases import recorded
+from distlab.config import Config
+from distlab.mesh.grid import Mesh
+from distlab.rank.mode_loader import load
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model
 
 STEPS = {"dp": ("flat", 2), "pp": ("gpipe", 1)}  # mode: its variant, and into how many shards the batch is dealt
 

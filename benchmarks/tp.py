@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from experiments.tp import MODE
-from workers.config import Config
-from workers.parallel.mesh import Mesh
-from workers.workload.data import Batches
-from workers.workload.model import build_model
+from distlab.config import Config
+from distlab.experiments.tp import MODE
+from distlab.mesh.grid import Mesh
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model
 
 VARIANTS = ("megatron", "sequence", "dtensor")
 TARGETS = {

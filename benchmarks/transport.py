@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import TIMEOUT_S, Ratio, Timing, interleave, on_ranks, table
-from workers.parallel import rooted
-from workers.parallel.collectives import Collective
-from workers.parallel.dialling import Dialling
-from workers.parallel.peers import Pending, split
+from distlab.collectives import rooted
+from distlab.collectives.by_hand import Collective
+from distlab.collectives.point_to_point import Pending, split
+from distlab.transport.backend import TcpBackend
 
 KIB, MIB = 1 << 10, 1 << 20
 # Rounds, and calls in each: so many that it does not matter when each rank leaves the barrier before them.
@@ -47,7 +47,7 @@ def target(op: str, nbytes: int, world_size: int) -> float | None:
 def measure(world: dist.ProcessGroup) -> dict[tuple[str, int], dict[str, Timing]]:
     """The timings of every operation and size, by transport."""
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of these; 2.11 has only these names
-    dialling = Dialling("127.0.0.1", b"a benchmark")
+    dialling = TcpBackend("127.0.0.1", b"a benchmark")
     dialling.register()
     group = dist.new_group(backend="tcp")
     store = dist.PrefixStore("by hand", dist.distributed_c10d._get_default_store())

@@ -6,10 +6,10 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.rounds import table
-from workers.measure.formulas.goodput import daly_s, goodput, young_s
-from workers.report import charts
-from workers.report.lines import write_atomically
-from workers.report.markup import render
+from distlab.elastic.costs import daly_s, goodput, young_s
+from distlab.report import charts
+from distlab.report.html import render
+from distlab.report.reading import write_atomically
 
 
 class Run(NamedTuple):

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import on_ranks, table
-from workers.measure.formulas import collectives as formulas
-from workers.measure.ledger import Ledger
-from workers.parallel.collectives import ALGORITHMS, Collective
-from workers.parallel.peers import split
+from distlab.collectives import costs as formulas
+from distlab.collectives.by_hand import ALGORITHMS, Collective
+from distlab.collectives.point_to_point import split
+from distlab.measure.traffic import Ledger
 
 SIZES = {"256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 BYTES = {

@@ -3,7 +3,7 @@
 #
 #   make fit                                 about two minutes; WORLD_SIZE, LAB_WIDTH, LAB_DEPTH, LAB_STEPS as you like
 #
-# The limit is not tried out: workers/plan/fit.py computes it from what the formulas say that both need. In dp one small container is
+# The limit is not tried out: distlab/cli/fit.py computes it from what the formulas say that both need. In dp one small container is
 # enough to end the run, so only worker1 has the limit and the others are left to say what became of it; in fsdp all have it.
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,7 +1,7 @@
 """`python -m experiments`: all modes as the Markdown table of the README, each with the first line of its lesson."""
 
-from workers.config.values import modes
-from workers.rank.modes import load
+from distlab.config.settings import modes
+from distlab.rank.mode_loader import load
 
 
 def table() -> str:

@@ -1,6 +1,6 @@
 """A model, a loss and a training step of one's own: three names that the lab takes from a file.
 
-ranklab prove mine/own.py                                                    are N ranks one process?
+distlab prove mine/own.py                                                    are N ranks one process?
 RUN_MODE=fsdp LAB_MODEL=mine/own.py:model make run                           the model in a mode
 LAB_MODEL=mine/own.py:model LAB_VARIANT=ddp,mine/own.py:train_step make run  the step beside PyTorch's
 """

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from distlab.testing.warm_ranks import Ranks
 from tests.labs import Runs
-from workers.testing.calls import Ranks
 
 MINUTES = ("tests/compose/test_fit.py", "tests/compose/test_restart.py")
 

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from workers.contract import Mode
+from distlab.contract import Mode
 
 TOP = Path(__file__).parent.parent
 

@@ -5,10 +5,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from workers.config import Config
-from workers.config.options import aliases
-from workers.config.values import modes
-from workers.rank.modes import load
+from distlab.config import Config
+from distlab.config.settings import aliases, modes
+from distlab.rank.mode_loader import load
 
 TOP = Path(__file__).parent.parent
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?(?:::\w+)?")

@@ -9,25 +9,25 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from distlab.cluster.control_plane import Exchange
+from distlab.config import Config
+from distlab.contract import Mode
+from distlab.lab import Lab, RunHooks
+from distlab.measure.traffic import Ledger
+from distlab.mesh.grid import Mesh
+from distlab.rank.mode_loader import load_for
+from distlab.rank.preflight import refuse
+from distlab.report import records
+from distlab.report.reading import from_line, to_line
+from distlab.report.run_folder import Journal
+from distlab.report.verdict import judge
+from distlab.sharded.state import LocalShard
+from distlab.testing.warm_ranks import Ranks, side_groups
+from distlab.transport.store import KeyedStore
+from distlab.verify.run_all import everything
+from distlab.verify.statements import hold_what_is_shared
+from distlab.workload.model import Model
 from tests.controls import uncontrolled
-from workers.cluster.exchange import Exchange
-from workers.config import Config
-from workers.contract import Mode
-from workers.lab import Lab, RunHooks
-from workers.measure.ledger import Ledger
-from workers.parallel.mesh import Mesh
-from workers.parallel.piece import Piece
-from workers.parallel.store import KeyedStore
-from workers.passes.measure import everything
-from workers.passes.statements import hold_what_is_shared
-from workers.rank.modes import load_for
-from workers.rank.refusals import refuse
-from workers.report import records
-from workers.report.journal import Journal
-from workers.report.judge import judge
-from workers.report.lines import from_line, to_line
-from workers.testing.calls import Ranks, side_groups
-from workers.workload.model import Model
 
 TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}
 
@@ -139,7 +139,7 @@ def copy_state(source: dict[str, Any], target: dict[str, Any]) -> None:
     """Fill one strategy's live state from another's on the same rank, as a checkpoint does."""
     assert set(source) == set(target)
     for label, held in source.items():
-        if isinstance(held, Piece):
+        if isinstance(held, LocalShard):
             for (offset, box), (other_offset, other) in zip(held.boxes, target[label].boxes, strict=True):
                 assert offset == other_offset
                 other.copy_(box)

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.mesh import MODE
+from distlab.config import Config
+from distlab.experiments.mesh import MODE
+from distlab.workload.data import Batches
+from distlab.workload.reference import Snapshot, train
 from tests.labs import built
-from workers.config import Config
-from workers.workload.baseline import Snapshot, train
-from workers.workload.data import Batches
 
 
 def batches_of(config: Config) -> Batches:

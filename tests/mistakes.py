@@ -1,9 +1,9 @@
 """The runs that a mode is tried by: whole, and with one of its mistakes where that mistake has to show."""
 
+from distlab.config import Config
+from distlab.contract import Mode
+from distlab.rank.mode_loader import load
 from tests.labs import TINY
-from workers.config import Config
-from workers.contract import Mode
-from workers.rank.modes import load
 
 WORLD_SIZE = 2  # odd and larger worlds are in each mode's own tests; three ranks take half as long again
 # What a mistake's needs do not say: sizes that it shows at.

@@ -6,7 +6,7 @@ torch imports its compiler with the first optimizer or DDP, 2.5 s of a core in e
 import gc
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of all threads, as in a run: workers/__main__.py
+os.environ["OMP_NUM_THREADS"] = "1"  # of all threads, as in a run: distlab/cli/run.py
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of groups that a test makes; as a run sets it
 
 import torch
@@ -15,9 +15,9 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
-from workers.passes import measure
+from distlab.verify import run_all
 
 gc.collect()
 gc.freeze()  # what is there now stays shared, and no collection walks it again
 
-__all__ = ["measure", "torch"]
+__all__ = ["run_all", "torch"]

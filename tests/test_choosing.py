@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from distlab.cli.plan import read
+from distlab.config.settings import modes
 from tests.documents import TOP, faults, spans, tables
-from workers.config.values import modes
-from workers.plan.arguments import read
 
 PAGE = (TOP / "docs" / "choosing.md").read_text()
 ROWS = list(tables(PAGE))
@@ -46,7 +46,7 @@ def agrees(printed: str, formula: str) -> bool:
     """Whether the formula gives the number, to the digits that are printed."""
     names: dict[str, Any] = {}
     for part in FORMULAS:
-        names |= vars(importlib.import_module(f"workers.measure.formulas.{part}"))
+        names |= vars(importlib.import_module(f"distlab.measure.prediction.{part}"))
     digits = len(printed.partition(".")[2])
     return bool(round(float(eval(formula, names)), digits) == float(printed))
 

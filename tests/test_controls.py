@@ -1,7 +1,7 @@
 """A claim that nothing makes fail is found."""
 
+from distlab.rank.mode_loader import load
 from tests.controls import there, uncontrolled
-from workers.rank.modes import load
 
 
 def test_what_is_named_has_to_be_there() -> None:

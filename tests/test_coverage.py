@@ -2,8 +2,8 @@
 
 import pytest
 
+from distlab.config.settings import modes
 from tests.documents import TOP, faults, names_a_file, points_somewhere, spans, tables
-from workers.config.values import modes
 
 ROWS = list(tables((TOP / "docs" / "coverage.md").read_text()))
 
@@ -36,7 +36,7 @@ def test_a_page_or_a_command_is_no_file_that_does_it() -> None:
     named = (
         "docs/choosing.md",
         "RUN_MODE=dp",
-        "experiments/train.py",
+        "experiments/train/__init__.py",
         "compose/net.yaml",
         "workers/zero.py::Zero",
         "a.b",

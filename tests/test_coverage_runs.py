@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
+from distlab.report.log import verdict_lines
 from tests.documents import TOP, spans, tables
 from tests.labs import Runs, failed
 from tests.mistakes import WORLD_SIZE, mistaken, whole
-from workers.report.log import verdict_lines
 
 
 class Shown(NamedTuple):

@@ -17,57 +17,99 @@ import pytest
 
 TOP = Path(__file__).parent.parent
 
-# A place, and the places that it may import beside itself.
-FORMULAS, MEASURE, WORKLOAD = "workers.measure.formulas", "workers.measure", "workers.workload"
-CONFIG, REPORT, PARALLEL, CLUSTER = "workers.config", "workers.report", "workers.parallel", "workers.cluster"
-STORES = [f"{PARALLEL}.{name}" for name in ("handshake", "store", "store_host")]
-STRATEGIES, CONTRACT, LAB, CHECKPOINT = "workers.strategies", "workers.contract", "workers.lab", "workers.checkpoint"
-PASSES, RANK, PLAN, FAULTS = "workers.passes", "workers.rank", "workers.plan", "workers.faults"
-COMPARED = [f"{MEASURE}.difference", f"{MEASURE}.hashing"]
-BELOW_LAB = [CONFIG, CONTRACT, REPORT, PARALLEL, MEASURE, WORKLOAD, CLUSTER]
+# A place, and the places that it may import beside itself. What a technique shares with others is a file of its folder.
+D = "distlab"
+CONFIG, REPORT, MEASURE, CLUSTER, WORKLOAD = (
+    f"{D}.{name}" for name in ("config", "report", "measure", "cluster", "workload")
+)
+CONTRACT, LAB, CHECKPOINT, VERIFY, RANK = (
+    f"{D}.{name}" for name in ("contract", "lab", "checkpoint", "verify", "rank")
+)
+COLLECTIVES, TRANSPORT = f"{D}.collectives", f"{D}.transport"
+MESSAGES = [f"{TRANSPORT}.{name}" for name in ("tcp", "handshake", "store", "store_server")]
+GRID, PREDICTION = f"{D}.mesh.grid", f"{MEASURE}.prediction"
+COMMON = [CONFIG, COLLECTIVES, WORKLOAD, PREDICTION, GRID]  # of all techniques
+TECHNIQUES = [
+    f"{D}.{name}"
+    for name in (
+        "data_parallel", "sharded", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "mesh",
+        "compression", "precision", "large_batch", "parameter_server", "elastic",
+    )
+]  # fmt: skip
+COSTS = [f"{place}.costs" for place in (COLLECTIVES, *TECHNIQUES)]
+BELOW_LAB = [
+    CONFIG,
+    CONTRACT,
+    REPORT,
+    COLLECTIVES,
+    TRANSPORT,
+    MEASURE,
+    WORKLOAD,
+    CLUSTER,
+    GRID,
+    f"{D}.sharded",
+    f"{D}.pipeline_parallel",
+]
 FLOORS: dict[str, list[str]] = {
     CONFIG: [],
     REPORT: [CONFIG],
-    PARALLEL: [],
     MEASURE: [CONFIG],
-    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.output", f"{PARALLEL}.store"],
-    WORKLOAD: [CONFIG, f"{PARALLEL}.kept"],
-    PLAN: [CONFIG, MEASURE, REPORT, WORKLOAD],
-    CONTRACT: [CONFIG, MEASURE, PARALLEL, WORKLOAD],
-    STRATEGIES: [CONFIG, PARALLEL, WORKLOAD],
+    f"{TRANSPORT}.tcp": [],
+    f"{TRANSPORT}.handshake": [],
+    f"{TRANSPORT}.store_server": [f"{TRANSPORT}.handshake"],
+    f"{TRANSPORT}.store": [f"{TRANSPORT}.handshake", f"{TRANSPORT}.store_server"],
+    COLLECTIVES: [f"{TRANSPORT}.tcp"],
+    TRANSPORT: [COLLECTIVES],
+    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.standard_streams", f"{TRANSPORT}.store"],
+    WORKLOAD: [CONFIG, COLLECTIVES],
+    GRID: [],
+    f"{D}.data_parallel": COMMON,
+    f"{D}.pipeline_parallel": COMMON,
+    f"{D}.sharded": [*COMMON, f"{D}.pipeline_parallel", f"{TRANSPORT}.store"],
+    f"{D}.tensor_parallel": [*COMMON, f"{D}.pipeline_parallel", f"{D}.sharded"],
+    f"{D}.context_parallel": [*COMMON, *(f"{D}.{name}" for name in ("data_parallel", "pipeline_parallel", "tensor_parallel"))],
+    f"{D}.expert_parallel": [*COMMON, f"{D}.data_parallel", f"{D}.sharded", f"{D}.tensor_parallel"],
+    f"{D}.mesh": [*COMMON, *(f"{D}.{name}" for name in ("data_parallel", "pipeline_parallel", "precision", "sharded", "tensor_parallel"))],
+    f"{D}.compression": COMMON,
+    f"{D}.precision": COMMON,
+    f"{D}.large_batch": COMMON,
+    f"{D}.parameter_server": COMMON,
+    f"{D}.elastic": [*COMMON, TRANSPORT, f"{D}.data_parallel", f"{D}.sharded"],
+    CONTRACT: [CONFIG, MEASURE, WORKLOAD],
     LAB: BELOW_LAB,
     CHECKPOINT: [*BELOW_LAB, LAB],
-    FAULTS: [MEASURE],
-    PASSES: [*BELOW_LAB, LAB, CHECKPOINT],
-    RANK: [*BELOW_LAB, LAB, CHECKPOINT, FAULTS, PASSES, f"{STRATEGIES}.own"],
-    "workers.explain": [CONFIG, CONTRACT, REPORT, FORMULAS, RANK],
-    "workers.engine": [CONFIG],
-    "workers.live": [CONFIG, REPORT],
-    "workers.check": [CONFIG, REPORT, MEASURE, CLUSTER, *STORES, f"{RANK}.end", f"{RANK}.sections", f"{RANK}.start"],
-    "workers.prove": [CONFIG, REPORT, CLUSTER, PARALLEL, WORKLOAD, "workers.check", *COMPARED],
-    "workers.testing": ["workers.check", "workers.prove", f"{CLUSTER}", f"{PARALLEL}.dialling", *STORES],
-    "workers.__main__": [CONFIG, CLUSTER, RANK, f"{REPORT}.output", "workers.live.beside"],
-    "experiments": [
-        CONFIG, CONTRACT, PARALLEL, FORMULAS, *COMPARED, f"{MEASURE}.order", WORKLOAD, STRATEGIES, LAB, PASSES,
-        f"{CHECKPOINT}.mistakes",
+    f"{D}.faults": [MEASURE],
+    VERIFY: [*BELOW_LAB, LAB, CHECKPOINT],
+    RANK: [*BELOW_LAB, LAB, CHECKPOINT, f"{D}.faults", VERIFY, f"{D}.data_parallel.strategy"],
+    f"{D}.live": [CONFIG, REPORT],
+    f"{D}.plan": [CONFIG, MEASURE, REPORT, WORKLOAD, *COSTS],
+    f"{D}.check": [CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK],
+    f"{D}.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, WORKLOAD, GRID, f"{D}.check"],
+    f"{D}.testing": [f"{D}.check", f"{D}.prove", CLUSTER, TRANSPORT],
+    f"{D}.cli": [
+        CONFIG, CONTRACT, REPORT, CLUSTER, MEASURE, WORKLOAD, RANK, CHECKPOINT, *COSTS,
+        *(f"{D}.{name}" for name in ("live", "plan", "check", "prove")),
     ],
-    "experiments.__main__": [CONFIG, RANK],
-    "ranklab": [CONTRACT, "workers.__main__", "workers.testing"],
-    "benchmarks": ["workers", "experiments", "tests"],
-    "engines": [CONFIG, f"{CLUSTER}.launch"],
+    f"{D}.experiments": [*COMMON, MEASURE, CONTRACT, LAB, VERIFY, TRANSPORT, *TECHNIQUES, f"{CHECKPOINT}.bugs"],
+    f"{D}.experiments.__main__": [CONFIG, RANK],
+    D: [CONTRACT, f"{D}.cli", f"{D}.testing"],
+    "workers": [f"{D}.cli"],
+    "benchmarks": [D, "tests"],
+    f"{D}.engines": [CONFIG, f"{CLUSTER}.launch"],
 }  # fmt: skip
 
 # The modules that call importlib.import_module with a name that does not stand there, and what they reach by it.
 BY_NAME = {
-    "workers.rank.modes": "a lesson, by RUN_MODE",
-    "workers.rank.imports": "torch's compiler and checkpoints",
-    "workers.testing.rewriting": "a user's tests",
+    "distlab.rank.mode_loader": "a lesson, by RUN_MODE",
+    "distlab.rank.imports": "torch's compiler and checkpoints",
+    "distlab.testing.rank": "a user's tests",
     "benchmarks.engines.__main__": "one of its siblings, as do the next two",
     "benchmarks.fuzz.__main__": "",
     "benchmarks.mutants.__main__": "",
 }
-PLACES = ("workers", "experiments", "ranklab", "benchmarks", "engines")
-FILES = sorted(path for place in PLACES for path in TOP.glob(f"{place}/**/*.py"))
+PLACES = ("distlab", "workers", "benchmarks")
+LINKED = ("distlab/experiments", "distlab/engines")  # which `**` does not follow
+FILES = sorted(path for place in (*PLACES, *LINKED) for path in TOP.glob(f"{place}/**/*.py"))
 
 
 def module_name(path: Path) -> str:
@@ -121,7 +163,7 @@ def climbing(module: str, source: str) -> list[str]:
     place = floor_of(module)
     if place is None:
         return [module] if source.strip() else []
-    own = ".".join(module.split(".")[:2]) if place == "experiments" else place  # lessons never import each other
+    own = ".".join(module.split(".")[:3]) if place == f"{D}.experiments" else place  # lessons never import each other
     allowed = [own, *FLOORS[place]]
     return [name for name in sorted(imported(module, source)) if not any(within(name, floor) for floor in allowed)]
 
@@ -176,16 +218,16 @@ def test_no_other_module_imports_by_a_name_that_does_not_stand_there() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("workers.parallel.buckets", "from workers.lab import Lab"),
-        ("workers.report.judge", "import workers.measure.ledger"),
-        ("workers.strategies.replica", "from experiments.dp import mistakes"),
-        ("workers.lab", "if TYPE_CHECKING:\n    from workers.checkpoint.saver import Saver"),
-        ("experiments.dp.line", "from experiments.comm import ring"),
-        ("workers.config", "def f():\n    import workers.lab"),
-        ("experiments.dp.line", "from ..comm import ring"),
-        ("workers.config", "importlib.import_module('workers.lab')"),
-        ("workers.unknown", "from workers.config import Config"),
-        ("workers.unknown", "import json"),  # a file on no floor fails, whatever it imports
+        ("distlab.data_parallel.buckets", "from distlab.lab import Lab"),
+        ("distlab.report.verdict", "import distlab.measure.traffic"),
+        ("distlab.data_parallel.strategy", "from distlab.experiments.dp import mistakes"),
+        ("distlab.lab", "if TYPE_CHECKING:\n    from distlab.checkpoint.save import Saver"),
+        ("distlab.experiments.dp.line_lesson", "from distlab.experiments.comm import ring"),
+        ("distlab.config", "def f():\n    import distlab.lab"),
+        ("distlab.experiments.dp.line_lesson", "from ..comm import ring"),
+        ("distlab.config", "importlib.import_module('distlab.lab')"),
+        ("elsewhere.unknown", "from distlab.config import Config"),
+        ("elsewhere.unknown", "import json"),  # a file on no floor fails, whatever it imports
     ],
 )
 def test_an_import_that_runs_up_is_seen(module: str, source: str) -> None:
@@ -212,18 +254,20 @@ def test_a_circle_is_seen(modules: dict[str, str], found: list[str]) -> None:
     assert circles(graph(modules)) == ([found] if found else [])
 
 
-def test_nothing_stays_loose_in_workers() -> None:
-    loose = {path.name for path in (TOP / "workers").glob("*.py")}
-    assert loose == {"__init__.py", "__main__.py", "explain.py", "contract.py", "lab.py"}
+def test_workers_is_what_a_container_starts_and_nothing_more() -> None:
+    files = [*(TOP / "workers").glob("*.py"), TOP / "workers" / "entrypoint.sh"]
+    assert {path.name for path in (TOP / "workers").iterdir()} - {"__pycache__"} == {path.name for path in files}
+    assert sum(path.read_text().count("\n") for path in files) <= 150
 
 
-def test_parallel_imports_torch_and_its_siblings_alone() -> None:
-    allowed = set(sys.stdlib_module_names) | {"torch", "workers"}
-    for path in TOP.glob("workers/parallel/*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            assert {name.split(".")[0] for name in names} <= allowed, path
+def test_a_technique_imports_torch_and_the_lab_alone() -> None:
+    allowed = set(sys.stdlib_module_names) | {"torch", "distlab"}
+    for folder in (COLLECTIVES, TRANSPORT, *TECHNIQUES):
+        for path in (TOP / folder.replace(".", "/")).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                assert {name.split(".")[0] for name in names} <= allowed, path
 
 
 def test_only_config_reads_the_environment() -> None:
@@ -235,21 +279,21 @@ def test_only_config_reads_the_environment() -> None:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     }
-    assert "workers.config" in readers
+    assert "distlab.config" in readers
     readers = {reader for reader in readers if not within(reader, "benchmarks")}
     assert readers <= {
-        "workers.__main__", "workers.config", "workers.cluster.launch", "workers.cluster.rendezvous",
-        "workers.cluster.parent",  # the launcher's end of a socket
-        "workers.rank.estimate",  # how many ranks a launcher put on this machine
-        "workers.testing.preloaded", "workers.testing.rank", "workers.testing.rewriting",  # what torch and pytest read
-        "workers.check.start",  # sets what torch reads as it comes in
-        "workers.check.rank", "workers.check.meeting",  # what torchrun sets
-        "workers.check.script",  # the script's own
-        "engines.ray.job",  # which starts ranks with an environment of its own
+        "distlab.cli.run", "distlab.config", "distlab.cluster.launch", "distlab.cluster.rendezvous",
+        "distlab.cluster.launcher_pipe",  # the launcher's end of a socket
+        "distlab.rank.preflight",  # how many ranks a launcher put on this machine
+        "distlab.testing.preloaded", "distlab.testing.rank",  # what torch and pytest read
+        "distlab.check.start",  # sets what torch reads as it comes in
+        "distlab.check.rank_supervisor",  # what torchrun sets
+        "distlab.check.script",  # what torchrun sets, and the script's own
+        "distlab.engines.ray.job",  # which starts ranks with an environment of its own
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["workers.report.judge", "workers.report.log"])
+@pytest.mark.parametrize("module", ["distlab.report.verdict", "distlab.report.log"])
 def test_the_report_imports_neither_torch_nor_what_draws(module: str) -> None:
     program = f"import sys, {module}; print([name for name in ('torch', 'pygal', 'jinja2') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -260,7 +304,7 @@ def test_the_report_imports_neither_torch_nor_what_draws(module: str) -> None:
 def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
     """The launcher's part of the live page is there too: local ranks are forked from it."""
     program = (
-        "import sys, workers.live.beside, workers.rank.start, workers.passes.timed, experiments.dp;"
+        "import sys, distlab.live.server_process, distlab.rank.main, distlab.verify.timed, distlab.experiments.dp;"
         f" print({module!r} in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
@@ -270,7 +314,7 @@ def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
 def test_settings_are_read_without_torch() -> None:
     """A mode's own variables too, which stand in a lesson that imports torch."""
     program = (
-        "import sys; from workers.config import Config; from workers.config.values import modes\n"
+        "import sys; from distlab.config import Config; from distlab.config.settings import modes\n"
         "print([Config.read({'RUN_MODE': mode}).run_mode for mode in modes()] and 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

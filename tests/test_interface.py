@@ -16,26 +16,27 @@ from typing import Any, get_args
 
 import pytest
 
-import ranklab as package
-from ranklab import contract, pytest_plugin
+import distlab as package
+from distlab import contract, pytest_plugin
+from distlab.check import options as check_settings
+from distlab.check import rank_state
+from distlab.checkpoint import manifest
+from distlab.cli.report import main as report
+from distlab.cluster.launch import worst
+from distlab.config import Config
+from distlab.config.commands import COMMANDS
+from distlab.config.settings import modes
+from distlab.prove import compare, reference, verdict
+from distlab.prove import options as prove_settings
+from distlab.rank.mode_loader import load, load_for
+from distlab.report import records
+from distlab.report import verdict as judge
+from distlab.report.reading import from_line, read_run, to_line
+from distlab.verify.expected_claims import expected
 from tests.controls import TOP
 from tests.interface import DATA, FROZEN, claims_of, missing
 from tests.labs import TINY
 from tests.mistakes import WORLD_SIZE, whole
-from workers.check import finding
-from workers.check import settings as check_settings
-from workers.checkpoint import manifest
-from workers.cluster.launch import worst
-from workers.config import Config
-from workers.config.commands import COMMANDS
-from workers.config.values import modes
-from workers.passes.claims import expected
-from workers.prove import buffers, compare, verdict
-from workers.prove import settings as prove_settings
-from workers.rank.modes import load, load_for
-from workers.report import judge, records
-from workers.report.__main__ import main as report
-from workers.report.lines import from_line, read_run, to_line
 
 RUNS = sorted((DATA / "runs").iterdir())
 # Settings with which a run claims more than by default.
@@ -132,7 +133,7 @@ def test_every_verdict_has_its_exit_code() -> None:
 
 
 def test_the_names_of_the_package() -> None:
-    for name, module in (("ranklab", package), ("contract", contract), ("fixtures", pytest_plugin)):
+    for name, module in (("distlab", package), ("contract", contract), ("fixtures", pytest_plugin)):
         assert not missing((each for each in module.__all__ if hasattr(module, each)), name)
 
 
@@ -158,9 +159,9 @@ def test_what_a_run_has_to_claim(mode: str) -> None:
 
 
 def test_the_checks_of_ones_own_script_and_model() -> None:
-    assert not missing(finding.CHECKS, "scripts", "check")
+    assert not missing(rank_state.CHECKS, "scripts", "check")
     proven = (compare.LOSSES, compare.GRADIENTS, compare.WEIGHTS, verdict.BEGINNING, verdict.WHOLE_MODEL)
-    assert not missing((*proven, verdict.DROPOUT, buffers.BUFFERS), "scripts", "prove")
+    assert not missing((*proven, verdict.DROPOUT, reference.BUFFERS), "scripts", "prove")
 
 
 # --- what is stored ---

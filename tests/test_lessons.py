@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.dp import OneByOne, line
-from tests.workers.report.test_scaling import run as timed_run
-from workers.measure.formulas.collectives import all_reduce_rounds
-from workers.measure.formulas.sharding import MIXED_PRECISION, mixed_precision_bytes
-from workers.parallel import rates
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.collectives import ALGORITHMS, Collective
-from workers.rank.modes import load
-from workers.report.scaling import scaling
-from workers.testing.calls import Ranks
-from workers.workload.data import Microbatch, shard_sizes
-from workers.workload.optimizer import PlainSGD
+from distlab.collectives.by_hand import ALGORITHMS, Collective
+from distlab.collectives.costs import all_reduce_rounds
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.experiments.dp import OneByOne, line_lesson
+from distlab.large_batch import optimizers
+from distlab.rank.mode_loader import load
+from distlab.report.compare import scaling
+from distlab.sharded.costs import MIXED_PRECISION, mixed_precision_bytes
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Microbatch, shard_sizes
+from distlab.workload.optimizer import PlainSGD
+from tests.report.test_scaling import run as timed_run
 
 # --- the exercises: each rank is one of the lesson's workers ---
 
@@ -111,12 +111,12 @@ def test_exercise_2_the_learning_rate_grows_as_the_batch_does() -> None:
     """Four times the batch: four times the rate (linear), twice (square root); a warmup begins at the base rate, not
     near zero."""
     groups = [{"lr": 0.1}, {"lr": 0.02}]
-    rates.set_rates(groups, rates.linear(4))
+    optimizers.set_rates(groups, optimizers.linear(4))
     assert [group["lr"] for group in groups] == [4 * 0.1, 4 * 0.02]
-    rates.set_rates(groups, rates.linear(4))  # of the base rate, however often
+    optimizers.set_rates(groups, optimizers.linear(4))  # of the base rate, however often
     assert groups[0]["lr"] == 4 * 0.1
-    assert (rates.sqrt(4), rates.unscaled(4)) == (2, 1)
-    assert [rates.warmup(4, step, 300) for step in (0, 150, 300, 9999)] == [1, 2.5, 4, 4]
+    assert (optimizers.sqrt(4), optimizers.unscaled(4)) == (2, 1)
+    assert [optimizers.warmup(4, step, 300) for step in (0, 150, 300, 9999)] == [1, 2.5, 4, 4]
 
 
 def by_hand(group: dist.ProcessGroup) -> list[list[float]]:
@@ -141,7 +141,7 @@ def test_all_reduce_by_hand_over_three_parameters(ranks: Ranks) -> None:
 def test_first_lesson_gradients_of_a_point() -> None:
     """2·error·x, 2·error, error²: sums, never means, and the count beside them."""
     point = Microbatch(torch.tensor([[0.5], [1.0]]), torch.tensor([[2.0], [1.0]]), 1.0)
-    found = line.sums(torch.tensor(0.0), torch.tensor(0.0), [point])
+    found = line_lesson.sums(torch.tensor(0.0), torch.tensor(0.0), [point])
     assert found.tolist() == [2 * -2 * 0.5 + 2 * -1 * 1.0, 2 * -2 + 2 * -1, 4.0 + 1.0, 2.0]
 
 
@@ -211,6 +211,6 @@ def test_classic_bug_4_eight_ranks_that_compute_40_percent_of_the_time_are_three
 
 def test_classic_bug_fork_bomb_a_rank_that_imports_the_program_starts_none() -> None:
     """Spawned processes import the main module anew; the guard keeps them from starting ranks of their own."""
-    program = "import workers.__main__, multiprocessing; print(multiprocessing.active_children())"
+    program = "import distlab.cli.run, multiprocessing; print(multiprocessing.active_children())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from distlab.config import ON_ONE_MACHINE
+from distlab.config.commands import COMMANDS
+from distlab.config.settings import modes
 from tests.launched import ended
-from workers.config import ON_ONE_MACHINE
-from workers.config.commands import COMMANDS
-from workers.config.values import modes
 
 TOP = Path(__file__).parent.parent
 SMALL = {
@@ -34,7 +34,7 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of the sources with a finished .venv in it: this test's own Python, under the stamp that ./install
     leaves."""
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".*cache", "__pycache__", ".hypothesis", ".coverage*")
-    copy = Path(shutil.copytree(TOP, tmp_path / "ranklab", ignore=ignored))
+    copy = Path(shutil.copytree(TOP, tmp_path / "distlab", ignore=ignored))
     python = copy / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -138,7 +138,7 @@ def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
 def test_a_name_that_is_refused_starts_no_rank(checkout: Path) -> None:
     code, asked = under_an_engine(checkout, refuses=2, LAB_STEP="5")
     assert code == 2
-    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m workers.config --check\n", asked)
+    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab config --check\n", asked)
     assert "compose up" not in asked
 
 

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.workers.parallel.strangers import FORGED, as_torch, told
-from workers.cluster.launch import free_port
-from workers.cluster.sealed import ANYONE, Seal
-from workers.testing.calls import Ranks
+from distlab.cluster.authenticated_messages import ANYONE, MessageSigner
+from distlab.cluster.launch import free_port
+from distlab.testing.warm_ranks import Ranks
+from tests.transport.strangers import FORGED, as_torch, told
 
 TOP = Path(__file__).parents[1]
 BOUND_S = 110.0
@@ -33,7 +33,7 @@ SETTINGS = {
 }  # fmt: skip
 WORDS = [
     *(words[:1200] for words in FORGED.values()),
-    Seal(bytes(32)).seal({"kind": "killed", "rank": 1}, ANYONE),
+    MessageSigner(bytes(32)).seal({"kind": "killed", "rank": 1}, ANYONE),
     b'{"kind": "verdict", "verdict": {"exit_code": 0, "sentence": "", "lost": []}, "stopped": true}',
 ]
 
@@ -137,7 +137,7 @@ def attacked(command: Sequence[str], folder: Path, **settings: str) -> tuple[int
 # who looks for it every 50 ms beside other work. Ranks are forked from this process, and listen a second longer.
 LISTENS_LONGER = """
 import sys, time
-from workers.__main__ import main
+from distlab.cli.run import main
 from workers.parallel import dialling
 whole = dialling.accepted
 def accepted(*words):
@@ -189,7 +189,7 @@ def test_a_doctor_under_attack_finds_what_it_finds(errand: str, tmp_path: Path) 
         script = tmp_path / "script.py"
         script.write_text(SCRIPT)
     settings = {name: SETTINGS[name] for name in ("WORLD_SIZE", "LAB_RUN_ID")}
-    command = [sys.executable, "-m", f"workers.{errand}", str(script)]
+    command = [sys.executable, "-m", "workers", errand, str(script)]
     code, output, stranger = attacked(command, tmp_path, **settings)
     assert code == 0 and "Traceback" not in output, output
     assert {port.ip for port in stranger.found} == {"127.0.0.1"}, "nothing listens elsewhere"

@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Warm:
-    """`Warm("tests.workers.cluster.one_rank", arguments, environ)`: its pid, its standard input and its output."""
+    """`Warm("tests.cluster.one_rank", arguments, environ)`: its pid, its standard input and its output."""
 
     def __init__(self, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")

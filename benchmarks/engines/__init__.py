@@ -1,1 +1,1 @@
-"""ranklab under real engines, on machines made of this one."""
+"""distlab under real engines, on machines made of this one."""

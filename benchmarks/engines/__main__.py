@@ -31,7 +31,7 @@ def main(words: list[str]) -> int:
         return 2
     rows, failed = [], False
     for engine in words or DEFAULT:
-        folder = Path(tempfile.mkdtemp(prefix=f"ranklab-{engine}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"distlab-{engine}-"))
         folder.chmod(0o755)
         drills = importlib.import_module(f"benchmarks.engines.{engine}").drills(folder)
         rows += [[drill.what, f"{drill.seconds:.0f}", "; ".join(drill.wrong) or "held"] for drill in drills]

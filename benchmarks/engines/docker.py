@@ -14,7 +14,7 @@ from benchmarks.engines.nodes import TOP, Nodes
 
 RANKS = 4
 READY_S, LOAD_S = 60.0, 300.0
-IMAGE = "ranklab:latest"  # as the stack names it
+IMAGE = "distlab:latest"  # as the stack names it
 # /run is the engine's own: sockets and the networks' namespaces of several would meet there.
 ENGINE = (
     "mount -t tmpfs tmpfs /run && mkdir /run/lock && exec dockerd --data-root {at}/data --exec-root {at}/exec"
@@ -74,7 +74,7 @@ def docker(
 @contextmanager
 def stack(folder: Path, run: str, variables: dict[str, str]) -> Iterator[None]:
     """The stack as a user deploys it, until it has gone; what its ranks said stays."""
-    words = ("stack", "deploy", "-c", "engines/swarm/stack.yaml", "ranklab")
+    words = ("stack", "deploy", "-c", "engines/swarm/stack.yaml", "distlab")
     (folder / f"{run}.out").write_text(docker(folder, 0, *words, variables=variables | {"LAB_RUN_ID": run}))
     try:
         yield
@@ -82,17 +82,17 @@ def stack(folder: Path, run: str, variables: dict[str, str]) -> Iterator[None]:
         for rank in range(RANKS):
             with suppress(OSError):  # its engine has died
                 (folder / f"{run}-rank{rank}.out").write_text(logs(folder, rank))
-        docker(folder, 0, "stack", "rm", "ranklab")
-        until(lambda: not docker(folder, 0, "network", "ls", "--quiet", "--filter", "name=ranklab_ranks"), READY_S)
+        docker(folder, 0, "stack", "rm", "distlab")
+        until(lambda: not docker(folder, 0, "network", "ls", "--quiet", "--filter", "name=distlab_ranks"), READY_S)
 
 
 def logs(folder: Path, rank: int) -> str:
-    return docker(folder, 0, "service", "logs", "--raw", f"ranklab_rank{rank}")
+    return docker(folder, 0, "service", "logs", "--raw", f"distlab_rank{rank}")
 
 
 def states(folder: Path) -> list[str]:
     """Of each rank's task the state that Swarm knows, such as Running, Complete or Failed."""
-    told = docker(folder, 0, "stack", "ps", "--format", "{{.Name}} {{.CurrentState}}", "ranklab")
+    told = docker(folder, 0, "stack", "ps", "--format", "{{.Name}} {{.CurrentState}}", "distlab")
     return [line.split()[1] for line in sorted(told.splitlines())]
 
 
@@ -104,5 +104,5 @@ def ended(folder: Path, ranks: Sequence[int] = range(RANKS)) -> bool:
 
 def runs(folder: Path, run: str) -> list[Path]:
     """The volumes that hold a run's verdict."""
-    found = folder.glob(f"node*/data/volumes/ranklab_runs/_data/{run}/run.json")
+    found = folder.glob(f"node*/data/volumes/distlab_runs/_data/{run}/run.json")
     return [path.parent for path in found]

@@ -36,7 +36,7 @@ def install(where: Path) -> None:
     """Ray, and by a path what this interpreter has."""
     subprocess.run([sys.executable, "-m", "venv", str(where)], check=True)
     packages = where / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (packages / "ranklab.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "distlab.pth").write_text(sysconfig.get_path("purelib") + "\n")
     subprocess.run([str(where / "bin" / "pip"), "install", "-q", RAY], check=True, stderr=subprocess.DEVNULL)
 
 

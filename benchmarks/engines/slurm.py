@@ -24,7 +24,7 @@ LONG = SMALL | {
     "RUN_MODE": "dp", "LAB_VARIANT": "bucketed", "LAB_STEPS": "1500", "LAB_CHECKPOINT_EVERY": "100",
 }  # fmt: skip
 # cred_expire: else a job that comes back waits for two minutes.
-CONF = """ClusterName=ranklab
+CONF = """ClusterName=distlab
 SlurmctldHost=node0
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge

@@ -34,7 +34,7 @@ def four_ranks(folder: Path) -> list[str]:
     with stack(folder, "four", SHORT):
         if not until(lambda: ended(folder), JOB_S):
             return [f"the tasks are {states(folder)}"]
-        used = docker(folder, 0, "stack", "ps", "--format", "{{.Node}}", "ranklab").split()
+        used = docker(folder, 0, "stack", "ps", "--format", "{{.Node}}", "distlab").split()
         wrong = [] if states(folder) == ["Complete"] * RANKS else [f"the tasks are {states(folder)}"]
     wrong += [] if len(set(used)) == NODES else [f"ranks were on {sorted(set(used))} alone"]
     where = runs(folder, "four")
@@ -87,7 +87,7 @@ def running(folder: Path) -> bool:
 def place_of(folder: Path, rank: int) -> tuple[int, str]:
     """The node that a rank is on, and its container there."""
     for node in range(NODES):
-        found = docker(folder, node, "ps", "--quiet", "--filter", f"name=ranklab_rank{rank}").split()
+        found = docker(folder, node, "ps", "--quiet", "--filter", f"name=distlab_rank{rank}").split()
         if found:
             return node, found[0]
     raise OSError(f"no engine runs rank {rank}")

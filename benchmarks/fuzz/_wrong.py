@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.fuzz._tap import Tap
-from workers.cluster.sealed import ANYONE, HEAD, MAC_BYTES, Seal, mac_of
+from distlab.cluster.authenticated_messages import ANYONE, HEAD, MAC_BYTES, MessageSigner, mac_of
 
 WRONG: list[Any] = [[1], {"a": 1}, "x" * 300, None, True, -1, 9, 10**30, 1.5, [[[]]]]
 CLAIM = {
@@ -26,7 +26,7 @@ class Wrong:
     def __init__(self, seed: int, key: bytes, tap: Tap) -> None:
         self._random = random.Random(seed)
         self._tap, self._key = tap, key
-        self._insider, self._stranger = Seal(key), Seal(bytes(32))
+        self._insider, self._stranger = MessageSigner(key), MessageSigner(bytes(32))
         self.kinds: dict[str, Callable[[], bytes]] = {
             "random bytes": lambda: self._random.randbytes(self._random.randrange(1500)),
             "larger than allowed": lambda: b"rkl1" + self._random.randbytes(self._random.randrange(34_000, 60_000)),

@@ -23,12 +23,12 @@ from typing import Any
 
 from benchmarks.fuzz._tap import HERE, Tap
 from benchmarks.fuzz._wrong import Wrong
-from tests.workers.parallel.strangers import FORGED
-from workers.cluster.key import key_of
-from workers.cluster.launch import free_port
-from workers.config import Config
-from workers.report.lines import read_run
-from workers.report.records import Losses, select
+from distlab.cluster.authenticated_messages import key_of
+from distlab.cluster.launch import free_port
+from distlab.config import Config
+from distlab.report.reading import read_run
+from distlab.report.records import Losses, select
+from tests.transport.strangers import FORGED
 
 SEED, DATAGRAMS, CONNECTIONS = 1, 10_000, 300
 WHILE_JOINING = 6_000  # are sent before the last rank starts

@@ -20,8 +20,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from workers.cluster.launch import free_port
-from workers.report.text import aligned
+from distlab.cluster.launch import free_port
+from distlab.report.table import aligned
 
 TOP = Path(__file__).parents[2]
 SMALL = {

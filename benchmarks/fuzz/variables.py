@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from workers.config import Config, ConfigError, values
-from workers.config.options import aliases, declared
-from workers.rank.modes import load
-from workers.rank.refusals import refuse
-from workers.report.text import aligned
+from distlab.config import Config, ConfigError, settings
+from distlab.config.settings import aliases, declared
+from distlab.rank.mode_loader import load
+from distlab.rank.preflight import refuse
+from distlab.report.table import aligned
 
 BOUND_S = 15
 PLAIN = [
@@ -107,7 +107,7 @@ def made_files(folder: Path) -> list[str]:
 
 def variables() -> Iterator[tuple[str, str, str]]:
     """Mode, variable and its kind: those of all modes with dp, and each mode's own."""
-    for mode in values.modes():
+    for mode in settings.modes():
         own = declared(mode)
         for model in (Config, own) if mode == "dp" else (own,):
             for alias, name in aliases(model).items():
@@ -179,7 +179,7 @@ def started(draw: random.Random, judged: list[tuple[str, str, bool]], count: int
         rank = {"RANK": "0", "MASTER_ADDR": "127.0.0.1"} if number % 2 and not taken else {}
         row.tried += 1
         begun = time.monotonic()
-        environ = os.environ | {"PYTHONPATH": str(values.EXPERIMENTS.parent), "LAB_RUNS_DIR": str(folder / "runs")}
+        environ = os.environ | {"PYTHONPATH": str(settings.EXPERIMENTS.parent), "LAB_RUNS_DIR": str(folder / "runs")}
         done = subprocess.run(
             [sys.executable, "-m", "workers"], env=environ | TINY | rank | {name: value}, timeout=300, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

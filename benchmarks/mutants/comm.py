@@ -10,8 +10,8 @@ SAVING = FLAT + " LAB_CHECKPOINT_EVERY=2"
 RING, DIRECT, TREE, ROOTED, PRIMITIVES, DIFFERENTIABLE = (
     f"workers/parallel/{name}.py" for name in ("ring", "direct", "tree", "rooted", "primitives", "differentiable")
 )
-CALLS, LEDGER, SOCKETS = (f"workers/measure/{name}.py" for name in ("calls", "ledger", "sockets"))
-RESUMING, WRITING = (f"workers/checkpoint/{name}.py" for name in ("resuming", "writing"))
+CALLS, LEDGER, SOCKETS = (f"distlab/measure/{name}.py" for name in ("calls", "ledger", "sockets"))
+RESUMING, WRITING = (f"distlab/checkpoint/{name}.py" for name in ("resuming", "writing"))
 
 MUTANTS = [
     Mutant(RING, "torch.add(incoming, part, out", "torch.add(incoming, part * (not last), out", RINGS),

@@ -5,10 +5,10 @@ from benchmarks.mutants import Mutant
 GPT = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_VARIANT="
 BF16 = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_DTYPE=bfloat16 LAB_VARIANT="
 RING, BLOCKS, ULYSSES = (f"workers/parallel/{name}.py" for name in ("context_ring", "blocks", "ulysses"))
-SHIFT = "workers/parallel/context_shift.py"
+SHIFT = "distlab/context_parallel/ring.py"
 POSITIONS, STRATEGY, LESSON = (
-    "workers/parallel/positions.py",
-    "workers/strategies/context.py",
+    "distlab/context_parallel/positions.py",
+    "distlab/context_parallel/strategy.py",
     "experiments/cp/__init__.py",
 )
 
@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     Mutant(LESSON, "of(self.rank)[:, None] < torch", "of(self.rank)[:, None] <= torch", GPT + "gathered"),
     Mutant(
-        "workers/parallel/sequence.py",
+        "distlab/tensor_parallel/sequence.py",
         "        return reduce_scatter(gradients[0], ctx.region.scattering), None, None",
         "        return reduce_scatter(gradients[0], ctx.region.scattering) / 3, None, None",
         GPT + "gathered",

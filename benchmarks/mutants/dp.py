@@ -5,7 +5,7 @@ from benchmarks.mutants import Mutant
 BUCKETED = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=bucketed LAB_BUCKET_MIB=0.001"
 RING = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=ring LAB_BUCKET_MIB=0.001"
 AGAIN = "RUN_MODE=dp LAB_VARIANT=flat LAB_RECOMPUTE=1"
-BUCKETS, PARAMETERS = "workers/parallel/buckets.py", "workers/strategies/parameters.py"
+BUCKETS, PARAMETERS = "distlab/data_parallel/buckets.py", "distlab/workload/strategy.py"
 
 MUTANTS = [
     Mutant(BUCKETS, "self._armed = last and self.overlap", "self._armed = False", BUCKETED),
@@ -32,9 +32,9 @@ MUTANTS = [
         " for _ in range(2 if parameter.dtype == torch.float32 else 1)]",
         "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=naive",
     ),
-    Mutant("workers/workload/data.py", "start = sum(sizes[:shard])", "start = sum(sizes[: shard - 1])", BUCKETED),
+    Mutant("distlab/workload/data.py", "start = sum(sizes[:shard])", "start = sum(sizes[: shard - 1])", BUCKETED),
     Mutant(
-        "workers/parallel/ring.py",
+        "distlab/collectives/ring.py",
         "torch.add(incoming, part, out=output if last else incoming)",
         "torch.add(incoming, part if not last else part * 0, out=output if last else incoming)",
         RING,
@@ -53,13 +53,13 @@ MUTANTS = [
     ),
     Mutant(BUCKETS, "for index in reversed(range(len(sizes))):", "for index in range(len(sizes)):", BUCKETED),
     Mutant(
-        "workers/workload/model.py",
+        "distlab/workload/model.py",
         "hidden = recomputed(layer, hidden) if self.recompute else layer(hidden)",
         "hidden = layer(hidden)",
         AGAIN,
     ),
     Mutant(
-        "workers/workload/recompute.py",
+        "distlab/workload/model.py",
         "        del tensor\n",
         "        self.all = (*getattr(self, 'all', ()), tensor)\n",
         AGAIN,

@@ -3,10 +3,10 @@
 from benchmarks.mutants import Mutant
 
 RUN = "RUN_MODE=fsdp LAB_MODEL=mlp LAB_DEPTH=4 LAB_VARIANT="
-ZERO = "workers/parallel/zero.py"
+ZERO = "distlab/sharded/zero.py"
 
 MUTANTS = [
-    Mutant("workers/parallel/unshard.py", "        self.units[index].free()", "        pass", RUN + "zero3"),
+    Mutant("distlab/sharded/zero.py", "        self.units[index].free()", "        pass", RUN + "zero3"),
     Mutant(ZERO, "            self._begin(place + 1)", "            self._begin(place)", RUN + "zero3"),
     Mutant(ZERO, "        self._begin(place - 1)", "        self._begin(place - 2)", RUN + "zero3"),
     Mutant(
@@ -16,15 +16,15 @@ MUTANTS = [
         RUN + "zero3",
     ),
     Mutant(ZERO, "            del self._gradients[index]", "            pass", RUN + "zero2"),
-    Mutant("workers/parallel/summed.py", "        self.collective.peers.release()", "        None", RUN + "zero2"),
+    Mutant("distlab/sharded/zero.py", "        self.collective.peers.release()", "        None", RUN + "zero2"),
     Mutant(
-        "workers/parallel/summed.py",
+        "distlab/sharded/zero.py",
         "        self.finish()\n        own =",
         "        own =",
         RUN + "zero1 LAB_MICROBATCHES=2",  # from stage 2 on there is none under way by then, over gloo
     ),
     Mutant(
-        "workers/parallel/flat.py",
+        "distlab/sharded/flat_parameter.py",
         "self.shard.grad.add_(part)",
         "self.shard.grad.copy_(part)",
         RUN + "zero2 LAB_MICROBATCHES=2",

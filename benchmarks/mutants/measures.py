@@ -10,11 +10,11 @@ MOE = "RUN_MODE=moe LAB_MODEL=mlp LAB_BATCH=25 LAB_EXPERTS=5 LAB_VARIANT=ep"
 COMM = "RUN_MODE=comm LAB_SWEEP_MIB=0.25 LAB_VARIANT=ring"
 ELASTIC = "RUN_MODE=elastic LAB_MODEL=mlp LAB_STEPS=6 LAB_VARIANT=shrink"
 PURPOSES, STORAGES, MEMORY, ACTIVATIONS = (
-    f"workers/measure/{name}.py" for name in ("purposes", "storages", "memory", "activations")
+    f"distlab/measure/{name}.py" for name in ("purposes", "storages", "memory", "activations")
 )
-LAP = "workers/measure/lap.py"
-TIMED, TIMELINE = "workers/passes/timed.py", "workers/passes/timeline.py"
-SPANS, JUDGE = "workers/measure/timeline.py", "workers/report/judge.py"
+LAP = "distlab/measure/timeline.py"
+TIMED, TIMELINE = "distlab/verify/timed.py", "distlab/verify/records.py"
+SPANS, JUDGE = "distlab/measure/timeline.py", "distlab/report/verdict.py"
 
 MUTANTS = [
     # Memory by class.
@@ -76,19 +76,21 @@ MUTANTS = [
         '"cpu_seconds": a_rank(Steps, lambda steps: steps.step_seconds',
         DP,
     ),
-    Mutant("workers/report/spans.py", '"weight", "optimizer")', '"weight", "waiting")', DP),
+    Mutant("distlab/report/timeline_data.py", '"weight", "optimizer")', '"weight", "waiting")', DP),
     # Bandwidth.
     Mutant(
-        "experiments/comm/figures.py",
+        "experiments/comm/benchmark.py",
         'f"{whole / cost.seconds / 1e9 * times:.3f}"',
         'f"{whole / cost.seconds / 2**30 * times:.3f}"',
         COMM,
     ),
-    Mutant("experiments/comm/figures.py", "factor * nbytes / seconds / 1e9", "factor * nbytes / seconds / 2**30", COMM),
-    Mutant("experiments/comm/sweep.py", "slowest = slowest_of(everyone)", "slowest = everyone[0]", COMM),
-    Mutant("workers/measure/formulas/slowest.py", "[max(of_stretch) for", "[of_stretch[0] for", COMM),
     Mutant(
-        "workers/measure/formulas/collectives.py",
+        "experiments/comm/benchmark.py", "factor * nbytes / seconds / 1e9", "factor * nbytes / seconds / 2**30", COMM
+    ),
+    Mutant("experiments/comm/benchmark.py", "slowest = slowest_of(everyone)", "slowest = everyone[0]", COMM),
+    Mutant("distlab/collectives/costs.py", "[max(of_stretch) for", "[of_stretch[0] for", COMM),
+    Mutant(
+        "distlab/collectives/costs.py",
         'return 1.0 if op in ("broadcast", "reduce") else algorithmic_factor(op, world_size)',
         'return algorithmic_factor("all_reduce", world_size)',
         COMM,
@@ -111,26 +113,26 @@ MUTANTS = [
     ),
     # Choices of experts.
     Mutant(
-        "experiments/moe/routes.py",
+        "experiments/moe/checks.py",
         "dropped, asked = dropped + wanted - taken, asked + wanted",
         "dropped, asked = dropped + wanted - taken, asked + 2 * wanted - taken",
         MOE,
     ),
     Mutant(
-        "experiments/moe/routes.py",
+        "experiments/moe/checks.py",
         "wanted = sum(sum(of_choice) for routed in layers for of_choice in routed.wanted[rank])",
         "wanted = sum(2 * sum(map(sum, routed.wanted[rank])) - sum(routed.admitted[rank]) for routed in layers)",
         MOE,
     ),
     # A change of members.
     Mutant(
-        "experiments/elastic/shown.py",
+        "experiments/elastic/display.py",
         "(1000 * (at - event.began_at) for at in (event.agreed_at, event.next_step_at or event.agreed_at))",
         "(1000 * (at - of) for at, of in ((event.agreed_at, event.began_at), (event.next_step_at, event.agreed_at)))",
         ELASTIC,
     ),
     Mutant(
-        "experiments/elastic/course.py",
+        "experiments/elastic/recovery.py",
         "why, began_at, met_at, time.time(), 0.0,",
         "why, time.time(), met_at, time.time(), 0.0,",
         ELASTIC,

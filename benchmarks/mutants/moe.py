@@ -5,7 +5,7 @@ from benchmarks.mutants import Mutant
 RUN = "RUN_MODE=moe LAB_MODEL=mlp LAB_BATCH=25 LAB_EXPERTS=5 LAB_VARIANT="
 MESH = "WORLD_SIZE=4 " + RUN
 ROUTING, DISPATCH, EXPERTS = (f"workers/parallel/{name}.py" for name in ("routing", "dispatch", "experts"))
-STRATEGY = "workers/strategies/experts.py"
+STRATEGY = "distlab/expert_parallel/strategy.py"
 
 MUTANTS = [
     Mutant(ROUTING, "in_turn = table.transpose(0, 1)", "in_turn = table.transpose(0, 1).flip(1)", RUN + "ep"),
@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(STRATEGY, "return rank < self.placement.ranks_of_a_copy", "return True", "LAB_CLIP=0.05 " + MESH + "ep_dp"),
     Mutant(
-        "workers/parallel/placement.py",
+        "distlab/expert_parallel/dispatch.py",
         "rank % self.ranks_of_a_copy // len(self.hidden)",
         "rank % len(self.experts)",
         MESH + "ep_tp",

@@ -4,9 +4,9 @@ from benchmarks.mutants import Mutant
 
 FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
 ADAMW = FLAT + " LAB_OPTIMIZER=adamw"
-TIMED, OPTIMIZER, LEDGER = "workers/passes/timed.py", "workers/workload/optimizer.py", "workers/measure/ledger.py"
+TIMED, OPTIMIZER, LEDGER = "distlab/verify/timed.py", "distlab/workload/optimizer.py", "distlab/measure/traffic.py"
 
-STRATEGY, ZERO2 = "workers/strategies/parameters.py", "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero2 LAB_DTYPE=bfloat16"
+STRATEGY, ZERO2 = "distlab/workload/strategy.py", "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero2 LAB_DTYPE=bfloat16"
 
 MUTANTS = [
     Mutant(TIMED, "if course.done[name] == step < ends[name]:", "if course.done[name] == step != 2:", FLAT),
@@ -17,7 +17,7 @@ MUTANTS = [
         "        self.optimizer.step()\n",
         ADAMW,
     ),
-    Mutant("workers/parallel/flat.py", "            self.shard.copy_(self.master)\n", "", ZERO2),
+    Mutant("distlab/sharded/flat_parameter.py", "            self.shard.copy_(self.master)\n", "", ZERO2),
     Mutant(TIMED, "                strategy.update()", "                pass", FLAT),
     Mutant(TIMED, "course.batches, course.data_step(step))", "course.batches, course.data_step(0))", FLAT),
     Mutant(
@@ -33,18 +33,18 @@ MUTANTS = [
         ADAMW,
     ),
     Mutant(
-        "workers/measure/calls.py",
+        "distlab/measure/traffic.py",
         "entry.called_bytes += called_bytes",
         "entry.called_bytes += 0.75 * called_bytes",
         FLAT,
     ),
-    Mutant("workers/measure/calls.py", "entry.calls += 1", "entry.calls += 2", FLAT),
+    Mutant("distlab/measure/traffic.py", "entry.calls += 1", "entry.calls += 2", FLAT),
     Mutant(LEDGER, "if peer != self.rank:\n", "if peer != self.rank and peer != 1:\n", FLAT),
     Mutant(
-        "workers/measure/sockets.py", "sent - retransmitted + waiting", "(sent - retransmitted + waiting) // 2", FLAT
+        "distlab/measure/sockets.py", "sent - retransmitted + waiting", "(sent - retransmitted + waiting) // 2", FLAT
     ),
     Mutant(
-        "workers/measure/difference.py",
+        "distlab/measure/tensors.py",
         "if found.shape == wanted.shape else math.inf",
         "if found.shape == wanted.shape else 0.0",
         FLAT,

@@ -3,9 +3,9 @@
 from benchmarks.mutants import Mutant
 
 RUN = "RUN_MODE=pp LAB_MODEL=mlp LAB_DEPTH=6 LAB_MICROBATCHES=6 LAB_VARIANT="
-SCHEDULES, PIPELINE = "workers/parallel/schedules.py", "workers/parallel/pipeline.py"
-BOUNDARIES = "workers/parallel/boundaries.py"
-LATE, SPLIT = "workers/parallel/zero_bubble.py", "workers/parallel/split_backward.py"
+SCHEDULES, PIPELINE = "distlab/pipeline_parallel/schedules.py", "distlab/pipeline_parallel/pipeline.py"
+BOUNDARIES = "distlab/pipeline_parallel/pipeline.py"
+LATE, SPLIT = "distlab/pipeline_parallel/schedules.py", "distlab/pipeline_parallel/split_backward.py"
 
 MUTANTS = [
     Mutant(SCHEDULES, "ahead=ranks - 1 - rank)", "ahead=ranks - rank)", RUN + "1f1b"),
@@ -25,18 +25,21 @@ MUTANTS = [
         RUN + "gpipe",
     ),
     Mutant(
-        "workers/parallel/zero_bubble.py", "min(microbatches, ranks - rank)", "min(microbatches, ranks)", RUN + "zb_h1"
+        "distlab/pipeline_parallel/schedules.py",
+        "min(microbatches, ranks - rank)",
+        "min(microbatches, ranks)",
+        RUN + "zb_h1",
     ),
     Mutant(LATE, "if number >= rank else []", "if number > rank else []", RUN + "zb_h1"),
     Mutant(SPLIT, "rows.mT @ inputs", "rows.mT @ (2 * inputs)", RUN + "1f1b"),
     Mutant(
-        "workers/parallel/split_backward.py",
+        "distlab/pipeline_parallel/split_backward.py",
         "(self.gradient,) = gradients",
         "self.gradient = 2 * gradients[0]",
         RUN + "zb_h1",
     ),
     Mutant(
-        "workers/parallel/stages.py",
+        "distlab/pipeline_parallel/stages.py",
         "                total += copies[rank]",
         "                total = copies[rank]",
         "RUN_MODE=pp LAB_TIE=1 LAB_DEPTH=3 LAB_WIDTH=16 LAB_SEQ=8 LAB_VARIANT=1f1b",
@@ -55,6 +58,9 @@ MUTANTS = [
     ),
     Mutant(PIPELINE, "finish(self._parts.pop((", "finish(self._parts.get((", RUN + "1f1b"),
     Mutant(
-        "workers/strategies/pipelined.py", "            parameter.grad = None\n", "            pass\n", RUN + "1f1b"
+        "distlab/pipeline_parallel/strategy.py",
+        "            parameter.grad = None\n",
+        "            pass\n",
+        RUN + "1f1b",
     ),
 ]

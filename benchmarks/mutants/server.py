@@ -5,8 +5,8 @@ from benchmarks.mutants import Mutant
 RUN = "RUN_MODE=server LAB_MODEL=mlp LAB_LOCAL_STEPS=2"
 APART, ROUNDS = f"{RUN} LAB_VARIANT=ssp,downpour", f"{RUN} LAB_VARIANT=local_sgd,diloco"
 LESSON, WORKER = "experiments/server/__init__.py", "experiments/server/worker.py"
-RULES, SERVING = "workers/parallel/parameter_server.py", "workers/parallel/serving.py"
-OUTER = "workers/parallel/local_sgd.py"
+RULES, SERVING = "distlab/parameter_server/server.py", "distlab/parameter_server/server.py"
+OUTER = "distlab/parameter_server/local_sgd.py"
 
 MUTANTS = [
     Mutant(WORKER, "dealt(self.steps, self.rank, self.num_workers)", "dealt(self.steps, 0, self.num_workers)", APART),

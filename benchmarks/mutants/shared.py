@@ -9,7 +9,7 @@ MESH = "RUN_MODE=mesh WORLD_SIZE=2 LAB_MICROBATCHES=2 LAB_BATCH=16 LAB_VARIANT=g
 DROPPING, ELASTIC = MESH + " LAB_DROPOUT=0.1", "RUN_MODE=elastic LAB_VARIANT=shrink LAB_LOSSES=1"
 MIXED = "RUN_MODE=moe LAB_VARIANT=naive"
 MODEL, DATA, DROPOUT, RECOMPUTE, OPTIMIZER, EXPERTS = (
-    f"workers/workload/{name}.py" for name in ("model", "data", "dropout", "recompute", "optimizer", "experts")
+    f"distlab/workload/{name}.py" for name in ("model", "data", "dropout", "recompute", "optimizer", "experts")
 )
 NORM = """        self.mlp_norm = nn.LayerNorm(width)
         self.mlp = MLP(width)
@@ -94,7 +94,7 @@ MUTANTS = [
     # how much of it is proven
     Mutant(DATA, 'LINE_STEPS if config.model == "line" else 3', 'LINE_STEPS if config.model == "line" else 1', FLAT),
     Mutant(
-        "workers/passes/proof.py",
+        "distlab/verify/proof.py",
         "wanted = dense[step] if lab.rank == 0 else None\n        share",
         "wanted = dense[step] if lab.rank == 0 and not step else None\n        share",
         FLAT,

@@ -5,7 +5,7 @@ from benchmarks.mutants import Mutant
 FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat LAB_BACKEND=tcp"
 FOUR = FLAT + " WORLD_SIZE=4"
 COPIED = "torch's fake backend, which each call is told to first, has copied the root's own part already"
-COLLECTIVES, ROOTED = "workers/parallel/tcp_collectives.py", "workers/parallel/rooted.py"
+COLLECTIVES, ROOTED = "distlab/transport/tcp_collectives.py", "distlab/collectives/rooted.py"
 
 MUTANTS = [
     Mutant(ROOTED, "fold(tensor, place, out=tensor)", "tensor.add_(place)", FLAT),
@@ -14,7 +14,7 @@ MUTANTS = [
     Mutant(ROOTED, "    copy_own(tensors[root], place)\n", "", FLAT, COPIED),
     Mutant(ROOTED, "    copy_own(tensor, places[root])\n", "", FLAT, COPIED),
     Mutant(
-        "workers/parallel/direct.py",
+        "distlab/collectives/direct.py",
         "reversed(_others(peers, tensors))",
         "reversed(_others(peers, [tensors[peers.rank]] * peers.world_size))",
         FLAT,
@@ -26,10 +26,10 @@ MUTANTS = [
         FLAT,
     ),
     Mutant(COLLECTIVES, "        piece.div_(peers.world_size)", "        piece.div_(peers.world_size - 1)", FLAT),
-    Mutant("workers/parallel/pairs.py", "return [turn * (rounds + 1)", "return [(turn + 1) * (rounds + 1)", FOUR),
-    Mutant("workers/parallel/pairs.py", "torch.add(theirs, place, out=theirs)", "theirs.copy_(place)", FOUR),
+    Mutant("distlab/collectives/pairwise.py", "return [turn * (rounds + 1)", "return [(turn + 1) * (rounds + 1)", FOUR),
+    Mutant("distlab/collectives/pairwise.py", "torch.add(theirs, place, out=theirs)", "theirs.copy_(place)", FOUR),
     Mutant(
-        "workers/parallel/handshake.py",
+        "distlab/transport/handshake.py",
         "if not hmac.compare_digest(said, proof(key, end, purpose, nonces, who)):",
         "if len(said) != PROOF_BYTES:",
         FLAT,

@@ -3,7 +3,7 @@
 from benchmarks.mutants import Mutant
 
 GPT = "RUN_MODE=tp LAB_DEPTH=1 LAB_WIDTH=16 LAB_HEADS=4 LAB_SEQ=8 LAB_VARIANT="
-TENSOR, SEQUENCE = "workers/parallel/tensor.py", "workers/parallel/sequence.py"
+TENSOR, SEQUENCE = "distlab/tensor_parallel/layers.py", "distlab/tensor_parallel/sequence.py"
 
 MUTANTS = [
     Mutant(
@@ -21,22 +21,22 @@ MUTANTS = [
         GPT + "sequence",
     ),
     Mutant(
-        "workers/parallel/exchange.py",
+        "distlab/collectives/by_hand.py",
         "add_up([parts[peer] for peer in ring], output)",
         "add_up([parts[peers.rank] for peer in ring], output)",
         GPT + "sequence",
     ),
     Mutant(
-        "workers/parallel/vocabulary.py",
+        "distlab/tensor_parallel/layers.py",
         "        probabilities[own, columns] -= gradients[0]",
         "        probabilities[own, columns] += gradients[0]",
         GPT + "megatron",
     ),
     Mutant(
-        "workers/strategies/slicing.py",
+        "distlab/tensor_parallel/strategy.py",
         "    enter_before(project, region)",
         "    None",
         GPT + "megatron",
     ),
-    Mutant("workers/strategies/tensor.py", "        if self.by_rows:", "        if False:", GPT + "sequence"),
+    Mutant("distlab/tensor_parallel/strategy.py", "        if self.by_rows:", "        if False:", GPT + "sequence"),
 ]

@@ -2,7 +2,7 @@
 
 from benchmarks.mutants import Mutant
 
-TRAIN = "experiments/train.py"
+TRAIN = "experiments/train/__init__.py"
 RUN = "RUN_MODE=train"
 
 MUTANTS = [

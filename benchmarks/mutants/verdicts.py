@@ -9,9 +9,9 @@ BESIDE = SAVED + " LAB_CHECKPOINT_ASYNC=1"
 BIG = FLAT + " LAB_CHECKPOINT_EVERY=2 LAB_WIDTH=768 LAB_PROOF=0"
 RESUMED = SAVED + " LAB_RUN_ID=again then " + SAVED + " LAB_RUN_ID=again LAB_RESUME=auto LAB_STEPS=6"
 
-HOLDING, PROOF, CORRUPTION = "workers/passes/holding.py", "workers/passes/proof.py", "workers/passes/corruption.py"
-CLAIMS, JUDGE, END = "workers/report/claims.py", "workers/report/judge.py", "workers/rank/end.py"
-EXPECTED, SAVER, FINDING = "workers/report/expected.py", "workers/checkpoint/saver.py", "workers/checkpoint/finding.py"
+HOLDING, PROOF, CORRUPTION = "distlab/verify/audit.py", "distlab/verify/proof.py", "distlab/verify/silent_corruption.py"
+CLAIMS, JUDGE, END = "distlab/report/claims.py", "distlab/report/verdict.py", "distlab/rank/finish.py"
+EXPECTED, SAVER, FINDING = "distlab/report/verdict.py", "distlab/checkpoint/save.py", "distlab/checkpoint/storage.py"
 
 VANISHED = [
     Mutant(
@@ -22,7 +22,7 @@ VANISHED = [
     ),
     Mutant(CORRUPTION, "return self.every is not None and (", "return self.every is None and (", AUDITED),
     Mutant(
-        "workers/config/__init__.py",
+        "distlab/config/__init__.py",
         "return self.audit_every or (1 if flips else None)",
         "return 1 if flips else None",
         AUDITED,
@@ -43,27 +43,27 @@ VANISHED = [
     ),
     Mutant(HOLDING, "if self.held[name].replicas and name not in", "if self.held[name].replicas and name in", FLAT),
     Mutant(
-        "workers/lab.py",
+        "distlab/lab.py",
         'seen = {"called bytes": (round(predicted, 3), round(traffic.called_bytes, 3), 0.0)}',
         "seen: dict[str, tuple[float, float, float]] = {}",
         FLAT,
     ),
     Mutant(
-        "workers/lab.py",
+        "distlab/lab.py",
         'if prediction.variant in measured and prediction.name == "rest bytes":',
         'if prediction.variant in measured and prediction.name == "bytes at rest":',
         FLAT,
     ),
     Mutant(
-        "workers/passes/recorded.py",
+        "distlab/verify/records.py",
         "    for name, sent in drawn.items():\n        traffic, shown",
         "    for name, sent in ():\n        traffic, shown",
         FLAT,
     ),
-    Mutant("workers/rank/known_amount.py", "    if lab.world_size == 1:\n", "    if lab.world_size <= 3:\n", FLAT),
-    Mutant("workers/rank/start.py", "        check_verdicts(lab)\n", "", FLAT),
+    Mutant("distlab/rank/traffic_self_test.py", "    if lab.world_size == 1:\n", "    if lab.world_size <= 3:\n", FLAT),
+    Mutant("distlab/rank/main.py", "        check_verdicts(lab)\n", "", FLAT),
     Mutant(
-        "experiments/dp/overlap.py",
+        "experiments/dp/checks.py",
         "        if name in EARLY and shows:",
         "        if name in EARLY and not shows:",
         "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=bucketed",
@@ -81,55 +81,55 @@ VANISHED = [
         "RUN_MODE=pp WORLD_SIZE=2 LAB_MODEL=mlp LAB_MICROBATCHES=4 LAB_VARIANT=1f1b",
     ),
     Mutant(
-        "workers/passes/in_flight.py",
+        "distlab/verify/counted.py",
         "    if held is None:\n",
         "    if held is not None:\n",
         "RUN_MODE=pp WORLD_SIZE=2 LAB_MODEL=mlp LAB_MICROBATCHES=4 LAB_VARIANT=1f1b",
     ),
     Mutant(
-        "experiments/fsdp/order.py",
+        "experiments/fsdp/checks.py",
         "    if name in AHEAD:\n",
         "    if name not in AHEAD:\n",
         "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero3",
     ),
     Mutant(
-        "experiments/fsdp/order.py",
+        "experiments/fsdp/checks.py",
         "    if lab.world_size > 1:  # alone",
         "    if lab.world_size > 3:  # alone",
         "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero3",
     ),
     Mutant(
-        "experiments/moe/routes.py",
+        "experiments/moe/checks.py",
         "        if asked:\n",
         "        if not asked:\n",
         "RUN_MODE=moe LAB_MODEL=mlp WORLD_SIZE=2 LAB_VARIANT=ep",
     ),
     Mutant(
-        "experiments/train.py",
+        "experiments/train/__init__.py",
         "    for epoch in range(EPOCHS):\n        shards = ",
         "    for epoch in range(1, EPOCHS):\n        shards = ",
         "RUN_MODE=train",
     ),
     Mutant(
-        "experiments/comm/sweep.py",
+        "experiments/comm/benchmark.py",
         "        if nbytes in COMPARED and cost.wire_bytes is not None:",
         "        if nbytes not in COMPARED and cost.wire_bytes is not None:",
         "RUN_MODE=comm LAB_SWEEP_MIB=1 LAB_VARIANT=ring",
     ),
     Mutant(
-        "experiments/elastic/holding.py",
+        "experiments/elastic/checks.py",
         "    hold_samples(lab, course)\n",
         "",
         "RUN_MODE=elastic LAB_MODEL=mlp LAB_VARIANT=shrink",
     ),
     Mutant(
-        "experiments/precision/proof.py",
+        "experiments/precision/checks.py",
         "    if stored != dtype:\n",
         "    if stored == dtype:\n",
         "RUN_MODE=precision LAB_MODEL=mlp LAB_VARIANT=bf16_master",
     ),
     Mutant(
-        "experiments/compress/limits.py",
+        "experiments/compress/properties.py",
         "    if method in CASTS:\n",
         "    if method not in CASTS and method in ():\n",
         "RUN_MODE=compress LAB_MODEL=mlp LAB_VARIANT=fp16",
@@ -181,14 +181,14 @@ VERDICTS = [
     Mutant(
         EXPECTED, "            lacking = lacking if all(made", "            lacking = lacking if not all(made", FLAT
     ),
-    Mutant("workers/report/drills.py", "return bool(right) and right_rank, ", "return bool(found), ", FLAT),
-    Mutant("workers/rank/start.py", "        says_claims=True,\n", "", FLAT),
+    Mutant("distlab/report/fault_checks.py", "return bool(right) and right_rank, ", "return bool(found), ", FLAT),
+    Mutant("distlab/rank/main.py", "        says_claims=True,\n", "", FLAT),
 ]
 
 CHECKPOINTS = [
     Mutant(SAVER, "state = {name: dcp.cloned(held) for name, held in state.items()}", "state = dict(state)", BESIDE),
     Mutant(
-        "workers/checkpoint/dcp.py",
+        "distlab/checkpoint/dcp.py",
         'return held.detach().to("cpu", copy=True) if is_whole(held)',
         'return held.detach().to("cpu") if is_whole(held)',
         BESIDE,

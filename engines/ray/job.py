@@ -1,4 +1,4 @@
-"""ranklab under Ray: a rank an actor, spread over the nodes, and the exit code of the worst.
+"""distlab under Ray: a rank an actor, spread over the nodes, and the exit code of the worst.
 
     python -m engines.ray.job --ranks 4 fsdp LAB_STEPS=100
 
@@ -17,8 +17,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from workers.cluster.launch import worst
-from workers.config import ConfigError, commands
+from distlab.cluster.launch import worst
+from distlab.config import ConfigError, commands
 
 ROOM_S = 300.0  # until the cluster has room for all ranks
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# ranklab under Slurm: a rank a task, and a job that goes on where it had saved when a node or a rank dies.
+# distlab under Slurm: a rank a task, and a job that goes on where it had saved when a node or a rank dies.
 #
 #   sbatch engines/slurm/job.sh
 #   RUN_MODE=fsdp LAB_CHECKPOINT_EVERY=100 sbatch --nodes=2 --ntasks-per-node=4 engines/slurm/job.sh
@@ -7,12 +7,12 @@
 # The lab's folder, with its .venv (./install) and runs/, has to be one that all nodes see. Variables come from the shell, as
 # everywhere; who is which rank, Slurm says. Slurm itself puts a job whose node is gone back into the queue; a rank that was lost
 # without its node (srun ends with 3, or with 137 where the rank was killed) does not, so that is done here, RESTARTS times at most.
-#SBATCH --job-name=ranklab
+#SBATCH --job-name=distlab
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=ranklab-%j.log
+#SBATCH --output=distlab-%j.log
 set -eu
 cd "${SLURM_SUBMIT_DIR:?start it by sbatch}"
 export LAB_RUN_ID="${LAB_RUN_ID:-slurm-$SLURM_JOB_ID}" LAB_RESUME="${LAB_RESUME:-auto}"
@@ -23,7 +23,7 @@ srun --label python -m workers || code=$?
 case $code in
 3 | 137)
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-3}" ]; then
-        echo "ranklab: exit code $code, so the job goes back into the queue (${SLURM_RESTART_COUNT:-0} of ${RESTARTS:-3} restarts were used)"
+        echo "distlab: exit code $code, so the job goes back into the queue (${SLURM_RESTART_COUNT:-0} of ${RESTARTS:-3} restarts were used)"
         scontrol requeue "$SLURM_JOB_ID"
     fi
     ;;

@@ -23,21 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.comm import costs, demo, gradients, primitives, sweep
-from experiments.comm.claims import claims
-from experiments.comm.gradients import Convention, as_it_is
-from experiments.comm.mistakes import mistake
-from experiments.comm.options import Options
-from workers.config import Config
-from workers.contract import Mode, Variant, untrained
-from workers.lab import Lab
-from workers.measure.formulas import PYTORCHS, Prediction
-from workers.measure.formulas.collectives import all_reduce_bytes
-from workers.parallel.collectives import ALGORITHMS, Algorithm, Collective
-from workers.parallel.dialling import Dialling
-from workers.parallel.peers import split
-from workers.parallel.phases import phase
-from workers.passes.recorded import draw, hold_drawn
+from distlab.collectives.by_hand import ALGORITHMS, Algorithm, Collective
+from distlab.collectives.costs import all_reduce_bytes
+from distlab.collectives.phases import phase
+from distlab.collectives.point_to_point import split
+from distlab.config import Config
+from distlab.contract import Mode, Variant, untrained
+from distlab.lab import Lab
+from distlab.measure.prediction import PYTORCHS, Prediction
+from distlab.transport.backend import TcpBackend
+from distlab.verify.records import draw, hold_drawn
+
+from . import benchmark, primitives, walkthrough
+from .bugs import mistake
+from .checks import claims
+from .options import Options
+from .primitives import Convention, as_it_is
 
 PREDICTED_BYTES = 4 << 20
 GLOO, TCP = "gloo", "tcp"
@@ -69,9 +70,9 @@ def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
     rows, control = [], "tests/experiments/test_comm.py::test_a_sum_that_rank_0_keeps_is_seen"
     for name, all_reduce in ways.items():
         lab.at(0, f"the sum by {name}")
-        tensor, wanted = demo.marked(lab)
+        tensor, wanted = walkthrough.marked(lab)
         all_reduce(tensor)
-        held = demo.digits(split(tensor, lab.world_size))
+        held = walkthrough.digits(split(tensor, lab.world_size))
         lab.check("sum", float((tensor - wanted).abs().max()), 0.0, name, f"{held} in the end", control=control)
         rows.append([name, held])
     title = "One all_reduce in every way: in chunk c rank r puts in (c+1)·10^r"
@@ -91,7 +92,7 @@ def predict(config: Config) -> list[Prediction]:
     ranks = config.world_size
     return [
         Prediction(
-            name, "wire bytes all_reduce 4 MiB", "B", sweep.formula("all_reduce", name),
+            name, "wire bytes all_reduce 4 MiB", "B", benchmark.formula("all_reduce", name),
             tuple(all_reduce_bytes(name, ranks, PREDICTED_BYTES, rank) for rank in range(ranks)),
             1, shown=PYTORCHS if name in MODE.by_torch else "",
         )
@@ -110,9 +111,9 @@ def run(
             "predict",
         )
     primitives.forward(lab)
-    gradients.backward(lab, backward_of)
+    primitives.backward(lab, backward_of)
     lab.finished("proof")
-    demo.broadcast_slice_gather(lab)
+    walkthrough.broadcast_slice_gather(lab)
     with groups_of(lab) as groups:
         compare(lab, algorithms, groups)
 
@@ -125,9 +126,9 @@ def compare(lab: Lab, algorithms: Mapping[str, Algorithm], groups: Mapping[str, 
         if lab.wants(name) and (name in groups or name not in (GLOO, TCP))
     }
     everyones_sum(lab, collectives)
-    demo.ring(lab, algorithms["ring"])
+    walkthrough.ring(lab, algorithms["ring"])
     draw_all(lab, collectives)
-    sweep.run(lab, collectives, int(lab.config.own(Options).sweep_mib * costs.MIB))
+    benchmark.run(lab, collectives, int(lab.config.own(Options).sweep_mib * benchmark.MIB))
 
 
 @contextmanager
@@ -140,7 +141,7 @@ def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
     if other == TCP and lab.device.type == "cuda" and lab.wants(TCP):
         lab.skip(TCP, "plain TCP sends from the memory of the CPU alone")
     elif lab.wants(other):
-        Dialling(lab.hooks.own_ip, lab.hooks.secret, lab.hooks.turned_away).register()
+        TcpBackend(lab.hooks.own_ip, lab.hooks.secret, lab.hooks.turned_away).register()
         bound = timedelta(seconds=lab.config.collective_timeout_s)
         groups[other] = dist.new_group(dist.get_process_group_ranks(lab.group), bound, other)
     try:
@@ -172,7 +173,7 @@ MODE = Mode(
     options=Options,
     variants=(
         Variant("gloo", by_torch=True),
-        Variant("ring"),  # round the ring, a chunk at a time: workers/parallel/ring.py
+        Variant("ring"),  # round the ring, a chunk at a time: distlab/collectives/ring.py
         Variant("direct"),  # all to all at once: direct.py beside it
         Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
         Variant("server"),  # through rank 0: rooted.py
@@ -188,10 +189,10 @@ MODE = Mode(
     reading=(
         "experiments/comm/__init__.py: an all_reduce of sends and receives, naive, and what a run goes through",
         "experiments/comm/primitives.py and gradients.py: who holds what before and after, and what comes back",
-        "experiments/comm/demo.py: the lesson's broadcast, slice and gather, and the ring message by message",
-        "workers/parallel/transport.py and channel.py: what is left of a small sum's price without a library",
-        "workers/parallel/peers.py, then ring.py, direct.py, tree.py or rooted.py beside it: a variant is the two",
-        "experiments/comm/contents.py: what goes in and has to come out, by rank, place and repeat",
-        "experiments/comm/sweep.py: latency, bandwidth and bytes from 1 KiB to 64 MiB",
+        "experiments/comm/walkthrough.py: the lesson's broadcast, slice and gather, and the ring message by message",
+        "distlab/transport/tcp.py and channel.py: what is left of a small sum's price without a library",
+        "distlab/collectives/point_to_point.py, then ring.py, direct.py, tree.py or rooted.py beside it: a variant is the two",
+        "experiments/comm/checks.py: what goes in and has to come out, by rank, place and repeat",
+        "experiments/comm/benchmark.py: latency, bandwidth and bytes from 1 KiB to 64 MiB",
     ),
 )

@@ -15,7 +15,7 @@ next step's gradients (error feedback, LAB_ERROR_FEEDBACK): late, not lost.
   the model   width 64, depth 4 unless set: a dozen variants and more are proven and trained beside each other
   shapes      a bucket [n] flat, of whole gradients; P [m, r], Q [n, r]
 
-The variants; from bf16 on each bucket goes through an all_reduce that sends less (workers/parallel/compression.py):
+The variants; from bf16 on each bucket goes through an all_reduce that sends less (distlab/compression/compressors.py):
 
   naive       each gradient alone: its largest numbers and their places to all ranks, and the rest is lost
   dense       our buckets, nothing compressed
@@ -38,30 +38,25 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
-from experiments.compress import torchs
-from experiments.compress.claims import claims
-from experiments.compress.mistakes import mistake
-from experiments.compress.options import Options
-from experiments.compress.peak import compare_peak
-from experiments.compress.predictions import OURS, cannot, predict, refuse
-from experiments.compress.proofs import by_the_formula
-from experiments.compress.reference import rank_seed
-from experiments.compress.shown import show, summary
-from workers.config import Config
-from workers.contract import Build, Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.casting import Cast
-from workers.parallel.compression import Compressor
-from workers.parallel.lowrank import LowRank
-from workers.parallel.mesh import Mesh
-from workers.parallel.quantised import Quantised
-from workers.parallel.sign import Sign
-from workers.parallel.sparse import RandomK, TopK
-from workers.passes.measure import measure
-from workers.passes.replicas import check_replicas
-from workers.strategies.replica import Replica, begin_alike
-from workers.workload.model import Model
+from distlab.compression.compressors import Cast, Compressor, Quantised, RandomK, Sign, TopK
+from distlab.compression.powersgd import LowRank
+from distlab.config import Config
+from distlab.contract import Build, Mode, Strategy, Variant
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.data_parallel.strategy import Replica, begin_alike
+from distlab.lab import Lab
+from distlab.mesh.grid import Mesh
+from distlab.verify.proof import check_replicas
+from distlab.verify.run_all import measure
+from distlab.workload.model import Model
+
+from . import pytorch
+from .bugs import mistake
+from .checks import by_the_formula, claims
+from .display import show, summary
+from .options import Options
+from .predictions import OURS, cannot, compare_peak, predict, refuse
+from .reference import rank_seed
 
 Buckets: TypeAlias = type[GradientBuckets]  # a part that a mistake replaces
 
@@ -179,7 +174,7 @@ def run(lab: Lab) -> None:
     lab.say(summary(lab.config), "predict")
     proofs = {name: partial(by_the_formula, lab) for name in OURS if name != "dense"}
     measured = measure(
-        lab, also=partial(check_replicas, lab), proofs={**proofs, **torchs.proofs(lab, plain(fp16), powersgd)}
+        lab, also=partial(check_replicas, lab), proofs={**proofs, **pytorch.proofs(lab, plain(fp16), powersgd)}
     )
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
@@ -204,9 +199,9 @@ MODE = Mode(
         Variant("topk_plain", plain(topk)),
         Variant("sign_plain", plain(sign)),
         Variant("powersgd_plain", plain(powersgd)),
-        Variant("ddp", torchs.ddp, by_torch=True),
-        Variant("ddp_fp16", torchs.ddp_fp16, by_torch=True),
-        Variant("ddp_powersgd", torchs.ddp_powersgd, by_torch=True),
+        Variant("ddp", pytorch.ddp, by_torch=True),
+        Variant("ddp_fp16", pytorch.ddp_fp16, by_torch=True),
+        Variant("ddp_powersgd", pytorch.ddp_powersgd, by_torch=True),
     ),
     run=run,
     claims=claims,
@@ -219,8 +214,8 @@ MODE = Mode(
     "lose what was not sent",
     reading=(
         "experiments/compress/__init__.py: the variants, naive first, each with its compressor",
-        "workers/parallel/compression.py: what every compressor does, and the residual that it keeps",
-        "workers/parallel/sparse.py, casting.py, quantised.py, sign.py, lowrank.py: what a variant sends, one each",
-        "experiments/compress/proofs.py: how each is held against its paper's formula",
+        "distlab/compression/compressors.py: what every compressor does, and the residual that it keeps",
+        "distlab/compression/compressors.py, casting.py, quantised.py, sign.py, lowrank.py: what a variant sends, one each",
+        "experiments/compress/checks.py: how each is held against its paper's formula",
     ),
 )

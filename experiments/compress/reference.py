@@ -6,12 +6,19 @@ keeps twice, shows in the next step's sum. It shares the seeds with them, and no
 is held by what it has to satisfy: the places of random-k by the sum (and draws.py), PowerSGD in subspace.py.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from experiments.compress.predictions import own
-from workers.config import Config
-from workers.measure.difference import largest
+from distlab.compression.compressors import Handle
+from distlab.config import Config
+from distlab.contract import Strategy
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.data_parallel.strategy import Replica
+from distlab.measure.tensors import apart, larger, largest
+
+from .predictions import own
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one addition on the wire, over the summands
 TINY = torch.finfo(torch.float64).tiny
@@ -102,3 +109,47 @@ def masked(values: Tensor, places: Tensor) -> Tensor:
 def added(tensors: list[Tensor]) -> Tensor:
     """Their sum, in rank order."""
     return sum(tensors[1:], tensors[0])
+
+
+# What a bucket gets, gives and keeps, written down while it is summed: on what the proof rests.
+
+
+class Witness:
+    """An AllReduce that stands before another, and knows of the last step on this rank, flat:"""
+
+    gradient: Tensor  # as the backward pass left it
+    before: Tensor  # residual that the step found
+    rest: Tensor  # residual that it left
+    total: Tensor  # what all ranks then hold as their sum
+
+    def __init__(self, watched: Any) -> None:
+        self.watched = watched
+        self.lost = 0.0  # the largest difference of a residual found from the one that the step before left
+
+    def __call__(self, bucket: Tensor) -> Handle:
+        self.gradient, self.before = bucket.clone(), self.residual(bucket).clone()
+        left = getattr(self, "rest", torch.zeros_like(bucket))
+        self.lost = larger(self.lost, apart(self.before, left))
+        handle = self.watched(bucket)
+
+        def end() -> None:
+            if handle is not None:
+                handle.wait()
+            self.rest, self.total = self.residual(bucket).clone(), bucket.clone()
+
+        return Handle(end)
+
+    def residual(self, like: Tensor) -> Tensor:
+        """What is kept, zero where nothing is."""
+        residual: Tensor | None = getattr(self.watched, "residual", None)
+        return torch.zeros_like(like) if residual is None else residual
+
+
+def watched(strategy: Strategy) -> tuple[GradientBuckets, list[Witness]]:
+    """The buckets of a strategy, and from here on a witness of each."""
+    assert isinstance(strategy, Replica)
+    buckets = strategy.gradients
+    assert isinstance(buckets, GradientBuckets)
+    witnesses = [Witness(each) for each in buckets.all_reduces]
+    buckets.all_reduces[:] = witnesses
+    return buckets, witnesses

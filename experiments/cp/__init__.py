@@ -33,29 +33,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.cp.balance import compare_balance
-from experiments.cp.claims import claims
-from experiments.cp.kept import compare_kept, kept_by_length
-from experiments.cp.mistakes import mistake
-from experiments.cp.options import Options
-from experiments.cp.predictions import BY_HAND, predict, summary
-from experiments.cp.refusals import cannot, refuse
-from experiments.cp.sums import check_sums
-from experiments.cp.torchs import by_context_parallel, torch_ring
-from workers.checkpoint import mistakes as checkpoints
-from workers.config import Config
-from workers.contract import Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.parallel.context_ring import RingAttention
-from workers.parallel.context_shift import ShiftAttention
-from workers.parallel.mesh import Mesh
-from workers.parallel.positions import Positions, contiguous
-from workers.parallel.positions import zigzag as folded
-from workers.parallel.sequence import Sequence
-from workers.parallel.ulysses import UlyssesAttention
-from workers.passes.measure import measure
-from workers.strategies.context import ContextParallel
-from workers.workload.model import Attend, Model
+from distlab.checkpoint import bugs as checkpoints
+from distlab.config import Config
+from distlab.context_parallel.positions import Positions, contiguous
+from distlab.context_parallel.positions import zigzag as folded
+from distlab.context_parallel.ring import RingAttention, ShiftAttention
+from distlab.context_parallel.strategy import ContextParallel
+from distlab.context_parallel.ulysses import UlyssesAttention
+from distlab.contract import Mode, Strategy, Variant
+from distlab.lab import Lab
+from distlab.mesh.grid import Mesh
+from distlab.tensor_parallel.sequence import Sequence
+from distlab.verify.run_all import measure
+from distlab.workload.model import Attend, Model
+
+from .bugs import mistake
+from .checks import check_sums, claims, compare_balance, compare_kept, kept_by_length
+from .options import Options
+from .predictions import BY_HAND, cannot, predict, refuse, summary
+from .pytorch import by_context_parallel, torch_ring
 
 # Parts that a mistake replaces: who holds which positions, what attention is, and the step around it.
 Cut: TypeAlias = Callable[[int, int], Positions]
@@ -174,11 +170,11 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/cp/__init__.py: the variants, naive first, and what a run of them claims",
-        "workers/parallel/positions.py: who holds which positions, and what they see of each other's",
-        "workers/parallel/blocks.py: attention to some of the keys, and how two such results become one",
-        "workers/parallel/context_ring.py: keys and values that go round, and their gradients behind them",
-        "workers/parallel/context_shift.py: the same, straight to those that look at them",
-        "workers/parallel/ulysses.py: the all-to-all from positions to heads, and back",
-        "workers/strategies/context.py: the step around them, which all variants share",
+        "distlab/context_parallel/positions.py: who holds which positions, and what they see of each other's",
+        "distlab/context_parallel/ring.py: attention to some of the keys, and how two such results become one",
+        "distlab/context_parallel/ring.py: keys and values that go round, and their gradients behind them",
+        "distlab/context_parallel/ring.py: the same, straight to those that look at them",
+        "distlab/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
+        "distlab/context_parallel/strategy.py: the step around them, which all variants share",
     ),
 )

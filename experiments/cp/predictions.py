@@ -4,11 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from experiments.cp.refusals import cannot
-from workers.config import Config
-from workers.measure.formulas import PYTORCHS, Prediction
-from workers.measure.formulas.collectives import all_reduce_bytes
-from workers.measure.formulas.context import (
+from distlab.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
+from distlab.config import Config
+from distlab.context_parallel.costs import (
     gathered_bytes,
     gathered_calls,
     ring_rows,
@@ -16,13 +14,48 @@ from workers.measure.formulas.context import (
     ulysses_bytes,
     ulysses_messages,
 )
-from workers.measure.formulas.messages import gloo_all_reduce_messages
-from workers.measure.formulas.sharding import rest_bytes
-from workers.parallel.buckets import layout
-from workers.parallel.positions import Positions, contiguous, zigzag
-from workers.parallel.slices import shares
-from workers.workload.data import shard_sizes
-from workers.workload.model import outline
+from distlab.context_parallel.positions import Positions, contiguous, zigzag
+from distlab.contract import untrainable
+from distlab.data_parallel.buckets import layout
+from distlab.measure.prediction import PYTORCHS, Prediction
+from distlab.sharded.costs import rest_bytes
+from distlab.tensor_parallel.layers import shares
+from distlab.workload.data import shard_sizes
+from distlab.workload.model import outline
+from distlab.workload.user_model import is_own
+
+# What context parallelism cannot run: models without a sequence, and what PyTorch's own leaves out.
+
+NO_PATH = (
+    "PyTorch's context_parallel has no path here: of the CPU's flash attention it says that it does not have a sharding"
+    " strategy registered, and a GPU's takes 16 bits alone, in which nothing can be proven"
+)
+
+
+def refuse(config: Config) -> list[str]:
+    """Models whose sequence nobody can cut, and what makes no batch: all ranks take the same samples."""
+    if config.model != "gpt":
+        if is_own(config.model):
+            return [
+                f"LAB_MODEL={config.model} is cut by no rule that the lab knows, allowed: gpt; share out its positions"
+                " in a strategy of your own, and prove it by `distlab prove`"
+            ]
+        return [f"LAB_MODEL={config.model} has no sequence to share out, allowed: gpt"]
+    if config.device == "cuda" and config.backend == "gloo" and config.world_size > 1:
+        return ["LAB_BACKEND=gloo sends no keys that live on a GPU: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"]
+    return untrainable(config, 1)
+
+
+def cannot(config: Config) -> dict[str, str]:
+    """PyTorch's own, where parts are not alike, and where it has nothing for this device."""
+    reasons = {"context_parallel": NO_PATH}
+    if config.device != "cpu":
+        reasons["torch_ring"] = "it is given the CPU's flash attention, and a GPU's takes 16 bits alone"
+    elif config.seq % (2 * config.world_size):
+        runs = 2 * config.world_size
+        reasons["torch_ring"] = f"LAB_SEQ={config.seq} is not a multiple of {runs}, two equal runs for each rank"
+    return reasons
+
 
 BY_HAND = ("gathered", "ring", "zigzag", "shift", "ulysses")
 POSITION_BYTES = 8  # int64: the embedding is told which positions a rank has

@@ -35,26 +35,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.dp import line
-from experiments.dp.claims import claims
-from experiments.dp.mistakes import mistake
-from experiments.dp.overlap import check_overlap
-from experiments.dp.peak import compare_peak
-from experiments.dp.predictions import cannot, gradient_bytes, in_unit, predict
-from experiments.dp.summing import summing, tell
-from experiments.dp.sweep import sweep
-from workers.checkpoint import mistakes as checkpoints
-from workers.config import Config
-from workers.contract import Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.collectives import Collective
-from workers.parallel.mesh import Mesh
-from workers.parallel.phases import phase
-from workers.passes.measure import measure
-from workers.passes.replicas import check_replicas, check_samples
-from workers.strategies.replica import Replica, Wrapped, begin_alike
-from workers.workload.model import Model
+from distlab.checkpoint import bugs as checkpoints
+from distlab.collectives.by_hand import Collective
+from distlab.collectives.phases import phase
+from distlab.config import Config
+from distlab.contract import Mode, Strategy, Variant
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.data_parallel.strategy import Replica, Wrapped, begin_alike
+from distlab.lab import Lab
+from distlab.mesh.grid import Mesh
+from distlab.verify.proof import check_replicas, check_samples
+from distlab.verify.run_all import measure
+from distlab.workload.model import Model
+
+from . import line_lesson
+from .bugs import mistake
+from .checks import check_overlap, claims
+from .predictions import cannot, compare_peak, gradient_bytes, in_unit, predict
+from .slow_link import summing, sweep, tell
 
 # Parts that a mistake replaces: how the ranks begin, and what holds their gradients.
 Begin: TypeAlias = Callable[[Model, dist.ProcessGroup, Config], None]
@@ -161,7 +159,7 @@ def run(lab: Lab) -> None:
             lab.compare_calls(prediction.variant, prediction.calls, measured[prediction.variant].traffic)
     check_overlap(lab, measured)
     if lab.config.model == "line":
-        line.lesson(lab, flat)
+        line_lesson.lesson(lab, flat)
     if lab.world_size > 1 and (lab.config.net_rate is not None or lab.config.net_delay is not None):
         sweep(lab)
 
@@ -184,8 +182,8 @@ MODE = Mode(
     recomputes=True,
     reading=(
         "experiments/dp/__init__.py: the variants, naive first, and what a run of them claims",
-        "workers/parallel/buckets.py: gradients in flat buckets, launched from hooks",
-        "workers/parallel/ring.py: the all_reduce of `ring`",
-        "workers/strategies/replica.py: the loop that all variants share",
+        "distlab/data_parallel/buckets.py: gradients in flat buckets, launched from hooks",
+        "distlab/collectives/ring.py: the all_reduce of `ring`",
+        "distlab/data_parallel/strategy.py: the loop that all variants share",
     ),
 )

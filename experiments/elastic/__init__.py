@@ -35,23 +35,19 @@ from functools import partial
 
 import torch
 
-from experiments.elastic.audit import Audit
-from experiments.elastic.claims import claims
-from experiments.elastic.counting import count
-from experiments.elastic.course import Course
-from experiments.elastic.drills import Drill, drawn
-from experiments.elastic.holding import hold
-from experiments.elastic.mistakes import mistake
-from experiments.elastic.net import Net, let_leave, open_net, settle, wish_back
-from experiments.elastic.options import Options
-from experiments.elastic.policy import Policy
-from experiments.elastic.shown import show
-from workers.config import Config
-from workers.contract import Mode, Variant, untrainable
-from workers.lab import Lab
-from workers.parallel.heard import BEGIN, View
-from workers.strategies.sharded_survivor import ShardedSurvivor
-from workers.strategies.survivor import Survivor
+from distlab.config import Config
+from distlab.contract import Mode, Variant, untrainable
+from distlab.elastic.membership import BEGIN, View
+from distlab.elastic.sharded_strategy import ShardedSurvivor
+from distlab.elastic.strategy import Survivor
+from distlab.lab import Lab
+
+from .bugs import mistake
+from .checks import claims, count, hold
+from .display import show
+from .network import Net, let_leave, open_net, settle, wish_back
+from .options import Options
+from .recovery import Audit, Course, Drill, Policy, drawn
 
 POLICIES = (
     Policy("restart", restarts=True),
@@ -167,15 +163,15 @@ MODE = Mode(
     unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart, zero1 and peer_memory",
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",
-        "experiments/elastic/course.py: the way of one rank, in and out, until all steps are done",
-        "workers/strategies/survivor.py: a replica whose steps are kept or redone",
-        "workers/strategies/sharded_survivor.py: the same with shards, which move with the members, and their copies",
-        "workers/parallel/shards.py: who holds what, who keeps whose copy, and what moves",
-        "workers/parallel/membership.py: how those who are left agree on who is in",
-        "workers/parallel/regroup.py: gloo groups that are left and made again in the same process",
-        "workers/parallel/lines.py: the connections whose end is the death of a rank",
-        "workers/rank/rejoin.py: how a rank that is started again finds the others",
-        "experiments/elastic/audit.py: hashes of those who are in, so that a flipped bit is named",
-        "experiments/elastic/holding.py: one process that goes through the membership record",
+        "experiments/elastic/recovery.py: the way of one rank, in and out, until all steps are done",
+        "distlab/elastic/strategy.py: a replica whose steps are kept or redone",
+        "distlab/elastic/sharded_strategy.py: the same with shards, which move with the members, and their copies",
+        "distlab/elastic/shards.py: who holds what, who keeps whose copy, and what moves",
+        "distlab/elastic/membership.py: how those who are left agree on who is in",
+        "distlab/elastic/process_group.py: gloo groups that are left and made again in the same process",
+        "distlab/elastic/peer_connections.py: the connections whose end is the death of a rank",
+        "distlab/rank/rejoin.py: how a rank that is started again finds the others",
+        "experiments/elastic/recovery.py: hashes of those who are in, so that a flipped bit is named",
+        "experiments/elastic/checks.py: one process that goes through the membership record",
     ),
 )

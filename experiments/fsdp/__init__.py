@@ -31,25 +31,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.fsdp.claims import claims
-from experiments.fsdp.mistakes import mistake
-from experiments.fsdp.options import Options
-from experiments.fsdp.order import check_order
-from experiments.fsdp.peak import compare_peak
-from experiments.fsdp.predictions import BY_HAND, holds, predict, published, summary
-from experiments.fsdp.torchs import fully_sharded
-from workers.checkpoint import mistakes as checkpoints
-from workers.config import Config
-from workers.contract import Mode, Strategy, Variant, untrainable
-from workers.lab import Lab
-from workers.measure.formulas import Prediction
-from workers.parallel.flat import FlatUnit, FlatUnits
-from workers.parallel.mesh import Mesh
-from workers.parallel.phases import phase
-from workers.parallel.zero import Zero
-from workers.passes.measure import measure
-from workers.strategies.sharded import Sharded
-from workers.workload.model import Model
+from distlab.checkpoint import bugs as checkpoints
+from distlab.collectives.phases import phase
+from distlab.config import Config
+from distlab.contract import Mode, Strategy, Variant, untrainable
+from distlab.lab import Lab
+from distlab.measure.prediction import Prediction
+from distlab.mesh.grid import Mesh
+from distlab.sharded.flat_parameter import FlatParameter, FlatUnits
+from distlab.sharded.strategy import Sharded
+from distlab.sharded.zero import Zero
+from distlab.verify.run_all import measure
+from distlab.workload.model import Model
+
+from .bugs import mistake
+from .checks import check_order, claims
+from .options import Options
+from .predictions import BY_HAND, compare_peak, holds, predict, published, summary
+from .pytorch import fully_sharded
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -77,7 +76,7 @@ class WholeForAMoment(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Compute, unit: FlatUnit, group: dist.ProcessGroup, _shard: Tensor, hidden: Tensor
+        ctx: Any, compute: Compute, unit: FlatParameter, group: dist.ProcessGroup, _shard: Tensor, hidden: Tensor
     ) -> Tensor:
         ctx.compute, ctx.unit, ctx.group = compute, unit, group
         ctx.save_for_backward(hidden)  # and nothing else
@@ -98,14 +97,14 @@ class WholeForAMoment(torch.autograd.Function):
         return None, None, None, own, hidden.grad
 
 
-def unshard(unit: FlatUnit, group: dist.ProcessGroup) -> None:
+def unshard(unit: FlatParameter, group: dist.ProcessGroup) -> None:
     """Make the unit's parameters whole, which are views of one vector."""
     with phase("all_gather"):
         chunks = list(unit.materialize().chunk(unit.num_ranks))  # of [N·c], a [c] from each rank
         dist.all_gather(chunks, unit.local.to(unit.whole.device), group=group)
 
 
-def summed(unit: FlatUnit, group: dist.ProcessGroup) -> Tensor:
+def summed(unit: FlatParameter, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the gradients' sum over all ranks; the gradients go."""
     flat = torch.zeros_like(unit.whole)  # [N·c]
     for parameter, place in zip(unit.named.values(), unit.views(flat), strict=True):
@@ -213,8 +212,8 @@ MODE = Mode(
     recomputes=True,
     reading=(
         "experiments/fsdp/__init__.py: the variants, naive first, and what a run of them claims",
-        "workers/parallel/flat.py: a layer as one vector, of which every rank owns a run",
-        "workers/parallel/zero.py: the three stages, when weights come and gradients go (unshard.py, summed.py: how)",
-        "workers/strategies/sharded.py: the step that all variants share, and the way of shards to rank 0",
+        "distlab/sharded/flat_parameter.py: a layer as one vector, of which every rank owns a run",
+        "distlab/sharded/zero.py: the three stages, when weights come and gradients go (unshard.py, summed.py: how)",
+        "distlab/sharded/strategy.py: the step that all variants share, and the way of shards to rank 0",
     ),
 )

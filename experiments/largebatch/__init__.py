@@ -36,30 +36,31 @@ from dataclasses import replace
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from experiments.largebatch.checks import LAYERWISE, K, check_layers, prove
-from experiments.largebatch.options import Options
-from experiments.largebatch.predictions import claims, predict, refuse, show_found, show_settings
-from experiments.largebatch.sweep import SEEDS, sweep
-from experiments.largebatch.training import Recipe, Stream, Trainee, layerwise_adam, layerwise_sgd, sgd
-from workers.config import Config
-from workers.contract import Instead, Mistake, Mode, Needs, Variant
-from workers.lab import Lab
-from workers.parallel import rates
-from workers.workload.model import Model, build_model
+from distlab.config import Config
+from distlab.contract import Instead, Mistake, Mode, Needs, Variant
+from distlab.lab import Lab
+from distlab.large_batch import optimizers
+from distlab.workload.model import Model, build_model
+
+from .checks import LAYERWISE, K, check_layers, prove
+from .options import Options
+from .predictions import claims, predict, refuse, show_found, show_settings
+from .sweep import SEEDS, sweep
+from .training import Recipe, Stream, Trainee, layerwise_adam, layerwise_sgd, sgd
 
 SMALL = 1e-5  # small enough for η²: at 1e-3 a gpt of width 128 and depth 8 is 3.73 times nearer at half the rate, not 4
 
 
 RECIPES = {
-    "unscaled": Recipe(rates.unscaled, sgd),
-    "sqrt": Recipe(rates.sqrt, sgd),
-    "linear": Recipe(rates.linear, sgd),
-    "warmup": Recipe(rates.linear, sgd, warms_up=True),
-    "lars": Recipe(rates.linear, layerwise_sgd, warms_up=True),
-    "lamb": Recipe(rates.sqrt, layerwise_adam, warms_up=True),
+    "unscaled": Recipe(optimizers.unscaled, sgd),
+    "sqrt": Recipe(optimizers.sqrt, sgd),
+    "linear": Recipe(optimizers.linear, sgd),
+    "warmup": Recipe(optimizers.linear, sgd, warms_up=True),
+    "lars": Recipe(optimizers.linear, layerwise_sgd, warms_up=True),
+    "lamb": Recipe(optimizers.sqrt, layerwise_adam, warms_up=True),
 }
 UNSCALED = {
-    name: replace(recipe, target=rates.unscaled) if recipe.target is rates.linear else recipe
+    name: replace(recipe, target=optimizers.unscaled) if recipe.target is optimizers.linear else recipe
     for name, recipe in RECIPES.items()
 }
 
@@ -87,7 +88,7 @@ def apart(dense: Model, stream: Stream, config: Config, rate: float) -> float:
     """How far K steps of `rate` end from one step of K times it, over the same samples."""
     ends, config = [], config.model_copy(update={"lr": rate})
     for k in (1, K):
-        trainee = Trainee(copy.deepcopy(dense), stream, Recipe(rates.linear, sgd), k, K // k, config)
+        trainee = Trainee(copy.deepcopy(dense), stream, Recipe(optimizers.linear, sgd), k, K // k, config)
         for step in range(K // k):
             trainee.model.zero_grad()
             trainee.backward(stream.dealt(k, step, 0, 1))  # one shard of one: the whole batch
@@ -142,8 +143,8 @@ MODE = Mode(
     reading=(
         "experiments/largebatch/__init__.py: the recipes, and what a run of them claims",
         "experiments/largebatch/training.py: a step of a recipe, and many trainings with one all_reduce a step",
-        "workers/parallel/rates.py: the factors of the base rate",
-        "workers/parallel/lars.py: a rate for each layer; lamb.py beside it has Adam's",
+        "distlab/large_batch/optimizers.py: the factors of the base rate",
+        "distlab/large_batch/optimizers.py: a rate for each layer; lamb.py beside it has Adam's",
         "experiments/largebatch/checks.py: the formulas once more, and each step held against them",
     ),
 )

@@ -22,7 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from experiments.largebatch.training import (
+from distlab.lab import Lab
+from distlab.measure.tensors import larger
+from distlab.verify.proof import LEARNING_RATE, TOLERANCE
+from distlab.workload.model import Model, build_model
+
+from .training import (
     LAMB_DECAY,
     LAMB_RATE,
     LARS_DECAY,
@@ -34,10 +39,6 @@ from experiments.largebatch.training import (
     Trainee,
     base_rate,
 )
-from workers.lab import Lab
-from workers.measure.difference import larger
-from workers.passes.proof import LEARNING_RATE, TOLERANCE
-from workers.workload.model import Model, build_model
 
 K, STEPS, HORIZON = 4, 3, 8  # of 8 steps a quarter warms up: the base rate, on the way, the whole rate
 LAYER_STEPS = 4

@@ -5,17 +5,17 @@ from statistics import fmean
 
 import torch
 
-from experiments.largebatch.sweep import MULTIPLES, SEEDS, Found, multiples
-from experiments.largebatch.training import LAMB_RATE, LARS_RATE, Recipe, base_rate, sgd
-from workers.config import Config
-from workers.contract import WHOLE_RUN, Claims, Mode, untrainable
-from workers.lab import Lab
-from workers.measure.formulas import Prediction
-from workers.measure.formulas.collectives import all_reduce_bytes
-from workers.measure.formulas.messages import gloo_all_reduce_messages
-from workers.workload import data, text
-from workers.workload.model import outline
-from workers.workload.own import is_own
+from distlab.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
+from distlab.config import Config
+from distlab.contract import WHOLE_RUN, Claims, Mode, untrainable
+from distlab.lab import Lab
+from distlab.measure.prediction import Prediction
+from distlab.workload import data
+from distlab.workload.model import outline
+from distlab.workload.user_model import is_own
+
+from .sweep import MULTIPLES, SEEDS, Found, multiples
+from .training import LAMB_RATE, LARS_RATE, Recipe, base_rate, sgd
 
 SPREADS = 3
 LAYERWISE, PROVEN_STEPS = ("lars", "lamb"), 3
@@ -44,7 +44,7 @@ def refuse(config: Config, recipes: Mapping[str, Recipe]) -> list[str]:
     optimizers = {recipe.optimizer for recipe in recipes.values()}
     if config.lr is not None and optimizers and sgd not in optimizers:
         refusals.append(f"LAB_LR={config.lr:g} is the base rate of SGD, which no recipe of LAB_VARIANT takes")
-    if config.model == "gpt" and not text.refusals(config) and len(data.Text(config)) == 1:
+    if config.model == "gpt" and not data.text_refusals(config) and len(data.Text(config)) == 1:
         refusals.append(
             f"the text holds one sample of LAB_SEQ={config.seq} bytes, and another is needed to judge by: "
             "name a longer one in LAB_TEXT"

@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
-from experiments.largebatch.checks import State, check_step
-from experiments.largebatch.training import Lockstep, Recipe, Stream, Trainee
-from workers.config import Config
-from workers.contract import Counted
-from workers.lab import Lab
-from workers.measure.order import Order
-from workers.passes.corruption import Corruption
-from workers.workload.model import build_model
+from distlab.config import Config
+from distlab.contract import Counted
+from distlab.lab import Lab
+from distlab.measure.event_order import Order
+from distlab.verify.silent_corruption import Corruption
+from distlab.workload.model import build_model
+
+from .checks import State, check_step
+from .training import Lockstep, Recipe, Stream, Trainee
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 SEEDS = 3

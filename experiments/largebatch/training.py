@@ -16,16 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.config import Config
-from workers.parallel import rates
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.lamb import Lamb
-from workers.parallel.lars import Lars
-from workers.parallel.layerwise import Layerwise, decayed_apart
-from workers.parallel.rates import set_rates
-from workers.workload.data import Microbatch, Points, Samples, Text, permutation, shard_sizes
-from workers.workload.model import Model
-from workers.workload.optimizer import PlainSGD
+from distlab.config import Config
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.large_batch import optimizers
+from distlab.large_batch.optimizers import Lamb, Lars, Layerwise, decayed_apart, set_rates
+from distlab.workload.data import Microbatch, Points, Samples, Text, permutation, shard_sizes
+from distlab.workload.model import Model
+from distlab.workload.optimizer import PlainSGD
 
 # Base rates are those of k = 1, found by trying on the tiny models of this mode; LAB_LR sets SGD's for others.
 SGD_RATE, LARS_RATE, LAMB_RATE = 0.05, 0.2, 0.02
@@ -49,7 +46,7 @@ class Recipe:
     def factor(self, k: int, step: int, steps: int) -> float:
         """What the base rate is multiplied with at `step` of `steps`."""
         target = self.target(k)
-        return rates.warmup(target, step, warmup_steps(steps)) if self.warms_up else target
+        return optimizers.warmup(target, step, warmup_steps(steps)) if self.warms_up else target
 
 
 def warmup_steps(steps: int) -> int:

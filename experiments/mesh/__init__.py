@@ -31,38 +31,35 @@ With a cp samples are folded over its ranks, and keys and values go round (zigza
   pipelining_fsdp2 PyTorch's own on the other two: torch.distributed.pipelining over fully_shard
 
 With LAB_DROPOUT masks belong to samples and positions: alike along tp where activations are, others along dp, along cp
-and where rows are cut (workers/workload/dropout.py). 16-bit weights have float32 masters.
+and where rows are cut (distlab/workload/model.py). 16-bit weights have float32 masters.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from experiments.mesh.axes import check_gradients_first, check_order, check_overlap, compare_axes, tell
-from experiments.mesh.claims import claims
-from experiments.mesh.held import HOW, How, Rank, at
-from experiments.mesh.layout import axes
-from experiments.mesh.mistakes import mistake
-from experiments.mesh.options import Options
-from experiments.mesh.peak import compare_peaks
-from experiments.mesh.predictions import predict
-from experiments.mesh.refusals import cannot, refuse
-from experiments.mesh.stack import stack
-from experiments.mesh.torchs import dtensor_fsdp2, pipelining_fsdp2
-from workers.checkpoint import mistakes as checkpoints
-from workers.config import Config
-from workers.contract import Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.measure.formulas import Prediction
-from workers.parallel import schedules, zero_bubble
-from workers.parallel.mesh import Mesh
-from workers.parallel.positions import contiguous
-from workers.parallel.ulysses import UlyssesAttention
-from workers.passes.in_flight import check_in_flight
-from workers.passes.measure import measure
-from workers.passes.paper import draw_on_paper
-from workers.strategies.stacked import Stacked
-from workers.workload.model import Model, build_model, dropping
+from distlab.checkpoint import bugs as checkpoints
+from distlab.config import Config
+from distlab.context_parallel.positions import contiguous
+from distlab.context_parallel.ulysses import UlyssesAttention
+from distlab.contract import Mode, Strategy, Variant
+from distlab.lab import Lab
+from distlab.measure.prediction import Prediction
+from distlab.mesh.grid import Mesh
+from distlab.mesh.strategy import Stacked
+from distlab.pipeline_parallel import schedules
+from distlab.verify.counted import check_in_flight
+from distlab.verify.pipeline_checks import draw_on_paper
+from distlab.verify.run_all import measure
+from distlab.workload.model import Model, build_model, dropping
+
+from .bugs import mistake
+from .checks import check_gradients_first, check_order, check_overlap, claims, compare_axes, tell
+from .options import Options
+from .placement import HOW, How, Rank, at, axes
+from .predictions import cannot, compare_peaks, predict, refuse
+from .pytorch import dtensor_fsdp2, pipelining_fsdp2
+from .stack import stack
 
 
 def trained(config: Config, seed: int) -> Model:
@@ -137,7 +134,7 @@ def scheduled(how: How, ranks: int, config: Config) -> schedules.Schedule:
         "gpipe": schedules.gpipe,
         "1f1b": schedules.one_forward_one_backward,
         "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
-        "zb_h1": zero_bubble.zb_h1,
+        "zb_h1": schedules.zb_h1,
     }
     made = make[how.schedule](ranks, config.num_microbatches)
     return made if how.in_two(ranks, recompute=config.recompute) else schedules.in_one(made)
@@ -224,9 +221,9 @@ MODE = Mode(
     reading=(
         "experiments/mesh/__init__.py: the variants, and what a run of them claims",
         "experiments/mesh/stack.py: the whole order of composition",
-        "workers/parallel/mesh.py: one group an axis",
-        "workers/parallel/reducing.py: sums inside the last backward pass of each stage",
-        "workers/strategies/kept.py: what is kept of a stage over the replicas, and what ZeRO shards of it",
-        "workers/strategies/stacked.py: the step around them, the one norm, and the way back to dense tensors",
+        "distlab/mesh/grid.py: one group an axis",
+        "distlab/pipeline_parallel/pipeline.py: sums inside the last backward pass of each stage",
+        "distlab/mesh/strategy.py: what is kept of a stage over the replicas, and what ZeRO shards of it",
+        "distlab/mesh/strategy.py: the step around them, the one norm, and the way back to dense tensors",
     ),
 )

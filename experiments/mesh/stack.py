@@ -12,28 +12,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workers.config import Config
-from workers.contract import Strategy
-from workers.parallel.context_ring import RingAttention
-from workers.parallel.mesh import Mesh
-from workers.parallel.positions import Positions, zigzag
-from workers.parallel.reducing import ReducingPipeline
-from workers.parallel.schedules import Schedule
-from workers.parallel.sequence import Sequence
-from workers.parallel.slices import Slice, slices_of
-from workers.parallel.stages import Parts
-from workers.parallel.tensor import Whole
-from workers.strategies.context import OfOwnPositions, share_out
-from workers.strategies.engines import ByHand, Engine, OfDroppedSamples, Weigh, divided
-from workers.strategies.kept import Kept, Replicas, shards_of
-from workers.strategies.pipelined import parts_of
-from workers.strategies.pretended import pretend_compute
-from workers.strategies.rows import rows_inside
-from workers.strategies.slicing import slice_layers
-from workers.strategies.stacked import Clip, Stacked, clip_over_all
-from workers.workload.dropout import Dropouts
-from workers.workload.model import Attend, Model
-from workers.workload.recompute import recomputed
+from distlab.config import Config
+from distlab.context_parallel.positions import Positions, zigzag
+from distlab.context_parallel.ring import RingAttention
+from distlab.context_parallel.strategy import OfOwnPositions, share_out
+from distlab.contract import Strategy
+from distlab.mesh.grid import Mesh
+from distlab.mesh.strategy import Clip, ParameterStore, Replicas, Stacked, clip_over_all, shards_of
+from distlab.pipeline_parallel.pipeline import ReducingPipeline
+from distlab.pipeline_parallel.schedules import Schedule
+from distlab.pipeline_parallel.stages import Parts
+from distlab.pipeline_parallel.strategy import (
+    ByHand,
+    Engine,
+    OfDroppedSamples,
+    Weigh,
+    divided,
+    parts_of,
+    pretend_compute,
+)
+from distlab.tensor_parallel.layers import Slice, Whole, slices_of
+from distlab.tensor_parallel.sequence import Sequence, rows_inside
+from distlab.tensor_parallel.strategy import slice_layers
+from distlab.workload.model import Attend, Dropouts, Model, recomputed
 
 Cut: TypeAlias = Callable[[int, int], Positions]
 Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
@@ -129,7 +130,7 @@ class Keep:
         self.whole = [p for name, p in parts.parameters.items() if rows and name not in slices]
         self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
 
-    def stage(self, number: int) -> list[Kept]:
+    def stage(self, number: int) -> list[ParameterStore]:
         """Of one stage."""
         stage, tp = self.parts.stages[number], self.mesh["tp"] if self.whole else None
         own = set(stage.parameters())

@@ -37,31 +37,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.moe.claims import claims
-from experiments.moe.mistakes import mistake
-from experiments.moe.options import Options
-from experiments.moe.predictions import more_parameters, num_buckets, placements, predict
-from experiments.moe.pretend import pretend_compute
-from experiments.moe.refusals import cannot, refuse
-from experiments.moe.routes import Routes, by_step, check_capacity, compare_pace, draw, tokens_of
-from experiments.moe.torchs import AllToAllSingle
-from workers.checkpoint import mistakes as checkpoints
-from workers.config import Config
-from workers.contract import Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.measure.formulas.experts import even_row_bytes, expert_places
-from workers.measure.hashing import digest_of
-from workers.measure.order import Order
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.dispatch import AllToAll, Compute, Dispatch, Swap
-from workers.parallel.experts import MixtureOfExperts
-from workers.parallel.mesh import Mesh
-from workers.parallel.placement import Placement
-from workers.passes.measure import measure
-from workers.strategies.experts import ExpertParallel, distribute
-from workers.strategies.replica import Replica
-from workers.workload.experts import Mixing, MixtureModel, build_mixture, outline_mixture
-from workers.workload.parted import PartedBatches
+from distlab.checkpoint import bugs as checkpoints
+from distlab.config import Config
+from distlab.contract import Mode, Strategy, Variant
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.data_parallel.strategy import Replica
+from distlab.expert_parallel.costs import even_row_bytes, expert_places
+from distlab.expert_parallel.dispatch import AllToAll, Compute, Dispatch, Placement, Swap
+from distlab.expert_parallel.layer import MixtureOfExperts
+from distlab.expert_parallel.strategy import ExpertParallel, distribute
+from distlab.lab import Lab
+from distlab.measure.event_order import Order
+from distlab.measure.tensors import digest_of
+from distlab.mesh.grid import Mesh
+from distlab.verify.run_all import measure
+from distlab.workload.data import PartedBatches
+from distlab.workload.experts import Mixing, MixtureModel, build_mixture, outline_mixture
+
+from .bugs import mistake
+from .checks import Routes, by_step, check_capacity, claims, compare_pace, draw, tokens_of
+from .options import Options
+from .predictions import cannot, more_parameters, num_buckets, placements, predict, refuse
+from .pytorch import AllToAllSingle, pretend_compute
 
 BALANCE_WEIGHT = 0.01  # Switch Transformers, section 2.2
 
@@ -272,9 +269,9 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/moe/__init__.py: the variants, naive first, and what a run of them claims",
-        "workers/parallel/routing.py: which token goes to which expert, on ranks as in one process",
-        "workers/parallel/dispatch.py: rows to the ranks of their experts, and back",
-        "workers/parallel/experts.py: the layer around both; placement.py: who holds which experts",
-        "workers/strategies/experts.py: the step around them, and whose gradients are summed over whom",
+        "distlab/expert_parallel/layer.py: which token goes to which expert, on ranks as in one process",
+        "distlab/expert_parallel/dispatch.py: rows to the ranks of their experts, and back",
+        "distlab/expert_parallel/layer.py: the layer around both; placement.py: who holds which experts",
+        "distlab/expert_parallel/strategy.py: the step around them, and whose gradients are summed over whom",
     ),
 )

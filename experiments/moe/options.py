@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from workers.config.options import Field, ModeOptions
+from distlab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):

@@ -4,20 +4,106 @@ How many rows travel is known once they are routed. Before a run the prediction 
 after it each rank's numbers are those of the step that was counted.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from experiments.moe.layout import grids
-from workers.config import Config
-from workers.measure.formulas import PYTORCHS, Prediction
-from workers.measure.formulas.collectives import all_gather_bytes, all_reduce_bytes
-from workers.measure.formulas.experts import row_bytes
-from workers.measure.formulas.messages import gloo_all_reduce_messages, half_messages
-from workers.measure.formulas.sharding import rest_bytes
-from workers.parallel.buckets import layout
-from workers.parallel.placement import Placement
-from workers.workload.experts import Mixing, MixtureModel, outline_mixture
+from distlab.collectives.costs import all_gather_bytes, all_reduce_bytes, gloo_all_reduce_messages, half_messages
+from distlab.config import Config
+from distlab.contract import untrainable
+from distlab.data_parallel.buckets import layout
+from distlab.data_parallel.strategy import is_step
+from distlab.expert_parallel.costs import row_bytes
+from distlab.expert_parallel.dispatch import Placement
+from distlab.measure.prediction import PYTORCHS, Prediction
+from distlab.sharded.costs import rest_bytes
+from distlab.workload.experts import Mixing, MixtureModel, outline_mixture
+from distlab.workload.user_model import is_own
+
+# LAB_MESH of experts: how many copies of them there are (dp), over how many ranks a copy's experts lie (ep), and over
+# how many each expert is cut (tp).
+#
+# Rank = (dp·ep + place)·tp + part: tp sends most, so its ranks are neighbours. All else of the model is whole on
+# every rank, which has tokens of its own, whatever the grid of the experts is.
+
+AXES = ("dp", "ep", "tp")
+GRIDS = {"ep": {"ep"}, "ep_dp": {"dp", "ep"}, "ep_tp": {"ep", "tp"}, "ep_dp_tp": {"dp", "ep", "tp"}}  # the long axes
+
+
+def proper_divisor(number: int) -> int:
+    """The largest one below it; 1 of a prime."""
+    return max((each for each in range(1, number) if number % each == 0), default=1)
+
+
+def grids(config: Config) -> dict[str, dict[str, int]]:
+    """Ranks along each axis in each variant: by LAB_MESH in that whose axes it names, in all others by WORLD_SIZE."""
+    ranks, named = config.world_size, sizes_of(mesh_of(config))
+    inner = proper_divisor(ranks)
+    middle = proper_divisor(inner)
+    found = {
+        "naive": (ranks, 1, 1),
+        "ep": (1, ranks, 1),
+        "ep_dp": (ranks // inner, inner, 1),
+        "ep_tp": (1, inner, ranks // inner),
+        "ep_dp_tp": (ranks // inner, middle, inner // middle),
+        "ep_torch": (1, ranks, 1),
+    }
+    made = {name: dict(zip(AXES, sizes, strict=True)) for name, sizes in found.items()}
+    return made | {name: named for name, axes in GRIDS.items() if axes == long(named)}
+
+
+def mesh_of(config: Config) -> str:
+    """LAB_MESH; empty where it is unset, or a strategy of one's own is run beside another mode's."""
+    named: str = getattr(config.options, "mesh", "")
+    return named
+
+
+def sizes_of(mesh: str) -> dict[str, int]:
+    """Ranks along each axis; one where it is not named."""
+    return dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", mesh)}
+
+
+def long(sizes: dict[str, int]) -> set[str]:
+    """The axes of more than one rank."""
+    return {axis for axis, ranks in sizes.items() if ranks > 1}
+
+
+def misfit(mesh: str, world_size: int) -> list[str]:
+    """Sentences why LAB_MESH is no grid of experts on WORLD_SIZE ranks."""
+    parts = [re.fullmatch(r"([a-z]+)([1-9]\d{0,4})", part.strip()) for part in mesh.split(",")] if mesh else []
+    names = [match[1] for match in parts if match]
+    if None in parts or names != [axis for axis in AXES if axis in names]:
+        return [
+            f"LAB_MESH={mesh!r} is no grid of experts: allowed are dp, ep and tp, in this order, each once and with its"
+            " ranks, as dp2,ep2; pp and cp are axes of RUN_MODE=mesh"
+        ]
+    sizes = sizes_of(mesh)
+    if mesh and math.prod(sizes.values()) != world_size:
+        product = math.prod(sizes.values())
+        return [f"LAB_MESH={mesh!r} takes {product} ranks, and WORLD_SIZE={world_size}: set WORLD_SIZE={product}"]
+    if sizes["tp"] > 1 and sizes["ep"] == 1:
+        return [f"LAB_MESH={mesh!r} cuts experts that lie on no ranks: give it an ep of 2 or more"]
+    return []
+
+
+def off_grid(config: Config) -> dict[str, str]:
+    """The variants that have no grid here, each with the reason."""
+    mesh, found = mesh_of(config), grids(config)
+    made = {name: sizes_of(mesh) if mesh else found[name] for name in GRIDS}
+    return {
+        name: another(mesh, axes) if mesh else f"WORLD_SIZE={config.world_size} is no product of {len(axes)} factors"
+        for name, axes in GRIDS.items()
+        if axes != long(made[name]) and name != "ep"  # which takes all ranks, however many they are
+    }
+
+
+def another(mesh: str, axes: set[str]) -> str:
+    """Why LAB_MESH is no grid of a variant with these axes."""
+    wanted = " and ".join(axis for axis in AXES if axis in axes)
+    return f"LAB_MESH={mesh} is another grid than it takes: {wanted} of two ranks or more, and nothing else"
+
 
 Admitted = Sequence[Sequence[int]]  # [n][E]: the rows of each rank for each expert
 NUMBER_BYTES = 8  # of one in the table of what is wanted, and of the norm
@@ -157,3 +243,33 @@ def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel
         value.append(float(sum(held.values())) + untrained * itemsize)
     formula = f"{(4 if adam else 2) * itemsize} x {'P' if name == 'naive' else 'what a rank holds'}"
     return Prediction(name, "rest bytes", "B", formula, tuple(value), 0, shown)
+
+
+# What a mixture of experts cannot run.
+
+
+def refuse(config: Config, experts: int, top_k: int) -> list[str]:
+    """Models without an MLP of the lab's, more choices than experts; what makes no batch for all."""
+    if config.model == "line" or is_own(config.model):
+        more = "; one with experts of its own runs in dp and fsdp, and `distlab prove` proves how you share them out"
+        where = more if is_own(config.model) else ""
+        return [f"LAB_MODEL={config.model!r} has no MLP of the lab's for experts to replace, allowed: mlp, gpt{where}"]
+    faults = misfit(mesh_of(config), config.world_size)
+    if top_k > experts:
+        faults.append(f"LAB_TOP_K={top_k} is more than LAB_EXPERTS={experts}, allowed: 1 to {experts}")
+    faults += [
+        f"LAB_VARIANT={name!r} is the step of a replica, which would route its own tokens as if there were no others:"
+        " write a strategy of (model, mesh, config), which begins with distribute() of distlab/expert_parallel/strategy.py"
+        for name in filter(is_own, config.variant)
+        if is_step(name)
+    ]
+    return faults + untrainable(config)
+
+
+def cannot(config: Config) -> dict[str, str]:
+    """The variants that these ranks, or their backend, rule out."""
+    reasons = off_grid(config)
+    if config.device == "cuda" and config.backend == "gloo" and config.world_size > 1:
+        why = "gloo sends no rows that live on a GPU: set LAB_BACKEND=nccl"
+        reasons |= dict.fromkeys(("ep", "ep_dp", "ep_tp", "ep_dp_tp", "ep_torch"), why)
+    return reasons

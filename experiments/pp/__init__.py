@@ -5,7 +5,7 @@ it. But a rank can work only on what the rank before it is done with. With the b
 wait at any time; in m microbatches they fill the pipe, and the waiting shrinks to its filling and draining, the bubble.
 
   predicted   bubble: (p-1)/(m+p-1) of all ranks' time (Narayanan et al. 2021, "Megatron-LM", section 2.2), less where
-              the gradients of inputs go ahead of those of weights (workers/measure/formulas/pipelines.py). Bytes:
+              the gradients of inputs go ahead of those of weights (distlab/pipeline_parallel/costs.py). Bytes:
               A = B·S·D elements a cut and direction, so 2A a rank, A for the first and the last one; 2v·A with chunks,
               less A at the model's two ends. In flight: m microbatches in gpipe, min(m, p-r) in 1f1b
   shapes      inputs [B, S] on every rank; between stages [b, S, D], b samples of a microbatch (mlp: [b, D])
@@ -35,33 +35,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.pp.checks import check_order
-from experiments.pp.claims import claims
-from experiments.pp.mistakes import mistake
-from experiments.pp.options import Options
-from experiments.pp.predictions import owners_of, passed_bytes, predict
-from experiments.pp.refusals import cannot, refuse
-from workers.checkpoint import mistakes as checkpoints
-from workers.config import Config
-from workers.contract import Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.measure.formulas.pipelines import bubble
-from workers.parallel import schedules, zero_bubble
-from workers.parallel.boundaries import Boundaries, sendable
-from workers.parallel.mesh import Mesh
-from workers.parallel.peers import Peers
-from workers.parallel.phases import phase
-from workers.parallel.pipeline import Pipeline
-from workers.parallel.stages import Parts
-from workers.passes.in_flight import check_in_flight
-from workers.passes.measure import measure
-from workers.passes.paper import draw_on_paper
-from workers.strategies.engines import ByHand, Weigh, divided, joined
-from workers.strategies.pipelined import Pipelined, parts_of, runs_of
-from workers.strategies.pretended import pretend_compute
-from workers.workload.data import Microbatch
-from workers.workload.model import Model, outline
-from workers.workload.own import is_own
+from distlab.checkpoint import bugs as checkpoints
+from distlab.collectives.phases import phase
+from distlab.collectives.point_to_point import Peers
+from distlab.config import Config
+from distlab.contract import Mode, Strategy, Variant
+from distlab.lab import Lab
+from distlab.mesh.grid import Mesh
+from distlab.pipeline_parallel import schedules
+from distlab.pipeline_parallel.costs import bubble
+from distlab.pipeline_parallel.pipeline import Boundaries, Pipeline, sendable
+from distlab.pipeline_parallel.stages import Parts
+from distlab.pipeline_parallel.strategy import (
+    ByHand,
+    Pipelined,
+    Weigh,
+    divided,
+    joined,
+    parts_of,
+    pretend_compute,
+    runs_of,
+)
+from distlab.verify.counted import check_in_flight
+from distlab.verify.pipeline_checks import draw_on_paper
+from distlab.verify.run_all import measure
+from distlab.workload.data import Microbatch
+from distlab.workload.model import Model, outline
+from distlab.workload.user_model import is_own
+
+from .bugs import mistake
+from .checks import check_order, claims
+from .options import Options
+from .predictions import cannot, owners_of, passed_bytes, predict, refuse
 
 Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # of p ranks and m microbatches
 
@@ -146,19 +151,19 @@ def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strat
 # --- gradients of weights where a rank would wait ---
 
 
-def zb_h1(model: Model, mesh: Mesh, config: Config, schedule: Scheduled = zero_bubble.zb_h1, **parts: Any) -> Strategy:
+def zb_h1(model: Model, mesh: Mesh, config: Config, schedule: Scheduled = schedules.zb_h1, **parts: Any) -> Strategy:
     """1f1b, whose rank r puts the gradients of weights off by r microbatches."""
     return by_hand(model, mesh, config, schedule(mesh.group.size(), config.num_microbatches), **parts)
 
 
-def zbv(model: Model, mesh: Mesh, config: Config, schedule: Scheduled = zero_bubble.zbv, **parts: Any) -> Strategy:
+def zbv(model: Model, mesh: Mesh, config: Config, schedule: Scheduled = schedules.zbv, **parts: Any) -> Strategy:
     """Two stages a rank: the layers go down the ranks and up again."""
     return by_hand(model, mesh, config, schedule(mesh.group.size(), config.num_microbatches), **parts)
 
 
 def dualpipev(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
     """The same stages, a forward and a backward in turn."""
-    return by_hand(model, mesh, config, zero_bubble.dualpipev(mesh.group.size(), config.num_microbatches), **parts)
+    return by_hand(model, mesh, config, schedules.dualpipev(mesh.group.size(), config.num_microbatches), **parts)
 
 
 def by_hand(
@@ -200,7 +205,7 @@ def torch_dualpipev(model: Model, mesh: Mesh, config: Config, weigh: Weigh = div
 
 def by_torch(name: str, model: Model, mesh: Mesh, config: Config, weigh: Weigh) -> Strategy:
     """A schedule of PyTorch's on the same stages."""
-    from experiments.pp.torch_schedules import ByTorch  # most of a second, for these alone
+    from .pytorch import ByTorch  # most of a second, for these alone
 
     parts = parts_of(model, mesh.group, owners_of(name, mesh.group.size(), config.own(Options).chunks))
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
@@ -254,11 +259,11 @@ def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
         "1f1b": lambda: schedules.one_forward_one_backward(ranks, microbatches),
         "torch_1f1b": lambda: schedules.in_one(schedules.one_forward_one_backward(ranks, microbatches)),
         "interleaved": lambda: schedules.interleaved(ranks, microbatches, chunks),
-        "zb_h1": lambda: zero_bubble.zb_h1(ranks, microbatches),
-        "zbv": lambda: zero_bubble.zbv(ranks, microbatches),
-        "torch_zbv": lambda: zero_bubble.zbv(ranks, microbatches),
-        "dualpipev": lambda: zero_bubble.dualpipev(ranks, microbatches),
-        "torch_dualpipev": lambda: zero_bubble.dualpipev(ranks, microbatches),
+        "zb_h1": lambda: schedules.zb_h1(ranks, microbatches),
+        "zbv": lambda: schedules.zbv(ranks, microbatches),
+        "torch_zbv": lambda: schedules.zbv(ranks, microbatches),
+        "dualpipev": lambda: schedules.dualpipev(ranks, microbatches),
+        "torch_dualpipev": lambda: schedules.dualpipev(ranks, microbatches),
     }
     return known[variant]() if variant in known else None
 
@@ -296,9 +301,9 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/pp/__init__.py: the variants, naive first, and what a run of them claims",
-        "workers/parallel/schedules.py: which rank works on which microbatch when",
-        "workers/parallel/zero_bubble.py: and where the gradients of weights are put off",
-        "workers/parallel/pipeline.py: does a schedule's actions with real layers",
-        "workers/strategies/pipelined.py: the step around it, which all variants share",
+        "distlab/pipeline_parallel/schedules.py: which rank works on which microbatch when",
+        "distlab/pipeline_parallel/schedules.py: and where the gradients of weights are put off",
+        "distlab/pipeline_parallel/pipeline.py: does a schedule's actions with real layers",
+        "distlab/pipeline_parallel/strategy.py: the step around it, which all variants share",
     ),
 )

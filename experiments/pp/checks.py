@@ -3,26 +3,28 @@
 What a pass saves is gone as soon as the part of its backward that needs it is over.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from experiments.pp.predictions import beside, passed_bytes
-from workers.contract import Measured
-from workers.lab import Lab
-from workers.measure.order import Order
-from workers.parallel.peers import Peers
-from workers.parallel.schedules import stages_of
-from workers.passes.outline import Saved, saved
-from workers.passes.pipeline_order import Pass
-from workers.passes.pipeline_schedule import Piped, check_schedule
-from workers.strategies.engines import joined
-from workers.strategies.pipelined import runs_of
-from workers.workload.data import shard_sizes
-from workers.workload.model import outline
-from workers.workload.own import is_own
+from distlab.collectives.point_to_point import Peers
+from distlab.config import Config
+from distlab.contract import Claims, Measured, Mode
+from distlab.lab import Lab
+from distlab.measure.event_order import Order
+from distlab.pipeline_parallel.schedules import stages_of
+from distlab.pipeline_parallel.strategy import joined, runs_of
+from distlab.verify.counted import Saved, saved
+from distlab.verify.expected_claims import measured
+from distlab.verify.pipeline_checks import Pass, Piped, check_schedule
+from distlab.workload.data import shard_sizes
+from distlab.workload.model import outline
+from distlab.workload.user_model import is_own
 
-AHEAD = 2  # receives beside the one that is waited for, as workers/parallel/boundaries.py says
+from .predictions import beside, passed_bytes
+
+AHEAD = 2  # receives beside the one that is waited for, as distlab/pipeline_parallel/pipeline.py says
 CONTROL = "tests/experiments/test_pp.py::test_what_a_step_posts_late_holds_or_leaves_fails_by_name"
 
 
@@ -148,3 +150,19 @@ def saved_by_pass(lab: Lab, owners: list[int], number: int, *, as_one: bool) -> 
         for chunk in range(owners.count(lab.rank))
         for index, microbatch in enumerate(microbatches)
     }
+
+
+# What a run of pipelines has to claim, so that a check that vanishes is missed.
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
+    yield from measured(mode, config)
+    if config.proof:
+        yield Claims(("in flight",), mode.by_hand)
+    yield Claims(
+        ("called bytes", "wire bytes", "calls", "schedule", "bubble on paper", "activation bytes"), mode.by_hand
+    )
+    yield Claims(("rest bytes", "messages"), mode.by_hand)
+    if config.backend != "nccl":
+        yield Claims(("posted ahead",), [name for name in mode.by_hand if name != "naive"])

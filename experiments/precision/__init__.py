@@ -33,32 +33,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.precision.claims import claims
-from experiments.precision.draws import check_draws
-from experiments.precision.formats import converted, show_formats
-from experiments.precision.mistakes import mistake
-from experiments.precision.options import Options
-from experiments.precision.peak import compare_peak, format_of
-from experiments.precision.predictions import SCALED, predict, refuse
-from experiments.precision.proof import prove
-from experiments.precision.rehearsal import rehearse
-from experiments.precision.seen import observe
-from experiments.precision.shown import show_gradients, show_seen
-from workers.config import Config
-from workers.contract import Build, Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.masters import Masters
-from workers.parallel.mesh import Mesh
-from workers.parallel.rounding import stochastic_bf16
-from workers.parallel.scaling import LossScale, all_finite
-from workers.passes.measure import measure
-from workers.passes.replicas import check_replicas
-from workers.strategies.replica import Replica, begin_alike
-from workers.workload.data import Microbatch
-from workers.workload.model import Model
-from workers.workload.optimizer import make_optimizer
-from workers.workload.own import is_own
+from distlab.config import Config
+from distlab.contract import Build, Mode, Strategy, Variant
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.data_parallel.strategy import Replica, begin_alike
+from distlab.lab import Lab
+from distlab.mesh.grid import Mesh
+from distlab.precision.mixed_precision import LossScale, Masters, all_finite, stochastic_bf16
+from distlab.verify.proof import check_replicas
+from distlab.verify.run_all import measure
+from distlab.workload.data import Microbatch
+from distlab.workload.model import Model
+from distlab.workload.optimizer import make_optimizer
+from distlab.workload.user_model import is_own
+
+from .bugs import mistake
+from .checks import observe, prove
+from .display import show_gradients, show_seen
+from .options import Options
+from .predictions import SCALED, compare_peak, converted, format_of, predict, refuse, show_formats
+from .rehearsal import check_draws, claims, rehearse
 
 Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
 
@@ -230,8 +224,8 @@ MODE = Mode(
     unsaved="saves neither the scale of the loss nor the state of its random rounding",
     reading=(
         "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
-        "workers/parallel/masters.py: float32 weights behind 16-bit ones",
-        "workers/parallel/scaling.py and rounding.py: the scale of a loss, and rounding at random",
-        "experiments/precision/proof.py: what of it can be exact, and how far off the rest may be",
+        "distlab/precision/mixed_precision.py: float32 weights behind 16-bit ones",
+        "distlab/precision/mixed_precision.py and rounding.py: the scale of a loss, and rounding at random",
+        "experiments/precision/checks.py: what of it can be exact, and how far off the rest may be",
     ),
 )

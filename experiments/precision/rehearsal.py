@@ -13,12 +13,24 @@ between them, two of which are made the 2000th. Of each step
 The norm is bound by LAB_CLIP or CLIP, so that every run sees in which order it clips and unscales.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from experiments.precision.proof import (
+from distlab.config import Config
+from distlab.contract import Build, Claims, Mode
+from distlab.data_parallel.strategy import Replica
+from distlab.lab import Lab
+from distlab.measure.tensors import Worst, apart, largest
+from distlab.precision.mixed_precision import ulp
+from distlab.verify.expected_claims import measured
+from distlab.verify.statements import sampling_errors
+from distlab.workload.data import Microbatch
+
+from .checks import (
     LAST_PLACE,
     LEARNING_RATE,
     SAME_ARITHMETIC,
@@ -28,22 +40,17 @@ from experiments.precision.proof import (
     clipped,
     dtype_of,
     epsilons,
+    flat,
     of_type,
-    summed,
-)  # fmt: skip
-from experiments.precision.seen import flat, remembered
-from workers.contract import Build
-from workers.lab import Lab
-from workers.measure.difference import Worst, apart, largest
-from workers.parallel.rounding import ulp
-from workers.strategies.replica import Replica
-from workers.workload.data import Microbatch
+    remembered,
+    summed,  # fmt: skip
+)
 
 CLIP = 0.05
 TOO_LARGE = 2.0**40  # fp16 holds 2^-24 to 2^16: what is neither zero nor out of it before is out of it then
 SCALE, GROWTH, BACKOFF, INTERVAL = 65536.0, 2.0, 0.5, 2000  # torch.amp.GradScaler's defaults
 # What each step is, and how many good steps are made to have gone before it; None: those that have.
-STEPS: tuple[tuple[str, int | None], ...] = (
+REHEARSED_STEPS: tuple[tuple[str, int | None], ...] = (
     ("a rank", None), ("good", None), ("one inf", INTERVAL - 1), ("good", None), ("good", INTERVAL - 1),
     ("good", None), ("one nan", None), ("good", None),
 )  # fmt: skip
@@ -128,15 +135,19 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
     backward(strategy, parts)  # down to a scale that good steps bear
     found = Rehearsal(strategy, witness, clip)
     found.seen.note("loss scale", begins)
-    for step, (kind, gone) in enumerate(STEPS):
+    for step, (kind, gone) in enumerate(REHEARSED_STEPS):
         lab.at(step, f"overflows of {name}")
         if gone is not None:
             found.pretend(gone)
         overflow(strategy, kind, parts, mine=step % lab.world_size == lab.rank)
         found.update(wanted=kind != "good")
-    overflows = sum(kind != "good" for kind, _ in STEPS)
+    overflows = sum(kind != "good" for kind, _ in REHEARSED_STEPS)
     told = {
-        "loss scale": (0.0, "powers of two and good steps", f"after {len(STEPS)} steps with {overflows} overflows"),
+        "loss scale": (
+            0.0,
+            "powers of two and good steps",
+            f"after {len(REHEARSED_STEPS)} steps with {overflows} overflows",
+        ),
         "skipped": (0.0, "", "of weights in steps that are not taken; infinite where the wrong ones are"),
         "clipped gradients": (SAME_ARITHMETIC, of_type("epsilons", dtype_of(strategy)), ""),
         "weights": (1.0, LAST_PLACE, f"a step taken, of {found.taken}"),
@@ -153,3 +164,74 @@ def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: boo
     if kind.startswith("one"):
         last = [parameter.grad for parameter in strategy.model.parameters() if parameter.grad is not None][-1]
         last.view(-1)[-1] = float(kind.removeprefix("one "))
+
+
+# Rounding at random, held to what it claims: up with the probability of the way that is left, each time anew.
+#
+# All weights of a variant are set to 1 and are given a gradient whose update is a known share f of the way to bf16's
+# next number, through the variant's own update. Of n weights n·f have to arrive there, give or take the deviation of
+# n draws, √(nf(1 - f)), and two rounds have to agree on f² + (1 - f)² of them: who rounds always down, always to the
+# nearest or draws the same again is off by more than SIGMAS of these. Numbers come from the seed, so a run that holds
+# holds again; among all seeds, one in 10^9 would fail for each share.
+
+SHARES = (0.125, 0.5, 0.75)
+SIGMAS = 6.0
+DRAWS = 2000  # at least, of each share: rounding down is off by √(nf/(1 - f)) deviations, 17 for the smallest share
+STEP = 2.0**-7  # from 1 to bf16's next number
+CONTROL = "tests/experiments/test_precision.py::test_rounding_that_is_biased_fails_the_run"
+
+
+def check_draws(lab: Lab, name: str, build: Build) -> None:
+    """The largest deviation of any share, in sigmas; on every rank, and nothing is sent."""
+    config = lab.config.model_copy(update={"optimizer": "sgd", "lr": LEARNING_RATE, "clip": None})
+    strategy = build(lab.model(torch.float32), lab.mesh, config)
+    assert isinstance(strategy, Replica)
+    worst = 0.0
+    for share in SHARES:
+        rounds = max(2, -(-DRAWS // strategy.model.num_parameters()))
+        ups = [ups_of(strategy, share) for _ in range(rounds)]
+        agreed = torch.cat([one == other for one, other in itertools.pairwise(ups)])
+        worst = max(worst, deviation(torch.cat(ups), share), deviation(agreed, share**2 + (1 - share) ** 2))
+    detail = "the worst of three shares of a unit, of as many draws"
+    lab.check("rounded at random", worst, SIGMAS, name, detail, unit="deviations", control=CONTROL)
+
+
+@torch.no_grad()
+def ups_of(strategy: Replica, share: float) -> Tensor:
+    """Which weights went up, of all that were a share of the way; NaN where one went anywhere else."""
+    for parameter in strategy.model.parameters():
+        parameter.fill_(1.0)
+        parameter.grad = torch.full_like(parameter, -share * STEP / LEARNING_RATE)
+    strategy.update()
+    return (flat(strategy.model.parameters()) - 1.0) / STEP
+
+
+def deviation(happened: Tensor, probability: float) -> float:
+    """How far from its expectation, in standard deviations; infinite where there is something else than 0 and 1."""
+    outcomes = happened.double()
+    if not bool(((outcomes == 0) | (outcomes == 1)).all()):
+        return math.inf
+    return sampling_errors(outcomes.sum().item(), len(outcomes), probability)
+
+
+# What a run of precision has to claim, so that a check that vanishes is missed.
+
+PROVEN_STEPS = 2
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants bytes; of those in 16 bits what a format allows, and of scaled ones what an overflow does."""
+    in_16_bits = [name for name in mode.by_hand if name != "fp32"]
+    yield from measured(mode, config, apart=in_16_bits)
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes"), mode.by_hand)
+    if not config.proof:
+        return
+    given = "given" if config.clip is None else "clipped gradients"
+    yield Claims(("replicas",), mode.by_hand)
+    yield Claims(("gradients",), in_16_bits, one=True, times=PROVEN_STEPS)
+    yield Claims(("float64 gradients",), [name for name in in_16_bits if name != "fp16"], one=True, times=PROVEN_STEPS)
+    yield Claims((given, "update"), in_16_bits, times=PROVEN_STEPS)
+    yield Claims(("unscaled", "loss scale", "skipped", "clipped gradients", "weights"), ("fp16_scaled", "fp16_master"))
+    yield Claims(("first masters",), ("bf16_master", "fp16_master"))
+    yield Claims(("copied back",), ("bf16_master", "fp16_master"), times=PROVEN_STEPS)
+    yield Claims(("rounded at random",), ("bf16_stochastic",))

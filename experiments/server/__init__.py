@@ -35,28 +35,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.server import asynchronous, staleness_study
-from experiments.server.asynchronous import in_step
-from experiments.server.checks import Rounds, hold_timed, prove_rounds
-from experiments.server.mistakes import MISTAKES
-from experiments.server.options import Options
-from experiments.server.predictions import cannot, claims, predict, refuse, show_bytes
-from experiments.server.worker import Scheme, Worker
-from workers.config import Config
-from workers.contract import Held, Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.local_sgd import OuterStep
-from workers.parallel.mesh import Mesh
-from workers.parallel.parameter_server import ParameterServer
-from workers.parallel.peers import Peers
-from workers.parallel.phases import phase
-from workers.parallel.vectors import Vectors
-from workers.passes.measure import measure
-from workers.passes.replicas import check_replicas, check_samples
-from workers.strategies.replica import Replica, begin_alike
-from workers.workload.data import Microbatch
-from workers.workload.model import Model
+from distlab.collectives.phases import phase
+from distlab.collectives.point_to_point import Peers
+from distlab.config import Config
+from distlab.contract import Held, Mode, Strategy, Variant
+from distlab.data_parallel.buckets import GradientBuckets, Vectors
+from distlab.data_parallel.strategy import Replica, begin_alike
+from distlab.lab import Lab
+from distlab.mesh.grid import Mesh
+from distlab.parameter_server.local_sgd import OuterStep
+from distlab.parameter_server.server import ParameterServer
+from distlab.verify.proof import check_replicas, check_samples
+from distlab.verify.run_all import measure
+from distlab.workload.data import Microbatch
+from distlab.workload.model import Model
+
+from . import asynchronous, staleness_study
+from .asynchronous import in_step
+from .bugs import MISTAKES
+from .checks import Rounds, hold_timed, prove_rounds
+from .options import Options
+from .predictions import cannot, claims, predict, refuse, show_bytes
+from .worker import Scheme, Worker
 
 SERVER = 0
 AVERAGE, DILOCO = (1.0, 0.0), (0.7, 0.9)  # learning rate and momentum of the outer step; DiLoCo's own (section 3.1)
@@ -247,10 +247,10 @@ MODE = Mode(
     unsaved="makes none, since out of step there is no step at which all workers hold the same state",
     reading=(
         "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run claims",
-        "workers/strategies/replica.py: the loop that the variants in step and in rounds share",
-        "workers/parallel/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
+        "distlab/data_parallel/strategy.py: the loop that the variants in step and in rounds share",
+        "distlab/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
         "experiments/server/worker.py: what a worker of ssp and downpour does, which waits for no step",
-        "workers/parallel/parameter_server.py: the server's rules of who may go on",
+        "distlab/parameter_server/server.py: the server's rules of who may go on",
         "experiments/server/checks.py: one process that computes what a worker should, and shares nothing with it",
     ),
 )

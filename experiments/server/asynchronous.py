@@ -9,7 +9,7 @@ batch, so that as many samples move the weights as far as in `dp`. In the real r
 with the others, and only what it had under way is lost.
 
 How fast: the compute of each worker is measured, and from it follows what both kinds should reach: T = max T_i in step,
-the sum of 1/T_i apart, or less of it in a run that ends (workers/measure/formulas/grants.py).
+the sum of 1/T_i apart, or less of it in a run that ends (distlab/elastic/costs.py).
 """
 
 import hashlib
@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.server.checks import prove_asynchronous
-from experiments.server.predictions import weight_bytes
-from experiments.server.worker import Audit, Recorder, Scheme, Seen, Worker, audit
-from workers.config import Config
-from workers.contract import Build
-from workers.lab import Lab
-from workers.measure.formulas.grants import granted_rate
-from workers.measure.formulas.messages import wire_tolerance
-from workers.measure.formulas.server import apart_rate, in_step_rate
-from workers.parallel.parameter_server import PUSH, ParameterServer
-from workers.parallel.phases import COMPUTE, Span, recorded, slowed
-from workers.parallel.serving import Client, Link, Local, Remote, Server, Threads
+from distlab.collectives.costs import wire_tolerance
+from distlab.collectives.phases import COMPUTE, Span, recorded, slowed
+from distlab.config import Config
+from distlab.contract import Build
+from distlab.elastic.costs import granted_rate
+from distlab.lab import Lab
+from distlab.parameter_server.costs import apart_rate, in_step_rate
+from distlab.parameter_server.server import PUSH, Client, Link, Local, ParameterServer, Remote, Server, Threads
+
+from .checks import prove_asynchronous
+from .predictions import weight_bytes
+from .worker import Audit, Recorder, Scheme, Seen, Worker, audit
 
 TESTS = "tests/experiments/test_server_asynchronous.py::{}"
 PACE = "tests/experiments/test_server_pace.py::test_a_rate_of_some_samples_alone_fails"

@@ -29,18 +29,28 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from experiments.server.worker import Recorder, Scheme, Worker, audit
-from workers.config import Config
-from workers.contract import Build
-from workers.lab import Lab
-from workers.measure.difference import larger
-from workers.parallel.parameter_server import Ordered, ParameterServer, draw_order
-from workers.parallel.serving import Client, Link, Local, Remote, Server, Threads
-from workers.passes.replicas import check_replicas
-from workers.workload import text
-from workers.workload.data import OWN_BATCHES, Own
-from workers.workload.model import Model, build_model
-from workers.workload.own import is_own, reads_text
+from distlab.config import Config
+from distlab.contract import Build
+from distlab.lab import Lab
+from distlab.measure.tensors import larger
+from distlab.parameter_server.server import (
+    Client,
+    Link,
+    Local,
+    Ordered,
+    ParameterServer,
+    Remote,
+    Server,
+    Threads,
+    draw_order,
+)
+from distlab.verify.proof import check_replicas
+from distlab.workload import data
+from distlab.workload.data import OWN_BATCHES, Own
+from distlab.workload.model import Model, build_model
+from distlab.workload.user_model import is_own, reads_text
+
+from .worker import Recorder, Scheme, Worker, audit
 
 MOST_BATCHES = {"line": 1, "mlp": 8, "gpt": 1024}  # of an epoch; a proof has two
 TOLERANCE = 1e-12
@@ -67,7 +77,7 @@ class OneProcess:
         known = {"line": 1, "mlp": config.width}
         self.terms = self.own.terms if self.own else known.get(config.model, config.seq)
         self.shards = list(pairwise(cuts(config.batch, config.world_size, uneven=proof or config.model == "line")))
-        self.text = torch.frombuffer(bytearray(text.read(config)), dtype=torch.uint8) if from_text else None
+        self.text = torch.frombuffer(bytearray(data.read(config)), dtype=torch.uint8) if from_text else None
         many = OWN_BATCHES if self.own else MOST_BATCHES.get(config.model, MOST_BATCHES["gpt"])
         most = 2 if proof and config.model != "line" else many
         whole = (len(self.text) - 1) // config.seq // config.batch if self.text is not None else most

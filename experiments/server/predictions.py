@@ -4,16 +4,15 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.config import Config
-from workers.contract import WHOLE_RUN, Claims, Mode, untrainable
-from workers.lab import Lab
-from workers.measure.formulas import Prediction
-from workers.measure.formulas.collectives import all_reduce_bytes
-from workers.measure.formulas.messages import gloo_all_reduce_messages
-from workers.measure.formulas.server import averaging_bytes, server_bytes
-from workers.parallel.buckets import layout
-from workers.passes.claims import measured
-from workers.workload.model import outline
+from distlab.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
+from distlab.config import Config
+from distlab.contract import WHOLE_RUN, Claims, Mode, untrainable
+from distlab.data_parallel.buckets import layout
+from distlab.lab import Lab
+from distlab.measure.prediction import Prediction
+from distlab.parameter_server.costs import averaging_bytes, server_bytes
+from distlab.verify.expected_claims import measured
+from distlab.workload.model import outline
 
 ASYNCHRONOUS, ROUNDS = ("ssp", "downpour"), ("local_sgd", "diloco")
 COUNT_BYTES = 8  # beside its gradients a worker of `sync` says of how many terms they are the sum

@@ -12,8 +12,8 @@ found by trying is held against that.
 import math
 import random
 
-from workers.lab import Lab
-from workers.measure.formulas.server import largest_stable_rate
+from distlab.lab import Lab
+from distlab.parameter_server.costs import largest_stable_rate
 
 CONTROL = (
     "tests/experiments/test_server.py::test_late_gradients_are_as_stable_as_the_formula_says_and_the_check_can_fail"

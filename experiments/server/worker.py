@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.config import Config
-from workers.parallel.parameter_server import LEAVE, PUSH, START
-from workers.parallel.phases import phase
-from workers.parallel.serving import Client
-from workers.parallel.vectors import Vectors
-from workers.workload.data import Batches
-from workers.workload.model import Model
+from distlab.collectives.phases import phase
+from distlab.config import Config
+from distlab.data_parallel.buckets import Vectors
+from distlab.parameter_server.server import LEAVE, PUSH, START, Client
+from distlab.workload.data import Batches
+from distlab.workload.model import Model
 
 
 class Scheme(NamedTuple):

@@ -34,33 +34,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.tp.between import check_between
-from experiments.tp.claims import claims
-from experiments.tp.cuts import cut
-from experiments.tp.mistakes import mistake
-from experiments.tp.order import check_order
-from experiments.tp.plans import cuts_of
-from experiments.tp.predictions import SAVED, holds, predict, summary, untied_linears
-from experiments.tp.refusals import cannot, refuse
-from experiments.tp.torchs import dtensor
-from experiments.tp.uses import called
-from workers.checkpoint import mistakes as checkpoints
-from workers.config import Config
-from workers.contract import Measured, Mode, Strategy, Variant
-from workers.lab import Lab
-from workers.measure.formulas import Prediction
-from workers.parallel.mesh import Mesh
-from workers.parallel.phases import phase
-from workers.parallel.sequence import Sequence
-from workers.parallel.slices import shares
-from workers.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear, Whole
-from workers.passes.measure import measure
-from workers.passes.replicas import check_same
-from workers.strategies.rows import rows_first
-from workers.strategies.slicing import QKV, Row, own_heads, slice_layers
-from workers.strategies.tensor import TensorParallel, local
-from workers.workload.model import Model
-from workers.workload.own import is_own
+from distlab.checkpoint import bugs as checkpoints
+from distlab.collectives.phases import phase
+from distlab.config import Config
+from distlab.contract import Measured, Mode, Strategy, Variant
+from distlab.lab import Lab
+from distlab.measure.prediction import Prediction
+from distlab.mesh.grid import Mesh
+from distlab.tensor_parallel.layers import ColumnParallelLinear, Region, RowParallelLinear, Whole, shares
+from distlab.tensor_parallel.sequence import Sequence, rows_first
+from distlab.tensor_parallel.strategy import QKV, Row, TensorParallel, local, own_heads, slice_layers
+from distlab.verify.proof import check_same
+from distlab.verify.run_all import measure
+from distlab.workload.model import Model
+from distlab.workload.user_model import is_own
+
+from .bugs import mistake
+from .checks import check_order, claims
+from .predictions import SAVED, called, cannot, holds, predict, refuse, summary, untied_linears
+from .pytorch import dtensor
+from .user_plans import check_between, cut, cuts_of
 
 # What a mistake replaces: f and g at the two ends of a slice.
 MakeRegion: TypeAlias = Callable[[dist.ProcessGroup], Region]
@@ -201,9 +194,9 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/tp/__init__.py: the variants, naive first, and what a run of them claims",
-        "workers/parallel/tensor.py: f and g, and the two linear layers of a slice",
-        "workers/strategies/slicing.py: where they stand in the lab's layers",
-        "workers/parallel/vocabulary.py: gpt's two ends, by rows of the vocabulary",
-        "workers/parallel/sequence.py: what stands in place of f and g in `sequence`",
+        "distlab/tensor_parallel/layers.py: f and g, and the two linear layers of a slice",
+        "distlab/tensor_parallel/strategy.py: where they stand in the lab's layers",
+        "distlab/tensor_parallel/layers.py: gpt's two ends, by rows of the vocabulary",
+        "distlab/tensor_parallel/sequence.py: what stands in place of f and g in `sequence`",
     ),
 )

@@ -1,4 +1,4 @@
-"""One script under `ranklab check`, in local ranks: what it said, and how long that took."""
+"""One script under `distlab check`, in local ranks: what it said, and how long that took."""
 
 import json
 import os
@@ -31,7 +31,7 @@ class Checked(NamedTuple):
 def check(
     script: Path, world_size: int, folder: Path, *words: str, module: str = "tests.check.undrawn", **environ: str
 ) -> Checked:
-    """Run `ranklab check script words` on so many local ranks, with its runs in `folder`."""
+    """Run `distlab check script words` on so many local ranks, with its runs in `folder`."""
     clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
     run_id = f"{script.stem}-{time.monotonic_ns()}"
     own = {

@@ -1,12 +1,12 @@
-"""The scripts that mine/ shows to try `ranklab check` on: of right ones nothing is said, of each other its bug."""
+"""The scripts that mine/ shows to try `distlab check` on: of right ones nothing is said, of each other its bug."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from distlab.check.rank_state import DATA, HANG, MATCH, REPLICAS
 from tests.check.cases import Checked, check
-from workers.check.finding import DATA, HANG, MATCH, REPLICAS
 
 MINE = Path(__file__).parents[2] / "mine"
 RIGHT = ("accumulate", "ddp", "resume")

@@ -14,7 +14,7 @@ def test_a_restart_is_a_run_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", "2",
-            "-m", "workers.check", str(SCRIPTS / "right" / "elastic.py"),
+            "-m", "distlab.cli.check", str(SCRIPTS / "right" / "elastic.py"),
         ],
         env=clean | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110, check=False,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""`python -m workers.check` without the page of its run, which takes a core for a second; other tests look at one."""
+"""`python -m distlab check` without the page of its run, which takes a core for a second; other tests look at one."""
 
 import sys
 
-from workers.check.__main__ import main
-from workers.rank import end
+from distlab.cli.check import main
+from distlab.rank import finish
 
 if __name__ == "__main__":
-    end.draw = lambda folder, page, timeout_s: True
+    finish.draw = lambda folder, page, timeout_s: True
     sys.exit(main(sys.argv[1:]))

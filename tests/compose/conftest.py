@@ -22,10 +22,10 @@ def image() -> Iterator[str]:
         if os.environ.get("CI"):
             pytest.fail("no Docker engine answers, and CI requires the container tests")
         pytest.skip("no Docker engine answers")
-    project = f"ranklab-test-{os.getpid()}"
+    project = f"distlab-test-{os.getpid()}"
     call("docker", "compose", "-p", project, "build", timeout_s=900)
     yield project
-    call("docker", "rmi", "--force", f"ranklab:{project}")
+    call("docker", "rmi", "--force", f"distlab:{project}")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def cluster(image: str, tmp_path: Path) -> Iterator[Containers]:
 @pytest.fixture
 def clone(image: str, tmp_path: Path) -> Iterator[Path]:
     """A copy of this tree as a user with id 1234 would have it; its folder's name is its Compose project."""
-    folder = tmp_path / f"ranklab-clone-{os.getpid()}"
+    folder = tmp_path / f"distlab-clone-{os.getpid()}"
     files = call("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
     for file in filter(None, files):
         if (TOP / file).is_file():
@@ -51,7 +51,7 @@ def clone(image: str, tmp_path: Path) -> Iterator[Path]:
     own(image, folder, "1234:1234")
     yield folder
     call("docker", "compose", "down", "--remove-orphans", "--timeout", "0", environ={"WORLD_SIZE": "8"}, folder=folder)
-    subprocess.run(["docker", "rmi", "--force", f"ranklab:{folder.name}"], capture_output=True, check=False, timeout=60)
+    subprocess.run(["docker", "rmi", "--force", f"distlab:{folder.name}"], capture_output=True, check=False, timeout=60)
     give_back(image, tmp_path)
 
 
@@ -65,7 +65,7 @@ def own(image: str, folder: Path, owner: str) -> None:
         f"{folder}:/folder",
         "--entrypoint",
         "chown",
-        f"ranklab:{image}",
+        f"distlab:{image}",
         "-R",
         owner,
         "/folder",

@@ -79,7 +79,7 @@ def test_a_folder_of_runs_that_cannot_be_written(cluster: Containers, image: str
 
 def mode(image: str, folder: Path, bits: str) -> None:
     call(
-        "docker", "run", "--rm", "-v", f"{folder}:/folder", "--entrypoint", "chmod", f"ranklab:{image}", bits, "/folder"
+        "docker", "run", "--rm", "-v", f"{folder}:/folder", "--entrypoint", "chmod", f"distlab:{image}", bits, "/folder"
     )
 
 
@@ -100,7 +100,7 @@ def test_a_disk_that_is_full(image: str, tmp_path: Path) -> None:
 
 def test_a_rank_of_another_version(image: str, tmp_path: Path) -> None:
     other = tmp_path / "train.py"
-    other.write_text((TOP / "experiments/train.py").read_text() + "# another\n")
+    other.write_text((TOP / "experiments/train/__init__.py").read_text() + "# another\n")
     overlay = write_overlay(
         tmp_path, "worker1", volume=f"{{type: bind, source: {other}, target: /lab/experiments/train.py}}"
     )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from workers.config import ON_ONE_MACHINE, Config
-from workers.config.__main__ import COMPOSE_FILES, compose_lines, names
+from distlab.cli.config import COMPOSE_FILES, compose_lines, names
+from distlab.config import ON_ONE_MACHINE, Config
 
 TOP = Path(__file__).parent.parent.parent
 FILES = ["docker-compose.yaml", "docker-compose.gpu.yaml"]
@@ -71,7 +71,7 @@ def test_four_ranks_by_default(variables: dict[str, str]) -> None:
 
 def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
     for path in COMPOSE_FILES:
-        assert compose_lines() in path.read_text(), "python -m workers.config --write mends it"
+        assert compose_lines() in path.read_text(), "python -m distlab config --write mends it"
     passed_on = raw("docker-compose.yaml")["x-environment"]
     assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST"} - {
         "RANK",
@@ -137,7 +137,7 @@ def test_a_key_in_a_file_is_a_secret_and_no_variable(tmp_path: Path) -> None:
 def test_one_service_builds_the_image_that_all_use() -> None:
     config = resolved(WORLD_SIZE="8", COMPOSE_PROJECT_NAME="somebody")
     assert [name for name, service in config["services"].items() if "build" in service] == ["worker0"]
-    assert {service["image"] for service in config["services"].values()} == {"ranklab:somebody"}
+    assert {service["image"] for service in config["services"].values()} == {"distlab:somebody"}
 
 
 @needs_compose

@@ -1,5 +1,5 @@
 """`make fit` at a small size: dp is killed by the kernel, everyone who is left says so, and fsdp trains in the same
-memory; tests/workers/plan/test_fit.py judges runs that are not so."""
+memory; tests/cli/test_fit.py judges runs that are not so."""
 
 import re
 

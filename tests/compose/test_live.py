@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from distlab.cluster.launch import free_port
 from tests.compose.containers import TINY, TOP, Containers, call
-from workers.cluster.launch import free_port
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
 

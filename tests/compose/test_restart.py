@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from distlab.checkpoint.locate import candidates, step_of
 from tests.compose.conftest import give_back
 from tests.compose.containers import TINY, TOP, Containers, call
-from workers.checkpoint.finding import candidates, step_of
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
 

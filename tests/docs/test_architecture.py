@@ -3,10 +3,10 @@ lesson at most."""
 
 import re
 
+from distlab.config.settings import modes
+from distlab.rank.mode_loader import load
 from tests.docs.pages import TOP, fenced, page
 from tests.documents import spans, tables
-from workers.config.values import modes
-from workers.rank.modes import load
 
 PAGE = page("architecture")
 MOST_BESIDE = 2

@@ -3,14 +3,14 @@
 import re
 from statistics import fmean
 
-from experiments.cp.balance import busiest, predicted
-from experiments.cp.predictions import BY_HAND, layer_cost
+from distlab.cli import fit
+from distlab.config import Config
+from distlab.config.settings import modes
+from distlab.experiments.cp.checks import busiest, predicted_share
+from distlab.experiments.cp.predictions import BY_HAND, layer_cost
+from distlab.workload.model import outline
 from tests.docs.pages import README, anchors, page
 from tests.documents import spans, tables
-from workers.config import Config
-from workers.config.values import modes
-from workers.plan import fit
-from workers.workload.model import outline
 
 
 def test_every_mode_has_a_row_in_the_readme_and_a_part_of_the_page() -> None:
@@ -51,5 +51,5 @@ def test_the_figures_of_when_the_ring_and_when_ulysses_are_those_of_a_run() -> N
     assert rows["calls of a rank, c = 8"] == [str(cost.calls) for cost in costs]
     for label, ranks in (("work of the busiest rank over the mean, c = 8", 8), ("the same, c = 3, 8 heads", 3)):
         config = Config.read({"RUN_MODE": "cp", "WORLD_SIZE": str(ranks)})
-        shares = [busiest(tuple(predicted(name, config).pairs)) for name in BY_HAND]
+        shares = [busiest(tuple(predicted_share(name, config).pairs)) for name in BY_HAND]
         assert [cell.partition(",")[0] for cell in rows[label]] == [f"{share:.2f}" for share in shares]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from distlab.cli.config import names
+from distlab.config.commands import COMMANDS
 from tests.docs.pages import PAGES, TOP, anchors, fenced, prose
 from tests.documents import faults, spans
 from tests.prove.planted import PLANTED
-from workers.config.__main__ import names
-from workers.config.commands import COMMANDS
 
 LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 WIDEST = 120

@@ -4,8 +4,8 @@ code."""
 import re
 
 from benchmarks import causes, collectives, compress, cp, link, mesh, pp
+from distlab.collectives.by_hand import pick
 from tests.docs.pages import page
-from workers.parallel.picking import pick
 
 PAGE = page("performance")
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from distlab.config.settings import modes
+from distlab.rank.mode_loader import load
 from tests.interface import claims_of
 from tests.labs import Runs, failed
 from tests.mistakes import WORLD_SIZE, mistaken, whole
-from workers.config.values import modes
-from workers.rank.modes import load
 
 BUGS = [(mode, bug) for mode in modes() for bug in load(mode).mistakes]
 

@@ -12,24 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments import comm
-from experiments.comm import contents, costs, figures, gradients, speeds, sweep
-from experiments.comm.mistakes import Like
+from distlab.collectives import functional
+from distlab.collectives.by_hand import ALGORITHMS, Collective
+from distlab.collectives.costs import all_reduce_bytes, all_reduce_seconds
+from distlab.collectives.point_to_point import Peers, Steps
+from distlab.config import Config, ConfigError
+from distlab.experiments import comm
+from distlab.experiments.comm import benchmark, checks
+from distlab.experiments.comm import primitives as gradients
+from distlab.experiments.comm.bugs import Like
+from distlab.lab import RunHooks
+from distlab.plan.calibrate import calibrate
+from distlab.rank.preflight import refuse
+from distlab.report.progress import Work
+from distlab.report.records import Check
+from distlab.testing.warm_ranks import Ranks
+from distlab.verify.records import Drawn
 from tests.launched import ended
-from tests.workers.test_lab import held as holding
-from tests.workers.test_lab import lab_alone
-from workers.config import Config, ConfigError
-from workers.lab import RunHooks
-from workers.measure.formulas.collectives import all_reduce_bytes, all_reduce_seconds
-from workers.parallel import primitives
-from workers.parallel.collectives import ALGORITHMS, Collective
-from workers.parallel.peers import Peers, Steps
-from workers.passes.recorded import Drawn
-from workers.plan.calibrate import calibrate
-from workers.rank.refusals import refuse
-from workers.report.progress import Work
-from workers.report.records import Check
-from workers.testing.calls import Ranks
+from tests.test_lab import held as holding
+from tests.test_lab import lab_alone
 
 
 class Notes:
@@ -79,7 +80,7 @@ class Notes:
 
 
 def contents_alone(lab: Any, collectives: dict[str, Collective], _: int) -> None:
-    sweep.check_contents(lab, {}, collectives)
+    benchmark.check_contents(lab, {}, collectives)
 
 
 def lesson(
@@ -87,7 +88,7 @@ def lesson(
 ) -> tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]:
     lab: Any = Notes(group, bug)
     # The prices take long, and have a run of their own below, as what is drawn.
-    with patch.object(sweep, "run", contents_alone), patch.object(comm, "draw_all"):
+    with patch.object(benchmark, "run", contents_alone), patch.object(comm, "draw_all"):
         run = comm.MODE.mistaken(bug).run
         assert run is not None
         run(lab)
@@ -119,9 +120,9 @@ def with_a_wrong_primitive(group: dist.ProcessGroup) -> set[str]:
         rows[: of.size() - 1] = right(x, of)[: of.size() - 1]
         return rows
 
-    right = primitives.all_gather
+    right = functional.all_gather
     with (
-        patch.object(primitives, "all_gather", gathered),
+        patch.object(functional, "all_gather", gathered),
         patch.object(Collective, "all_gather", lambda *_: None),
     ):
         return lesson(group, None)[1]
@@ -164,7 +165,7 @@ def worst_of(group: dist.ProcessGroup, name: str, op: str, change: str) -> float
         if group.rank() == 1 and change == "shifted":
             tensor.copy_(tensor.roll(1))
 
-    return contents.uneven(Collective(group, name, {name: Wrong(right)}), op, torch.device("cpu"))
+    return checks.uneven(Collective(group, name, {name: Wrong(right)}), op, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("change", ["", "last", "shifted"])
@@ -178,16 +179,16 @@ def test_one_number_too_much_and_a_place_too_far_are_seen(ranks: Ranks, op: str,
 @pytest.mark.parametrize("world_size", [3, 5])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_contents_hold_where_nothing_divides(ranks: Ranks, world_size: int, name: str) -> None:
-    for op in costs.BYTES:
+    for op in benchmark.BYTES:
         assert ranks(world_size, worst_of, name, op, "") == [0.0] * world_size
 
 
 def test_what_is_put_in_differs_by_rank_place_and_repeat() -> None:
     device = torch.device("cpu")
-    rows = torch.stack([contents.numbers(rank, repeat, device) for rank in range(8) for repeat in range(3)])
-    assert [row.unique().numel() for row in rows] == [contents.PERIOD] * 24
+    rows = torch.stack([checks.numbers(rank, repeat, device) for rank in range(8) for repeat in range(3)])
+    assert [row.unique().numel() for row in rows] == [checks.PERIOD] * 24
     assert (rows.unsqueeze(0) == rows[:4].unsqueeze(1)).sum(2).fill_diagonal_(0).max() <= 1
-    assert float(contents.total(8, 1, device).max()) < 2**24
+    assert float(checks.total(8, 1, device).max()) < 2**24
 
 
 def kept_by_rank_0(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -253,8 +254,8 @@ def test_the_rings_rounds(ranks: Ranks, world_size: int) -> None:
 
 @pytest.mark.parametrize("name", comm.MODE.names)
 def test_the_fit_finds_latency_and_bandwidth_again(name: str) -> None:
-    times = {nbytes: all_reduce_seconds(name, 4, nbytes, 5e-4, 2e9) for nbytes in sweep.SIZES}
-    latency_s, bytes_per_s, off = figures.fit(name, 4, times)
+    times = {nbytes: all_reduce_seconds(name, 4, nbytes, 5e-4, 2e9) for nbytes in benchmark.SIZES}
+    latency_s, bytes_per_s, off = benchmark.fit(name, 4, times)
     assert latency_s == pytest.approx(5e-4)
     assert bytes_per_s == pytest.approx(2e9)
     assert off < 1e-6
@@ -293,31 +294,31 @@ def test_the_whole_mode(tmp_path: Path) -> None:
         assert ("direct", "wire bytes all_reduce 4 MiB") in compared
         assert {variant for variant, _ in compared} == {"gloo", "direct"}
     assert "rank 1 | rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output
-    link = calibrate(tmp_path / "run").link  # what `python -m workers.plan` takes from it
+    link = calibrate(tmp_path / "run").link  # what `python -m distlab plan` takes from it
     assert link is not None
     assert 0 <= link.latency_s < 0.1 and 1e7 < link.bytes_per_s < 1e12
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.02, False), (0.5, False)])
 def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
-    lab, nbytes = lab_alone(), 4 * costs.MIB
-    predicted = costs.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
-    sweep.compare(lab, {("all_reduce", nbytes, "ring"): costs.Cost(wire_bytes=factor * predicted)})
+    lab, nbytes = lab_alone(), 4 * benchmark.MIB
+    predicted = benchmark.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
+    benchmark.compare(lab, {("all_reduce", nbytes, "ring"): benchmark.Cost(wire_bytes=factor * predicted)})
     assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}
 
 
 def spoken(algbw: str, busbw: str, drawn: float, own_s: float = 0.01) -> bool:
     """Whether the check of speeds holds: 4 MiB summed over two ranks, in 10 ms."""
-    lab, nbytes = lab_alone(), 4 * costs.MIB
-    cost = costs.Cost(rounds_s=[0.01], own_s=[own_s])
-    told = costs.Told([["4 MiB", "ring", "10000", algbw, busbw]], {"ring": [[nbytes / 1e6], [drawn]]})
-    speeds.check_speeds(lab, "all_reduce", {("all_reduce", nbytes, "ring"): cost}, told)
+    lab, nbytes = lab_alone(), 4 * benchmark.MIB
+    cost = benchmark.Cost(rounds_s=[0.01], own_s=[own_s])
+    told = benchmark.Told([["4 MiB", "ring", "10000", algbw, busbw]], {"ring": [[nbytes / 1e6], [drawn]]})
+    benchmark.check_speeds(lab, "all_reduce", {("all_reduce", nbytes, "ring"): cost}, told)
     (claim,) = (entry for entry in lab.journal.records if isinstance(entry, Check))
     return claim.max_abs_diff <= claim.tolerance
 
 
 def test_speeds_in_another_unit_fail_the_sweep() -> None:
-    right = 4 * costs.MIB / 0.01 / 1e9  # of two ranks busbw is algbw
+    right = 4 * benchmark.MIB / 0.01 / 1e9  # of two ranks busbw is algbw
     assert spoken("0.419", "0.419", right)
     assert spoken("0.419", "0.419", right, own_s=0.009)
     assert not spoken("0.391", "0.391", right)  # of 2^30 bytes

@@ -10,27 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
-from experiments import compress
-from experiments.compress.mistakes import PerRank
-from experiments.compress.options import Options
-from experiments.compress.predictions import METHODS, PLAIN, bucket_shapes, predict, sent_bytes, smallest_side
-from experiments.compress.shown import summary
-from experiments.compress.subspace import Projection
+from distlab.compression import compressors
+from distlab.compression.compressors import Cast, Compressor, Quantised, Sign, TopK
+from distlab.compression.powersgd import LowRank
+from distlab.config import Config, ConfigError
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.data_parallel.strategy import Replica
+from distlab.experiments import compress
+from distlab.experiments.compress.bugs import PerRank
+from distlab.experiments.compress.display import summary
+from distlab.experiments.compress.options import Options
+from distlab.experiments.compress.predictions import METHODS, PLAIN, bucket_shapes, predict, sent_bytes, smallest_side
+from distlab.experiments.compress.properties import Projection
+from distlab.rank.preflight import refuse
+from distlab.report import records
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.model import outline
 from tests.labs import TINY, failed, failed_with, run_experiment
-from workers.config import Config, ConfigError
-from workers.parallel import sparse
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.casting import Cast
-from workers.parallel.compression import Compressor
-from workers.parallel.lowrank import LowRank
-from workers.parallel.quantised import Quantised
-from workers.parallel.sign import Sign
-from workers.parallel.sparse import TopK
-from workers.rank.refusals import refuse
-from workers.report import records
-from workers.strategies.replica import Replica
-from workers.testing.calls import Ranks
-from workers.workload.model import outline
 
 OURS = ("naive", "dense", *METHODS)
 PROOF = {"gradients", "formula", "weights", "limit", "replicas"}
@@ -380,9 +376,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "half a residual": (Compressor, "with_residual", fading),
     "residuals cleared": (GradientBuckets, "zero", between_steps),
     "sent and kept": (TopK, "take_out", not_taken_out),
-    "the smallest": (sparse, "largest", smallest),
-    "the first places": (sparse, "drawn", first_places),
-    "the same places": (sparse, "drawn", same_places),
+    "the smallest": (compressors, "largest", smallest),
+    "the first places": (compressors, "drawn", first_places),
+    "the same places": (compressors, "drawn", same_places),
     "always down": (Quantised, "encode", codes_of(nothing)),
     "to the nearest": (Quantised, "encode", codes_of(a_half)),
     "no guard": (Quantised, "shared_scale", no_guard),

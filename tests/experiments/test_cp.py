@@ -9,26 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.cp import MODE
-from experiments.cp.balance import busiest, drawn, predicted, tolerance
-from experiments.cp.kernels import COMPUTE, RECEIVE, Kernels
-from experiments.cp.mistakes import mistake as MISTAKES
-from experiments.cp.predictions import BY_HAND
-from experiments.cp.refusals import NO_PATH
+from distlab.config import Config, ConfigError
+from distlab.context_parallel import ring
+from distlab.context_parallel.positions import contiguous, zigzag
+from distlab.context_parallel.ring import RingAttention
+from distlab.context_parallel.strategy import ContextParallel
+from distlab.context_parallel.ulysses import UlyssesAttention
+from distlab.experiments.cp import MODE
+from distlab.experiments.cp.bugs import mistake as MISTAKES
+from distlab.experiments.cp.checks import COMPUTE, RECEIVE, Kernels, busiest, drawn, predicted_share, tolerance
+from distlab.experiments.cp.predictions import BY_HAND, NO_PATH
+from distlab.measure.traffic import Calls
+from distlab.mesh.grid import Mesh
+from distlab.rank.preflight import refuse
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model
+from distlab.workload.reference import train
 from tests.labs import Runs, built, failed, failed_with
-from workers.config import Config, ConfigError
-from workers.measure.calls import Calls
-from workers.parallel import context_ring
-from workers.parallel.context_ring import RingAttention
-from workers.parallel.mesh import Mesh
-from workers.parallel.positions import contiguous, zigzag
-from workers.parallel.ulysses import UlyssesAttention
-from workers.rank.refusals import refuse
-from workers.strategies.context import ContextParallel
-from workers.testing.calls import Ranks
-from workers.workload.baseline import train
-from workers.workload.data import Batches
-from workers.workload.model import build_model
 
 SMALL = {
     "RUN_MODE": "cp", "LAB_WIDTH": "12", "LAB_DEPTH": "2", "LAB_HEADS": "6", "LAB_SEQ": "7", "LAB_BATCH": "3",
@@ -59,7 +57,7 @@ def strategy_of(name: str, group: dist.ProcessGroup, config: Config, dtype: torc
 # --- what it adds up in ---
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "merges and sums": (context_ring, "sum_type", lambda _: lambda x: x.dtype),
+    "merges and sums": (ring, "sum_type", lambda _: lambda x: x.dtype),
 }
 
 
@@ -172,7 +170,7 @@ def test_what_is_predicted_is_what_is_counted(ranks: Ranks, world_size: int, set
         for name, (nbytes, calls, pairs, order) in found.items():
             assert predictions[name, "wire bytes"].value[rank] == pytest.approx(nbytes, rel=1e-12), (rank, name)
             assert predictions[name, "calls"].value[rank] == calls, (rank, name)
-            wanted = 2 * config.batch * config.depth * predicted(name, config).pairs[rank]
+            wanted = 2 * config.batch * config.depth * predicted_share(name, config).pairs[rank]
             assert wanted == pairs, (rank, name)
             if name in ("ring", "zigzag", "shift"):
                 assert drawn(name, config, rank) == order, (rank, name)
@@ -193,10 +191,12 @@ def test_a_layer_and_a_batch_more_send_as_much_more() -> None:
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_the_default_length_folds_evenly_on_all_ranks(world_size: int) -> None:
     config = Config.read({"RUN_MODE": "cp", "WORLD_SIZE": str(world_size)})
-    work = predicted("zigzag", config)
+    work = predicted_share("zigzag", config)
     assert work.share == 1.0
     assert busiest(tuple(work.pairs)) <= 1.02
-    assert predicted("ring", config).share == pytest.approx(busiest(tuple(predicted("ring", config).pairs)), abs=0.02)
+    assert predicted_share("ring", config).share == pytest.approx(
+        busiest(tuple(predicted_share("ring", config).pairs)), abs=0.02
+    )
 
 
 @pytest.mark.parametrize("seq", [2, 5, 16, 37, 64, 130])
@@ -204,7 +204,7 @@ def test_the_default_length_folds_evenly_on_all_ranks(world_size: int) -> None:
 def test_what_is_tolerated_is_what_rows_make_and_no_more(seq: int, world_size: int) -> None:
     config = config_of(world_size, LAB_SEQ=str(seq))
     for name in BY_HAND:
-        work = predicted(name, config)
+        work = predicted_share(name, config)
         assert abs(busiest(tuple(work.pairs)) - work.share) <= tolerance(config), name
     assert tolerance(config_of(4, LAB_SEQ="800")) == 0.02
 

@@ -11,28 +11,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import dp
-from experiments.dp import line
-from experiments.dp.mistakes import MeansOfShards, NoSampler, NoSetEpoch
-from experiments.dp.predictions import gradient_bytes, predict
-from experiments.dp.stopwatch import send_nothing
-from experiments.dp.sweep import verdict
+from distlab.collectives.point_to_point import Peers
+from distlab.config import Config, ConfigError
+from distlab.contract import Instead, Mistake
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.experiments import dp
+from distlab.experiments.dp import line_lesson
+from distlab.experiments.dp.bugs import MeansOfShards, NoSampler, NoSetEpoch
+from distlab.experiments.dp.predictions import gradient_bytes, predict
+from distlab.experiments.dp.slow_link import send_nothing, verdict
+from distlab.measure.memory import MemoryLedger
+from distlab.measure.traffic import Calls
+from distlab.mesh.grid import Mesh
+from distlab.rank.preflight import refuse
+from distlab.report.reading import from_line
+from distlab.report.records import Profile, Said, Table
+from distlab.report.verdict import judge
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model, outline
+from distlab.workload.reference import train
 from tests.labs import TINY, built, failed, one_rank, run_experiment
-from workers.config import Config, ConfigError
-from workers.contract import Instead, Mistake
-from workers.measure.calls import Calls
-from workers.measure.memory import MemoryLedger
-from workers.parallel.buckets import GradientBuckets
-from workers.parallel.mesh import Mesh
-from workers.parallel.peers import Peers
-from workers.rank.refusals import refuse
-from workers.report.judge import judge
-from workers.report.lines import from_line
-from workers.report.records import Profile, Said, Table
-from workers.testing.calls import Ranks
-from workers.workload.baseline import train
-from workers.workload.data import Batches
-from workers.workload.model import build_model, outline
 
 VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp")
 SMALL = {
@@ -303,9 +302,9 @@ def coordinated(group: dist.ProcessGroup, config: Config) -> list[float]:
     peers, batches = Peers(group), batches_of(config)
     shard = batches.dealt(0, group.rank(), group.size())
     if group.rank() > 0:
-        line.work(peers, shard)
+        line_lesson.work(peers, shard)
         return []
-    return line.coordinate(peers, shard, batches.proof_steps, config.learning_rate)
+    return line_lesson.coordinate(peers, shard, batches.proof_steps, config.learning_rate)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -321,7 +320,7 @@ def test_the_coordinator_does_what_one_process_does(ranks: Ranks, world_size: in
 def drift(group: dist.ProcessGroup, config: Config) -> float:
     batches = batches_of(config)
     mesh = Mesh({"dp": group})
-    strategies = [build(build_model(config, 1).double(), mesh, config) for build in (dp.flat, line.means)]
+    strategies = [build(build_model(config, 1).double(), mesh, config) for build in (dp.flat, line_lesson.means)]
     for step in range(20):
         for strategy in strategies:
             strategy.backward(batches.dealt(step, group.rank(), group.size()))

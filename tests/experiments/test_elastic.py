@@ -7,23 +7,21 @@ from typing import Any, cast
 import pytest
 import torch
 
-from experiments.elastic.course import Course, Event
-from experiments.elastic.drills import COMPUTED, TORN, Drill, Killed, Loss, Torn, drawn
-from experiments.elastic.net import Net
-from experiments.elastic.shown import AGREED, COLUMNS, NEXT, row, wrong
+from distlab.config import Config
+from distlab.elastic import sharded_strategy, shards
+from distlab.elastic.membership import Member, View
+from distlab.elastic.peer_connections import Lines
+from distlab.elastic.process_group import Regroup
+from distlab.elastic.sharded_strategy import ShardedSurvivor
+from distlab.elastic.shards import Held
+from distlab.elastic.strategy import Survivor
+from distlab.experiments.elastic.display import AGREED, COLUMNS, NEXT, row, wrong
+from distlab.experiments.elastic.network import Net
+from distlab.experiments.elastic.recovery import COMPUTED, TORN, Course, Drill, Event, Killed, Loss, Torn, drawn
+from distlab.rank.mode_loader import load
+from distlab.testing.warm_ranks import Ranks
+from distlab.transport.store import HostedStore
 from tests.labs import Runs, failed_with
-from workers.config import Config
-from workers.parallel import versions
-from workers.parallel.heard import Member, View
-from workers.parallel.lines import Lines
-from workers.parallel.regroup import Regroup
-from workers.parallel.store import HostedStore
-from workers.parallel.versions import Held
-from workers.rank.modes import load
-from workers.strategies import sharded_survivor
-from workers.strategies.sharded_survivor import ShardedSurvivor
-from workers.strategies.survivor import Survivor
-from workers.testing.calls import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -120,8 +118,8 @@ def hoarding(right: Any) -> Any:
 
 
 FAULTS = {
-    "moved bytes": (versions, "moves", sending_one_twice),
-    "from memory": (sharded_survivor, "gaps", reading_the_disk),
+    "moved bytes": (shards, "moves", sending_one_twice),
+    "from memory": (sharded_strategy, "gaps", reading_the_disk),
     "called bytes": (Regroup, "sum", summing_twice),
     "moments held": (ShardedSurvivor, "commit", hoarding),
     "redone": (Survivor, "computed", computing_twice),
@@ -230,5 +228,5 @@ def test_times_that_are_not_from_the_begin_of_a_change_fail(
     def told(event: Event) -> list[Any]:
         return [told_ms if name == column else cell for name, cell in zip(COLUMNS[1:], row(event), strict=True)]
 
-    monkeypatch.setattr("experiments.elastic.shown.row", told)
+    monkeypatch.setattr("distlab.experiments.elastic.display.row", told)
     assert len(list(wrong(event, [99.9, 100.25, 100.4]))) == 1

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from distlab.cluster.launch import free_port
 from tests.compose.containers import TOP, clean_environ
-from workers.cluster.launch import free_port
 
 pytestmark = pytest.mark.timeout(300)
 WORLD_SIZE = 3

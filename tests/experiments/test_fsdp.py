@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.fsdp import MODE
-from experiments.fsdp.predictions import at_rest, published, units
+from distlab.config import Config, ConfigError
+from distlab.experiments.fsdp import MODE
+from distlab.experiments.fsdp.predictions import at_rest, published, units
+from distlab.rank.preflight import refuse
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model, outline
 from tests.labs import TINY, built, copy_state, failed, run_experiment
-from workers.config import Config, ConfigError
-from workers.rank.refusals import refuse
-from workers.testing.calls import Ranks
-from workers.workload.data import Batches
-from workers.workload.model import build_model, outline
 
 OURS = ("naive", "zero1", "zero2", "zero3")
 

@@ -12,22 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.largebatch import MODE, SMALL, apart, training
-from experiments.largebatch.checks import K
-from experiments.largebatch.predictions import broken, cell, widest_spread
-from experiments.largebatch.sweep import Found, multiples, sampled
-from experiments.largebatch.training import Lockstep, Stream, Trainee, base_rate
+from distlab.config import Config, ConfigError
+from distlab.experiments.largebatch import MODE, SMALL, apart, training
+from distlab.experiments.largebatch.checks import K
+from distlab.experiments.largebatch.predictions import broken, cell, widest_spread
+from distlab.experiments.largebatch.sweep import Found, multiples, sampled
+from distlab.experiments.largebatch.training import Lockstep, Stream, Trainee, base_rate
+from distlab.large_batch import optimizers
+from distlab.large_batch.optimizers import Lamb, Lars, Layerwise
+from distlab.rank.mode_loader import load
+from distlab.rank.preflight import refuse
+from distlab.report import records
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.model import build_model
 from tests.labs import TINY, failed, failed_with, run_experiment
-from workers.config import Config, ConfigError
-from workers.parallel import rates
-from workers.parallel.lamb import Lamb
-from workers.parallel.lars import Lars
-from workers.parallel.layerwise import Layerwise
-from workers.rank.modes import load
-from workers.rank.refusals import refuse
-from workers.report import records
-from workers.testing.calls import Ranks
-from workers.workload.model import build_model
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -126,7 +124,7 @@ def test_small_steps_add_up_and_wrong_rates_do_not(monkeypatch: pytest.MonkeyPat
         return whole / half
 
     assert ratio() == pytest.approx(4, abs=0.01)
-    monkeypatch.setattr(rates, "linear", rates.sqrt)
+    monkeypatch.setattr(optimizers, "linear", optimizers.sqrt)
     assert ratio() == pytest.approx(2, abs=0.01)  # now they part in first order
 
 
@@ -346,7 +344,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "no bound": (training, "Lamb", setting(bounds=(0.0, math.inf))),
     "zero moves at no rate": (Lars, "rates", constant(1.0)),
     "norms of a rank's own": (Layerwise, "norms", own_norms),
-    "warm-up a step early": (rates, "warmup", one_late),
+    "warm-up a step early": (optimizers, "warmup", one_late),
     "always the first samples": (Stream, "places", of_the_first_step),
     "a sum and no mean": (Stream, "dealt", summed),
     "one batch for ever": (Lockstep, "backward", on_one_batch),

@@ -8,23 +8,21 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from experiments.mesh import MODE, peak
-from experiments.mesh.axes import apart, check_gradients_first, compare_axes, sent_between
-from experiments.mesh.held import HOW, Rank, at
-from experiments.mesh.layout import default, misfit, sizes_of
-from experiments.mesh.sent import by_axis, owned
+from distlab.checkpoint import dcp
+from distlab.config import Config
+from distlab.experiments.mesh import MODE, predictions
+from distlab.experiments.mesh.checks import apart, check_gradients_first, compare_axes, sent_between
+from distlab.experiments.mesh.placement import HOW, Rank, at, default, misfit, sizes_of
+from distlab.experiments.mesh.traffic import by_axis, owned
+from distlab.measure.event_order import Event, Order
+from distlab.measure.traffic import CalledOp, Traffic, WireBytes
+from distlab.mesh.grid import Mesh
+from distlab.sharded.costs import Happening
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.model import build_model, outline
+from distlab.workload.reference import train
 from tests.labs import built, failed, run_experiment
 from tests.meshes import batches_of, differences, farthest
-from workers.checkpoint import dcp
-from workers.config import Config
-from workers.measure.calls import CalledOp
-from workers.measure.formulas.peaks import Happening
-from workers.measure.ledger import Traffic, WireBytes
-from workers.measure.order import Event, Order
-from workers.parallel.mesh import Mesh
-from workers.testing.calls import Ranks
-from workers.workload.baseline import train
-from workers.workload.model import build_model, outline
 
 ODD = {
     "RUN_MODE": "mesh", "LAB_WIDTH": "15", "LAB_HEADS": "5", "LAB_DEPTH": "5", "LAB_SEQ": "7", "LAB_BATCH": "13",
@@ -236,14 +234,14 @@ def test_gradients_that_stay_whole_show_in_the_peak(monkeypatch: pytest.MonkeyPa
     rank = Rank(config, sizes_of("dp2", 2), 0, HOW["zero2"], 2)
     passes = [
         Happening(what, int(name.split(".")[0]), name, live=1000, highest=1000)
-        for name in reversed(peak.units_of(rank)[0].of_name)
+        for name in reversed(predictions.units_of(rank)[0].of_name)
         for what in ("gradient", "taken")
     ]
-    monkeypatch.setattr(peak, "passes_of", lambda *_: passes)
+    monkeypatch.setattr(predictions, "passes_of", lambda *_: passes)
     lab.config, lab.at = config, lambda *_: None
     numel = sum(local.numel for stage in rank.stages for unit in rank.units(stage) for local in unit)
-    seen = {"gradients": peak.peak_bytes(rank, passes) + stay * numel * rank.itemsize}
-    peak.compare_peaks(lab, {"zero2": rank}, {"zero2": []}, {"zero2": SimpleNamespace(peak=seen)})  # type: ignore[dict-item]
+    seen = {"gradients": predictions.peak_bytes(rank, passes) + stay * numel * rank.itemsize}
+    predictions.compare_peaks(lab, {"zero2": rank}, {"zero2": []}, {"zero2": SimpleNamespace(peak=seen)})  # type: ignore[dict-item]
     assert lab.claims == {"peak bytes": not stay}
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from experiments.mesh.nobody import AHEAD, FromNowhere
-from workers.parallel.schedules import one_forward_one_backward
+from distlab.experiments.mesh.single_rank_run import AHEAD, FromNowhere
+from distlab.pipeline_parallel.schedules import one_forward_one_backward
 
 
 @pytest.mark.parametrize(("copies", "kept"), [(False, 2), (True, 0)])

@@ -10,12 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.moe import MODE, Stays, mixing
-from experiments.moe.layout import grids, misfit, off_grid, proper_divisor
-from experiments.moe.options import Options
-from experiments.moe.predictions import placements, predict, travels
-from experiments.moe.pretend import pretend_compute, pretended_s
-from experiments.moe.routes import (
+from distlab.config import Config, ConfigError
+from distlab.experiments.moe import MODE, Stays, mixing
+from distlab.experiments.moe.checks import (
     Routes,
     busiest,
     by_expert,
@@ -28,15 +25,17 @@ from experiments.moe.routes import (
     rows_of,
     tokens_of,
 )
+from distlab.experiments.moe.options import Options
+from distlab.experiments.moe.predictions import grids, misfit, off_grid, placements, predict, proper_divisor, travels
+from distlab.experiments.moe.pytorch import pretend_compute, pretended_s
+from distlab.expert_parallel.dispatch import Placement
+from distlab.expert_parallel.layer import Routed
+from distlab.rank.preflight import refuse
+from distlab.report.records import Chart, Check, Table, select
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Batches
+from distlab.workload.model import outline
 from tests.labs import TINY, built, copy_state, failed, run_experiment
-from workers.config import Config, ConfigError
-from workers.parallel.experts import Routed
-from workers.parallel.placement import Placement
-from workers.rank.refusals import refuse
-from workers.report.records import Chart, Check, Table, select
-from workers.testing.calls import Ranks
-from workers.workload.data import Batches
-from workers.workload.model import outline
 
 pytestmark = pytest.mark.timeout(120)
 

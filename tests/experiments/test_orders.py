@@ -10,30 +10,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import dp
-from experiments.dp import overlap
-from experiments.fsdp import order as sharded
-from experiments.pp.checks import most_held
-from experiments.pp.mistakes import all_ahead, one_more_ahead
-from experiments.tp import order as sliced
+from distlab.config import Config
+from distlab.contract import Strategy, Variant
+from distlab.data_parallel.strategy import Replica
+from distlab.experiments import dp
+from distlab.experiments.dp import checks
+from distlab.experiments.fsdp import checks as sharded
+from distlab.experiments.pp.bugs import all_ahead, one_more_ahead
+from distlab.experiments.pp.checks import most_held
+from distlab.experiments.tp import checks as sliced
+from distlab.measure.event_order import Event, Order
+from distlab.mesh.grid import Mesh
+from distlab.pipeline_parallel import schedules
+from distlab.pipeline_parallel.costs import in_flight
+from distlab.rank.mode_loader import load
+from distlab.report.reading import from_line
+from distlab.report.verdict import judge
+from distlab.testing.warm_ranks import Ranks
+from distlab.verify.counted import Saved
+from distlab.verify.pipeline_checks import Pass, broken, passes, told_apart
+from distlab.workload import model as models
+from distlab.workload.data import Microbatch
+from distlab.workload.model import Model
 from tests.labs import TINY, failed, one_rank, run_experiment
-from tests.workers.parallel.held import most_in_flight
-from workers.config import Config
-from workers.contract import Strategy, Variant
-from workers.measure.formulas.pipelines import in_flight
-from workers.measure.order import Event, Order
-from workers.parallel import schedules, zero_bubble
-from workers.parallel.mesh import Mesh
-from workers.passes.outline import Saved
-from workers.passes.pipeline_order import Pass, broken, passes, told_apart
-from workers.rank.modes import load
-from workers.report.judge import judge
-from workers.report.lines import from_line
-from workers.strategies.replica import Replica
-from workers.testing.calls import Ranks
-from workers.workload import model as models
-from workers.workload.data import Microbatch
-from workers.workload.model import Model
+from tests.pipeline_parallel.held import most_in_flight
 
 SUM, GATHER, SCATTER = sliced.SUM, sliced.GATHER, sliced.SCATTER
 
@@ -81,8 +81,8 @@ BUCKETS = {"1.w": 7, "1.b": 7, "0.w": 8, "0.b": 8}
 )
 def test_dp_when_buckets_are_launched(events: list[Event], early: int, untimely: int) -> None:
     order = made_up(events, BUCKETS)
-    assert overlap.early(order) == early
-    assert len(order.untimely(order.launches(*overlap.SENDS))) == untimely
+    assert checks.early(order) == early
+    assert len(order.untimely(order.launches(*checks.SENDS))) == untimely
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_dp_when_buckets_are_launched(events: list[Event], early: int, untimely:
 )
 def test_dp_buckets_that_wait_for_the_first_layer_are_seen(events: list[Event], most: int) -> None:
     """A weight comes before its bias, which is registered behind it: of the last layer 8 and 2 B."""
-    assert overlap.waiting(made_up(events, BUCKETS), {"0.w": 4, "0.b": 1, "1.w": 8, "1.b": 2}) == most
+    assert checks.waiting(made_up(events, BUCKETS), {"0.w": 4, "0.b": 1, "1.w": 8, "1.b": 2}) == most
 
 
 def test_dp_sizes_of_gradients_are_those_of_the_model() -> None:
     config = Config.read({"RUN_MODE": "dp", "LAB_TIE": "1", "LAB_DEPTH": "1", "LAB_WIDTH": "16", "LAB_HEADS": "2"})
-    sizes = overlap.gradient_sizes(config)
+    sizes = checks.gradient_sizes(config)
     assert list(sizes)[:2] == ["0.token.weight", "0.position.weight"]
     assert sizes["0.token.weight"] == 4 * 256 * 16
     assert not any(name.endswith("project.weight") for name in sizes)
@@ -123,11 +123,11 @@ def test_pp_our_schedules_keep_the_rules_of_the_papers(ranks: int, microbatches:
         ("1f1b", 1): schedules.one_forward_one_backward(ranks, microbatches),
         ("interleaved", 2): schedules.interleaved(ranks, microbatches, 2),
         ("interleaved", 3): schedules.interleaved(ranks, microbatches, 3),
-        ("zb_h1", 1): zero_bubble.zb_h1(ranks, microbatches),
-        ("zbv", 2): zero_bubble.zbv(ranks, microbatches),
+        ("zb_h1", 1): schedules.zb_h1(ranks, microbatches),
+        ("zbv", 2): schedules.zbv(ranks, microbatches),
     }
     if microbatches >= 2 * ranks:
-        made["dualpipev", 2] = zero_bubble.dualpipev(ranks, microbatches)
+        made["dualpipev", 2] = schedules.dualpipev(ranks, microbatches)
     for (name, chunks), schedule in made.items():
         for rank, actions in enumerate(schedule):
             assert broken(name, of_rank(actions, ranks), rank, ranks, microbatches, chunks) == []
@@ -166,12 +166,12 @@ def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
     before = broken("1f1b", swapped(right, 2, 3), 1, ranks, many, 1)
     assert "weight of a microbatch comes before its input" in before
     assert before[-1] == "the gradients of weights do not come right behind that of the input"
-    h1 = of_rank(zero_bubble.zb_h1(ranks, many)[1], ranks)
+    h1 = of_rank(schedules.zb_h1(ranks, many)[1], ranks)
     assert broken("zb_h1", right, 1, ranks, many, 1) == [
         "the gradients of weights do not come right behind those of the input 1 microbatches later"
     ]
     assert broken("1f1b", h1, 1, ranks, many, 1)[-1].startswith("the gradients of weights do not come")
-    v = of_rank(zero_bubble.zbv(ranks, many)[1], ranks)
+    v = of_rank(schedules.zbv(ranks, many)[1], ranks)
     assert any("forwards are not in the order" in fault for fault in broken("zbv", swapped(v, 0, 1), 1, ranks, many, 2))
     chunked = of_rank(schedules.interleaved(ranks, many, 2)[1], ranks)
     other_way = [each._replace(chunk=1 - each.chunk) if each.kind == "input" else each for each in chunked]

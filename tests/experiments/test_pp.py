@@ -12,26 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.pp import MODE
-from experiments.pp.checks import Ends, most_under_way
-from experiments.pp.mistakes import mistake as MISTAKES
-from experiments.pp.options import Options
-from experiments.pp.predictions import rest
+from distlab.config import Config, ConfigError
+from distlab.experiments.pp import MODE
+from distlab.experiments.pp.bugs import mistake as MISTAKES
+from distlab.experiments.pp.checks import Ends, most_under_way
+from distlab.experiments.pp.options import Options
+from distlab.experiments.pp.predictions import rest
+from distlab.measure.traffic import Calls
+from distlab.pipeline_parallel import pipeline as boundaries
+from distlab.pipeline_parallel.costs import FOLDED, bubble
+from distlab.pipeline_parallel.pipeline import Boundaries, Pipeline
+from distlab.pipeline_parallel.schedules import Action
+from distlab.pipeline_parallel.strategy import pretend_compute
+from distlab.rank.preflight import refuse
+from distlab.testing.warm_ranks import Ranks
+from distlab.verify.pipeline_checks import Pass
+from distlab.workload.data import Batches, shard_sizes
+from distlab.workload.model import build_model
+from distlab.workload.reference import Snapshot, train
 from tests.labs import built, copy_state, failed_with
-from workers.config import Config, ConfigError
-from workers.measure.calls import Calls
-from workers.measure.formulas.pipelines import FOLDED, bubble
-from workers.parallel import boundaries
-from workers.parallel.boundaries import Boundaries
-from workers.parallel.pipeline import Pipeline
-from workers.parallel.schedules import Action
-from workers.passes.pipeline_order import Pass
-from workers.rank.refusals import refuse
-from workers.strategies.pretended import pretend_compute
-from workers.testing.calls import Ranks
-from workers.workload.baseline import Snapshot, train
-from workers.workload.data import Batches, shard_sizes
-from workers.workload.model import build_model
 
 TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
 OURS = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")

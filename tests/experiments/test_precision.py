@@ -8,22 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import precision
-from experiments.precision import MODE, MixedPrecision
-from experiments.precision.formats import described, kept
-from experiments.precision.predictions import SCALED, at_rest
-from experiments.precision.proof import EXACT, MOST_HALVINGS, backward, epsilons, summed
+from distlab.config import Config, ConfigError
+from distlab.data_parallel.strategy import Replica
+from distlab.experiments import precision
+from distlab.experiments.precision import MODE, MixedPrecision
+from distlab.experiments.precision.checks import EXACT, MOST_HALVINGS, backward, epsilons, summed
+from distlab.experiments.precision.predictions import SCALED, at_rest, described, kept
+from distlab.precision.mixed_precision import LossScale, Masters, stochastic_bf16
+from distlab.rank.preflight import refuse
+from distlab.report import records
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model, outline
 from tests.labs import TINY, built, failed, failed_with, run_experiment
-from workers.config import Config, ConfigError
-from workers.parallel.masters import Masters
-from workers.parallel.rounding import stochastic_bf16
-from workers.parallel.scaling import LossScale
-from workers.rank.refusals import refuse
-from workers.report import records
-from workers.strategies.replica import Replica
-from workers.testing.calls import Ranks
-from workers.workload.data import Batches
-from workers.workload.model import build_model, outline
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from distlab.report.records import Losses, select
+from distlab.testing.warm_ranks import Ranks
 from tests.labs import run_experiment
-from workers.report.records import Losses, select
-from workers.testing.calls import Ranks
 
 
 def losses(ranks: Ranks, folder: Path, **environ: str) -> dict[str, list[float]]:

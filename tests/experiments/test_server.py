@@ -9,25 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import server
-from experiments.server import MODE
-from experiments.server import run as run_server
-from experiments.server import staleness_study as staleness
-from experiments.server.checks import OneProcess, Rounds, in_one_process
-from experiments.server.worker import Worker
+from distlab.config import Config, ConfigError
+from distlab.experiments import server
+from distlab.experiments.server import MODE
+from distlab.experiments.server import run as run_server
+from distlab.experiments.server import staleness_study as staleness
+from distlab.experiments.server.checks import OneProcess, Rounds, in_one_process
+from distlab.experiments.server.worker import Worker
+from distlab.parameter_server.costs import largest_stable_rate
+from distlab.parameter_server.server import Client, Link, Local, ParameterServer, Remote, Server, Threads
+from distlab.rank.preflight import refuse
+from distlab.report.reading import from_line
+from distlab.report.records import Chart, Said, Table, select
+from distlab.report.verdict import judge
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model
+from distlab.workload.reference import train
 from tests.labs import TINY, failed, failed_with, one_rank, run_experiment
-from workers.config import Config, ConfigError
-from workers.measure.formulas.server import largest_stable_rate
-from workers.parallel.parameter_server import ParameterServer
-from workers.parallel.serving import Client, Link, Local, Remote, Server, Threads
-from workers.rank.refusals import refuse
-from workers.report.judge import judge
-from workers.report.lines import from_line
-from workers.report.records import Chart, Said, Table, select
-from workers.testing.calls import Ranks
-from workers.workload.baseline import train
-from workers.workload.data import Batches
-from workers.workload.model import build_model
 
 CPU = torch.device("cpu")
 TINY_MLP = {"LAB_MODEL": "mlp", "LAB_WIDTH": "8", "LAB_DEPTH": "2"}

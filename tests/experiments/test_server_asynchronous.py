@@ -15,20 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.server import MODE
-from experiments.server import run as run_server
-from experiments.server.asynchronous import Report, miscounted, misjudged
-from experiments.server.checks import OneProcess, Replay, cuts, differences, misordered
-from experiments.server.worker import Recorder, Seen, Worker, audit
+from distlab.config import Config
+from distlab.experiments.server import MODE
+from distlab.experiments.server import run as run_server
+from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
+from distlab.experiments.server.checks import OneProcess, Replay, cuts, differences, misordered
+from distlab.experiments.server.worker import Recorder, Seen, Worker, audit
+from distlab.parameter_server.server import PUSH, START, Client, ParameterServer, draw_order
+from distlab.report.reading import from_line
+from distlab.report.verdict import judge
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Batches, shard_sizes
+from distlab.workload.model import build_model
 from tests.labs import TINY, failed, one_rank
-from workers.config import Config
-from workers.parallel.parameter_server import PUSH, START, ParameterServer, draw_order
-from workers.parallel.serving import Client
-from workers.report.judge import judge
-from workers.report.lines import from_line
-from workers.testing.calls import Ranks
-from workers.workload.data import Batches, shard_sizes
-from workers.workload.model import build_model
 
 WORKERS, MOST, LR, BUDGET = 3, 2, 0.01, 24
 CPU = torch.device("cpu")

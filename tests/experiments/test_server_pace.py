@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from experiments.server import schemes
-from experiments.server.asynchronous import Rate, Report, apart, check_rate, samples_of, stragglers
+from distlab.config import Config
+from distlab.elastic.costs import granted_rate
+from distlab.experiments.server import schemes
+from distlab.experiments.server.asynchronous import Rate, Report, apart, check_rate, samples_of, stragglers
+from distlab.parameter_server.costs import in_step_rate
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import shard_sizes
 from tests.labs import run_experiment
-from workers.config import Config
-from workers.measure.formulas.grants import granted_rate
-from workers.measure.formulas.server import in_step_rate
-from workers.testing.calls import Ranks
-from workers.workload.data import shard_sizes
 
 
 def lab_of(world_size: int, slow_rank: str | None) -> Any:

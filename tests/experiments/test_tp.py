@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.tp import MODE, compare
-from experiments.tp.mistakes import mistake as MISTAKES
-from experiments.tp.predictions import SAVED
+from distlab.config import Config, ConfigError
+from distlab.experiments.tp import MODE, compare
+from distlab.experiments.tp.bugs import mistake as MISTAKES
+from distlab.experiments.tp.predictions import SAVED
+from distlab.measure.activations import SavedActivations
+from distlab.measure.prediction import Prediction
+from distlab.measure.traffic import Calls
+from distlab.rank.preflight import refuse
+from distlab.tensor_parallel.strategy import TensorParallel, local
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.data import Batches
+from distlab.workload.model import build_model, outline
+from distlab.workload.reference import train
 from tests.labs import built, copy_state
-from tests.workers.test_lab import held, lab_alone
-from workers.config import Config, ConfigError
-from workers.measure.activations import SavedActivations
-from workers.measure.calls import Calls
-from workers.measure.formulas import Prediction
-from workers.rank.refusals import refuse
-from workers.strategies.tensor import TensorParallel, local
-from workers.testing.calls import Ranks
-from workers.workload.baseline import train
-from workers.workload.data import Batches
-from workers.workload.model import build_model, outline
+from tests.test_lab import held, lab_alone
 
 SMALL = {
     "RUN_MODE": "tp",

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from experiments.tp import MODE
-from experiments.tp.between import off
-from experiments.tp.order import drawn
-from experiments.tp.refusals import cannot, refuse
-from experiments.tp.uses import priced, rest, sent
+from distlab.config import Config
+from distlab.experiments.tp import MODE
+from distlab.experiments.tp.checks import drawn
+from distlab.experiments.tp.predictions import cannot, priced, refuse, rest, sent
+from distlab.experiments.tp.user_plans import off
 from tests.labs import Runs, failed
-from workers.config import Config
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from experiments import train
+from distlab.config import Config, ConfigError
+from distlab.experiments import train
+from distlab.lab import Lab
+from distlab.rank.preflight import refuse
+from distlab.report import records
+from distlab.report.reading import from_line, to_line
+from distlab.report.verdict import judge
+from distlab.testing.warm_ranks import Ranks
 from tests.labs import failed, lab_of
-from workers.config import Config, ConfigError
-from workers.lab import Lab
-from workers.rank.refusals import refuse
-from workers.report import records
-from workers.report.judge import judge
-from workers.report.lines import from_line, to_line
-from workers.testing.calls import Ranks
 
 
 def test_the_lessons_printed_batches() -> None:

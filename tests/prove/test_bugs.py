@@ -13,7 +13,7 @@ FILES = Path(__file__).parent / "files"
 
 
 def prove(name: str, world_size: int, folder: Path, **environ: str) -> Checked:
-    """`ranklab prove FILE` on so many local ranks."""
+    """`distlab prove FILE` on so many local ranks."""
     return check(FILES / f"{name}.py", world_size, folder, module="tests.prove.undrawn", **environ)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from workers.prove.wire import Wire
+from distlab.prove.proof import Wire
 
 pytestmark = pytest.mark.timeout(60)
 ENDS = ("a", 1000), ("b", 2000)

@@ -1,10 +1,10 @@
-"""`python -m workers.prove` without the page of its run, which takes a core for a second; other tests look at one."""
+"""`python -m distlab prove` without the page of its run, which takes a core for a second; other tests look at one."""
 
 import sys
 
-from workers.prove.__main__ import main
-from workers.rank import end
+from distlab.cli.prove import main
+from distlab.rank import finish
 
 if __name__ == "__main__":
-    end.draw = lambda folder, page, timeout_s: True
+    finish.draw = lambda folder, page, timeout_s: True
     sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""The doctor of rank 0: takes what all ranks tell, compares, and says as soon as it is sure what is wrong.
+
+A mismatch ends the run, and so does a hang, a script that failed, and a rank that is gone. What is only found at the
+end (drifted replicas) is told then. A rank that computes for long while others wait for it is no hang: it is named
+every 10 s, so that nobody takes the silence for one.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from distlab.check.deadlock import Still, Waiting, aborted, failures, last_call
+from distlab.check.matching import Matching, every_call
+from distlab.check.rank_state import Finding, RankState
+from distlab.check.recorder import now
+from distlab.check.script_process import how_it_ended
+from distlab.check.silent_faults import Quiet
+from distlab.report.reading import from_line
+from distlab.report.records import Record, Said
+
+GATHER_S = 1.5  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
+STOPPED_S = 2.5  # how long a process may be stopped before its rank counts as lost
+
+
+class Doctor:
+    """All cases of a run. `say` prints on rank 0; `bound_s` is for how long one may stand still while others wait."""
+
+    def __init__(
+        self,
+        world_size: int,
+        hang_after_s: float,
+        bound_s: float,
+        say: Callable[[str], None],
+        mesh: Sequence[tuple[str, int]] = (),
+        gather_s: float = GATHER_S,
+    ) -> None:
+        self.cases = [RankState(rank, world_size, moved_at=now()) for rank in range(world_size)]
+        self.matching, self.quiet = Matching(world_size), Quiet(world_size, mesh)
+        self.findings: list[Finding] = []
+        self.changed: dict[str, list[int]] = {}
+        self.unread = Counter[int]()  # lines of each rank that were not as they are written
+        self.over = False  # nothing more is to be waited for
+        self.refused = ""  # why nothing was run, as rank 0 would have it said
+        self.records: list[Record] = []  # that a proof has told
+        self.lost: dict[int, str] = {}  # ranks whose process was killed or stopped from outside, and how
+        self._waiting, self._still = Waiting(hang_after_s), Still(bound_s, say)
+        self._say = say
+        self._gather_s = gather_s
+        self._first_sign: float | None = None
+        self._stopped: dict[int, float] = {}
+
+    def take(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
+        """What a rank has told."""
+        for line in lines:
+            with self._dropping(rank):
+                self.cases[rank].take(json.loads(line), time_s)
+
+    @contextmanager
+    def _dropping(self, rank: int) -> Iterator[None]:
+        """Go on without what a rank has told and what cannot be taken: the script has the pipe, too."""
+        try:
+            yield
+        except Exception:  # of any kind: nobody knows what stands there
+            self.unread[rank] += 1
+            if self.unread[rank] == 1:
+                self._say(f"dropped    a line of rank {rank} that is not as its kind is written; more are only counted")
+
+    def look(self, now: float) -> None:
+        """Compare what has come; `over` and `findings` say what became of it."""
+        for case in self.cases:
+            facts, case.facts = case.facts, []
+            for fact in facts:
+                with self._dropping(case.rank):
+                    if fact[0] in ("changed", "unrecorded"):
+                        self._tell_change(fact, case.rank)
+                    self._take_proof(fact)
+                    self._add(self.quiet.take(case, fact))
+        if self.refused:
+            self.over = True
+            return
+        for call in every_call(self.cases):
+            if self.matching.take(call) and self._first_sign is None:
+                self._first_sign = now
+        self._look_for_ends(now)
+        if self._first_sign is None and any(finding.ends for finding in self.findings):
+            self._first_sign = now
+        if self._first_sign is None and (found := self._waiting.look(self.cases, self.matching, now)) is not None:
+            self._add([found])
+            self._first_sign = now - self._gather_s  # it has stood for long enough
+        if self._first_sign is not None:
+            self.over = now - self._first_sign >= self._gather_s
+        elif all(case.over for case in self.cases):
+            self.over = True
+            self._add(self.matching.unmatched())
+            self._add(self.quiet.at_end())
+        else:
+            stands = self._still.look(self.cases, self.matching, now)
+            if stands is not None:
+                self._add([stands])
+                self._first_sign = now
+        if self.over:
+            self._add(self.matching.mismatches())
+            self._add(self.quiet.handles())
+            known = bool(self.lost) or any(finding.ends for finding in self.findings)
+            self._add(failures(self.cases, self.matching, self.lost, explained=known))
+
+    def _take_proof(self, fact: list[Any]) -> None:
+        """What `distlab prove` has found, in words and records of its own."""
+        kind, *values = fact
+        if kind == "refused":
+            self.refused = self.refused or values[0]
+        elif kind == "finding":
+            check, sentence, ranks = values
+            self._add([Finding(check, sentence, tuple(ranks))])
+        elif kind == "record":
+            self.records.append(from_line(values[0]))
+        elif kind == "said":
+            heading, text = values
+            self._say(f"{heading:<11}{text}")
+            self.records.append(Said(heading, text))
+
+    def _tell_change(self, fact: list[str], rank: int) -> None:
+        """What is other than without the doctor, said once."""
+        sentence = fact[1] if fact[0] == "changed" else f"{fact[1]} is not recorded: {fact[2]}"
+        if sentence not in self.changed:
+            self._say(f"changed    {sentence}")
+        self.changed.setdefault(sentence, []).append(rank)
+
+    def _add(self, found: Iterator[Finding] | Sequence[Finding]) -> None:
+        for finding in found:
+            self.findings.append(finding)
+
+    def _look_for_ends(self, now: float) -> None:
+        """Ranks that failed, that are gone, or that somebody has stopped."""
+        for case in self.cases:
+            failed = case.exit_code is None and case.gone not in (None, 0)
+            if (case.raised is not None or failed) and self._first_sign is None:
+                self._first_sign = now
+            if case.state == "T" and not case.over:
+                since = self._stopped.setdefault(case.rank, now)
+                if now - since > STOPPED_S:
+                    self.lost[case.rank] = f"its process was stopped (SIGSTOP){last_call(case)}"
+            else:
+                self._stopped.pop(case.rank, None)
+            if failed and case.gone is not None and case.gone < 0 and not aborted(case):
+                self.lost[case.rank] = f"{how_it_ended(case.gone)}{last_call(case)}"
+        if self.lost and self._first_sign is None:
+            self._first_sign = now

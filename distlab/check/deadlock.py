@@ -1,0 +1,398 @@
+"""Who waits for whom: ranks that wait for nobody but each other, or for one that has ended, are hung.
+
+A rank that waits hangs if a rank that it needs hangs or is over. So begin with all that wait, and take away who needs
+none of those and none that is over; whoever is left never goes on (the circular wait of Coffman, Elphick, Shoshani
+1971). A rank that computes, or sleeps, holds the others up and hangs nobody.
+"""
+
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from distlab.check.matching import Matching
+from distlab.check.rank_state import (
+    END,
+    HANG,
+    IDLE_SHARE,
+    MADE,
+    Call,
+    Finding,
+    Raised,
+    RankState,
+    Wait,
+    group_words,
+    words,
+)
+from distlab.check.script import Frame
+from distlab.check.script_process import how_it_ended
+from distlab.cluster import name_ranks
+from distlab.cluster.shutdown import BLAMELESS
+
+SURE_AFTER_S = 1.0  # of a rank that waits for one which is over: what it told last may be on its way
+OWN = "distlab/check/"
+MOST_NAMED = 8  # ranks of a circle
+
+
+class Standing(NamedTuple):
+    """What a rank waits in, and the ranks that have to come; one of them is enough (`any_of`) for a store's key or a
+    receive from any rank."""
+
+    wait: Wait
+    needs: frozenset[int]
+    any_of: bool
+
+
+def standings(cases: Sequence[RankState], matching: Matching) -> dict[int, Standing]:
+    """Of the ranks that wait for another."""
+    found = {}
+    for case in cases:
+        wait = case.waiting(matching.absent)
+        if wait is None:
+            continue
+        if wait.call is None:
+            found[case.rank] = Standing(wait, frozenset(range(len(cases))) - {case.rank}, any_of=True)
+        elif needs := matching.absent(wait.call):
+            any_of = wait.call.kind.op == "recv" and wait.call.kind.peer < 0
+            found[case.rank] = Standing(wait, frozenset(needs), any_of)
+    return found
+
+
+def hung(waits: dict[int, Standing], over: set[int]) -> dict[int, Standing]:
+    """Those of the waits that nothing can end."""
+    left = dict(waits)
+    while True:
+        never = over | set(left)
+        freed = [
+            rank for rank, each in left.items() if not (each.needs <= never if each.any_of else each.needs & never)
+        ]
+        if not freed:
+            return left
+        for rank in freed:
+            del left[rank]
+
+
+class Waiting:
+    """Looks at the waits again and again; `hang_after_s` is for how long nothing may move."""
+
+    def __init__(self, hang_after_s: float) -> None:
+        self._hang_after_s = hang_after_s
+        self._since: dict[int, tuple[object, float]] = {}
+
+    def look(self, cases: Sequence[RankState], matching: Matching, now: float) -> Finding | None:
+        """The hang, once it has stood for long enough."""
+        waits = standings(cases, matching)
+        over = {case.rank for case in cases if case.over}
+        stuck = hung(waits, over)
+        for rank in [rank for rank in self._since if rank not in stuck]:
+            del self._since[rank]
+        for rank, each in stuck.items():
+            mark = id(each.wait.call) if each.wait.call is not None else each.wait
+            if self._since.get(rank, (None, 0.0))[0] != mark:
+                self._since[rank] = mark, now
+        if not stuck:
+            return None
+        ended = any(each.needs & over for each in stuck.values())
+        moved = max(since for _, since in self._since.values())
+        if now - moved < (min(SURE_AFTER_S, self._hang_after_s) if ended else self._hang_after_s):
+            return None
+        return diagnosis(cases, matching, waits, stuck)
+
+
+def diagnosis(
+    cases: Sequence[RankState], matching: Matching, waits: dict[int, Standing], stuck: dict[int, Standing]
+) -> Finding:
+    """The hang in a sentence: who waits in which call for whom, and where that one is instead."""
+    first = stuck[min(stuck, key=lambda rank: (stuck[rank].any_of, rank))]  # the same in each run, whoever came first
+    together = sorted(rank for rank, each in stuck.items() if met_in(each.wait) == met_in(first.wait))
+    whom = sorted(first.needs)
+    called = first.wait.what if first.wait.call is None else in_group(first.wait.call, len(cases))
+    where = " and ".join(dict.fromkeys(str(stuck[rank].wait.place) for rank in together))
+    alone = len(together) == 1
+    sentence = f"{name_ranks(together)} {'waits' if alone else 'wait'} in {called} at {where}"
+    if first.wait.call is None:
+        sentence += ", which no other rank can end"
+    else:
+        sentence += f" for {name_ranks(whom)}"
+    chain = list(whom)
+    for rank in chain:  # it grows: who is waited for may wait itself
+        more = sorted(waits[rank].needs) if rank in waits and not waits[rank].any_of else []
+        chain += [each for each in more if each not in (*chain, *together)]
+    others = [elsewhere(cases[rank], matching, first.wait, waits, len(cases)) for rank in chain[:MOST_NAMED]]
+    sentence += f": {'; '.join(dict.fromkeys(others))}"
+    sentence += matching.parted(first.wait.call.group) if first.wait.call is not None else ""
+    sentence += circle(first, stuck)
+    return Finding(HANG, sentence, tuple(whom), table(cases, waits), ends=True)
+
+
+def met_in(wait: Wait) -> object:
+    """The same for all that wait in the same call of the same group."""
+    return (
+        (wait.call.group, wait.call.turn)
+        if wait.call is not None and wait.call.kind.op not in ("send", "recv")
+        else wait
+    )
+
+
+def in_group(call: Call, world_size: int) -> str:
+    """The call with its group."""
+    if call.kind.op in ("send", "recv"):
+        return words(call)
+    if call.group.instance == MADE:
+        return f"new_group({list(call.kind.dims[0])}), the {ordinal(call.turn)} group that is made,"
+    return f"{words(call)} of {group_words(call.group, world_size)}"
+
+
+def ordinal(index: int) -> str:
+    """1st for 0."""
+    number = index + 1
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def elsewhere(case: RankState, matching: Matching, waited: Wait, waits: dict[int, Standing], world_size: int) -> str:
+    """Where a rank is that others wait for."""
+    who = f"rank {case.rank}"
+    last = matching.before(waited.call.group, case.rank) if waited.call is not None else case.last
+    before = f", its last call there was {words(last)} at {last.place}" if last is not None else ""
+    if not before and case.last is not None:
+        before = f", its last call was {words(case.last)} at {case.last.place}"
+    if case.raised is not None:
+        return f"{who} raised {case.raised.kind} at {case.raised.place or 'its end'}{before}"
+    if case.exit_code is None and case.gone is not None:
+        return f"{who} {how_it_ended(case.gone)}{before}"
+    if case.over:
+        return f"{who} has ended without it{before}"
+    own = waits.get(case.rank)
+    if own is not None:
+        called = own.wait.what if own.wait.call is None else in_group(own.wait.call, world_size)
+        whom = "" if own.wait.call is None else f" for {name_ranks(sorted(own.needs))}"
+        return f"{who} waits in {called} at {own.wait.place}{whom}"
+    return f"{who} is at {standing_at(case)}{before}"
+
+
+def circle(first: Standing, stuck: dict[int, Standing]) -> str:
+    """What kind of circle it is, where that has a name."""
+    calls = [each.wait.call for each in stuck.values() if each.wait.call is not None]
+    ops = {call.kind.op for call in calls}
+    if ops == {"send"}:
+        return ". Each sends first, and none receives: let one of two receive before it sends, or use isend"
+    if ops == {"recv"} and len(calls) > 1:
+        return ". Each receives first, and none sends"
+    groups = {call.group for call in calls if call.kind.op not in ("send", "recv") and call.group.instance >= 0}
+    others = [each for rank, each in stuck.items() if rank in first.needs and each.wait.call is not None]
+    shared = [
+        each for each in others
+        if each.wait.call is not None and first.wait.call is not None
+        and len(set(each.wait.call.group.ranks) & set(first.wait.call.group.ranks)) > 1
+    ]  # fmt: skip
+    if len(groups) > 1 and shared and ops.isdisjoint({"send", "recv"}):
+        return ". They take the groups in another order"
+    return ""
+
+
+def standing_at(case: RankState) -> str:
+    """The line of the script that its main thread is in, with the innermost function below it."""
+    frames = [frame for frame in case.frames() if OWN not in frame.file]
+    mine = next((frame for frame in frames if not library(frame)), None)
+    if mine is None:
+        return frames[0].function if frames else "an unknown line"
+    below = f" in {frames[0].function}" if frames[0] != mine else ""
+    return f"{mine.file.rpartition('/')[2]}:{mine.line}{below}"
+
+
+def how_over(case: RankState) -> str:
+    """How a script ended."""
+    if case.exit_code is not None:
+        return f"ended with code {case.exit_code}"
+    return how_it_ended(case.gone or 0)
+
+
+def library(frame: Frame) -> bool:
+    """Whether it is no line of the user's."""
+    return any(
+        each in frame.file for each in ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "/distlab/")
+    )
+
+
+def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[str]]:
+    """Where every rank is: its line, its call, and what it needs."""
+    rows = []
+    for case in cases:
+        own = waits.get(case.rank)
+        if own is not None:
+            called = own.wait.what if own.wait.call is None else in_group(own.wait.call, len(cases))
+            rows.append([f"rank {case.rank}", str(own.wait.place), called, f"for {name_ranks(sorted(own.needs))}"])
+        elif case.over:
+            how = f"raised {case.raised.kind}" if case.raised is not None else how_over(case)
+            last = f"{words(case.last)}, its last call" if case.last is not None else "no call"
+            place = case.raised.place if case.raised is not None else str(case.last.place) if case.last else ""
+            rows.append([f"rank {case.rank}", place, last, how])
+        else:
+            rows.append([f"rank {case.rank}", standing_at(case), "no call", f"{case.cpu_share:.0%} of a core"])
+    return rows
+
+
+# Ranks that others wait for and that make no call: at work or asleep they are no hang, and are named every 10 s.
+#
+# A rank that had no processor time at all for LAB_COLLECTIVE_TIMEOUT_S while others waited for it stands in something
+# that is no call (a queue, a lock, a file): that is told as what it is, so that nothing waits for ever.
+
+SAY_S = 10.0
+AT_WORK = 0.5  # of a core
+
+
+class Still:
+    """Looks again and again; `bound_s` is for how long a rank may stand still while others wait for it."""
+
+    def __init__(self, bound_s: float, say: Callable[[str], None]) -> None:
+        self._bound_s, self._say = bound_s, say
+        self._said_at: float | None = None
+        self._idle_since: dict[int, float] = {}
+
+    def _all_asleep(self, cases: Sequence[RankState], now: float) -> Finding | None:
+        """Ranks that neither call nor compute, with nobody left who does."""
+        left = [case for case in cases if not case.over]
+        if not left or any(case.cpu_share > IDLE_SHARE or now - case.moved_at < self._bound_s for case in left):
+            return None
+        s = "s" if len(left) == 1 else ""
+        sentence = (
+            f"{name_ranks(case.rank for case in left)} stand{s} still at {standing_at(left[0])} for"
+            f" {self._bound_s:g} s, and no other rank is at work"
+        )
+        return Finding(HANG, sentence, tuple(case.rank for case in left), table(cases, {}), ends=True)
+
+    def look(self, cases: Sequence[RankState], matching: Matching, now: float) -> Finding | None:
+        """Say who computes, if it is time to; a finding where one has stood still for too long."""
+        waits = standings(cases, matching)
+        if (asleep := self._all_asleep(cases, now)) is not None:
+            return asleep
+        needed = {rank for each in waits.values() for rank in each.needs if not each.any_of}
+        alone = [case for case in cases if case.rank in needed and case.rank not in waits and not case.over]
+        idle = {case.rank for case in alone if case.cpu_share < IDLE_SHARE}
+        self._idle_since = {rank: self._idle_since.get(rank, now) for rank in idle}
+        if not alone or hung(waits, {case.rank for case in cases if case.over}):
+            self._said_at = None
+            return None
+        if self._said_at is None:
+            self._said_at = now
+        waiting = sorted(rank for rank, each in waits.items() if each.needs & {case.rank for case in alone})
+        wait = waits[waiting[0]].wait
+        s = "s" if len(waiting) == 1 else ""
+        who = f"{name_ranks(waiting)} wait{s} for it in {wait.what} at {wait.place}"
+        late = [rank for rank, since in self._idle_since.items() if now - since > self._bound_s]
+        if late:
+            sentence = (
+                f"rank {late[0]} has stood still at {standing_at(cases[late[0]])} for {self._bound_s:g} s, and {who}"
+            )
+            return Finding(HANG, sentence, tuple(late), table(cases, waits), ends=True)
+        if now - self._said_at >= SAY_S:
+            self._said_at = now
+            for case in alone:
+                doing = "computes" if case.cpu_share > AT_WORK else "stands"
+                self._say(
+                    f"no hang    rank {case.rank} {doing} at {standing_at(case)} ({case.cpu_share:.0%} of a core), and"
+                    f" {who} for {now - wait.since_s:.0f} s"
+                )
+        return None
+
+
+# The script's own failures: the one that was first, with those that come of it folded into its sentence.
+#
+# Of ranks whose neighbour has failed each raises "Connection closed by peer", and one reads as many tracebacks as
+# there are ranks, all but one of them about nothing. An exception in words of a connection or of a bound is taken for
+# a consequence where another rank has failed, ended or been killed; alone it is told by the call that it was raised
+# in.
+
+ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
+OWN_KINDS = ("SystemExit", "ValueError", "TypeError", "AssertionError", "KeyError")  # which no connection raises
+
+
+def failures(
+    cases: Sequence[RankState], matching: Matching, lost: Mapping[int, str], *, explained: bool
+) -> Iterator[Finding]:
+    """How the scripts failed, where `lost` ranks do not tell it; `explained` is whether something else may."""
+    waits = standings(cases, matching)
+    left = [case for case in cases if case.exit_code is None and case.gone is not None and case.rank not in lost]
+    for case in left:
+        fine = case.gone == 0 and all(case.rank not in each.needs for each in waits.values())
+        if not fine and not (aborted(case) and explained):
+            what = f"rank {case.rank} {how_it_ended(case.gone or 0)}{last_call(case)}"
+            sentence = f"{what}{consequences(cases, waits, case.rank)}"
+            yield Finding(END, sentence, (case.rank,), table(cases, waits))
+    raised = {case.rank: case.raised for case in cases if case.raised is not None}
+    own = {rank: each for rank, each in raised.items() if not blameless(each)}
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(own, key=lambda rank: own[rank].at_s):
+        alike.setdefault((own[rank].kind, own[rank].text), []).append(rank)
+    for ranks in alike.values():
+        first = own[ranks[0]]
+        sentence = f"{name_ranks(ranks)} {told(first)}{consequences(cases, waits, ranks[0])}"
+        yield Finding(END, sentence, tuple(ranks), table(cases, waits), traceback=first.traceback)
+    if raised and not own and not explained and not left:
+        yield blamed(cases, matching, waits)
+
+
+def told(raised: Raised) -> str:
+    """What it raised, and where."""
+    if raised.kind == "SystemExit":
+        what = f"called sys.exit with {raised.text}"
+    else:
+        what = f"raised {raised.kind}: {first_line(raised.text)}".rstrip(": ")
+    return f"{what} at {raised.place}" if raised.place else what
+
+
+def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Standing]) -> Finding:
+    """Of scripts that failed for a lost connection or a bound alone: the calls that they failed in, and who was not
+    there."""
+    failed = {case.rank: case.raised for case in cases if case.raised is not None}
+    first = min(failed, key=lambda rank: failed[rank].at_s)
+    for rank in failed:
+        call = next(iter(cases[rank].open.values()), cases[rank].last)
+        needs = frozenset(matching.absent(call)) if call is not None else frozenset()
+        if call is not None and needs:
+            waits[rank] = Standing(Wait(call, words(call), call.place, call.began_s), needs, any_of=False)
+    how = f"rank {first} {told(failed[first])}"
+    stuck = {rank: each for rank, each in waits.items() if not each.any_of}
+    if not stuck:
+        return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
+    found = diagnosis(cases, matching, waits, stuck)
+    return replace(found, sentence=f"{found.sentence} ({how})")
+
+
+def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank: int) -> str:
+    """Who waits for this rank, and who failed because of it."""
+    waiting = [other for other, each in waits.items() if rank in each.needs and not each.any_of]
+    failed = [case for case in cases if case.raised is not None and case.rank != rank and blameless(case.raised)]
+    parts = []
+    if waiting:
+        wait = waits[waiting[0]].wait
+        s = "s" if len(waiting) == 1 else ""
+        parts.append(f"; {name_ranks(waiting)} wait{s} for it in {wait.what} at {wait.place}")
+    if failed:
+        last = failed[0].last
+        where = f" in {words(last)} at {last.place}" if last is not None else ""
+        parts.append(f"; {name_ranks(case.rank for case in failed)} failed because of it{where}")
+    return "".join(parts)
+
+
+def last_call(case: RankState) -> str:
+    """The last that is known of a rank, behind how it ended."""
+    if case.last is None:
+        return " before its first call"
+    return f", its last call was {words(case.last)} at {case.last.place}"
+
+
+def aborted(case: RankState) -> bool:
+    """Whether a library ended the process itself, as gloo does where tensors do not fit."""
+    return case.gone in ABORTS
+
+
+def blameless(raised: Raised) -> bool:
+    """Whether another rank's end may be behind an exception."""
+    return raised.kind not in OWN_KINDS and any(word in raised.text.lower() for word in BLAMELESS)
+
+
+def first_line(text: str) -> str:
+    """The first line, not too long."""
+    return (text.splitlines() or [""])[0][:400]

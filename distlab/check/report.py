@@ -1,0 +1,205 @@
+"""What rank 0 writes down of a check: the findings, and the tables of lines, peers and ranks."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from distlab.check.coordinator import Doctor
+from distlab.check.matching import Line
+from distlab.check.rank_state import CHECKS, DEVICES, RankState
+from distlab.report import records
+from distlab.report.sentences import FINDINGS
+from distlab.report.table import aligned
+from distlab.report.units import human_bytes
+
+CONTROL = "tests/check/test_faults.py::test_it_is_named"
+OF_DEVICES = "tests/check/test_parts.py::test_two_ranks_on_one_gpu_of_a_host_are_found"
+MOST_LINES = 60
+SHOWN = 3  # lines of the script in the log
+OFTEN, MOSTLY = 10, 0.8  # of the calls of a line, for a rank to be called late there
+WIRE = "Wire: who sent how much to whom"
+MAKERS = ("init_process_group", "new_group")
+
+
+def written(doctor: Doctor) -> Iterator[records.Record]:
+    """The records of rank 0, in the order of the page."""
+    if doctor.refused:
+        yield records.Failed(2, doctor.refused)
+        return
+    for finding in doctor.findings:
+        yield records.Finding(finding.check, finding.sentence, list(finding.ranks))
+    yield from doctor.records
+    for name in CHECKS:
+        found = [finding.sentence for finding in doctor.findings if finding.check == name]
+        control = OF_DEVICES if name == DEVICES else CONTROL
+        yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=control, unit=FINDINGS)
+    for sentence in questions(doctor):
+        yield records.Said("question", sentence)
+    for sentence, ranks in doctor.changed.items():
+        yield records.Said("changed", f"{sentence} (on {len(set(ranks))} ranks)")
+    for finding in doctor.findings:
+        if finding.rows:
+            yield records.Table(
+                f"Where each rank was: {finding.check}",
+                ["rank", "line", "call", ""],
+                [list(row) for row in finding.rows],
+            )
+    doctor.matching.lateness.settle()
+    lines = slowest_lines(doctor)
+    if lines:
+        columns = ["line", "call", "calls", "bytes a call", "ms a call", "comes last", "the others wait, ms"]
+        yield records.Table("Collectives by line", columns, [row(line, steps(doctor)) for line in lines[:MOST_LINES]])
+    for sentence in late(lines, steps(doctor)):
+        yield records.Said("late", sentence)
+    yield from wire(doctor.cases)
+    yield from ended(doctor.cases)
+
+
+def told(doctor: Doctor) -> Iterator[str]:
+    """What the log says beside the checks: tracebacks, where each rank was, and questions."""
+    for finding in doctor.findings:
+        yield f"{'found':<11}{finding.sentence}"
+        yield from finding.traceback.rstrip().splitlines()
+        widths = [max(len(each[column]) for each in finding.rows) for column in range(3)] if finding.rows else []
+        for each in finding.rows:
+            columns = [cell.ljust(width) for cell, width in zip(each, [*widths, 0], strict=True)]
+            yield f"{'where':<11}{'  '.join(columns)}".rstrip()
+    yield from shown(doctor.records)
+    if doctor.records:  # of a proof, whose steps are few and alike
+        yield from shown(wire(doctor.cases))
+    for sentence in questions(doctor):
+        yield f"{'question':<11}{sentence}"
+    lines = slowest_lines(doctor) if not doctor.findings else []
+    for number, line in enumerate(lines[:SHOWN]):
+        place, op, calls, nbytes, took_ms, last, wait = row(line, steps(doctor))
+        cells = f"{place}  {op}  {calls} calls of {human_bytes(nbytes)}  {took_ms:.1f} ms"
+        who = f", {last} last, the others wait {wait}" if last else ""
+        yield f"{'' if number else 'calls':<11}{cells}{who}"
+    for sentence in late(lines, steps(doctor)):
+        yield f"{'late':<11}{sentence}"
+
+
+def questions(doctor: Doctor) -> Iterator[str]:
+    """What may be meant so; of what is proven, or not, there is none."""
+    return iter(()) if doctor.records else doctor.quiet.questions()
+
+
+def slowest_lines(doctor: Doctor) -> list[Line]:
+    """The lines of the script that met, those first where most time goes."""
+    lines = [line for line in doctor.matching.lateness.lines.values() if line.op not in MAKERS]
+    return sorted(lines, key=lambda line: -sum(line.waited_s.values()) - line.took_s)
+
+
+def steps(doctor: Doctor) -> int:
+    """Steps of an optimizer that every rank took; 0 where there is none."""
+    return min((case.steps for case in doctor.cases), default=0)
+
+
+def late(lines: list[Line], steps: int) -> Iterator[str]:
+    """Ranks that the others wait for again and again."""
+    for line in lines[:SHOWN]:
+        rank, times = line.last.most_common(1)[0]
+        wait_ms = 1000 * waited(line) / line.calls
+        if line.size > 1 and line.calls >= OFTEN and times > MOSTLY * line.calls and wait_ms > 1:
+            yield (
+                f"rank {rank} comes last in {times / line.calls:.0%} of the {line.op}s of {line.place}; the others wait"
+                f" {wait(line, steps)}"
+            )
+
+
+def waited(line: Line) -> float:
+    """Seconds that a rank other than the last waited, on average over the ranks, in all."""
+    return sum(line.waited_s.values()) / max(1, line.size - 1)
+
+
+def wait(line: Line, steps: int) -> str:
+    """How long the others wait for the last one: a step, or a call where the line is not part of each step."""
+    in_steps = 0 < steps <= line.calls
+    return f"{1000 * waited(line) / (steps if in_steps else line.calls):.1f} ms a {'step' if in_steps else 'call'}"
+
+
+def row(line: Line, steps: int) -> list[Any]:
+    """A line of the script in the table."""
+    rank, times = line.last.most_common(1)[0]
+    last = f"rank {rank} in {times / line.calls:.0%}" if line.size > 1 else ""
+    return [
+        str(line.place), line.op, line.calls, line.nbytes // line.calls, 1000 * line.took_s / line.calls, last,
+        wait(line, steps),
+    ]  # fmt: skip
+
+
+def shown(tables: Iterable[records.Record]) -> Iterator[str]:
+    """Tables as the log has them."""
+    for record in tables:
+        if isinstance(record, records.Table):
+            yield "\n".join([record.title, *aligned(record.columns, record.rows)])
+
+
+def wire(cases: list[RankState]) -> Iterator[records.Record]:
+    """Who sent how much to whom, beside what was called; of a proof a step of the file's."""
+    owner = {(near, far): case.rank for case in cases for near, far in case.sockets}
+    sent: dict[tuple[int, int], int] = defaultdict(int)
+    for case in cases:
+        for (near, far), nbytes in case.sockets.items():
+            peer = owner.get((far, near))
+            if peer is not None and peer != case.rank:
+                sent[case.rank, peer] += nbytes
+    size, steps = len(cases), min(case.counted_steps for case in cases)
+    if sent and size > 1:
+        rows = []
+        for case in cases:
+            to = [round(sent.get((case.rank, peer), 0) / max(1, steps)) for peer in range(size)]
+            rows.append([f"rank {case.rank}", *to, sum(to), round(case.called_bytes / max(1, steps))])
+        columns = ["bytes sent by", *(f"to rank {peer}" for peer in range(size)), "in all", "called"]
+        of_what = f"Wire: who sent how much to whom in a step, on average of {steps}" if steps else WIRE
+        yield records.Table(of_what, columns, rows)
+
+
+def ended(cases: list[RankState]) -> Iterator[records.Record]:
+    """What each rank did, and held."""
+    columns = ["rank", "calls", "optimizer steps", "peak memory of the process, MB"]
+    yield records.Table(
+        "Ranks of the script", columns,
+        [[f"rank {case.rank}", case.num_calls, case.steps, round(case.peak_bytes / 1e6)] for case in cases],
+    )  # fmt: skip
+
+
+# The timeline of a rank: its calls from their begin to their end, and the waits between, from what its script told.
+
+MOST = 400  # calls of a rank that are drawn
+# What each operation is drawn as; the label tells it apart.
+KINDS = {
+    "all_reduce": "all_reduce", "reduce": "all_reduce", "broadcast": "all_gather", "all_gather": "all_gather",
+    "gather": "all_gather", "reduce_scatter": "reduce_scatter", "scatter": "reduce_scatter", "send": "send",
+    "all_to_all": "reduce_scatter", "recv": "receive", "barrier": "wait", "monitored_barrier": "wait",
+}  # fmt: skip
+
+Span = tuple[str, str, float, float]  # kind, label, start and end in seconds
+
+
+def spans_of(lines: Iterable[bytes]) -> tuple[list[Span], int]:
+    """The first calls as spans, and how many more there were."""
+    places: dict[int, str] = {}
+    kinds: dict[int, str] = {}
+    begun: dict[int, tuple[str, str, float]] = {}
+    found: list[Span] = []
+    more = 0
+    for line in lines:
+        told: list[Any] = json.loads(line)
+        if told[0] == "place":
+            places[told[1]] = told[2] or told[3]
+        elif told[0] == "kind":
+            kinds[told[1]] = told[2]
+        elif told[0] == "call":
+            op = kinds[told[4]]
+            begun[told[1]] = KINDS[op], f"{op} {places[told[2]]}", told[7]
+        elif told[0] in ("end", "waited") and told[1] in begun:
+            if len(found) < MOST:
+                found.append((*begun.pop(told[1]), told[-1]))
+            else:
+                del begun[told[1]]
+                more += 1
+    last = max((end for *_, end in found), default=0.0)
+    found += [(*each, max(last, each[2])) for each in begun.values() if len(found) < MOST]  # under way at the end
+    return sorted(found, key=lambda span: span[2]), more

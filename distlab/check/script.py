@@ -1,0 +1,363 @@
+"""The process in which someone's script runs, unchanged: as `__main__`, in its folder, with its words in sys.argv.
+
+It is forked from its rank's doctor before that has any thread, so torch is imported once. All of the lab's modules are
+forgotten before the script begins: one of its own may be called `workers` too. How it ended is told and not printed:
+of ranks that fail because one has failed, the one is to be read. Then the process stays, its connections open, until
+the doctor lets it go: who still waits for it goes on waiting, and is asked where.
+"""
+
+import _thread
+import atexit
+import ctypes
+import faulthandler
+import fcntl
+import importlib
+import os
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import process, util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from distlab.check.handles import Handles, Waits
+from distlab.check.recorder import Places, Recorder, Telling, now
+from distlab.check.training import Training
+from distlab.cluster.address import resolve
+from distlab.cluster.rendezvous_server import listening_socket
+from distlab.transport.store import HostedStore, KeyedStore, Prefixed
+
+# The Python stacks of a process under watch, taken without harm to it.
+#
+# A thread of its own answers, with the interpreter's lock, when nothing changes a stack. faulthandler's signal needs
+# no lock, and reads whatever a frame is at that moment: of a process of Python 3.11 that called functions it killed
+# one in some thousand signals (python/cpython#116008), and once a script's rank in our own tests. So the signal is
+# for an interpreter whose lock is held in C, where no frame changes: the question was read, and for STACK_S nobody
+# got the lock though its holder slept or had a core.
+
+STACKS = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2  # the last way to ask for the stacks
+READ_BYTES = 1 << 20
+STACK_S = 0.5  # from a question until its answer is there; nothing else is done meanwhile
+HELD_CPU_S = 0.05  # of a process that nobody else in it gets the lock from: ten times the interval of a switch
+END = "\n\n"
+FRAME = r'File "([^"]*)", line (\d+) in (.*)'
+
+
+class Look(NamedTuple):
+    """How the script's process is, by the kernel: its state, and seconds of processor time that its threads had."""
+
+    state: str
+    cpu_s: float
+    peak_bytes: int
+
+
+class Frame(NamedTuple):
+    """A line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+def answer(asked: int, stacks: int) -> None:
+    """In the process under watch, once: whoever writes into the pipe `asked` gets its stacks from the pipe `stacks`.
+
+    No thread of threading's, which the script would count and wait for.
+    """
+    faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)
+
+    def answering() -> None:
+        while os.read(asked, 1):
+            faulthandler.dump_traceback(file=stacks, all_threads=True)
+            os.write(stacks, END.encode())
+
+    _thread.start_new_thread(answering, ())
+
+
+class Stacks:
+    """Asks a process, by our ends of its pipes; `look` is how it is."""
+
+    def __init__(self, process: int, asked: int, stacks: int, look: Callable[[], Look | None]) -> None:
+        self._process, self._asked, self._stacks, self._look = process, asked, stacks, look
+        os.set_blocking(stacks, False)
+
+    def taken(self) -> dict[int, list[Frame]]:
+        """The stack of each thread by its number, innermost frame first; empty where none came."""
+        self._read()  # what came too late for an earlier question
+        if not self._unread():
+            with suppress(OSError):  # it is gone
+                os.write(self._asked, b"?")
+        text = self._come()
+        if not text and not self._unread() and self._lock_is_held():
+            with suppress(ProcessLookupError):
+                os.kill(self._process, STACKS)
+            text = self._come()
+        return parsed(text)
+
+    def _unread(self) -> int:
+        """Bytes of our question that nobody has read: the process is stopped, or had no core."""
+        return int(struct.unpack("i", fcntl.ioctl(self._asked, termios.FIONREAD, struct.pack("i", 0)))[0])
+
+    def _lock_is_held(self) -> bool:
+        """Whether the one who was asked gets no lock though its holder sleeps, or has had a core."""
+        before = self._look()
+        ready, _, _ = select.select([self._stacks], [], [], STACK_S)
+        after = self._look()
+        if ready or before is None or after is None:
+            return False
+        return after.state in "SD" or after.cpu_s - before.cpu_s > HELD_CPU_S
+
+    def _come(self) -> str:
+        deadline, text = time.monotonic() + STACK_S, ""
+        while time.monotonic() < deadline and not text.endswith(END):
+            ready, _, _ = select.select([self._stacks], [], [], 0.05)
+            text += self._read() if ready else (END if text else "")
+            text = text.lstrip()  # the end of an earlier answer, which may come after its text
+        return text
+
+    def _read(self) -> str:
+        try:
+            return os.read(self._stacks, READ_BYTES).decode(errors="replace")
+        except BlockingIOError:
+            return ""
+
+
+def parsed(text: str) -> dict[int, list[Frame]]:
+    """The stacks that faulthandler wrote, but for that of the one who answered."""
+    found: dict[int, list[Frame]] = {}
+    for part in re.split(r"(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE):
+        head = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", part)
+        if head:
+            frames = [Frame(file, int(line), name) for file, line, name in re.findall(FRAME, part)]
+            if not frames or (frames[-1].file, frames[-1].function) != (__file__, "answering"):
+                found[int(head[1], 16)] = frames
+    return found
+
+
+# Where the ranks of a script meet: in a store of the lab's, with a key that their doctors have drawn.
+#
+# Left alone, `init_process_group` opens PyTorch's store on all addresses of the host, where anybody can list, read
+# and write, and where forged bytes ended rank 0 by SIGSEGV (torch 2.13, once in the fuzz of ports). A store that a
+# script opens by itself is its own, and so is that of an agent under torchrun.
+
+AGAIN_S = 0.05
+
+
+class Meeting:
+    """The store of all ranks at MASTER_PORT, for those with `key`; `install` once."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._store: KeyedStore | None = None
+        self._times = 0
+
+    def install(self) -> None:
+        """Have `init_process_group` meet there."""
+        rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function of torch's has its name
+        right = rendezvous._create_c10d_store
+
+        def meet(host: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> dist.Store:
+            by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if by_agent or port != int(os.environ["MASTER_PORT"]):
+                store: dist.Store = right(host, port, rank, world_size, timeout, *more)
+                return store
+            return self._met(host, port, rank, timeout.total_seconds())
+
+        rendezvous._create_c10d_store = meet
+
+    def _met(self, host: str, port: int, rank: int, timeout_s: float) -> dist.Store:
+        """A store without keys: what a group before this one has left in it is under another prefix."""
+        self._times += 1
+        if self._store is None:
+            self._store = self._opened(host, port, rank, timeout_s)
+        return Prefixed(f"meeting {self._times}", self._store)
+
+    def _opened(self, host: str, port: int, rank: int, timeout_s: float) -> KeyedStore:
+        """Rank 0 hosts it; the others wait until it listens. Raises DistNetworkError, as torch does."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            address = resolve(host, timeout_s, print)
+            if rank == 0:
+                return HostedStore(listening_socket(address, port), self._key, timeout_s)
+            while True:
+                try:
+                    return KeyedStore(address.ip, port, self._key, timeout_s)
+                except ConnectionRefusedError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(AGAIN_S)
+        except (OSError, RuntimeError) as error:
+            raise dist.DistNetworkError(f"no store at {host}:{port}: {error}") from None
+
+
+PR_SET_PDEATHSIG = 1
+OURS = ("distlab", "workers", "benchmarks", "tests")
+MOST_FRAMES = 40
+
+STORE_KEY = "DISTLAB_STORE_KEY"  # what the doctor tells the process with its other variables
+
+
+class Job(NamedTuple):
+    """What is run."""
+
+    script: Path
+    shown: str  # as it was typed
+    words: Sequence[str]
+    every: int  # LAB_CHECK_EVERY
+    command: str = "check"
+    # What is done with the script: (job, telling, recorder, waits). None: it is run as `python SCRIPT WORDS` does.
+    play: Callable[["Job", Telling, Recorder, Waits], None] | None = None
+
+
+class Ends(NamedTuple):
+    """One end of each of four pipes: what the script's process tells, where its stacks go, where it is asked for them,
+    and what it waits at."""
+
+    told: int
+    stacks: int
+    asked: int
+    gate: int
+
+    def close(self) -> None:
+        """They are the other process's."""
+        for each in self:
+            os.close(each)
+
+
+def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
+    """In the forked process: wait until the ranks have met, run the script, tell how it ended, wait to be let go."""
+    doctors.close()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != doctor:
+            os._exit(137)
+    signal.signal(STACKS, signal.SIG_IGN)  # until there are stacks to show: left alone it kills
+    os.setpgid(0, 0)  # so that what it starts ends with it
+    variables = os.read(ends.gate, 65536)
+    if not variables:  # there is no run
+        os._exit(0)
+    for line in variables.decode().splitlines():
+        name, _, value = line.partition("=")
+        os.environ[name] = value
+    Meeting(bytes.fromhex(os.environ.pop(STORE_KEY))).install()
+    telling = Telling(ends.told)
+    recorder, training, waits = watched(telling, job)
+    answer(ends.asked, ends.stacks)
+    telling.say("main", threading.get_ident())
+    code = ended(job, telling, recorder, training, waits)
+    waits.tell_sockets()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    telling.say("ended", code, now())
+    os.read(ends.gate, 1)
+    os._exit(code)
+
+
+def watched(telling: Telling, job: Job) -> tuple[Recorder, Training, Waits]:
+    """Put all that watches in its place."""
+    recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
+    training = Training(recorder, job.every)
+    training.install()
+    return recorder, training, waits
+
+
+def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
+    """Put what watches calls, handles and waits in its place."""
+    recorder = Recorder(telling, Places(telling, folder))
+    recorder.install()
+    Handles(recorder).install()
+    waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), store_port)
+    waits.install()
+    return recorder, waits
+
+
+def ended(job: Job, telling: Telling, recorder: Recorder, training: Training, waits: Waits) -> int:
+    """Run the script to its end, its threads and what it left for its exit too; its exit code."""
+    try:
+        (job.play or run_as_main)(job, telling, recorder, waits)
+        code = 0
+    except SystemExit as error:
+        code = exit_code(error, telling)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException as error:
+        code = 1
+        telling.say("raised", *described(error, job.script), now())
+    if code == 0:
+        with suppress(Exception):  # a module whose memory is gone
+            training.tell_weights(-1)
+        training.tell_device()
+    recorder.forget()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter's end does
+    atexit._run_exitfuncs()
+    util._exit_function()  # type: ignore[attr-defined]  # ends what it started by multiprocessing
+    return code
+
+
+def enter(job: Job) -> None:
+    """Stand where the script does: its folder, its words, a main process."""
+    process._parent_process = None  # type: ignore[attr-defined]  # it is a main process
+    atexit._clear()  # what the doctor's process left there is not the script's
+    os.chdir(os.environ.pop("DISTLAB_FOLDER", str(job.script.parent)))
+    sys.path.insert(0, str(job.script.parent))
+    sys.argv = [str(job.script), *job.words]
+
+
+def run_as_main(job: Job, telling: Telling, recorder: Recorder, waits: Waits) -> None:  # noqa: ARG001
+    """What `python SCRIPT WORDS` does, in the script's folder."""
+    source = job.script.read_bytes()
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        del sys.modules[name]
+    enter(job)
+    top = str(Path(__file__).parents[2])
+    sys.path[1:] = [each for each in sys.path[1:] if each not in ("", top)]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=str(job.script), __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main
+    exec(compile(source, str(job.script), "exec"), main.__dict__)
+
+
+def exit_code(error: SystemExit, telling: Telling) -> int:
+    """Of sys.exit(...): None is 0, a number itself, and a text is printed and 1."""
+    if error.code is None or isinstance(error.code, int):
+        code = error.code or 0
+    else:
+        print(error.code, file=sys.stderr)
+        code = 1
+    if code:
+        telling.say("raised", "SystemExit", str(error.code), "", place_of(error), now())
+    return code
+
+
+def described(error: BaseException, script: Path) -> list[Any]:
+    """Its type, its words, its traceback from the script on, and the innermost line of the script's folder."""
+    lines = traceback.format_exception(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((index for index, each in enumerate(frames) if each.filename == str(script)), 0)
+    shown = "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])[-MOST_FRAMES:]])
+    if error.__cause__ is not None or error.__context__ is not None:
+        shown = "".join(lines)
+    else:
+        shown += "".join(traceback.format_exception_only(error))
+    return [type(error).__name__, str(error)[:2000], shown, place_of(error)]
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line that is no library's."""
+    folder = str(Path(sys.argv[0]).parent)
+    mine = [each for each in traceback.extract_tb(error.__traceback__) if each.filename.startswith(folder)]
+    mine = [each for each in mine if "site-packages/" not in each.filename]
+    return f"{os.path.relpath(mine[-1].filename, folder)}:{mine[-1].lineno}" if mine else ""

@@ -1,0 +1,371 @@
+"""What goes wrong without hanging: each fact that a rank tells goes to whoever looks at its kind.
+
+A finding is certain; what only looks wrong is asked as a question, and decides nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from distlab.check.rank_state import (
+    AT_REST,
+    DATA,
+    DEVICES,
+    DROPOUT,
+    MATCH,
+    REPLICAS,
+    WAITED,
+    Call,
+    Finding,
+    Place,
+    RankState,
+    words,
+)
+from distlab.cluster import name_ranks
+
+# Replicas that ranks should hold alike: their parameters in the same order, and the same weights at the end.
+#
+# DDP sums the n-th parameter of a rank with the n-th of the others and looks at shapes alone. Weights are compared as
+# checksums: replicas that got the same sums and do the same with them agree to the bit. Ranks may part on the way
+# (local SGD), so the end decides, and the way only says since when.
+
+Group = tuple[str, tuple[int, ...]]  # what holds the parameters, and on which ranks
+END = -1  # in the place of a step
+BY_HAND = "optimizer"  # the key of parameters that the script has broadcast itself
+
+
+class Replicas:
+    """The parameters and checksums that ranks have told."""
+
+    def __init__(self) -> None:
+        self._orders: dict[Group, dict[int, list[str]]] = defaultdict(dict)
+        self._sums: dict[Group, dict[int, dict[int, list[list[Any]]]]] = defaultdict(lambda: defaultdict(dict))
+        self._steps_at: dict[str, str] = {}
+        self._told: set[Group] = set()
+
+    def take_module(self, case: RankState, key: str, group: int, place: int, order: list[str]) -> Iterator[Finding]:
+        """The parameters of a DDP, as it is made."""
+        which = key, case.group(group).ranks
+        seen = self._orders[which]
+        seen[case.rank] = order
+        odd = next((rank for rank in sorted(seen) if seen[rank] != seen[min(seen)]), None)
+        if odd is None or which in self._told:
+            return
+        self._told.add(which)
+        first = min(seen)
+        theirs, order = seen[first], seen[odd]
+        length = min(len(theirs), len(order))
+        index = next((each for each in range(length) if theirs[each] != order[each]), length)
+        one, other = (repr(each[index]) if index < len(each) else "no parameter" for each in (theirs, order))
+        yield Finding(
+            MATCH,
+            f"{key} at {case.place(place).line}: parameter {index} is {one} on rank {first} and {other} on rank"
+            f" {odd}: DDP sums gradients by their order, whatever they are called",
+            (odd,),
+            ends=True,
+        )
+
+    def take_weights(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
+        """Checksums by parameter, after so many steps."""
+        self._sums[key, case.group(group).ranks][step][case.rank] = sums
+        self._steps_at[key] = case.place(place).line if place >= 0 else "an unknown line"
+
+    def drifted(self) -> Iterator[Finding]:
+        """Replicas that differ at the end."""
+        for (key, ranks), by_step in self._sums.items():
+            if not differ(by_step.get(END, {}), ranks):
+                continue
+            odd, names = apart(by_step[END])
+            since = next((step for step in sorted(by_step) if step > 0 and differ(by_step[step], ranks)), None)
+            when = f", since step {since} or before" if since is not None else ""
+            which = f"parameter {names[0]}" if names else "parameter"
+            which += f" and {len(names) - 1} more" if len(names) > 1 else ""
+            who = "the parameters that were broadcast at the start" if key == BY_HAND else key
+            yield Finding(
+                REPLICAS,
+                f"the replicas of {who} have drifted apart: {name_ranks(odd)} ended with another {which} than"
+                f" {name_ranks(sorted(set(ranks) - set(odd)))}{when}; the optimizer steps at {self._steps_at[key]}",
+                tuple(odd),
+            )
+
+
+def differ(sums: dict[int, list[list[Any]]], ranks: tuple[int, ...]) -> bool:
+    """Whether all these ranks have told, and not the same."""
+    return set(sums) == set(ranks) and any(sums[rank] != sums[ranks[0]] for rank in ranks)
+
+
+def apart(sums: dict[int, list[list[Any]]]) -> tuple[list[int], list[str]]:
+    """The ranks that are fewer, and the parameters in which the first of them differs from the others."""
+    sides: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(sums):
+        sides[repr(sums[rank])].append(rank)
+    right = max(sides.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    odd = sorted(rank for ranks in sides.values() if ranks is not right for rank in ranks)
+    pairs = zip(sums[odd[0]], sums[right[0]], strict=False)
+    return odd, [str(name) for (name, mine), (_, theirs) in pairs if mine != theirs]
+
+
+# What the ranks train on: whether it is the same on all, and whether all have as much of it.
+#
+# Data parallel ranks that see the same samples compute one rank's gradient as often as there are ranks, and nothing
+# but the loss curve shows it. The first inputs of a DDP are compared to the bit: one pair may be equal by chance, two
+# are not.
+
+ENOUGH_SAMPLES = 2  # inputs that have to be alike
+
+
+class Samples:
+    """Checksums of first inputs and batches, and how many batches there were."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._inputs: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, int]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
+        self._forwards: dict[str, str] = {}
+        self._batches: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # by pass over a loader, and number
+        self._counts: dict[int, dict[int, int]] = defaultdict(dict)  # by pass, and rank
+
+    def take_input(self, case: RankState, key: str, group: int, index: int, found: int, place: int) -> None:
+        """The checksum of a DDP's input."""
+        self._inputs[key, case.group(group).ranks][index][case.rank] = found
+        self._forwards[key] = case.place(place).line
+
+    def take_batch(self, case: RankState, turn: int, index: int, found: int) -> None:
+        """The checksum of a loader's batch."""
+        self._batches[turn, index][case.rank] = found
+
+    def take_count(self, case: RankState, turn: int, count: int, place: int) -> None:  # noqa: ARG002
+        """How many batches a pass over a loader gave."""
+        self._counts[turn][case.rank] = count
+
+    def shared(self) -> Iterator[Finding]:
+        """Ranks that train on the same data."""
+        for (key, ranks), by_index in self._inputs.items():
+            alike = [seen for seen in by_index.values() if set(seen) == set(ranks) and len(set(seen.values())) == 1]
+            if len(ranks) > 1 and len(alike) >= ENOUGH_SAMPLES:
+                yield Finding(
+                    DATA,
+                    f"{name_ranks(ranks)} train on the same data at {self._forwards[key]} ({key}): their first"
+                    f" {len(alike)} inputs are equal to the bit, so each sample counts as often as there are ranks;"
+                    " give the loader a DistributedSampler",
+                    ranks,
+                )
+
+    def questions(self) -> Iterator[str]:
+        """What may be meant so."""
+        size = self._world_size
+        for turn, counts in self._counts.items():
+            if len(set(counts.values())) > 1 and len(counts) == size:
+                listed = ", ".join(f"rank {rank} {count}" for rank, count in sorted(counts.items()))
+                yield f"are unequal numbers of batches meant (pass {turn} over a DataLoader: {listed})?"
+        for (turn, index), seen in sorted(self._batches.items()):
+            again = self._batches.get((turn + 1, index), {})
+            if index == 0 and seen == again and len(seen) == len(set(seen.values())) == size > 1:
+                yield (
+                    f"is it meant that pass {turn + 1} over a DataLoader begins with the same batches as pass {turn}? A"
+                    " DistributedSampler shuffles anew only after set_epoch(epoch)"
+                )
+                return
+
+
+# Whether gradients were divided by the number of ranks once: asked, as no run can prove it.
+#
+# A loss may be a mean over a rank's samples or over all of them, so a sum that nobody divides may be right. What can
+# be seen is whether anything touched the tensors between their all_reduce and the step, and by how much they were
+# scaled there: over three steps, to a part in a thousand.
+
+NEAR = 1e-3
+ENOUGH_STEPS = 2  # steps of each rank
+
+
+class Step(NamedTuple):
+    """The gradient at a step beside what was reduced."""
+
+    ratio: float  # of their norms
+    by_script: bool  # the all_reduce is the script's own, else DDP's
+    untouched: bool  # since the all_reduce
+    size: int  # of the group
+    reduced_at: str
+    stepped_at: str
+
+
+class Gradients:
+    """The first steps of all ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._steps: dict[int, list[Step]] = defaultdict(list)
+
+    def take(
+        self,
+        case: RankState,
+        ratio: float,
+        by_script: bool,
+        untouched: bool,
+        size: int,
+        reduced_at: int,
+        stepped_at: int,
+    ) -> None:
+        """One step of one rank."""
+        places = case.place(reduced_at).line, case.place(stepped_at).line
+        self._steps[case.rank].append(Step(ratio, by_script, untouched, size, *places))
+
+    def questions(self) -> Iterator[str]:
+        """Whether they were divided never, or twice."""
+        steps = [step for of_rank in self._steps.values() for step in of_rank]
+        if len(self._steps) < self._world_size or len(steps) < ENOUGH_STEPS * self._world_size or steps[0].size < 2:
+            return
+        size, first = steps[0].size, steps[0]
+        if all(step.by_script and step.untouched and abs(step.ratio - 1) < NEAR for step in steps):
+            yield (
+                f"are the gradients meant as a sum over {size} ranks? Nothing divides them between their all_reduce at"
+                f" {first.reduced_at} and the step at {first.stepped_at}; where the loss is a mean over a rank's own"
+                f" samples, a step is {size} times too long"
+            )
+        elif all(not step.by_script and abs(step.ratio * size - 1) < NEAR for step in steps):
+            yield (
+                f"are the gradients divided by {size} twice? DDP has divided them, and at the step at"
+                f" {first.stepped_at} they are 1/{size} of that"
+            )
+
+
+# Dropout inside a tensor-parallel group: ranks that hold the same activations have to drop the same of them.
+#
+# Which ranks those are the script's own device mesh says, by an axis called tp, or LAB_MESH. Where activations differ
+# they are cut, and there each rank has to draw its own: so ranks are compared only where their inputs are equal.
+
+AXIS = "tp"
+Groups = list[list[int]]
+
+
+class Dropouts:
+    """The first dropouts of all ranks: the state of the random generator before, and the checksum of the input."""
+
+    def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]]) -> None:
+        sizes = [size for _, size in mesh]
+        self._groups = groups_of(AXIS, [name for name, _ in mesh], sizes, list(range(world_size)))
+        self._seen: dict[int, dict[int, tuple[int, int, str]]] = defaultdict(dict)
+
+    def take_mesh(self, case: RankState, names: list[str], ranks: Any) -> None:  # noqa: ARG002
+        """A device mesh of the script's, as nested lists of ranks."""
+        sizes, level = [], ranks
+        while isinstance(level, list):
+            sizes.append(len(level))
+            level = level[0]
+        self._groups = self._groups or groups_of(AXIS, names, sizes, flat(ranks))
+
+    def take(self, case: RankState, index: int, state: int, given: int, place: int) -> None:
+        """One dropout of one rank."""
+        self._seen[index][case.rank] = state, given, case.place(place).line
+
+    def apart(self) -> Iterator[Finding]:
+        """Groups whose ranks drop others of the same activations."""
+        for ranks in self._groups:
+            for index, seen in sorted(self._seen.items()):
+                here = [seen[rank] for rank in ranks if rank in seen]
+                states, given = {state for state, _, _ in here}, {each for _, each, _ in here}
+                if len(here) == len(ranks) > 1 and len(given) == 1 and len(states) > 1:
+                    yield Finding(
+                        DROPOUT,
+                        f"dropout #{index} at {here[0][2]}: {name_ranks(ranks)} of one tensor-parallel group have the"
+                        " same activations and another state of the random generator, so each drops others; seed them"
+                        " alike",
+                        tuple(ranks),
+                    )
+                    break
+
+
+def groups_of(axis: str, names: Sequence[str], sizes: Sequence[int], ranks: Sequence[int]) -> Groups:
+    """The groups along an axis of a mesh whose `ranks` stand in order, the outermost axis first; none without it."""
+    if axis not in names or len(names) != len(sizes) or prod(sizes) != len(ranks):
+        return []
+    position = list(names).index(axis)
+    size, inner = sizes[position], prod(sizes[position + 1 :])
+    starts = [start for start in range(len(ranks)) if start // inner % size == 0]
+    return [[ranks[start + step * inner] for step in range(size)] for start in starts]
+
+
+def flat(nested: Any) -> list[int]:
+    """All numbers of nested lists."""
+    return [number for each in nested for number in flat(each)] if isinstance(nested, list) else [nested]
+
+
+class Quiet:
+    """All facts of a run so far."""
+
+    def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]] = ()) -> None:
+        self._replicas, self._samples = Replicas(), Samples(world_size)
+        self._gradients, self._dropouts = Gradients(world_size), Dropouts(world_size, mesh)
+        self._handles: dict[tuple[str, Place, Place | None], tuple[str, list[int]]] = {}
+        self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
+        self._takers = {
+            "weights": self._replicas.take_weights,
+            "input": self._samples.take_input,
+            "batch": self._samples.take_batch,
+            "batches": self._samples.take_count,
+            "gradient": self._gradients.take,
+            "mesh": self._dropouts.take_mesh,
+            "dropout": self._dropouts.take,
+            "device": self._take_device,
+            "unwaited": self._take_unwaited,
+            "written": self._take_written,
+        }
+
+    def take(self, case: RankState, fact: list[Any]) -> Iterator[Finding]:
+        """One fact of one rank; what is wrong with it at once."""
+        kind, *values = fact
+        if kind == "module":
+            yield from self._replicas.take_module(case, *values)
+        elif kind in self._takers:
+            taker: Any = self._takers[kind]
+            taker(case, *values)
+
+    def _take_device(self, case: RankState, device: int, host: str) -> None:
+        self._devices[device, host].append(case.rank)
+
+    def _take_unwaited(self, case: RankState, call: Call) -> None:
+        self._handles.setdefault(("unwaited", call.place, None), (words(call), []))[1].append(case.rank)
+
+    def _take_written(self, case: RankState, call: Call, waited_at: Place) -> None:
+        self._handles.setdefault(("written", call.place, waited_at), (words(call), []))[1].append(case.rank)
+
+    def handles(self) -> Iterator[Finding]:
+        """Calls whose handles or tensors were not left alone, each line once."""
+        for (kind, place, waited_at), (called, of_ranks) in self._handles.items():
+            ranks = sorted(set(of_ranks))
+            s = "s" if len(ranks) == 1 else ""
+            if kind == "unwaited":
+                yield Finding(
+                    WAITED,
+                    f"{name_ranks(ranks)} never wait{s} for {called} of {place}: its tensor may be read or freed before"
+                    " the call has ended; keep the handle and call wait()",
+                    tuple(ranks),
+                )
+            else:
+                yield Finding(
+                    AT_REST,
+                    f"{name_ranks(ranks)} write{s} into the tensor of {called} between its call at {place} and the wait"
+                    f" at {waited_at}: what is sent or summed is neither the old value nor the new one",
+                    tuple(ranks),
+                )
+
+    def at_end(self) -> Iterator[Finding]:
+        """What can be said once all scripts have ended."""
+        yield from self._replicas.drifted()
+        yield from self._samples.shared()
+        yield from self._dropouts.apart()
+        for (device, host), ranks in self._devices.items():
+            if len(ranks) > 1:
+                yield Finding(
+                    DEVICES,
+                    f"{name_ranks(ranks)} compute on one device, cuda:{device} of {host}: call"
+                    " torch.cuda.set_device(LOCAL_RANK) before anything else",
+                    tuple(ranks),
+                )
+
+    def questions(self) -> Iterator[str]:
+        """What looks wrong and may be right."""
+        yield from self._gradients.questions()
+        yield from self._samples.questions()

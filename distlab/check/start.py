@@ -1,0 +1,138 @@
+"""From what is typed to the ranks: settings, the file and its words, then be a rank or start all of them.
+
+`check` and `prove` are two errands on one road. With RANK in the environment (a container, torchrun, Slurm) this
+process is that rank; else it starts WORLD_SIZE local ones.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distlab.cluster.launch import refuse_too_few
+from distlab.config import Config, ConfigError, commands, launchers
+from distlab.config.settings import ModeOptions, suggest
+
+SHARED = {
+    "rank", "world_size", "master_addr", "master_port", "key", "local_rank", "threads", "runs_dir", "run_id",
+    "join_timeout_s", "lost_after_s", "collective_timeout_s", "cpus", "memory",
+}  # fmt: skip
+EVERY = 100  # optimizer steps between two comparisons of replicas, where nothing else is said
+
+
+class Errand(NamedTuple):
+    """One command that takes a file of someone's own onto all ranks."""
+
+    command: str
+    help: str
+    what: str  # the file, in a sentence
+    options: type[ModeOptions]
+    used: set[str]  # the fields of Config that it takes
+    play: Callable[[Config], Any]  # what makes of the settings the function that a rank's process runs
+
+
+def start(errand: Errand, words: Sequence[str]) -> int:
+    """Run the file; returns the exit code."""
+    started_at = time.time()
+    if not words or words[0] in commands.HELP:
+        print(errand.help.format(own=", ".join(own_variables(errand.options))))
+        return 0
+    try:
+        environ, script, arguments = understood(errand, words)
+        os.environ.update(environ)
+        engine = launchers.taken(os.environ)
+        os.environ.update(engine.variables)
+        config = configured(errand, os.environ, engine.faults, script)
+        if config.rank is None:
+            refuse_too_few(config.world_size)
+    except ConfigError as error:
+        for fault in error.faults:
+            print(f"refused    {fault}", flush=True)
+        return 2
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    for name, value in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
+        os.environ.setdefault(name, value)
+    from distlab.check.script import Job
+    from distlab.cluster.launch import launch
+
+    shown = os.environ.get("DISTLAB_TYPED", str(script))
+    own: Any = config.own(errand.options)
+    every: int = getattr(own, "every", EVERY)
+    job = Job(script.resolve(), shown, tuple(arguments), every, errand.command, errand.play(config))
+
+    def be_rank() -> int:
+        mine = Config.read(usable(os.environ), options=errand.options).model_copy(update={"run_mode": errand.command})
+        from distlab.check.rank_supervisor import Rank
+
+        return Rank(mine, job, started_at, engine.told if config.rank is not None else "").live()
+
+    if config.rank is not None:
+        return be_rank()
+    import distlab.check.rank_supervisor  # noqa: F401  (torch, once for all ranks)
+    from distlab.rank.finish import draw_missing
+
+    code = launch(config, be_rank)
+    draw_missing(code, config.runs_dir)
+    return code
+
+
+def own_variables(options: type[ModeOptions]) -> list[str]:
+    """The variables that one errand alone knows."""
+    return [str(field.alias) for field in options.model_fields.values()]
+
+
+def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Path, list[str]]:
+    """Settings, file and its words; raises ConfigError."""
+    given: dict[str, str] = {}
+    rest = list(words)
+    while rest and "=" in rest[0] and not Path(rest[0]).exists():
+        given |= commands.settings([rest.pop(0)])
+    if not rest:
+        usage = errand.help.partition("\n")[0].removeprefix("usage: ")
+        raise ConfigError([f"no {errand.what} is named: {usage}"])
+    return given, Path(rest[0]), rest[1:]
+
+
+def usable(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+    """The environment without what only a run of the lab's own takes."""
+    return {name: value for name, value in environ.items() if name != "RUN_MODE"}
+
+
+def configured(errand: Errand, environ: os._Environ[str], faults: Sequence[str], script: Path) -> Config:
+    """The settings; raises ConfigError with all faults at once."""
+    found = list(faults) + list(why_not(errand, script))
+    config = Config.read(usable(environ), found, options=errand.options)
+    strange = sorted(
+        str(Config.model_fields[name].alias) for name in config.model_fields_set - errand.used - {"options"}
+    )
+    own: Any = config.own(errand.options)
+    if own.requirements and "DISTLAB_TYPED" not in environ:
+        command = errand.command
+        raise ConfigError(
+            [f"LAB_REQUIREMENTS is installed in containers alone: ./run {command}, or pip install it here"]
+        )
+    if strange:
+        raise ConfigError(
+            [f"{name} is of the lab's own runs: {errand.command} runs your {errand.what}" for name in strange]
+        )
+    return config.model_copy(update={"run_mode": errand.command})
+
+
+def why_not(errand: Errand, script: Path) -> list[str]:
+    """Why this file cannot be run."""
+    if sys.platform != "linux":
+        return [
+            f"{errand.command} needs Linux: `./run {errand.command} {errand.what.upper()}` takes it into containers"
+        ]
+    if not script.is_file():
+        near = [each.name for each in script.parent.glob("*.py")] if script.parent.is_dir() else []
+        return [f"{str(script)!r} is not there{suggest(script.name, near)}: allowed is the file of a Python script"]
+    try:
+        compile(script.read_bytes(), str(script), "exec")
+    except (SyntaxError, ValueError, OSError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        return [f"{str(script)!r} cannot be run{where}: {reason}"]
+    return []

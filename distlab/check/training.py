@@ -1,0 +1,217 @@
+"""What a script trains, as far as it shows without a change: replicas, gradients, batches, dropout, meshes.
+
+Replicas are the parameters of a DistributedDataParallel, and those of an optimizer that the script has broadcast. Their
+weights are told as checksums every LAB_CHECK_EVERY steps and at the end; whether ranks agree is the doctor's to say, as
+is all else here: a process knows itself alone. Only first steps and first batches are looked into.
+"""
+
+import functools
+import math
+import socket
+import weakref
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distlab.check.recorder import Call, Group, Recorder
+
+FIRST = 3  # steps, inputs and dropouts that are looked into
+NAMES = 500  # parameters that are told by name
+
+
+class Replica:
+    """Parameters that a group of ranks should hold alike."""
+
+    def __init__(self, key: str, group: Group, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.key, self.group, self.named = key, group, named
+
+
+class Reduced(NamedTuple):
+    """A tensor that was all_reduced, and its version then."""
+
+    tensor: "weakref.ref[torch.Tensor]"
+    version: int
+    by_script: bool
+    size: int  # of the group
+    place: int
+
+
+class Training:
+    """Watches modules, optimizers and loaders of this process; `install` once."""
+
+    def __init__(self, recorder: Recorder, every: int) -> None:
+        self._recorder, self._telling, self._every = recorder, recorder.telling, every
+        self._modules = self._loaders = self._dropouts = self._steps = 0
+        self._last: dict[str, Replica] = {}  # the newest module and optimizer, which outlive the script's main function
+        self._broadcast: dict[int, Group] = {}  # by address of what the script has broadcast, before its first step
+        self._reduced: list[Reduced] = []  # since the last step
+        self._stepped_at = -1  # the place of the last step
+        recorder.on_reduce = self._note_reduced
+        recorder.on_broadcast = self._note_broadcast
+
+    def install(self) -> None:
+        """Replace or hook what scripts use."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.utils.data import dataloader
+
+        parallel: Any = torch.nn.parallel.DistributedDataParallel
+        parallel.__init__ = self._around(parallel.__init__, self._module_made)
+        parallel.forward = self._around(parallel.forward, self._forward)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        functional: Any = torch.nn.functional
+        functional.dropout = self._around(functional.dropout, self._dropout)
+        loading: Any = dataloader._BaseDataLoaderIter
+        loading.__next__ = self._next(loading.__next__)
+        for place in (dist, dist.device_mesh):
+            made: Any = place
+            made.init_device_mesh = self._mesh(made.init_device_mesh)
+
+    @staticmethod
+    def _around(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def around(*args: Any, **named: Any) -> Any:
+            before(*args, **named)
+            return function(*args, **named)
+
+        return around
+
+    def _module_made(self, parallel: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
+        """Told before DDP compares the ranks itself: it looks at shapes, and not at names."""
+        given = named.get("process_group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        default: Any = dist.group.WORLD
+        group = self._recorder.group_of(given or default)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        found = [(name, each) for name, each in module.named_parameters() if name not in ignored]
+        key = f"DDP {self._modules}"
+        parallel.__dict__["_distlab"] = [key, group, 0]
+        self._modules += 1
+        self._last["DDP"] = Replica(key, group, list(found))
+        shown = [f"{name} {tuple(each.shape)}" for name, each in found][:NAMES]
+        self._telling.say("module", key, group.number, self._recorder.places.here(3)[0], shown)
+
+    def _forward(self, parallel: Any, *inputs: Any, **named: Any) -> None:
+        key, group, count = parallel.__dict__.get("_distlab", ("", None, FIRST))
+        if count < FIRST and torch.is_grad_enabled():
+            parallel.__dict__["_distlab"][2] += 1
+            found = checksum([*inputs, *named.values()])
+            self._telling.say("input", key, group.number, count, found, self._recorder.places.here(3)[0])
+
+    def _note_broadcast(self, call: Call, group: Group) -> None:
+        if self._steps == 0 and call.by_script:
+            self._broadcast |= {tensor.data_ptr(): group for tensor in call.tensors if tensor.numel()}
+
+    def _note_reduced(self, call: Call) -> None:
+        if self._steps < FIRST and call.op == "all_reduce":
+            for tensor in call.tensors:
+                if tensor.is_floating_point() and not tensor.is_inference():
+                    self._reduced.append(
+                        Reduced(weakref.ref(tensor), tensor._version, call.by_script, call.size, call.place)
+                    )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Of the first steps: how long the gradient is beside what was reduced, and whether that was touched since."""
+        self._stepped_at = self._recorder.places.here(2)[0]
+        if self._steps < FIRST and self._reduced:
+            gradients = [each.grad for each in parameters(optimizer) if each.grad is not None]
+            found = [(each, tensor) for each in self._reduced if (tensor := each.tensor()) is not None]
+            if sum(tensor.numel() for _, tensor in found) != sum(each.numel() for each in gradients):
+                found = [(each, tensor) for each, tensor in found if tensor.numel() > 1]  # a loss is reduced too
+            own = sum(square(tensor) for _, tensor in found)
+            if own > 0 and sum(tensor.numel() for _, tensor in found) == sum(each.numel() for each in gradients):
+                ratio = math.sqrt(sum(square(each) for each in gradients) / own)
+                untouched = all(tensor._version == each.version for each, tensor in found)
+                by_script = all(each.by_script for each, _ in found)
+                first = found[0][0]
+                self._telling.say("gradient", ratio, by_script, untouched, first.size, first.place, self._stepped_at)
+        self._reduced.clear()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._steps += 1
+        self._recorder.sweep()
+        self._telling.write(f'["step",{self._steps}]')
+        if self._broadcast and "optimizer" not in self._last:
+            named = [(str(index), each) for index, each in enumerate(parameters(optimizer))]
+            mine = [(name, each) for name, each in named if each.data_ptr() in self._broadcast]
+            if mine:
+                self._last["optimizer"] = Replica("optimizer", self._broadcast[mine[0][1].data_ptr()], mine)
+        if self._steps % self._every == 0:
+            self.tell_weights(self._steps)
+
+    def tell_weights(self, step: int) -> None:
+        """The checksums of all replicas; -1 is the end of the script."""
+        for replica in self._last.values():
+            sums = [[name, checksum([each])] for name, each in replica.named]
+            rest = [["those beyond", zlib.crc32(repr(sums[NAMES:]).encode())]] if len(sums) > NAMES else []
+            shown = sums[:NAMES] + rest
+            self._telling.say("weights", replica.key, replica.group.number, step, shown, self._stepped_at)
+
+    def _next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(method)
+        def following(loading: Any) -> Any:
+            if "_distlab" not in loading.__dict__:
+                loading.__dict__["_distlab"] = [self._loaders, 0]
+                self._loaders += 1
+            turn = loading.__dict__["_distlab"]
+            try:
+                batch = method(loading)
+            except StopIteration:
+                self._telling.say("batches", turn[0], turn[1], self._recorder.places.here(2)[0])
+                raise
+            if turn[1] < 2:
+                self._telling.say("batch", turn[0], turn[1], checksum([batch]))
+            turn[1] += 1
+            return batch
+
+        return following
+
+    def _dropout(self, given: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> None:
+        if training and p > 0 and self._dropouts < FIRST and isinstance(given, torch.Tensor):
+            state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+            self._telling.say("dropout", self._dropouts, state, checksum([given]), self._recorder.places.here(3)[0])
+            self._dropouts += 1
+
+    def _mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def made(*args: Any, **named: Any) -> Any:
+            mesh = function(*args, **named)
+            self._telling.say("mesh", list(mesh.mesh_dim_names or ()), mesh.mesh.tolist())
+            return mesh
+
+        return made
+
+    def tell_device(self) -> None:
+        """The GPU of this process, if it uses one."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._telling.say("device", torch.cuda.current_device(), socket.gethostname())
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All that it updates."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def square(tensor: torch.Tensor) -> float:
+    """The sum of squares; of a tensor that is cut over ranks, of this rank's part."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return float(torch.linalg.vector_norm(local.detach().float()) ** 2)
+
+
+def checksum(values: Iterable[Any]) -> int:
+    """One number for all tensors and numbers in nested lists and dicts, the same for the same bits."""
+    found = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value).detach()
+            raw = local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            found = zlib.crc32(raw.data, found)
+        elif isinstance(value, dict):
+            found = zlib.crc32(repr(checksum(value.values())).encode(), found)
+        elif isinstance(value, (list, tuple)):
+            found = zlib.crc32(repr(checksum(value)).encode(), found)
+        else:
+            found = zlib.crc32(repr(value).encode() if isinstance(value, (int, float, str)) else b"", found)
+    return found

@@ -1,0 +1,253 @@
+"""The checkpoint to resume from: what LAB_RESUME names, the newest that is whole, and of the same model and data.
+
+Whatever a person can get wrong is refused before the ranks join, by every rank for itself, from the manifests alone. A
+checkpoint that one run loads is not removed by another that keeps only its last ones: who reads one holds a shared lock
+(flock) on its manifest, who removes one an exclusive lock.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from distlab.checkpoint import manifest
+from distlab.checkpoint.manifest import Manifest, Unreadable
+from distlab.config import Config, ConfigError
+from distlab.config.settings import shown
+
+
+def hold(folder: Path) -> int | None:
+    """Keep the checkpoint in `folder` until `release`; None where it is none, or one that is just being removed."""
+    path = folder / manifest.FILE
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        if _locked(file, fcntl.LOCK_SH) and os.path.samestat(os.fstat(file), path.stat()):
+            return file
+    except FileNotFoundError:  # removed between the two calls
+        pass
+    os.close(file)
+    return None
+
+
+def release(held: int | None) -> None:
+    """Let it go."""
+    if held is not None:
+        os.close(held)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether somebody keeps the checkpoint in `folder`."""
+    try:
+        file = os.open(folder / manifest.FILE, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return not _locked(file, fcntl.LOCK_EX)
+    finally:
+        os.close(file)
+
+
+def remove(folder: Path) -> bool:
+    """Remove the checkpoint, all of it at once for whoever looks for one; False where somebody holds it."""
+    try:
+        file = os.open(folder / manifest.FILE, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # nobody can hold what has no manifest
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    try:
+        if not _locked(file, fcntl.LOCK_EX):
+            return False
+        gone = folder.with_name(f".{folder.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        return True
+    finally:
+        os.close(file)
+
+
+def _locked(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: as it was before there were any
+        return True
+    return True
+
+
+# The checkpoint to go on from: what LAB_RESUME names, the newest that is whole, and of the same model and data.
+#
+# Whatever a person can get wrong is refused before the ranks join, by every rank for itself, from the manifests
+# alone. After that rank 0 reads every byte of the newest one; if a checksum differs, it says so and takes the one
+# before, and all others follow.
+
+FOLDER = "checkpoints"
+NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint on the disk."""
+
+    folder: Path
+    manifest: Manifest
+    held: int | None = None  # the lease that keeps it there, while it is being read
+
+
+# --- before the ranks join ---
+
+
+def refusals(config: Config) -> list[str]:
+    """Sentences if LAB_RESUME or LAB_CHECKPOINT_EVERY cannot be what this run does."""
+    if config.resume == "auto" and config.run_id is None:
+        return ["LAB_RESUME=auto goes on with the run that LAB_RUN_ID names: set LAB_RUN_ID"]
+    try:
+        wrong = _unfit(config) if config.resume is not None else []
+    except OSError as error:  # a path that is too long, or a folder that may not be read
+        wrong = [f"LAB_RESUME={shown(config.resume)} cannot be read: {error.strerror}"]
+    if config.checkpoint_every is not None and config.resume == "auto":
+        wrong += _unwritable(config)
+    return wrong
+
+
+def _unfit(config: Config) -> list[str]:
+    source, named = place(config), f"LAB_RESUME={shown(config.resume)}"
+    found = candidates(source)
+    if config.resume != "auto" and not source.exists():
+        return [
+            f"{named}: {source} does not exist: name a run in {config.runs_dir}, or the path of a run or of a"
+            " checkpoint"
+        ]
+    if not found:
+        return (
+            []
+            if config.resume == "auto"
+            else [f"{named}: {source} holds no checkpoint (a folder such as step-00000020)"]
+        )
+    unreadable = []
+    for folder in found:
+        try:
+            wrong = misfit(manifest.read(folder), config)
+        except Unreadable as error:
+            unreadable.append(f"{folder} {error}")
+            continue
+        return [f"{named}: {folder} {wrong}"] if wrong else []
+    return [f"{named}: {'; '.join(unreadable)}"]
+
+
+def misfit(saved: Manifest, config: Config) -> str:
+    """Why a run of `config` cannot go on from this checkpoint; the sentence goes on after its path. Empty if it can."""
+    different = manifest.differences(saved, config)
+    if different:
+        return f"{different}: set the same, or leave LAB_RESUME out"
+    missing = [name for name in config.variant if name not in saved.steps]
+    if missing:
+        return f"holds {', '.join(saved.steps)} and not {', '.join(missing)}: leave LAB_VARIANT={','.join(missing)} out"
+    return ""
+
+
+def _unwritable(config: Config) -> list[str]:
+    """Why nothing can be saved in the folder of the run that goes on."""
+    folder = config.runs_dir / str(config.run_id) / FOLDER
+    nearest = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return []
+    return [
+        f"LAB_CHECKPOINT_EVERY={config.checkpoint_every}: {nearest} cannot be written by user {os.getuid()}: change its"
+        " owner"
+    ]
+
+
+def place(config: Config) -> Path:
+    """What LAB_RESUME names: a run by its id, or any path."""
+    if config.resume == "auto":
+        return config.runs_dir / str(config.run_id)
+    run = config.runs_dir / str(config.resume)
+    return run if run.is_dir() else Path(str(config.resume))
+
+
+def candidates(source: Path) -> list[Path]:
+    """The checkpoints of a run, of its folder of checkpoints, or the one itself, the newest first."""
+    if NAME.fullmatch(source.name) or (source / manifest.FILE).exists():
+        return [source] if source.is_dir() else []
+    folder = source / FOLDER if (source / FOLDER).is_dir() else source
+    named = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(named, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """The steps that a checkpoint has done, by its name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+# --- after it ---
+
+
+def choose(config: Config, say: Callable[[str], None]) -> Found | None:
+    """The newest good checkpoint, every byte of it read; what is passed over is said aloud.
+
+    None where there is none at all and LAB_RESUME=auto; raises ConfigError where there are some and none is good.
+    """
+    try:
+        found = newest_good(place(config), say, lambda saved: misfit(saved, config))
+    except Unreadable as error:
+        raise ConfigError([f"LAB_RESUME={config.resume!r}: {error}"]) from None
+    if found is None and config.resume != "auto":
+        raise ConfigError([f"LAB_RESUME={config.resume!r}: {place(config)} holds no checkpoint any more"])
+    return found
+
+
+def newest_good(
+    source: Path, say: Callable[[str], None], unfit: Callable[[Manifest], str] = lambda _: ""
+) -> Found | None:
+    """The newest checkpoint of `source` that is whole and not `unfit`; `say` takes a sentence for each that is passed
+    over.
+
+    None where there is none at all; raises Unreadable, with all reasons, where none is good.
+    """
+    passed: list[str] = []
+    for folder in candidates(source):
+        held = hold(folder)
+        try:
+            saved = manifest.read(folder)
+            wrong = unfit(saved) or "; ".join(damage(folder, saved)[:1])
+        except Unreadable as error:
+            wrong = str(error)
+        if not wrong:
+            for sentence in passed:
+                say(f"{sentence}: taking step {saved.step}")
+            return Found(folder, saved, held)
+        release(held)
+        passed.append(f"{folder} {wrong}")
+    if passed:
+        raise Unreadable("; ".join(passed))
+    return None
+
+
+def damage(folder: Path, saved: Manifest) -> list[str]:
+    """What is not as the manifest says, a sentence a file that goes on after the checkpoint's path."""
+    from distlab.checkpoint import dcp  # 690 modules of torch, for which a run without checkpoints need not wait
+
+    wrong = []
+    for name, (size, checksum) in saved.files.items():
+        path = folder / name
+        if not path.is_file():
+            wrong.append(f"is damaged ({name} is missing)")
+        elif path.stat().st_size != size:
+            wrong.append(f"is damaged ({name} holds {path.stat().st_size} of {size} bytes)")
+        elif manifest.sha256(path) != checksum:
+            wrong.append(f"is damaged ({name}: its checksum differs)")
+    if wrong:
+        return wrong
+    try:
+        named = dcp.files_named(folder)
+    except dcp.Damaged as error:
+        return [f"is damaged ({error})"]
+    return [f"is not whole ({name} is not there)" for name in sorted(named - set(saved.files))]

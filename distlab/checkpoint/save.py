@@ -1,0 +1,314 @@
+"""When to save: every LAB_CHECKPOINT_EVERY steps, before the training goes on or beside it, and the last ones are kept.
+
+A save beside the training (LAB_CHECKPOINT_ASYNC=1) holds it up for a copy of what this rank is going to write; one
+thread writes the copy, over a process group of its own. There is one at a time: the next save waits for the one before.
+A save that fails does not end the run, which goes on with the last good one.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from distlab.checkpoint import checks, dcp, locate, manifest, storage
+from distlab.checkpoint.manifest import Manifest
+from distlab.checkpoint.training_position import TrainingPosition
+from distlab.contract import Strategy
+from distlab.lab import Lab
+from distlab.report import records
+from distlab.report.units import human_bytes
+
+GRACE_S = 10.0  # a save ends by its group's timeout; a disk that hangs gets so much more
+SAY_EVERY_S = 1.0
+CONTROL = "tests/experiments/test_bugs.py::test_each_bug_fails_the_check_that_is_meant_for_it"
+KEPT_CONTROL = "tests/checkpoint/test_proofs.py::test_what_is_kept_are_the_newest_and_no_more"
+STOOD_CONTROL = "tests/checkpoint/test_proofs.py::test_a_save_that_says_nothing_of_what_it_held_up_is_seen"
+
+Shares = Mapping[str, list[float | None]]  # this rank's shares of the losses, by variant
+
+
+@dataclass
+class Outcome:
+    """How a save ended: `error` is empty if it was published, `faults` is what is wrong with what was."""
+
+    step: int
+    began_at: float
+    held_s: float = 0.0
+    seconds: float = 0.0
+    num_bytes: int = 0
+    error: str = ""
+    faults: list[str] = field(default_factory=list)
+    before: set[int] = field(default_factory=set)  # the steps of the checkpoints that were there, on rank 0
+    kept: tuple[int, str] | None = None  # see proofs.wrongly_kept
+    unforeseen: Exception | None = None
+
+
+class Saver:
+    """Saves the variants of one timed pass. All ranks call every method, at the same steps."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        group: dist.ProcessGroup,
+        strategies: Mapping[str, Strategy],
+        course: TrainingPosition,
+        shares: Shares,
+    ) -> None:
+        """`shares` and `course` go on while this saves; `group` is one of gloo's that nothing else uses."""
+        assert lab.journal.folder is not None
+        self.lab, self.group, self.strategies, self.course, self.shares = lab, group, strategies, course, shares
+        self.folder = lab.journal.folder / locate.FOLDER
+        self.published: Manifest | None = None
+        self._plan: storage.Plan | None = None
+        self._pending: tuple[threading.Thread, Outcome] | None = None
+        self._said_at = 0.0
+
+    def after(self, step: int) -> None:
+        """All variants have done `step`: save, if it is time."""
+        config = self.lab.config
+        assert config.checkpoint_every is not None
+        if (step + 1) % config.checkpoint_every:
+            return
+        self.finish()
+        self.lab.at(step, "checkpoint")
+        outcome = Outcome(step + 1, time.perf_counter())
+        outcome.before = checks.listed(self.folder) if self.lab.rank == 0 else set()
+        state, draft = self._own_part(), manifest_of(self.lab, self.course, step + 1)
+        digests = checks.digests(state)
+        shares = {name: list(values) for name, values in self.shares.items()}
+        if config.checkpoint_async:
+            state = {name: dcp.cloned(held) for name, held in state.items()}
+        thread = threading.Thread(
+            target=self._save, args=(draft, state, digests, shares, outcome), name="checkpoint", daemon=True
+        )
+        self._pending = thread, outcome
+        if config.checkpoint_async:
+            thread.start()
+        else:
+            self._save(draft, state, digests, shares, outcome)
+        outcome.held_s = time.perf_counter() - outcome.began_at
+        if not config.checkpoint_async:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if there is one, and say how it ended; raises TimeoutError if it does
+        not."""
+        if self._pending is None:
+            return
+        thread, outcome = self._pending
+        self._pending = None
+        if thread.ident is not None:
+            waited_from, bound_s = time.perf_counter(), self.lab.config.collective_timeout_s + GRACE_S
+            thread.join(bound_s)
+            if thread.is_alive():
+                raise TimeoutError(
+                    f"the checkpoint of step {outcome.step} was not written {bound_s:g} s after the next one was due"
+                )
+            outcome.held_s += time.perf_counter() - waited_from
+        if outcome.unforeseen is not None:
+            raise outcome.unforeseen
+        if self.lab.rank == 0:
+            self._report(outcome)
+
+    def check_standing(self, stood_s: float) -> None:
+        """Hold what the saves say that they held the training up for against the `stood_s` that its loop saw."""
+        if self.lab.rank == 0:
+            told = [each.held_s for each in self.lab.journal.records if isinstance(each, records.Saved)]
+            off = checks.unaccounted_s(stood_s, sum(told))
+            detail = f"the loop stood {stood_s:.3f} s in {len(told)} saves, which say {sum(told):.3f} s"
+            allowed = checks.allowed_s(stood_s)
+            self.lab.check("standing still", off, allowed, detail=detail, unit="s", control=STOOD_CONTROL)
+
+    def _own_part(self) -> dcp.State:
+        """What this rank writes of all variants: views of what is trained on."""
+        state = state_of(self.strategies)
+        if self._plan is None:
+            self._plan = storage.plan(state, self.group)
+        return {name: held for name, held in state.items() if name in self._plan.mine}
+
+    def _save(
+        self, draft: Manifest, state: dcp.State, digests: checks.Digests, shares: Shares, outcome: Outcome
+    ) -> None:
+        """Write, verify and tidy up; on a thread of its own beside the training, so nothing is said here."""
+        config = self.lab.config
+        assert self._plan is not None
+        try:
+            published = storage.write(
+                self.folder,
+                draft,
+                state,
+                self.group,
+                shares,
+                needed_bytes=self._plan.total_bytes,
+                shards_written=self.lab.mode.shards_written,
+            )
+            outcome.num_bytes = published.num_bytes
+            final = self.folder / published.name
+            unlike = storage.together(self.group, lambda: checks.unlike(state, digests, final, self.group))
+            if self.lab.rank == 0:
+                outcome.faults = locate.damage(final, published)
+                for rank, names in enumerate(unlike):
+                    outcome.faults += [f"holds another {name} than rank {rank} saved" for name in names]
+                if not outcome.faults:
+                    keep_last(self.folder, config.checkpoint_keep)
+                    outcome.kept = checks.wrongly_kept(
+                        self.folder, outcome.before, outcome.step, config.checkpoint_keep
+                    )
+            self.published = published
+        except storage.Unsaved as error:
+            outcome.error = str(error)
+        except Exception as error:
+            outcome.unforeseen = error
+        outcome.seconds = time.perf_counter() - outcome.began_at
+
+    def _report(self, outcome: Outcome) -> None:
+        lab, step = self.lab, outcome.step
+        lab.journal.write(records.Saved(step, outcome.seconds, outcome.held_s, outcome.num_bytes, outcome.error))
+        if outcome.error:
+            good = locate.candidates(self.folder)
+            last = f"the last good one is step {locate.step_of(good[0])}" if good else "there is none yet"
+            lab.say(f"step {step} could not be written ({outcome.error}): the run goes on, {last}", "checkpoint")
+            for claim in ("checkpoint", "kept checkpoints"):
+                lab.waive(claim, outcome.error)
+            return
+        detail = (
+            f"step {step}: {outcome.faults[0] if outcome.faults else 'every file is there, and its checksum right'}"
+        )
+        lab.check("checkpoint", len(outcome.faults), 0, detail=detail, control=CONTROL)
+        if outcome.kept is not None:
+            wrong, detail = outcome.kept
+            wrong += step % (lab.config.checkpoint_every or 1) > 0  # saved at another step than was asked for
+            lab.check("kept checkpoints", wrong, 0, detail=detail, control=KEPT_CONTROL)
+        now = time.monotonic()
+        if now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            size, stood_s = human_bytes(outcome.num_bytes), outcome.held_s
+            lab.say(
+                f"checkpoint step {step}, {size} in {outcome.seconds:.2f} s, for which the training stood still"
+                f" {stood_s:.2f} s"
+            )
+
+
+def state_of(strategies: Mapping[str, Strategy]) -> dcp.State:
+    """The states of all variants as one, under '<variant>/<name>'."""
+    return {
+        f"{variant}/{name}": held
+        for variant, strategy in strategies.items()
+        for name, held in strategy.state_dict().items()
+    }
+
+
+def manifest_of(lab: Lab, course: TrainingPosition, step: int) -> Manifest:
+    """What this rank knows of the checkpoint after `step` steps."""
+    start = lab.journal.records[0]
+    assert isinstance(start, records.Start)
+    epoch, batch = course.position(step)
+    return Manifest(
+        schema=manifest.SCHEMA,
+        run_id=start.run_id,
+        world_size=lab.world_size,
+        settings=manifest.defining(lab.config),
+        data=course.data,
+        versions=start.versions,
+        step=step,
+        steps=dict(course.done),
+        epoch=epoch,
+        batch=batch,
+        seen=list(course.seen),
+        losses={name: list(values) for name, values in course.losses.items()},
+        generators={str(lab.rank): storage.generator_states(lab.device)},
+        draws={str(lab.rank): storage.next_draws(lab.device)},
+        files={},
+    )
+
+
+def keep_last(folder: Path, count: int) -> None:
+    """Remove all checkpoints but the `count` newest, and those that another run is loading."""
+    for path in locate.candidates(folder)[count:]:
+        with suppress(OSError):  # a disk's own trouble: the checkpoint stays
+            locate.remove(path)
+
+
+# What a failing rank saves by itself: no collective, no wait for the dead, and a bound on it all.
+#
+# A rank whose variants are all replicated holds everything, so it can write a whole checkpoint alone; one that holds
+# shards cannot, and says so. Several ranks may try at once, as when all survivors meet the same broken connection:
+# each writes a folder of its own, and the first to give its folder the common name has saved for all.
+
+BOUND_S = 10.0
+
+
+def rescue(saver: Saver) -> None:
+    """Save what is safe, and say what came of it; returns after BOUND_S at the latest, and raises nothing."""
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(_attempt(saver)), name="rescue", daemon=True)
+    thread.start()
+    thread.join(BOUND_S)
+    with suppress(Exception):  # a full disk takes no line either
+        saver.lab.journal.say(f"rescue     {said[0] if said else f'nothing was saved in {BOUND_S:g} s'}")
+
+
+def _attempt(saver: Saver) -> str:
+    try:
+        return save_alone(saver)
+    except Exception as error:
+        return f"nothing could be saved ({type(error).__name__}: {error}), {last_good(saver)}"
+
+
+def save_alone(saver: Saver) -> str:
+    """Write a whole checkpoint, if this rank has one; returns the sentence that says so, or why not. Raises OSError."""
+    lab, course = saver.lab, saver.course
+    step = min(course.done.values(), default=0)
+    if course.torn is not None:
+        return f"rank {lab.rank} was in the middle of an update of {course.torn} and saves nothing, {last_good(saver)}"
+    state = state_of(saver.strategies)
+    names = [name for name, _ in lab.mode.model(lab.config, lab.config.seed).named_parameters()]
+    parts = [variant for variant in saver.strategies if not is_all_of(variant, names, state)]
+    if parts:
+        return f"rank {lab.rank} holds a part only of {', '.join(parts)} and saves nothing, {last_good(saver)}"
+    final = saver.folder / manifest.folder_name(step)
+    if final.exists() or step == course.first:
+        return f"rank {lab.rank} has no further step to save, {last_good(saver)}"
+    losses = {name: padded([*before, *course.heard[name]], course.done[name]) for name, before in course.losses.items()}
+    write_alone(final, lab.rank, replace(manifest_of(lab, course, step), losses=losses), state)
+    return f"rank {lab.rank} has saved step {step} by itself ({final})"
+
+
+def write_alone(final: Path, rank: int, draft: Manifest, state: dcp.State) -> None:
+    """As `writing.write`, without the others; does nothing where another rank was first."""
+    partial = final.with_name(f".{final.name}.rank{rank}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        own = dcp.save(state, partial, None)
+        storage.complete(partial, replace(draft, files=storage.described(own, partial)))
+        partial.rename(final)
+    except OSError:
+        if not final.exists():  # another rank was first, and its files are as good
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_all_of(variant: str, names: Iterable[str], state: dcp.State) -> bool:
+    """Whether this rank holds a whole model of `variant`: every weight is there, and nothing in parts."""
+    whole = {name for name, held in state.items() if name.startswith(f"{variant}/") and dcp.is_whole(held)}
+    parts = {name for name in state if name.startswith(f"{variant}/")} - whole
+    return not parts and {f"{variant}/weights.{name}" for name in names} <= whole
+
+
+def padded(losses: list[float | None], steps: int) -> list[float | None]:
+    """The curve as far as this rank knows it, and None for what no rank has told yet: the losses of a step are told at
+    the next one's barrier, so of the last step it has its own share alone."""
+    return losses[:steps] + [None] * (steps - len(losses))
+
+
+def last_good(saver: Saver) -> str:
+    """Which checkpoint there is to go on from."""
+    good = locate.candidates(saver.folder)
+    return f"the last good checkpoint is step {locate.step_of(good[0])}" if good else "and there is no checkpoint yet"

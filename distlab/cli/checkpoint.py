@@ -1,0 +1,84 @@
+"""A checkpoint as one plain file that torch.load opens: `python -m distlab checkpoint export RUN_OR_PATH OUT.pt`.
+
+The file is a dictionary: "weights" and "optimizer" hold dense tensors by name (a model's `load_state_dict` takes the
+weights as they are), "variant", "step" and "settings" say what they are. Exit code 2 where there is nothing good to
+export.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distlab.checkpoint import locate
+from distlab.checkpoint.locate import Found
+from distlab.checkpoint.manifest import Unreadable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Find, check, gather, write; returns the exit code."""
+    asked = parser().parse_args(arguments)
+    try:
+        found = locate.newest_good(asked.source, lambda text: print(f"checkpoint {text}", file=sys.stderr))
+        if found is None:
+            raise Unreadable(f"{asked.source} holds no checkpoint: name the folder of a run or of a checkpoint")
+        variant = chosen(found, asked.variant)
+        export(found, variant, asked.out)
+    except Unreadable as error:
+        print(f"refused    {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"broken     {asked.out} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    print(f"exported   {variant} after {found.manifest.step} steps ({found.folder}) to {asked.out}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="distlab checkpoint", description=(__doc__ or "").split("\n\n")[0])
+    commands = made.add_subparsers(required=True, metavar="export")
+    command = commands.add_parser("export", help="write a checkpoint as one file that torch.load opens")
+    command.add_argument("source", type=Path, metavar="RUN_OR_PATH", help="folder of a run, or of one checkpoint")
+    command.add_argument("out", type=Path, metavar="OUT.pt", help="the file to write")
+    command.add_argument("--variant", help="which one, where the checkpoint holds several")
+    return made
+
+
+def chosen(found: Found, variant: str | None) -> str:
+    """The variant to export; raises Unreadable where it is not there or not clear."""
+    names = list(found.manifest.steps)
+    if variant is None and len(names) == 1:
+        return names[0]
+    if variant in names:
+        return str(variant)
+    asked = f"and not {variant}" if variant is not None else "name one"
+    raise Unreadable(f"{found.folder} holds {', '.join(names)}, {asked}: --variant {names[0]}")
+
+
+def export(found: Found, variant: str, out: Path) -> None:
+    """Write one variant's dense tensors to `out`, all of the file or nothing; raises OSError."""
+    import torch
+
+    from distlab.checkpoint import dcp
+
+    dense = dcp.load_dense(found.folder, f"{variant}/")
+    content: dict[str, Any] = {"variant": variant, "step": found.manifest.step, "settings": found.manifest.settings}
+    for name, tensor in dense.items():
+        kind, _, label = name.partition(".")
+        content.setdefault(kind, {})[label] = tensor
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            torch.save(content, file)
+        draft.replace(out)
+    except RuntimeError as error:
+        raise dcp.of_the_disk(error) or error from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The manifest of an engine for so many ranks: `distlab engine kubernetes --ranks 16 fsdp LAB_STEPS=100`.
+
+A manifest is a file of engines/<engine>/ that stands for itself, for 4 ranks. Marks at ends of lines say what depends
+on a run: the number before `# ranks`, three times as many before `# restarts`, the name before `# image`; the line of
+`# rank 0` is made for each. Variables come in the place of `# settings`, or behind the name where one of the shell is
+passed on. So a new engine is a new file, and nothing is made that could not be read there.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distlab.config import MAX_WORLD_SIZE, Config, ConfigError, commands
+
+NUMBERS = {"ranks": 1, "restarts": 3}  # marks before which a number stands, and how many times the ranks it is
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "LAB_RUNS_DIR")  # what a manifest says itself
+ENGINES = Path(__file__).parents[1] / "engines"
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the manifest; returns 0, or 2 with a sentence for each thing that is wrong."""
+    typed = parser().parse_intermixed_args(words)
+    try:
+        settings = checked(typed.ranks, typed.settings)
+    except ConfigError as error:
+        for fault in error.faults:
+            print(f"refused    {fault}", file=sys.stderr)
+        return 2
+    name = typed.kind or next(iter(kinds(typed.engine)))
+    if name not in kinds(typed.engine):
+        print(f"refused    --as {name!r} is none of {', '.join(kinds(typed.engine))}", file=sys.stderr)
+        return 2
+    print(manifest((ENGINES / typed.engine / f"{name}.yaml").read_text(), typed.ranks, typed.image, settings), end="")
+    return 0
+
+
+def kinds(engine: str) -> list[str]:
+    """The manifests of an engine, by name; the first in the alphabet is its plain one."""
+    return sorted(path.stem for path in (ENGINES / engine).glob("*.yaml"))
+
+
+def checked(ranks: int, words: Sequence[str]) -> dict[str, str]:
+    """The variables that the words stand for, as a rank there would judge them; raises ConfigError with all faults."""
+    settings = commands.settings(words)
+    faults = [
+        f"{name}={settings[name]} is the manifest's to say: --ranks sets how many there are, a volume holds their runs"
+        for name in OWN
+        if name in settings
+    ]
+    if not 1 <= ranks <= MAX_WORLD_SIZE:
+        faults.append(f"--ranks {ranks} is out of range: allowed is 1 to {MAX_WORLD_SIZE}")
+    place = {"RANK": "0", "WORLD_SIZE": str(min(max(ranks, 1), MAX_WORLD_SIZE)), "MASTER_ADDR": "rank0"}
+    Config.read(settings | place, found_before=faults)
+    return settings
+
+
+def manifest(text: str, ranks: int, image: str, settings: Mapping[str, str]) -> str:
+    """The manifest `text` for these ranks and this image, with these variables in the place of its own."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        mark = re.search(r"# (ranks|restarts|image|settings|rank \d+)$", line)
+        kind = mark[1] if mark else ""
+        listed, passed_on = re.match(r"\s*- \{name: (\w+), value: ", line), re.match(r"\s*(\w+):$", line)
+        if kind in NUMBERS:
+            lines.append(re.sub(r'\b\d+(?="?\}? # \w+$)', str(ranks * NUMBERS[kind]), line))
+        elif kind == "image":
+            lines.append(re.sub(r"\S+(?= # image$)", image, line))
+        elif kind == "settings":
+            indent = line[: line.index("#")]
+            lines += [f"{indent}- {{name: {name}, value: {json.dumps(value)}}}" for name, value in settings.items()]
+        elif kind.startswith("rank "):
+            lines += [line.replace("0", str(rank)) for rank in range(ranks) if kind == "rank 0"]
+        elif passed_on and passed_on[1] in settings:
+            value = settings[passed_on[1]].replace("$", "$$")  # Compose would take what follows for a variable
+            lines.append(f"{line} {json.dumps(value)}")
+        elif not (listed and listed[1] in settings):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    engines = sorted(path.name for path in ENGINES.iterdir() if kinds(path.name)) if ENGINES.is_dir() else []
+    made = argparse.ArgumentParser(
+        prog="distlab engine", allow_abbrev=False, description=(__doc__ or "").split("\n\n")[0]
+    )
+    made.add_argument("engine", choices=engines, help="the engine that is to start the ranks")
+    made.add_argument("--ranks", type=int, default=4, help=f"how many, 1 to {MAX_WORLD_SIZE} (4)")
+    several = "; ".join(f"for {engine} {', '.join(kinds(engine))}" for engine in engines if len(kinds(engine)) > 1)
+    made.add_argument("--as", dest="kind", metavar="KIND", help=f"{several} (the first)")
+    made.add_argument(
+        "--image", default="distlab:latest", help="the image of a rank, as the engine finds it (distlab:latest)"
+    )
+    made.add_argument("settings", nargs="*", metavar="MODE|NAME=VALUE", help="the mode, and its settings")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

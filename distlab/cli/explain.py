@@ -1,0 +1,62 @@
+"""The lesson without the run: the idea, the shapes, and the prediction for the settings given.
+
+make explain RUN_MODE=dp WORLD_SIZE=3            the mode's docstring and its predictions, formula and number
+make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that mistake breaks, and which check sees it
+"""
+
+import sys
+
+from distlab.config import Config, ConfigError
+from distlab.contract import Mode
+from distlab.rank.mode_loader import PREDICTED, prediction_rows
+from distlab.report.table import aligned
+
+
+def explain(config: Config, mode: Mode) -> list[str]:
+    """The lines of the lesson; in the end the files that it is read in."""
+    lines = [mode.idea, ""]
+    lines += [f"With {', '.join(f'{name}={value}' for name, value in settings(config).items())}:", ""]
+    lines += aligned(PREDICTED, prediction_rows(mode.predict(config)))
+    if config.bug is not None:
+        mistake = mode.mistakes[config.bug]
+        return [*lines, "", f"LAB_BUG={config.bug}: {mistake.what}. The check that sees it: {mistake.check}."]
+    if mode.mistakes:
+        lines += ["", "Mistakes to make on purpose (LAB_BUG), and the check that sees each:", *mistake_lines(mode)]
+    return [*lines, *reading_lines(mode)]
+
+
+def settings(config: Config) -> dict[str, str]:
+    return {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size)} | config.environ()
+
+
+def mistake_lines(mode: Mode) -> list[str]:
+    """A row a mistake."""
+    rows = [[name, mistake.what, mistake.check] for name, mistake in mode.mistakes.items()]
+    return aligned(["bug", "what breaks", "check"], rows)
+
+
+def reading_lines(mode: Mode) -> list[str]:
+    """Which files to open, in which order."""
+    if not mode.reading:
+        return []
+    return ["", "Read it in this order:", *(f"  {number}. {place}" for number, place in enumerate(mode.reading, 1))]
+
+
+def main() -> int:
+    """Print the lesson of RUN_MODE; exit code 2 if the settings are refused."""
+    from distlab.rank.mode_loader import load
+    from distlab.rank.preflight import refuse
+
+    try:
+        config = Config.read()
+        mode = load(config.run_mode)
+        refuse(config, mode)
+    except ConfigError as error:
+        print("\n".join(f"refused    {fault}" for fault in error.faults))
+        return 2
+    print("\n".join(explain(config, mode)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

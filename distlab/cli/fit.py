@@ -1,0 +1,180 @@
+"""It does not fit, and then it does: the sizes of `make fit` (compose/fit.sh), from arithmetic alone, and its verdict.
+
+    limit      a memory limit between what a rank of fsdp (zero3) needs and what one of dp needs, halfway
+    judge      whether dp was killed within that limit, fsdp was not, and both trained to the same losses (without a
+               limit, dp)
+
+Both need what a rank holds before it has a model, which is measured, and what the formulas of `measure` say: dp 16·P
+bytes for float32 with Adam; zero3 16·P/N, the layers that are whole at the same time, and at its start the dense model
+that it shards, 4·P.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from distlab.config import Config
+from distlab.measure.activations import SavedActivations
+from distlab.report.reading import BrokenRecord, read_run
+from distlab.report.records import Losses, select
+from distlab.report.verdict import judge
+from distlab.sharded.costs import WHOLE_LAYERS, rest_bytes
+from distlab.workload.data import Batches
+from distlab.workload.model import outline
+
+MIB = 2**20
+FLOAT32_BYTES = 4
+POLL_S = 0.02
+# The same numbers are summed in another order, and AdamW divides by a gradient's own size: where that is rounding noise
+# a weight may step the other way.
+LOSS_TOLERANCE = 1e-4
+
+
+class Need(NamedTuple):
+    """Bytes of tensors that one rank has to hold, and how that came about."""
+
+    nbytes: float
+    formula: str
+
+
+def dp_need(num_parameters: int, activation_bytes: int) -> Need:
+    """Everything, on every rank."""
+    rest = sum(rest_bytes(0, num_parameters, num_parameters).values())
+    return Need(rest + activation_bytes, f"16·P = {mb(rest)}, activations {mb(activation_bytes)}")
+
+
+def zero3_need(layers: Sequence[int], num_ranks: int, activation_bytes: int) -> Need:
+    """The larger of its start, when the dense model is still there, and of a step; `layers` in parameters."""
+    total, layer = sum(layers), FLOAT32_BYTES * max(layers)
+    start = FLOAT32_BYTES * (total + total / num_ranks) + layer
+    rest = sum(rest_bytes(3, total, total / num_ranks).values())
+    step = rest + WHOLE_LAYERS * layer + activation_bytes
+    if start > step:
+        return Need(start, f"at its start 4·P + 4·P/N and a layer of {mb(layer)}; a step takes {mb(step)}")
+    whole = f"{WHOLE_LAYERS} whole layers of {mb(layer)}, activations {mb(activation_bytes)}"
+    return Need(step, f"16·P/N = {mb(rest)}, {whole}; its start takes {mb(start)}")
+
+
+def activations(config: Config) -> int:
+    """Bytes that a rank's forward pass leaves for its backward pass: counted on a model without numbers."""
+    batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
+    inputs, targets, _ = batches.dealt(0, 0, config.world_size)[0]
+    model = outline(config)
+    with SavedActivations() as saved:
+        model(inputs.to("meta"), targets.to("meta"))
+    return saved.peak_bytes
+
+
+def base() -> int:
+    """Bytes of a rank that has no model to speak of: the most that a tiny run has of its own.
+
+    The kernel cannot take them back. Code and other files that it has mapped are left out: under a limit they go first.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = {
+            "WORLD_SIZE": 1, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "RUN_MODE": "fsdp", "LAB_VARIANT": "zero3",
+            "LAB_WIDTH": 8, "LAB_HEADS": 1, "LAB_RUNS_DIR": folder, "LAB_PROOF": 0, "LAB_STEPS": 3,
+        }  # fmt: skip
+        log = Path(folder) / "log"
+        with log.open("w") as output:
+            command = ["env", *(f"{name}={value}" for name, value in tiny.items()), sys.executable, "-m", "workers"]
+            rank = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        most = 0
+        while rank.poll() is None:
+            most = max(most, own_bytes(rank.pid))
+            time.sleep(POLL_S)
+        if rank.returncode:
+            raise SystemExit(f"the run without a model failed with exit code {rank.returncode}:\n{log.read_text()}")
+    return most
+
+
+def own_bytes(pid: int) -> int:
+    """Bytes of a process that no file could give back."""
+    try:
+        lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:  # it has ended
+        return 0
+    return sum(1024 * int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
+
+
+def limit(config: Config) -> int:
+    """The limit in MiB; the arithmetic goes to standard error."""
+    if config.world_size == 1:
+        raise SystemExit("WORLD_SIZE=1 has nobody to share with: set 2 or more")
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers]
+    held = activations(config)
+    empty, dp, zero3 = base(), dp_need(sum(layers), held), zero3_need(layers, config.world_size, held)
+    halfway = empty + (dp.nbytes + zero3.nbytes) / 2
+    lines = [
+        f"model      P = {sum(layers) / 1e6:.1f}M parameters, N = {config.world_size} ranks",
+        f"no model   {mb(empty)}, measured: Python, torch and its buffers, on every rank",
+        f"dp         {mb(empty)} + {mb(dp.nbytes)} = {mb(empty + dp.nbytes)}: {dp.formula}",
+        f"zero3      {mb(empty)} + {mb(zero3.nbytes)} = {mb(empty + zero3.nbytes)}: {zero3.formula}",
+        f"limit      {mb(halfway)}, halfway: LAB_MEMORY={round(halfway / MIB)}m",
+    ]
+    print("\n".join(lines), file=sys.stderr)
+    return round(halfway / MIB)
+
+
+def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
+    """What does not hold of the three runs: dp without a limit, dp and fsdp within it."""
+    lost = judge(read_run(dp))["lost"]
+    killed = [entry["rank"] for entry in lost if "killed by the kernel for want of memory" in entry["reason"]]
+    print(
+        f"dp         within the limit: killed {killed or 'nobody'}, of all that were lost: {[e['rank'] for e in lost]}"
+    )
+    verdict = judge(read_run(fsdp))["verdict"]
+    print(f"fsdp       within the limit: {verdict}")
+    one, other = losses(free, "bucketed"), losses(fsdp, "zero3")
+    apart = max((abs(a - b) for a, b in zip(one, other, strict=False)), default=float("inf"))
+    print(f"losses     dp without a limit {shown(one)}")
+    print(f"           fsdp within it     {shown(other)}   apart by {apart:.1e}, tolerance {LOSS_TOLERANCE:.0e}")
+    held = {
+        "dp was not killed for want of memory": bool(killed),
+        "fsdp did not pass": verdict == "pass",
+        "dp and fsdp did not train to the same losses": len(one) == len(other) and apart <= LOSS_TOLERANCE,
+    }
+    return [claim for claim, holds in held.items() if not holds]
+
+
+def losses(run: Path, variant: str) -> list[float]:
+    """The loss curve of a variant."""
+    return next((each.numbers for _, each in select(read_run(run), Losses) if each.variant == variant), [])
+
+
+def shown(values: list[float]) -> str:
+    return " ".join(f"{value:.5f}" for value in values)
+
+
+def mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.0f} MB"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`limit` prints LAB_MEMORY's value, `judge FREE DP FSDP` (folders of runs) the verdict; returns the exit code."""
+    if list(arguments) == ["limit"]:
+        print(f"{limit(Config.read())}m")
+        return 0
+    if len(arguments) == 4 and arguments[0] == "judge":
+        try:
+            found = unmet(*map(Path, arguments[1:]))
+        except BrokenRecord as error:
+            print(f"refused    {error}", file=sys.stderr)
+            return 2
+        print(
+            "".join(f"FAIL       {claim}\n" for claim in found) or "PASS       it does not fit, and then it does\n",
+            end="",
+        )
+        return int(bool(found))
+    print("usage: distlab fit limit | judge FREE DP FSDP", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""Judge a finished run again from its records alone, with no cluster: `python -m distlab report runs/<run_id>`.
+
+Exit codes are the run's own (0 all held, 1 a check failed, 2 refused, 3 lost); 2 also if the records
+cannot be read or the report cannot be written. Several runs are drawn together and judged by nobody: 0.
+"""
+
+import argparse
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distlab.report.claims import Run
+from distlab.report.compare import incomparable
+from distlab.report.junit import write_junit
+from distlab.report.log import verdict_lines
+from distlab.report.reading import MISFITS, BrokenRecord, read_run
+from distlab.report.records import Ranks
+from distlab.report.verdict import exit_code, judge, write_run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read, judge, write; returns the exit code."""
+    asked = parser().parse_args(arguments)
+    if len(asked.runs) > 1 and (asked.junit or asked.page_only or asked.figures):
+        parser().error(f"--junit, --page-only and --figures go with one run, and {len(asked.runs)} were named")
+    if asked.page and not asked.page_only:
+        parser().error("--page says where --page-only writes, and --page-only is not there")
+    try:
+        if len(asked.runs) > 1:
+            return draw_together(asked.runs)
+        folder = asked.runs[0]
+        run, records = read_and_judge(folder)
+        if asked.figures:
+            return draw_figures(folder, run, records, asked.figures)
+        return rebuild(folder, run, records, asked.junit, asked.page_only, asked.page)
+    except BrokenRecord as error:
+        print(f"refused    {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"broken     the report cannot be written: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 1 if error.errno == errno.ENOSPC else 2
+    except MISFITS as error:
+        folders = ", ".join(map(str, asked.runs))
+        print(f"refused    the records in {folders} do not fit each other ({error!r})", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="distlab report",
+        description="Judge a finished run again from its records alone: rewrites run.json and report.html, prints the "
+        "verdict and returns its exit code. Two runs are drawn together instead, into compare-<OLD>.html in the folder "
+        "of the second; more of one mode, as curves over WORLD_SIZE, into together.html in that of the last.",
+    )
+    made.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; several to compare"
+    )
+    made.add_argument(
+        "--junit", type=Path, metavar="FILE", help="also write a test case a check, as JUnit XML for a CI"
+    )
+    made.add_argument(
+        "--page-only", action="store_true", help="write report.html and nothing else; returns 0 if it was written"
+    )
+    made.add_argument(
+        "--figures", type=Path, metavar="DIR", help="write each figure of the report as SVG and PNG, and nothing else"
+    )
+    made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
+    return made
+
+
+def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
+    """The verdict on the records in `folder`; raises BrokenRecord naming file and line."""
+    records = read_run(folder)
+    try:
+        return judge(records), records
+    except BrokenRecord as error:
+        raise BrokenRecord(f"{folder}: {error}") from None
+    except MISFITS as error:
+        raise BrokenRecord(f"{folder}: its records do not fit each other ({error!r})") from None
+
+
+def draw_together(folders: Sequence[Path]) -> int:
+    """One page of two runs or more, or a sentence for each that cannot stand beside the others."""
+    judged, faults = [], []
+    for folder in folders:
+        try:
+            judged.append((folder, *read_and_judge(folder)))
+        except BrokenRecord as error:
+            faults.append(str(error))
+    if len(folders) > 2 and judged:
+        faults += incomparable(judged)
+    if faults:
+        print("\n".join(f"refused    {fault}" for fault in faults), file=sys.stderr)
+        return 2
+    if len(judged) == 2:
+        from distlab.report.compare import write_comparison
+
+        page = write_comparison(*judged)
+    else:
+        from distlab.report.compare import write_together
+
+        page = write_together(judged)
+    print(f"report     {page}")
+    return 0
+
+
+def draw_figures(folder: Path, run: Run, records: Ranks, into: Path) -> int:
+    """Write the figures and say where; 2 where there is none."""
+    from distlab.report.export import write_figures
+    from distlab.report.picture import Untimed
+
+    try:
+        drawn = write_figures(into, run, records)
+    except Untimed as error:
+        print(f"refused    {folder} {error}", file=sys.stderr)
+        return 2
+    print(f"figures    {len(drawn)} in {into}, as SVG and PNG: {', '.join(path.stem for path in drawn)}")
+    return 0
+
+
+def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_only: bool, path: Path | None) -> int:
+    """Write what was asked for, and print the verdict as rank 0 did."""
+    from distlab.report.page import write_page
+
+    page = write_page(folder, run, records, path)
+    if page_only:
+        return 0
+    write_run(folder, run)
+    if junit is not None:
+        write_junit(junit, run)
+    print("\n".join(verdict_lines(run, records, page)))
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

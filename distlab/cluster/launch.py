@@ -1,0 +1,240 @@
+"""All ranks as processes of this machine, for when no container or scheduler started them.
+
+Importing torch takes a core 3 to 4 s: this process does so once, and each rank is forked from it (8 ranks on two cores
+stood after 4 s where they took 17). What a rank prints is passed on line by line with the rank in front. Signals go to
+every rank, a rank that does not end is killed, and none outlives the launcher. A rank that dies is named at once, and
+the others end with it if they have not met it yet (parent.py).
+"""
+
+import multiprocessing
+import os
+import resource
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
+from pathlib import Path
+from types import FrameType
+
+from distlab.cluster.child import die_with
+from distlab.cluster.launcher_pipe import VARIABLE, Child
+from distlab.cluster.shutdown import heeded
+from distlab.config import Config, ConfigError
+from distlab.report.standard_streams import passed_on
+
+STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
+FAILED_GRACE_S = 30.0  # beside LAB_JOIN_TIMEOUT_S, for the others once a rank has ended badly
+# On other systems their own libraries do not stand a fork: a rank is a new interpreter there, and imports torch itself.
+CONTEXT: ForkContext | SpawnContext = (
+    multiprocessing.get_context("fork") if sys.platform == "linux" else multiprocessing.get_context("spawn")
+)
+STOPPED, SPOKE = (130, 143), (2, 3)  # exit codes of a rank that was stopped, and of one that has said why it ends
+UNMET = "before all ranks had joined"
+POLL_S = 0.05
+
+
+def launch(config: Config, be_rank: Callable[[], int]) -> int:
+    """Run WORLD_SIZE local ranks to their end, each `be_rank` with its variables; returns the worst of their codes."""
+    drawn = "" if config.key_file is not None else secrets.token_hex(16)
+    port, key = free_port(), config.key.get_secret_value() if config.key else drawn
+    ranks: list[LocalRank] = []
+    stopped_at: list[float] = []
+
+    def say(line: bytes) -> None:
+        why = passed_on(line)
+        if why:  # nobody reads: the ranks go on, and the log of the first says so
+            ranks[0].line.tell_unheard(why)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        stopped_at.append(time.monotonic())
+        for each in ranks:
+            each.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in heeded()}
+    try:
+        for rank in range(config.world_size):
+            ranks.append(LocalRank(rank, variables(config, rank, port, key), be_rank, say))
+        for each in ranks:  # no rank is forked beside a thread, which may hold a lock
+            each.printer.start()
+        if stopped_at:  # while they were started: not all were there to hear it
+            for each in ranks:
+                each.send_signal(signal.SIGTERM)
+        _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s, say)
+        for each in ranks:
+            each.printer.join(timeout=2.0)  # a process that a rank has left behind may hold its pipe
+    finally:
+        for each in ranks:
+            each.process.kill()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    for each in ranks:
+        each.process.join()
+    return worst([each.process.exitcode or 0 for each in ranks])
+
+
+class LocalRank:
+    """One child, its line to the launcher, and the thread that prints what it says."""
+
+    def __init__(
+        self, rank: int, variables: dict[str, str], be_rank: Callable[[], int], say: Callable[[bytes], None]
+    ) -> None:
+        self.rank, self.line, self._say = rank, Child(), say
+        self.last_words = ""
+        self.buried = self.told = False
+        self._said, theirs = CONTEXT.Pipe(duplex=False)
+        util.register_after_fork(self, LocalRank._let_go)
+        self.process = CONTEXT.Process(
+            target=be_child, args=(be_rank, variables, self.line.theirs, theirs, os.getpid())
+        )
+        self.process.start()
+        self.line.theirs.close()
+        theirs.close()
+        self.printer = threading.Thread(target=self._pass_on, daemon=True)
+
+    def _let_go(self) -> None:
+        """In a rank: the launcher's ends are not for it."""
+        self._said.close()
+        self.line.close()
+
+    def _pass_on(self) -> None:
+        with open(self._said.fileno(), "rb", closefd=False) as said:
+            for output in said:
+                words = output.rstrip(b"\r\n")
+                self.last_words = words.decode(errors="replace")
+                self._say(b"rank %d | %s" % (self.rank, words))
+
+    def send_signal(self, number: int) -> None:
+        """Nothing if it has ended."""
+        if self.process.exitcode is None and self.process.pid is not None:
+            os.kill(self.process.pid, number)
+
+    def obituary(self) -> tuple[str, bool] | None:
+        """Who died and how, if nobody else says it, and whether the rank has said why itself."""
+        code, joined = self.process.exitcode or 0, self.line.joined()
+        if code < 0:
+            how, spoke = f"was killed by {signal.Signals(-code).name}", False
+        elif code in STOPPED or code == 0 or joined or self.told:  # then it ends for another
+            return None
+        else:
+            how, spoke = f"ended with exit code {code}", code in SPOKE
+        when = "" if joined else f" {UNMET}"
+        self.printer.join(timeout=0.5)
+        return f"rank {self.rank} {how}{when}" + (f": {self.last_words}" if spoke and self.last_words else ""), spoke
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now, neither by TCP nor by UDP."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            port = int(server.getsockname()[1])
+            with suppress(OSError):
+                udp.bind(("127.0.0.1", port))
+                return port
+
+
+def variables(config: Config, rank: int, port: int, key: str) -> dict[str, str]:
+    """What tells a process that it is this rank; without a `key` it finds one by LAB_KEY_FILE."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(config.world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **({"LAB_KEY": key} if key else {}),
+    }  # fmt: skip
+
+
+def be_child(
+    be_rank: Callable[[], int], given: dict[str, str], line: socket.socket, said: Connection, parent: int
+) -> None:
+    """In the child: a session, streams and variables of its own, then the rank; ends with its exit code."""
+    os.setsid()  # a terminal's Ctrl-C comes through `forward`, once
+    die_with(parent)  # elsewhere a rank ends at the next line that it prints
+    for number in heeded():
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    streams(said)
+    os.environ.update(given | {VARIABLE: str(line.detach())})
+    sys.exit(be_rank())
+
+
+def streams(said: Connection) -> None:
+    """Nothing on the standard input; what is printed goes to `said`, a line at a time."""
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number in (1, 2):
+        os.dup2(said.fileno(), number)
+    said.close()
+    encoding = sys.stdout.encoding
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding=encoding, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding, closefd=False)
+
+
+def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float, say: Callable[[bytes], None]) -> None:
+    """Until every rank has ended; those that outlive a signal or a failed rank for too long are killed."""
+    failed_at = None
+    while any(each.process.exitcode is None for each in ranks):
+        now = time.monotonic()
+        if failed_at is None and any(each.process.exitcode for each in ranks):
+            failed_at = now
+        if not stopped_at:
+            _bury(ranks, say)
+        late = stopped_at and now - stopped_at[0] > STOP_GRACE_S
+        stuck = failed_at is not None and now - failed_at > failed_grace_s
+        if late or (stuck and not any(each.line.may_leave() for each in ranks)):
+            for each in ranks:
+                each.process.kill()
+        time.sleep(POLL_S)
+
+
+def _bury(ranks: list[LocalRank], say: Callable[[bytes], None]) -> None:
+    """Say who has died, and tell those that wait for them."""
+    for dead in ranks:
+        if dead.buried or dead.process.exitcode is None:
+            continue
+        dead.buried = True
+        obituary = dead.obituary()
+        if obituary is not None:
+            say(obituary[0].encode())
+            for other in ranks:
+                if other.process.exitcode is None:
+                    other.line.tell(*obituary)
+                    other.told = True
+
+
+def worst(return_codes: list[int]) -> int:
+    """The worst of the ranks' codes: 2, 1, 3, a signal's 128+n, 143, 0."""
+    codes = {128 - code if code < 0 else code for code in return_codes}
+    for code in (2, 1, 3):
+        if code in codes:
+            return code
+    signalled = codes - {143, 0}
+    return max(signalled) if signalled else 143 if 143 in codes else 0
+
+
+# How many descriptors a run of local ranks needs, so that too few are refused before a rank is started.
+#
+# Measured over the modes, as the highest number that a process ever had: a launcher holds 7 + 4N; a rank of dp 36 at
+# N=2 and 38 at N=4, of those that open most 68 at N=4 and 94 at N=8 (moe, whose grid has a group an axis) and 64 and
+# 84 (elastic). What is asked for is above each by 20 at least, for a mode or a machine with a few more.
+
+BASE, EACH = 56, 8
+
+
+def needed(world_size: int) -> int:
+    """Of each process of a run of so many local ranks."""
+    return BASE + EACH * world_size
+
+
+def refuse_too_few(world_size: int) -> None:
+    """Raise ConfigError where this process, and so each that it starts, may open fewer."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < needed(world_size):
+        raise ConfigError(
+            [
+                f"a process may open {allowed} files here, and WORLD_SIZE={world_size} local ranks need"
+                f" {needed(world_size)} each: set `ulimit -n {needed(world_size)}` or more"
+            ]
+        )

@@ -1,0 +1,123 @@
+"""What is typed: `distlab COMMAND ...`, `./run COMMAND ...` and `python -m workers COMMAND ...` are one and the same.
+
+Each command stands in COMMANDS, once; `./run` reads these lines too. `run` and `explain` take settings as words, a mode
+by its name or path alone: `run dp WORLD_SIZE=3` is RUN_MODE=dp WORLD_SIZE=3 in the environment. All others read their
+words themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from distlab.config import Config, ConfigError
+from distlab.config.settings import modes, suggest
+
+HELP = ("-h", "--help", "help")
+EXIT_CODES = (
+    "0 every check held, 1 a check failed, 2 refused, 3 the cluster broke, 128+n killed by a signal, 143 stopped"
+)
+
+
+class Command(NamedTuple):
+    """The module that does it, one line of help, and whether its words are settings."""
+
+    module: str
+    what: str
+    takes_settings: bool = False
+
+
+COMMANDS = {
+    "run": Command("distlab.cli.run", "start WORLD_SIZE ranks of a mode, prove and measure its variants", takes_settings=True),
+    "live": Command("distlab.cli.live", "start a run with a page that shows it while it goes on, or serve that of a RUN", takes_settings=True),
+    "explain": Command("distlab.cli.explain", "the lesson of a mode without the run; with LAB_BUG what breaks", takes_settings=True),
+    "check": Command("distlab.cli.check", "your own script on WORLD_SIZE ranks: why it hangs, or sums garbage"),
+    "prove": Command("distlab.cli.prove", "your own model or strategy: whether N ranks compute what one process does"),
+    "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
+    "report": Command("distlab.cli.report", "judge a finished run again, or draw several together"),
+    "checkpoint": Command("distlab.cli.checkpoint", "a checkpoint as one file that torch.load opens"),
+    "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes, Swarm"),
+    "config": Command("distlab.cli.config", "all variables, or whether those that are set can be run"),
+    "clean": Command("distlab.cli.clean", "list the runs with their sizes, and remove old ones after asking"),
+    "fit": Command("distlab.cli.fit", "the sizes of `make fit`, and its verdict"),
+}  # fmt: skip
+
+
+class Typed(NamedTuple):
+    """One command: the words that are left to it, and the variables that its settings stand for."""
+
+    command: str
+    words: Sequence[str] = ()
+    settings: Mapping[str, str] = MappingProxyType({})
+
+
+def read(words: Sequence[str]) -> Typed:
+    """What `words` ask for, "help" if that is it and "run" without any; raises ConfigError for a word that says
+    nothing."""
+    if words and words[0] in HELP:
+        return Typed("help")
+    named = bool(words) and words[0] in COMMANDS
+    command, rest = (words[0], words[1:]) if named else ("run", words)
+    if not COMMANDS[command].takes_settings:
+        return Typed(command, rest)
+    if any(word in HELP for word in rest):
+        return Typed("help", [command])
+    if command == "live":
+        return Typed("live", rest) if names_run(rest) else Typed("run", (), settings(rest) | {"LAB_LIVE": "1"})
+    return Typed(command, (), settings(rest, [] if named else list(COMMANDS)))
+
+
+def names_run(words: Sequence[str]) -> bool:
+    """Whether the first word is the folder of a run, or of all runs, and neither a setting nor a mode."""
+    place = Path(words[0]) if words and words[0] not in modes() else None
+    return place is not None and place.is_dir() and not (place / "__init__.py").exists()
+
+
+def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that the words stand for; raises ConfigError with a sentence for each that is none, nor one of
+    `commands`."""
+    variables = [field.alias for field in Config.model_fields.values() if field.alias]
+    found: dict[str, str] = {}
+    faults = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and (name in variables or name.startswith("LAB_")):
+            found[name] = value
+        elif equals:
+            faults.append(f"{name} is not a variable of the lab{suggest(name, variables)}")
+        elif "/" not in word and word not in modes():
+            kinds, known = ("a command or a mode" if commands else "a mode"), [*commands, *modes()]
+            allowed = f"allowed: {', '.join(known)}, the path of a mode, or NAME=VALUE"
+            faults.append(f"{word!r} is not {kinds}{suggest(word, known)}, {allowed}")
+        elif "RUN_MODE" in found:
+            faults.append(f"{word!r} and RUN_MODE={found['RUN_MODE']!r} are two modes: a run has one")
+        else:
+            found["RUN_MODE"] = word
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def help_lines(command: str | None = None) -> list[str]:
+    """What there is to type: all commands, or one that takes settings."""
+    if command is None:
+        lines = ["usage: distlab COMMAND ...", "", *(f"  {name:<12}{each.what}" for name, each in COMMANDS.items()), ""]
+        lines += [
+            (
+                "`distlab COMMAND --help` says more. `./run COMMAND` is the same in containers, where a Docker engine"
+                " answers."
+            ),
+            "",
+        ]
+    else:
+        lines = [f"usage: distlab {command} [MODE] [NAME=VALUE ...]", "", f"  {COMMANDS[command].what}", ""]
+        lines[1:1] = ["       distlab live RUN"] if command == "live" else []
+    return [
+        *lines,
+        f"modes       {', '.join(modes())}, or the path of one such as mine/mode.py",
+        (
+            "settings    are variables, as words or in the environment: dp WORLD_SIZE=3 LAB_STEPS=5; `distlab config`"
+            " lists them"
+        ),
+        f"exit codes  {EXIT_CODES}",
+    ]

@@ -1,0 +1,121 @@
+"""Activations: the bytes that autograd holds for the backward pass, now and at most.
+
+Every tensor that an operation saves passes through a hook, which counts its storage until the last reference of the
+graph to it is gone: an activation that several operations save counts once, a view as the storage that it keeps alive,
+and weights not at all, since they stay anyway. It is what a pipeline's schedule bounds and what sequence parallelism
+divides (Korthikanti et al. 2022, section 4, counts the same). What torch.utils.checkpoint keeps and computes again
+would not be seen, for it catches these tensors by hooks of its own; what workload/recompute.py keeps is saved by an
+operation, and so it is.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+class Held:
+    """One saved tensor; counts as long as the graph keeps it."""
+
+    __slots__ = ("key", "meter", "tensor")
+
+    def __init__(self, tensor: Tensor, key: int, meter: "SavedActivations") -> None:
+        self.tensor, self.key, self.meter = tensor, key, meter
+
+    def __del__(self) -> None:
+        self.meter.release(self.key)
+
+
+class SavedActivations:
+    """`with SavedActivations() as saved: ...` then `saved.peak_bytes`; forward passes outside of the block do not
+    count.
+
+    `also` hears of every tensor that is saved and is no weight.
+    """
+
+    def __init__(self, also: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._also = also
+        self.live_bytes = self.peak_bytes = 0
+        self._weights: set[int] = set()  # addresses of storages, as all keys here
+        self._holders: Counter[int] = Counter()
+        self._nbytes: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> Self:
+        tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+        self._weights = {_storage(tensor)._cdata for tensor in tensors if isinstance(tensor, nn.Parameter)}
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def release(self, key: int) -> None:
+        """One holder of a storage less."""
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self.live_bytes -= self._nbytes.pop(key)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Held:
+        storage = _storage(tensor)
+        key = storage._cdata
+        if key in self._weights:
+            return tensor
+        self._also(tensor)
+        if not self._holders[key]:
+            self._nbytes[key] = storage.nbytes()
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._holders[key] += 1
+        return Held(tensor, key, self)
+
+    @staticmethod
+    def _unpack(packed: Tensor | Held) -> Tensor:
+        return packed.tensor if isinstance(packed, Held) else packed
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory behind a tensor; a DTensor's is that of its local part."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.untyped_storage()
+
+
+# What the forward pass of a transformer leaves for its backward pass: layers of b samples, s positions, width h, a
+# heads.
+#
+# Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4.1 to 4.3 and 5.
+# Theirs is a layer with dropout in 16 bits, so that numbers of 2 bytes stand beside dropout masks of 1; here the size
+# of a number is free. Embedding, output layer and loss are left out, as in their equations.
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def layer_activation_bytes(
+    seq: int, samples: int, width: int, heads: int, *, itemsize: int = 2, tensor_ranks: int = 1,
+    sequence_parallel: bool = False, recompute: str = "none",
+) -> float:  # fmt: skip
+    """One layer on one of t ranks. In 16 bits s·b·h(34 + 5as/h); with tensor parallelism s·b·h(10 + 24/t + 5as/(ht)).
+
+    Of the 34 bytes 10 belong to norms, dropouts and inputs of the blocks, which tensor parallelism leaves whole, and
+    sequence parallelism cuts too: s·b·h/t(34 + 5as/h). "selective" keeps no scores (flash attention neither): 5as/h
+    goes. "full" keeps the layer's input alone, 2·s·b·h.
+    """
+    tokens, t = seq * samples, tensor_ranks
+    if recompute == "full":
+        return itemsize * tokens * width / (t if sequence_parallel else 1)
+    whole, cut = 4 * itemsize + 2, 12 * itemsize  # 10 and 24: two of the numbers that stay whole are masks of a byte
+    scores = (2 * itemsize + 1) * heads * seq / width if recompute == "none" else 0.0
+    return tokens * width * (whole / (t if sequence_parallel else 1) + cut / t + scores / t)
+
+
+def stage_activation_bytes(layer_bytes: float, layers: float, in_flight: int, whole_layer_bytes: float = 0.0) -> float:
+    """A stage of `layers` that holds `in_flight` microbatches; `whole_layer_bytes` is what one layer takes that is
+    recomputed."""
+    return layer_bytes * layers * in_flight + whole_layer_bytes

@@ -1,0 +1,148 @@
+"""The order: what happened in a step, one thing after another, whatever a clock says.
+
+    begin, end   a phase that a mechanism marks (forward, backward, wait, ...), its microbatch the label; and "layer",
+                 the forward pass of one, its number the label
+    gradient     autograd hands over the gradient of a parameter, which the label names
+    back         autograd comes to the output of a layer, its number the label
+    call         a collective, a send or a receive begins, on these storages
+    held         the storage of weights comes or goes: so many bytes from then on
+
+Overlap, a schedule and "a layer at a time" are claims about order, so they are decided from here: a loaded machine
+changes every duration, and none of these. What is recorded comes from hooks of torch's own and its dispatcher, but for
+the phases, which the mechanisms mark; a claim that needs none of these marks should use none.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distlab.measure.traffic import OPERATIONS, RESULT, nbytes_of
+
+RECEIVES = ("c10d::recv_", "c10d::recv_any_source_")
+
+
+class Event(NamedTuple):
+    """One thing that happened."""
+
+    what: str  # begin, end, gradient, back, call or held
+    name: str  # the phase, or the operation; empty of gradients and storages
+    label: str = ""  # the microbatch, the layer's number, or the parameter's name
+    nbytes: int = 0  # of the tensors of a call, or held from now on
+    storages: frozenset[int] = frozenset()  # of a call's tensors, or the one that comes or goes
+
+
+class Order:
+    """`events` of one step in their order; `layers` are this rank's, by their number in the model.
+
+    A parameter's name is "<layer>.<name in it>", that of the first layer which has it.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        self.layers = layers
+        self.events: list[Event] = []
+        self.gradients: dict[str, int] = {}  # the storage in which each gradient lies after the step
+        self.weights: dict[str, int] = {}  # and each weight
+        self._parameters: dict[str, nn.Parameter] = {}
+        seen: set[nn.Parameter] = set()
+        for index, layer in layers.items():
+            for name, parameter in layer.named_parameters():
+                if parameter not in seen and parameter.requires_grad:
+                    self._parameters[f"{index}.{name}"] = parameter
+                    self.weights[f"{index}.{name}"] = key_of(parameter)
+                seen.add(parameter)
+
+    def mark(self, what: str, name: str, label: str) -> None:
+        """A phase begins or ends."""
+        self.events.append(Event(what, name, label))
+
+    def called(self, name: str, args: Any, result: Any, tensors: list[Tensor]) -> None:
+        """The operation `name` of torch's schema is called on `tensors`; barriers and waits are none."""
+        if name not in OPERATIONS and name not in RECEIVES:
+            return
+        op, position = OPERATIONS.get(name, ("receive", 0))
+        nbytes = nbytes_of(result if position == RESULT else args[position])
+        self.events.append(Event("call", op, "", nbytes, frozenset(map(key_of, tensors))))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage got another size."""
+        if storage._cdata in self.weights.values():
+            self.events.append(Event("held", "", "", storage.nbytes(), frozenset({storage._cdata})))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Hear of layers and gradients inside the block, and learn at its end where the gradients lie."""
+        hooks: list[Any] = []
+        for index, layer in self.layers.items():
+            begin, end = Event("begin", "layer", str(index)), Event("end", "layer", str(index))
+            hooks.append(layer.register_forward_pre_hook(lambda *_, event=begin: self.events.append(event)))
+            hooks.append(layer.register_forward_hook(lambda *_, event=end: self.events.append(event)))
+            hooks.append(layer.register_forward_hook(partial(self._left, Event("back", "layer", str(index)))))
+        for name, parameter in self._parameters.items():
+            event = Event("gradient", "", name)
+            hooks.append(parameter.register_hook(lambda _, event=event: self.events.append(event)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        named = self._parameters.items()
+        self.gradients = {name: key_of(p.grad) for name, p in named if p.grad is not None}
+        self.layers, self._parameters = {}, {}  # the strategy goes, its order stays
+
+    def _left(self, event: Event, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: self.events.append(event))
+
+    # --- questions ---
+
+    def where(self, what: str, name: str = "", label: str | None = None) -> list[int]:
+        """The places of all such events."""
+        return [
+            place
+            for place, event in enumerate(self.events)
+            if (event.what, event.name) == (what, name) and label in (None, event.label)
+        ]
+
+    def within(self, phase: str) -> list[tuple[str, list[Event]]]:
+        """(label, events inside) of every phase of this name, in their order; they do not nest."""
+        begins, ends = self.where("begin", phase), self.where("end", phase)
+        return [
+            (self.events[begin].label, self.events[begin + 1 : end]) for begin, end in zip(begins, ends, strict=True)
+        ]
+
+    def launches(self, *operations: str) -> dict[int, set[str]]:
+        """The gradients of each sum, by the place of its first call: those that lie in the storage which it sends."""
+        held: dict[int, set[str]] = {}
+        for name, storage in self.gradients.items():
+            held.setdefault(storage, set()).add(name)
+        found: dict[int, set[str]] = {}
+        for place, event in enumerate(self.events):
+            if event.what == "call" and event.name in operations:
+                for storage in event.storages & set(held):
+                    found[place] = held.pop(storage)
+        return found
+
+    def untimely(self, launches: Mapping[int, set[str]]) -> list[int]:
+        """The places of sums that began before their gradients were there, or later than at once.
+
+        At once is before autograd hands over any further gradient, but never before the sums ahead, since all ranks
+        must launch in one order.
+        """
+        written = {event.label: place for place, event in enumerate(self.events) if event.what == "gradient"}
+        found, ready = [], -1
+        for place, names in launches.items():
+            own = max(written.get(name, len(self.events)) for name in names)
+            ready = max(ready, own)
+            if place < own or any(ready < other < place for other in written.values()):
+                found.append(place)
+        return found
+
+
+def key_of(tensor: Tensor) -> int:
+    """The storage behind a tensor, a DTensor's local one."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return int(local.untyped_storage()._cdata)

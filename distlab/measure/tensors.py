@@ -1,0 +1,141 @@
+"""How far tensors are from what they should be: what proofs and audits are decided by.
+
+A difference is infinite where a tensor is missing, unknown, of another shape or no number. `Worst` keeps of each kind
+of comparison the one that is farthest off for what is allowed there, and where that was.
+"""
+
+import hashlib
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NEAR = 1e-6  # relative, of two numbers that are one but for rounding
+
+
+class Off(NamedTuple):
+    """A difference, its tolerance, and where it was found: a step, the name of a tensor."""
+
+    value: float
+    allowed: float = 0.0
+    where: str = ""
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of what is allowed; infinite where it is no number."""
+        if not math.isfinite(self.value):
+            return math.inf
+        return self.value / self.allowed if self.allowed else math.inf if self.value else 0.0
+
+
+class Worst:
+    """The worst comparison of each kind, of those in `kinds` even where none was made, and how often each was made."""
+
+    def __init__(self, kinds: Iterable[str] = ()) -> None:
+        self.found = {kind: Off(0.0) for kind in kinds}
+        self.times: Counter[str] = Counter()
+
+    def note(self, kind: str, value: float, allowed: float = 0.0, where: str = "") -> None:
+        """One comparison was made."""
+        self.times[kind] += 1
+        off = Off(larger(value, 0.0), allowed, where)
+        if self.times[kind] == 1 or (off.share, off.value) > (self.found[kind].share, self.found[kind].value):
+            self.found[kind] = off
+
+    def compare(
+        self, kind: str, found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None,
+        allowed: float = 0.0, where: str = "",
+    ) -> None:  # fmt: skip
+        """Compare tensors by name: one comparison, of which the worst tensor is named behind `where`.
+
+        `found` is a collective, which every rank consumes; one without `wanted` compares nothing.
+        """
+        offs = Worst()
+        for name, value in differences(found, wanted):
+            offs.note(kind, value, allowed, ", ".join(filter(None, (where, name))))
+        if wanted is not None:
+            self.note(kind, *offs.found.get(kind, Off(0.0, allowed, where)))
+
+
+def differences(
+    found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None
+) -> Iterator[tuple[str, float]]:
+    """The name of each tensor and its largest absolute difference; nothing without `wanted`, though `found` is consumed
+    all the same."""
+    names = set()
+    for name, tensor in found:
+        names.add(name)
+        if wanted is not None and (tensor.numel() or name not in wanted):
+            yield name, apart(tensor, wanted[name]) if name in wanted else math.inf
+    for name in () if wanted is None else set(wanted) - names:
+        yield name, math.inf
+
+
+def difference(found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None) -> float:
+    """The largest of all `differences`."""
+    return max((value for _, value in differences(found, wanted)), default=0.0)
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """The largest absolute difference of two tensors."""
+    return largest(found - wanted) if found.shape == wanted.shape else math.inf
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude; 0 of nothing."""
+    if not tensor.numel():
+        return 0.0
+    return larger(tensor.detach().abs().max().item(), 0.0)  # torch's max is NaN where any is
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference, in float64."""
+    norm: float = (found.double() - wanted.double()).norm().item()
+    return norm
+
+
+def factor(found: Tensor, wanted: Tensor) -> float | None:
+    """How many times `wanted` is `found`; None where it is no multiple of it."""
+    square = (wanted * wanted).sum().item()
+    if square == 0.0 or not torch.isfinite(found).all():
+        return None
+    times = (found * wanted).sum().item() / square
+    rest = (found - times * wanted).norm().item()
+    return times if rest <= NEAR * max(found.norm().item(), math.sqrt(square)) else None
+
+
+def larger(one: float, other: float) -> float:
+    """The larger of two differences, where not a number is the largest of all."""
+    return math.inf if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+# A hash of a tensor's bytes that costs little more than reading them, so that replicas may be compared every few
+# steps.
+#
+# CRC-32 (Peterson and Brown 1961, "Cyclic Codes for Error Detection") is made for bits that change by themselves: a
+# flip of one bit always shows, so do two, and any number within 32 in a row; of all else one change in four billion
+# does not. It reads 2.7 GB/s on one busy core where SHA-256 reads 1.4 (`python -m benchmarks.audit`). It hides
+# nothing from who means harm: a checkpoint has SHA-256 for that, and so have final weights, which are compared once.
+
+
+def hash_of(tensor: Tensor) -> int:
+    """32 bits of a tensor's bytes, equal where all bytes are, whatever its shape and device."""
+    return zlib.crc32(raw(tensor))
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the bytes of all tensors, one after the other, in hexadecimal digits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(raw(tensor))
+    return found.hexdigest()
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes, in the order of its elements."""
+    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data

@@ -1,0 +1,257 @@
+"""What every pipelined variant shares: its part of the model, gradients in place, an optimizer, and the way to rank 0.
+
+A variant differs in one thing only: the order of its work (`Engine`). Everything else is the same for all: this rank's
+stages, tied gradients summed over the ranks that hold them, one global norm to clip by.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from distlab.collectives.point_to_point import Peers
+from distlab.config import Config
+from distlab.pipeline_parallel.pipeline import Pipeline, sendable
+from distlab.pipeline_parallel.split_backward import SplitBackward
+from distlab.pipeline_parallel.stages import Parts, cut, divide, sum_shared
+from distlab.workload.data import Microbatch
+from distlab.workload.model import Dropouts, Model
+from distlab.workload.optimizer import live_state, make_optimizer, tensors_of
+from distlab.workload.strategy import clip_gradients
+
+# Engines: how the microbatches of a step go through the stages.
+#
+# Here is what runs any schedule of ours; the lesson of pipelines has one by hand, and one that is PyTorch's.
+
+
+class Engine(Protocol):
+    """What a step of the strategy runs."""
+
+    @property
+    def most_in_flight(self) -> int | None:
+        """Microbatches that this rank held for their backward pass, at most so far; None where nobody counts them."""
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """Add all microbatches' gradients to the parameters' own; returns the mean loss where the last stage is."""
+
+
+# (share, samples of a microbatch, samples of the batch) -> what each loss term of the microbatch counts
+Weigh: TypeAlias = Callable[[float, int, int], float]
+
+
+def divided(share: float, num_samples: int, batch: int) -> float:  # noqa: ARG001  the same however the batch is divided
+    """As it was dealt: one over the terms of the whole batch."""
+    return share
+
+
+class ByHand:
+    """Our own pipeline."""
+
+    def __init__(self, pipeline: Pipeline, loss: nn.Module, weigh: Weigh = divided) -> None:
+        self.pipeline, self.loss, self.weigh = pipeline, loss, weigh
+
+    @property
+    def most_in_flight(self) -> int:
+        return self.pipeline.most_in_flight
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        batch = sum(len(microbatch.inputs) for microbatch in microbatches)
+
+        def loss(index: int, output: Tensor) -> Tensor:
+            inputs, targets, share = microbatches[index]
+            weighed: Tensor = self.loss(output, targets) * self.weigh(share, len(inputs), batch)
+            return weighed
+
+        return self.pipeline.step([microbatch.inputs for microbatch in microbatches], loss)
+
+
+class OfDroppedSamples:
+    """An engine that says by which samples `dropouts` draw their masks, before `engine` cuts anything."""
+
+    def __init__(self, engine: Engine, dropouts: Dropouts) -> None:
+        self.engine, self.dropouts = engine, dropouts
+
+    @property
+    def most_in_flight(self) -> int | None:
+        return self.engine.most_in_flight
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        self.dropouts.deal([microbatch.inputs for microbatch in microbatches])
+        return self.engine.step(microbatches)
+
+
+def joined(microbatches: list[Microbatch]) -> Microbatch:
+    """All microbatches as one; they are of one batch, so of one share."""
+    inputs = torch.cat([microbatch.inputs for microbatch in microbatches])
+    targets = torch.cat([microbatch.targets for microbatch in microbatches])
+    return Microbatch(inputs, targets, microbatches[0].share)
+
+
+class Pipelined:
+    """A Strategy: `parts` are this rank's stages, `engine` what sends microbatches through them."""
+
+    def __init__(self, parts: Parts, engine: Engine, group: dist.ProcessGroup, config: Config) -> None:
+        self.parts, self.engine, self.group, self.config = parts, engine, group, config
+        self.peers = Peers(group)
+        self.optimizer = make_optimizer(parts.parameters.values(), config)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """Every rank gets the whole batch: the first stage reads its inputs, the last one its targets."""
+        for parameter in self.parts.parameters.values():
+            parameter.grad = None
+        loss = self.engine.step(microbatches)
+        sum_shared(self.parts, self.peers)
+        return loss
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """This rank's layers, by number in the model."""
+        return self.parts.layers
+
+    def update(self) -> None:
+        """Clip by the norm of all ranks' gradients, in which a tied one counts on the first of its ranks, and step."""
+        if self.config.clip is not None:
+            gradients = {name: p.grad for name, p in self.parts.parameters.items() if p.grad is not None}
+            once = [gradient for name, gradient in gradients.items() if self._owner(name) == self.peers.rank]
+            clip_gradients(once, gradients.values(), self.config.clip, self.group)
+        self.optimizer.step()
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Every rank sends what it holds to rank 0, which alone yields, the model's tensors in the dense order."""
+        for name in self.parts.holders:
+            for prefix, like in self._templates(kind).items():
+                tensor = self._to_first(kind, name, prefix, like)
+                if tensor is not None:
+                    yield f"{prefix}.{name}" if prefix else name, tensor
+
+    def _to_first(self, kind: str, name: str, prefix: str, like: Tensor) -> Tensor | None:
+        """One tensor of the parameter `name`, on rank 0."""
+        owner, tag = self._owner(name), self.peers.new_tag()
+        if self.peers.rank not in (0, owner):
+            return None
+        if owner == self.peers.rank:
+            tensor = tensors_of(kind, self.optimizer, self.parts.parameters[name])[prefix]
+            if owner == 0:
+                return tensor
+            self.peers.post(tag, sends=[(0, sendable(tensor, self.peers))])[1][0].wait()
+            return None
+        shape = self.parts.shapes[name] if like.dim() else like.shape  # AdamW counts its steps in a scalar
+        buffer = like.new_empty(shape, device=None if self.peers.batched else "cpu")
+        self.peers.post(tag, receives=[(owner, buffer)])[0][0].wait()
+        return buffer.to(like.device)
+
+    def _templates(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of one `kind` that this rank's first parameter has: every parameter has the same."""
+        return tensors_of(kind, self.optimizer, next(iter(self.parts.parameters.values())))
+
+    def _owner(self, name: str) -> int:
+        return self.parts.holders[name][0]
+
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The layers of this rank: tied weights are on another rank too."""
+        for name, parameter in self.parts.parameters.items():
+            for tensor in tensors_of(kind, self.optimizer, parameter).values():
+                yield name, tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The layers of this rank, under their dense names."""
+        return dict(live_state(self.parts.parameters.items(), self.optimizer))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: the state was filled in place."""
+
+
+def runs_of(name: str, num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage: gpt's embedding goes with the first block and its head with the last."""
+    ends = 1 if name == "gpt" else 0
+    return divide(num_layers, num_stages, first=ends, last=ends)
+
+
+def parts_of(model: Model, group: dist.ProcessGroup, owners: Sequence[int] = ()) -> Parts:
+    """This rank's stages, of which stage s is on rank `owners[s]`; by default every rank has one."""
+    owners = owners or range(group.size())
+    runs = runs_of(model.name, len(model.layers), len(owners))
+    return cut(model, list(model.layers), runs, group.rank(), owners)
+
+
+# Pretended compute: stages that sleep, so that two cores can show the bubble of four ranks.
+#
+# Four ranks that compute on two cores take turns, whatever the schedule says. Four that sleep do not. LAB_SLEEP_MS is
+# the time of one microbatch's samples forward through one rank, twice that backward: once for the gradient of the
+# input, once for those of the weights, a product each. Of v chunks each takes its share, and a microbatch with more
+# samples takes longer. The rank of LAB_SLOW_RANK sleeps longer by as much as it is slower. The real layers are still
+# there, and what they take comes on top.
+
+
+class Sleep(torch.autograd.Function):
+    """Identity; sleeps so many seconds in forward, and so many in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        """A copy: torch's schedules detach a stage's output in place, which a view does not allow."""
+        ctx.seconds = backward_s
+        if forward_s:
+            time.sleep(forward_s)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient as it came."""
+        time.sleep(ctx.seconds)
+        return gradients[0], None, None
+
+
+class DeferredSleep(NamedTuple):
+    """What is left of a backward pass, to be slept."""
+
+    seconds: float
+
+    def finish(self) -> None:
+        """Sleep it."""
+        time.sleep(self.seconds)
+
+
+def pretend_compute(
+    stages: Mapping[int, nn.Module], config: Config, sleep_ms: float, splits: Mapping[int, SplitBackward]
+) -> None:
+    """Let each of a rank's `stages` sleep, `sleep_ms` a microbatch in all; those that split their backward pass, in
+    `splits`, sleep in both parts of it."""
+    samples = config.batch / config.num_microbatches
+    per_sample_s = sleep_ms / config.slowed_to / 1e3 / len(stages) / samples
+    for number, stage in stages.items() if sleep_ms else ():
+        linear = next((module for module in stage.modules() if type(module) is nn.Linear), None)
+        split = splits.get(number)
+        if split is not None:
+            backward_s = per_sample_s
+            stage.register_forward_hook(partial(sleeps_later, split, per_sample_s))
+        elif linear is not None:
+            backward_s = per_sample_s
+            linear.forward = partial(sleeps_with_weight, linear, per_sample_s)  # type: ignore[method-assign]
+        else:
+            backward_s = 2 * per_sample_s
+        stage.register_forward_hook(partial(sleeps, per_sample_s, backward_s))
+
+
+def sleeps(forward_s: float, backward_s: float, _stage: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """A hook: the output, that much later for each sample."""
+    slept: Tensor = Sleep.apply(output, forward_s * len(output), backward_s * len(output))  # type: ignore[no-untyped-call]
+    return slept
+
+
+def sleeps_later(
+    split: SplitBackward, seconds: float, _stage: nn.Module, _inputs: tuple[Tensor], output: Tensor
+) -> None:
+    """A hook: one part more is left of the backward pass."""
+    if torch.is_grad_enabled():
+        split.left.append(DeferredSleep(seconds * len(output)))
+
+
+def sleeps_with_weight(linear: nn.Linear, seconds: float, inputs: Tensor) -> Tensor:
+    """The layer itself, whose weight's gradient comes later: what PyTorch's schedules put off, they put off with it."""
+    weight: Tensor = Sleep.apply(linear.weight, 0.0, seconds * len(inputs))  # type: ignore[no-untyped-call]
+    return F.linear(inputs, weight, linear.bias)

@@ -1,0 +1,257 @@
+"""How a run ends: the last of its records brought together, judged and drawn, or its last words when the cluster broke
+underneath.
+
+Rank 0 judges a run that came through and lays verdict and report ready; only when all ranks have agreed on the verdict
+(cluster/agreement.py) are they put in place, and every rank returns it. Of a broken cluster the lowest rank that
+survives writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but a store may be
+gone.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from distlab.cluster.control_plane import Exchange
+from distlab.cluster.launcher_pipe import LauncherPipe
+from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.shutdown import Succession
+from distlab.cluster.watchdog import Watchdog
+from distlab.lab import Lab
+from distlab.report import fault_checks, records
+from distlab.report.claims import Run
+from distlab.report.log import SECTIONS, untold, verdict_lines, words
+from distlab.report.reading import BrokenRecord, from_line, read, read_run, to_line, write_atomically
+from distlab.report.records import Ranks
+from distlab.report.run_folder import LATEST, Journal, Unwritable
+from distlab.report.run_result import Outcome, Unpublished
+from distlab.report.sentences import missed, unseen_sentence
+from distlab.report.verdict import EXIT_CODES, exit_code, judge
+
+# The sections of rank 0's log, each told as soon as it is finished, from what all ranks have written until then.
+#
+# Records go to rank 0 over the store, since nodes need not share a disk: at the end of a section each rank gives
+# those since the last one, some kilobytes, outside of all timed steps. What was told then is not told again at the
+# end.
+
+
+class Sections:
+    """What rank 0 knows of all ranks so far, and the rows that it has told; every rank finishes the same sections."""
+
+    def __init__(self, exchange: Exchange, journal: Journal, told: Iterable[str] = ()) -> None:
+        """`told` are the rows that rank 0 has said before there were any sections."""
+        self.exchange, self.journal = exchange, journal
+        self.by_rank: Ranks = {}
+        self.left: set[int] = set()  # the ranks that gave nothing any more
+        self.told = {words(row) for row in told}
+        self._last = ""  # the section that was told last
+        self._given = 0
+
+    def again(self) -> None:
+        """Another rank collects from now on: it is given all that was ever written."""
+        self.by_rank, self._given = {}, 0
+
+    def finished(self, name: str, rows: Sequence[str] = ()) -> None:
+        """Tell what is new in the section of this name in `log.SECTIONS`; all ranks call it together.
+
+        `rows` are the first cells of all that the section will hold, where it is told row by row: columns stay in line.
+        """
+        if not self.bring(name):
+            return
+        new = untold(SECTIONS[name](judge(self.by_rank), self.by_rank, rows), self.told)
+        for row in new:
+            if name != self._last or words(row) not in self.told:  # a heading that stands above the rows before does
+                self.journal.say(row)
+                self.told.add(words(row))
+        self._last = name if new else self._last
+
+    def bring(self, name: str) -> bool:
+        """Give rank 0 what was written since the last time; whether this is rank 0, which has it in `by_rank` now."""
+        new = self.journal.records[self._given :]
+        self._given += len(new)
+        everyone = self.exchange.gather(name, [to_line(record) for record in new])
+        for rank, lines in enumerate(everyone or []):
+            if lines is None:
+                self.left.add(rank)
+            else:
+                self.by_rank.setdefault(rank, []).extend(from_line(line) for line in lines)
+        return everyone is not None
+
+
+REPORT_TIMEOUT_S = 60.0
+CONTROL = "tests/rank/test_end.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
+LAST_WORDS_S = 1.0  # survivors write theirs within a heartbeat of each other
+DRAWN_BY_S = 4.5  # after the loss was named: then the report of a broken run is left to whoever wants it
+
+
+def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[], None]) -> int:
+    """Bring the rest of the records together, judge all on rank 0, and return the same exit code on every rank, once
+    all ranks `agree` on it.
+
+    A mistake that was made (LAB_BUG) has to be caught by the check that is meant for it: what did not show would pass
+    for a check that held, and where that check did not run nothing could show.
+    """
+    if not sections.bring("records"):
+        code = int(lab.exchange.share("verdict"))
+        agree()
+        return code
+    by_rank = everything_written(sections, outcome.folder)
+    run, added = judged(by_rank, lab.rank)
+    for check in added:
+        lab.journal.write(check)
+    return settle(run, by_rank, sections, outcome, agree)
+
+
+def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]:
+    """The run as it is judged, with the checks that only a judged run can have, which `rank` adds to its records."""
+    run, added = judge(by_rank), list[records.Check]()
+    if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
+        made = run["mistake"]
+        detail = f"{made['check']}, which sees {made['name']}, {how}"
+        added.append(records.Check("", "LAB_BUG", 1, 0, detail, CONTROL))
+    for drill in run["drills"]:
+        if drill["held"] is False:
+            added.append(records.Check("", "drill", 1, 0, fault_checks.sentence(drill), fault_checks.CONTROL))
+    by_rank[rank] += added
+    return (judge(by_rank) if added else run), added
+
+
+def settle(run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[], None]) -> int:
+    """On rank 0: write and draw the judged run, and put it in place once all ranks `agree`; the exit code of all.
+
+    Raises Unpublished where it cannot be put in place.
+    """
+    rank = sections.exchange.rank
+    outcome.lay_ready(run, rank)
+    written = outcome.folder / "report.html" if draw(outcome.folder, outcome.page(rank), REPORT_TIMEOUT_S) else None
+    # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has
+    # it.
+    code = exit_code(run) if written else exit_code(run) or 1
+    sections.exchange.share("verdict", code)
+    agree()
+    outcome.publish(rank)
+    with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
+        for line in verdict_lines(run, by_rank, written, sections.told):
+            sections.journal.say(line)
+    return code
+
+
+def publish_for(writer: int, outcome: Outcome, journal: Journal) -> None:
+    """Put in place what rank `writer` laid ready, which was lost after all had agreed, perhaps before it could."""
+    try:
+        outcome.publish(writer)
+    except Unpublished as error:  # machines need not share a disk
+        journal.say(f"unwritten  {error}")
+
+
+def everything_written(sections: Sections, folder: Path) -> records.Ranks:
+    """The records of all ranks on rank 0, each in its file: nodes need not share a disk."""
+    by_rank = dict(sections.by_rank)
+    for rank in range(sections.exchange.world_size):
+        path = folder / f"rank{rank}.jsonl"
+        if rank in sections.left:  # what it wrote until then has to do
+            by_rank |= {rank: read(path)} if path.exists() else {}
+        elif not path.exists():
+            write_atomically(path, (to_line(record) + "\n" for record in by_rank[rank]))
+    return by_rank
+
+
+def let_leave(
+    watch: Watchdog, exchange: Exchange, journal: Journal, parent: LauncherPipe, then: Callable[[int], None],
+    hung_up: Callable[[], Set[int]] | None = None,
+) -> None:  # fmt: skip
+    """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then`
+    hears of it. With `hung_up` (Watch.let_leave) rank 0 may leave, too."""
+
+    def left(lost: records.Lost) -> None:
+        journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the others went on"))
+        exchange.gone.add(lost.rank)
+        then(lost.rank)
+
+    watch.let_leave(left, hung_up)
+    if not watch.is_alive():  # of a rank that has come back, which nobody was to hear before
+        watch.hearing.forgive(time.monotonic())
+        watch.start()
+    parent.may_leave()
+
+
+def move(watch: Watchdog, exchange: Exchange, sections: Sections, store: dist.Store, host: int) -> None:
+    """From now on `host` keeps the `store` of all who are left, and speaks and writes for them."""
+    exchange.move(store, host)
+    sections.again()
+    watch.need(host)
+
+
+def draw(folder: Path, page: Path, timeout_s: float) -> bool:
+    """Draw the report in a child process, so that no rank imports the charts' library; whether it was written.
+
+    The child ends with this process, however this one ends.
+    """
+    module = ["distlab.cli.report", "--page-only", "--page", str(page), str(folder)]
+    command = [sys.executable, "-m", "distlab.cluster.child", str(os.getpid()), *module]
+    try:
+        subprocess.run(command, check=True, timeout=timeout_s, stdout=subprocess.DEVNULL)
+    except (subprocess.SubprocessError, OSError):
+        return False
+    return True
+
+
+def draw_missing(code: int, runs_dir: Path) -> None:
+    """By the launcher, once its ranks have ended with `code`: the report of a broken run, where the rank that wrote
+    run.json had no time to draw it."""
+    folder = runs_dir / LATEST
+    page = folder / "report.html"
+    is_missing = code == EXIT_CODES["lost"] and (folder / "run.json").is_file() and not page.exists()
+    if is_missing and draw(folder.resolve(), page.resolve(), REPORT_TIMEOUT_S):
+        print(f"report     {page}", flush=True)
+
+
+def write_failure_report(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome) -> None:
+    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives, then
+    its report as far as there is time.
+
+    A rank that was declared dead has no part in the run any more: what it knows is as old as its last heartbeat, and
+    what lies in the folder is the others'.
+    """
+    if succession.given_up:
+        return
+    for lost in verdict.lost:
+        journal.write(lost)
+    journal.write(records.Failed(verdict.exit_code, verdict.sentence, time.time()))
+    if journal.folder is None or not succession.turn(outcome.claimed):
+        return
+    run = judge(last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records})
+    mine = outcome.write(run)
+    succession.tell()
+    if not mine:
+        return
+    outcome.discard()
+    for drill in run["drills"]:
+        journal.say(f"drill      {fault_checks.sentence(drill)}")
+    if run["unseen"]:
+        journal.say(f"unseen     {unseen_sentence(run)}")
+    left_s = succession.named_at + DRAWN_BY_S - time.monotonic()
+    page = outcome.page(succession.rank)
+    if left_s > 0 and draw(outcome.folder, page, left_s):
+        os.replace(page, outcome.folder / "report.html")
+    else:
+        journal.say(f"report     not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
+
+
+def last_words(folder: Path, survivors: list[int]) -> records.Ranks:
+    """The records of all ranks that share this disk, once every survivor has written why it ends."""
+    deadline = time.monotonic() + LAST_WORDS_S
+    while True:
+        try:
+            found = read_run(folder)
+        except BrokenRecord:  # a disk that is full: this rank's own records have to do
+            return {}
+        ended = {rank for rank, _ in records.select(found, records.Failed)}
+        if set(survivors) <= ended or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)

@@ -1,0 +1,370 @@
+"""One rank, from what it refuses before it joins to the experiment's end."""
+
+import hashlib
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from distlab.cluster import link
+from distlab.cluster.authenticated_messages import drawn
+from distlab.cluster.control_plane import Exchange
+from distlab.cluster.launcher_pipe import LauncherPipe
+from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
+from distlab.cluster.shutdown import Succession
+from distlab.cluster.watchdog import Watchdog
+from distlab.config import Config, ConfigError
+from distlab.config.settings import is_path, lesson_file
+from distlab.contract import Mode
+from distlab.lab import Lab, RunHooks
+from distlab.measure.traffic import Ledger
+from distlab.rank import preflight
+from distlab.rank.collective_self_test import check_sums
+from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
+from distlab.rank.imports import import_and_freeze, pick_device
+from distlab.rank.link_rate import measure_link
+from distlab.rank.meter_self_test import check_meters
+from distlab.rank.mode_loader import lesson, load, load_for
+from distlab.rank.preflight import refuse, warnings
+from distlab.rank.rejoin import Addresses, find_cluster, find_left_run, identity, init_group_alone, readmit
+from distlab.rank.status_writer import shown
+from distlab.rank.store_self_test import check_stranger
+from distlab.rank.traffic_self_test import check_ledger, check_transport
+from distlab.rank.verdict_self_test import check_verdicts
+from distlab.report import records
+from distlab.report.log import mistake
+from distlab.report.progress import Heartbeat, Work
+from distlab.report.run_folder import Journal, Taken, claim, has_claimed, put_aside, ranks_beyond
+from distlab.report.run_result import Outcome
+from distlab.transport.backend import TcpBackend
+from distlab.transport.store import Prefixed
+from distlab.verify.expected_claims import expected
+from distlab.verify.run_all import everything
+from distlab.verify.statements import hold_what_is_shared
+from distlab.workload import data
+from distlab.workload.user_model import is_own, reads_text
+
+if TYPE_CHECKING:
+    from distlab.rank.fault_injection import Drills
+
+
+def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str = "") -> int:
+    """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time,
+    `engine` a line that tells who says which rank this is."""
+    mode = load_for(config)
+    if mode.takes_back and (addresses := find_left_run(config)) is not None:
+        return rejoin(addresses, config, mode, started_at, parent, engine)
+    # 1. Refuse what cannot run.
+    refuse(config, mode, link.refusals(config))
+    mode, device = mode.mistaken(config.bug), pick_device(config)
+    journal, told = begin_log(config, mode, parent, engine)
+    # 2. Find the other ranks; from then on each watches all others.
+    parent.begin_to_wait()
+    try:
+        cluster = join(config, source_version(config), journal.say, contents(config))
+    except ClusterError as error:
+        journal.say(f"broken     {error}")
+        return 3
+    parent.joined()
+    run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
+    run.watch.start()
+    try:
+        # 3. Keep the run's folder to this run, and begin its records.
+        hold(run.folder, cluster, config)
+        apart = preflight.apart(run.exchange, run.folder, cluster.token.hex(), config)
+        run.begin_records()
+        if apart is not None:
+            journal.write(records.Unshared(apart.hosts))
+        # 4. Open the process group of all ranks, and what an experiment needs on it.
+        run.register_transport()
+        init_process_group(cluster, config)
+        drills = drills_of(run)
+        lab = run.open_lab(run.addresses(), drills)
+        if apart is not None:
+            lab.say(apart.told, "folder")
+        # 5. Test what will be measured and judged with, before there is anything to measure.
+        check_verdicts(lab)
+        if config.backend == "tcp" and cluster.world_size > 1:
+            check_sums(lab)
+            check_stranger(lab)
+        check_ledger(lab)
+        check_transport(lab)
+        measure_link(lab)
+        import_and_freeze(config, mode)
+        check_meters(lab)
+        if drills is not None:
+            drills.begin()
+        hold_what_is_shared(lab)
+        # 6. Run the experiment, judge what all ranks wrote, and agree on the verdict.
+        code = run.run_experiment(lab)
+    except BaseException as error:
+        return run.watch.fail(error)
+    # 7. Leave once all others have heard that this rank is done.
+    run.leave()
+    return code
+
+
+def rejoin(
+    addresses: Addresses, config: Config, mode: Mode, started_at: float, parent: LauncherPipe, engine: str
+) -> int:  # fmt: skip
+    """The same for a rank that is started again in a run which went on without it.
+
+    It meets nobody until its mode lets it in, and takes no part in what all ranks did together at the start, nor in
+    fault injection, which the process before it had. Its watch starts once it has a way to the others (`let_leave`).
+    """
+    config = config.model_copy(update={"run_id": None})  # the folder is there already, and its own
+    refuse(config, mode, link.refusals(config))
+    mode, device = mode.mistaken(config.bug), pick_device(config)
+    journal, told = begin_log(config, mode, parent, engine)
+    parent.begin_to_wait()
+    cluster = find_cluster(config, addresses, journal.say)
+    parent.joined()
+    run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
+    try:
+        hold(run.folder, cluster, config)
+        run.begin_records()
+        run.register_transport()
+        run.mode = init_group_alone(run.mode)
+        lab = run.open_lab(addresses)
+        import_and_freeze(config, mode)
+        check_meters(lab)
+        code = run.run_experiment(lab)
+    except BaseException as error:
+        return run.watch.fail(error)
+    run.leave()
+    return code
+
+
+class RankRun:
+    """One rank's part in a run that it has joined: its watch, its folder, what it exchanges, and its Lab."""
+
+    def __init__(
+        self, config: Config, mode: Mode, device: torch.device, cluster: Cluster, journal: Journal, parent: LauncherPipe,
+        started_at: float, told: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.config, self.mode, self.device, self.cluster = config, mode, device, cluster
+        self.journal, self.parent, self.started_at = journal, parent, started_at
+        self.folder = config.runs_dir / cluster.run_id
+        self.outcome = Outcome(self.folder, cluster.token.hex())
+        self.watch = Watchdog(cluster, config, journal.say, self._write_failure)
+        self.exchange = Exchange(
+            Prefixed("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s,
+            self.watch.main.waiting,
+        )  # fmt: skip
+        self.sections = Sections(self.exchange, journal, told)
+        self.key = bytes.fromhex(drawn(cluster.seal.key, f"run {cluster.token.hex()}"))  # of this run alone
+        self.own_ip = cluster.members[cluster.rank].ip
+        self.work = Work()
+
+    def addresses(self) -> Addresses | None:
+        """Where the ranks of this run are, for one that rejoins; None in a mode whose ranks cannot."""
+        if not self.mode.takes_back:
+            return None
+        run = identity(self.config, self.cluster.run_id, self.cluster.token.hex())
+        return Addresses(self.folder, self.cluster.rank, run, self.cluster.members)
+
+    def begin_records(self) -> None:
+        """Write who this rank is and which claims are expected of it; with LAB_LIVE=1 show it from now on."""
+        self._write_start()
+        if self.cluster.rank == 0:
+            put_aside(self.folder, ranks_beyond(self.folder, self.cluster.world_size))  # of an attempt with more ranks
+            self.watch.on_period = Heartbeat(self.journal, self.work, self.started_at).beat
+        self.journal.write(expected(self.config, self.mode))
+        if self.config.live:
+            self.mode = shown(self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at)
+
+    def register_transport(self) -> None:
+        """With LAB_BACKEND=tcp: make the lab's own transport the backend of all groups of this process."""
+        if self.config.backend == "tcp":
+            TcpBackend(self.own_ip, self.key, self.cluster.turned_away).register()
+
+    def open_lab(self, addresses: Addresses | None, drills: "Drills | None" = None) -> Lab:
+        """The Lab on the default group, with a word of who is in it."""
+        world = dist.group.WORLD
+        assert world is not None
+        self.watch.main.follow(world)
+        exchange, config, cluster = self.exchange, self.config, self.cluster
+        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=cluster.store_port)
+        lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(addresses, drills))
+        greet(lab, cluster, self.folder)
+        if lab.rank == 0:
+            self.journal.write(lesson(config, self.mode))
+        return lab
+
+    def _hooks(self, addresses: Addresses | None, drills: "Drills | None") -> RunHooks:
+        watch, exchange, journal, timeout_s = self.watch, self.exchange, self.journal, self.config.collective_timeout_s
+        hooks = RunHooks(
+            at=watch.main.at, work=self.work, finished=self.sections.finished,
+            own_ip=self.own_ip, secret=self.key, turned_away=self.cluster.turned_away,
+            let_leave=partial(let_leave, watch, exchange, journal, self.parent),
+            move=partial(move, watch, exchange, self.sections),
+        )  # fmt: skip
+        if self.config.checkpoint_every is not None:  # a save meets none of the training's calls
+            hooks = replace(hooks, side_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        if addresses is not None:
+            hooks = replace(hooks, addresses=addresses, readmit=partial(readmit, watch, exchange, journal, addresses))
+        if drills is not None:
+            hooks = replace(hooks, on_step=drills.step, on_tensors=drills.flips.tensors)
+        return hooks
+
+    def run_experiment(self, lab: Lab) -> int:
+        """The experiment, its last records, and the exit code that all ranks agree on."""
+        (lab.mode.run or everything)(lab)
+        lab.at(self.config.steps, "report")
+        self._write_dropped()
+        end = records.End(lab.rank, self.started_at, lab.first_step_at, time.time(), self.watch.cpu_seconds)
+        self.journal.write(end)
+        return finish_run(lab, self.outcome, self.sections, self.watch.agree)
+
+    def leave(self) -> None:
+        """A normal end, at which the verdict of a writer that was lost after all had agreed is put in place."""
+        self.watch.finish()
+        if self.exchange.host in self.watch.goodbye.outlived:
+            publish_for(self.exchange.host, self.outcome, self.journal)
+        dist.destroy_process_group()
+
+    def _write_start(self) -> None:
+        self.journal.begin(self.folder, self.cluster.rank, partial(start_record, self.config, self.cluster, self.mode))
+
+    def _write_failure(self, verdict: Verdict, succession: Succession) -> None:
+        """The cluster broke: what has come until then that was not believed, then the last words.
+
+        The folder may be there and the records not begun, as all ranks wait for each other in between; a run that was
+        refused there leaves none.
+        """
+        if not succession.given_up:
+            if verdict.exit_code != 2 and has_claimed(self.folder, self.cluster.token.hex()):
+                self._write_start()
+            self._write_dropped()
+        write_failure_report(verdict, succession, self.journal, self.outcome)
+
+    def _write_dropped(self) -> None:
+        """Write down what came to this rank and was not believed, if anything did."""
+        dropped = self.cluster.dropped
+        if dropped.total:
+            self.journal.write(records.Dropped(dict(dropped.by_fault), dict(dropped.by_source)))
+
+
+def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> tuple[Journal, list[str]]:
+    """The journal, which has no folder yet, and the rows of rank 0's log that are told already."""
+    journal = Journal()
+    parent.tell_unheard(journal.unheard)
+    told = mistake({"mistake": mistake_of(config, mode)}) if config.rank == 0 else []
+    for line in told:
+        journal.say(line)
+    if engine:
+        journal.say(f"engine     {engine}")
+    for line in warnings(config, mode) if config.rank == 0 else []:
+        journal.say(f"estimate   {line}")
+    return journal, told
+
+
+def import_for_ranks(config: Config) -> None:
+    """Import in the launcher what each rank of this run would beside this module; ranks are forked from it.
+
+    A lesson from outside is not ours: what it does as it is imported, each rank does for itself.
+    """
+    if not is_path(config.run_mode):
+        import_and_freeze(config, load(config.run_mode))
+
+
+def drills_of(run: RankRun) -> "Drills | None":
+    """The faults of LAB_FAULTS, if there are any."""
+    if run.config.faults is None:
+        return None
+    from distlab.rank.fault_injection import (
+        Drills,  # torch's checkpoints come with it, which other runs need not wait for
+    )
+
+    return Drills(run.config, run.mode, run.journal, run.cluster)
+
+
+def contents(config: Config) -> dict[str, str]:
+    """Checksums of what all ranks read, by what they are called in a sentence."""
+    found = data.digest(config)[:12] if reads_text(config.model) else ""
+    return {"the sha256 of the text": found} if found else {}
+
+
+def hold(folder: Path, cluster: Cluster, config: Config) -> None:
+    """Keep the folder to this run as long as this process lives; raises ConfigError where another run has it."""
+    try:
+        claim(folder, cluster.token.hex(), goes_on=config.resume == "auto")
+    except Taken:
+        raise ConfigError(
+            [f"LAB_RUN_ID={cluster.run_id!r} is that of another run in {config.runs_dir}: choose another"]
+        ) from None
+
+
+def source_version(config: Config) -> str:
+    """A hash of the sources of the package, and of a mode from elsewhere: ranks of different code must
+    not train together."""
+    top = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted({*top.glob("**/*.py"), *top.glob("experiments/**/*.py")}):
+        digest.update(str(path.relative_to(top)).encode() + path.read_bytes())
+    if is_path(config.run_mode):
+        lesson = lesson_file(config.run_mode)
+        for path in sorted(lesson.parent.glob("**/*.py")) if lesson.name == "__init__.py" else [lesson]:
+            digest.update(path.read_bytes())
+    for spec in (config.model, *config.variant):
+        if is_own(spec):
+            digest.update(Path(spec.rpartition(":")[0]).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
+    versions = {
+        "lab": source_version(config),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+    }
+    here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID"}
+    here |= {"LAB_LIVE", "LAB_LIVE_PORT"}  # who looks changes nothing
+    repeat = {
+        "RUN_MODE": config.run_mode,
+        "WORLD_SIZE": str(config.world_size),
+        "LAB_SEED": str(config.seed),
+    } | config.environ()
+    if config.resume == "auto":  # it means this very run, and a repeated one is another
+        here.add("LAB_RESUME")
+    repeat = {name: value for name, value in repeat.items() if name not in here}
+    return records.Start(
+        cluster.rank,
+        cluster.run_id,
+        config.run_mode,
+        cluster.world_size,
+        socket.gethostname(),
+        config.written(),
+        repeat,
+        versions,
+        mode.title(config),
+        list(mode.by_torch),
+        mistake_of(config, mode),
+        says_claims=True,
+    )
+
+
+def mistake_of(config: Config, mode: Mode) -> dict[str, str]:
+    """The mistake that is made on purpose, as the records have it; nothing where none is."""
+    made = mode.mistakes.get(config.bug or "")
+    return {"name": config.bug or "", "what": made.what, "check": made.check} if made else {}
+
+
+def greet(lab: Lab, cluster: Cluster, folder: Path) -> None:
+    start = lab.journal.records[0]
+    assert isinstance(start, records.Start)
+    where = f" · {folder}" if lab.rank == 0 else f" · {start.host} ({cluster.members[lab.rank].ip}) · {lab.device}"
+    lab.say(
+        f"rank {lab.rank} of {lab.world_size} · {start.run_mode} · {lab.config.backend} · {start.title}{where}",
+        all_ranks=True,
+    )

@@ -1,0 +1,127 @@
+"""A lesson's MODE, by the name of a mode in experiments/ or by the path of one that is not there."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from distlab.config import Config, ConfigError
+from distlab.config.settings import LESSONS, ModeOptions, is_path, lesson_file, mode_name, modes
+from distlab.contract import Mode, Variant
+from distlab.data_parallel.strategy import maker
+from distlab.measure.prediction import Prediction
+from distlab.report import records
+from distlab.report.units import human_bytes
+from distlab.workload.user_model import is_own
+
+
+def load(run_mode: str) -> Mode:
+    """The mode with its idea, the docstring of its lesson; raises ConfigError where a lesson from outside is none."""
+    module = _from_outside(run_mode) if is_path(run_mode) else importlib.import_module(f"{LESSONS}.{run_mode}")
+    mode = getattr(module, "MODE", None)
+    if not isinstance(mode, Mode):
+        raise ConfigError(
+            [f"RUN_MODE={run_mode!r} has no MODE: a lesson ends with MODE = Mode(...) of distlab's contract"]
+        )
+    if lesson_file(run_mode).name != "__init__.py" and _states_options(module, mode):
+        place = f"{run_mode.removesuffix('.py')}/options.py"
+        raise ConfigError(
+            [f"RUN_MODE={run_mode!r} has variables of its own, so it has to be a folder, and class Options in {place}"]
+        )
+    return replace(
+        mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring, which would be its idea.")
+    )
+
+
+def load_for(config: Config) -> Mode:
+    """The mode of these settings, with the strategies of one's own that LAB_VARIANT names as FILE:name; raises
+    ConfigError."""
+    mode = load(config.run_mode)
+    faults, variants = [], []
+    for spec in config.variant:
+        if is_own(spec):
+            try:
+                variants.append(Variant(spec, maker(spec)))
+            except Exception as error:  # whatever a user's file raises
+                how = "" if isinstance(error, TypeError) else f"cannot be used: {type(error).__name__}: "
+                faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
+    if faults:
+        raise ConfigError(faults)
+    return replace(mode, variants=(*mode.variants, *variants))
+
+
+def modes_that(have: Callable[[Mode], bool]) -> str:
+    """The names of all modes in experiments/ of which `have` is true, for a sentence; it imports them all."""
+    return ", ".join(name for name in modes() if have(load(name)))
+
+
+def _from_outside(run_mode: str) -> ModuleType:
+    """Import a lesson from its file, as a module of its own name; its siblings can be imported beside it."""
+    file, name = lesson_file(run_mode), mode_name(run_mode)
+    folder = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's lesson raises
+        raise ConfigError([f"RUN_MODE={run_mode!r} cannot be imported: {_where(error, file)}"]) from error
+    return module
+
+
+def _states_options(module: ModuleType, mode: Mode) -> bool:
+    """Whether a lesson states its own variables where they cannot be read before torch is imported."""
+    stated = getattr(module, "Options", mode.options)
+    return isinstance(stated, type) and issubclass(stated, ModeOptions) and stated is not ModeOptions
+
+
+def _where(error: Exception, file: Path) -> str:
+    """The error in a line, with the last line of the lesson that it came through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
+
+
+# The lesson of a mode as the report tells it: its idea, a sentence a variant, the predictions with their numbers.
+
+PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"]
+
+
+def lesson(config: Config, mode: Mode) -> records.Lesson:
+    """What a reader of the report should know before its numbers."""
+    sentences = {each.name: inspect.getdoc(each.build) or "" for each in mode.variants if each.build is not None}
+    variants = {name: first_sentence(told) for name, told in sentences.items() if told}
+    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.predict(config)))
+
+
+def paragraphs(idea: str) -> list[str]:
+    """The text of a docstring without its tables, which are indented."""
+    found = [" ".join(part.split()) for part in idea.split("\n\n") if not part.startswith("  ")]
+    return [part for part in found if not part.endswith(":")]  # which announces a table
+
+
+def first_sentence(told: str) -> str:
+    """Of a docstring the first line, or two where a sentence is that long."""
+    return " ".join(told.split("\n\n")[0].split())
+
+
+def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
+    """A row a prediction, as PREDICTED names its columns; where ranks differ, the least and the most."""
+    rows = []
+    for prediction in predictions:
+        shown = [
+            human_bytes(value) if prediction.unit == "B" else f"{value:g} {prediction.unit}"
+            for value in sorted(prediction.value)
+        ]
+        value = shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
+        rows.append([prediction.variant, prediction.name, prediction.formula, value, str(prediction.calls or "")])
+    return rows

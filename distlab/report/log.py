@@ -1,0 +1,119 @@
+"""Rank 0's log: what was proven, what was measured beside what was predicted, the verdict, how to repeat it.
+
+A person reads this and often nothing else. Every line begins with one of a few words in the first eleven columns, and
+the last line alone says all that a script needs: the verdict, the report's path and the command that repeats the run.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from distlab.report import fault_checks, tables
+from distlab.report.claims import Run
+from distlab.report.records import Ranks
+from distlab.report.sentences import (
+    FINDINGS,
+    dropped_sentence,
+    error_sentences,
+    explanation,
+    failure_sentence,
+    failures,
+    headline,
+    lost_sentence,
+    mistake_sentence,
+    proof_note,
+    repeat_command,
+    unseen_sentence,
+)
+from distlab.report.table import line, table_lines
+from distlab.report.tables import staircases
+
+DIGITS = len("2.8e-17")  # as wide as a difference gets
+
+
+def skipped(run: Run) -> list[str]:
+    """A line a variant that was left out."""
+    return [line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]]
+
+
+def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
+    """The proof, row by row: `names` are all variants that will be proven, so that those that are told one by one stand
+    in line."""
+    least = [max(map(len, ("", *names))), *[DIGITS] * len(tables.PROOF)]
+    lines = table_lines("proof", tables.proof(run), least)
+    return lines or ([line("proof", proof_note(run))] if proof_note(run) else [])
+
+
+# What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
+SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
+    "skipped": lambda run, _records, _rows: skipped(run),
+    "proof": lambda run, _records, rows: proof(run, rows),
+    "timed": lambda run, _records, _rows: table_lines("timed", tables.timed(run)),
+    "profile": lambda run, records, _rows: table_lines("profile", tables.profile(run, records, slowest_only=True)),
+    "hidden": lambda run, records, _rows: table_lines("hidden", tables.hidden(run, records)),
+    "measured": lambda run, records, _rows: table_lines("measured", tables.measured(run, records)),
+    "memory": lambda run, records, _rows: table_lines("memory", tables.memory(run, records)),
+}
+
+
+def mistake(run: Run) -> list[str]:
+    """The first line of a run that makes a mistake on purpose: which one, by name."""
+    return [line("mistake", mistake_sentence(run))] if run["mistake"] else []
+
+
+def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:
+    """All lines, in the order in which one learns, but for those that were `told` while the run went on.
+
+    `report` is the page's path, None where none was written.
+    """
+    lines = [
+        *untold(mistake(run), told),
+        *(each for section in SECTIONS.values() for each in untold(section(run, records, ()), told)),
+        *(line("FAILED", failure_sentence(claim)) for claim in failures(run)),
+        *more_checks(run),
+        *compared(run),
+        *(line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
+        *(line("drill", fault_checks.sentence(each)) for each in run.get("drills", [])),
+        *([line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
+        *(line("error", sentence) for sentence in error_sentences(run)),
+        *(line("lost", lost_sentence(lost)) for lost in run["lost"]),
+        *([line("unseen", unseen_sentence(run))] if run["unseen"] else []),
+    ]
+    where = f"report {report}" if report else "no report written"
+    why = [explanation(run)] if run["mistake"] else []
+    return [
+        *lines,
+        line(run["verdict"].upper(), " · ".join([headline(run), *why, where, f"repeat {repeat_command(records)}"])),
+    ]
+
+
+def more_checks(run: Run) -> list[str]:
+    """The checks that held and that no table above shows."""
+    held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)]
+    found = [check["name"] for check in held if check["unit"] == FINDINGS]
+    lines = table_lines("checks", tables.checks(check for check in held if check["unit"] != FINDINGS))
+    return lines + ([line("checks", f"held: {', '.join(found)}")] if found else [])
+
+
+def compared(run: Run) -> list[str]:
+    """The comparisons that held or are only shown and that no table above holds."""
+    timed = {variant["name"] for variant in run["variants"]}
+    in_tables = (*tables.TRAFFIC, tables.DRAWN, tables.ON_WIRE, *tables.MEMORY)
+    left = (c for c in run["comparisons"] if c["passed"] and not (c["name"] in in_tables and c["variant"] in timed))
+    return table_lines("compared", tables.comparisons(left))
+
+
+def untold(block: list[str], told: Collection[str]) -> list[str]:
+    """Of a block the rows that were not told yet, each under its heading, which may have been; nothing where all
+    were."""
+    left: list[str] = []
+    heading = ""
+    for row in block:
+        heading = heading if row.startswith(" ") else row
+        if words(row) not in told:
+            left += [row] if heading in (row, *left) else [heading, row]
+    return left
+
+
+def words(row: str) -> str:
+    """A row without the widths of its columns, which grow with the rows below."""
+    return " ".join(row.split())

@@ -1,0 +1,353 @@
+"""The report of one run, from its records: what was claimed, whether it held, what it cost, and how to repeat it.
+
+What it says and in which order stands in templates/report.html; here is what it shows.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distlab.report import charts, memory_table, tables, throughput
+from distlab.report.charts import Drawing
+from distlab.report.claims import Run
+from distlab.report.html import render
+from distlab.report.reading import write_atomically
+from distlab.report.records import Chart, Comparison, End, Lesson, Losses, Ranks, Said, Start, Steps, Wire, select
+from distlab.report.records import Table as OwnTable
+from distlab.report.sentences import (
+    error_sentences,
+    failure_sentence,
+    failures,
+    headline,
+    lost_sentence,
+    mistake_sentence,
+    proof_note,
+    repeat_command,
+    seen_sentence,
+    unseen_sentence,
+)
+from distlab.report.table import Column, Table, Verdict, numeric
+from distlab.report.timeline_view import timeline
+from distlab.report.units import allowed, byte_unit, difference, human_bytes, milliseconds
+from distlab.report.verdict import PROOF as PROVEN
+from distlab.report.verdict import SCRIPT, first, pytorch_own, slowest
+
+# What a run cost, as the page draws it: bytes by rank and from rank to rank, and the time of a step.
+
+MATRIX_RANKS = 16  # rows and columns of who sends to whom: of 64 ranks three figures had 230 kB of cells
+SOURCES = {"predicted": charts.PREDICTED, "called": charts.CALLED, "wire": charts.WIRE}
+
+
+class Matrix(NamedTuple):
+    """Bytes from each rank to each other, in one unit: (what is written, how strong its ground is in per cent)."""
+
+    unit: str
+    rows: list[list[tuple[str, int]]]
+    least_rem: float  # its least width
+
+
+class Traffic(NamedTuple):
+    """Bytes of one variant: by rank, and who sent how much to whom where that was counted."""
+
+    variant: str
+    chart: Drawing
+    matrix: Matrix | None
+
+
+def traffic(run: Run, records: Ranks) -> list[Traffic]:
+    """Predicted, called and wire bytes of each rank, and who sent how much to whom, by variant."""
+    bars = {variant["name"]: _bars(variant, run, records) for variant in run["variants"]}
+    bars = {
+        name: rows for name, rows in bars.items() if any(value is not None for row in rows.values() for value in row)
+    }
+    top = max((value or 0 for rows in bars.values() for row in rows.values() for value in row), default=0)
+    sent = _sent(records)
+    most = max((value for cells in sent.values() for value in cells.values()), default=0)
+    shown = min(run["world_size"], MATRIX_RANKS)
+    return [
+        Traffic(
+            name,
+            charts.drawn(charts.rank_bars(rows, SOURCES, top), f"bytes a step by rank, {name}", 190),
+            _matrix(sent[name], shown, most) if name in sent else None,
+        )
+        for name, rows in bars.items()
+    ]
+
+
+def _bars(variant: Run, run: Run, records: Ranks) -> dict[str, list[float | None]]:
+    """Predicted, called and wire bytes of a variant, by rank."""
+    predicted: dict[int, float] = {}
+    for rank, entry in select(records, Comparison):
+        if entry.variant == variant["name"] and entry.name in ("called bytes", "wire bytes"):
+            predicted[rank] = entry.predicted
+    return {
+        "predicted": [predicted.get(rank) for rank in range(run["world_size"])],
+        "called": variant["called_bytes"],
+        "wire": variant["wire_bytes"],
+    }
+
+
+def _sent(records: Ranks) -> dict[str, dict[tuple[int, int], float]]:
+    """Wire bytes a step from rank to rank, by variant."""
+    found: dict[str, dict[tuple[int, int], float]] = {}
+    for rank, wire in select(records, Wire):
+        cells = found.setdefault(wire.variant, {})
+        cells[rank, wire.peer] = cells.get((rank, wire.peer), 0) + wire.sent_bytes
+    return found
+
+
+def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -> Matrix:
+    """Rows send, columns receive; the stronger the ground, the more bytes."""
+    scale, unit = byte_unit(most)
+
+    def cell(sent: float | None) -> tuple[str, int]:
+        if not sent:
+            return "" if sent is None else "·", 0
+        digits = 0 if sent >= 100 * scale or scale == 1 else 1 if sent >= 10 * scale else 2
+        return f"{sent / scale:.{digits}f}", round(35 * sent / most)
+
+    ranks = range(world_size)
+    # Eight ranks still fit into a phone of 390 px.
+    return Matrix(unit, [[cell(cells.get((sender, to))) for to in ranks] for sender in ranks], 2.4 + 2.2 * world_size)
+
+
+def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
+    """How long a step took with each variant, and its spread; None where no step was timed."""
+    taken: dict[str, list[list[float]]] = {}
+    for _, steps in select(records, Steps):
+        taken.setdefault(steps.variant, []).append(steps.step_seconds)
+    samples = {name: [1000 * max(step) for step in zip(*of_ranks, strict=False)] for name, of_ranks in taken.items()}
+    samples = {name: values for name, values in samples.items() if values}
+    if not samples:
+        return None
+    return charts.drawn(charts.spreads(samples, colour, "ms a step"), "time of a step by variant", 220)
+
+
+MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
+
+
+def write_page(folder: Path, run: Run, records: Ranks, path: Path | None = None) -> Path:
+    """Write `report.html` into the folder of the run, or to another path; returns it."""
+    path = path or folder / "report.html"
+    write_atomically(path, [page(run, records)])
+    return path
+
+
+def page(run: Run, records: Ranks) -> str:
+    """The whole page as HTML."""
+    return render("report.html", **contents(run, records))
+
+
+def contents(run: Run, records: Ranks) -> dict[str, Any]:
+    """What the page shows, in its order, by its name in the template."""
+    start = first(records)
+    colour = charts.colours(variant["name"] for variant in run["variants"])
+    return {
+        "run": run,
+        "start": start,
+        "headline": headline(run),
+        "proof_note": proof_note(run),
+        "mistake": [mistake_sentence(run), seen_sentence(run)] if run["mistake"] else [],
+        "wrong": list(wrong(run)),
+        "timeline": timeline(run, records),
+        "tiles": list(tiles(run)),
+        "of_script": run["run_mode"] in (SCRIPT, PROVEN),
+        "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),
+        "said": list(dict.fromkeys(said for _, said in select(records, Said))),
+        "own": list(own(records, colour)),
+        "pace": throughput.pace(run, records),
+        "drills": drills(run),
+        **claims(run),
+        **costs_of(run, records, colour),
+        "ranks": ranks(run, records),
+        "skipped": skipped(run),
+        "command_line": repeat_command(records),
+        "settings": [(name, shown(value), name in start.repeat) for name, value in start.config.items()],
+        "versions": [(name, version, False) for name, version in start.versions.items()],
+    }
+
+
+def claims(run: Run) -> dict[str, Any]:
+    """What was claimed, and whether it held."""
+    checks = [check for check in run["checks"] if check["name"] not in tables.PROOF]
+    return {
+        "proof": tables.proof(run),
+        "timed": tables.timed(run),
+        "failed_checks": tables.checks(each for each in checks if not each["passed"]),
+        "checks": tables.checks(each for each in checks if each["passed"]),
+        "failed_comparisons": tables.comparisons(each for each in run["comparisons"] if not each["passed"]),
+        "comparisons": tables.comparisons(each for each in run["comparisons"] if each["passed"]),
+    }
+
+
+def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]:
+    """Losses, bytes, time and memory."""
+    losses = curves(records)
+    profile = tables.profile(run, records, slowest_only=False)
+    many = len(profile.rows) > tables.MOST_PROFILES
+    return {
+        "losses": loss_chart(losses, colour),
+        "first_and_last": first_and_last(losses),
+        "sources": SOURCES,
+        "matrix_ranks": MATRIX_RANKS,
+        "traffic": traffic(run, records),
+        "step_times": step_times(records, colour),
+        "measured": tables.measured(run, records),
+        "profile": tables.profile(run, records, slowest_only=True) if many else profile,
+        "many_profiles": many,
+        "hidden": tables.hidden(run, records),
+        "classes": memory_table.COLOURS,
+        "memory_by_class": memory_table.by_class(run),
+        "memory_over_the_step": memory_table.over_the_step(records),
+        "memory": tables.memory(run, records),
+        "memory_by_rank": memory_table.by_rank(run),
+    }
+
+
+def wrong(run: Run) -> Iterator[str]:
+    """What did not hold, and what ended a rank."""
+    yield from map(failure_sentence, failures(run))
+    yield from map(lost_sentence, run["lost"])
+    yield from error_sentences(run)
+    if run["unseen"]:
+        yield unseen_sentence(run)
+
+
+def tiles(run: Run) -> Iterator[tuple[str, str]]:
+    """The few numbers that a reader should take away, and what each is."""
+    proof = [check for check in run["checks"] if check["name"] in tables.PROOF]
+    if proof:
+        failed, plain = ([c for c in proof if not c["passed"]], [c for c in proof if not c["unit"]])
+        # Numbers of several units have no largest one, but one that is closest to its bound.
+        worst = max(failed or plain or proof, key=lambda check: check["max_abs_diff"] / (check["tolerance"] or 1.0))
+        names = {check["name"] for check in proof}
+        # Where there are no losses nothing was trained: primitives are compared, not a run with one process.
+        what = "from one process" if "losses" in names else f"of {' and '.join(sorted(names))}"
+        what += " in float64" if plain and len(plain) < len(proof) else ""
+        yield difference(worst["max_abs_diff"]), f"largest difference {what}, {allowed(worst)} allowed"
+    own_name = pytorch_own(run)
+    times = {variant["name"]: slowest(variant["step_seconds"]) for variant in run["variants"]}
+    by_hand = {name: seconds for name, seconds in times.items() if seconds and name != own_name}
+    if by_hand:
+        best = min(by_hand, key=lambda name: by_hand[name])
+        yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, the fastest written by hand"
+        if own_name and (own_s := times[own_name]):
+            yield f"{by_hand[best] / own_s:.2f} ×", f"the time of {own_name}, PyTorch's own"
+    wire = {variant["name"]: slowest(variant["wire_bytes"]) for variant in run["variants"]}
+    sent = {name: amount for name, amount in wire.items() if amount}
+    if sent:
+        least = min(sent, key=lambda name: sent[name])
+        yield human_bytes(sent[least]), f"on the wire a step, from the rank that sends most ({least})"
+
+
+class Told(NamedTuple):
+    """The idea in paragraphs, the variants in a sentence each, the predictions with their numbers."""
+
+    idea: list[str]
+    variants: Table
+    predictions: Table
+
+
+def lesson_of(run: Run, lesson: Lesson) -> Told:
+    """The lesson, of the variants that ran."""
+    ran = {variant["name"] for variant in run["variants"]}
+    variants = [[name, sentence] for name, sentence in lesson.variants.items() if name in ran]
+    predicted = [Column(title) for title in ("variant", "predicted", "formula", "a rank and step", "calls")]
+    return Told(
+        lesson.idea,
+        Table([Column("variant"), Column("what it does")], variants),
+        Table(predicted, lesson.predictions),
+    )
+
+
+def own(records: Ranks, colour: dict[str, str]) -> Iterator[tuple[str, Drawing | None, Table | None, int]]:
+    """The charts and tables that the lesson made itself, in its order: title, which it is, and the rows left out."""
+    found = [record for rank in sorted(records) for record in records[rank] if isinstance(record, Chart | OwnTable)]
+    most = max(8, MOST_ROWS // max(1, sum(isinstance(record, OwnTable) for record in found)))
+    series = sum(len(record.series) for record in found if isinstance(record, Chart))
+    for record in found:
+        if isinstance(record, Chart):
+            yield record.title, own_chart(record, colour, max(8, charts.MOST_POINTS // 2 // max(1, series))), None, 0
+            continue
+        numbers = numeric(len(record.columns), record.rows)
+        columns = [Column(title, "number" if i in numbers else "text") for i, title in enumerate(record.columns)]
+        rows = [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in record.rows[:most]]
+        yield record.title, None, Table(columns, rows), len(record.rows) - len(rows)
+
+
+def own_chart(record: Chart, colour: dict[str, str], points: int) -> Drawing:
+    """A chart of the lesson's own; a variant has its colour, where no two series would share one."""
+    hues = charts.colours(record.series) | {name: colour[name] for name in record.series if name in colour}
+    if len(set(hues.values())) < len(hues):
+        hues = charts.colours(record.series)
+    found: dict[str, charts.Curve] = {name: (xy[0], xy[1]) for name, xy in record.series.items()}
+    figure = charts.lines(
+        found, record.x_label, record.y_label, hues, points=points, log_x=record.log_x, log_y=record.log_y
+    )
+    return charts.drawn(figure, record.title, 240)
+
+
+def drills(run: Run) -> Table:
+    """Every fault that was planned: what should have come of it, and what did."""
+    words = {True: "held", False: "FAILED", None: "nothing to hold"}
+    rows = [
+        [
+            Verdict(words[each["held"]]),
+            ": ".join(filter(None, (each["event"], each["detail"]))),
+            each["should"],
+            each["did"],
+        ]
+        for each in run.get("drills", [])
+    ]
+    return Table([Column(""), Column("fault"), Column("what should come of it"), Column("what did")], rows)
+
+
+def curves(records: Ranks) -> dict[str, charts.Curve]:
+    """The loss curves by variant, one process first; where several ranks wrote one, the lowest rank's."""
+    found: dict[str, charts.Curve] = {}
+    for _, losses in select(records, Losses):
+        found.setdefault(losses.variant, (list(range(len(losses.values))), losses.numbers))
+    return dict(sorted(found.items(), key=lambda item: item[0] != "one process"))
+
+
+def loss_chart(found: dict[str, charts.Curve], colour: dict[str, str]) -> Drawing | None:
+    """All curves in one chart, None where no loss was written."""
+    if not found:
+        return None
+    points = charts.MOST_POINTS // 2 // len(found)
+    figure = charts.lines(found, "step", "loss", colour, points=points, layered=True)
+    return charts.drawn(figure, "losses by step", 240)
+
+
+def first_and_last(found: dict[str, charts.Curve]) -> Table:
+    """A row a curve."""
+    rows = [[name, len(y), f"{y[0]:.6g}", f"{y[-1]:.6g}"] for name, (_, y) in found.items() if y]
+    return Table([Column(""), *(Column(title, "number") for title in ("steps", "first loss", "last loss"))], rows)
+
+
+def ranks(run: Run, records: Ranks) -> Table:
+    """Where each rank ran and how it ended."""
+    unseen = {each["rank"]: each["host"] or "" for each in run["unseen"]}
+    hosts = unseen | {rank: start.host for rank, start in select(records, Start)}
+    ends = dict(select(records, End))
+    how: dict[int, str | Verdict] = dict.fromkeys(range(run["world_size"]), "cut short")
+    how |= dict.fromkeys(ends, "to the end") | dict.fromkeys(unseen, "no records here")
+    how |= {error["rank"]: f"code {error['exit_code']}" for error in run["errors"]}
+    how |= {lost["rank"]: Verdict("lost") for lost in run["lost"]}
+    took = {rank: f"{end.ended_at - end.started_at:.1f} s" for rank, end in ends.items()}
+    rows = [[rank, hosts.get(rank, ""), took.get(rank, ""), how[rank]] for rank in range(run["world_size"])]
+    return Table([Column("rank", "number"), Column("host"), Column("duration", "number"), Column("ended")], rows)
+
+
+def skipped(run: Run) -> Table:
+    """The variants that could not take part."""
+    return Table([Column("variant"), Column("reason")], [[skip["variant"], skip["reason"]] for skip in run["skipped"]])
+
+
+def shown(value: Any) -> str:
+    """A setting as one would write it; "unset" for what has no value."""
+    if value is None or value in ("", [], ()):
+        return "unset"
+    if isinstance(value, bool):
+        return str(int(value))
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

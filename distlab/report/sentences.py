@@ -1,0 +1,140 @@
+"""A run in sentences: the verdict, what did not hold, who is gone, which mistake was made, how to repeat it."""
+
+import shlex
+
+from distlab.config import ON_ONE_MACHINE
+from distlab.report.claims import Run
+from distlab.report.records import Ranks
+from distlab.report.units import allowed, difference, quantity
+from distlab.report.verdict import PROOF, SCRIPT, first
+
+FINDINGS = "findings"  # the unit of a check that counts them
+
+
+def headline(run: Run) -> str:
+    """The verdict in one phrase: what held, or by name what did not."""
+    if run["verdict"] in ("lost", "refused"):
+        ends = [lost_sentence(lost) for lost in run["lost"]] or [error["error"] for error in run["errors"]]
+        return "; ".join(dict.fromkeys(ends))
+    failed, deciding = failures(run), [c for c in run["checks"] + run["comparisons"] if c.get("decides", True)]
+    if failed:
+        names = ", ".join(claim_name(claim) for claim in failed[:4]) + (", ..." if len(failed) > 4 else "")
+        return f"{len(failed)} of {len(deciding)} checks failed: {names}"
+    if run["errors"]:
+        return str(run["errors"][0]["error"])
+    held = f"{len(deciding)} checks held" if len(deciding) != 1 else "1 check held"
+    held += "".join(f" · without rank {lost['rank']}" for lost in run["lost"])  # it left, and the others went on
+    return held if run["proven"] or run["run_mode"] == SCRIPT else f"not proven · {held}"
+
+
+def failures(run: Run) -> list[Run]:
+    """The checks and comparisons that did not hold."""
+    return [claim for claim in run["checks"] + run["comparisons"] if not claim["passed"]]
+
+
+def failure_sentence(claim: Run) -> str:
+    """What was expected and what was seen."""
+    if claim.get("unit") == FINDINGS:
+        return f"{claim_name(claim)}: {claim['detail']}"
+    detail = f" ({claim['detail']})" if claim.get("detail") else ""
+    return f"{claim_name(claim)}: {_off(claim)}{detail}"
+
+
+def _off(claim: Run) -> str:
+    """By how much a claim does not hold."""
+    if "max_abs_diff" in claim:
+        return f"differs by {difference(claim['max_abs_diff'])} where {allowed(claim)} is allowed"
+    predicted, measured, bound = (quantity(claim[key], claim["unit"]) for key in ("predicted", "measured", "tolerance"))
+    return f"predicted {predicted} ± {bound}, rank {claim['rank']} measured {measured}"
+
+
+def claim_name(claim: Run) -> str:
+    """The variant and the check, such as "bucketed gradients"."""
+    return f"{claim['variant']} {claim['name']}".strip()
+
+
+def lost_sentence(lost: Run) -> str:
+    """Who is gone, since when and why."""
+    step = "" if lost["step"] is None else f" at step {lost['step']}"
+    return f"rank {lost['rank']} lost{step}: {lost['reason']}"
+
+
+def dropped_sentence(run: Run) -> str:
+    """How many messages were not believed, what was wrong with them, and where they came from."""
+    dropped = run["dropped"]
+    faults = ", ".join(f"{count} {fault}" for fault, count in dropped["by_fault"].items())
+    sources = ", ".join(f"{source} ({count})" for source, count in dropped["by_source"].items())
+    return f"{dropped['messages']} that came from outside changed nothing: {faults}; from {sources}"
+
+
+def unseen_sentence(run: Run) -> str:
+    """Whose records the verdict does not rest on, and where they are."""
+    who = ", ".join(
+        f"rank {each['rank']} (on {each['host']})" if each["host"] else f"rank {each['rank']}" for each in run["unseen"]
+    )
+    elsewhere = any(each["host"] for each in run["unseen"])
+    why = "each machine keeps those of its own ranks" if elsewhere else "they ended before they wrote any"
+    return f"no records of {who}: {why}, and what was measured and checked there is not in this verdict"
+
+
+def error_sentences(run: Run) -> list[str]:
+    """What ended ranks, a line for all that ended alike."""
+    alike: dict[tuple[int, str], list[str]] = {}
+    for error in run["errors"]:
+        alike.setdefault((error["exit_code"], error["error"]), []).append(str(error["rank"]))
+    return [
+        f"rank {', '.join(ranks)} ended with code {exit_code}: {error}" for (exit_code, error), ranks in alike.items()
+    ]
+
+
+def mistake_sentence(run: Run) -> str:
+    """The mistake that was made on purpose, and which check is meant to see it."""
+    mistake = run["mistake"]
+    return f"LAB_BUG={mistake['name']}: {mistake['what']}; the check that is meant to see it: {mistake['check']}"
+
+
+def seen_sentence(run: Run) -> str:
+    """Whether that check saw it: which claims failed and by how much, or how it missed it."""
+    check = run["mistake"]["check"]
+    found = [claim for claim in failures(run) if claim["name"] == check]
+    if found:
+        names, which = ", ".join(claim_name(claim) for claim in found), "the first " if len(found) > 1 else ""
+        return f"seen by {names}: {which}{_off(found[0])}"
+    return f"not seen: {check} {missed(run)}"
+
+
+def explanation(run: Run) -> str:
+    """For the last line: the mistake, and whether the check that is meant to see it did, by its first claim."""
+    mistake = run["mistake"]
+    found = next((claim for claim in failures(run) if claim["name"] == mistake["check"]), None)
+    seen = f"seen by {claim_name(found)}, which is meant to see it: {_off(found)}" if found else seen_sentence(run)
+    return f"LAB_BUG={mistake['name']}: {mistake['what']}; {seen}"
+
+
+def missed(run: Run) -> str:
+    """How the check that is meant for the mistake missed it; empty if it failed, as it should."""
+    check = run["mistake"]["check"]
+    held = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == check]
+    if not held:
+        return "did not run: nothing in this run could show it"
+    return "held: nothing in this run shows it" if all(held) else ""
+
+
+def proof_note(run: Run) -> str:
+    """Why a run that did not fail is still not proven; empty where it is."""
+    if run["proven"] or run["verdict"] != "pass" or run["run_mode"] == SCRIPT:
+        return ""
+    return "not proven: no check was made" if not run["checks"] else "not proven: LAB_PROOF=0 left the proof out"
+
+
+def repeat_command(records: Ranks) -> str:
+    """The command that runs the same again."""
+    repeat = first(records).repeat
+    shaped = repeat.keys() & {"LAB_NET_RATE", "LAB_NET_DELAY"}
+    overlay = ["-f", "docker-compose.yaml", "-f", "compose/net.yaml"] if shaped else []
+    settings = [f"{name}={shlex.quote(value)}" for name, value in repeat.items()]
+    if first(records).run_mode in (SCRIPT, PROOF):
+        return " ".join([*settings, "distlab", first(records).run_mode, first(records).title])
+    if first(records).world_size > ON_ONE_MACHINE:
+        return " ".join([*settings, "python -m workers, as each rank of an engine"])
+    return " ".join([*settings, "docker", "compose", *overlay, "up"])

@@ -1,0 +1,217 @@
+"""What every tensor-parallel variant shares: a part of the model and an optimizer on each rank, all samples on every.
+
+Variants differ in how the model was split. What a rank holds a part of has its whole gradient there. What every rank
+holds whole has it on every rank too, since the gradient that reaches it is the same everywhere; unless it worked on a
+part of the rows alone, then the ranks' gradients are summed, once a step (Korthikanti et al. 2022, section 4.2.2,
+leaves that unsaid).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.collectives.phases import phase
+from distlab.collectives.point_to_point import Peers
+from distlab.config import Config
+from distlab.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Region,
+    RowParallelLinear,
+    Slice,
+    VocabularyParallelCrossEntropy,
+    VocabularyParallelEmbedding,
+    join,
+    shares,
+    slices_of,
+)
+from distlab.tensor_parallel.sequence import sum_together
+from distlab.workload.data import Microbatch
+from distlab.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
+from distlab.workload.strategy import HoldsLayers, clip_gradients, forward_backward
+
+
+class TensorParallel(HoldsLayers):
+    """A Strategy over `model`, this rank's part of it.
+
+    Args:
+        slices: which parameters are held in part, by name; by default what the model's layers say.
+        by_rows: what is whole works on this rank's rows only, so its gradients are summed.
+        own_loss: so does the loss, and each rank returns its share; else all have the same one, and rank 0 returns it.
+    """
+
+    def __init__(
+        self, model: Model, group: dist.ProcessGroup, config: Config, slices: dict[str, Slice] | None = None, *,
+        by_rows: bool = False, own_loss: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(model, config)
+        self.group, self.by_rows = group, by_rows
+        self.has_share = own_loss or group.rank() == 0
+        self.slices = slices_of(model) if slices is None else slices
+        self.peers = Peers(group)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """Forward and backward of all microbatches; whatever is sent, but the last sum, is sent inside of them."""
+        self.model.zero_grad()
+        shares = [
+            local(forward_backward(self.model, microbatch, number)) for number, microbatch in enumerate(microbatches)
+        ]
+        if self.by_rows:
+            self.sum_gradients()
+        return torch.stack(shares).sum() if self.has_share else None
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of what every rank holds whole, in one call."""
+        whole = [parameter for _, parameter in self.whole()]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in whole]  # the same call on all ranks
+        with phase("all_reduce"):
+            sums = sum_together(gradients, self.group)
+        for parameter, total in zip(whole, sums, strict=True):
+            parameter.grad = total
+
+    def update(self) -> None:
+        """Clip by the norm of all gradients, those that every rank holds counted on rank 0, and take a step."""
+        if self.config.clip is not None:
+            named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+            once = [local(gradient) for name, gradient in named if name in self.slices or self.group.rank() == 0]
+            clip_gradients(once, [local(gradient) for _, gradient in named], self.config.clip, self.group)
+        self.optimizer.step()
+
+    def whole(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that every rank holds whole, and must hold the same."""
+        return [(name, p) for name, p in self.model.named_parameters() if name not in self.slices]
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Dense tensors on rank 0, the ranks' parts joined one after the other; nothing elsewhere."""
+        for label, tensor in self.held(kind):
+            sliced = self.slices.get(label.partition(".")[2] if kind == "optimizer" else label)
+            piece: Tensor | None = local(tensor)
+            if sliced is not None and tensor.dim() > sliced.dim:  # AdamW's number of steps is one number for all parts
+                piece = join(local(tensor), sliced, self.peers)
+            if piece is not None and self.group.rank() == 0:
+                yield label, piece
+
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """What every rank holds whole; of DTensors those that are replicated."""
+        for name, tensor in self.held(kind):
+            if name not in self.slices and all(each.is_replicate() for each in getattr(tensor, "placements", ())):
+                yield name, local(tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of a sliced tensor this rank's piece, and a DTensor as it is."""
+        state = super().state_dict()
+        for label, tensor in state.items():
+            sliced = self.slices.get(dense_name(label))
+            if sliced is not None and tensor.dim() > sliced.dim and not hasattr(tensor, "placements"):
+                state[label] = sliced.place(tensor, self.group.rank())
+        return state
+
+
+def dense_name(label: str) -> str:
+    """The parameter of 'weights.<parameter>' or 'optimizer.<key>.<parameter>'."""
+    return label.split(".", 2 if label.startswith("optimizer.") else 1)[-1]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds; any other tensor is itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+# The lab's layers, sliced by tensor parallelism: a dense model, and in its place what one rank computes of it.
+#
+# The two linear layers of a slice stand in distlab/tensor_parallel/layers.py, the two ends of gpt in
+# distlab/tensor_parallel/layers.py; here they take the places of the model's own. What lies between two slices is the
+# caller's: everything on every rank, or a part of the rows (rows.py).
+
+# Parts that a mistake replaces: a rank's own q, k and v, and what sums over slices.
+QKV: TypeAlias = Callable[[Attention, tuple[int, ...], int], dict[str, nn.Module]]
+Row: TypeAlias = type[RowParallelLinear]
+
+
+def own_heads(attention: Attention, heads: tuple[int, ...], rank: int) -> dict[str, nn.Module]:
+    """A rank's heads of q, of k and of v: the same ones of each."""
+    dense = {"q": attention.q, "k": attention.k, "v": attention.v}
+    return {name: ColumnParallelLinear(project, heads, rank) for name, project in dense.items()}
+
+
+def slice_layers(
+    model: Model, group: dist.ProcessGroup, region: Region, qkv: QKV = own_heads, row: Row = RowParallelLinear
+) -> None:
+    """Replace the layers of a dense `model` by this rank's slices of them, in place; parameters keep their names.
+
+    Attention: enter, once for all three -> q, k, v by rows, whole heads; o by columns, the same heads -> leave.
+    MLP:       enter -> up by rows; down by columns -> leave.
+    """
+    rank, ranks = group.rank(), group.size()
+    for part in list(model.modules()):
+        if isinstance(part, Attention):
+            heads = shares(part.q.out_features // part.head_dim, ranks, part.head_dim)
+            for name, project in qkv(part, heads, rank).items():
+                part.register_module(name, project)
+            part.register_module("o", row(part.o, heads, rank, region))
+            enter_before(part, region)
+        elif isinstance(part, MLP):
+            sizes = shares(part.up.out_features, ranks)
+            part.register_module("up", ColumnParallelLinear(part.up, sizes, rank))
+            part.register_module("down", row(part.down, sizes, rank, region))
+            enter_before(part, region)
+    if model.name == "gpt":
+        slice_ends(model, group, region)
+
+
+def slice_ends(model: Model, group: dist.ProcessGroup, region: Region) -> None:
+    """gpt's two ends, by rows of the vocabulary; tied weights stay tied, since both are sliced by the same ones.
+
+    Embedding:    token -> leave; position whole.
+    Head:         norm whole; enter -> project.
+    CrossEntropy: over the ranks' scores, which are never gathered.
+    """
+    rank, sizes = group.rank(), shares(VOCABULARY, group.size())
+    first, last = model.layers[0], model.layers[-1]
+    assert isinstance(first, Embedding)
+    assert isinstance(last, Head)
+    tied = last.project.weight is first.token.weight
+    token = VocabularyParallelEmbedding(first.token, sizes, rank, region)
+    project = ColumnParallelLinear(last.project, sizes, rank)
+    if tied:
+        project.weight = token.weight
+    first.register_module("token", token)
+    last.register_module("project", project)
+    enter_before(project, region)
+    model.loss = VocabularyParallelCrossEntropy(sizes, group)
+
+
+def enter_before(module: nn.Module, region: Region) -> None:
+    """What `module` is given comes through `region.enter` first: a hook, so that no parameter gets another name."""
+    module.register_forward_pre_hook(partial(_entered, region))
+
+
+def _entered(region: Region, _: nn.Module, args: tuple[Any, ...]) -> Tensor:
+    return region.enter(args[0])
+
+
+# PyTorch's plan for the lab's layers: what `parallelize_module` makes DTensors of, and what has to be tied again.
+
+
+def plan(model: nn.Module) -> dict[str, Any]:
+    """How each linear layer and embedding is parallelised, by its name."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    styles = {
+        "token": RowwiseParallel(input_layouts=Replicate()),
+        "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel(),
+        "up": ColwiseParallel(), "down": RowwiseParallel(),
+        "project": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }  # fmt: skip
+    names = [name for name, _ in model.named_modules()]
+    return {name: styles[name.rpartition(".")[2]] for name in names if name.rpartition(".")[2] in styles}
+
+
+def tie(model: Model) -> None:
+    """Let gpt's ends share the weight again that each was given one of."""
+    model.layers[-1].get_submodule("project").register_parameter("weight", model.get_parameter("layers.0.token.weight"))

@@ -1,0 +1,278 @@
+"""A pool of warm ranks in pytest's process: it hands them a test, listens as a doctor does, and ends what hangs.
+
+Ranks are forked from multiprocessing's forkserver (preloaded.py says why), as many as the largest test so far has asked
+for, and stay for the next test. After a failure the pool is killed as a whole: who knows what a rank that raised has
+left behind; the next test forks new ones, which takes a tenth of a second each.
+"""
+
+import atexit
+import multiprocessing
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+from distlab.check.coordinator import Doctor
+from distlab.check.rank_state import END, HANG, MATCH, Finding
+from distlab.check.recorder import now
+from distlab.check.script import Ends
+from distlab.check.script_process import Bedside, Hearing, pipes
+from distlab.cluster import name_ranks
+from distlab.testing.rank import Ended, Start, Task, serve
+from distlab.transport.handshake import listen
+from distlab.transport.store_server import StoreHost
+
+CONTEXT = multiprocessing.get_context("forkserver")
+START_S = 60.0  # for a rank to be there, on a machine that does much else
+LISTEN_S = 0.25
+HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung
+AT_ONCE_S = 0.02
+KEY_BYTES = 32
+GATHER_S = 0.5  # what ranks have told is in a pipe of this process, and on no store
+
+
+class TravellingEnds(Ends):
+    """The watched process's ends of its pipes, on their way to it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Arrived, tuple(reduction.DupFd(each) for each in self)
+
+
+class Arrived:
+    """These ends, in the watched process."""
+
+    def __init__(self, *ends: Any) -> None:
+        self._ends = ends
+
+    def detach(self) -> Ends:
+        """As descriptors."""
+        return Ends(*(each.detach() for each in self._ends))
+
+
+class Descriptor:
+    """A file on its way to another process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return themselves, (reduction.DupFd(self.number),)
+
+
+def themselves(arrived: Any) -> Any:
+    """What has arrived as it is."""
+    return arrived
+
+
+class WarmRank:
+    """One rank of the pool."""
+
+    def __init__(self, start: Start, serve: Callable[..., None]) -> None:
+        ours, theirs = pipes()
+        self.output: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115  open as long as it lives
+        self.control, other = CONTEXT.Pipe()
+        process = CONTEXT.Process(
+            target=serve, daemon=True, name=f"rank {start.rank}",
+            args=(start, TravellingEnds(*theirs), Descriptor(self.output.fileno()), other),
+        )  # fmt: skip
+        process.start()
+        theirs.close()
+        other.close()
+        self.bedside = Bedside(process, ours)
+
+    def begin(self, task: Task) -> None:
+        """Hand it a test."""
+        self.output.truncate(0)
+        self.hearing = Hearing(self.bedside)
+        self._starved_before_s = self.bedside.starved_s()
+        self.control.send(task)
+
+    def starved_s(self) -> float:
+        """For how long the test could have gone on here and had no core."""
+        return self.bedside.starved_s() - self._starved_before_s
+
+    def printed(self) -> str:
+        """What the test has printed here."""
+        return os.pread(self.output.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        self.bedside.kill()
+        self.bedside.close()
+        self.control.close()
+        self.output.close()
+
+
+@dataclass
+class Outcome:
+    """What became of a test."""
+
+    ended: dict[int, Ended]
+    findings: list[Finding]
+    printed: dict[int, str]
+    lost: Mapping[int, str]  # ranks whose process was killed, and how
+    late: str = ""  # why it was ended, where that is no finding
+    rows: list[tuple[str, str]] = field(default_factory=list)  # where each rank was then
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the test has failed, and its ranks are of no more use."""
+        failed = any(each.outcome == "failed" for each in self.ended.values())
+        return bool(self.late or self.findings or self.lost) or failed
+
+
+class Pool:
+    """All warm ranks of this process."""
+
+    def __init__(self, root: str, files: Sequence[str], preload: Sequence[str]) -> None:
+        self._root, self._files, self._preload = root, files, preload
+        self._ranks: list[WarmRank] = []
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._store: StoreHost | None = None
+        self._tasks = 0
+        atexit.register(self.kill)
+
+    @property
+    def port(self) -> int:
+        """Of the store in which tests' process groups meet."""
+        if self._store is None:
+            self._store = StoreHost(listen("127.0.0.1"), self._key)
+        return self._store.port
+
+    def next_number(self) -> int:
+        """A number for a test."""
+        self._tasks += 1
+        return self._tasks
+
+    def run(self, tasks: Sequence[Task]) -> Outcome:
+        """One task a rank; ends after the longest bound of them."""
+        self._have(len(tasks))
+        for rank, task in zip(self._ranks, tasks, strict=False):
+            rank.begin(task)
+        outcome = Watching(self._ranks[: len(tasks)], tasks[0].timeout_s).until_the_end()
+        if outcome.is_bad:
+            self.kill()
+        return outcome
+
+    def _have(self, count: int) -> None:
+        CONTEXT.set_forkserver_preload(list(self._preload))
+        starts = [
+            Start(rank, self.port, self._key, self._root, sys.path, self._files)
+            for rank in range(len(self._ranks), count)
+        ]
+        new = [WarmRank(start, serve) for start in starts]
+        self._ranks += new
+        for each in new:
+            if not each.control.poll(START_S):
+                raise RuntimeError(f"a rank did not start in {START_S:g} s")
+            each.control.recv()
+
+    def kill(self) -> None:
+        """End all ranks; the next test gets new ones."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+    def close(self) -> None:
+        """Let all ranks end by themselves."""
+        for rank in self._ranks:
+            rank.control.send(None)
+        for rank in self._ranks:
+            rank.bedside.process.join(2)
+        self.kill()
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+
+class Watching:
+    """One test on its ranks, from the beginning to its end."""
+
+    def __init__(self, ranks: Sequence[WarmRank], timeout_s: float) -> None:
+        self._ranks, self._timeout_s = ranks, timeout_s
+        self._doctor = Doctor(
+            len(ranks),
+            min(HANG_AFTER_S, timeout_s / 3),
+            timeout_s,
+            lambda text: None,  # noqa: ARG005
+            gather_s=GATHER_S,
+        )
+        self._ended: dict[int, Ended] = {}
+
+    def until_the_end(self) -> Outcome:
+        """Listen until all have ended, or nothing more is to be waited for."""
+        deadline = time.monotonic() + self._timeout_s
+        listened = time.monotonic()
+        while len(self._ended) < len(self._ranks) and not self._doctor.over:
+            self._receive(AT_ONCE_S)
+            if time.monotonic() - listened > LISTEN_S:
+                listened = time.monotonic()
+                self._listen()
+            if time.monotonic() > deadline + self._starved_s(deadline):
+                self._listen()
+                return self._outcome(f"not done after {self._timeout_s:g} s")
+        failed = any(each.outcome == "failed" for each in self._ended.values())
+        while not self._doctor.over:
+            self._listen()
+            if not failed:
+                break
+            time.sleep(LISTEN_S)
+        return self._outcome()
+
+    def _starved_s(self, deadline: float) -> float:
+        """What the bound does not count, once it is over: ranks that wait for a core on a busy machine do not hang."""
+        return max(rank.starved_s() for rank in self._ranks) if time.monotonic() > deadline else 0.0
+
+    def _receive(self, for_s: float) -> None:
+        controls = {rank.control: number for number, rank in enumerate(self._ranks) if number not in self._ended}
+        for each in wait([*controls, *(rank.bedside.process.sentinel for rank in self._ranks)], for_s):
+            if isinstance(each, Connection) and each in controls:
+                try:
+                    self._ended[controls[each]] = each.recv()
+                except EOFError:
+                    time.sleep(for_s)  # its process is gone, which is heard
+
+    def _listen(self) -> None:
+        for number, rank in enumerate(self._ranks):
+            self._doctor.take(number, rank.hearing.lines(0.0), now())
+        self._doctor.look(now())
+
+    def _outcome(self, late: str = "") -> Outcome:
+        rows = [(f"rank {case.rank}", where(case.frames())) for case in self._doctor.cases if not case.over]
+        printed = {number: rank.printed() for number, rank in enumerate(self._ranks)}
+        kept = [each for each in self._doctor.findings if each.check in (MATCH, HANG, END)]
+        return Outcome(self._ended, kept, printed, self._doctor.lost, late, rows if late else [])
+
+
+def where(frames: Sequence[Any]) -> str:
+    """The innermost lines of a stack."""
+    shown = [f"{os.path.relpath(each.file)}:{each.line} in {each.function}" for each in frames[:4]]
+    return " < ".join(shown) or "unknown"
+
+
+def words(outcome: Outcome) -> str:
+    """A failed test: the doctor's sentences, where each rank was, and the traceback of who failed itself."""
+    said = [f"rank {rank} {how}" for rank, how in outcome.lost.items()]  # what others raised came of it
+    said += [finding.sentence for finding in outcome.findings]
+    if outcome.late:
+        said.append(outcome.late)
+    if not said:
+        odd = [rank for rank, each in outcome.ended.items() if each.outcome == "failed"]
+        said.append(f"{name_ranks(odd)} failed")
+    for finding in outcome.findings:
+        said += ["  ".join(row).rstrip() for row in finding.rows]
+    said += ["  ".join(row) for row in outcome.rows]
+    blamed = {rank for finding in outcome.findings if finding.check == END for rank in finding.ranks}
+    texts: dict[str, list[int]] = {}
+    for rank, each in sorted(outcome.ended.items()):
+        if each.outcome == "failed" and (rank in blamed or not (outcome.findings or outcome.lost)):
+            texts.setdefault(each.text, []).append(rank)
+    for text, ranks in texts.items():
+        said += ["", f"on {name_ranks(ranks)}:", text]
+    return "\n".join(said)

@@ -1,0 +1,269 @@
+"""One warm rank of a pool: it waits for a test, runs it in a process group of its own, and says how it ended.
+
+All calls of the test are recorded for the doctor in pytest's process, as those of a script under `distlab check`.
+"""
+
+import ctypes
+import datetime
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest._code import ExceptionInfo
+from _pytest.assertion import AssertionState, pytest_assertrepr_compare, util
+from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
+
+from distlab.check.recorder import Places, Recorder, Telling, now
+from distlab.check.script import PR_SET_PDEATHSIG, answer, described, recorded
+from distlab.transport.backend import TcpBackend
+from distlab.transport.store import KeyedStore
+
+# The test file on a rank, its asserts rewritten as pytest does in its own process.
+
+AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"  # other plugins have no part in an assert
+
+
+def settings(patterns: Sequence[str]) -> pytest.Config:
+    """pytest's settings as they are without a file of settings, but for which files are rewritten."""
+    autoload = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "1"
+    try:
+        words = ["-c", os.devnull, "--rootdir", os.curdir, "--noconftest", "-p", "no:cacheprovider"]
+        config = pytest.Config.fromdictargs({}, words)
+    finally:
+        if autoload is None:
+            del os.environ[AUTOLOAD]
+    config._inicache["python_files"] = list(patterns)
+    return config
+
+
+def install(patterns: Sequence[str]) -> None:
+    """Rewrite what is imported from here on and fits; explain comparisons as pytest does."""
+    config = settings(patterns)
+    config.stash[assertstate_key] = AssertionState(config, "rewrite")
+    hook = AssertionRewritingHook(config)
+    sys.meta_path.insert(0, hook)
+
+    def explained(op: str, left: object, right: object) -> str | None:
+        lines = pytest_assertrepr_compare(config, op, left, right)
+        return "\n~".join(line.replace("%", "%%") for line in lines) if lines else None
+
+    util._reprcompare = explained
+
+
+def test_module(name: str, file: str) -> ModuleType:
+    """The module of a test file, imported once."""
+    hook = next(each for each in sys.meta_path if isinstance(each, AssertionRewritingHook))
+    if file not in hook.fnpats:
+        hook.fnpats.append(file)  # whatever it is called
+    loaded = sys.modules.get(name)
+    if loaded is not None and is_of(loaded, file):
+        return loaded
+    try:
+        found = importlib.import_module(name)
+        if is_of(found, file):
+            return found
+    except ImportError:
+        pass  # pytest's importmode=importlib: its name is no path
+    spec = hook.find_spec(name, [str(Path(file).parent)]) or importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def is_of(module: ModuleType, file: str) -> bool:
+    """Whether a module was made of this file."""
+    return module.__file__ is not None and Path(module.__file__).resolve() == Path(file).resolve()
+
+
+# What travels between pytest and a rank: a test to run, and how it ended there.
+
+
+@dataclass(frozen=True)
+class Task:
+    """A test's body for one rank."""
+
+    module: str  # the test file's module, its path, and the name in it: a function, or Class.method
+    file: str
+    name: str
+    arguments: Mapping[str, Any]
+    world_size: int
+    number: int  # of the task in this pool: its process group's keys begin with it
+    port: int  # of the pool's store
+    timeout_s: float
+    backend: str = "gloo"
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it ended on a rank: "passed", "failed" or "skipped", and the text."""
+
+    outcome: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """In the place of an argument that a rank makes by itself: its group, its mesh, its number."""
+
+    what: str
+
+
+STORE_S = 60.0
+GRACE_S = 30.0  # of a collective beyond the test's own bound: the pool ends it before
+
+
+class Here(NamedTuple):
+    """What a rank keeps from test to test."""
+
+    rank: int
+    key: bytes
+    # One for all tests: a store made anew for each took 5 s of every tenth.
+    store: dist.Store
+    telling: Telling
+    recorder: Recorder
+
+
+class Start(NamedTuple):
+    """What a rank is told as it is forked."""
+
+    rank: int
+    port: int  # of the pool's store
+    key: bytes  # that opens it
+    root: str  # pytest's root folder
+    path: Sequence[str]  # sys.path
+    files: Sequence[str]  # patterns of test files
+
+
+def at_home(start: Start, ends: Any, output: Any) -> int:
+    """Settle down in a new process that tells its stacks; where its lines go."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    leave_to_pytest()
+    os.setpgid(0, 0)  # so that what a test starts ends with it
+    told, stacks, asked, _ = ends.detach()
+    answer(asked, stacks)
+    os.dup2(output.detach(), 1)
+    os.dup2(1, 2)
+    os.chdir(start.root)
+    sys.path[:] = list(start.path)
+    torch.set_num_threads(1)
+    return int(told)
+
+
+def leave_to_pytest() -> None:
+    """Close this rank's end of the pipe by which the forkserver knows that somebody needs it.
+
+    multiprocessing gives one to each process, so that it may fork others there. Then a pytest that is killed leaves a
+    server whose ranks keep it alive; without, the server ends with pytest, and its ranks with the server.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
+    """Run what comes until nothing does."""
+    told = at_home(start, ends, output)
+    telling = Telling(told)
+    recorder, _ = recorded(telling, Path(start.root), start.port)
+    store = KeyedStore("127.0.0.1", start.port, start.key, STORE_S)
+    here = Here(start.rank, start.key, store, telling, recorder)
+    install(start.files)
+    control.send(None)
+    while (task := control.recv()) is not None:
+        recorder.anew()
+        telling.say("main", threading.get_ident())
+        ended = run(here, task)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        telling.say("ended", 0 if ended.outcome != "failed" else 1, now())
+        control.send(ended)
+    os._exit(0)
+
+
+def run(here: Here, task: Task) -> Ended:
+    """The test's body in a fresh process group."""
+    try:
+        function = found(task)
+        with here.recorder.unseen():
+            begin(here, task)
+        function(**arguments(here.rank, task))
+        here.recorder.forget()
+        end(here)
+    except pytest.skip.Exception as skipped:
+        end(here)
+        return Ended("skipped", str(skipped))
+    except BaseException as error:
+        here.telling.say("raised", *described(error, Path(task.file)), now())
+        return Ended("failed", shown(error, here.recorder.places))
+    return Ended("passed")
+
+
+def end(here: Here) -> None:
+    """Leave the test's process group, which it may have left itself."""
+    if dist.is_initialized():
+        with here.recorder.unseen():
+            dist.destroy_process_group()
+
+
+def found(task: Task) -> Any:
+    """The function; of a method, bound to a new instance."""
+    place: Any = test_module(task.module, task.file)
+    for name in task.name.split("."):
+        place = getattr(place() if isinstance(place, type) else place, name)
+    return place
+
+
+def begin(here: Here, task: Task) -> None:
+    """A process group of this task's ranks alone."""
+    os.environ.update(
+        RANK=str(here.rank), LOCAL_RANK=str(here.rank), WORLD_SIZE=str(task.world_size), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(task.port),
+    )  # fmt: skip
+    bound = datetime.timedelta(seconds=task.timeout_s + GRACE_S)
+    keys = dist.PrefixStore(f"task{task.number}", here.store)
+    if task.backend == "tcp":
+        TcpBackend("127.0.0.1", here.key).register()
+    dist.init_process_group(task.backend, store=keys, rank=here.rank, world_size=task.world_size, timeout=bound)
+
+
+def arguments(rank: int, task: Task) -> dict[str, Any]:
+    """The test's arguments, with what this rank makes by itself."""
+    made: Mapping[str, Any] = {"rank": rank, "world_size": task.world_size, "group": dist.group.WORLD}
+    given = dict(task.arguments)
+    for name, value in given.items():
+        if isinstance(value, OnRank):
+            if value.what == "mesh":
+                axes = task.mesh or {"dp": task.world_size}
+                sizes = tuple(axes.values())
+                given[name] = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
+            else:
+                given[name] = made[value.what]
+    return given
+
+
+def shown(error: BaseException, places: Places) -> str:
+    """The traceback as pytest draws it, of the frames that are no library's."""
+    info = ExceptionInfo.from_exception(error)
+    own = info.traceback.filter(lambda frame: places.kind(str(frame.path)) == "user")
+    info.traceback = own if len(own) else info.traceback
+    text = str(info.getrepr(style="long", chain=False))
+    return text if text[:1].isspace() else f"    {text}"  # the first line has lost its own

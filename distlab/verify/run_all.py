@@ -1,0 +1,134 @@
+"""All passes over all variants, in their order: prove, time, count, and with LAB_TRACE=1 profile.
+
+Each pass makes its strategies anew, so that none inherits what another left. What is measured is held against what the
+mode predicted; a mode that says no more than its variants is run by `everything`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from distlab.contract import Build, Held, Measured, Strategy
+from distlab.lab import Lab
+from distlab.verify.counted import count
+from distlab.verify.proof import prove
+from distlab.verify.records import compare_drawn
+from distlab.verify.timed import time_steps
+from distlab.workload.data import effective_batch
+from distlab.workload.user_model import is_own
+
+# How many timed steps each variant takes: LAB_STEPS, or its share of them.
+#
+# Some variants are in a run for what they show, not for their speed: naive dp's 133 small all_reduces over gloo took
+# 26 of the 53 s of the default run's timed steps. Beside others such a variant takes one of `timed_part` steps
+# (contract.py), and the run says so. By a rule and not by a clock, so that a run is repeatable to the bit. Whoever
+# asks for a variant alone gets all of its steps, and so does who saves, resumes or drills, where all have to have
+# done the same ones.
+
+LEAST_STEPS = 5  # two that are not timed, and three for a median
+
+
+def timed_ends(lab: Lab, chosen: Collection[str], *, alike: bool) -> dict[str, int]:
+    """The step before which each of these variants ends; LAB_STEPS for all where they are to stay `alike`."""
+    steps = lab.config.steps
+    if alike or len(chosen) < 2 or lab.config.backend != "gloo" or lab.config.world_size < 2:
+        return dict.fromkeys(chosen, steps)
+    parts = {each.name: each.timed_part for each in lab.mode.variants}
+    return {name: min(steps, max(LEAST_STEPS, -(-steps // parts.get(name, 1)))) for name in chosen}
+
+
+def say_shares(lab: Lab, ends: dict[str, int]) -> None:
+    """Tell who takes fewer, and how to have all."""
+    for name, end in ends.items():
+        if end < lab.config.steps:
+            lab.say(
+                f"{name} takes {end} of {lab.config.steps} timed steps, since one takes as long as several of the"
+                f" others'; LAB_VARIANT={name} takes all",
+                "steps",
+            )
+
+
+if TYPE_CHECKING:
+    from distlab.checkpoint.resume import Checkpoints
+
+
+def everything(lab: Lab) -> None:
+    """The run of a mode that has none of its own: measure its variants, and hold them against its predictions."""
+    predictions = lab.mode.predict(lab.config)
+    for prediction in predictions:
+        if lab.wants(prediction.variant):
+            lab.say(
+                f"{prediction.variant}: {prediction.name} {prediction.formula} = {max(prediction.value):g}"
+                f" {prediction.unit}",
+                "predict",
+            )
+    measured = measure(lab)
+    lab.compare_traffic(predictions, measured)
+    lab.compare_rest(predictions, measured)
+
+
+def measure(
+    lab: Lab,
+    *,
+    also: Callable[[str, Strategy], None] | None = None,
+    proofs: Mapping[str, Callable[[str, Build], None]] | None = None,
+    held: Mapping[str, Held] | None = None,
+    timed: Callable[[], None] | None = None,
+) -> dict[str, Measured]:
+    """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks to each proof,
+    `timed()` to the timed steps.
+
+    Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on
+    purpose not compute what one process does: each is proven by what stands there in its place, and its timed steps
+    are held to what `held` says, or only shown. Returns what was measured on this rank; rank 0 tells what was proven
+    and timed when it is, what was counted once it is held against predictions.
+    """
+    lab.say(effective_batch(lab.config, lab.mesh.size("dp")), "batch")
+    chosen, checkpoints = choose(lab)
+    if lab.config.proof:
+        prove(lab, chosen, also, proofs or {}, checkpoints)
+    otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
+    ends = timed_ends(lab, chosen, alike=checkpoints is not None or bool(lab.config.planned_faults))
+    say_shares(lab, ends)
+    with lab.work.of(steps_left(ends, checkpoints), "timed steps"):
+        bubbles, drawn = time_steps(lab, chosen, ends, otherwise | dict(held or {}), checkpoints)
+    if timed is not None:
+        timed()
+    lab.finished("timed")
+    lab.finished("profile")
+    with lab.work.of(len(chosen), "variants counted"):
+        counted = count(lab, chosen)
+    compare_drawn(lab, drawn, counted)
+    if lab.config.trace:
+        from distlab.verify.profiled import trace
+
+        with lab.work.of(len(chosen), "variants profiled"):
+            trace(lab, chosen)
+        lab.finished("hidden")
+    return {
+        name: Measured(**vars(each), bubble=bubbles.get(name))
+        for name, each in counted.items()
+        if not is_own(name)  # of whose bytes, calls and memory no lesson predicts anything
+    }
+
+
+def choose(lab: Lab) -> tuple[dict[str, Build], "Checkpoints | None"]:
+    """The variants that LAB_VARIANT asks for and that these settings allow, and the checkpoints that are asked for."""
+    chosen = {each.name: each.build for each in lab.mode.variants if each.build is not None and lab.wants(each.name)}
+    checkpoints = None
+    reasons = dict(lab.mode.cannot(lab.config))
+    if lab.config.checkpoint_every is not None or lab.config.resume is not None:
+        from distlab.checkpoint.resume import prepare  # torch's checkpoints: 0.7 s that other runs need not wait
+
+        checkpoints = prepare(lab)
+        reasons |= checkpoints.missing(chosen)
+    for name in [name for name in chosen if name in reasons]:
+        lab.skip(name, reasons[name])
+        del chosen[name]
+    return chosen, checkpoints
+
+
+def steps_left(ends: Mapping[str, int], checkpoints: "Checkpoints | None") -> int:
+    """The steps of all variants that are to be timed: behind those that a checkpoint holds."""
+    found = checkpoints.resumed if checkpoints is not None else None
+    done = found.manifest.steps if found is not None else {}
+    return sum(max(0, end - done.get(name, 0)) for name, end in ends.items())

@@ -1,0 +1,238 @@
+"""The timed pass: LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
+
+It is the training that a checkpoint saves and a resumed run goes on with. Strategies are built anew, so that none
+inherits what the proof left.
+"""
+
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from distlab.checkpoint.training_position import TrainingPosition
+from distlab.cluster.rendezvous import ClusterError
+from distlab.collectives.phases import phase, recorded, slowed
+from distlab.config import ConfigError
+from distlab.contract import Build, Held, Strategy
+from distlab.lab import Lab
+from distlab.measure.tensors import raw
+from distlab.measure.timeline import Lap, align
+from distlab.report import records
+from distlab.report.progress import Progress
+from distlab.verify.audit import Curves, TimedPassChecks
+from distlab.verify.counted import WARMUP_STEPS
+from distlab.verify.expected_claims import Timed, check_seconds
+from distlab.verify.records import Chronicle, Drawn, record
+from distlab.verify.silent_corruption import Corruption
+from distlab.workload.data import Batches
+
+if TYPE_CHECKING:
+    from distlab.checkpoint.resume import Checkpoints
+
+
+class Stopwatch:
+    """Wall and CPU seconds, loss shares and marks of each variant's steps on this rank."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.laps: dict[str, list[Lap]] = {name: [] for name in names}
+        self.around: dict[str, list[Lap]] = {name: [] for name in names}  # of the same steps, from their outside
+        self.shares: dict[str, list[float | None]] = {name: [] for name in names}
+        self.chronicle = Chronicle(names)
+        self._untold: str | None = None  # the variant whose last share the other ranks do not know yet
+
+    def step(
+        self, name: str, strategy: Strategy, lab: Lab, course: TrainingPosition, step: int, corruption: Corruption
+    ) -> None:  # fmt: skip
+        """One step, from its first forward to its update; all ranks begin together."""
+        with Lap() as around, recorded() as spans, slowed(lab.config.slowed_to):
+            microbatches = lab.dealt(course.batches, course.data_step(step))
+            self._meet(lab, course, f"step {step} of {name}")
+            lab.begin_step(step, name)
+            with Lap() as lap:
+                share = strategy.backward(microbatches)
+                lab.on_tensors("gradients", name, strategy, step, corruption.shared(name))
+                corruption.hash("gradients", name, strategy, step)
+                with phase("optimizer"), course.updating(name):
+                    strategy.update()
+                lab.on_tensors("weights", name, strategy, step, corruption.shared(name))
+                corruption.hash("weights", name, strategy, step)
+                if lab.device.type == "cuda":
+                    torch.cuda.synchronize(lab.device)
+        self.chronicle.add(name, step, spans)
+        self.laps[name].append(lap)
+        self.around[name].append(around)
+        self.shares[name].append(None if share is None else share.item())
+        self._untold = name
+        lab.stepped()
+
+    def _meet(self, lab: Lab, course: TrainingPosition, name: str) -> None:
+        """A barrier at which each rank tells its share of the loss before: who is left alone knows the whole curve."""
+        told = self._untold
+        everyone = lab.exchange.everyone(name, None if told is None else [self.shares[told][-1]])
+        if told is not None:
+            course.hear(told, everyone)
+
+    def write(self, lab: Lab) -> None:
+        """Write the seconds of all steps but the first ones, where time went, and what both are held to."""
+        timed = {}
+        for name, laps in self.laps.items():
+            kept = laps[WARMUP_STEPS:] if len(laps) > WARMUP_STEPS else laps
+            steps = records.Steps(name, [lap.wall_s for lap in kept], [lap.cpu_s for lap in kept])
+            lab.journal.write(steps)
+            if laps:
+                marked, spent = self.chronicle.numbered(name, len(laps)), self.chronicle.profile(name)
+                lab.journal.write(records.Profile(name, spent))
+                timed[name] = Timed(laps, self.around[name], marked, steps, spent)
+        check_seconds(lab, timed)
+
+
+def time_steps(
+    lab: Lab, variants: Mapping[str, Build], ends: Mapping[str, int], held: Mapping[str, Held],
+    checkpoints: "Checkpoints | None" = None,
+) -> tuple[dict[str, float | None], dict[str, Drawn]]:  # fmt: skip
+    """Train all variants side by side, each up to the step where it `ends`; the first two steps are not timed where
+    there are more.
+
+    They are held against one process, or to what `held` says instead. Returns the bubble of each variant, on rank 0,
+    and what this rank sends in the step of each that is drawn.
+    """
+    dtype = getattr(torch, lab.config.dtype)
+    batches = lab.batches(dtype)
+    if lab.config.slow_rank is not None:
+        slow, share = lab.config.slow_rank.split(":")
+        lab.say(
+            f"rank {slow} computes at {share} of its speed: it sleeps after each pass by the compute it measured",
+            "slowed",
+        )
+    lab.at(0, "the making of all variants")
+    strategies = {name: build(lab.model(dtype), lab.mesh, lab.config) for name, build in variants.items()}
+    watch = Stopwatch(list(variants))
+    course = begun(lab, batches, strategies, checkpoints)
+    holding = TimedPassChecks(lab, course, strategies, ends, dtype, held)
+    corruption = Corruption(lab, strategies, lab.config.audited_every)
+    steps = range(course.first, lab.config.steps)
+    with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
+        clock = align(lab.group)
+        lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
+        with Progress(lab.config.steps, "measured", shown=lab.rank == 0) as progress:
+            progress.advance(course.first)
+            for step in steps:
+                for name in rotated(list(variants), step):
+                    # A rank that saved by itself may have been between two variants.
+                    if course.done[name] == step < ends[name]:
+                        with holding.audit.around(name, strategies[name], step, course.data_step(step)) as shares:
+                            watch.step(name, strategies[name], lab, course, step, corruption)
+                            shares.append(watch.shares[name][-1])
+                        corruption.compare(name, step)
+                passed(step)
+                progress.advance()
+    watch.write(lab)
+    holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
+    corruption.decide()
+    if checkpoints is not None:
+        write_digests(lab, strategies)
+    if not steps:
+        return {}, {}
+    return watch.chronicle.bubbles(lab, clock), record(lab, strategies, course)
+
+
+def begun(
+    lab: Lab, batches: Batches, strategies: dict[str, Strategy], checkpoints: "Checkpoints | None"
+) -> TrainingPosition:
+    """The course from step 0, or from where LAB_RESUME leaves it, with the strategies as they were there."""
+    found = checkpoints.resumed if checkpoints is not None else None
+    course = TrainingPosition(batches, strategies, found.manifest if found else None, lab.mode.resumed_batch)
+    if found is not None:
+        from distlab.checkpoint.resume import resume
+
+        resume(lab, strategies, course, found)
+        if course.first >= lab.config.steps:
+            lab.say(f"LAB_STEPS={lab.config.steps} steps are done already: nothing more is trained", "resume")
+    return course
+
+
+@contextmanager
+def saving(
+    lab: Lab, strategies: dict[str, Strategy], course: TrainingPosition, shares: dict[str, list[float | None]],
+    checkpoints: "Checkpoints | None",
+) -> Iterator[Callable[[int], None]]:  # fmt: skip
+    """Around the steps: what to call after each. It saves every LAB_CHECKPOINT_EVERY of them and where one fails, and
+    counts the samples seen."""
+    if checkpoints is None:
+        yield lambda step: None  # noqa: ARG005
+        return
+    from distlab.checkpoint.save import Saver, rescue
+
+    saver = Saver(lab, checkpoints.group, strategies, course, shares) if checkpoints.group is not None else None
+    stood_s = 0.0
+
+    def passed(step: int) -> None:
+        nonlocal stood_s
+        course.passed(step)
+        if saver is not None:
+            began_at = time.perf_counter()
+            saver.after(step)
+            stood_s += time.perf_counter() - began_at
+
+    try:
+        yield passed
+        if saver is not None:
+            began_at = time.perf_counter()
+            saver.finish()
+            saver.check_standing(stood_s + time.perf_counter() - began_at)
+    except BaseException as error:
+        if saver is not None and not isinstance(error, ConfigError | ClusterError):
+            rescue(saver)
+        raise
+    if course.first > 0 and lab.rank == 0:
+        detail = "samples that were not seen exactly once an epoch, before and after the resume"
+        lab.check(
+            "resumed samples",
+            course.wrongly_seen(),
+            0,
+            detail=detail,
+            control="tests/checkpoint/test_course.py::test_an_epoch_that_is_begun_anew_is_seen",
+        )
+
+
+def rotated(names: list[str], step: int) -> list[str]:
+    """Every variant is first as often as it is last: none profits from its place."""
+    first = step % len(names) if names else 0
+    return names[first:] + names[:first]
+
+
+def write_losses(
+    lab: Lab, alone: Mapping[str, list[float]], course: TrainingPosition, shares: dict[str, list[float | None]]
+) -> Curves:
+    """The loss curves: one process, and each variant as the sum over its ranks, behind what a checkpoint held of it;
+    returns those of the variants on rank 0, None where no rank knows a loss."""
+    everyone = lab.exchange.gather("losses", shares)
+    if everyone is None:
+        return {}
+    for name, values in alone.items():
+        lab.journal.write(records.Losses(name, values))
+    curves: Curves = {}
+    for name in shares:
+        columns = itertools.zip_longest(*(of_rank[name] for of_rank in everyone))
+        known = [math.fsum(value for value in column if value is not None) for column in columns]
+        curves[name] = [*course.losses[name], *known]
+        lab.journal.write(records.Losses(name, curves[name]))
+    return curves
+
+
+def write_digests(lab: Lab, strategies: dict[str, Strategy]) -> None:
+    """A checksum of all final weights of each variant: to the bit the same, or not."""
+    for name, strategy in strategies.items():
+        lab.at(lab.config.steps, f"the weights of {name}")
+        digest = hashlib.sha256()
+        for label, weight in strategy.full("weights"):
+            digest.update(label.encode())
+            digest.update(raw(weight))
+        if lab.rank == 0:
+            lab.journal.write(records.Digest(name, digest.hexdigest()))
+            lab.say(f"weights    {name}: sha256 {digest.hexdigest()}")

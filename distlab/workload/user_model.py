@@ -1,0 +1,173 @@
+"""A model of one's own in the place of the lab's: LAB_MODEL=FILE:name, where `name(seed)` makes an nn.Module.
+
+Beside it the file may have `loss(model, inputs, targets)`, a sum over terms that calls the model once, and
+`batch(seed, step)`, inputs and targets of LAB_BATCH samples; without them it is cross entropy over the text's bytes.
+What has its layers in a row (an nn.Sequential, or an nn.ModuleList `layers` that forward runs through and nothing else)
+is trained layer by layer, as fsdp and pp cut it; all else is one layer.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+IGNORED = -100  # the target that torch's cross_entropy leaves out
+
+
+def is_own(spec: str) -> bool:
+    """Whether LAB_MODEL names a function of a file."""
+    return ":" in spec
+
+
+@lru_cache(maxsize=8)
+def module_of(file: str) -> ModuleType:
+    """The file as a module of its own name; its siblings can be imported beside it. Raises what the file raises."""
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def beside(spec: str, name: str) -> Any:
+    """What stands in the model's file by this name; None where nothing does."""
+    return getattr(module_of(spec.rpartition(":")[0]), name, None)
+
+
+def reads_text(model: str) -> bool:
+    """Whether LAB_MODEL is trained on text: gpt, and one's own whose file has no batch."""
+    return model == "gpt" or (is_own(model) and beside(model, "batch") is None)
+
+
+def made(spec: str, seed: int) -> nn.Module:
+    """The model of `seed` in float32; raises TypeError where the function makes none."""
+    maker = beside(spec, spec.rpartition(":")[2])
+    if not callable(maker):
+        raise TypeError(f"has no function {spec.rpartition(':')[2]!r}")
+    module = maker(seed)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"returned a {type(module).__name__}: allowed is an nn.Module")
+    return module.float()
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """Its layers in a row, one that has no weights with the one before; itself where it has none."""
+    found = module if isinstance(module, nn.Sequential) else getattr(module, "layers", None)
+    if not isinstance(found, nn.ModuleList | nn.Sequential) or not len(found):
+        return [module]
+    layers: list[list[nn.Module]] = []
+    for each in found:
+        if layers and (not any(True for _ in each.parameters()) or not any(True for _ in layers[0][0].parameters())):
+            layers[-1].append(each)
+        else:
+            layers.append([each])
+    return [each[0] if len(each) == 1 else nn.Sequential(*each) for each in layers]
+
+
+def first_inputs(spec: str, seed: int, seq: int, samples: int) -> Tensor:
+    """What the model takes, of the first samples of its own batch, or as many of `seq` bytes of text."""
+    batch = beside(spec, "batch")
+    inputs: Tensor = torch.zeros(samples, seq).long() if batch is None else batch(seed, 0)[0][:samples]
+    return inputs.float() if inputs.is_floating_point() else inputs
+
+
+def passed_on(spec: str, seed: int, seq: int) -> list[tuple[int, ...]]:
+    """The shapes that its layers give each other, of one sample, without the first dim."""
+    hidden = first_inputs(spec, seed, seq, 1)
+    shapes = []
+    with torch.no_grad():
+        for layer in layers_of(made(spec, seed))[:-1]:
+            hidden = layer(hidden)
+            shapes.append(tuple(hidden.shape[1:]))
+    return shapes
+
+
+class OwnLoss(nn.Module):
+    """The file's loss of what the last layer gives, or cross entropy, or squares where targets are no classes."""
+
+    def __init__(self, own: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.own is not None:
+            return self.own(lambda *_: outputs, outputs, targets)
+        return summed(outputs, targets)
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum over all terms of what is usual: cross entropy where targets are classes, else squares."""
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    if targets.is_floating_point():
+        return F.mse_loss(outputs, targets.to(outputs.dtype), reduction="sum")
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def refusals(spec: str, seed: int, batch: int, inputs: Callable[[], Tensor]) -> list[str]:
+    """Sentences why no mode can train it; `inputs` gives a sample of the text where it has no batch of its own."""
+    named = f"LAB_MODEL={spec!r}"
+    try:
+        module = made(spec, seed)
+    except Exception as error:  # whatever a user's file raises
+        return [f"{named} cannot be used: {type(error).__name__}: {error}"]
+    faults = [f"{named} {fault}" for fault in unfit(module)]
+    own = beside(spec, "batch")
+    if own is None:
+        given = inputs()
+    else:
+        given, targets = own(seed, 0)
+        if len(given) != batch:
+            faults.append(f"{named} has batches of {len(given)} samples, and LAB_BATCH={batch}: set it to {len(given)}")
+        if not targets.is_floating_point() and bool((targets == IGNORED).any()):
+            faults.append(
+                f"{named} has padded targets ({IGNORED}), so samples have other numbers of terms, and a mode weighs all"
+                " alike: prove it by `distlab prove`"
+            )
+    return faults or out_of_row(named, module, given[:2])
+
+
+def unfit(module: nn.Module) -> list[str]:
+    """What no number of ranks computes as one process does."""
+    found = []
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            found.append(f"has {name}, a SyncBatchNorm: torch runs it on GPUs alone, and each microbatch by itself")
+        elif isinstance(part, _BatchNorm):
+            found.append(f"has {name}, a {type(part).__name__}: its output depends on which samples a rank has")
+        if isinstance(part, _DropoutNd) and part.p > 0:
+            found.append(f"has {name}, which draws what no other rank draws: set its p to 0, or use `distlab prove`")
+    layers = layers_of(module)
+    owners: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            if owners.setdefault(id(parameter), index) != index:
+                found.append(f"ties weights of layers {owners[id(parameter)]} and {index}: prove it by `distlab prove`")
+    return list(dict.fromkeys(found))[:3]
+
+
+def out_of_row(named: str, module: nn.Module, inputs: Tensor) -> list[str]:
+    """A sentence if its layers in a row are not its forward pass."""
+    with torch.no_grad():
+        hidden = given = inputs.float() if inputs.is_floating_point() else inputs
+        try:
+            for layer in layers_of(module):
+                hidden = layer(hidden)
+            right = torch.equal(hidden, module(given))
+        except Exception:  # they do not even fit
+            right = False
+    if right:
+        return []
+    return [f"{named} has `layers` that its forward pass does not run in a row: call them by another name"]

@@ -1,0 +1,359 @@
+"""What a collective costs from 1 KiB to 64 MiB: latency, bandwidth, bytes on the wire, beside gloo's own.
+
+Definitions as in nccl-tests: algbw = S / time, busbw = algbw x 2(N-1)/N for an all_reduce and (N-1)/N for its halves,
+so that the busbw of every algorithm and N can be held against the speed of the link. The time of a call is the slowest
+rank's, the median of a few interleaved rounds.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from distlab.collectives import costs as formulas
+from distlab.collectives.by_hand import Collective, pick
+from distlab.collectives.costs import (
+    FITTED,
+    LATENCY,
+    RATE,
+    all_reduce_messages,
+    half_messages,
+    none_slower,
+    slowest_of,
+    wire_tolerance,
+)
+from distlab.lab import Lab
+from distlab.measure.prediction import PYTORCHS
+
+from .checks import Trial, uneven
+
+# What one collective costs at one size: the slowest rank's seconds a call, and the bytes that a rank sends.
+
+KIB, MIB = 1 << 10, 1 << 20
+BYTES: dict[str, Callable[[str, int, int, int], float]] = {
+    "all_reduce": formulas.all_reduce_bytes,
+    "reduce_scatter": formulas.reduce_scatter_bytes,
+    "all_gather": formulas.all_gather_bytes,
+}
+
+
+@dataclass
+class Cost:
+    """One operation by one variant at one size: the slowest rank's seconds a call, and the bytes that this rank
+    sent."""
+
+    rounds_s: list[float] = field(default_factory=list)
+    own_s: list[float] = field(default_factory=list)  # of the same rounds, on this rank
+    wire_bytes: float | None = None
+    off: float = 0.0  # the largest difference that any call left
+
+    @property
+    def seconds(self) -> float:
+        """The median round."""
+        return statistics.median(self.rounds_s)
+
+
+Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
+
+
+class Told(NamedTuple):
+    """What the sweep says of one operation: the rows of its table, and its busbw by variant, [MB] and [GB/s]."""
+
+    rows: list[list[object]]
+    busbw: dict[str, list[list[float]]]
+
+
+def size(nbytes: int) -> str:
+    """1024 as "1 KiB"."""
+    if nbytes < KIB:
+        return f"{nbytes} B"
+    return f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
+
+
+def even(nbytes: int, world_size: int) -> int:
+    """The next smaller size of which every rank has an equal chunk of whole floats, as gloo's reduce_scatter wants; at
+    the least one each."""
+    return max(nbytes - nbytes % (4 * world_size), 4 * world_size)
+
+
+# What the sweep's figures are drawn from: latency, bandwidth and bytes by size, and the server's wall.
+#
+# T = rounds·α + bytes/B, fitted to each algorithm's times, splits them into a latency α of a round and a bandwidth B
+# of the busiest link.
+
+
+def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> Told:
+    """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's. Returns what they say."""
+    factor = formulas.busbw_factor(op, lab.world_size)
+    rows: list[list[object]] = []
+    for nbytes in sizes:
+        picked = pick(op, nbytes, lab.world_size).replace("backend", "gloo")
+        for name in variants:
+            cost, whole = costs[op, nbytes, name], even(nbytes, lab.world_size)
+            speed = [f"{whole / cost.seconds / 1e9 * times:.3f}" for times in (1, factor)]
+            bytes_ = [
+                f"{BYTES[op](name, lab.world_size, whole, 0):.0f}",
+                "-" if cost.wire_bytes is None else f"{cost.wire_bytes:.0f}",
+            ]
+            rows.append(
+                [size(nbytes), name, f"{cost.seconds * 1e6:.0f}", *speed, *bytes_, "picked" if name == picked else ""]
+            )
+    lab.table(op, ["size", "variant", "us", "algbw GB/s", "busbw GB/s", "predicted B", "wire B", "by size"], rows)
+    megabytes = [nbytes / 1e6 for nbytes in sizes]
+    times = {name: [costs[op, nbytes, name].seconds for nbytes in sizes] for name in variants}
+    milliseconds = {name: [megabytes, [seconds * 1e3 for seconds in column]] for name, column in times.items()}
+    busbw = {
+        name: [megabytes, [factor * nbytes / seconds / 1e9 for nbytes, seconds in zip(sizes, column, strict=True)]]
+        for name, column in times.items()
+    }
+    lab.chart(f"{op}: time of a call", "MB", "ms", milliseconds, log_x=True, log_y=True)
+    lab.chart(f"{op}: busbw", "MB", "GB/s", busbw, log_x=True)
+    return Told(rows, busbw)
+
+
+def crossings(lab: Lab, op: str, costs: Costs, sizes: list[int]) -> None:
+    """From which size on which of gloo and plain TCP is the faster one, where both were timed."""
+    if any((op, nbytes, name) not in costs for nbytes in sizes for name in ("gloo", "tcp")):
+        return
+    ratios = [costs[op, nbytes, "gloo"].seconds / costs[op, nbytes, "tcp"].seconds for nbytes in sizes]
+    told = [f"{size(sizes[0])} {ratios[0]:.3g}x"]
+    for before, ratio, nbytes in zip(ratios, ratios[1:], sizes[1:], strict=False):
+        if (before > 1) != (ratio > 1) or nbytes == sizes[-1]:
+            told.append(f"{size(nbytes)} {ratio:.3g}x")
+    lab.say(f"{op}: speed of tcp over gloo's where it crosses 1 and at both ends: {', '.join(told)}", "crossover")
+
+
+def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
+    """Latency of a round and bandwidth of the busiest link, for each algorithm's all_reduce."""
+    rows: list[list[object]] = []
+    for name in variants:
+        times = {nbytes: costs["all_reduce", nbytes, name].seconds for nbytes in sizes}
+        latency_s, bytes_per_s, off = fit(name, lab.world_size, times)
+        rounds = formulas.all_reduce_rounds(name, lab.world_size)
+        rows.append([name, rounds, shown(latency_s * 1e6), shown(bytes_per_s / 1e9), f"{off:.0%}"])
+    # `python -m distlab plan --calibrate` reads this table.
+    lab.table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], rows)
+
+
+def fit(name: str, world_size: int, times: Mapping[int, float]) -> tuple[float, float, float]:
+    """(α, B, median relative error) by least squares of the relative errors, since times span five powers of ten;
+    `times` are seconds by bytes."""
+    rounds = formulas.all_reduce_seconds(name, world_size, 0, 1.0, 1.0)
+    serial = {nbytes: formulas.all_reduce_seconds(name, world_size, nbytes, 0.0, 1.0) for nbytes in times}
+    terms = torch.tensor([[rounds / t, serial[nbytes] / t] for nbytes, t in times.items()], dtype=torch.float64)
+    ones = torch.ones(len(times), 1, dtype=torch.float64)
+    latency_s, s_per_byte = torch.linalg.lstsq(terms, ones).solution.flatten().tolist()
+    off = statistics.median(abs(row[0] * latency_s + row[1] * s_per_byte - 1) for row in terms.tolist())
+    return latency_s, 1 / s_per_byte, off
+
+
+def wall(lab: Lab, costs: Costs, variants: list[str], largest: int) -> None:
+    """The busiest rank's bytes over S, for any N by the formula, and as counted on rank 0 at this one."""
+    worlds = list(range(2, 9))
+    series = {
+        name: [
+            [float(n) for n in worlds],
+            [max(formulas.all_reduce_bytes(name, n, MIB, rank) for rank in range(n)) / MIB for n in worlds],
+        ]
+        for name in ("ring", "tree", "server")
+    }
+    for name in ("ring", "server"):
+        counted = costs["all_reduce", largest, name].wire_bytes if name in variants else None
+        if counted is not None:
+            series[f"{name}, counted"] = [[float(lab.world_size)], [counted / largest]]
+    lab.chart(
+        "The server's wall: bytes that the busiest rank sends in an all_reduce, over S", "ranks", "bytes / S", series
+    )
+    server, ring = (series[name][1][lab.world_size - 2] for name in ("server", "ring"))
+    lab.say(
+        f"the server sends {server:g}·S at N={lab.world_size}, and S more with each rank; the ring {ring:.3g}·S, under"
+        " 2·S for any N"
+    )
+
+
+def shown(value: float) -> float:
+    """Three digits, however slow the link is."""
+    return float(f"{value:.3g}")
+
+
+# What the sweep says of speed, held to what it says of bytes and time: algbw x time = S, busbw = algbw x factor.
+#
+# In GB/s of 10^9 bytes, as nccl-tests has them, with the factor as its paper states it. The cells of a table are
+# rounded: a number may be off by half of its last digit, and by that of what it is held against.
+
+CONTROL = "tests/experiments/test_comm.py::test_speeds_in_another_unit_fail_the_sweep"
+
+
+def check_speeds(lab: Lab, op: str, costs: Costs, told: Told) -> None:
+    """One check an operation; the detail tells of the first thing that is wrong."""
+    factor = (2 if op == "all_reduce" else 1) * (lab.world_size - 1) / lab.world_size
+    by_name = {(size(nbytes), name): (nbytes, cost) for (other, nbytes, name), cost in costs.items() if other == op}
+    faults = [
+        f"{name} at {label}: {us} us, {algbw} and {busbw} GB/s"
+        for label, name, us, algbw, busbw, *_ in told.rows
+        if not agree(even(by_name[str(label), str(name)][0], lab.world_size), [us, algbw, busbw], factor)
+    ]
+    for name, (megabytes, speeds) in told.busbw.items():
+        for mb, speed in zip(megabytes, speeds, strict=True):
+            cost = costs[op, round(mb * 1e6), name]
+            if not math.isclose(speed * 1e9 * cost.seconds, factor * mb * 1e6, rel_tol=1e-9):
+                faults.append(f"{name} at {mb:g} MB: {speed:g} GB/s drawn")
+    slower = [name for (_, name), (_, cost) in by_name.items() if not none_slower(cost.rounds_s, cost.own_s)]
+    faults += [f"{name} took this rank longer than the slowest one" for name in slower]
+    detail = f"{op}: {faults[0] if faults else f'{len(told.rows)} rows'}"
+    lab.check("speeds", len(faults), 0, detail=detail, control=CONTROL)
+
+
+def agree(nbytes: int, cells: list[object], factor: float) -> bool:
+    """Whether the microseconds, algbw and busbw of one row are those of as many bytes."""
+    us, algbw, busbw = (float(str(cell)) for cell in cells)
+    off_us, off_algbw, off_busbw = (10.0 ** -len(str(cell).partition(".")[2]) / 2 for cell in cells)
+    least, most = (max(0.0, us - off_us) * (algbw - off_algbw), (us + off_us) * (algbw + off_algbw))
+    slack = off_busbw + off_algbw * factor + 1e-9
+    return least <= nbytes / 1e3 <= most and abs(busbw - algbw * factor) <= slack
+
+
+SIZES = (8, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+COMPARED = (256 * KIB, 4 * MIB, 64 * MIB)
+TIMED_HALVES = (
+    "gloo",
+    "ring",
+    "direct",
+    "tcp",
+)  # of reduce_scatter and all_gather; of the others the bytes are counted alone
+# As the papers write it; where an algorithm has an entry of its own it comes first.
+FORMULAS = {
+    ("all_reduce", "server"): "(N-1)·S on rank 0, S elsewhere",
+    ("all_reduce", "tree"): "2(P-1)/P·S, and 2·S for each rank beyond P = 2^k",
+    ("reduce_scatter", "gloo"): "2(N-1)/N·S: an all_reduce and a slice",
+    ("reduce_scatter", "server"): "(N-1)/N·S on rank 0, S elsewhere",
+    ("reduce_scatter", "tree"): "(N-1)/N·S, and S on each rank beyond P = 2^k",
+    ("all_gather", "tree"): "(N-1)/N·S, and S more for each rank beyond P = 2^k",
+    ("all_reduce", "tcp"): "the server's up to 512 KiB, then direct's",
+    ("all_gather", "server"): "(N-1)·S on rank 0, S/N elsewhere",
+}
+
+
+def formula(op: str, variant: str) -> str:
+    """Bytes that a rank sends in `op` by `variant`, of a tensor of S bytes over N ranks."""
+    return FORMULAS.get((op, variant), "2(N-1)/N·S" if op == "all_reduce" else "(N-1)/N·S")
+
+
+REPEATED_BYTES = 16 * MIB  # small calls are repeated up to this many bytes, and 16 times, in each round
+
+
+def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> None:
+    """Sweep, hold the contents and the bytes against the formula, and show where the time goes."""
+    variants, sizes = list(collectives), [nbytes for nbytes in SIZES if nbytes <= largest_bytes]
+    costs: Costs = {}
+    swept_mib = {(nbytes, op): calls(op, nbytes, variants) * nbytes / MIB for nbytes in sizes for op in BYTES}
+    with lab.work.of(sum(swept_mib.values()), "MiB of all calls"):
+        for (nbytes, op), mib in swept_mib.items():
+            lab.at(sizes.index(nbytes), f"{op} of {size(nbytes)}")
+            costs |= {(op, nbytes, name): cost for name, cost in price(lab, op, nbytes, collectives).items()}
+            lab.work.advance(mib)
+    check_contents(lab, costs, collectives)
+    compare(lab, costs)
+    for op in BYTES:
+        if names := timed(op, variants):
+            check_speeds(lab, op, costs, tables(lab, op, costs, names, sizes))
+    if lab.world_size > 1:
+        for op in BYTES:
+            crossings(lab, op, costs, sizes)
+        fits(lab, costs, variants, sizes)
+        wall(lab, costs, variants, sizes[-1])
+
+
+def calls(op: str, nbytes: int, variants: Iterable[str]) -> int:
+    """How many calls `price` times of one operation at one size."""
+    return rounds(nbytes) * repeats(nbytes) * len(timed(op, variants))
+
+
+def timed(op: str, variants: Iterable[str]) -> list[str]:
+    """The variants whose time is shown."""
+    return [name for name in variants if op == "all_reduce" or name in TIMED_HALVES]
+
+
+def rounds(nbytes: int) -> int:
+    """In which the variants take turns."""
+    return 3 if nbytes < 16 * MIB else 2
+
+
+def repeats(nbytes: int) -> int:
+    """Calls in a row of one variant in one round."""
+    return max(1, min(16, REPEATED_BYTES // nbytes))
+
+
+def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective]) -> dict[str, Cost]:
+    """The bytes of one call, which also warms up, and the time of a few rounds in which the variants take turns.
+
+    Each call has numbers of its own; they are laid out before what is timed, and what came of them is looked at after.
+    """
+    in_a_row, names = repeats(nbytes), timed(op, collectives)
+    numel = even(nbytes, lab.world_size) // 4
+    trials = [Trial.of(op, lab.rank, lab.world_size, numel, lab.device) for _ in range(in_a_row)]
+    costs = {name: Cost() for name in collectives if name in names or nbytes in COMPARED}
+    for name, cost in costs.items():
+        prepare(trials[:1], collectives[name], 0)
+        with lab.count() as traffic:
+            trials[0].run(collectives[name])
+        cost.wire_bytes = traffic.wire_bytes if traffic.wire_error is None else None
+        cost.off = trials[0].off()
+    for turn in range(rounds(nbytes)):
+        for name in names:
+            prepare(trials, collectives[name], 1 + turn * in_a_row)
+            costs[name].rounds_s.append(lab.seconds(partial(run_next, iter(trials), collectives[name]), in_a_row))
+            costs[name].off = max(costs[name].off, *(trial.off() for trial in trials))
+    everyone = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
+    slowest = slowest_of(everyone)
+    for cost in costs.values():
+        cost.own_s, cost.rounds_s = cost.rounds_s, slowest[: len(cost.rounds_s)]
+        slowest = slowest[len(cost.rounds_s) :]
+    return costs
+
+
+def prepare(trials: list[Trial], collective: Collective, first: int) -> None:
+    """New numbers for each call, from repeat `first` on, and scratch memory that holds none of the last ones."""
+    for repeat, trial in enumerate(trials, first):
+        trial.prepare(repeat)
+    collective.peers.spoil()
+
+
+def run_next(trials: Iterator[Trial], collective: Collective) -> None:
+    """One of several calls in a row."""
+    next(trials).run(collective)
+
+
+def check_contents(lab: Lab, costs: Costs, collectives: Mapping[str, Collective]) -> None:
+    """What every call left, at all sizes of the sweep and at lengths that nothing divides, is the formula's."""
+    for name, collective in collectives.items():
+        for op in BYTES:
+            lab.at(0, f"contents of {op} by {name}")
+            swept = [cost.off for (other, _, of), cost in costs.items() if (other, of) == (op, name)]
+            worst = max([uneven(collective, op, lab.device), *swept])
+            lab.check("contents", worst, 0.0, variant=name, detail=f"{op}, every call at every size")
+
+
+def compare(lab: Lab, costs: Costs) -> None:
+    """Wire bytes of the larger sizes against the formula; gloo's are only shown."""
+    for (op, nbytes, name), cost in costs.items():
+        if nbytes in COMPARED and cost.wire_bytes is not None:
+            predicted = BYTES[op](name, lab.world_size, even(nbytes, lab.world_size), lab.rank)
+            sent = messages(op, name, lab.world_size, even(nbytes, lab.world_size), lab.rank)
+            tolerance = wire_tolerance(predicted, sent)
+            lab.compare(
+                f"wire bytes {op} {size(nbytes)}", predicted, cost.wire_bytes, tolerance=tolerance, variant=name,
+                formula=formula(op, name), shown=PYTORCHS if name in lab.mode.by_torch else "",
+                control="tests/experiments/test_comm.py::test_bytes_that_are_off_fail_the_sweep",
+            )  # fmt: skip
+
+
+def messages(op: str, name: str, world_size: int, nbytes: int, rank: int) -> int:
+    """Messages of `rank` in `op` by the algorithm `name`."""
+    if op == "all_reduce":
+        return all_reduce_messages(name, world_size, nbytes, rank)
+    return half_messages(name, op, world_size, nbytes, rank)

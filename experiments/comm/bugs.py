@@ -1,0 +1,101 @@
+"""The classic mistakes of communication, made on purpose by LAB_BUG: a round too few, a part left out, a chunk that
+stays as it was, and a backward that fits another loss."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from distlab.collectives import direct, ring, tree
+from distlab.collectives.autograd import Loss
+from distlab.collectives.by_hand import ALGORITHMS, Algorithm
+from distlab.collectives.point_to_point import Peers, Steps, split
+from distlab.config import Config
+from distlab.contract import Mistakes, Needs
+
+from .primitives import Primitive, loss_of_lesson
+
+mistake = Mistakes()
+RING = Needs(proof=False, variants=("ring",))
+DIRECT = Needs(proof=False, variants=("direct",))
+
+
+def no_fold(config: Config) -> str:
+    """Why no rank folds."""
+    ranks = config.world_size
+    return f"WORLD_SIZE={ranks}: a power of two folds no rank" if ranks.bit_count() == 1 else ""
+
+
+@dataclass(frozen=True)
+class Like:
+    """The three operations of `right`, for a mistake to replace one."""
+
+    right: Algorithm
+
+    def all_reduce(self, peers: Peers, tensor: Tensor) -> Steps:
+        return self.right.all_reduce(peers, tensor)
+
+    def reduce_scatter(self, peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
+        return self.right.reduce_scatter(peers, tensor, output)
+
+    def all_gather(self, peers: Peers, tensor: Tensor) -> Steps:
+        return self.right.all_gather(peers, tensor)
+
+
+def all_but(name: str, right: Algorithm) -> Callable[[type[Like]], Mapping[str, Algorithm]]:
+    """Puts an algorithm like `right` in the place of the one of this name."""
+    return lambda wrong: {**ALGORITHMS, name: wrong(right)}
+
+
+@mistake("skipped_round", check="ring", part="algorithms", needs=RING, put=all_but("ring", ring))
+class SkippedRound(Like):
+    """The ring leaves out its last round: each rank's last chunk keeps an unfinished sum."""
+
+    def all_reduce(self, peers: Peers, tensor: Tensor) -> Steps:
+        steps, last = self.right.all_reduce(peers, tensor), peers.after(2)
+        before = split(tensor, peers.world_size)[last].clone()
+        yield from steps
+        split(tensor, peers.world_size)[last].copy_(before)
+
+
+@mistake("stale_chunk", check="contents", part="algorithms", needs=DIRECT, put=all_but("direct", direct))
+class StaleChunk(Like):
+    """The direct all_gather leaves one chunk as it was before."""
+
+    def all_gather(self, peers: Peers, tensor: Tensor) -> Steps:
+        stale = split(tensor, peers.world_size)[peers.after(1)]
+        before = stale.clone()
+        yield from self.right.all_gather(peers, tensor)
+        stale.copy_(before)
+
+
+@mistake(
+    "lost_fold",
+    check="contents",
+    part="algorithms",
+    needs=Needs(ranks=3, proof=False, variants=("tree",), unless=no_fold),
+    put=all_but("tree", tree),
+)
+class LostFold(Like):
+    """The tree leaves out the parts of the ranks beyond the largest power of two."""
+
+    def all_reduce(self, peers: Peers, tensor: Tensor) -> Steps:
+        if peers.rank >= tree.core_size(peers.world_size):
+            tensor.zero_()
+        yield from self.right.all_reduce(peers, tensor)
+
+
+@mistake("lost_own_part", check="contents", part="algorithms", needs=DIRECT, put=all_but("direct", direct))
+class LostOwnPart(Like):
+    """The direct reduce_scatter leaves each rank's own part out of its sum."""
+
+    def reduce_scatter(self, peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
+        split(tensor, peers.world_size)[peers.rank].zero_()
+        yield from self.right.reduce_scatter(peers, tensor, output)
+
+
+@mistake("wrong_backward", check="gradients", part="backward_of", needs=Needs(proof=False))
+def lessons_backward(primitive: Primitive, loss: Loss) -> Loss:
+    """Each primitive keeps the backward that the lesson's table gives it, whatever the loss: all_gather's slice
+    forgets the other ranks' losses, all_reduce's all_reduce counts a replicated loss N times."""
+    return loss_of_lesson(primitive, loss)

@@ -1,0 +1,166 @@
+"""What each rank puts into a collective, and what has to come out of it: by a formula, not by another collective.
+
+Every number depends on the rank, the place and the repeat, so a stale chunk, a part that was left out and a wrong
+offset change what comes out. Numbers are whole and up to 65,521: the sum of eight ranks is exact in float32, whatever
+the order, and nothing is tolerated. What a call is to fill is NaN before, and so is the scratch memory: a place that
+nobody wrote is seen even where the right numbers lay from the call before.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from distlab.collectives.by_hand import Collective
+from distlab.collectives.point_to_point import split
+from distlab.contract import Claims, Mode
+from distlab.measure.tensors import largest
+
+# Numbers repeat after a prime of places, which no chunk of the sweep has a multiple of: what is one chunk off is wrong.
+PERIOD = 65_521
+
+
+REPEATS = 5  # after so many calls the same numbers come again; a period and its sums are kept, 256 KiB each
+
+
+@cache
+def numbers(rank: int, repeat: int, device: torch.device) -> Tensor:
+    """The first period of what `rank` puts in. Each rank takes steps of its own, or two wrong offsets could cancel."""
+    places = torch.arange(PERIOD, device=device)
+    return ((places * (1009 + 97 * rank) + 389 * repeat * (rank + 1)) % PERIOD + 1).float()
+
+
+@cache
+def total(world_size: int, repeat: int, device: torch.device) -> Tensor:
+    """The first period of the sum of all ranks' numbers."""
+    return torch.stack([numbers(rank, repeat, device) for rank in range(world_size)]).sum(0)
+
+
+def turned_by(period: Tensor, start: int) -> Tensor:
+    """The period as it begins at place `start`."""
+    return period.roll(-(start % PERIOD)) if start % PERIOD else period
+
+
+def fill(tensor: Tensor, period: Tensor, start: int = 0) -> None:
+    """Lay `period` into the flat `tensor`, over and over, from its place `start` on."""
+    turned = turned_by(period, start)
+    for run in tensor.split(PERIOD):
+        run.copy_(turned[: run.numel()])
+
+
+def largest_difference(found: Tensor, period: Tensor, start: int = 0) -> float:
+    """The largest difference of the flat `found` from what `fill` would lay there; infinite where one is NaN."""
+    turned = turned_by(period, start)
+    wrong = [run - turned[: run.numel()] for run in found.split(PERIOD) if not torch.equal(run, turned[: run.numel()])]
+    return max(map(largest, wrong), default=0.0)
+
+
+@dataclass
+class Trial:
+    """One call of `op` ("all_reduce", "reduce_scatter", "all_gather") on a `whole` tensor, of which `chunk` is
+    `rank`'s."""
+
+    op: str
+    rank: int
+    world_size: int
+    whole: Tensor
+    chunk: Tensor
+    repeat: int = 0
+
+    @classmethod
+    def of(cls, op: str, rank: int, world_size: int, numel: int, device: torch.device) -> "Trial":
+        """On `numel` floats."""
+        whole = torch.empty(numel, device=device)
+        return cls(op, rank, world_size, whole, torch.empty_like(split(whole, world_size)[rank]))
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each rank's chunk begins."""
+        sizes = [chunk.numel() for chunk in split(self.whole, self.world_size)]
+        return [sum(sizes[:rank]) for rank in range(self.world_size)]
+
+    def prepare(self, repeat: int) -> None:
+        """New numbers in what goes in, NaN in what is to be filled."""
+        self.repeat = repeat % REPEATS
+        mine = numbers(self.rank, self.repeat, self.whole.device)
+        if self.op == "all_gather":
+            self.whole.fill_(math.nan)
+            fill(self.chunk, mine, self.starts[self.rank])
+        else:
+            self.chunk.fill_(math.nan)
+            fill(self.whole, mine)
+
+    def run(self, collective: Collective) -> None:
+        """The call itself; nothing else, since it is timed."""
+        if self.op == "all_reduce":
+            collective.all_reduce(self.whole)
+        elif self.op == "reduce_scatter":
+            collective.reduce_scatter(self.chunk, self.whole)
+        else:
+            collective.all_gather(self.whole, self.chunk)
+
+    def off(self) -> float:
+        """How far the result is from the sum, or from what all ranks put in, by the formula."""
+        device = self.whole.device
+        if self.op == "all_gather":
+            places = enumerate(zip(split(self.whole, self.world_size), self.starts, strict=True))
+            return max(
+                largest_difference(chunk, numbers(rank, self.repeat, device), start) for rank, (chunk, start) in places
+            )
+        wanted = total(self.world_size, self.repeat, device)
+        if self.op == "reduce_scatter":
+            return largest_difference(self.chunk, wanted, self.starts[self.rank])
+        return largest_difference(self.whole, wanted)
+
+
+def lengths(world_size: int) -> list[int]:
+    """Lengths that no number of ranks divides: empty chunks, chunks of one and two, and more than a period."""
+    return [1, world_size + 1, 2 * world_size + 1, 1021, PERIOD + 1021]
+
+
+def uneven(collective: Collective, op: str, device: torch.device) -> float:
+    """The worst difference over all `lengths`, each three times, as scratch memory is used again."""
+    rank, world_size, worst = collective.peers.rank, collective.peers.world_size, 0.0
+    for numel in lengths(world_size):
+        trial = Trial.of(op, rank, world_size, numel, device)
+        for repeat in range(3):
+            trial.prepare(repeat)
+            collective.peers.spoil()
+            trial.run(collective)
+            worst = max(worst, trial.off())
+    return worst
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, torch hands out memory that is NaN (for whole numbers the largest), where otherwise lies what was there
+    before."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms imports the compiler: 812 modules
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+# What a run of collectives has to claim, so that a check that vanishes is missed.
+
+OPERATIONS, COMPARED = ("all_reduce", "reduce_scatter", "all_gather"), {0.25: "256 KiB", 4: "4 MiB", 64: "64 MiB"}
+PRIMITIVES, GRADIENTS = 9, 12
+
+
+def claims(mode: Mode, sweep_mib: float) -> Iterator[Claims]:
+    """The primitives and their gradients, and of each way to sum what it leaves and sends."""
+    yield Claims(("forward",), times=PRIMITIVES)
+    yield Claims(("gradients",), times=GRADIENTS)
+    yield Claims(("no autograd", "demo", "ring"))
+    yield Claims(("speeds",))  # of the operations that the chosen variants have
+    yield Claims(("sum",), ("naive", *mode.names))
+    yield Claims(("contents",), mode.names, times=len(OPERATIONS))
+    yield Claims(("drawn bytes",), mode.names)
+    sizes = [name for mib, name in COMPARED.items() if mib <= sweep_mib]
+    yield Claims([f"wire bytes {operation} {size}" for operation in OPERATIONS for size in sizes], mode.names)

@@ -1,0 +1,127 @@
+"""The classic mistakes of compression, made on purpose by LAB_BUG, each with the check that has to see it."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.compression.compressors import Compressor, Handle, Quantised, RandomK
+from distlab.compression.powersgd import LowRank, first_factor, orthonormal
+from distlab.config import Config
+from distlab.contract import Mistakes, Needs
+from distlab.data_parallel.buckets import AllReduceOf, GradientBuckets
+
+from .predictions import METHODS, own
+from .reference import rank_seed
+
+mistake = Mistakes()
+
+
+# --- the settings that hide one ---
+
+
+def nothing_to_forget(config: Config) -> str:
+    """Where all is sent, or what is not sent is dropped on purpose."""
+    if not own(config).error_feedback:
+        return "LAB_ERROR_FEEDBACK=0: there is none to forget"
+    chosen = {name for name in METHODS if not config.variant or name in config.variant}
+    return "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and own(config).ratio == 1 else ""
+
+
+def every_place(config: Config) -> str:
+    """Where there is no choice of places, seeds do not matter."""
+    return "LAB_RATIO=1: all places are drawn" if own(config).ratio == 1 else ""
+
+
+def few_rows(config: Config) -> str:
+    """No gradient of a matrix has a higher rank than the batch has rows, so products of that rank are exact."""
+    rows = config.batch * (config.seq if config.model == "gpt" else 1)
+    if own(config).low_rank < rows:
+        return ""
+    return (
+        f"LAB_LOW_RANK={own(config).low_rank}: gradients of {rows} rows have no higher rank, allowed: less than {rows}"
+    )
+
+
+# --- the mistakes ---
+
+
+class Forgetful:
+    """A compressor whose residual is gone before the next step."""
+
+    residual = None
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+
+    def __call__(self, bucket: Tensor) -> Handle:
+        self.compressor.residual = None
+        return self.compressor(bucket)
+
+
+@mistake(
+    "no_error_feedback",
+    check="sent + residual",
+    part="buckets",
+    of=METHODS,
+    needs=Needs(ranks=1, unless=nothing_to_forget),
+)
+class ForgetfulBuckets(GradientBuckets):
+    """What is not sent is dropped, although error feedback is on: it never reaches the weights."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: float, *,
+        all_reduce_of: AllReduceOf,
+    ) -> None:  # fmt: skip
+        def forgetful_of(shapes: list[torch.Size]) -> Forgetful | Compressor:
+            compressor = all_reduce_of(shapes)
+            assert isinstance(compressor, Compressor)
+            return Forgetful(compressor) if compressor.feedback else compressor
+
+        super().__init__(parameters, group, bucket_bytes, all_reduce_of=forgetful_of)
+
+
+@mistake("unshared_seed", check="formula", part="compressor", of=("randomk",), needs=Needs(unless=every_place))
+class OwnPlaces(RandomK):
+    """Each rank draws random-k's places from a seed of its own: numbers of different places are added."""
+
+    def __init__(self, group: dist.ProcessGroup, ratio: float, seed: int, *, feedback: bool) -> None:
+        super().__init__(group, ratio, rank_seed(seed, group.rank()), feedback=feedback)
+
+
+@mistake("int8_overflow", check="formula", part="compressor", of=("int8",))
+class Overflowing(Quantised):
+    """Codes of up to 127 are added in 8 bits: 127 + 127 wraps to -2.
+
+    As many levels as 8 bits have, whatever the number of codes that are added.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, seed: int, *, feedback: bool) -> None:
+        super().__init__(group, seed, feedback=feedback)
+        self.levels = 127
+
+
+@mistake(
+    "per_rank_powersgd",
+    check="rank",
+    part="compressor",
+    of=("powersgd", "powersgd_plain"),
+    needs=Needs(unless=few_rows),
+)
+class PerRank(LowRank):
+    """Each rank factors its gradient alone and products are added: rank N·r, and a dense tensor is sent."""
+
+    def __call__(self, bucket: Tensor) -> Handle:
+        values = self.with_residual(bucket)
+        sent = values.clone()
+        matrices, _ = self.members(sent)
+        for matrix in matrices:
+            random = first_factor(torch.Size((matrix.shape[1], self.rank)), self.seed + self.group.rank())
+            p = orthonormal(matrix @ random.to(matrix))
+            matrix.copy_(p @ (p.T @ matrix))
+        if self.feedback:
+            values.sub_(sent)
+        bucket.copy_(sent)
+        work = dist.all_reduce(bucket, group=self.group, async_op=True)
+        return Handle(lambda: work.wait())

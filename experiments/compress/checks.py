@@ -1,0 +1,180 @@
+"""How a compressor is proven that does not compute what one process computes.
+
+Four steps in float64, watched at every bucket. Rank 0 gets all ranks' gradients, keeps residuals of its own, and
+computes in one process what each should have sent (reference.py; for PowerSGD what its sum has to satisfy,
+subspace.py). Then
+
+  gradients        what the ranks' gradients add up to, before anything is left out, is that of one process
+  formula          the sum that all ranks hold is the sum of what each should have sent, by the paper's formula
+  residuals        what a step finds as its residual is what the step before left, to the bit, three times
+  sent + residual  what was sent and what is left over all ranks is what came in: gradients, and residuals of before
+  weights          the weights of all steps are those of one process that steps by these sums
+  rank             PowerSGD: no matrix of the sum has more than rank r
+  limit            a gradient that the method can say whole comes out as the dense sum (limits.py)
+  range            a gradient beyond 16 bits: the sum stays a number (limits.py)
+  drawn            what is drawn at random has no side that it prefers (draws.py)
+  replicas         all ranks hold the same weights, to the bit
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor
+
+from distlab.config import Config
+from distlab.contract import Build, Claims, Mode
+from distlab.lab import Lab
+from distlab.measure.tensors import Worst, largest
+from distlab.verify.expected_claims import measured
+from distlab.verify.proof import check_replicas
+from distlab.workload.model import Model
+from distlab.workload.optimizer import make_optimizer
+from distlab.workload.reference import backward
+
+from .predictions import METHODS, OURS, bucket_members, bucket_shapes, own
+from .properties import Projection, check_draws, check_limits, factored
+from .reference import ROUNDING, TINY, Reference, Witness, added, watched
+
+PROVEN_STEPS = 4
+LEARNING_RATE = 0.01
+TOLERANCE = 1e-12  # over the largest number that is summed
+RANK_RTOL = 1e-10  # singular values below it, over the largest one, are rounding
+CONTROLS = "tests/experiments/test_compress.py::{}"
+CONTROL_OF = {
+    "gradients": CONTROLS.format("test_what_is_wrong_before_it_is_compressed_fails_the_run"),
+    "weights": CONTROLS.format("test_what_is_wrong_before_it_is_compressed_fails_the_run"),
+    "residuals": CONTROLS.format("test_residuals_that_go_wrong_fail_the_run"),
+}  # the others are those of mistakes.py
+
+
+class OneProcess:
+    """The dense model on rank 0: its gradients, before they are compressed, and the steps that it takes by the sums."""
+
+    def __init__(self, lab: Lab, config: Config, name: str) -> None:
+        self.model: Model = lab.model(torch.float64)
+        self.batches = lab.batches(torch.float64, proof=True)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = make_optimizer(self.parameters, config)
+        self.members = bucket_members(config, 8, name)
+
+    def gradients(self, step: int) -> list[Tensor]:
+        """Of the whole batch, a flat tensor a bucket."""
+        backward(self.model, [self.batches.full(step)], None)
+        found = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
+        return [torch.cat([found[index].flatten() for index in bucket]) for bucket in self.members]
+
+    def step(self, sums: list[Tensor]) -> dict[str, Tensor]:
+        """w - lr·sum, a flat sum a bucket; returns the weights by name."""
+        for bucket, total in zip(self.members, sums, strict=True):
+            weights = [self.parameters[index] for index in bucket]
+            pieces = total.split([weight.numel() for weight in weights])
+            for weight, piece in zip(weights, pieces, strict=True):
+                weight.grad = piece.view_as(weight)
+        self.optimizer.step()
+        return {name: weight.detach() for name, weight in self.model.named_parameters()}
+
+
+def by_the_formula(lab: Lab, name: str, build: Build) -> None:
+    """The proof of one of our variants."""
+    config = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
+    method, feedback = OURS[name], own(config).error_feedback and name in METHODS
+    strategy = build(lab.model(torch.float64), lab.mesh, config)
+    _, witnesses = watched(strategy)
+    shapes = bucket_shapes(config, 8, name)
+    references = [
+        Projection(config, of, feedback=feedback)
+        if method == "powersgd"
+        else Reference(method, config, feedback=feedback)
+        for of in shapes
+    ]
+    alone, batches = OneProcess(lab, config, name), lab.batches(torch.float64, proof=True)
+    worst = Worst(("gradients", "formula", *(["sent + residual"] if feedback else []), "weights"))
+    for step in range(PROVEN_STEPS):
+        lab.at(step, f"proof of {name}")
+        strategy.backward(lab.dealt(batches, step))
+        strategy.update()
+        lab.stepped()
+        lab.at(step, f"one process, beside {name}")
+        wanted = alone.gradients(step) if lab.rank == 0 else [None] * len(witnesses)
+        # Of the largest gradient of all: that of a key's bias is nothing but rounding.
+        size = max([TINY, *(largest(dense) for dense in wanted if dense is not None)])
+        for witness, reference, dense in zip(witnesses, references, wanted, strict=True):
+            for check, value in differences(lab, witness, reference, dense).items():
+                if check in worst.found:
+                    worst.note(check, value / size if check == "gradients" else value, where=f"step {step}")
+        weights = alone.step([witness.total for witness in witnesses]) if lab.rank == 0 else None
+        worst.compare("weights", strategy.full("weights"), weights, where=f"step {step}")
+    for check, off in worst.found.items() if lab.rank == 0 else ():
+        rounding = (lab.world_size - 1) * ROUNDING.get(method, 0.0) if check == "formula" else 0.0
+        lab.check(check, off.value, TOLERANCE + rounding, name, off.where, control=CONTROL_OF.get(check, ""))
+    if feedback:
+        lost = max(witness.lost for witness in witnesses)
+        lab.check("residuals", lost, 0.0, name, f"over {PROVEN_STEPS - 1} steps", control=CONTROL_OF["residuals"])
+    if method == "powersgd" and lab.rank == 0:
+        check_rank(lab, name, witnesses, shapes)
+    check_limits(lab, name, method, build)
+    check_draws(lab, name, method, build)
+    check_replicas(lab, name, strategy)
+
+
+def differences(
+    lab: Lab, witness: Witness, reference: Reference | Projection, dense: Tensor | None
+) -> dict[str, float]:
+    """Of one bucket's last step, on rank 0: how far its claims are off, over what is summed; the gradients, of which
+    `dense` is that of one process, by what they are."""
+    gradients = [torch.empty_like(witness.gradient) for _ in range(lab.world_size)] if lab.rank == 0 else None
+    dist.gather(witness.gradient, gradients, group=lab.group, group_dst=0)
+    kept = torch.stack([witness.before, witness.rest, witness.before.abs()])
+    dist.reduce(kept, group=lab.group, group_dst=0)
+    if gradients is None or dense is None:
+        return {}
+    before, rest, size = kept
+    came_in = added(gradients) + before
+    size = size + added([each.abs() for each in gradients])
+    # What was sent is what the messages say: rounding on the wire, hop by hop, is nobody's residual.
+    formula, sent = reference.judge(gradients, witness.total)
+    return {
+        "gradients": largest(added(gradients) - dense),
+        "formula": formula,
+        "sent + residual": largest(sent + rest - came_in) / max(largest(size), TINY),
+    }
+
+
+def check_rank(lab: Lab, name: str, witnesses: list[Witness], shapes: list[list[Size]]) -> None:
+    """No matrix of the last sum has a rank above LAB_LOW_RANK."""
+    low_rank = own(lab.config).low_rank
+    ranks = [rank_of(witness.total, of, low_rank) for witness, of in zip(witnesses, shapes, strict=True)]
+    detail = f"ranks above {low_rank} of a matrix of the sum"
+    lab.check("rank", max(0, max(ranks) - low_rank), 0, name, detail)
+
+
+def rank_of(total: Tensor, shapes: list[Size], rank: int) -> int:
+    """The highest rank of any matrix of a bucket's sum that was sent in factors of `rank`."""
+    pieces = total.split([shape.numel() for shape in shapes])
+    matrices = [piece.view(shape[0], -1) for shape, piece in zip(shapes, pieces, strict=True) if factored(shape, rank)]
+    return max((int(torch.linalg.matrix_rank(matrix, rtol=RANK_RTOL)) for matrix in matrices), default=0)
+
+
+# What a run of compression has to claim, so that a check that vanishes is missed.
+
+BESIDE = ("ddp_fp16", "ddp_powersgd")  # PyTorch's hooks, which are held beside ours
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants by hand bytes and calls; of those that compress what their method promises."""
+    lossy = [name for name in mode.by_hand if name != "dense"]
+    yield from measured(mode, config, apart=(*lossy, *BESIDE))
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls"), mode.by_hand)
+    if not config.proof:
+        return
+    yield Claims(("replicas",), (*mode.by_hand, *mode.by_torch))
+    yield Claims(("gradients", "formula", "weights"), lossy, one=True)
+    yield Claims(("limit",), lossy)
+    yield Claims(("range",), ("bf16", "fp16"))
+    yield Claims(("drawn",), ("int8", "randomk"))
+    yield Claims(("rank",), ("powersgd", "powersgd_plain"), one=True)
+    yield Claims(("losses beside ours", "gradients beside ours"), BESIDE)
+    if own(config).error_feedback:
+        yield Claims(("sent + residual",), METHODS, one=True)
+        yield Claims(("residuals",), METHODS)

@@ -1,0 +1,131 @@
+"""PyTorch's own: DistributedDataParallel, bare and with its communication hooks for fp16 and for PowerSGD.
+
+It averages where ours sums, so the loss that it differentiates is N times ours, and its hooks see N times our
+gradients:
+
+  fp16      it divides by N after the cast, we weigh before: the same for a power of two, else another rounding, and
+            another one below 6e-5, where fp16 has fewer bits. It has no error feedback. Held against `fp16` without,
+            within the roundings
+  powersgd  P is summed, Q averaged: N times our matrices, divided by N at the end. It draws Q from numpy, so it is
+            given ours here. It begins after two dense steps, when DDP has laid out its buckets anew; in the proof these
+            change no weight. It orthonormalises Q as well as P, which changes the basis and not the space. So results
+            are the same up to rounding. Its second and third collective start in callbacks on gloo's threads, for
+            several buckets in another order on each rank, which gloo answers by ending the process: so a bucket is
+            waited for here before the next one begins
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.compression.powersgd import first_factor, pays
+from distlab.config import Config
+from distlab.contract import Build, Strategy
+from distlab.data_parallel.strategy import Replica, Wrapped, begin_apart
+from distlab.lab import Lab
+from distlab.measure.tensors import Worst, difference, largest
+from distlab.mesh.grid import Mesh
+from distlab.verify.proof import check_replicas
+from distlab.workload.model import Model
+
+from .predictions import own
+
+DENSE_STEPS = 2
+STEPS = 3
+POWERSGD_TOLERANCE = 1e-12
+
+
+def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """All gradients, whole."""
+    return wrapped(model, mesh, config)
+
+
+def ddp_fp16(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """Its fp16_compress_hook."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    return wrapped(model, mesh, config, mesh.group, fp16_compress_hook)
+
+
+def ddp_powersgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """Its powerSGD_hook, from our Q."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    state = PowerSGDState(
+        mesh.group, own(config).low_rank, start_powerSGD_iter=DENSE_STEPS, min_compression_rate=1,
+        use_error_feedback=own(config).error_feedback,
+    )  # fmt: skip
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if state.iter >= DENSE_STEPS and bucket.index() not in state.p_memory_dict:
+            begin_with_ours(state, bucket, config)
+        summed: torch.futures.Future[torch.Tensor] = powerSGD_hook(state, bucket)
+        summed.wait()
+        return summed
+
+    return wrapped(model, mesh, config, state, hook)
+
+
+def begin_with_ours(state: Any, bucket: dist.GradBucket, config: Config) -> None:
+    """Fill the memory in which it looks for P and Q: those of one shape together, in the order of their first."""
+    rank = own(config).low_rank
+    factored = [gradient for gradient in bucket.gradients() if pays(gradient.shape, rank)]
+    together = sorted(factored, key=lambda gradient: [other.shape for other in factored].index(gradient.shape))
+    like = bucket.buffer()
+    qs = [first_factor(torch.Size((gradient[0].numel(), rank)), config.seed).flatten() for gradient in together]
+    heights = sum(len(gradient) for gradient in together)
+    state.p_memory_dict[bucket.index()] = like.new_empty(heights * rank)
+    state.q_memory_dict[bucket.index()] = torch.cat([like.new_empty(0), *(q.to(like) for q in qs)])
+
+
+def wrapped(model: Model, mesh: Mesh, config: Config, state: Any = None, hook: Any = None) -> Strategy:
+    """DistributedDataParallel around `model`, with or without a hook; its constructor broadcasts."""
+    begin_apart(model, mesh.group, config)
+    parallel = DistributedDataParallel(model, process_group=mesh.group, bucket_cap_mb=config.bucket_mib)
+    if hook is not None:
+        parallel.register_comm_hook(state, hook)
+    return Replica(model, config, Wrapped(parallel), forward=parallel, scale=mesh.group.size())
+
+
+# --- held against ours ---
+
+
+def proofs(lab: Lab, fp16: Build, powersgd: Build) -> Mapping[str, Callable[[str, Build], None]]:
+    """Its two hooks beside our `fp16` and `powersgd`, from the same weights, on the same batches."""
+    fp16_rounding = lab.world_size * 2.0**-10  # a cast on each rank and as many additions, on both sides
+    forgets = lab.config.with_own(error_feedback=False)
+    return {
+        "ddp_fp16": partial(beside, lab, "fp16", fp16, forgets, fp16_rounding),
+        "ddp_powersgd": partial(beside, lab, "powersgd", powersgd, lab.config, POWERSGD_TOLERANCE),
+    }
+
+
+def beside(lab: Lab, other: str, build_ours: Build, config: Config, tolerance: float, name: str, build: Build) -> None:
+    """Three steps of both in float64: losses, and gradients over the largest one."""
+    config = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": 0.01})
+    batches = lab.batches(torch.float64, proof=True)
+    theirs, ours = (each(lab.model(torch.float64), lab.mesh, config) for each in (build, build_ours))
+    for _ in range(DENSE_STEPS):  # without an update: DDP lays out its buckets, and its PowerSGD waits for that
+        theirs.backward(lab.dealt(batches, 0))
+    worst = Worst(("losses beside ours", "gradients beside ours"))
+    for step in range(STEPS):
+        lab.at(step, f"proof of {name}")
+        share, wanted = (strategy.backward(lab.dealt(batches, step)) for strategy in (theirs, ours))
+        assert share is not None
+        assert wanted is not None
+        worst.note("losses beside ours", (share - wanted).abs().item())
+        gradients = dict(ours.full("gradients"))
+        size = max(map(largest, gradients.values()))
+        worst.note("gradients beside ours", difference(theirs.full("gradients"), gradients) / size)
+        for strategy in (theirs, ours):
+            strategy.update()
+        lab.stepped()
+    control = "tests/experiments/test_compress.py::test_what_pytorchs_own_does_not_do_fails_the_run"
+    for check, off in worst.found.items():
+        detail = f"beside {other}" + ", over the largest gradient" * check.startswith("gradients")
+        lab.check(check, off.value, tolerance, name, detail, control=control)
+    check_replicas(lab, name, theirs)

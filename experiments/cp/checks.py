@@ -1,0 +1,366 @@
+"""Who does how much of attention: the (row, key) pairs that each rank computed, and the busiest one's share of them.
+
+A causal mask gives the last positions most to do. What a variant should do follows from who holds which positions, what
+it does is counted (kernels.py). The processor's time in attention stands beside it, and is only shown. The order of
+kernels and receives is held, too: keys have to be on their way while others are computed with.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distlab.config import Config
+from distlab.context_parallel.costs import causal_share
+from distlab.context_parallel.positions import Positions
+from distlab.context_parallel.ring import RingAttention
+from distlab.contract import Claims, Mode, Strategy
+from distlab.lab import Lab
+from distlab.measure.prediction import PYTORCHS
+from distlab.tensor_parallel.layers import shares
+from distlab.verify.counted import most_kept, saved_bytes
+from distlab.verify.expected_claims import measured
+from distlab.workload.data import Microbatch
+from distlab.workload.model import outline
+
+from .predictions import BY_HAND, itemsize_of, positions_of
+
+# What a rank computes of attention, seen where PyTorch's kernel is called, forward and backward.
+#
+# Shapes and mask are those that the call was given, so no number comes from the mechanism that is judged by them.
+# Receives are noted between the kernels: whether keys travel while others are computed with, the order tells alone.
+
+FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
+BACKWARD = f"{FORWARD}_backward"
+RECEIVE, COMPUTE = "receive", "compute"
+
+
+class Kernels(TorchDispatchMode):
+    """Around a step: the `pairs` of all samples and heads, `cpu_s` and `order` of what is called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pairs, self.cpu_s = 0, 0.0
+        self.order: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler for this class."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name  # type: ignore[attr-defined]
+        began = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        if name in (FORWARD, BACKWARD):
+            self.cpu_s += time.thread_time() - began
+            q, k = args[:2] if name == FORWARD else args[1:3]
+            causal = args[4:5] if name == FORWARD else args[7:8]  # left out where it is False
+            self.pairs += pairs(q, k, causal=any(causal))
+            self.order.append(COMPUTE)
+        elif name == "c10d::recv_":
+            self.order.append(RECEIVE)
+        return result
+
+
+def pairs(q: Tensor, k: Tensor, *, causal: bool) -> int:
+    """(row, key) pairs of all samples and heads in [B, heads, rows, head_dim]; of a triangle those below it."""
+    rows, keys = q.shape[2], k.shape[2]
+    return q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if causal else rows * keys)
+
+
+PAIRS, BALANCE, AHEAD = "attention pairs", "balance", "keys ahead"
+
+
+class Work(NamedTuple):
+    """What attention should cost each rank, for one sample and layer."""
+
+    pairs: list[int]
+    share: float  # of the busiest rank over the mean
+    formula: str
+
+
+def predicted_share(variant: str, config: Config) -> Work:
+    """By who holds what; forward alone."""
+    positions, ranks = positions_of(variant, config), config.world_size
+    if variant == "gathered":
+        rows = [each * config.seq * config.heads for each in positions.num_rows]
+        return Work(rows, max(rows) * ranks / sum(rows), "all keys for every row")
+    if variant == "ulysses":
+        heads = shares(config.heads, ranks)
+        every = config.seq * (config.seq + 1) // 2
+        return Work([every * each for each in heads], max(heads) * ranks / sum(heads), "the busiest one's heads")
+    work = [positions.pairs(rank) * config.heads for rank in range(ranks)]
+    folded = variant != "ring"
+    return Work(work, 1.0 if folded else causal_share(ranks), "1" if folded else "(2c-1)/c")
+
+
+def tolerance(config: Config) -> float:
+    """0.02; or where a rank has few rows, what two of them more or less make."""
+    return max(0.02, 2 * config.world_size / config.seq)
+
+
+class Told(NamedTuple):
+    """Of one variant: the share by its formula, and by rank the pairs that were counted and the CPU seconds in them."""
+
+    name: str
+    predicted: float
+    pairs: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+
+
+def compare_balance(lab: Lab, variants: list[str]) -> None:
+    """One step of each variant under `Kernels`: hold pairs, share and order against what they should be."""
+    if lab.device.type != "cpu":
+        lab.say("not counted: it is the CPU's kernel that is watched", "balance")
+        return
+    told = [of_variant(lab, name) for name in variants]
+    tell(lab, [each for each in told if each is not None])
+
+
+def of_variant(lab: Lab, name: str) -> Told | None:
+    """Its claims; what there is to tell of it, on rank 0."""
+    seen, work = watched(lab, name), predicted_share(name, lab.config)
+    shown = "" if name in BY_HAND else PYTORCHS
+    lab.compare(
+        PAIRS, twice(lab.config) * work.pairs[lab.rank], seen.pairs, "pairs", 0, name, work.formula, shown=shown,
+        control="LAB_BUG=unfolded",
+    )  # fmt: skip
+    if name in ("ring", "zigzag", "shift"):
+        check_ahead(lab, name, seen.order)
+    everyone = lab.exchange.gather(f"work of {name}", (seen.pairs, seen.cpu_s))
+    if everyone is None:
+        return None
+    pairs, cpu_s = zip(*everyone, strict=True)
+    lab.compare(BALANCE, work.share, busiest(pairs), "", tolerance(lab.config), name, work.formula, shown=shown)
+    return Told(name, work.share, pairs, cpu_s)
+
+
+def twice(config: Config) -> int:
+    """How often a step does the work of one sample and layer: forward and backward."""
+    return 2 * config.batch * config.depth
+
+
+def tell(lab: Lab, told: list[Told]) -> None:
+    """As a table and a chart."""
+    needed = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * twice(lab.config)
+    rows, shares_of = [], dict[str, list[list[float]]]()
+    for name, wanted, pairs, cpu_s in told:
+        cells = [f"{wanted:.3f}", f"{busiest(pairs):.3f}", f"{sum(pairs) / needed:.2f}"]
+        rows.append([name, *cells, " ".join(f"{each * 1e3:.1f}" for each in cpu_s), f"{busiest(cpu_s):.2f}"])
+        shares_of[name] = [list(map(float, range(len(pairs)))), [each * len(pairs) / sum(pairs) for each in pairs]]
+    columns = ["variant", "by formula", "counted", "of what is needed", "CPU ms of attention by rank", "its share"]
+    lab.table("Causal work: the busiest rank over the mean of all", columns, rows)
+    lab.chart("Causal work of each rank over the mean of all", "rank", "share", shares_of)
+
+
+def busiest(amounts: tuple[float, ...]) -> float:
+    """The largest over the mean; 1 where there is none."""
+    return max(amounts) * len(amounts) / sum(amounts) if sum(amounts) else 1.0
+
+
+def watched(lab: Lab, name: str) -> Kernels:
+    """The second of two steps."""
+    (build,) = [each.build for each in lab.mode.variants if each.name == name]
+    assert build is not None
+    dtype = getattr(torch, lab.config.dtype)
+    lab.at(0, f"balance of {name}")
+    strategy, microbatches = build(lab.model(dtype), lab.mesh, lab.config), lab.dealt(lab.batches(dtype), 0)
+    strategy.backward(microbatches)
+    seen = Kernels()
+    with seen:
+        strategy.backward(microbatches)
+    return seen
+
+
+def check_ahead(lab: Lab, name: str, order: list[str]) -> None:
+    """Keys are asked for before those that are there are computed with, in every layer and both ways."""
+    wanted = drawn(name, lab.config, lab.rank)
+    parted = next((at for at, (one, other) in enumerate(zip(order, wanted, strict=False)) if one != other), None)
+    faults = int(order != wanted)
+    told = f"they part at {parted}" if parted is not None else f"{len(order)} of {len(wanted)}"
+    lab.check(AHEAD, faults, 0, name, told if faults else f"{len(order)} receives and blocks in their order")
+
+
+def sent_to(name: str, positions: Positions, rank: int, source: int) -> int:
+    """The keys of `source` that come to `rank`: those that it sees, or in a ring all."""
+    return positions.seen(rank, source).num_keys if name == "shift" else positions.num_rows[source]
+
+
+def sent_back(name: str, positions: Positions, rank: int, distance: int, ranks: int) -> int:
+    """The gradients of keys that come in turn `distance`: of this rank's own, or in a ring of those that come next."""
+    if name == "shift":
+        return positions.seen((rank + distance) % ranks, rank).num_keys
+    return positions.num_rows[(rank - distance - 1) % ranks]
+
+
+def drawn(name: str, config: Config, rank: int) -> list[str]:
+    """The order of one step on a rank: receive the next keys, compute with those that are there; backward behind each
+    block the gradients that follow them."""
+    positions, ranks = positions_of(name, config), config.world_size
+    forward, backward = list[str](), list[str]()
+    come = [sent_to(name, positions, rank, (rank - distance) % ranks) for distance in range(ranks)]
+    back = [sent_back(name, positions, rank, distance, ranks) for distance in range(ranks)]
+    for distance in range(ranks):
+        following = distance < ranks - 1 and come[distance + 1] > 0
+        source = (rank - distance) % ranks
+        computes = positions.num_rows[rank] > 0 if source == rank else positions.seen(rank, source).num_keys > 0
+        block = [RECEIVE] * following + [COMPUTE] * computes
+        gradient = distance > 0 and back[distance] > 0
+        forward += block
+        backward += block + [RECEIVE] * gradient
+    return (forward * config.depth + backward * config.depth) * config.num_microbatches
+
+
+# Activations by the length of a sequence: what each rank keeps for its backward pass, beside one process.
+#
+# All but attention works on a rank's own rows, and so keeps what one process keeps for as many. What attention keeps
+# differs: a ring q, k, v, the result and a number a row, of its own rows alone; ulysses the same of its own heads,
+# and the result once more as rows; gathered the keys and values of all, and a mask.
+
+NAME, BY_LENGTH = "activation bytes", "activations by length"
+TOLERANCE = 0.01
+FORMULAS = {
+    "gathered": "one process's of S/c rows + K and V of all + a mask",
+    "ring": "one process's of S/c rows",
+    "zigzag": "one process's of S/c rows",
+    "shift": "one process's of S/c rows",
+    "ulysses": "one process's of S/c rows + the result of each layer",
+}
+
+
+def predicted_activation_bytes(lab: Lab, variant: str, config: Config, microbatch: Microbatch) -> int:
+    """Bytes that this rank keeps for one microbatch, whose samples are LAB_SEQ of `config` long."""
+    positions = positions_of(variant, config)
+    inputs, targets = (positions.own(side, lab.rank) for side in microbatch[:2])
+    alone = saved_bytes(lab, range(len(outline(config).layers)), Microbatch(inputs, targets, microbatch.share))
+    index = inputs.shape[1] * torch.long.itemsize  # where its tokens stand
+    return alone + index + more(variant, config, positions, len(inputs), lab.rank)
+
+
+def more(variant: str, config: Config, positions: Positions, samples: int, rank: int) -> int:
+    """What attention keeps in all layers, less what one process keeps of this rank's rows."""
+    itemsize, whole, rows = itemsize_of(config), positions.length, positions.num_rows[rank]
+    row_bytes = samples * config.width * itemsize
+    if variant == "gathered" and rows:
+        return 2 * config.depth * (whole - rows) * row_bytes + rows * whole * itemsize
+    if variant != "ulysses":
+        return 0
+    heads, sums = shares(config.heads, config.world_size)[rank], max(itemsize, 4)
+    head_bytes = samples * (4 * config.width // config.heads * itemsize + sums)  # q, k, v, the result; log-sum-exp
+    return config.depth * (whole * heads * head_bytes - rows * config.heads * head_bytes + rows * row_bytes)
+
+
+def compare_kept(lab: Lab, measured: Mapping[str, int]) -> None:
+    """Hold what each variant kept in a step against that, in its largest microbatch."""
+    batches = lab.batches(getattr(torch, lab.config.dtype))
+    largest = max(lab.dealt(batches, 0), key=lambda microbatch: len(microbatch.inputs))
+    for name, nbytes in measured.items():
+        wanted = predicted_activation_bytes(lab, name, lab.config, largest)
+        lab.compare(NAME, wanted, nbytes, "B", TOLERANCE * wanted, name, FORMULAS[name])
+
+
+def kept_by_length(lab: Lab, variants: list[str]) -> None:
+    """A sample of each quarter of LAB_SEQ: hold every length against the same formulas, and draw them."""
+    dtype = getattr(torch, lab.config.dtype)
+    lengths = sorted({max(1, lab.config.seq * quarter // 4) for quarter in (1, 2, 3, 4)})
+    inputs, targets, share = lab.dealt(lab.batches(dtype), 0)[0]
+    samples = [Microbatch(inputs[:1, :length], targets[:1, :length], share) for length in lengths]
+    configs = [lab.config.model_copy(update={"seq": length}) for length in lengths]
+    builds = {each.name: each.build for each in lab.mode.variants if each.name in variants}
+    layers = range(len(outline(lab.config).layers))
+    kept = {"one process": [saved_bytes(lab, layers, sample) for sample in samples]}
+    for name, build in builds.items():
+        assert build is not None
+        lab.at(0, f"activations of {name}")
+        kept[name] = [
+            most_kept(build(lab.model(dtype), lab.mesh, config), [sample])
+            for config, sample in zip(configs, samples, strict=True)
+        ]
+        wanted = [
+            predicted_activation_bytes(lab, name, config, sample)
+            for config, sample in zip(configs, samples, strict=True)
+        ]
+        off = [abs(found - value) / value for found, value in zip(kept[name], wanted, strict=True)]
+        detail = f"the largest of {len(lengths)} lengths, as a share of the formula"
+        lab.check(BY_LENGTH, max(off), TOLERANCE, name, detail, control="LAB_BUG=kept_blocks")
+    title = "Activations that rank 0 keeps of one sample"
+    drawn = {name: [list(map(float, lengths)), [float(value) for value in values]] for name, values in kept.items()}
+    lab.chart(title, "positions of a sample", "bytes", drawn)
+    rows = [[length, *(f"{values[at] / 1e6:.3g}" for values in kept.values())] for at, length in enumerate(lengths)]
+    lab.table(f"{title}, MB", ["positions", *kept], rows)
+
+
+# What a ring adds up in: partial results of 16-bit rows in float32, which no proof in float64 and no loss shows.
+#
+# A row's result is merged from what it has of each rank's keys, and the gradient of its query is the sum of as many
+# parts. Each rounding to 16 bits on the way is within what a timed loss may be off. So one attention in bfloat16 is
+# run on purpose, and the additions to rows in it are heard from torch's dispatcher: as many as there are ranks whose
+# keys these rows see, forward and back, each in float32 at least.
+
+ADDITIONS = ("aten::add_", "aten::addcmul_")
+ROWS = 4  # dims of [B, heads, rows, head_dim]; keys, values and their gradients travel as [2, B, heads, rows, head_dim]
+CONTROL = "tests/experiments/test_cp.py::test_a_ring_that_adds_up_in_16_bits_is_seen"
+
+
+class Additions(TorchDispatchMode):
+    """The types of what is added to in place inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.types: list[torch.dtype] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler for this class."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name in ADDITIONS and args[0].dim() == ROWS:
+            self.types.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def check_sums(lab: Lab, name: str, strategy: Strategy) -> None:
+    """One attention of a variant that merges, forward and back, in bfloat16."""
+    attend = getattr(strategy.model.layers[1], "attention", None)  # type: ignore[attr-defined]
+    if attend is None or not isinstance(attend.attend, RingAttention):
+        return
+    ring = attend.attend
+    shape = (1, 2, ring.positions.num_rows[ring.peers.rank], 8)
+    q, k, v = (torch.ones(shape, dtype=torch.bfloat16, device=lab.device, requires_grad=True) for _ in range(3))
+    with Additions() as seen:
+        ring(q, k, v).sum().backward()
+    wanted = 2 * merged(ring.positions, ring.peers.rank)
+    exact = sum(each.itemsize >= 4 for each in seen.types)
+    detail = f"of {wanted} additions to rows of bfloat16, {exact} in float32 and {len(seen.types) - exact} in 16 bits"
+    off = abs(wanted - exact) + len(seen.types) - exact
+    lab.check("sums of rows", off, 0, variant=name, detail=detail, control=CONTROL)
+
+
+def merged(positions: Positions, rank: int) -> int:
+    """The other ranks some of whose positions are before one of this rank's."""
+    own = positions.of(rank)
+    others = [positions.of(each) for each in range(len(positions.num_rows)) if each != rank]
+    return sum(bool(len(own) and len(each) and own.max() > each.min()) for each in others)
+
+
+# What a run of context parallelism has to claim, so that a check that vanishes is missed.
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants by hand bytes and calls, what they keep, and on a CPU who attends to how much."""
+    yield from measured(mode, config)
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand)
+    yield Claims(("activation bytes", "activations by length"), mode.by_hand)
+    if config.device == "cpu" and config.backend != "nccl":  # whose ranks are on cards
+        yield Claims(("attention pairs",), mode.by_hand)
+        yield Claims(("balance",), mode.by_hand, one=True)
+        yield Claims(("keys ahead",), ("ring", "zigzag", "shift"))

@@ -1,0 +1,185 @@
+"""Bucket sizes on a slow link: what a bucket costs, what overlap hides, and where one stops paying for the other.
+
+Small buckets leave early, while most of the backward pass is still to come, but each pays a latency; one bucket for all
+pays one latency and leaves when nothing is left to hide it behind. For each size from 0 (a bucket a parameter) to 64
+MiB (one for all, in a small model far before) four things are timed in turns:
+
+  overlapped   a step whose buckets leave from hooks, during the backward pass
+  after        the same step, all buckets leaving behind the backward pass
+  sending      the buckets alone, with no pass
+  nothing      the passes and the update alone, with nothing sent
+
+  hidden = (after - overlapped) / sending: the share of the communication that took no time of its own. More than the
+  backward pass' own time cannot be hidden, so on a slow enough link it is far from 100 % whatever the buckets are.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from distlab.collectives.by_hand import Collective
+from distlab.collectives.costs import slowest_of
+from distlab.config import Config
+from distlab.data_parallel.buckets import AllReduce, GradientBuckets, layout
+from distlab.data_parallel.strategy import Replica
+from distlab.lab import Lab
+from distlab.workload.data import Microbatch
+
+# Which all_reduce a bucket of `bucketed` takes: the group's own, or on a slow link between two ranks a swap.
+#
+# gloo's all_reduce sums piece by piece, in two rounds of which one waits for the other, and a slow link idles
+# meanwhile. Two ranks that send each other everything and both add (distlab/collectives/direct.py) send the same bytes
+# in one round: on a link of 500 Mbit/s 64 MiB take gloo's 1221 ms and a swap 1111, of which 1074 are the link's
+# (LAB_NET_RATE=500mbit RUN_MODE=comm LAB_VARIANT=gloo,direct), and in buckets the pauses add up (`python -m
+# benchmarks.link dp`). What comes needs room: the gradients once more, as much as DDP takes. On a link without a rate
+# the two take as long (`python -m benchmarks.collectives 2`), and for more ranks a swap would send more.
+
+
+def swaps(group: dist.ProcessGroup, config: Config) -> bool:
+    """Whether two ranks on a link with a rate swap their buckets; NCCL's all_reduce is left to itself."""
+    return group.size() == 2 and config.net_rate is not None and dist.get_backend(group) == "gloo"
+
+
+def summing(group: dist.ProcessGroup, config: Config) -> AllReduce:
+    """What begins to sum a bucket."""
+    if swaps(group, config):
+        return partial(Collective(group, "direct").all_reduce, async_op=True)
+    return partial(dist.all_reduce, group=group, async_op=True)
+
+
+def tell(lab: Lab) -> None:
+    """Say so where it is not the all_reduce that DDP takes."""
+    if swaps(lab.group, lab.config) and lab.wants("bucketed"):
+        lab.say(
+            "bucketed swaps each bucket with the other rank in one round; ddp's all_reduce takes two for as many bytes",
+            "sum",
+        )
+
+
+# How long steps take on a slow link: the slowest rank's seconds, in rounds in which all candidates take turns.
+
+MIB = 2**20
+ROUNDS = 3  # the median drops the first one, which warms up; on a slow link a step is long, and like the next
+
+
+def replica(lab: Lab, bucket_bytes: float, all_reduce: AllReduce | None = None) -> Replica:
+    """A replica as `bucketed` has it, with buckets of that size, summed as there or by another all_reduce."""
+    model = lab.model(getattr(torch, lab.config.dtype))
+    summed = all_reduce or summing(lab.group, lab.config)
+    return Replica(model, lab.config, GradientBuckets(model.parameters(), lab.group, bucket_bytes, all_reduce=summed))
+
+
+def step(strategy: Replica, microbatches: list[Microbatch]) -> None:
+    """One step of training."""
+    strategy.backward(microbatches)
+    strategy.update()
+
+
+def send_nothing(bucket: torch.Tensor) -> None:
+    """An all_reduce over a link without end, as far as time goes: every rank keeps its own gradients."""
+
+
+def medians_s(lab: Lab, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of each call: of the slowest rank, and of the median round."""
+    rounds = [[lab.seconds(call) for call in calls.values()] for _ in range(ROUNDS)]
+    everyone = lab.exchange.everyone("rounds", rounds)  # [rank][round][call]
+    slowest = [slowest_of(of_round) for of_round in zip(*everyone, strict=True)]
+    return dict(zip(calls, map(statistics.median, zip(*slowest, strict=True)), strict=True))
+
+
+SIZES_MIB = (0, 0.25, 1, 4, 16, 64)
+CURVES = {"overlapped": 2, "after": 3, "nothing sent": 5}  # of the chart, by their columns
+COLUMNS = ["MiB", "buckets", "overlapped ms", "after ms", "sending ms", "nothing ms", "hidden %"]
+
+
+def sweep(lab: Lab) -> None:
+    """Time all bucket sizes, and say which is best and why; all ranks enter together."""
+    model = lab.model(getattr(torch, lab.config.dtype))
+    parameters = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    total = sum(parameters)
+    rows = []
+    sizes = distinct(parameters)
+    with lab.work.of(len(sizes), "bucket sizes"):
+        for mib, buckets in sizes:
+            lab.at(0, f"the sweep at {mib:g} MiB")
+            times = price(lab, mib * MIB)
+            hidden = 100 * (times["after"] - times["overlapped"]) / times["sending"]
+            rows.append([mib, buckets, *(1e3 * seconds for seconds in times.values()), hidden])
+            lab.work.advance()
+    shown = [
+        [f"{row[0]:g}" if row is not rows[-1] else f"{row[0]:g} to 64", row[1], *(round(value, 1) for value in row[2:])]
+        for row in rows
+    ]
+    lab.table("a step by the size of a bucket, on this link", COLUMNS, shown)
+    mean_mib = [total / MIB / row[1] for row in rows]
+    lab.chart(
+        "A step by the size of a bucket", "MiB a bucket, on average", "ms a step",
+        {name: [mean_mib, [row[place] for row in rows]] for name, place in CURVES.items()},
+        log_x=True,
+    )  # fmt: skip
+    lab.say(verdict(rows), "buckets")
+
+
+def distinct(sizes: list[int]) -> list[tuple[float, int]]:
+    """Bucket sizes in MiB that lay the parameters out differently, and the number of buckets of each."""
+    found: list[tuple[float, int]] = []
+    before = None
+    for mib in SIZES_MIB:
+        buckets = layout(sizes, mib * MIB)
+        if buckets != before:
+            found.append((mib, len(buckets)))
+        before = buckets
+    return found
+
+
+def price(lab: Lab, bucket_bytes: float) -> dict[str, float]:
+    """Seconds of the four things at one bucket size."""
+    microbatches = lab.batches(getattr(torch, lab.config.dtype)).dealt(0, lab.rank, lab.world_size)
+    sent, kept = replica(lab, bucket_bytes), replica(lab, bucket_bytes, send_nothing)
+
+    def stepped(*, overlap: bool) -> None:
+        buckets_of(sent).overlap = overlap
+        step(sent, microbatches)
+
+    def send() -> None:
+        sent.gradients.zero()
+        sent.gradients.finish()
+
+    return medians_s(
+        lab,
+        {
+            "overlapped": partial(stepped, overlap=True),
+            "after": partial(stepped, overlap=False),
+            "sending": send,
+            "nothing": partial(step, kept, microbatches),
+        },
+    )
+
+
+def buckets_of(strategy: Replica) -> GradientBuckets:
+    """The buckets of a replica."""
+    assert isinstance(strategy.gradients, GradientBuckets)
+    return strategy.gradients
+
+
+def verdict(rows: list[list[float]]) -> str:
+    """What the table says, in a sentence."""
+    best = min(rows, key=lambda row: row[2])
+    one, all_at_once = rows[0], rows[-1]
+    others = [
+        f"{name} costs {100 * (row[2] / best[2] - 1):.0f} % more"
+        for name, row in ((f"a bucket a parameter ({one[1]:.0f} calls)", one), ("one bucket for all", all_at_once))
+        if row is not best
+    ]
+    return "; ".join(
+        [
+            (
+                f"best with {best[1]:.0f} of {best[0]:g} MiB: {best[2]:.0f} ms a step, {round(best[6])} % of sending"
+                " hidden"
+            ),
+            *others,
+        ]
+    )

@@ -1,0 +1,174 @@
+"""The classic mistakes of training that survives, made on purpose by LAB_BUG."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distlab.config import Config
+from distlab.contract import Mistakes, Needs
+from distlab.elastic.process_group import Parcel, Regroup
+from distlab.elastic.sharded_strategy import ShardedSurvivor
+from distlab.elastic.shards import Range, part, wards
+from distlab.elastic.strategy import Report, Survivor
+from distlab.sharded.flat_parameter import Piece
+
+from .options import Options
+
+mistake = Mistakes()
+
+
+# --- the settings that hide one ---
+
+
+def unlost(config: Config) -> str:
+    """Why no check could see a mistake that is made after a loss."""
+    if not config.own(Options).losses:
+        return "LAB_LOSSES=0: nobody dies"
+    return f"LAB_STEPS={config.steps}: nobody dies in fewer than 4" if config.steps < 4 else ""
+
+
+def unsaved(config: Config) -> str:
+    """Why no restart could find a checkpoint of before its loss."""
+    if config.own(Options).saved_every * 3 > config.steps:
+        return "LAB_SAVED_EVERY above a third of LAB_STEPS: nothing is saved before the last loss"
+    return unlost(config)
+
+
+# --- the mistakes ---
+
+
+@mistake("stale_deal", check="samples", part="survivor", needs=Needs(proof=False, variants=("shrink",), unless=unlost))
+class StaleDeal(Survivor):
+    """Survivors deal the batch among as many as there were at the start: the lost rank's samples are left out."""
+
+    first: tuple[int, int] | None = None
+
+    def computed(self, place: int, size: int) -> Tensor:
+        self.first = self.first or (place, size)
+        return super().computed(*self.first)
+
+
+@mistake(
+    "oldest_state",
+    check="updates kept",
+    part="survivor",
+    needs=Needs(ranks=3, proof=False, variants=("join",), unless=unlost),
+)
+class Oldest(Survivor):
+    """After a loss all go on from the rank that is behind: updates that others had applied are lost."""
+
+    def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
+        applied = {rank: int(report["applied"]) for rank, report in reports.items()}
+        least = min(applied.values())
+        source = next(rank for rank, steps in applied.items() if steps == least)
+        ahead = [rank for rank, steps in applied.items() if steps > least]
+        return {"applied": least, "source": source, "behind": [*ahead, *newcomers]}
+
+
+@mistake("unsent_state", check="replicas", part="survivor", needs=Needs(proof=False, variants=("join",), unless=unlost))
+class Unsent(Survivor):
+    """A newcomer is told the step and not sent the state: it goes on from the first weights.
+
+    It begins from the weights of LAB_SEED, as it did when it was started first.
+    """
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        if plan["behind"]:
+            group.broadcast(self.state(), ranks.index(plan["source"]))
+        self.applied = int(plan["applied"])
+
+
+@mistake(
+    "weights_alone", check="optimizer", part="survivor", needs=Needs(proof=False, variants=("restart",), unless=unsaved)
+)
+class WeightsAlone(Survivor):
+    """What is taken over has no moments of the optimizer: AdamW begins anew in the midst of the training."""
+
+    def take(self, state: Tensor, applied: int) -> None:
+        super().take(state, applied)
+        self.piece = self.piece._replace(moments=torch.zeros_like(self.piece.moments))
+
+
+@mistake(
+    "seldom_saved",
+    check="save interval",
+    part="survivor",
+    needs=Needs(proof=False, variants=("restart",), unless=unsaved),
+)
+class Seldom(Survivor):
+    """Every second checkpoint is not written: a loss leads back further than LAB_SAVED_EVERY says."""
+
+    left_out = False
+
+    def save(self, path: Path, group: Regroup) -> None:
+        self.left_out = not self.left_out
+        if not self.left_out:
+            super().save(path, group)
+
+
+@mistake(
+    "redone_twice", check="weights", part="survivor", needs=Needs(proof=False, variants=("shrink",), unless=unlost)
+)
+class Twice(Survivor):
+    """After a change of members each applies its own gradient of the step once more."""
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        super().enter(group, ranks, plan)
+        if self.applied:
+            self.apply(self.vectors.gradients)
+
+
+@mistake("stale_copies", check="copies", part="sharded", needs=Needs(proof=False, variants=("peer_memory",)))
+class StaleCopies(ShardedSurvivor):
+    """The copy of a shard is sent before the update: it is one step behind."""
+
+    def to_copy(self, before: Piece, after: Piece) -> Tensor:  # noqa: ARG002
+        return before.moments.contiguous()
+
+
+@mistake(
+    "wrong_keeper",
+    check="optimizer",
+    part="sharded",
+    needs=Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
+)
+class Upstream(ShardedSurvivor):
+    """Copies go the other way round than the rule by which they are looked for: a rank's is taken for another's.
+
+    Sends its copies up the ring, and takes what comes for those of the members that the rule names.
+    """
+
+    def copied(self, group: Regroup, place: int, size: int, moments: Tensor) -> dict[Range, Tensor]:
+        ranges = [part(self.total, each, size) for each in range(size)]
+        after = (place + 1) % size
+        come = moments.new_empty(len(moments), ranges[after][1] - ranges[after][0])
+        group.exchange([Parcel((place - 1) % size, moments)], [Parcel(after, come)])
+        copies = {}
+        for ward in wards(place, size):
+            begin, end = ranges[ward]
+            copies[begin, end] = moments.new_zeros(len(moments), end - begin)
+            copies[begin, end][:, : come.shape[1]] = come[:, : end - begin]
+        return copies
+
+
+@mistake(
+    "old_cut",
+    check="optimizer",
+    part="sharded",
+    needs=Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
+)
+class OldCut(ShardedSurvivor):
+    """When the members change each keeps the shard of the old cut: moments lie at other weights' places.
+
+    Keeps the shard that it had, from its first number on, where the new cut has it begin elsewhere.
+    """
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        before = self.held[0]
+        super().enter(group, ranks, plan)
+        if before.version.ranks and self.held[0].version.ranks != before.version.ranks:
+            old, own = next(iter(before.parts.values())), next(iter(self.held[0].parts.values()))
+            length = min(own.shape[1], old.shape[1])
+            own[:, :length] = old[:, :length]

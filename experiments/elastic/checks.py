@@ -1,0 +1,267 @@
+"""What a variant came to, held against one process that goes through the membership record step by step.
+
+The process deals each step's batch to those who were in at it, adds up what each of them would have computed, and
+takes the update. It shares no line with the ranks but the model, the data and the rule by which samples are dealt.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.collectives.costs import wire_tolerance
+from distlab.config import Config
+from distlab.contract import Claims, Mode
+from distlab.elastic.costs import STEP, copy_bytes, held_bytes, replica_step_bytes, sharded_step_bytes, step_messages
+from distlab.elastic.sharded_strategy import ShardedSurvivor
+from distlab.elastic.shards import Recut, keeper, part, wards
+from distlab.elastic.strategy import OWNERS, Survivor
+from distlab.lab import Lab
+from distlab.measure.tensors import Worst
+from distlab.workload.reference import Reference, Snapshot
+
+from .network import Net
+from .recovery import Course, Policy
+
+CONTROL = "tests/experiments/test_elastic.py::test_a_wrong_line_fails_by_name"
+SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_came_another_way_fails_by_name"
+TOLERANCE = 1e-12  # float64
+RULE = (
+    "an epoch is a permutation by (seed, epoch), a step takes its next LAB_BATCH samples, and whoever is in at the step"
+    " divides them; a lost rank's samples are dealt anew"
+)
+
+
+def members_at(record: list[list[Any]], step: int) -> list[int]:
+    """Who was in at `step`, by the membership record."""
+    members: list[int] = [ranks for first, ranks in record if first <= step][-1]
+    return members
+
+
+def replay(lab: Lab, record: list[list[Any]], steps: int) -> tuple[Snapshot, list[float]]:
+    """One process: what is left after all steps, and the losses."""
+    batches = lab.batches(torch.float64, proof=True)
+    reference, losses = Reference(lab.model(torch.float64), lab.config), list[float]()
+    for step in range(steps):
+        size = len(members_at(record, step))
+        losses.append(reference.step([part for place in range(size) for part in batches.dealt(step, place, size)]))
+    return reference.snapshot(losses[-1]), losses
+
+
+def named(vector: Tensor, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """The numbers [P] of a model, parameter by parameter."""
+    parts = vector.split([each.numel() for each in like.values()])
+    return [(name, part.view_as(each)) for part, (name, each) in zip(parts, like.items(), strict=True)]
+
+
+def owners(lab: Lab, record: list[list[Any]], steps: int) -> Tensor:
+    """Who should have seen what: [steps, E], 1 + (rank + 1)/1024 where one rank sees a sample once."""
+    batches = lab.batches(torch.float64, proof=True)
+    rows = torch.zeros(steps, batches.num_batches * batches.batch, dtype=torch.float64)
+    for step in range(steps):
+        members = members_at(record, step)
+        for place, rank in enumerate(members):
+            rows[step, batches.sample_ids(step, place, len(members))] += 1 + (rank + 1) / OWNERS
+    return rows
+
+
+def hold(lab: Lab, course: Course) -> None:
+    """What each member claims, and the first of them for all."""
+    name, training = course.policy.name, course.training
+    hold_kept(lab, course)
+    if not course.finished:
+        return
+    lab.check("replicas", course.apart, 0, name, "this rank's weights, moments and history beside the first member's")
+    course.audit.decide()
+    hold_redone(lab, course)
+    hold_interval(lab, course)
+    hold_shards(lab, course)
+    if lab.rank != members_at(course.record, training.steps)[0]:
+        return
+    alone, losses = replay(lab, course.record, training.steps)
+    assert course.moments is not None
+    found = Worst()
+    found.compare("weights", named(training.piece.weights, alone.weights), alone.weights, TOLERANCE, "after all steps")
+    for key, moments in zip(("exp_avg", "exp_avg_sq") if alone.optimizer else (), course.moments, strict=False):
+        wanted = {each: alone.optimizer[f"{key}.{each}"] for each in alone.weights}
+        found.compare("optimizer", named(moments, wanted), wanted, TOLERANCE, f"{key} after all steps")
+    for step, (mine, loss) in enumerate(zip(training.history[:, -1].tolist(), losses, strict=True)):
+        found.note("losses", abs(mine - loss), TOLERANCE, f"step {step} of all that stand")
+    for check, off in found.found.items():
+        lab.check(check, *off[:2], name, off.where, control=CONTROL if check == "losses" else "")
+    hold_samples(lab, course)
+
+
+def hold_kept(lab: Lab, course: Course) -> None:
+    """No change of who is in took back what this rank had applied, save where all start again."""
+    if not course.policy.restarts:
+        detail = "updates that this rank had applied and that do not stand"
+        lab.check("updates kept", course.taken_back, 0, course.policy.name, detail)
+
+
+def hold_redone(lab: Lab, course: Course) -> None:
+    """A loss costs at most the step that was under way, or what has been computed since the last checkpoint."""
+    changes = [event for event in course.events if event.why.startswith("lost") or event.restored]
+    if course.lives > 1 or not course.record or lab.rank not in course.record[0][1] or course.record[0][0] > 0:
+        return
+    most = sum(course.saved_every if change.restored else 1 for change in changes)
+    again = course.computed - course.training.steps
+    detail = f"steps computed again beyond the {most} that {len(changes)} losses may cost"
+    lab.check("redone", max(0, again - most), 0, course.policy.name, detail, control=CONTROL)
+
+
+def hold_interval(lab: Lab, course: Course) -> None:
+    """Whoever goes back to a checkpoint has done fewer steps since than lie between two; where all save together, and
+    one may die in it, as many."""
+    back = [event.applied_before - event.applied for event in course.events if event.restored]
+    if back:
+        most = course.saved_every - (not course.policy.sharded)
+        detail = "steps since the checkpoint that a loss led back to, the most of all losses"
+        lab.check("save interval", max(0, *back), most, course.policy.name, detail)
+
+
+def hold_shards(lab: Lab, course: Course) -> None:
+    """Shards came from memory wherever somebody still had them, no more was sent than was lacking, copies are right."""
+    training, name = course.training, course.policy.name
+    if not isinstance(training, ShardedSurvivor):
+        return
+    for recut in training.recuts:
+        lacked = lacking_bytes(training, recut, lab.rank)
+        lab.compare(
+            "moved bytes", lacked, recut.received_bytes, "B", 0.0, name,
+            f"16 B x what rank {lab.rank} lacked of its parts over ranks {recut.ranks}", control=SHARDS_CONTROL,
+        )  # fmt: skip
+    wrong = sum(recut.restored != died_with_its_copies(recut, copies=training.copies) for recut in training.recuts)
+    lab.check(
+        "from memory", wrong, 0, name, "checkpoints read where memory had all, or the reverse", control=SHARDS_CONTROL
+    )
+    if training.copies:
+        lab.check("copies", course.copies_apart, 0, name, "that this rank keeps, beside what they are of, at the end")
+
+
+def lacking_bytes(training: ShardedSurvivor, recut: Recut, rank: int) -> int:
+    """What `rank` needed of the new cut and had not, number by number."""
+    if recut.restored:
+        return 0  # all came from the disk of one
+    wanted, had = torch.zeros(2, training.total, dtype=torch.bool)
+    size, place = len(recut.ranks), recut.ranks.index(rank)
+    for each in (place, *(wards(place, size) if training.copies else ())):
+        wanted[slice(*part(training.total, each, size))] = True
+    for begin, end in recut.has.get(rank, ()):
+        had[begin:end] = True
+    return 8 * len(training.piece.moments) * int((wanted & ~had).sum())
+
+
+def died_with_its_copies(recut: Recut, *, copies: bool) -> bool:
+    """Whether a rank was gone, and whoever kept its copy too, by the rule of placement."""
+    ranks = recut.version.ranks
+    for place, rank in enumerate(ranks):
+        keeping = keeper(place, len(ranks)) if copies else None
+        if rank not in recut.has and (keeping is None or ranks[keeping] not in recut.has):
+            return True
+    return False
+
+
+def hold_samples(lab: Lab, course: Course) -> None:
+    """Each sample of each epoch exactly once, and by whom the record says."""
+    name, steps = course.policy.name, course.training.steps
+    batches, seen = lab.batches(torch.float64, proof=True), course.training.history[:, :-1]
+    wanted = torch.zeros_like(seen)
+    for step in range(steps):
+        wanted[step, batches.full_ids(step)] = 1
+    per_epoch = -(-steps // batches.num_batches)
+    wrong = 0.0
+    for epoch in range(per_epoch):
+        rows = slice(epoch * batches.num_batches, (epoch + 1) * batches.num_batches)
+        wrong += float((seen[rows].floor().sum(0) - wanted[rows].sum(0)).abs().sum())
+    lab.check("samples", wrong, 0, name, f"of {per_epoch} epochs, left out or seen again; {RULE}")
+    apart = int((seen != owners(lab, course.record, steps)).sum())
+    lab.check(
+        "record", apart, 0, name, "samples that others computed with than the membership record says", control=CONTROL
+    )
+
+
+# What a step sends and what is held between two steps, beside their formulas: before the first loss, with all ranks.
+#
+# Each variant takes two steps in a group of all ranks, the second of which is counted: as called by the group, and on
+# the wire by what the kernel says of the sockets.
+
+COUNTED_CONTROL = "tests/experiments/test_elastic.py::test_a_step_that_sends_more_fails_by_name"
+HELD_CONTROL = "tests/experiments/test_elastic.py::test_what_is_hoarded_fails_by_name"
+
+
+def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
+    """Hold a step of one variant against its formulas; a collective of all ranks, none of which may be lost yet."""
+    size, ranks, group = lab.world_size, list(range(lab.world_size)), net.group
+    group.form(f"count {policy.name}", lab.rank, size, net.lines.book[0], lambda: True)
+    lab.exchange.barrier("all have the group")
+    training.enter(group, ranks, training.decide({rank: training.report() for rank in ranks}, []))
+    training.step(group, lab.rank, size, wish=False)
+    before = group.called_bytes
+    with lab.count(calls=False) as traffic:
+        training.step(group, lab.rank, size, wish=False)
+    called = group.called_bytes - before
+    lab.exchange.barrier("all have counted")
+    group.leave()
+    predicted, formula = step_bytes(lab, policy, training)
+    lab.compare(
+        "called bytes", round(predicted, 3), round(called, 3), "B", 0.0, policy.name, formula, control=COUNTED_CONTROL
+    )  # fmt: skip
+    if traffic.wire_error is None and size > 1:
+        messages = step_messages(
+            size, len(training.vectors.weights), training.epoch, sharded=policy.sharded, copies=policy.copies
+        )
+        tolerance = wire_tolerance(predicted, messages)
+        lab.compare(
+            "wire bytes", predicted, traffic.wire_bytes, "B", tolerance, policy.name, formula, control=COUNTED_CONTROL
+        )  # fmt: skip
+    if isinstance(training, ShardedSurvivor):
+        own, kept = parts(training, lab.rank, size)
+        rows = len(training.piece.moments)
+        held = sum(each.nbytes for each in training.held)
+        what = "16 B x (own + kept)" if training.copies else "16 B x own"
+        lab.compare(
+            "moments held", held_bytes(own, kept, rows), held, "B", 0.0, policy.name, what, control=HELD_CONTROL
+        )  # fmt: skip
+
+
+def step_bytes(lab: Lab, policy: Policy, training: Survivor) -> tuple[float, str]:
+    """What this rank should send in a step, and the formula."""
+    size, total, samples = lab.world_size, len(training.vectors.weights), training.epoch
+    if not isinstance(training, ShardedSurvivor):
+        return replica_step_bytes(size, total, samples), STEP["replica"]
+    own, _ = parts(training, lab.rank, size)
+    predicted = sharded_step_bytes(size, total, samples, own)
+    copied = copy_bytes(own, len(training.piece.moments)) if policy.copies and size > 1 else 0
+    return predicted + copied, STEP["copied" if policy.copies else "sharded"]
+
+
+def parts(training: ShardedSurvivor, place: int, size: int) -> tuple[int, int]:
+    """How many numbers are this member's own, and of how many it keeps copies."""
+    lengths = [end - begin for begin, end in (part(training.total, each, size) for each in range(size))]
+    return lengths[place], sum(lengths[each] for each in wards(place, size)) if training.copies else 0
+
+
+# What a run whose ranks come and go has to claim, so that a check that vanishes is missed.
+
+SHARDED = ("zero1", "peer_memory")
+
+
+def claims(mode: Mode, config: Config, losses: int) -> Iterator[Claims]:
+    """Of all variants bytes before the first of `losses`, and by whoever is left that each is as one process."""
+    chosen = mode.names
+    yield Claims(("called bytes",), chosen)
+    if config.world_size > 1:
+        yield Claims(("wire bytes",), chosen)
+    yield Claims(("moments held",), SHARDED)
+    yield Claims(("updates kept",), [name for name in chosen if name != "restart"])
+    yield Claims(("weights", "losses", "samples", "record", "replicas"), chosen, one=True)
+    yield Claims(("from memory",), SHARDED, one=True)
+    yield Claims(("copies",), ("peer_memory",), one=True)
+    if config.optimizer == "adamw":
+        yield Claims(("optimizer",), chosen, one=True)
+    if losses < config.world_size - 1:  # else nobody may be there from begin to end
+        yield Claims(("redone",), chosen, one=True)
+        if config.audit_every == 1:
+            yield Claims(("audited replicas",), chosen, one=True)

@@ -1,0 +1,151 @@
+"""A layer at a time, decided from the order of a step: whose weights are whole when, and when gradients are summed.
+
+Whole weights are seen in the memory behind them, which comes and goes (`held`); that a layer computes, in torch's own
+hooks; that its gradients are there, when autograd hands them over. None of it asks workers/parallel/zero.py.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from distlab.config import Config
+from distlab.contract import Claims, Measured, Mode
+from distlab.lab import Lab
+from distlab.measure.event_order import Event, Order
+from distlab.verify.expected_claims import measured
+from distlab.workload.model import outline
+
+from .predictions import BY_HAND, tied
+
+AHEAD = {"naive": 0, "zero3": 1, "zero3_kept": 1}  # layers whose weights are whole beside the one that computes
+
+
+class Units:
+    """Which layers lie in one vector."""
+
+    def __init__(self, config: Config) -> None:
+        self.num_layers = len(outline(config).layers)
+        self.ends_shared = tied(config)
+
+    def of(self, layer: int) -> int:
+        """The unit of a layer, named by its first layer."""
+        return 0 if self.ends_shared and layer == self.num_layers - 1 else layer
+
+    def whole(self, layer: int, ahead: int, *, forward: bool, kept: bool) -> set[int]:
+        """The units that may be whole, and must be, while `layer` computes: itself, the next one on the way, the shared
+        one from its first use to its last, and where weights are kept all that were used and will be again."""
+        step = 1 if forward else -1
+        near = {layer + step * distance for distance in range(ahead + 1)} & set(range(self.num_layers))
+        whole = {self.of(each) for each in near} | ({0} if self.ends_shared else set())
+        return whole | ({self.of(each) for each in range(layer)} if kept else set())
+
+
+def there(order: Order) -> Iterator[tuple[Event, set[int]]]:
+    """Every event, and the storages of weights that are whole by then."""
+    whole: set[int] = set()
+    for event in order.events:
+        if event.what == "held":
+            whole = whole | event.storages if event.nbytes else whole - event.storages
+        yield event, whole
+
+
+def most_whole(order: Order) -> int:
+    """Units whose weights are whole at a moment, at most."""
+    return max(len(whole) for _, whole in there(order))
+
+
+def allowed_whole(name: str, config: Config, *, reshard: bool) -> int:
+    """As many as the rules allow."""
+    units, ahead = Units(config), AHEAD[name]
+    layers = range(units.num_layers)
+    kept = name != "naive" and not reshard
+    if name == "naive":
+        return 1
+    return max(len(units.whole(layer, ahead, forward=way, kept=kept)) for layer in layers for way in (True, False))
+
+
+def wrongly_whole(name: str, order: Order, config: Config, *, reshard: bool) -> list[str]:
+    """Sentences where other weights are whole than those that the layer at work, and what follows it, needs."""
+    units, faults, backward = Units(config), [], False
+    layer_of = {storage: units.of(int(weight.split(".")[0])) for weight, storage in order.weights.items()}
+    kept = name != "naive" and not reshard
+    for event, storages in there(order):
+        if event.name == "backward":
+            backward = event.what == "begin"
+        whole = {layer_of[storage] for storage in storages}
+        if event.what == "gradient":
+            at = int(event.label.split(".")[0])
+            wanted = {units.of(at)} if name == "naive" else units.whole(at, AHEAD[name], forward=False, kept=kept)
+        elif (event.what, event.name) == ("begin", "layer") and not backward:
+            at = int(event.label)
+            wanted = set() if name == "naive" else units.whole(at, AHEAD[name], forward=True, kept=kept)
+        else:
+            continue
+        if whole != wanted:
+            faults.append(f"at layer {at} {way(backward)} layers {listed(whole)} are whole, not {listed(wanted)}")
+    if storages := next((whole for event, whole in reversed(list(there(order)))), set()):
+        faults.append(f"{len(storages)} units are whole after the step")
+    return faults
+
+
+def unsummed(order: Order, config: Config, stage: int) -> list[str]:
+    """Sentences for units whose sum does not begin as soon as their last gradient is there, in every backward pass, and
+    in stage 1 in the last."""
+    units, faults = Units(config), []
+    for label, events in order.within("backward")[-1 if stage == 1 else 0 :]:
+        last = {units.of(int(event.label.split(".")[0])): place for place, event in written(events).items()}
+        for unit, place in last.items():
+            following = min((other for other in written(events) if other > place), default=len(events))
+            if not any(is_sum(event, order.weights) for event in events[place:following]):
+                faults.append(f"microbatch {label}: the gradients of layer {unit} are there, and not summed at once")
+    return faults
+
+
+def written(events: list[Event]) -> dict[int, Event]:
+    """Gradients by their place."""
+    return {place: event for place, event in enumerate(events) if event.what == "gradient"}
+
+
+def is_sum(event: Event, weights: Mapping[str, int]) -> bool:
+    """Whether something is sent that is no weight."""
+    return event.what == "call" and event.name != "receive" and not event.storages & set(weights.values())
+
+
+def way(backward: bool) -> str:
+    """In words."""
+    return "backward" if backward else "forward"
+
+
+def listed(layers: set[int]) -> str:
+    """`1, 2`, or none."""
+    return ", ".join(map(str, sorted(layers))) or "none"
+
+
+def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> None:
+    """A layer at a time: whole weights come and go with the passes, and gradients are summed as they are handed
+    over."""
+    config, order = lab.config, measured.order
+    if name in AHEAD:
+        lab.compare(
+            "whole units", allowed_whole(name, config, reshard=reshard), most_whole(order), "units", variant=name,
+            formula="the layer that computes" + ", and the next one" * AHEAD[name] + ", at most",
+        )  # fmt: skip
+        faults = wrongly_whole(name, order, config, reshard=reshard)
+        lab.check(
+            "a layer at a time", len(faults), 0, name, faults[0] if faults else "whole when it computes",
+            control="tests/experiments/test_orders.py::test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named",
+        )  # fmt: skip
+    if lab.world_size > 1:  # alone nothing is sent, and nothing shows
+        late = unsummed(order, config, BY_HAND[name])
+        lab.check("sums", len(late), 0, name, late[0] if late else "each begins with its last gradient")
+    lab.check("scratch", measured.rest["communication"], 0, name, "bytes of messages that are kept between two steps")
+
+
+# What a run of sharded training has to claim, so that a check that vanishes is missed.
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants by hand bytes and calls, and when weights are whole and gradients summed."""
+    yield from measured(mode, config, copied=("zero1", "zero2"))  # which hold all weights
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls", "scratch"), mode.by_hand)
+    yield Claims(("whole units", "a layer at a time"), ("naive", "zero3", "zero3_kept"))
+    if config.world_size > 1:
+        yield Claims(("sums",), mode.by_hand)

@@ -1,0 +1,218 @@
+"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last two were found in public."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.config import Config
+from distlab.contract import Instead, Mistake, Mistakes, Needs
+from distlab.mesh.grid import Mesh
+from distlab.mesh.strategy import Stacked, StageShard
+from distlab.pipeline_parallel.pipeline import ReducingPipeline
+from distlab.pipeline_parallel.schedules import Action
+from distlab.pipeline_parallel.stages import sum_shared
+from distlab.pipeline_parallel.strategy import Weigh
+from distlab.workload.model import Dropouts
+from distlab.workload.strategy import clip_gradients
+
+from .placement import axes
+
+KEPT = ("1f1b", "zero1")  # whole and in shards
+OVERLAPPED = ("gpipe", "1f1b", "interleaved")
+BY_ROWS = ("sequence", "zero2")
+BY_POSITIONS = ("1f1b", "zero2", "ulysses")
+DROPPED = ("1f1b", "zero2")
+mistake = Mistakes()
+
+
+# --- the settings that hide one ---
+
+
+def short(config: Config, *names: str) -> str:
+    """A sentence where one of these axes is one rank long."""
+    sizes = axes(config)
+    missing = [name for name in names if sizes[name] == 1]
+    return f"a mesh without {missing[0]}: give LAB_MESH a {missing[0]} of 2 or more" if missing else ""
+
+
+def unreplicated(config: Config) -> str:
+    """Where no two ranks hold the same."""
+    sizes = axes(config)
+    return "" if sizes["dp"] * sizes["cp"] > 1 else "a mesh without dp and cp: give LAB_MESH a dp of 2 or more"
+
+
+def untied(config: Config) -> str:
+    """Where no weight is on two stages."""
+    if config.model != "gpt" or not config.tie:
+        return "LAB_TIE=0 or another model than gpt: no two stages share a weight"
+    return short(config, "pp")
+
+
+def undropped(config: Config, *names: str) -> str:
+    """Where nothing is dropped, or one of these axes is short."""
+    return short(config, *names) if getattr(config.options, "dropout", 0) else "LAB_DROPOUT=0: nothing is dropped"
+
+
+def rowless(config: Config) -> str:
+    """Where no rows are cut."""
+    return short(config, "tp") if config.model == "gpt" else f"LAB_MODEL={config.model}: its rows are not cut"
+
+
+# --- the mistakes ---
+
+
+@mistake(
+    "norm_by_stage",
+    check="clipped gradients",
+    part="clip",
+    of=KEPT,
+    needs=Needs(clip=True, unless=lambda config: short(config, "pp")),
+)
+def clip_by_stage(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
+    """Each stage clips by a norm of its own, so the gradient turns (torchtitan issue 596)."""
+    return clip_gradients(once, every, bound, mesh["dp"], mesh["tp"])
+
+
+@mistake(
+    "norm_by_all",
+    check="clipped gradients",
+    part="stacked",
+    of=KEPT,
+    needs=Needs(clip=True, unless=lambda config: short(config, "tp")),
+)
+class CountedByAll(Stacked):
+    """What all ranks of a slice hold whole is in the norm once a rank, t times (NeMo-RL pull request 3788)."""
+
+    def in_norm(self, held: StageShard) -> bool:
+        return self.first_replica(held) and self.first_stage(held)
+
+
+@mistake("tied_too_early", check="gradients", part="stacked", of=("zero2",), needs=Needs(unless=untied))
+class TiedTooEarly(Stacked):
+    """A tied embedding's gradient is summed over the stages beside ZeRO's shards, which were taken before
+    (Megatron-LM issue 844).
+
+    Sums what the layers themselves have left of the gradient of a tied weight, of which ZeRO took shards before.
+    """
+
+    def sum_over_stages(self) -> None:
+        left = {name: self.parts.parameters[name] for name in self.parts.shared if name in self.parts.parameters}
+        copies = {name: nn.Parameter(parameter.detach()) for name, parameter in left.items()}
+        for name, copy in copies.items():
+            gradient = left[name].grad
+            copy.grad = copy.detach().clone().zero_() if gradient is None else gradient.clone()
+        if self.parts.shared:
+            sum_shared(replace(self.parts, parameters=copies), self.stages)
+
+
+@mistake(
+    "wrong_group",
+    check="gradients",
+    part="group_of",
+    of=("gpipe", "1f1b"),
+    needs=Needs(unless=lambda config: short(config, "tp")),
+)
+def over_tp(mesh: Mesh) -> dist.ProcessGroup:
+    """Gradients of replicas are summed over the ranks of a slice: another group than the batch was dealt along (as
+    in VeOmni issue 1059)."""
+    return mesh["tp"]
+
+
+@mistake(
+    "scaled_by_cp",
+    check="gradients",
+    part="weigh",
+    of=BY_POSITIONS,
+    needs=Needs(unless=lambda config: short(config, "cp")),
+)
+def times_cp(mesh: Mesh) -> Weigh:
+    """The loss is multiplied by the ranks along cp, and its gradients are summed over them all the same: c times
+    too large (Megatron-LM issue 906)."""
+    return lambda share, *_: share * mesh.size("cp")
+
+
+@mistake(
+    "armed_around", check="gradients", part="pipelined", of=OVERLAPPED, needs=Needs(microbatches=2, unless=unreplicated)
+)
+class ArmedAround(ReducingPipeline):
+    """Buckets are armed around the whole pipeline and launched by its first backward pass: the sums are of one
+    microbatch (picotron pull request 5)."""
+
+    def is_last(self, action: Action) -> bool:  # noqa: ARG002
+        return True
+
+
+mistake["rows_not_summed"] = Mistake(
+    "sequence parallelism leaves each rank its own rows' part of a norm's gradient, and nobody adds them up"
+    " (Megatron-LM issue 1446)",
+    "gradients",
+    Instead(BY_ROWS, {"sums_rows": False}),
+    Needs(unless=rowless),
+)
+
+
+class ByPlace(Dropouts):
+    """Draws by the place of a sample in its replica's microbatch, as generators of one seed on all replicas do."""
+
+    def checksums(self, inputs: Tensor) -> list[int]:
+        return list(range(len(inputs)))
+
+
+@mistake(
+    "dropout_alike",
+    check="losses",
+    part="draws",
+    of=DROPPED,
+    needs=Needs(unless=lambda config: undropped(config, "dp")),
+)
+def drawn_alike(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
+    """Generators of one seed on all replicas: dropout takes the same numbers of other samples (transformers issue
+    31412)."""
+    dropouts.__class__ = ByPlace
+
+
+@mistake(
+    "dropout_apart",
+    check="losses",
+    part="draws",
+    of=("1f1b", "zb_h1"),
+    needs=Needs(unless=lambda config: undropped(config, "tp")),
+)
+def drawn_apart(dropouts: Dropouts, mesh: Mesh) -> None:
+    """Ranks of a slice draw apart, and drop other numbers of activations that all of them hold (Megatron-DeepSpeed
+    pull request 276)."""
+    dropouts.seed += mesh.index("tp")
+
+
+@mistake(
+    "dropout_by_own_rows",
+    check="losses",
+    part="draws",
+    of=BY_ROWS,
+    needs=Needs(unless=lambda config: rowless(config) or undropped(config)),
+)
+def drawn_by_own_rows(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
+    """Ranks with other rows of a sample draw alike (PaddleFleetX pull request 1005).
+
+    Rows are counted from 0 on each rank, as generators of one seed on ranks with other rows do.
+    """
+    if dropouts.rows is not None:
+        dropouts.rows = torch.arange(len(dropouts.rows))
+
+
+mistake["nothing_put_off"] = Mistake(
+    "zb_h1 puts no gradients of weights off: on each row along pp the bubble of 1f1b",
+    "schedule",
+    Instead(("zb_h1",), {"order_of": "1f1b"}),
+    Needs(proof=False, unless=lambda config: short(config, "pp")),
+)
+
+
+mistake["late_buckets"] = Mistake(
+    "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",
+    "overlap",
+    Instead(OVERLAPPED, {"overlap": False}),
+    Needs(proof=False, unless=unreplicated),
+)

@@ -1,0 +1,134 @@
+"""PyTorch's own on two of the three axes at a time: fully_shard over DTensors, and pipelining over fully_shard.
+
+On all three, as torchtitan stacks them, its schedules want a plan that knows stages, and gloo carries neither DDP over
+DTensors nor the schedules without a bubble over fully_shard: what cannot run says why (refusals.py).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distlab.collectives.phases import phase
+from distlab.collectives.point_to_point import Peers
+from distlab.config import Config
+from distlab.contract import Strategy
+from distlab.mesh.grid import Mesh
+from distlab.mesh.strategy import whole_piece
+from distlab.pipeline_parallel.stages import Parts
+from distlab.pipeline_parallel.strategy import joined, parts_of
+from distlab.sharded.state import assembled
+from distlab.sharded.strategy import FullySharded
+from distlab.tensor_parallel.strategy import plan, tie
+from distlab.workload.data import Microbatch
+from distlab.workload.model import Model
+from distlab.workload.optimizer import live_state, make_optimizer, named_tensors
+
+
+def dtensor_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """parallelize_module over tp, then fully_shard over dp: a DeviceMesh of two axes."""
+    # Not at the top: they take a rank a second, and no other variant needs them.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    device = "cuda" if config.device == "cuda" else "cpu"
+    ranks = torch.arange(mesh.world.size()).view([group.size() for group in mesh.groups.values()]).squeeze()
+    names = tuple(axis for axis, group in mesh.groups.items() if group.size() > 1)
+    grid = DeviceMesh.from_group([mesh[axis] for axis in names], device, mesh=ranks, mesh_dim_names=names)
+    parallelize_module(model, grid["tp"], plan(model))
+    if config.tie:
+        tie(model)
+    blocks = model.layers[1:-1] if model.name == "gpt" else model.layers
+    for module in (*blocks, model):
+        fully_shard(module, mesh=grid["dp"])
+    return OfShardedDTensors(model, mesh, config)
+
+
+class OfShardedDTensors(FullySharded):
+    """One whose weights are DTensors on two axes, and whose loss takes scores that are one on the second."""
+
+    def __init__(self, model: Model, mesh: Mesh, config: Config) -> None:
+        super().__init__(model, mesh["dp"], config)
+        self.mesh = mesh
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:  # type: ignore[override]
+        """The same, inside of `loss_parallel`; all ranks of a slice have the same loss."""
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            share = super().backward(microbatches)
+        return share if self.mesh.index("tp") == 0 else None
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Gathered over both axes, on rank 0 of all."""
+        for label, tensor in named_tensors(self.model, self.optimizer, kind):
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if self.mesh.world.rank() == 0:
+                yield label, whole
+
+
+def pipelining_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """fully_shard over dp on the layers of each stage, and Schedule1F1B over pp."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    parts = parts_of(model, mesh["pp"])
+    ((number, stage),) = parts.stages.items()
+    replicas = DeviceMesh.from_group(mesh["dp"], "cuda" if config.device == "cuda" else "cpu")
+    for module in (*stage.layers.values(), stage):
+        fully_shard(module, mesh=replicas)
+    return OfShardedStages(parts, number, stage, model.loss, mesh, config)
+
+
+class OfShardedStages:
+    """A Strategy around one stage that fully_shard has taken over and PyTorch's schedule runs.
+
+    It cuts the replica's batch into microbatches by itself; fully_shard averages over the replicas, so the loss that is
+    differentiated is as many times ours.
+    """
+
+    def __init__(
+        self, parts: Parts, number: int, stage: nn.Module, loss: nn.Module, mesh: Mesh, config: Config
+    ) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        self.parts, self.stage, self.loss, self.mesh = parts, stage, loss, mesh
+        self.ranks, self.first = Peers(mesh.world), number == 0
+        self.last, self.share = number == mesh.size("pp") - 1, 1.0
+        made = PipelineStage(stage, number, mesh.size("pp"), next(stage.parameters()).device, group=mesh["pp"])
+        self.schedule: Any = Schedule1F1B(made, config.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        self.optimizer = make_optimizer(stage.parameters(), config)
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """All microbatches of this replica."""
+        self.stage.zero_grad()
+        inputs, targets, self.share = joined(microbatches)
+        losses: list[Tensor] = []
+        ends: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
+        with phase("forward", "0"):
+            self.schedule.step(*([inputs] if self.first else []), **ends, return_outputs=False)
+        return torch.stack([loss.detach() for loss in losses]).sum() / self.mesh.size("dp") if self.last else None
+
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        weighed: Tensor = self.loss(output, targets) * self.share * self.mesh.size("dp")
+        return weighed
+
+    def update(self) -> None:
+        """Step this rank's shards."""
+        self.optimizer.step()
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Gathered over the replicas, then from the first of each stage."""
+        whole = [
+            (label, whole_piece(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor))
+            for label, tensor in named_tensors(self.stage, self.optimizer, kind)
+        ]
+        yield from assembled(whole if self.mesh.index("dp") == 0 else [], self.ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(live_state(self.stage.named_parameters(), self.optimizer))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: the state was filled in place."""

@@ -1,0 +1,223 @@
+"""What sending costs a rank: bytes, calls and messages, that add up over whatever is sent."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from distlab.collectives.costs import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    chunk_bytes,
+    gloo_all_reduce_messages,
+    reduce_scatter_bytes,
+)
+from distlab.context_parallel.costs import ring_rows, ulysses_messages
+from distlab.data_parallel.buckets import layout
+from distlab.pipeline_parallel.costs import pipeline_ends
+from distlab.sharded.costs import zero_bytes
+from distlab.tensor_parallel.costs import scatter_calls
+from distlab.tensor_parallel.layers import shares
+
+from .placement import Local, Rank
+
+
+class Cost(NamedTuple):
+    """What a rank sends."""
+
+    nbytes: float = 0.0
+    calls: int = 0
+    messages: int = 0
+
+    def times(self, number: int) -> "Cost":
+        return Cost(number * self.nbytes, number * self.calls, number * self.messages)
+
+
+def total(costs: list[Cost]) -> Cost:
+    """All of them together."""
+    return Cost(*(sum(parts) for parts in zip(Cost(), *costs, strict=True)))
+
+
+def summed(ranks: int, nbytes: int) -> Cost:
+    """An all_reduce of gloo's."""
+    return Cost(all_reduce_bytes("gloo", ranks, nbytes), 1, gloo_all_reduce_messages(ranks, nbytes))
+
+
+# What the ranks of a slice send each other in a step: sums at the ends of their slices, or gathers and scatters of
+# rows.
+
+
+def over_tp(rank: Rank) -> Cost:
+    """Sums at the ends of slices, or gathers and scatters of rows; the loss; and what rows leave to be summed."""
+    costs = [rows_at_rest(rank)] if rank.rows else []
+    for samples in rank.microbatches:
+        costs.append(in_rows(rank, samples) if rank.rows else in_sums(rank, samples))
+        if rank.is_last and rank.is_gpt:
+            scores = samples * rank.seq * max(rank.itemsize, 4)  # maxima; then sums, and the targets' scores
+            costs += [summed(rank.t, scores), summed(rank.t, 2 * scores)]
+    return total(costs)
+
+
+def ends_of_slices(rank: Rank) -> int:
+    """Where activations or their gradients are summed: forward and backward of each slice, and a half at gpt's ends."""
+    slices = 2 if rank.is_gpt else 1
+    return 2 * slices * rank.num_blocks + (rank.is_first + rank.is_last) * rank.is_gpt
+
+
+def in_sums(rank: Rank, samples: int) -> Cost:
+    """All_reduces of b·s·h; a block that is computed again sums its attention again, and needs no more unless the
+    mask of what its MLP gives is kept."""
+    again = rank.num_blocks * (1 + rank.drops) if rank.config.recompute and rank.is_gpt else 0
+    nbytes = samples * rank.seq * rank.config.width * rank.itemsize
+    return summed(rank.t, nbytes).times(ends_of_slices(rank) + again)
+
+
+def in_rows(rank: Rank, samples: int) -> Cost:
+    """A gather and a scatter of rows in place of each; computed again, a block gathers for both slices and scatters
+    once, with a mask behind its MLP twice, and the head gathers."""
+    row_bytes = samples * rank.config.width * rank.itemsize
+    both = ends_of_slices(rank)
+    again = rank.num_blocks if rank.config.recompute else 0
+    head = int(rank.is_last and rank.config.recompute)
+    return total(
+        [
+            gathered(rank, row_bytes).times(both + 2 * again + head),
+            scattered(rank, row_bytes).times(both + again * (1 + rank.drops)),
+        ]
+    )
+
+
+def gathered(rank: Rank, row_bytes: int) -> Cost:
+    """An all_gather of the text's rows: equal chunks by the backend, in one call; others one to each rank."""
+    t, own = rank.t, rank.at["tp"]
+    nbytes = all_gather_bytes("direct", t, rank.seq * row_bytes, own, row_bytes)
+    if rank.seq % t == 0:
+        return Cost(nbytes, 1, 2 * (t - 1))
+    return Cost(nbytes, t - 1 if rank.own_rows() else 0, t - 1)
+
+
+def scattered(rank: Rank, row_bytes: int) -> Cost:
+    """A reduce_scatter of rows: to each other rank its own."""
+    t, own = rank.t, rank.at["tp"]
+    nbytes = reduce_scatter_bytes("direct", t, rank.seq * row_bytes, own, row_bytes)
+    return Cost(nbytes, scatter_calls(chunk_bytes(t, rank.seq, 1), own, rank.config.backend), t - 1)
+
+
+def rows_at_rest(rank: Rank) -> Cost:
+    """Gradients of what every rank holds whole and used on its rows: of a stage in one sum, or of a unit of ZeRO."""
+    costs = []
+    for stage in rank.stages:
+        wholes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units(stage)]
+        times = len(rank.microbatches) if rank.how.zero > 1 else 1
+        sums = [nbytes for nbytes in wholes if nbytes] if rank.how.zero else [sum(wholes)]
+        costs += [summed(rank.t, nbytes).times(times) for nbytes in sums]
+    return total(costs)
+
+
+# What each variant sends along each axis in a step: the formulas of one axis, with what the others leave of the model
+# and of the batch.
+
+NORM_BYTES = 8  # clipping sums one number along each axis
+FORMULAS = {
+    "dp": "2(d-1)/d x P/(t·p), in ZeRO of chunks",
+    "cp": "3(c-1)/c x K and V a layer, in ulysses 4(c-1)/c²; and gradients as over dp",
+    "dp_cp": "2(dc-1)/dc x P/(t·p), in ZeRO of chunks",
+    "tp": "2(t-1)/t x b·s·h a sum of its layers, and the loss",
+    "pp": "b·s·h an end, with rows b·s·h/t, and what two stages share",
+}
+
+
+# --- over the replicas ---
+
+
+def over_replicas(rank: Rank) -> Cost:
+    """Buckets of each stage, or what ZeRO moves of each unit."""
+    costs = []
+    for stage in rank.stages:
+        units = rank.units(stage)
+        costs += [in_buckets(rank, units)] if not rank.how.zero else [in_shards(rank, unit) for unit in units]
+    return total(costs)
+
+
+def in_buckets(rank: Rank, units: list[list[Local]]) -> Cost:
+    """An all_reduce of each; a weight that two stages share is the first in the order of both."""
+    ordered = sorted((local for unit in units for local in unit), key=lambda local: not local.shared)
+    sizes = [local.numel * rank.itemsize for local in ordered]
+    limit = 1.0 if rank.how.one_by_one else rank.config.bucket_mib * 2**20
+    buckets = layout(sizes, limit)
+    return total([summed(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets])
+
+
+def in_shards(rank: Rank, unit: list[Local]) -> Cost:
+    """Sums and gathers of chunks; a unit that two layers compute with stays gathered from the one to the other."""
+    zero, microbatches, replicas = stage_of(rank, unit), len(rank.microbatches), rank.replicas
+    gathers = 1 if spans(rank, unit) else 2
+    chunk = -(-sum(local.numel for local in unit) // replicas)
+    nbytes = zero_bytes(zero, replicas, replicas * chunk * rank.itemsize, microbatches, gathers)
+    moves = {1: 2, 2: microbatches + 1, 3: microbatches * (gathers + 1)}[zero] * (replicas - 1)
+    return Cost(nbytes, moves, moves)
+
+
+def stage_of(rank: Rank, unit: list[Local]) -> int:
+    """ZeRO's stage of a unit: what another stage of the pipeline computes with too stays whole."""
+    return min(rank.how.zero, 2) if unit[0].shared else rank.how.zero
+
+
+def spans(rank: Rank, unit: list[Local]) -> bool:
+    """Whether both ends of gpt lie in it."""
+    return rank.config.tie and rank.p == 1 and unit[0].name == "token.weight"
+
+
+# --- over the positions ---
+
+
+def over_cp(rank: Rank) -> Cost:
+    """Keys and values on their way round and their gradients behind them, or heads for positions and back; a block
+    that is computed again sends what it sent forward once more."""
+    head_bytes = rank.config.width // rank.config.heads * rank.itemsize
+    own = shares(rank.config.heads, rank.t)[rank.at["tp"]]
+    heads, again, place = shares(own, rank.c), rank.config.recompute, rank.at["cp"]
+    if rank.how.swaps:
+        sent, row_bytes = ulysses_messages(rank.positions, heads, place, again=again), head_bytes
+    else:
+        sent, row_bytes = ring_rows(rank.positions, place, again=again), 2 * own * head_bytes
+    costs = [
+        Cost(samples * sum(sent) * row_bytes, sum(number > 0 for number in sent) * (samples > 0), len(sent))
+        for samples in rank.microbatches
+    ]
+    return total(costs).times(rank.num_blocks)
+
+
+# --- over the stages ---
+
+
+def over_pp(rank: Rank) -> Cost:
+    """What passes at the ends of its stages, and the gradient of a weight that the first and the last one share."""
+    ends, row_bytes = pipeline_ends(rank.p, rank.chunks, rank.at["pp"]), rank.config.width * rank.itemsize
+    passed = [samples * rank.own_rows() * row_bytes for samples in rank.microbatches]
+    costs = [Cost(ends * nbytes, ends, ends) for nbytes in passed if nbytes]
+    shared = [unit for stage in rank.stages for unit in rank.units(stage) if unit[0].shared]
+    for unit in shared:
+        numel = owned(rank, unit) if rank.how.zero else unit[0].numel
+        costs += [Cost(numel * rank.itemsize, 1, 1)] if numel else []
+    return total(costs)
+
+
+def owned(rank: Rank, unit: list[Local]) -> int:
+    """Numbers of a unit that this rank steps."""
+    numel = sum(local.numel for local in unit)
+    chunk = -(-numel // rank.replicas)
+    return max(0, min(chunk, numel - rank.replica * chunk))
+
+
+OVER: Mapping[str, Callable[[Rank], Cost]] = {"cp": over_cp, "tp": over_tp, "pp": over_pp}
+
+
+def by_axis(rank: Rank) -> dict[str, Cost]:
+    """What a rank sends in each of its groups: along each axis that is longer than one rank, and over dp and cp
+    together where both are."""
+    long = {axis: ranks for axis, ranks in rank.sizes.items() if ranks > 1}
+    costs = {axis: [OVER[axis](rank)] if axis in OVER else [] for axis in long}
+    for axis, ranks in long.items():
+        costs[axis] += [] if rank.config.clip is None else [summed(ranks, NORM_BYTES)]
+    if rank.replicas > 1:
+        costs.setdefault(rank.replicated, []).append(over_replicas(rank))
+    return {axis: total(parts) for axis, parts in costs.items()}

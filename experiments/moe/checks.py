@@ -1,0 +1,237 @@
+"""What was routed: noted by every strategy of a run as it trains, held against the rule of capacity, and drawn.
+
+A rank knows the table of all ranks (distlab/expert_parallel/layer.py), so any of them can say who computed how many rows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, cycle
+from statistics import mean, median
+from typing import Any, TypeAlias
+
+from distlab.config import Config
+from distlab.contract import Build, Claims, Mode, Strategy
+from distlab.expert_parallel.costs import expert_places
+from distlab.expert_parallel.dispatch import Placement
+from distlab.expert_parallel.layer import Routed
+from distlab.lab import Lab
+from distlab.verify.expected_claims import measured
+from distlab.workload.data import shard_sizes
+from distlab.workload.experts import Mixing
+
+from .pytorch import pretended_s
+
+COLUMNS = ["", "experts", "choices", "dropped", "rows", "x the mean", "ms own work", "ms waiting"]
+CONTROL = "tests/experiments/test_moe.py::test_choices_that_are_counted_wrong_fail"
+
+Notes: TypeAlias = dict[str, list[Routed]]  # of each layer by name, a batch after the other
+
+
+class Routes:
+    """The notes of each strategy that a run makes, by variant, in the order of the passes."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, list[Notes]] = {}
+        self.timed: dict[str, Notes] = {}
+        self.counted: dict[str, Notes] = {}
+
+    def watching(self, mode: Mode) -> Mode:
+        """The mode, whose variants note what they route."""
+        variants = [
+            replace(each, build=self._noting(each.name, each.build)) if each.build else each for each in mode.variants
+        ]
+        return replace(mode, variants=tuple(variants))
+
+    def _noting(self, name: str, build: Build) -> Build:
+        def built(model: Any, *given: Any) -> Strategy:
+            strategy = build(model, *given)
+            mixtures = getattr(getattr(strategy, "model", None), "mixtures", {})
+            notes: Notes = {layer: [] for layer in mixtures}
+            for layer, mixture in mixtures.items():
+                mixture.seen = notes[layer]
+            self.made.setdefault(name, []).append(notes)
+            return strategy
+
+        return built
+
+    def timed_steps_are_done(self) -> None:
+        """The last strategies that were made are those of the timed steps."""
+        self.timed = {name: made[-1] for name, made in self.made.items()}
+
+    def all_is_done(self) -> None:
+        """Those made next were counted."""
+        for name, notes in self.timed.items():
+            later = self.made[name][self.made[name].index(notes) + 1 :]
+            self.counted |= {name: later[0]} if later else {}
+
+
+def tokens_of(config: Config) -> list[int]:
+    """Tokens of each microbatch, on all ranks together: bytes of text, or samples of an mlp."""
+    of_sample = config.seq if config.model == "gpt" else 1
+    return [size * of_sample for size in shard_sizes(config.batch, config.num_microbatches)]
+
+
+def by_step(notes: Notes, microbatches: int) -> list[list[Routed]]:
+    """What was routed in each step: of all layers, each microbatch of the step."""
+    (number,) = {len(of_layer) // microbatches for of_layer in notes.values()} or {0}
+    return [
+        [each for of_layer in notes.values() for each in of_layer[step * microbatches : (step + 1) * microbatches]]
+        for step in range(number)
+    ]
+
+
+def check_capacity(lab: Lab, routes: Routes, mixing: Mixing) -> None:
+    """Of every step and layer: an expert takes all that want it, up to the places that a whole microbatch gives it."""
+    places = [
+        expert_places(tokens, mixing.top_k, mixing.num_experts, mixing.capacity_factor)
+        for tokens in tokens_of(lab.config)
+    ]
+    for name, notes in routes.timed.items():
+        off = dropped = asked = 0
+        for bound, routed in chain.from_iterable(zip(cycle(places), each, strict=False) for each in notes.values()):
+            for expert, wanted in enumerate(by_expert(routed)):
+                taken = sum(of_rank[expert] for of_rank in routed.admitted)
+                off = max(off, abs(taken - min(wanted, bound)))
+                dropped, asked = dropped + wanted - taken, asked + wanted
+        if asked:
+            lab.check("capacity", off, 0, name, f"{dropped} of {asked} choices found none of {max(places)} places")
+            check_choices(lab, name, notes, asked, dropped, mixing.top_k)
+
+
+def check_choices(lab: Lab, name: str, notes: Notes, asked: int, dropped: int, top_k: int) -> None:
+    """Every token makes top_k choices in each layer, and those of them that were not dropped are the rows taken."""
+    tokens = sum(
+        number for each in notes.values() for number, _ in zip(cycle(tokens_of(lab.config)), each, strict=False)
+    )
+    taken = sum(sum(map(sum, routed.admitted)) for each in notes.values() for routed in each)
+    off = abs(asked - top_k * tokens) + abs(asked - dropped - taken)
+    detail = f"{asked} of {tokens} tokens that choose {top_k}, {dropped} dropped, {taken} taken"
+    lab.check("choices", off, 0, name, detail, control=CONTROL)
+
+
+def check_told(lab: Lab, name: str, rows: Sequence[Sequence[Any]], layers: int, top_k: int, parts: int) -> None:
+    """The table of the last step says the same: choices of all tokens, and rows of all that were not dropped, as often
+    as an expert has parts."""
+    choices, dropped, computed = (
+        sum(row[COLUMNS.index(kind)] for row in rows) for kind in ("choices", "dropped", "rows")
+    )
+    made = top_k * layers * sum(tokens_of(lab.config))
+    off = abs(choices - made) + abs(parts * (choices - dropped) - computed)
+    detail = f"the table's {choices} for {made} made, {dropped} dropped, {computed} rows in {parts} part(s)"
+    lab.check("choices", off, 0, name, detail, control=CONTROL)
+
+
+def by_expert(routed: Routed) -> list[int]:
+    """How often each expert was wanted, by the tokens of all ranks."""
+    return [sum(of) for of in zip(*(of_choice for of_rank in routed.wanted for of_choice in of_rank), strict=True)]
+
+
+def rows_of(placement: Placement, routed: Routed) -> list[int]:
+    """Rows that each rank computes; of a part of an expert's hidden units as many as of all."""
+    ranks = range(len(routed.admitted))
+    return [
+        sum(
+            routed.admitted[member][expert]
+            for member in placement.members(rank)
+            for expert in placement.experts_of(rank)
+        )
+        for rank in ranks
+    ]
+
+
+def busiest(rows: Sequence[int]) -> float:
+    """The rows of the rank with most over the mean; all others wait for it."""
+    return max(rows) / mean(rows) if any(rows) else 1.0
+
+
+def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixing) -> None:
+    """The picture of imbalance: who wants which expert, who computes how much, and what the step pays for it."""
+    everyone = lab.exchange.gather("seconds of routed steps", lab.profiles())
+    if everyone is None:
+        return
+    curves = {}
+    for name, notes in routes.timed.items():
+        steps = by_step(notes, lab.config.num_microbatches)
+        if not steps:
+            continue
+        ratios = [mean(busiest(rows_of(placed[name], routed)) for routed in step) for step in steps]
+        curves[name] = [[float(step) for step in range(len(steps))], ratios]
+        if name == "ep" or (name == "naive" and "ep" not in routes.timed):
+            draw_experts(lab, name, notes, mixing)
+        title, rows = by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in everyone])
+        lab.table(title, COLUMNS, rows)
+        check_told(lab, name, rows, len(notes), mixing.top_k, len(placed[name].hidden))
+    if curves:
+        lab.chart("rows of the busiest rank over the mean, of all layers", "step", "x the mean", curves)
+
+
+def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_s: float) -> None:
+    """What imbalance costs: pretended compute of the busiest ranks, one layer after the other, beside a step's time."""
+    for name, seconds in lab.profiles().items() if row_s and lab.rank == 0 else ():
+        steps = [
+            pretended_s([rows_of(placed[name], routed) for routed in step], row_s / len(placed[name].hidden))
+            for step in by_step(routes.timed[name], lab.config.num_microbatches)
+        ]
+        if steps:
+            formula = "3 x LAB_ROW_US x rows of each layer's busiest rank"
+            lab.compare(
+                "paced by the busiest", median(steps), sum(seconds.values()), "s", variant=name, formula=formula,
+                shown="a time",
+            )  # fmt: skip
+
+
+def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
+    """How often each expert was wanted, and took a token, in the last microbatch of the most uneven layer."""
+    layer, last = max(
+        ((layer, of_layer[-1]) for layer, of_layer in notes.items()), key=lambda each: max(by_expert(each[1]))
+    )
+    experts = [float(expert) for expert in range(mixing.num_experts)]
+    series = {
+        "wanted": [experts, [float(each) for each in by_expert(last)]],
+        "taken": [experts, [float(sum(each)) for each in zip(*last.admitted, strict=True)]],
+    }
+    if mixing.capacity_factor:
+        series["places"] = [experts, [float(last.places)] * len(experts)]
+    lab.chart(f"{name}, {layer}: tokens of each expert in the last microbatch", "expert", "tokens", series)
+    by_whom = {
+        f"rank {rank}": [experts, [float(sum(each)) for each in zip(*of_choices, strict=True)]]
+        for rank, of_choices in enumerate(last.wanted)
+    }
+    lab.chart(f"{name}, {layer}: whose tokens they are", "expert", "tokens that want it", by_whom)
+
+
+def by_rank(
+    name: str, placement: Placement, layers: Sequence[Routed], seconds: Sequence[Mapping[str, float]]
+) -> tuple[str, list[list[Any]]]:
+    """Title and rows of a table of the last step: what each rank routed and computed, and where a median step's time
+    went."""
+    of_layers = [rows_of(placement, routed) for routed in layers]
+    computed = [sum(rows) for rows in zip(*of_layers, strict=True)]
+    paid = sum(max(rows) for rows in of_layers) / max(1.0, sum(mean(rows) for rows in of_layers))
+    rows: list[list[Any]] = []
+    for rank, mine in enumerate(computed):
+        wanted = sum(sum(of_choice) for routed in layers for of_choice in routed.wanted[rank])
+        taken = sum(sum(routed.admitted[rank]) for routed in layers)
+        held = placement.experts_of(rank)
+        which = f"{held.start} to {held.stop - 1}" if held else "none"
+        time = seconds[rank]
+        work, waits = (1e3 * sum(time[kind] for kind in kinds) for kinds in (("forward", "backward"), ("waiting",)))
+        share = mine / mean(computed) if any(computed) else 1.0
+        rows.append(
+            [f"rank {rank}", which, wanted, wanted - taken, mine, f"{share:.2f}", f"{work:.3g}", f"{waits:.3g}"]
+        )
+    title = f"{name}: the last step; each layer lasts as long as its busiest rank, {paid:.2f} x the mean rank's rows"
+    return title, rows
+
+
+# What a run of expert parallelism has to claim, so that a check that vanishes is missed.
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants by hand bytes, calls, when their sums begin, and what experts took; of copies that they agree."""
+    yield from measured(mode, config)
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "calls", "launched early"), mode.by_hand)
+    if config.resume is None:  # else there may be no step left
+        yield Claims(("capacity", "choices"), (*mode.by_hand, *mode.by_torch))
+    if config.proof:
+        yield Claims(("copies",), ("ep_dp", "ep_dp_tp"), one=True)

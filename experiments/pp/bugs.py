@@ -1,0 +1,203 @@
+"""The classic mistakes of pipelines, made on purpose by LAB_BUG: what a loss counts, what passes between
+stages, and in which order."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from distlab.config import Config
+from distlab.contract import Mistakes, Needs
+from distlab.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline
+from distlab.pipeline_parallel.schedules import Action, Schedule, gpipe, in_one, in_two, one_forward_one_backward, zbv
+from distlab.workload.data import shard_sizes
+
+SPLIT = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
+TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
+PIPELINED = ("gpipe", *SPLIT, *TORCHS)
+ONE_STAGE = ("gpipe", "1f1b", "zb_h1")  # ours, with a stage a rank
+mistake = Mistakes()
+
+
+# --- the settings that hide one ---
+
+
+def equal_neighbours(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The first two microbatches in a row that are of one size, or none."""
+    return next(((index, index + 1) for index, (one, next_one) in enumerate(pairwise(sizes)) if one == next_one), ())
+
+
+def none_to_swap(config: Config) -> str:
+    """Microbatches of other sizes do not go unnoticed."""
+    sizes = shard_sizes(config.batch, config.num_microbatches, uneven=True)
+    hint = "these sizes: no two microbatches in a row are equal, change LAB_BATCH or LAB_MICROBATCHES"
+    return "" if equal_neighbours(sizes) else hint
+
+
+def one_in_flight(config: Config) -> str:
+    """A rank that holds one activation at a time needs no more than one buffer."""
+    chosen = set(config.variant or ONE_STAGE) & set(ONE_STAGE)
+    alone = chosen == {"1f1b"} and config.world_size == 2
+    return "1f1b on 2 ranks: its second rank holds one microbatch at a time" if alone else ""
+
+
+def nothing_behind(config: Config) -> str:
+    """As many microbatches as ranks and fewer leave nothing to run ahead with, and nothing to wait for."""
+    most = config.num_microbatches
+    return (
+        f"LAB_MICROBATCHES={most}: it takes more than WORLD_SIZE={config.world_size}"
+        if most <= config.world_size
+        else ""
+    )
+
+
+# --- the mistakes ---
+
+
+@mistake(
+    "gpipes_order", check="schedule", part="schedule", of=("1f1b",), needs=Needs(ranks=1, proof=False, microbatches=2)
+)
+def all_ahead(ranks: int, microbatches: int) -> Schedule:
+    """1f1b does all forwards first, as gpipe does: the same numbers and the same bubble, and all m are held."""
+    return [in_two(actions) for actions in gpipe(ranks, microbatches)]
+
+
+@mistake(
+    "one_more_ahead",
+    check="in flight",
+    part="schedule",
+    of=("1f1b",),
+    needs=Needs(microbatches=2, unless=nothing_behind),
+)
+def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
+    """1f1b runs ahead by one microbatch more than there are ranks behind: it holds one more."""
+    schedule = []
+    for rank, actions in enumerate(whole(ranks, microbatches)):
+        forwards, backwards = ([each for each in actions if each.kind == kind] for kind in ("forward", "backward"))
+        ahead = min(ranks - rank, microbatches)
+        turns = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
+        schedule.append(in_two(forwards[:ahead] + turns + backwards[microbatches - ahead :]))
+    return schedule
+
+
+@contextmanager
+def retained() -> Iterator[None]:
+    """Inside autograd frees nothing that it has used."""
+    backward = torch.autograd.backward
+    torch.autograd.backward = partial(backward, retain_graph=True)
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+
+
+@mistake(
+    "clinging_passes",
+    check="activation bytes",
+    part="piped",
+    of=SPLIT[:4],
+    needs=Needs(proof=False, microbatches=2, unless=nothing_behind),
+)
+class Clinging(Pipeline):
+    """A stage keeps what a microbatch saved until the step ends: the order of 1f1b, and the memory of gpipe."""
+
+    def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
+        self._clung: list[Tensor] = []
+        return super().step(inputs, loss)
+
+    def _backward(self, action: Action) -> None:
+        self._clung.append(self._held[action.stage, action.microbatch][1])
+        with retained():
+            super()._backward(action)
+
+
+@mistake("weights_first", check="schedule", part="schedule", of=("1f1b",), needs=Needs(ranks=1, proof=False))
+def whole(ranks: int, microbatches: int) -> Schedule:
+    """1f1b sends its input's gradient when those of the weights are done too: the stage before waits for both."""
+    return in_one(one_forward_one_backward(ranks, microbatches))
+
+
+@mistake("never_late", check="schedule", part="schedule", of=("zb_h1",), needs=Needs(proof=False))
+def none_put_off(ranks: int, microbatches: int) -> Schedule:
+    """zb_h1 puts no gradients of weights off: the bubble of 1f1b."""
+    return one_forward_one_backward(ranks, microbatches)
+
+
+@mistake(
+    "weights_at_once",
+    check="bubble on paper",
+    part="schedule",
+    of=("zbv",),
+    needs=Needs(proof=False, microbatches=2, unless=nothing_behind),
+)
+def at_once(ranks: int, microbatches: int) -> Schedule:
+    """zbv computes the gradients of weights right behind each input's: every rule of its order holds, and it
+    waits."""
+    back = [[action for action in actions if action.kind != "weight"] for actions in zbv(ranks, microbatches)]
+    whole = [[each._replace(kind="backward") if each.kind == "input" else each for each in own] for own in back]
+    return [in_two(actions) for actions in whole]
+
+
+@mistake("forgotten_weights", check="gradients", part="piped", of=SPLIT, needs=Needs(ranks=1))
+class Forgetful(Pipeline):
+    """A microbatch's gradients of weights are put off and never computed.
+
+    Never comes back to the weights of the first microbatch.
+    """
+
+    def _weight(self, action: Action) -> None:
+        if action.microbatch > 0:
+            super()._weight(action)
+        else:
+            self._parts.pop((action.stage, action.microbatch))
+
+
+@mistake("undivided_loss", check="gradients", part="weigh", of=PIPELINED, needs=Needs(ranks=1, microbatches=2))
+def undivided(share: float, num_samples: int, batch: int) -> float:
+    """Each microbatch's mean loss is not divided by their number: gradients m times too large."""
+    return share * batch / num_samples
+
+
+@mistake(
+    "swapped_microbatches",
+    check="losses",
+    part="boundaries",
+    of=ONE_STAGE,
+    needs=Needs(microbatches=2, unless=none_to_swap),
+)
+class SwappedBoundaries(Boundaries):
+    """The second stage takes two microbatches in the wrong order: their outputs meet each other's targets.
+
+    Stage 1 takes two neighbouring microbatches of one size for each other; of two it would be noticed.
+    """
+
+    def tag(self, action: Action) -> int:
+        """The other one's, where stage 1 receives."""
+        pair = equal_neighbours(self.sizes)
+        if action.kind == "forward" and action.stage == 1 == self.peers.rank and action.microbatch in pair:
+            action = action._replace(microbatch=sum(pair) - action.microbatch)
+        return super().tag(action)
+
+
+@mistake(
+    "stale_activation",
+    check="gradients",
+    part="boundaries",
+    of=ONE_STAGE,
+    needs=Needs(microbatches=2, unless=one_in_flight),
+)
+class StaleBoundaries(Boundaries):
+    """One receive buffer for all microbatches: an activation is overwritten before its backward pass."""
+
+    def take(self, action: Action) -> Tensor:
+        """A view of the buffer; `.data`, since autograd's count of changes would give the mistake away."""
+        received = super().take(action)
+        if action.kind == "backward":
+            return received
+        if not hasattr(self, "shared"):
+            self.shared = received.new_empty(max(self.sizes), *received.shape[1:])
+        self.shared.data[: len(received)].copy_(received)
+        return self.shared[: len(received)].detach()

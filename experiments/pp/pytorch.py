@@ -1,0 +1,85 @@
+"""PyTorch's own pipeline, torch.distributed.pipelining, as an engine of the same strategy.
+
+It cuts a batch into equal microbatches by itself, so it is handed the whole one; what it computes with them is ours:
+the same stages, and the same loss with the same share. Its import takes most of a second: only the variants that need
+it make it.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from distlab.collectives.phases import phase
+from distlab.config import Config
+from distlab.pipeline_parallel.stages import Parts
+from distlab.pipeline_parallel.strategy import Weigh, joined
+from distlab.workload.data import Microbatch
+
+ONE_STAGE = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}
+SEVERAL = {
+    "torch_interleaved_zb": ScheduleInterleavedZeroBubble,
+    "torch_zbv": ScheduleZBVZeroBubble,
+    "torch_dualpipev": ScheduleDualPipeV,
+}
+
+
+class MarkedStage(PipelineStage):
+    """Marks when it computes, so that its bubble can be measured as ours is."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one microbatch, received before."""
+        with phase("forward", str(fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Backward of one microbatch, received before, or the gradient of its input."""
+        with phase("backward" if kwargs.get("full_backward", True) else "input", str(bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The gradients of weights of one microbatch."""
+        with phase("weight", str(bwd_chunk_id)):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class ByTorch:
+    """Runs the schedule `name` on this rank's stages; how many microbatches those hold is torch's own business."""
+
+    most_in_flight = None
+
+    def __init__(
+        self, name: str, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, config: Config, weigh: Weigh
+    ) -> None:
+        num_stages = group.size() * len(parts.stages)
+        self.first, self.last = 0 in parts.stages, num_stages - 1 in parts.stages
+        self.loss, self.share, self.weigh = loss, 1.0, weigh
+        self.num_microbatches = config.num_microbatches
+        device = next(iter(parts.parameters.values())).device
+        stages = [
+            MarkedStage(module, number, num_stages, device, group=group) for number, module in parts.stages.items()
+        ]
+        make: Any = ONE_STAGE[name] if name in ONE_STAGE else SEVERAL[name]
+        held = stages[0] if name in ONE_STAGE else stages
+        self.schedule: Any = make(held, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        inputs, targets, share = joined(microbatches)
+        self.share = self.weigh(share, len(inputs) // self.num_microbatches, len(inputs))
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *([inputs] if self.first else []),
+            **({"target": targets, "losses": losses} if self.last else {}),
+            return_outputs=False,
+        )
+        return sum((loss.detach() for loss in losses[1:]), losses[0].detach()) if losses else None
+
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        weighed: Tensor = self.loss(output, targets) * self.share
+        return weighed

@@ -1,0 +1,145 @@
+"""Which collectives a pass makes, layer by layer: the order that the papers draw, held against the recorded one.
+
+Of one layer, forward and backward (Shoeybi et al. 2019, figure 4; Korthikanti et al. 2022, figure 5). A layer of gpt is
+two slices, attention and MLP; g ends a slice on the way forward, f begins it and so ends it on the way back.
+"""
+
+from collections.abc import Iterator
+
+from distlab.config import Config
+from distlab.contract import Claims, Mode
+from distlab.lab import Lab
+from distlab.measure.event_order import Event, Order
+from distlab.verify.expected_claims import measured
+from distlab.workload.model import outline
+from distlab.workload.user_model import is_own
+
+from .predictions import sent, untied_linears
+
+SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+COLLECTIVES = (SUM, GATHER, SCATTER)
+MESSAGES = ("send", "receive", "all_to_all")  # what one by hand is made of
+Ops = tuple[str, ...]
+
+# Forward and backward of an embedding, a layer and an output layer; mlp's layers have one slice.
+ENDS: dict[str, tuple[tuple[Ops, Ops], tuple[Ops, Ops]]] = {
+    "megatron": (((SUM,), ()), ((), (SUM,))),
+    "sequence": (((SCATTER,), (GATHER,)), ((GATHER,), (SCATTER,))),
+}
+SLICE: dict[str, tuple[Ops, Ops]] = {
+    "megatron": ((SUM,), (SUM,)),  # g; f
+    "sequence": ((GATHER, SCATTER), (GATHER, SCATTER)),  # of each the other's transpose, and the other way round
+}
+LOSS = (SUM, SUM)  # the maxima of split scores, then sums and the targets' scores; backward nothing
+
+
+def drawn(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
+    """What each layer calls, forward in their order and backward in theirs; the loss as one layer more."""
+    if is_own(config.model):
+        return planned(name, config)
+    if name == "naive":
+        counts = [0] * len(outline(config).layers)
+        for linear in untied_linears(outline(config)):
+            counts[int(linear.split(".")[1])] += 1
+        return [*((GATHER,) * count for count in counts), ()], [(SUM,) * count for count in reversed(counts)]
+    forward, backward = SLICE[name]
+    if config.model != "gpt":
+        return [forward] * config.depth + [()], [backward] * config.depth
+    first, last = ENDS[name]
+    layers = [(forward * 2, backward * 2)] * config.depth
+    ordered = [first, *layers, last]
+    return [*(ops for ops, _ in ordered), LOSS], [ops for _, ops in reversed(ordered)]
+
+
+def planned(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
+    """The same of one's own model: what its plan makes each of its layers send."""
+    layers = range(len(outline(config).layers))
+    calls = sent(name, config, 1)
+    forward, backward = (
+        [tuple(each.op for each in calls if each.layer == layer and each.backward == back) for layer in layers]
+        for back in (False, True)
+    )
+    return [*forward, ()], backward[::-1]
+
+
+def collectives(events: list[Event]) -> list[str]:
+    """The collectives in their order; what is sent inside of a mark belongs to it."""
+    found: list[str] = []
+    inside = ""
+    for event in events:
+        if event.name in COLLECTIVES and event.what == "begin":
+            found.append(event.name)
+            inside = event.name
+        elif event.name in COLLECTIVES and event.what == "end":
+            inside = ""
+        elif event.what == "call" and event.name not in (inside, *(MESSAGES if inside else ())):
+            found.append(event.name)
+    return found
+
+
+def by_layer(events: list[Event]) -> list[Ops]:
+    """Those of a forward pass, layer by layer; after the last one the loss."""
+    groups: list[list[Event]] = [[]]
+    for event in events:
+        if event.name == "layer":
+            groups.append([])
+        groups[-1].append(event)
+    between, within = groups[0::2], groups[1::2]  # a layer begins, a layer ends
+    outside = [op for some in between[:-1] for op in collectives(some)]
+    return [*(tuple(collectives(some)) for some in within), (*outside, *collectives(between[-1]))]
+
+
+def misplaced(name: str, order: Order, config: Config) -> list[str]:
+    """Sentences where the recorded passes differ from what is drawn."""
+    forward, backward = drawn(name, config)
+    faults = []
+    for label, events in order.within("forward"):
+        seen = by_layer(events)
+        faults += [
+            f"microbatch {label}: {place(layer, len(forward))} calls {words(found)} forward, not {words(wanted)}"
+            for layer, (found, wanted) in enumerate(zip(seen, forward, strict=True))
+            if found != wanted
+        ]
+    flat = tuple(op for ops in backward for op in ops)
+    for label, events in order.within("backward"):
+        back = tuple(collectives(events))
+        if back != flat:
+            at = next((n for n, (one, other) in enumerate(zip(back, flat, strict=False)) if one != other), len(flat))
+            faults.append(f"microbatch {label}: {len(back)} calls backward, not {len(flat)}; they part at call {at}")
+    return faults
+
+
+def place(layer: int, end: int) -> str:
+    """A layer, or what follows the last."""
+    return f"layer {layer}" if layer < end - 1 else "the loss"
+
+
+def words(ops: Ops) -> str:
+    """`all_gather, reduce_scatter`, or nothing."""
+    return ", ".join(ops) or "nothing"
+
+
+def check_order(lab: Lab, name: str, order: Order) -> None:
+    """Every pass makes the collectives that are drawn for its layers, in that order, and no other."""
+    faults = misplaced(name, order, lab.config)
+    number = len(order.where("begin", "forward"))
+    detail = faults[0] if faults else f"{number} passes forward and backward, all collectives where they belong"
+    control = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
+    lab.check("order of calls", len(faults), 0, name, detail, control=control)
+
+
+# What a run of tensor parallelism has to claim, so that a check that vanishes is missed.
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants by hand bytes, and the calls in their order."""
+    yield from measured(mode, config, copied=mode.by_hand)
+    if config.proof:
+        yield Claims(("replicas",), (*mode.by_hand, *mode.by_torch))
+    yield Claims(("called bytes", "wire bytes", "calls", "order of calls"), mode.by_hand)
+    if is_own(config.model):
+        yield Claims(("rest bytes",), mode.by_hand)
+        if config.proof:
+            yield Claims(("between the slices",), ("megatron",), one=True)
+    elif not config.variant:
+        yield Claims(("activation bytes",), ("sequence",))

@@ -1,0 +1,144 @@
+"""The parts of the doctor that need no script: circles of waits, axes of a mesh, stacks, spans, facts of ranks."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.check.coordinator import Doctor
+from distlab.check.deadlock import Standing, Still, hung
+from distlab.check.matching import Matching
+from distlab.check.rank_state import DEVICES, HANG, Place, RankState, Wait
+from distlab.check.report import MOST, spans_of
+from distlab.check.script import Frame, parsed
+from distlab.check.script_process import how_it_ended
+from distlab.check.silent_faults import Quiet, groups_of
+
+KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, 1, 10**400, "\ud800", "é", 1e308])
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+told_lines = (
+    st.binary(max_size=80)
+    | anything.map(lambda value: json.dumps(value).encode())
+    | st.tuples(
+        st.sampled_from([*KINDS, "said", "finding", "record", "refused", "module"]), st.lists(anything, max_size=6)
+    ).map(lambda told: json.dumps([told[0], *told[1]]).encode())
+    | st.sampled_from([b"[" * 100_000, b"9" * 5000])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(told_lines, max_size=6))
+def test_no_line_ends_the_doctor(lines: list[bytes]) -> None:
+    """Of a script that has found the pipe, or a rank that is defective."""
+    said: list[str] = []
+    doctor = Doctor(2, 3.0, 60.0, said.append)
+    doctor.take(1, lines, 0.0)
+    doctor.look(0.5)
+    assert sum(doctor.unread.values()) <= 2 * len(lines)
+
+
+NO_WAIT = Wait(None, "store.wait('key')", Place("train.py:1"), 0.0)
+
+
+def standing(*needs: int, any_of: bool = False) -> Standing:
+    return Standing(NO_WAIT, frozenset(needs), any_of)
+
+
+@pytest.mark.parametrize(
+    ("waits", "over", "stuck"),
+    [
+        ({0: standing(1), 1: standing(0)}, set(), {0, 1}),
+        ({0: standing(1), 1: standing(2)}, set(), set()),  # rank 2 computes
+        ({0: standing(1), 1: standing(2)}, {2}, {0, 1}),  # rank 2 has ended
+        ({0: standing(1, 2), 1: standing(0)}, set(), {0, 1}),
+        ({0: standing(1, 2, any_of=True)}, {1}, set()),  # rank 2 may still set the key
+        ({0: standing(1, 2, any_of=True)}, {1, 2}, {0}),
+        ({0: standing(1, 2, any_of=True), 1: standing(0), 2: standing(0)}, set(), {0, 1, 2}),
+    ],
+)
+def test_who_waits_for_those_alone_that_never_come(waits: dict[int, Standing], over: set[int], stuck: set[int]) -> None:
+    assert set(hung(waits, over)) == stuck
+
+
+def test_groups_of_an_axis_stand_in_the_order_of_the_mesh() -> None:
+    assert groups_of("tp", ["dp", "tp"], [2, 3], list(range(6))) == [[0, 1, 2], [3, 4, 5]]
+    assert groups_of("tp", ["tp", "dp"], [2, 3], list(range(6))) == [[0, 3], [1, 4], [2, 5]]
+    assert groups_of("tp", ["dp"], [6], list(range(6))) == []
+    assert groups_of("tp", ["dp", "tp"], [2, 2], list(range(6))) == []  # LAB_MESH of another WORLD_SIZE
+
+
+def test_stacks_are_read_by_thread() -> None:
+    text = 'Thread 0x1f (most recent call first):\n  File "a.py", line 3 in f\n  File "b.py", line 4 in g\n\n'
+    text += 'Current thread 0x20 (most recent call first):\n  File "c d.py", line 5 in <module>\n'
+    assert parsed(text) == {
+        0x1F: [Frame("a.py", 3, "f"), Frame("b.py", 4, "g")],
+        0x20: [Frame("c d.py", 5, "<module>")],
+    }
+    assert parsed("") == {}
+
+
+def test_how_a_process_ended_is_said_in_words() -> None:
+    assert how_it_ended(-9) == "was killed by SIGKILL"
+    assert how_it_ended(7) == "left by os._exit(7)"
+
+
+def told(*lines: list[Any]) -> list[bytes]:
+    return [json.dumps(line).encode() for line in lines]
+
+
+def test_spans_are_calls_to_their_ends_and_what_is_cut_is_counted() -> None:
+    head: list[list[Any]] = [
+        ["place", 1, "train.py:4", "", ""],
+        ["kind", 2, "all_reduce", [], [], "", -1, -1, 0, 4, []],
+    ]
+    call = [["call", number, 1, 0, 2, number, 7, float(number)] for number in range(1, 4)]
+    spans, more = spans_of(told(*head, *call, ["end", 1, 1.5], ["waited", 2, 7, 2.25]))
+    assert spans == [
+        ("all_reduce", "all_reduce train.py:4", 1.0, 1.5),
+        ("all_reduce", "all_reduce train.py:4", 2.0, 2.25),
+        ("all_reduce", "all_reduce train.py:4", 3.0, 3.0),  # under way when the rank ended
+    ]
+    assert more == 0
+    many = [
+        line for number in range(MOST + 5) for line in (["call", number, 1, 0, 2, number, 7, 1.0], ["end", number, 2.0])
+    ]
+    spans, more = spans_of(told(*head, *many))
+    assert (len(spans), more) == (MOST, 5)
+
+
+def test_two_ranks_on_one_gpu_of_a_host_are_found() -> None:
+    quiet = Quiet(3)
+    for rank, device, host in ((0, 0, "a"), (1, 0, "a"), (2, 0, "b")):
+        list(quiet.take(RankState(rank, 3), ["device", device, host]))
+    (found,) = quiet.at_end()
+    assert (found.check, found.ranks) == (DEVICES, (0, 1))
+
+
+def test_unequal_numbers_of_batches_are_asked_about() -> None:
+    quiet = Quiet(2)
+    for rank, count in ((0, 4), (1, 3)):
+        list(quiet.take(RankState(rank, 2), ["batches", 0, count, 0]))
+    (question,) = quiet.questions()
+    assert "rank 0 4, rank 1 3" in question
+
+
+def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none() -> None:
+    said: list[str] = []
+    still, matching = Still(10.0, said.append), Matching(2)
+    cases = [RankState(rank, 2, cpu_share=0.0, exit_code=0 if rank else None) for rank in range(2)]
+    assert still.look(cases, matching, 9.0) is None
+    found = still.look(cases, matching, 10.5)
+    assert found is not None
+    assert (found.check, found.ranks) == (HANG, (0,))
+    cases[0].cpu_share = 0.9
+    assert still.look(cases, matching, 99.0) is None

@@ -1,0 +1,59 @@
+"""A resume that does not give everything back fails the drill by name."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from distlab.checkpoint import resume
+from distlab.checkpoint.resume_proof import drill
+from distlab.config import Config
+from distlab.data_parallel.buckets import GradientBuckets
+from distlab.data_parallel.strategy import Replica
+from distlab.mesh.grid import Mesh
+from distlab.report import records
+from distlab.report.reading import from_line, to_line
+from distlab.report.verdict import judge
+from distlab.testing.warm_ranks import Ranks
+from distlab.workload.model import Model
+from tests.labs import TINY, failed, lab_of
+
+SMALL = TINY | {
+    "RUN_MODE": "dp", "LAB_MODEL": "mlp", "LAB_STEPS": "4", "LAB_CHECKPOINT_EVERY": "2", "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}  # fmt: skip
+
+
+class Forgetful(Replica):
+    """A replica that leaves its last parameter out of what it saves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(list(super().state_dict().items())[:-1])
+
+
+def drilled(group: dist.ProcessGroup, folder: str, kind: type[Replica], lost: str = "") -> list[str]:
+    def build(model: Model, mesh: Mesh, config: Config) -> Replica:
+        return kind(model, config, GradientBuckets(model.parameters(), mesh.group, bucket_bytes=1 << 40))
+
+    lab = lab_of(group, SMALL, folder)
+    assert lab.hooks.side_group is not None
+    with patch.object(resume, lost or "CONTROL", resume.CONTROL if not lost else lambda *_: None):
+        drill(lab, "flat", build, [lab.config.untimed()], lab.hooks.side_group)
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+def test_what_is_not_given_back_is_seen(ranks: Ranks, tmp_path: Path) -> None:
+    for kind, fails in ((Forgetful, {"resume"}), (Replica, set())):
+        lines = ranks(2, drilled, str(tmp_path / kind.__name__), kind)
+        run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+        assert failed(run) == fails
+
+
+@pytest.mark.parametrize("lost", ["give_back_generators", "set_generator"])
+def test_generators_that_are_not_given_back_are_seen(ranks: Ranks, tmp_path: Path, lost: str) -> None:
+    lines = ranks(2, drilled, str(tmp_path), Replica, lost)
+    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert failed(run) == {"resumed generators"}

@@ -1,0 +1,77 @@
+"""What `distlab check` refuses, in one sentence each and all at once, before any rank starts; and what it prints."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from distlab.cli.check import main
+
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "RANK", "WORLD", "RUN_"))}
+Check = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Check:
+    """Exit code and output of `distlab check WORDS`, which may start no rank."""
+
+    def checked(*words: str, **environ: str) -> tuple[int, str]:
+        with mock.patch.dict(os.environ, CLEAN | environ, clear=True):
+            code = main(words)
+        return code, capsys.readouterr().out
+
+    return checked
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('here')\n")
+    return str(path)
+
+
+def test_help_names_its_variables_and_starts_nothing(check: Check) -> None:
+    code, said = check("--help")
+    assert code == 0
+    for word in ("WORLD_SIZE", "LAB_HANG_AFTER_S", "LAB_CHECK_EVERY", "LAB_MESH", "LAB_REQUIREMENTS", "exit codes"):
+        assert word in said
+
+
+def test_a_script_that_is_not_there_is_refused_with_the_nearest_one(check: Check, script: str) -> None:
+    code, said = check(script.replace("train", "trian"))
+    assert code == 2
+    assert "is not there (did you mean 'train.py'?)" in said
+
+
+def test_no_script_is_refused(check: Check) -> None:
+    assert check("WORLD_SIZE=2") == (
+        2, "refused    no script is named: distlab check [NAME=VALUE ...] SCRIPT [ARGS ...]\n",
+    )  # fmt: skip
+
+
+def test_bad_syntax_is_refused_with_its_line(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("x = 1\nif x\n")
+    code, said = check(str(tmp_path / "bad.py"))
+    assert code == 2
+    assert "bad.py' cannot be run, line 2: expected ':'" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("LAB_HANG_AFTER=3", "did you mean 'LAB_HANG_AFTER_S'?"),
+        ("LAB_HANG_AFTER_S=0", "LAB_HANG_AFTER_S='0'"),
+        ("LAB_STEPS=5", "LAB_STEPS is of the lab's own runs: check runs your script"),
+        ("LAB_MESH=dp", "LAB_MESH='dp'"),
+        ("WORLD_SIZE=9", "WORLD_SIZE"),
+        ("LAB_REQUIREMENTS=requirements.txt", "installed in containers alone"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(check: Check, setting: str, said: str, script: str) -> None:
+    code, printed = check(setting, script)
+    assert code == 2, printed
+    assert said in printed
+    name, _, value = setting.partition("=")
+    assert check(script, **{name: value})[0] == 2  # in the environment too

@@ -1,0 +1,172 @@
+"""The manifests as an engine reads them: valid by Kubernetes' newest schema and by Docker's own reading of a stack, each
+number and each variable in place."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from distlab.cli.engine import ENGINES, kinds, main, manifest
+from distlab.config import Config, launchers
+
+KINDS = ("indexed-job", "jobset", "trainjob")
+
+
+def made(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["kubernetes", *words]) == 0
+    return list(yaml.safe_load_all(capsys.readouterr().out))
+
+
+def rank_of(kind: str, document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The Job of a manifest, as Kubernetes will see it, and the container of a rank."""
+    spec = document["spec"]
+    if kind == "trainjob":
+        (replicated,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        job = replicated["template"]["spec"]
+        patched = job["template"]["spec"]
+        patched["restartPolicy"] = "Never"  # the runtime's own, which the patch leaves alone
+        patched["containers"][0] |= {key: spec["trainer"][key] for key in ("image", "command", "env")}
+    else:
+        job = spec if kind == "indexed-job" else spec["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "distlab"}, "spec": job}
+    return whole, container
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manifest_is_valid_to_the_last_field(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    documents = made(capsys, "--as", kind, "--ranks", "16", "fsdp")
+    job, _ = rank_of(kind, documents[-1])
+    own = [document for document in documents if "." not in document["apiVersion"].partition("/")[0]]
+    assert [each["kind"] for each in own] == (["Service", "PersistentVolumeClaim", "Job"] if kind == KINDS[0] else [])
+    for document in [*own, job]:
+        kubernetes_validate.validate(document, "1.37", strict=True)
+
+
+def test_a_misspelt_field_is_seen() -> None:
+    text = (ENGINES / "kubernetes" / "indexed-job.yaml").read_text().replace("completionMode", "completionsMode")
+    job = list(yaml.safe_load_all(text))[-1]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, "1.37", strict=True)
+
+
+def test_what_no_schema_knows_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """Values of which there are a few: the schemas take any text for them."""
+    service, claim, job = made(capsys)
+    assert (service["apiVersion"], service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == (
+        "v1", "None", True,
+    )  # fmt: skip
+    pod = job["spec"]["template"]["spec"]
+    assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert (job["spec"]["completionMode"], pod["restartPolicy"]) == ("Indexed", "OnFailure")
+    (jobset,) = made(capsys, "--as", "jobset")
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    inner = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (inner["completionMode"], inner["template"]["spec"]["restartPolicy"]) == ("Indexed", "Never")
+    (trainjob,) = made(capsys, "--as", "trainjob")
+    assert (trainjob["apiVersion"], trainjob["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert set(trainjob["spec"]) == {"runtimeRef", "trainer", "runtimePatches"}
+    assert set(trainjob["spec"]["trainer"]) == {"image", "command", "numNodes", "numProcPerNode", "env"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_image_and_settings_are_where_they_belong(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    words = ["--as", kind, "--ranks", "700", "--image", "here:5000/distlab:7", "tp", "LAB_CLIP=0.5", "LAB_RUN_ID=mine"]
+    document = made(capsys, *words)[-1]
+    job, container = rank_of(kind, document)
+    environ = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert len(environ) == len(container["env"]), "no variable twice"
+    wanted = {"RUN_MODE": "tp", "LAB_CLIP": "0.5", "LAB_RUN_ID": "mine", "LAB_RESUME": "auto"}
+    assert wanted.items() <= environ.items()
+    assert container["image"] == "here:5000/distlab:7"
+    if kind == "trainjob":
+        assert (document["spec"]["trainer"]["numNodes"], document["spec"]["trainer"]["numProcPerNode"]) == (700, 1)
+    else:
+        assert (job["spec"]["completions"], job["spec"]["parallelism"], environ["WORLD_SIZE"]) == (700, 700, "700")
+    if kind == "indexed-job":
+        assert job["spec"]["backoffLimit"] == 2100
+
+
+def test_a_pod_of_the_indexed_job_is_a_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, container = rank_of("indexed-job", made(capsys, "--ranks", "12", "dp")[-1])
+    environ = {entry["name"]: entry["value"] for entry in container["env"]} | {"JOB_COMPLETION_INDEX": "11"}
+    monkeypatch.setattr(socket, "getfqdn", lambda: "distlab-11.distlab.default.svc.cluster.local")
+    taken = launchers.taken(environ)
+    config = Config.read(environ | taken.variables, taken.faults)
+    assert (config.rank, config.world_size) == (11, 12)
+    assert config.master_addr == "distlab-0.distlab.default.svc.cluster.local"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_stands_for_itself(kind: str) -> None:
+    text = (ENGINES / "kubernetes" / f"{kind}.yaml").read_text()
+    unset = re.sub(r"^ *# settings\n", "", text, flags=re.MULTILINE)
+    assert manifest(text, 4, "distlab:latest", {}) == unset
+    assert text.count("# settings") == text.count("# image") == 1
+
+
+def test_all_faults_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kubernetes", "--ranks", "1025", "WORLD_SIZE=4", "LAB_STEP=3"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "refused    WORLD_SIZE=4 is the manifest's to say: --ranks sets how many there are, a volume holds their runs",
+        "refused    --ranks 1025 is out of range: allowed is 1 to 1024",
+        "refused    LAB_STEP is not a variable of the lab (did you mean 'LAB_STEPS'?)",
+    ]
+    assert main(["kubernetes", "dp", "--as", "trainjbo"]) == 2
+    assert "--as 'trainjbo' is none of indexed-job, jobset, trainjob" in capsys.readouterr().err
+
+
+def test_the_plain_manifest_is_the_first() -> None:
+    assert tuple(kinds("kubernetes")) == KINDS
+
+
+def stack(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, dict[str, Any]]:
+    assert main(["swarm", *words]) == 0
+    text = capsys.readouterr().out
+    return text, yaml.safe_load(text)
+
+
+def test_a_stack_is_a_service_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "11", "--image", "here:5000/distlab:7", "tp", "LAB_CLIP=0.5", "LAB_KEY=as long as $a key is"]
+    _, found = stack(capsys, *words)
+    assert list(found["services"]) == [f"rank{rank}" for rank in range(11)]
+    for rank, service in enumerate(found["services"].values()):
+        environ = {name: str(value) for name, value in service["environment"].items() if value is not None}
+        assert environ == {
+            "RANK": str(rank), "WORLD_SIZE": "11", "MASTER_ADDR": "rank0", "RUN_MODE": "tp", "LAB_CLIP": "0.5",
+            "LAB_KEY": "as long as $$a key is",
+        }  # fmt: skip
+        assert service["image"] == "here:5000/distlab:7"
+        # A name that is the task's own address, no slots, no restart of one rank alone: what facts of Swarm asked for.
+        assert service["deploy"] == {"endpoint_mode": "dnsrr", "restart_policy": {"condition": "none"}}
+        assert "tmpfs" not in service and {"type": "tmpfs", "target": "/tmp"} in service["volumes"]
+        assert (service["read_only"], service["init"], service["cap_drop"]) == (True, True, ["ALL"])
+    assert manifest((ENGINES / "swarm" / "stack.yaml").read_text(), 4, "distlab:latest", {}) == stack(capsys)[0]
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="docker is not installed")
+def test_docker_reads_the_stack_with_what_the_shell_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = stack(capsys, "--ranks", "3", "dp", "LAB_KEY=as long as $a key is")
+    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run(
+        ["docker", "stack", "config", "-c", "-"], input=text, env=environ | {"LAB_STEPS": "7"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    services = yaml.safe_load(done.stdout)["services"]
+    assert [services[f"rank{rank}"]["environment"]["RANK"] for rank in range(3)] == ["0", "1", "2"]
+    environ = services["rank1"]["environment"]
+    assert (environ["RUN_MODE"], environ["LAB_STEPS"], environ["LAB_SEED"]) == ("dp", "7", None)

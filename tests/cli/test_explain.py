@@ -1,0 +1,74 @@
+"""The lesson without the run."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import distlab.cli.run
+from distlab.cli.explain import explain, main
+from distlab.cluster import link
+from distlab.config import Config
+from distlab.config.settings import modes
+from distlab.rank.mode_loader import load
+
+TOP = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_every_mode_explains_itself(mode: str) -> None:
+    lesson, config = load(mode), Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"})
+    text = "\n".join(explain(config, lesson))
+    assert (importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "nothing").splitlines()[0] in text
+    for prediction in lesson.predict(config):
+        assert prediction.formula in text
+    for mistake in lesson.mistakes.values():
+        assert mistake.what in text
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_a_lesson_ends_with_the_files_that_it_is_read_in(mode: str) -> None:
+    lines = explain(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"}), load(mode))
+    order = lines[lines.index("Read it in this order:") + 1 :]
+    assert len(order) >= 1
+    for number, line in enumerate(order, 1):
+        assert line.startswith(f"  {number}. ")
+        assert (TOP / line.split(" ")[3].rstrip(":,")).is_file(), line
+
+
+def test_the_numbers_follow_the_settings() -> None:
+    dp = load("dp")
+    two, four = ("\n".join(explain(Config.read({"WORLD_SIZE": size}), dp)) for size in ("2", "4"))
+    assert two != four
+    assert "6.64 MB" in two  # 2(N-1)/N is 1 at two ranks: the whole model
+    assert "9.96 MB" in four
+
+
+def test_a_bug_is_explained_with_the_check_that_sees_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LAB_BUG", "no_broadcast")
+    assert main() == 0
+    assert "The check that sees it: replicas." in capsys.readouterr().out
+
+
+def test_a_fault_is_refused_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LAB_BUG", "no_broadcst")
+    assert main() == 2
+    assert "did you mean 'no_broadcast'?" in capsys.readouterr().out
+
+
+def test_a_link_to_be_shaped_is_asked_of_a_rank_and_not_of_its_lesson(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(link, "SHAPED", tmp_path / "shaped")
+    for name, value in {"WORLD_SIZE": "2", "LAB_NET_RATE": "100mbit", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main() == 0
+    assert "LAB_NET_RATE=100mbit" in capsys.readouterr().out
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "rign"}.items():
+        monkeypatch.setenv(name, value)
+    assert distlab.cli.run.main() == 2
+    variant, unshaped = capsys.readouterr().out.splitlines()
+    assert "LAB_VARIANT='rign' is not a variant" in variant
+    assert "LAB_NET_RATE=100mbit and this rank's link was not shaped" in unshaped

@@ -1,0 +1,82 @@
+"""The arithmetic of `make fit`: what dp and zero3 need, by hand, and a verdict that can fail. The kill is in
+tests/compose."""
+
+from pathlib import Path
+
+import pytest
+
+from distlab.cli import fit
+from distlab.config import Config
+from distlab.report.records import Losses, Lost, Ranks, Record
+from distlab.sharded.costs import WHOLE_LAYERS
+from tests.report.made_up import bent, good_run, plus, written
+
+SMALL = {"LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "3", "LAB_SEQ": "5", "LAB_BATCH": "4", "WORLD_SIZE": "2"}
+
+
+def test_needs_are_the_papers_and_what_stands_beside() -> None:
+    assert fit.dp_need(1000, 7).nbytes == 16_000 + 7
+    layers = [100, 300, 300, 100]
+    step = 16 * 800 / 4 + WHOLE_LAYERS * 4 * 300 + 7
+    assert fit.zero3_need(layers, 4, 7).nbytes == step
+    start = 4 * 800 + 4 * 800 / 4 + 4 * 10
+    assert fit.zero3_need([10] * 80, 4, 0).nbytes == start > 16 * 800 / 4 + WHOLE_LAYERS * 4 * 10
+
+
+def test_activations_are_those_of_one_rank_and_hold_no_weights() -> None:
+    one, half = (fit.activations(Config.read(SMALL | {"WORLD_SIZE": size})) for size in ("1", "2"))
+    assert one - 4 == 2 * (half - 4) > 0  # the loss itself is a scalar
+
+
+def test_a_run_without_a_model_holds_what_torch_does() -> None:
+    assert 50e6 < fit.base() < 2e9
+
+
+def variant(records: Ranks, name: str, apart: float = 0.0) -> Ranks:
+    """The run as one of this variant, its losses moved by `apart`."""
+
+    def change(record: Record) -> Record | None:
+        if isinstance(record, Losses):
+            return Losses(name, [value + apart for value in record.numbers]) if record.variant == "naive" else None
+        return record
+
+    return bent(records, change)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> dict[str, Path]:
+    good = good_run()
+    killed = Lost(1, 0, "killed by the kernel for want of memory: its container's limit is LAB_MEMORY")
+    made = {
+        "free": variant(good, "bucketed"),
+        "dp": plus(good, killed),
+        "silent": plus(good, Lost(1, 0, "no heartbeat for 2.6 s")),
+        "fsdp": variant(good, "zero3", 1e-5),
+        "elsewhere": variant(good, "zero3", 0.01),
+    }
+    return {name: written(tmp_path / name, records) for name, records in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("free dp fsdp", []),
+        ("free free fsdp", ["dp was not killed for want of memory"]),
+        ("free silent fsdp", ["dp was not killed for want of memory"]),
+        ("free dp dp", ["fsdp did not pass", "dp and fsdp did not train to the same losses"]),
+        ("free dp elsewhere", ["dp and fsdp did not train to the same losses"]),
+        ("fsdp dp fsdp", ["dp and fsdp did not train to the same losses"]),
+    ],
+)
+def test_the_verdict_says_what_does_not_hold(runs: dict[str, Path], names: str, expected: list[str]) -> None:
+    folders = [runs[name] for name in names.split()]
+    assert fit.unmet(*folders) == expected
+    assert fit.main(["judge", *map(str, folders)]) == bool(expected)
+
+
+def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit.main(["limits"]) == 2
+    assert fit.main(["judge", *[str(tmp_path / "absent")] * 3]) == 2
+    said = capsys.readouterr().err
+    assert "usage" in said
+    assert "absent is not the folder of a run" in said

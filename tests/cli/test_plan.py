@@ -1,0 +1,326 @@
+"""The calculator: published cases, the modes' own predictions, what it takes and why, and what it refuses."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distlab.cli.plan import main, read
+from distlab.collectives.costs import FITTED, LATENCY, RATE
+from distlab.config import Config, ConfigError
+from distlab.experiments import cp, dp, fsdp, tp
+from distlab.pipeline_parallel.costs import bubble
+from distlab.plan import costs
+from distlab.plan.advice import framework, plan, remedies
+from distlab.plan.costs import Layout
+from distlab.plan.job import Job, Shape, guessed
+from distlab.report.reading import to_line
+from distlab.report.records import End, Profile, Record, Start, Table
+from distlab.sharded.costs import mixed_precision_bytes
+from distlab.tensor_parallel.costs import tensor_parallel_bytes
+from distlab.workload.model import outline
+
+
+def job(line: str) -> Job:
+    return read(line.split())[0]
+
+
+SHARED = ("dp", "zero1", "zero2", "zero3")
+SEVEN = "--params 7B --gpus 64 --gpu-memory 80GB"
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zeros_figure_1(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters on 64 ranks: what stands between two steps."""
+    held = costs.held(job("--params 7.5B --gpus 64 --gpu-memory 80GB"), Layout(1, 1, 64, stage))
+    rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
+    assert round(rest / 1e9, 1) == gigabytes
+
+
+def test_seven_billion_need_112_gb_which_no_rank_of_dp_has() -> None:
+    chosen = plan(job(SEVEN))
+    held = chosen.costs["dp"].memory
+    assert held["parameters"] + held["gradients"] + held["optimizer"] == mixed_precision_bytes(7e9) == 112e9
+    assert not chosen.costs["dp"].fits
+    assert chosen.pick is not None and chosen.pick.layout.stage == 1
+    assert "ZeRO-1" in framework(chosen.pick.layout)[0]
+
+
+@pytest.mark.parametrize(
+    ("params", "layers", "width", "heads"), [("175B", 96, 12288, 96), ("6.7B", 32, 4096, 32), ("13B", 40, 5120, 40)]
+)
+def test_a_guessed_shape_is_that_of_gpt3(params: str, layers: int, width: int, heads: int) -> None:
+    """Brown et al. 2020, table 2.1 (its 13B is 5140 wide, which its 40 heads do not divide)."""
+    assert job(f"--params {params} --gpus 8 --gpu-memory 80GB").shape == Shape(layers, width, heads)
+
+
+@pytest.mark.parametrize("written", ["10K", "1M", "125M", "350M", "1.3B", "70B", "1T"])
+def test_any_guessed_shape_has_about_as_many_parameters(written: str) -> None:
+    asked = job(f"--params {written} --gpus 8 --gpu-memory 80GB")
+    assert asked.shape.width % asked.shape.heads == 0
+    assert 0.5 < asked.shape.num_parameters / asked.num_parameters < 2
+
+
+def test_what_is_given_of_a_shape_stays() -> None:
+    assert guessed(7e9, layers=10).layers == 10
+    assert guessed(7e9, width=4096) == Shape(35, 4096, 32)
+    assert guessed(7e9, heads=7).width % 7 == 0
+    assert guessed(1e6, 2, 100, 10) == Shape(2, 100, 10)
+
+
+def test_no_single_axis_holds_gpt3_on_128_gpus() -> None:
+    """8 x 16 is Megatron's way; tensor parallelism takes ZeRO-3 beside it, pipelines do not do, and 16 GPUs hold it in
+    no way."""
+    chosen = plan(job("--params 175B --gpus 128 --gpu-memory 80GB"))
+    assert [name for name, each in chosen.costs.items() if each.fits] == [
+        "tp x zero3",
+        *(f"tp x pp x {data}" for data in SHARED),
+    ]
+    assert chosen.pick is not None and chosen.pick.layout == Layout(8, 16, 1, 0)
+    asked = job("--params 175B --gpus 128 --gpu-memory 80GB")
+    megatron = costs.cost(asked, Layout(8, 16, 1, 0))
+    assert megatron.fits
+    assert sum(megatron.memory[name] for name in ("parameters", "gradients", "optimizer")) == pytest.approx(
+        18 * 175e9 / 128  # Megatron-LM's gradients are of float32
+    )
+    assert megatron.bubble == bubble(16, 4 * 128)
+    assert plan(job("--params 175B --gpus 16 --gpu-memory 80GB")).pick is None
+
+
+SIZES = {"LAB_WIDTH": "32", "LAB_HEADS": "4", "LAB_DEPTH": "2", "LAB_SEQ": "8", "LAB_BATCH": "16", "WORLD_SIZE": "4"}
+
+
+def tiny(**changed: Any) -> tuple[Config, Job]:
+    """The lab's own gpt, and the same on paper."""
+    config = Config.read(SIZES | {"RUN_MODE": "dp", "LAB_MICROBATCHES": "2"})
+    asked = job(
+        f"--params {outline(config).num_parameters()} --gpus 4 --gpu-memory 1GB --layers 2 --width 32 --heads 4 --seq 8"
+        " --batch 2 --microbatches 2 --precision fp32 --optimizer sgd"
+    )
+    return config, replace(asked, **changed)
+
+
+def claim(mode: Any, config: Config, variant: str, name: str) -> float:
+    predicted: float = max(
+        next(each.value for each in mode.MODE.predict(config) if (each.variant, each.name) == (variant, name))
+    )
+    return predicted
+
+
+@pytest.mark.parametrize(
+    ("mode", "variant", "stage"), [(dp, "flat", 0), (fsdp, "zero1", 1), (fsdp, "zero2", 2), (fsdp, "zero3", 3)]
+)
+def test_a_tiny_gpt_costs_what_its_mode_predicts(mode: Any, variant: str, stage: int) -> None:
+    """Every layer's parameters divide by four here, so that no padding stands between."""
+    config, asked = tiny()
+    layout = Layout(1, 1, 4, stage)
+    held = costs.held(asked, layout)
+    assert sum(held[name] for name in ("parameters", "gradients", "optimizer")) == claim(
+        mode, config, variant, "rest bytes"
+    )
+    assert costs.sent(asked, layout)["data"] == claim(mode, config, variant, "wire bytes")
+    # Another size is another number: the comparison can fail.
+    assert (
+        costs.sent(replace(asked, num_parameters=asked.num_parameters + 4), layout)["data"]
+        != costs.sent(asked, layout)["data"]
+    )
+
+
+def test_adam_counts_its_steps_beside_what_the_plan_knows() -> None:
+    config, asked = tiny(moments=2)
+    adam = config.model_copy(update={"optimizer": "adamw"})
+    tensors = len(list(outline(config).parameters()))
+    held = costs.held(asked, Layout(1, 1, 4, 0))
+    rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
+    assert claim(dp, adam, "flat", "rest bytes") == rest + 4 * tensors
+
+
+def test_tensor_parallelism_sends_what_its_mode_predicts_but_for_the_ends() -> None:
+    """The mode counts embedding, output layer and loss too: half a layer and three numbers a token."""
+    config, asked = tiny(sequence_parallel=False)
+    mode = config.model_copy(update={"run_mode": "tp"})
+    boundary = 16 * 8 * 32 * 4
+    ends = tensor_parallel_bytes(4, 1, boundary) + 1.5 * 3 * 16 * 8 * 4
+    assert costs.sent(asked, Layout(4, 1, 1, 0))["tensor"] + ends == claim(tp, mode, "megatron", "wire bytes")
+
+
+def test_context_parallelism_sends_what_its_mode_predicts() -> None:
+    """Keys and values round the ranks of a sample, and one sum of the gradients over them."""
+    config, asked = tiny()
+    mode = config.model_copy(update={"run_mode": "cp", "microbatches": 1})
+    sent = costs.sent(asked, Layout(1, 1, 1, 0, context=4))
+    assert sent["data"] + sent["context"] == claim(cp, mode, "zigzag", "wire bytes")
+    assert sent["context"] == 3 * 3 / 4 * 2 * 16 * 8 * 32 * 4 * 2  # 3(c-1)/c of K and V, of two layers
+
+
+def test_a_share_of_the_positions_is_a_share_of_what_is_kept_and_passed_on() -> None:
+    """ZeRO's shards lie over all that hold the same, whether of other samples or of other positions."""
+    asked = job(f"{SEVEN} --seq 8192")
+    whole, cut = Layout(2, 2, 16, 3), Layout(2, 2, 4, 3, context=4)
+    assert costs.held(asked, whole)["activations"] == 4 * costs.held(asked, cut)["activations"]
+    assert {**costs.held(asked, whole), "activations": 0} == {**costs.held(asked, cut), "activations": 0}
+    per_microbatch = [costs.sent(asked, each)["pipeline"] / costs.microbatches(asked, each) for each in (whole, cut)]
+    assert per_microbatch[0] == 4 * per_microbatch[1]
+
+
+def test_attention_hides_the_ring_but_for_its_last_turn() -> None:
+    asked, layout = job(f"{SEVEN} --seq 131072 --latency 0us"), Layout(1, 1, 8, 0, context=8)
+    all_s = costs.turned(asked, layout) / asked.link.bytes_per_s
+    assert costs.ring_s(replace(asked, gpus_per_node=4), layout) == pytest.approx(all_s / 21)
+    slow = replace(asked, gpus_per_node=4, flops=1e30)
+    assert costs.ring_s(slow, layout) == pytest.approx(all_s)
+    again = replace(asked, recompute="full")
+    assert costs.turned(again, layout) == pytest.approx(4 / 3 * costs.turned(asked, layout))
+
+
+def test_recomputation_sums_again_over_a_tensor_parallel_group() -> None:
+    """Of a layer six all_reduces in place of four; selective recomputation does scores again, which no rank shares."""
+    plain, again = job(f"{SEVEN} --no-sequence-parallel"), job(f"{SEVEN} --no-sequence-parallel --recompute")
+    layout = Layout(8, 1, 8, 0)
+    assert costs.sent(again, layout)["tensor"] == 1.5 * costs.sent(plain, layout)["tensor"]
+    assert costs.inside_s(again, layout) == pytest.approx(1.5 * costs.inside_s(plain, layout))
+    assert costs.sent(job(f"{SEVEN} --no-sequence-parallel --recompute selective"), layout) == costs.sent(plain, layout)
+
+
+def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """NVIDIA's data sheet of the A100: 312 TFLOP/s in bf16 and fp16, 156 in TF32."""
+    mixed, single, given = (
+        job(f"{SEVEN} {more}") for more in ("", "--precision fp32", "--precision fp32 --flops 19.5T")
+    )
+    assert (mixed.flops, single.flops, given.flops) == (312e12, 156e12, 19.5e12)
+    layout = Layout(1, 1, 64, 0)
+    assert costs.cost(single, layout).compute_s == 2 * costs.cost(mixed, layout).compute_s
+    for more, words in (
+        ("", "312 TFLOP/s (assumed: an A100's in bf16 or fp16)"),
+        ("--precision fp32", "156 TFLOP/s (assumed: an A100's in TF32, where PyTorch is allowed it)"),
+        ("--precision fp32 --flops 19.5T", "19.5 TFLOP/s (given)"),
+    ):
+        assert main(f"{SEVEN} {more}".split()) == 0
+        assert f"6·P FLOP a token at 40% of {words}; " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "with mixed 312T, an A100's in bf16 or fp16; with fp32 156T, an A100's in TF32" in told
+
+
+def test_a_slow_link_turns_the_choice_and_a_fast_one_hides() -> None:
+    fast, slow = (plan(job(f"{SEVEN} --link {rate}")) for rate in ("400Gbit", "10Gbit"))
+    assert slow.costs["zero3"].exposed_s > 10 * fast.costs["zero3"].exposed_s
+    assert slow.costs["zero3"].compute_s == fast.costs["zero3"].compute_s
+    assert slow.pick is not None and slow.pick.layout.pipeline > 1
+    assert plan(job(f"{SEVEN} --link 100Tbit --latency 0us")).costs["dp"].exposed_s == 0
+
+
+def test_more_gpus_train_more_and_one_gpu_stands_alone() -> None:
+    alone = plan(job("--params 100M --gpus 1 --gpu-memory 80GB"))
+    assert set(alone.left_out) >= {"tp x dp", "pp x dp"}
+    assert alone.pick is not None and alone.pick.layout.name == "dp" and alone.pick.sent_bytes == 0
+    small = plan(job("--params 100M --gpus 8 --gpu-memory 80GB"))
+    assert small.pick is not None and "DDP" in framework(small.pick.layout)[0]
+
+
+def test_nothing_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--params 70B --gpus 8 --gpu-memory 80GB --batch 4"
+    said = list(remedies(job(line)))
+    assert said[0].startswith("--gpus 16 --recompute --batch 1: then ")
+    leaner = f"{line} --recompute --batch 1"
+    assert plan(job(f"{leaner} --gpus 16")).pick is not None
+    assert plan(job(leaner)).pick is None
+    assert [words.split(" ")[0] for words in said] == ["--gpus", "offload", "GPUs"]
+    assert main(line.split()) == 0
+    printed = capsys.readouterr().out
+    assert "take       nothing:" in printed and "would fit  --gpus 16" in printed
+    # What recomputation alone mends is said first.
+    assert next(remedies(job("--params 7B --gpus 2 --gpu-memory 80GB --batch 4"))).startswith("--recompute")
+
+
+def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = (
+        "--gpus 0 --gpu-memory 80Gbit --link 100 --precison mixed --recompute some --utilisation 140% --calibrate"
+        " /absent"
+    )
+    assert main(wrong.split()) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("refused    ") for line in lines)
+    for words in (
+        "--params is missing", "--gpus='0' is nothing", "--gpu-memory='80Gbit' is not a size", "--link='100' is not a rate",
+        "did you mean '--precision'?", "--recompute='some'", "--utilisation='140%'", "/absent is not the folder of a run",
+    ):  # fmt: skip
+        assert any(words in line for line in lines), words
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--width 100 --heads 3", "is not a multiple of --heads=3"),
+        ("--gpus 12", "does not fill nodes"),
+        ("--reserve 100%", "leaves no memory"),
+        ("--params seven", "is not a number"),
+        ("--gpus 1.5", "is not a whole number"),
+        ("--link 50Gb/s", "is not a rate"),
+        ("--latency 5", "is not a time"),
+        ("--seq", "expected one argument"),
+    ],
+)
+def test_what_cannot_be_is_refused(more: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        job(f"{SEVEN} {more}")
+
+
+def test_units_mean_what_they_say() -> None:
+    asked = job(
+        "--params 1.5b --gpus 8 --gpu-memory 80GiB --link 400Gbps --node-link 50GB/s --latency 2ms --utilisation 0.5"
+    )
+    assert (asked.num_parameters, asked.gpu_memory_bytes) == (1.5e9, 80 * 2**30)
+    assert asked.link.bytes_per_s == asked.node_link.bytes_per_s == 50e9
+    assert (asked.link.latency_s, asked.utilisation) == (2e-3, 0.5)
+
+
+def run_of(folder: Path, mode: str, *records: Record) -> Path:
+    """A folder of a run with one rank's records."""
+    folder.mkdir()
+    config = {"LAB_MODEL": "gpt", "LAB_SEQ": 64, "LAB_BATCH": 16, "LAB_RECOMPUTE": False}
+    start = Start(0, "made-up", mode, 2, "host", config, {}, {}, "gpt, 1.5M parameters")
+    lines = [to_line(record) for record in (start, *records, End(0, 0.0, None, 0.0, 0.0))]
+    (folder / "rank0.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
+    table = Table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], [["gloo", 2, 250.0, 0.0125, "9%"]])
+    comm = run_of(tmp_path / "comm", "comm", table)
+    seconds = {"forward": 0.02, "backward": 0.04}
+    trained = run_of(
+        tmp_path / "dp", "dp", Profile("flat", seconds), Profile("naive", {"forward": 9.0, "backward": 9.0})
+    )
+    asked, told = read([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
+    assert asked.link == asked.node_link
+    assert (asked.link.latency_s, asked.link.bytes_per_s) == (250e-6, 12.5e6)
+    assert asked.flops == pytest.approx(6 * 1.5e6 * 8 * 64 / 0.06)
+    assert (asked.utilisation, asked.flops_from) == (1.0, "measured")
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "records", "words"),
+    [
+        ("comm", [], "has no fitted all_reduce"),
+        ("comm", [Table(FITTED, ["variant", LATENCY, RATE], [["gloo", 1.0, -2.0]])], "did not grow with size"),
+        ("comm", [Table(FITTED, ["variant", LATENCY, RATE], [["gloo", "fast", 1.0]])], "where a fitted number belongs"),
+        ("tp", [Profile("megatron", {"forward": 1.0, "backward": 2.0})], "it takes a comm run"),
+        ("dp", [], "it takes a comm run"),
+    ],
+)
+def test_a_run_that_calibrates_nothing_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
+
+
+def test_it_needs_no_torch() -> None:
+    program = f"import sys, distlab.cli.plan as plan; plan.main({SEVEN.split()}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "take       zero1:" in done.stdout and "see it     RUN_MODE=fsdp LAB_VARIANT=zero1 make run" in done.stdout

@@ -1,0 +1,176 @@
+"""The command: rebuilds from the records alone, judges the same, refuses what it cannot read by file and line."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from distlab.cli.report import main
+from distlab.report.records import End, Failed, Lost, Ranks, Start, Steps
+from distlab.report.verdict import judge, write_run
+from tests.report.made_up import bent, good_run, plus, with_check, with_measured, without, written
+
+FAILING = {
+    "a check": (with_check(good_run(), "weights", 1.0), 1),
+    "bytes": (with_measured(good_run(), "naive", "wire bytes", 1e6, 0), 1),
+    "a rank cut short": (without(End, good_run(), 1), 3),
+    "a lost rank": (plus(without(End, good_run(), 2), Lost(2, 9, "killed")), 3),
+    "an error": (plus(without(End, good_run(), 0), Failed(1, "ValueError: no")), 1),
+    "a refusal": (plus(without(End, good_run(), 0), Failed(2, "run id exists")), 2),
+    "a stop": (plus(without(End, good_run(), 0), Failed(143, "stopped by SIGTERM")), 143),
+}
+
+
+def test_a_good_run_is_rebuilt_from_its_records_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run", good_run())
+    write_run(run, judge(good_run()))
+    before = (run / "run.json").read_bytes()
+    (run / "run.json").unlink()
+    assert main([str(run)]) == 0
+    assert (run / "run.json").read_bytes() == before
+    assert (run / "report.html").exists()
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith(f"PASS       16 checks held · report {run / 'report.html'} · repeat ")
+    )
+
+
+def test_a_world_of_more_than_ten_ranks_is_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run", good_run(12))
+    (run / "rank3.1.jsonl").write_text("of an attempt before\n")
+    assert main([str(run)]) == 0, capsys.readouterr().out
+    assert json.loads((run / "run.json").read_text())["lost"] == []
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_every_way_to_fail_has_its_exit_code(kind: str, tmp_path: Path) -> None:
+    records, code = FAILING[kind]
+    junit = tmp_path / "junit.xml"
+    assert main([str(written(tmp_path / "run", records)), "--junit", str(junit)]) == code
+    suite = ET.parse(junit).getroot()[0]
+    assert int(suite.get("failures", 0)) + int(suite.get("errors", 0)) > 0
+
+
+def test_junit_has_a_case_for_each_check_and_comparison(tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    main([str(written(tmp_path / "run", with_check(good_run(), "weights", 1.0))), "--junit", str(junit)])
+    suite = ET.parse(junit).getroot()[0]
+    cases = {(case.get("classname"), case.get("name")): case for case in suite}
+    assert suite.get("tests") == str(len(suite)) == "26"  # ten checks, fifteen comparisons, one skipped variant
+    failure = cases["distlab.dp.naive", "weights"].find("failure")
+    assert failure is not None and failure.get("message") == "naive weights: differs by 1.0e+00 where 1e-12 is allowed"
+    assert cases["distlab.dp.naive", "gradients"].find("failure") is None
+    assert cases["distlab.dp.ddp", "wire bytes"].find("skipped") is not None
+    assert (suite.get("failures"), suite.get("skipped")) == ("3", "10")
+
+
+def test_junit_survives_what_xml_has_no_word_for(tmp_path: Path) -> None:
+    records = plus(without(End, good_run(), 2), Lost(2, 9, "\x1b[31mkilled\x00 & <gone>"))
+    main([str(written(tmp_path / "run", records)), "--junit", str(tmp_path / "junit.xml")])
+    error = ET.parse(tmp_path / "junit.xml").getroot().find(".//error")
+    assert error is not None and error.get("message") == "rank 2 lost at step 9: ?[31mkilled? & <gone>"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [('{"record": "end", "rank": 1, "dur', "is not a record"), ('{"record": "nonsense"}', "is not a record"),
+     ('{"record": "end", "rank": 1}', "missing required field `started_at`"), ("[]", "is not a record"),
+     ('{"record": "end", "rank": 1, "started_at": "long", "first_step_at": null, "ended_at": 1, "watch_cpu_s": 0}', "got `str` - at `$.started_at`"),
+     ("\udcff", "is not a record")],
+    ids=["truncated", "unknown", "field", "list", "type", "binary"],
+)  # fmt: skip
+def test_a_broken_line_is_refused_by_file_and_line(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = written(tmp_path / "run", good_run())
+    number = len((run / "rank1.jsonl").read_text().splitlines()) + 1
+    with (run / "rank1.jsonl").open("a", errors="surrogateescape") as records:
+        records.write(line)
+    assert main([str(run)]) == 2
+    told = capsys.readouterr().err
+    assert f"rank1.jsonl, line {number}" in told and said in told
+    assert not (run / "run.json").exists() and not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("content", [None, {}], ids=["absent", "empty"])
+def test_what_is_not_a_run_is_refused(
+    content: Ranks | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    if content is not None:
+        written(folder, content)
+    assert main([str(folder)]) == 2
+    assert f"{folder}" in capsys.readouterr().err
+
+
+def test_a_junit_file_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(written(tmp_path / "run", good_run())), "--junit", str(tmp_path / "absent" / "j.xml")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_page_alone_leaves_the_verdict_to_others(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", FAILING["a check"][0])
+    assert main(["--page-only", str(run)]) == 0
+    assert (run / "report.html").exists() and not (run / "run.json").exists()
+
+
+def test_two_runs_are_drawn_into_the_folder_of_the_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = written(tmp_path / "old", good_run()), written(tmp_path / "new", FAILING["a check"][0])
+    assert main([str(old), str(new)]) == 0
+    page = (new / "compare-old.html").read_text()
+    assert "compare-old.html" in capsys.readouterr().out
+    assert "<b>old</b>" in page and "<b>new</b>" in page  # both have one run id: then the folders name them
+    assert not (old / "run.json").exists()
+
+
+def test_many_runs_are_drawn_into_the_folder_of_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [written(tmp_path / f"of{size}", good_run(size)) for size in (2, 4, 3)]
+    assert main([str(run) for run in runs]) == 0
+    assert capsys.readouterr().out == f"report     {runs[-1] / 'together.html'}\n"
+    assert "<h1>3 runs of dp together</h1>" in (runs[-1] / "together.html").read_text()
+    assert not any((run / "run.json").exists() for run in runs)
+
+
+def test_runs_that_cannot_be_drawn_together_are_refused_all_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [written(tmp_path / "good", good_run(2)), written(tmp_path / "untimed", without(Steps, good_run(3)))]
+    broken = written(tmp_path / "broken", good_run(2))
+    (broken / "rank1.jsonl").write_text("[]\n")
+    other = written(tmp_path / "other", bent(good_run(2), lambda record: replace(record, run_mode="tp") if isinstance(record, Start) else record))  # fmt: skip
+    (tmp_path / "again").symlink_to("good")
+    asked = [*runs, broken, tmp_path / "absent", other, tmp_path / "again"]
+    assert main([str(run) for run in asked]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"refused    {broken}/rank1.jsonl, line 1, is not a record of the lab (Expected `object`, got `array`)",
+        f"refused    {tmp_path}/absent is not the folder of a run",
+        f"refused    {tmp_path}/untimed timed no step (verdict pass): it has no point on a curve",
+        f"refused    {tmp_path}/other is of RUN_MODE=tp, {tmp_path}/good of dp: curves are of one mode",
+        f"refused    {tmp_path}/again is the run of {tmp_path}/good: each run counts once",
+    ]
+    assert list(tmp_path.glob("*/*.html")) == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b", "c", "--page-only"], ["a", "b", "--junit", "x"], ["a", "--frob"]])
+def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: distlab report" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module_without_torch(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", good_run(2))
+    program = (
+        f"import sys; from distlab.cli.report import main; code = main([{str(run)!r}]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,79 @@
+"""What is typed becomes a command and its settings, or a sentence that says what would be one."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from distlab.cli.run import main
+from distlab.config import ConfigError
+from distlab.config.commands import COMMANDS, Typed, read
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        ("", Typed("run")),
+        ("run", Typed("run")),
+        ("run dp WORLD_SIZE=3", Typed("run", (), {"RUN_MODE": "dp", "WORLD_SIZE": "3"})),
+        ("tp LAB_TEXT=a=b", Typed("run", (), {"RUN_MODE": "tp", "LAB_TEXT": "a=b"})),
+        ("LAB_STEPS= RUN_MODE=pp", Typed("run", (), {"RUN_MODE": "pp", "LAB_STEPS": ""})),
+        ("explain mine/mode.py", Typed("explain", (), {"RUN_MODE": "mine/mode.py"})),
+        ("run LAB_OF_A_MODE=1", Typed("run", (), {"LAB_OF_A_MODE": "1"})),  # it is judged with all other settings
+        ("live", Typed("run", (), {"LAB_LIVE": "1"})),
+        ("live dp WORLD_SIZE=3", Typed("run", (), {"RUN_MODE": "dp", "WORLD_SIZE": "3", "LAB_LIVE": "1"})),
+        ("live runs", Typed("live", ["runs"])),  # a folder that is no mode: whose page is served
+        ("live experiments/dp", Typed("run", (), {"RUN_MODE": "experiments/dp", "LAB_LIVE": "1"})),
+        ("live --help", Typed("help", ["live"])),
+        ("report runs/a --junit b.xml", Typed("report", ["runs/a", "--junit", "b.xml"])),
+        ("plan --help", Typed("plan", ["--help"])),
+        ("--help", Typed("help")),
+        ("help me", Typed("help")),
+        ("explain dp -h", Typed("help", ["explain"])),
+    ],
+)
+def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
+    assert read(words.split()) == typed
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        ("train.py", ["'train.py' is not a command or a mode (did you mean 'train'?), allowed: run, live, explain, "]),
+        ("reprot runs/latest", ["'reprot' is not a command or a mode (did you mean 'report'?)"]),
+        ("live runs/absent.py STEPS=5", ["STEPS is not a variable"]),
+        ("run explain", ["'explain' is not a mode, allowed: comm, "]),
+        ("run STEPS=5 --fast", ["STEPS is not a variable of the lab (did you mean 'LAB_STEPS'?)", "'--fast' is not a mode"]),
+        ("run dp tp", ["'tp' and RUN_MODE='dp' are two modes: a run has one"]),
+    ],
+)  # fmt: skip
+def test_a_word_that_says_nothing_is_refused_with_what_does(words: str, sentences: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(words.split())
+    for fault, sentence in zip(refused.value.faults, sentences, strict=True):
+        assert fault.startswith(sentence)
+
+
+def test_every_command_is_a_module() -> None:
+    assert all(importlib.util.find_spec(command.module) for command in COMMANDS.values())
+
+
+@pytest.mark.parametrize("command", [None, *(name for name in COMMANDS if name != "fit")])
+def test_help_is_printed_and_starts_nothing(
+    command: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)  # which a command gets anew
+    code: int | str | None = None
+    try:
+        code = main([*([command] if command else []), "--help"])
+    except SystemExit as exited:  # argparse's own
+        code = exited.code
+    assert code == 0
+    assert "usage: " in capsys.readouterr().out
+
+
+def test_a_refused_word_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train.py"]) == 2
+    assert capsys.readouterr().out.startswith(
+        "refused    'train.py' is not a command or a mode (did you mean 'train'?)"
+    )

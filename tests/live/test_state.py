@@ -1,0 +1,127 @@
+"""The folder of a run as a snapshot: who is lost and how soon, what the others say of it, and the verdict."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from distlab.live.state import Reader, Shown, Snapshot
+from distlab.report import status
+from distlab.report.records import End, Failed, Left, Losses, Lost
+from distlab.report.verdict import judge, write_run
+from tests.live.states import BEGAN_AT, recorded, run_of, state
+from tests.report.made_up import good_run
+
+pytestmark = pytest.mark.timeout(60)
+
+BOUND_S = 3.0  # of the issue
+
+
+def hows(snapshot: Snapshot) -> list[str]:
+    return [each.how for each in snapshot.ranks]
+
+
+def test_a_rank_that_stops_writing_is_lost_within_three_seconds_and_no_other(tmp_path: Path) -> None:
+    reader = Reader(run_of(tmp_path, state(0), state(1), state(2)))
+    assert hows(reader.snapshot(100.0)) == ["running"] * 3
+    beat = 1
+    for tick in range(1, 12):  # of a quarter of a second: rank 1 says nothing any more
+        beat += 1
+        run_of(tmp_path, state(0, beat), state(2, beat))
+        snapshot = reader.snapshot(100.0 + tick * status.PERIOD_S)
+        if tick == 6:
+            assert hows(snapshot) == ["running"] * 3
+    assert hows(snapshot) == ["running", "lost", "running"]
+    assert snapshot.clock_s - 100.0 < BOUND_S
+    assert snapshot.ranks[1].reason == "nothing written for 2.8 s"
+    assert (snapshot.verdict, snapshot.sentence) == ("lost", "rank 1 is lost")
+
+
+def test_a_rank_that_was_held_up_comes_back(tmp_path: Path) -> None:
+    reader = Reader(run_of(tmp_path, state(0), state(1), state(2)))
+    reader.snapshot(100.0)
+    assert hows(reader.snapshot(109.0)) == ["lost"] * 3
+    run_of(tmp_path, state(1, beat=2))
+    assert hows(reader.snapshot(109.25)) == ["lost", "running", "lost"]
+
+
+def test_a_broken_file_is_named_and_what_was_known_stays(tmp_path: Path) -> None:
+    reader = Reader(run_of(tmp_path, state(0), state(1), state(2)))
+    before = reader.snapshot(100.0)
+    status.place(tmp_path, 1).write_text('{"rank": 1, "wor')
+    (tmp_path / "rank2.jsonl").write_text('{"record": "lost", "ra\n')
+    snapshot = reader.snapshot(101.0)
+    assert hows(snapshot) == hows(before) == ["running"] * 3
+    assert [fault.partition(" is not ")[0] for fault in snapshot.faults] == ["live.rank1.json", "a line of rank2.jsonl"]
+    json.dumps(asdict(snapshot), allow_nan=False)
+
+
+def test_whom_a_rank_waits_for_and_what_it_does(tmp_path: Path) -> None:
+    run_of(tmp_path, state(0, waits_for=[2], phase="all_reduce", phase_s=1.25), state(1), state(2))
+    reader = Reader(tmp_path)
+    reader.snapshot(100.0)
+    (row, *_) = reader.snapshot(101.5).ranks
+    assert row == Shown(
+        0, "waiting", "", "worker0", 100, "ring", "ring", 4, 20, "all_reduce", phase_s=2.75, waits_for=[2]
+    )
+
+
+def test_what_the_others_wrote_of_a_rank_counts_at_once(tmp_path: Path) -> None:
+    run_of(tmp_path, state(0), state(1), state(2))
+    recorded(tmp_path, 0, Lost(1, 4, "no heartbeat for 2.6 s"), Failed(3, "rank 1 lost at step 4"))
+    recorded(tmp_path, 2, Left(0, 4, "it ended; the others went on"))
+    ranks = Reader(tmp_path).snapshot(100.0).ranks
+    assert [(each.how, each.reason) for each in ranks] == [
+        ("lost", "it ended; the others went on"), ("lost", "no heartbeat for 2.6 s"), ("running", ""),
+    ]  # fmt: skip
+
+
+def test_a_survivor_that_has_said_why_it_ends_is_not_lost(tmp_path: Path) -> None:
+    run_of(tmp_path, state(0), state(1), state(2))
+    recorded(tmp_path, 0, Failed(3, "rank 1 lost at step 4"))
+    recorded(tmp_path, 2, End(2, 0.0, None, 1.0, 0.0))
+    reader = Reader(tmp_path)
+    assert hows(reader.snapshot(100.0)) == ["ended", "running", "running"]  # rank 2 may still draw the report
+    late = reader.snapshot(103.0)
+    assert hows(late) == ["ended", "lost", "ended"]
+    assert late.ranks[0].reason == "rank 1 lost at step 4"
+
+
+def test_a_rank_that_wrote_nothing_is_unseen(tmp_path: Path) -> None:
+    run_of(tmp_path, state(0), state(2))
+    assert hows(Reader(tmp_path).snapshot(100.0)) == ["running", "unseen", "running"]
+
+
+def test_the_verdict_is_that_of_this_attempt(tmp_path: Path) -> None:
+    run_of(tmp_path, state(0), state(1), state(2))
+    write_run(tmp_path, judge(good_run(3)))
+    snapshot = Reader(tmp_path).snapshot(100.0)
+    assert snapshot.verdict == "pass"
+    assert snapshot.sentence.endswith("checks held")
+    os.utime(tmp_path / "run.json", (BEGAN_AT - 1, BEGAN_AT - 1))  # that of the attempt before
+    assert Reader(tmp_path).snapshot(100.0).verdict == "running"
+    os.utime(tmp_path / "run.json", (BEGAN_AT + 1, BEGAN_AT + 1))
+    (tmp_path / "run.json").write_text('{"verdict": "pass"')
+    broken = Reader(tmp_path).snapshot(100.0)
+    assert broken.verdict == "running"
+    assert broken.faults[0].startswith("run.json is not the verdict of a run")
+
+
+def test_ranks_of_a_larger_attempt_before_are_not_shown(tmp_path: Path) -> None:
+    run_of(tmp_path, *(state(rank, world_size=2, began_at=BEGAN_AT + 9) for rank in (0, 1)), state(2))
+    assert [each.rank for each in Reader(tmp_path).snapshot(100.0).ranks] == [0, 1]
+
+
+def test_curves_that_rank_0_has_written_take_the_place_of_the_live_ones(tmp_path: Path) -> None:
+    run_of(tmp_path, state(0, losses={"ring": [[0, 3.0]], "flat": [[0, 4.0]]}), state(1), state(2))
+    recorded(tmp_path, 0, Losses("ring", [3.0, float("nan")]), Losses("one process", [3.0, 2.0]))
+    losses = Reader(tmp_path).snapshot(100.0).losses
+    assert losses == {"flat": [[0, 4.0]], "ring": [[0, 3.0], [1, None]], "one process": [[0, 3.0], [1, 2.0]]}
+    recorded(tmp_path, 0, Losses("ring", [1.0] * 20_000))
+    assert len(Reader(tmp_path).snapshot(100.0).losses["ring"]) == 250
+
+
+def test_a_folder_without_states_waits(tmp_path: Path) -> None:
+    assert Reader(tmp_path).snapshot(100.0) == Snapshot(100.0)

@@ -1,0 +1,90 @@
+"""The comparison with one process can fail in every way that a wrong result can be wrong."""
+
+import math
+
+import pytest
+import torch
+
+from distlab.measure.tensors import Off, Worst, apart, difference, differences, distance, larger, largest
+
+DENSE = {"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])}
+
+
+def test_equal_tensors_do_not_differ() -> None:
+    assert difference(DENSE.items(), DENSE) == 0.0
+
+
+def test_the_largest_difference_counts() -> None:
+    found = {"w": torch.tensor([[1.0, 2.5]]), "b": torch.tensor([3.25])}
+    assert difference(found.items(), DENSE) == 0.5
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"w": DENSE["w"]},
+        DENSE | {"extra": torch.zeros(1)},
+        DENSE | {"w": torch.tensor([1.0, 2.0])},
+        DENSE | {"b": torch.tensor([math.nan])},
+        {},
+    ],
+    ids=["missing", "unknown", "another shape", "not a number", "nothing at all"],
+)
+def test_what_cannot_be_compared_differs_without_end(found: dict[str, torch.Tensor]) -> None:
+    assert difference(found.items(), DENSE) == math.inf
+
+
+def test_a_rank_without_the_dense_run_takes_part_all_the_same() -> None:
+    taken = []
+    assert difference(((name, taken.append(name) or tensor) for name, tensor in DENSE.items()), None) == 0.0  # type: ignore[func-returns-value]
+    assert taken == ["w", "b"]
+
+
+def test_not_a_number_is_the_largest() -> None:
+    assert larger(1.0, 2.0) == 2.0
+    assert larger(math.nan, 2.0) == larger(2.0, math.nan) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("each", "wanted"),
+    [
+        (Off(1.0, 2.0), 0.5), (Off(0.0, 0.0), 0.0), (Off(1e-30, 0.0), math.inf), (Off(math.nan, 1.0), math.inf),
+        (Off(math.inf, math.inf), math.inf),
+    ],
+)  # fmt: skip
+def test_a_share_of_what_is_allowed(each: Off, wanted: float) -> None:
+    assert each.share == wanted
+
+
+def test_the_worst_is_so_by_its_share_of_what_is_allowed() -> None:
+    worst = Worst()
+    for step, (value, bound) in enumerate([(0.0, 0.0), (0.25, 0.25), (0.5, 1.0)]):
+        worst.note("losses", value, bound, f"step {step}")
+    assert worst.found == {"losses": Off(0.25, 0.25, "step 1")}
+    worst.note("losses", math.nan, 9.0, "step 3")
+    assert worst.found == {"losses": Off(math.inf, 9.0, "step 3")}
+    assert worst.times == {"losses": 4}
+
+
+def test_of_what_may_not_differ_at_all_the_largest_difference_is_the_worst() -> None:
+    worst = Worst(["weights", "gradients"])
+    for value in (1e-9, 2.0, 1.0):
+        worst.note("weights", value)
+    assert worst.found == {"weights": Off(2.0), "gradients": Off(0.0)}
+    assert worst.times["gradients"] == 0
+
+
+def test_of_named_tensors_the_worst_is_named_and_all_are_one_comparison() -> None:
+    worst = Worst()
+    worst.compare("weights", (DENSE | {"b": torch.tensor([3.5])}).items(), DENSE, 0.1, "step 2")
+    worst.compare("weights", DENSE.items(), None, 0.1, "step 3")
+    assert worst.found == {"weights": Off(0.5, 0.1, "step 2, b")}
+    assert worst.times == {"weights": 1}
+    assert dict(differences([("w", DENSE["w"])], DENSE)) == {"w": 0.0, "b": math.inf}
+
+
+def test_a_difference_of_two_tensors_its_largest_and_its_norm() -> None:
+    one, other = torch.tensor([3.0, 4.0]), torch.zeros(2, dtype=torch.bfloat16)
+    assert (apart(one, one + 1), apart(one, one[:1]), apart(one, one * math.nan)) == (1.0, math.inf, math.inf)
+    assert (largest(-one), largest(torch.empty(0)), largest(one / 0)) == (4.0, 0.0, math.inf)
+    assert distance(one, other) == 5.0

@@ -1,0 +1,94 @@
+"""The arithmetic of spans by hand, and the clocks of real ranks on one machine, where the truth is known."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from distlab.measure.timeline import Span, align, bubble, hidden_seconds, length, profile, union
+from distlab.testing.warm_ranks import Ranks
+
+pytestmark = pytest.mark.timeout(60)
+SHIFT_S = 0.25
+
+
+def shifted_by_rank(group: dist.ProcessGroup, shift_s: float) -> tuple[float, float]:
+    """Rank r's clock is r * shift_s fast."""
+    offset_s, uncertainty_s = align(group, lambda: time.perf_counter() + group.rank() * shift_s)
+    return offset_s, uncertainty_s
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clocks_of_one_machine_agree(ranks: Ranks, world_size: int) -> None:
+    first, *others = ranks(world_size, shifted_by_rank, 0.0)
+    assert first == (0.0, 0.0)
+    for offset_s, uncertainty_s in others:
+        assert 0 < uncertainty_s < 0.02
+        assert abs(offset_s) <= uncertainty_s
+
+
+def test_a_clock_that_is_fast_is_found(ranks: Ranks) -> None:
+    for rank, (offset_s, uncertainty_s) in enumerate(ranks(3, shifted_by_rank, SHIFT_S)):
+        assert offset_s == pytest.approx(-rank * SHIFT_S, abs=uncertainty_s)
+        assert uncertainty_s < SHIFT_S / 10  # or the line above would say nothing
+
+
+def test_each_moment_counts_for_the_innermost_span() -> None:
+    spans: list[Span] = [
+        ("all_reduce", "", 2.0, 3.0),  # in the order of their ends
+        ("wait", "", 4.5, 4.75),
+        ("send", "", 4.0, 5.0),
+        ("forward", "0", 1.0, 6.0),
+        ("backward", "0", 6.0, 8.0),
+        ("receive", "1", 9.0, 9.5),
+        ("optimizer", "", 10.0, 10.5),
+    ]
+    assert profile(spans) == {
+        "data": 0.0, "forward": 3.0, "backward": 2.0, "communication": 1.75, "optimizer": 0.5, "waiting": 0.75,
+    }  # fmt: skip
+    assert sum(profile(spans).values()) == pytest.approx(length(union(spans)))
+
+
+def test_a_step_of_nothing_has_every_class() -> None:
+    assert set(profile([]).values()) == {0.0}
+
+
+def test_the_bubble_of_two_stages_and_two_microbatches() -> None:
+    """Forward 1 s, backward 2 s: 6 s of work a rank in 9 s, (p-1)/(m+p-1) = 1/3."""
+    first: list[Span] = [
+        ("forward", "0", 0, 1),
+        ("forward", "1", 1, 2),
+        ("backward", "0", 4, 6),
+        ("backward", "1", 7, 9),
+    ]
+    last: list[Span] = [
+        ("forward", "0", 1, 2),
+        ("backward", "0", 2, 4),
+        ("forward", "1", 4, 5),
+        ("backward", "1", 5, 7),
+    ]
+    waits: list[Span] = [("receive", "0", 2, 4), ("optimizer", "", 9, 20)]  # neither computes nor stretches the time
+    assert bubble([first, last]) == pytest.approx(1 / 3)
+    assert bubble([[*first, *waits], last]) == pytest.approx(1 / 3)
+    assert bubble([first, last, []]) == pytest.approx(1 - 12 / 27)  # a rank that does nothing is all bubble
+
+
+def test_no_bubble_where_nobody_computes() -> None:
+    assert bubble([]) is None
+    assert bubble([[], [("all_reduce", "", 0.0, 1.0)]]) is None
+    assert bubble([[("forward", "0", 0.0, 1.0)]]) == 0.0
+
+
+def test_only_what_runs_at_once_is_hidden() -> None:
+    sent: list[Span] = [("all_reduce", "", 1.0, 3.0), ("all_reduce", "", 2.0, 4.0), ("all_reduce", "", 8.0, 9.0)]
+    work: list[Span] = [("backward", "", 0.0, 1.5), ("backward", "", 3.5, 8.25)]
+    assert hidden_seconds(sent, work) == pytest.approx(0.5 + 0.5 + 0.25)
+    assert hidden_seconds(sent, [("backward", "", 4.0, 8.0)]) == 0.0
+    assert hidden_seconds(sent, []) == hidden_seconds([], work) == 0.0
+
+
+def test_a_union_joins_what_touches() -> None:
+    assert union([("send", "", 2.0, 3.0), ("send", "", 0.0, 1.0), ("send", "", 1.0, 2.0), ("send", "", 5.0, 6.0)]) == [
+        (0.0, 3.0),
+        (5.0, 6.0),
+    ]

@@ -1,0 +1,219 @@
+"""What is left of a run: the newest is `latest`, and a broken one has the words of all who survived."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.rendezvous_server import Member
+from distlab.lab import Lab
+from distlab.rank.finish import DRAWN_BY_S, Sections, draw_missing, finish_run, last_words, write_failure_report
+from distlab.rank.rejoin import UNNOTICED, readmit
+from distlab.report.reading import read_run
+from distlab.report.records import Check, End, Failed, Left, Lost, Start, Unshared, select
+from distlab.report.run_folder import Journal
+from distlab.report.run_result import Outcome
+from distlab.report.verdict import judge
+from tests.labs import failed
+
+
+def broken_rank(folder: Path, rank: int) -> Journal:
+    journal = Journal()
+    journal.open(folder, rank)
+    journal.write(Start(rank, "run", "dp", 3, "host", {}, {}, {}))
+    return journal
+
+
+def survivor(rank: int, writes: bool, given_up: bool = False) -> Any:
+    """In place of a Succession: whether it is this rank's turn."""
+    return SimpleNamespace(
+        rank=rank, survivors=[1, 2], given_up=given_up, named_at=time.monotonic(), turn=lambda _written: writes,
+        tell=lambda: None,
+    )  # fmt: skip
+
+
+def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    outcome = Outcome(folder, "token")
+    verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    journals = {rank: broken_rank(folder, rank) for rank in (0, 1, 2)}
+    write_failure_report(verdict, survivor(2, writes=False), journals[2], outcome)
+    assert not (folder / "run.json").exists(), "rank 2 is not the lowest"
+    write_failure_report(verdict, survivor(1, writes=True), journals[1], outcome)
+    assert (folder / "run.json").exists()
+    draw_missing(3, tmp_path)  # on a machine that was too busy to draw it in time
+    assert (folder / "report.html").exists()
+    words = last_words(folder, [1, 2])
+    assert {rank for rank, _ in select(words, Failed)} == {1, 2}
+    run = judge(words)
+    assert run["verdict"] == "lost"
+    assert [(lost["rank"], lost["step"]) for lost in run["lost"]] == [(0, 5)]
+
+
+def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
+    outcome, journal = Outcome(tmp_path / "run", "token"), broken_rank(tmp_path / "run", 1)
+    journal.write(Unshared(["node0", "node1", "node2"]))
+    verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    write_failure_report(verdict, survivor(1, writes=True), journal, outcome)
+    found = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert found["unseen"] == [{"rank": 0, "host": "node0"}, {"rank": 2, "host": "node2"}]
+    sentence = (
+        "no records of rank 0 (on node0), rank 2 (on node2): each machine keeps those of its own ranks, and what was"
+        " measured and checked there is not in this verdict"
+    )
+    assert (tmp_path / "run" / "rank1.log").read_text().splitlines()[0] == f"unseen     {sentence}"
+    draw_missing(3, tmp_path)
+    assert sentence in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_rank_that_was_given_up_touches_nothing_of_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    journal, outcome = broken_rank(folder, 2), Outcome(folder, "token")
+    outcome.lay_ready({"verdict": "pass"}, 0)
+    outcome.page(0).write_text("the page")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    verdict = Verdict(3, "rank 2 was given up by the others", (Lost(2, 5, "no heartbeat for 2.5 s"),))
+    write_failure_report(verdict, survivor(2, writes=True, given_up=True), journal, outcome)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    outcome.publish(0)
+    assert (folder / "run.json").exists() and (folder / "report.html").exists()
+
+
+def test_a_report_that_takes_too_long_is_left_to_the_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    outcome, journal = Outcome(folder, "token"), broken_rank(folder, 1)
+    verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    late = survivor(1, writes=True)
+    late.survivors, late.named_at = [1], late.named_at - DRAWN_BY_S + 0.1
+    write_failure_report(verdict, late, journal, outcome)
+    assert json.loads((folder / "run.json").read_text())["verdict"] == "lost"
+    assert not list(folder.glob("*report*")), "what was begun is gone"
+    assert "report     not drawn within 4.5 s of the loss: ./run report" in (folder / "rank1.log").read_text()
+    capsys.readouterr()
+    draw_missing(1, tmp_path)
+    assert not (folder / "report.html").exists(), "another end than a loss has its report, or none"
+    draw_missing(3, tmp_path)
+    assert (folder / "report.html").exists()
+    assert capsys.readouterr().out == f"report     {tmp_path}/latest/report.html\n"
+
+
+DRAWS = """
+import sys
+from pathlib import Path
+from distlab.rank.finish import draw
+draw(Path(sys.argv[1]), Path(sys.argv[1]) / "report.html", 60)
+"""
+
+
+def test_a_drawing_ends_with_the_rank_that_began_it(tmp_path: Path) -> None:
+    broken_rank(tmp_path, 0)
+
+    def drawing() -> list[int]:
+        """The processes that draw, but those that have ended and are not reaped yet."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                command = (process / "cmdline").read_bytes().split(b"\0")
+                if b"distlab.cluster.child" in command and os.fsencode(tmp_path) in command:
+                    found.append(int(process.name))
+        return found
+
+    rank = subprocess.Popen([sys.executable, "-c", DRAWS, str(tmp_path)])
+    while not drawing():
+        assert rank.poll() is None, "it draws"
+    (child,) = drawing()
+    os.kill(child, signal.SIGSTOP)
+    rank.kill()
+    rank.wait()
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGCONT)
+    while drawing():
+        time.sleep(0.01)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_survivor_without_words_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    broken_rank(tmp_path / "run", 1)
+    assert set(last_words(tmp_path / "run", [1])) == {1}
+
+
+def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[str, Any]:
+    """The run of a rank alone, of which its gradients alone were checked, by how far they are off; `check` sees the
+    mistake it made."""
+    journal = Journal()
+    journal.open(folder, 0)
+    made = {"name": "lost_shard", "what": "a shard is lost", "check": check}
+    journal.write(Start(0, "run", "dp", 1, "host", {}, {}, {}, mistake=made))
+    journal.write(Check("flat", "gradients", gradients, 1e-12))
+    journal.write(End(0, 0.0, 0.0, 1.0, 0.0))
+    exchange: Any = SimpleNamespace(
+        gather=lambda _key, lines: [lines], share=lambda _key, code: code, rank=0, world_size=1
+    )
+    lab: Any = SimpleNamespace(rank=0, exchange=exchange, journal=journal, say=lambda _line: None)
+    lab.check, lab.mistake_for = partial(Lab.check, lab), lambda _check: ""
+    assert finish_run(lab, Outcome(folder, "token"), Sections(exchange, journal), lambda: None) == 1
+    run = json.loads((folder / "run.json").read_text())
+    assert run == judge(read_run(folder)), "the records alone give the same verdict later"
+    return run  # type: ignore[no-any-return]
+
+
+def test_a_mistake_that_its_check_sees_fails_by_that_check(tmp_path: Path) -> None:
+    assert failed(concluded(tmp_path, 1e-3)) == {"gradients"}
+
+
+def test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held(tmp_path: Path) -> None:
+    run = concluded(tmp_path, 1e-16)
+    (check,) = [check for check in run["checks"] if not check["passed"]]
+    assert check["name"] == "LAB_BUG"
+    assert check["detail"] == "gradients, which sees lost_shard, held: nothing in this run shows it"
+
+
+def test_a_mistake_whose_check_did_not_run_is_not_said_to_have_been_looked_for(tmp_path: Path) -> None:
+    run = concluded(tmp_path, 1e-16, check="staleness")
+    (check,) = [check for check in run["checks"] if not check["passed"]]
+    assert check["name"] == "LAB_BUG"
+    assert check["detail"] == "staleness, which sees lost_shard, did not run: nothing in this run could show it"
+
+
+def taken_in(tmp_path: Path, *lives: Left) -> list[Any]:
+    """What a survivor writes of rank 2, which is back and of whose lives it has noted these losses."""
+    hearing = Hearing(0, range(3), lost_after_s=2.0, now=0.0)
+    hearing.take(Hearing(2, range(3), 2.0, 0.0).beat(Place(3, 7, "join"), None, 0.5), now=0.5)
+    journal = broken_rank(tmp_path, 0)
+    for life in lives:
+        hearing.peers.pop(2, None)
+        journal.write(life)
+    if lives and lives[-1].back:
+        hearing.take_in(2, 1.0)
+    watch: Any = SimpleNamespace(hearing=hearing, take_in=lambda member: None)
+    addresses: Any = SimpleNamespace(readmit=lambda member, opened: None)
+    exchange: Any = SimpleNamespace(gone={2})
+    readmit(watch, exchange, journal, addresses, asdict(Member(2, "host", "127.0.0.2", 17, 2)), ["127.0.0.2", 18, 19])
+    assert exchange.gone == set()
+    return journal.records[1 + len(lives) :]
+
+
+def test_who_is_back_after_its_loss_is_told_of_with_the_words_of_that(tmp_path: Path) -> None:
+    life = Left(2, 4, "no heartbeat for 2.6 s; the others went on")
+    assert taken_in(tmp_path, life) == [replace(life, back=True)]
+
+
+def test_who_is_back_before_anybody_noticed_has_left_all_the_same(tmp_path: Path) -> None:
+    before = Left(2, 4, "no heartbeat for 2.6 s; the others went on", back=True)
+    assert taken_in(tmp_path / "first") == [Left(2, 7, UNNOTICED, back=True)]
+    assert taken_in(tmp_path / "second", before) == [Left(2, 0, UNNOTICED, back=True)]

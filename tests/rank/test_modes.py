@@ -1,0 +1,90 @@
+"""A lesson by its name, or by the path of one that is not in experiments/."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from distlab.config import Config, ConfigError
+from distlab.config.settings import modes
+from distlab.rank.mode_loader import load, modes_that
+
+LESSON = """\"\"\"The idea.
+
+More of it.\"\"\"
+from distlab.contract import Mode, Variant
+import {sibling}
+MODE = Mode(variants=(Variant("one"),))
+"""
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_every_mode_of_ours_is_found_with_its_idea(mode: str) -> None:
+    lesson = load(mode)
+    assert len(lesson.idea.splitlines()) > 3
+    assert lesson.variants or mode == "train"
+
+
+def test_a_lesson_from_outside_is_no_different(tmp_path: Path) -> None:
+    (tmp_path / "outside.py").write_text(LESSON.format(sibling="helps_outside"))
+    (tmp_path / "helps_outside.py").write_text("")
+    lesson = load(str(tmp_path / "outside.py"))
+    assert (lesson.idea, lesson.names) == ("The idea.\n\nMore of it.", ("one",))
+
+
+def test_so_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "folded").mkdir()
+    (tmp_path / "folded" / "__init__.py").write_text(LESSON.format(sibling="folded.part"))
+    (tmp_path / "folded" / "part.py").write_text("")
+    assert load(str(tmp_path / "folded")).names == ("one",)
+
+
+OPTIONS = """from distlab.config.settings import Field, ModeOptions
+
+class Options(ModeOptions):
+    speed: float = Field(2.5, alias="LAB_SPEED", description="how fast")
+"""
+
+
+def test_a_folder_has_variables_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "quick").mkdir()
+    (tmp_path / "quick" / "__init__.py").write_text(
+        "from .options import Options\n" + LESSON.format(sibling="quick.options")
+    )
+    (tmp_path / "quick" / "options.py").write_text(OPTIONS)
+    config = Config.read({"RUN_MODE": str(tmp_path / "quick"), "LAB_SPEED": "3"})
+    assert load(config.run_mode).names == ("one",)
+    assert config.options.model_dump() == {"speed": 3.0}
+    assert sys.modules["quick"].Options is type(config.options)
+
+
+def test_a_file_with_variables_of_its_own_is_told_to_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text(OPTIONS + LESSON.format(sibling="json"))
+    with pytest.raises(ConfigError, match=r"it has to be a folder, and class Options in .*/quick/options\.py"):
+        load(str(tmp_path / "quick.py"))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1\n", "has no MODE: a lesson ends with MODE = Mode(...)"),
+        ("MODE = 3\n", "has no MODE"),
+        ("x = 1\nraise KeyError('word')\n", "cannot be imported: KeyError: 'word' (line 2)"),
+        ("x = 1\n\ndef f(:\n", "cannot be imported: SyntaxError: invalid syntax (line 3)"),
+        (
+            "import nowhere_to_be_found\n",
+            "cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found' (line 1)",
+        ),
+    ],
+)
+def test_what_is_no_lesson_is_refused_in_one_sentence(tmp_path: Path, source: str, words: str) -> None:
+    (tmp_path / "wrong.py").write_text(source)
+    with pytest.raises(ConfigError) as refused:
+        load(str(tmp_path / "wrong.py"))
+    (sentence,) = refused.value.faults
+    assert sentence.startswith("RUN_MODE=") and words in sentence
+
+
+def test_modes_are_named_by_what_they_have() -> None:
+    assert modes_that(lambda mode: "ddp" in mode.by_torch) == "compress, dp"
+    assert modes_that(lambda mode: False) == ""

@@ -1,0 +1,175 @@
+"""Whatever lies in a run's folder: each command that reads it ends, names it in a line, and goes on with the others."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distlab.cli import clean
+from distlab.cli.report import main as report
+from distlab.live.server import Runs
+from distlab.live.state import Reader
+from distlab.report import status
+from distlab.report.run_folder import point_latest
+from distlab.report.verdict import judge, write_run
+from tests.live.states import state
+from tests.report.made_up import good_run, written
+
+DEEP = "[" * 100_000
+FILES = {"records": "rank1.jsonl", "verdict": "run.json", "live": "live.rank1.json", "claim": ".run"}
+
+
+def put(path: Path, content: str) -> None:
+    path.write_text(content, errors="surrogatepass")
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def fields_missing(path: Path) -> None:
+    """Of the first object in the file all but the first."""
+    lines = path.read_text().splitlines()
+    name, value = next(iter(json.loads(lines[0] if path.suffix == ".jsonl" else "".join(lines)).items()))
+    put(path, json.dumps({name: value}) + "\n")
+
+
+def changed(path: Path, **values: Any) -> None:
+    """The first object in the file with other values."""
+    lines = path.read_text().splitlines()
+    first = lines[:1] if path.suffix == ".jsonl" else lines
+    found = {name: values.get(name, value) for name, value in json.loads("".join(first)).items()}
+    put(path, "\n".join([json.dumps(found), *lines[len(first) :]]) + "\n")
+
+
+MAKE: dict[str, Callable[[Path], Any]] = {
+    "a pipe": os.mkfifo,
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+    "a loop": lambda path: path.symlink_to(path.name),
+    "a huge file": huge,
+    "deep JSON": lambda path: put(path, DEEP),
+    "deep in a record": lambda path: put(path, '{"record": "table", "title": "x", "columns": [], "rows": ' + DEEP),
+    "no text": lambda path: path.write_bytes(bytes(range(256))),
+    "a lone surrogate": lambda path: put(path, '{"record": "said", "heading": "\\ud800", "text": "\ud800"}\n'),
+    "nothing": lambda path: put(path, ""),
+}
+ALTER: dict[str, Callable[[Path], Any]] = {
+    "missing fields": fields_missing,
+    "a world without end": lambda path: changed(path, world_size=10**12, rank=0),
+    "a number that no float is": lambda path: changed(path, world_size=10**400, began_at=10**400),
+    "a verdict of another type": lambda path: changed(path, verdict=["pass"], lost=[1], config=1, host=1),
+    "half a pair": lambda path: changed(path, host="\ud800", run_mode="\ud800", run_id="\ud800"),
+}
+KINDS = {**MAKE, **ALTER}
+
+
+def run_in(runs: Path, name: str) -> Path:
+    """A run with records, a verdict, live states and a claim."""
+    folder = written(runs / name, good_run(3))
+    write_run(folder, judge(good_run(3)))
+    for rank in range(3):
+        status.write(folder, state(rank))
+    (folder / ".run").write_text("token")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of runs, `good` and `bad`, which LAB_RUNS_DIR names."""
+    folder = tmp_path / "runs"
+    for name in ("good", "bad"):
+        run_in(folder, name)
+    monkeypatch.setenv("LAB_RUNS_DIR", str(folder))
+    return folder
+
+
+def spoil(path: Path, kind: str) -> None:
+    if kind in MAKE:
+        path.unlink()
+    KINDS[kind](path)
+
+
+CASES = [(file, kind) for file in FILES for kind in KINDS if kind in MAKE or file != "claim"]  # a claim has no fields
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("file", "kind"), CASES)
+def test_every_reader_ends_and_shows_the_other_run(
+    runs: Path, file: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    path = runs / "bad" / FILES[file]
+    spoil(path, kind)
+
+    assert clean.main([]) == 0
+    listed = capsys.readouterr().out
+    assert "good" in listed and "bad" in listed
+
+    shown = Reader(runs / "bad").snapshot(1.0)
+    assert [each.rank for each in shown.ranks] == [0, 1, 2]
+    json.dumps(shown.verdict + shown.sentence + "".join(shown.faults)).encode()
+    if file == "live" and kind != "half a pair":
+        assert any(fault.startswith(FILES["live"]) for fault in shown.faults)
+    Runs(runs, new=False).snapshot()
+
+    if file == "records":  # of which alone a report is made
+        codes = [report([str(runs / "bad")]), report([str(runs / "good"), str(runs / "bad")])]
+        told = capsys.readouterr().err
+        if kind not in ("nothing", "half a pair"):
+            assert codes == [2, 2] and told.count("rank1.jsonl") == told.count("refused    ") == 2
+    assert time.monotonic() - began < 25
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "an endless device", "a folder", "a loop"])
+def test_clean_removes_a_run_with_whatever_is_in_it(runs: Path, kind: str) -> None:
+    for file in FILES.values():
+        spoil(runs / "bad" / file, kind)
+    (runs / "latest").symlink_to("latest")  # which leads to itself
+    for path in [*(runs / "bad").iterdir(), *(runs / "good").iterdir()]:
+        if not path.is_symlink():
+            os.utime(path, (1e9, 1e9))
+    assert clean.main(["--all", "--yes"]) == 0
+    assert not (runs / "good").exists()
+    point_latest(run_in(runs, "next"))
+    assert (runs / "latest").resolve() == runs / "next"
+
+
+def test_one_that_cannot_be_removed_does_not_keep_the_others(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remove = shutil.rmtree
+
+    def refuses(folder: Path) -> None:
+        if folder.name == "bad":
+            raise PermissionError(1, "Operation not permitted", str(folder))
+        remove(folder)
+
+    monkeypatch.setattr("shutil.rmtree", refuses)
+    for path in [*(runs / "bad").iterdir(), *(runs / "good").iterdir()]:
+        os.utime(path, (1e9, 1e9))
+    assert clean.main(["--all", "--yes"]) == 2
+    assert capsys.readouterr().err == f"broken     {runs}/bad cannot be removed: Operation not permitted\n"
+    assert [path.name for path in runs.iterdir()] == ["bad"]
+
+
+def test_a_folder_whose_name_is_no_text_is_listed(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (runs / "good").rename(os.fsdecode(bytes(runs) + b"/\xff\n"))
+    assert clean.main([]) == 0
+    assert "\\udcff\\n" in capfd.readouterr().out
+
+
+def test_records_that_fit_their_schema_and_not_each_other_are_refused(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (runs / "bad" / "rank0.jsonl").open("a") as records:
+        records.write('{"record": "unshared", "hosts": []}\n')
+    (runs / "bad" / "rank2.jsonl").unlink()
+    assert report([str(runs / "bad")]) == 2
+    assert "bad: its records do not fit each other (IndexError" in capsys.readouterr().err

@@ -1,0 +1,253 @@
+"""What rank 0 prints last: columns in line, failures by name, and one line that says it all."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from distlab.report.log import SECTIONS, untold, verdict_lines, words
+from distlab.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
+from distlab.report.tables import LEGEND
+from distlab.report.verdict import first, judge
+from tests.report.made_up import good_run, mistaken, pipeline_run, plus, with_check, with_measured, without
+
+REPORT = Path("runs/dp-20261120-171500/report.html")
+
+
+def lines(records: Ranks, report: Path | None = REPORT) -> list[str]:
+    return verdict_lines(judge(records), records, report)
+
+
+def test_what_the_backward_pass_hid_is_told_of_every_rank() -> None:
+    traced = plus(plus(good_run(2), Overlap("ring", 0.008, 0.002)), Overlap("ring", 0.0, 0.0), rank=1)
+    block = [line for line in lines(traced) if line.startswith("hidden") or "of 8.00 ms" in line]
+    assert [line.split() for line in block] == [
+        ["hidden", "communication", "behind", "the", "backward", "pass", "rank", "0", "rank", "1"],
+        ["ring", "25", "%", "of", "8.00", "ms", "nothing", "sent"],
+    ]
+
+
+def test_the_log_of_a_good_run() -> None:
+    assert lines(good_run()) == [
+        "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
+        "proof      float64, against one process   gradients   weights   losses    (tolerance 1e-12)",
+        "           naive                          2.8e-17     5.6e-17   0         held",
+        "           bucketed                       2.8e-17     5.6e-17   0         held",
+        "           ddp                            2.8e-17     5.6e-17   0         held",
+        "measured   20 steps, LAB_DTYPE=float32   ms a step   x ddp   predicted    called      wire",
+        "           naive                              81.7    1.62     9.60 MB   9.60 MB   9.70 MB   held",
+        "           bucketed                           50.5    1.00     9.60 MB   9.60 MB   9.61 MB   held",
+        "           ddp                                50.5    1.00     9.60 MB   9.60 MB   9.61 MB   shown",
+        (
+            "memory     MB at rest / at the peak   parameters   gradients   activations         total   rest by formula"
+            "       process"
+        ),
+        (
+            "           naive                            6.40        6.40      0 / 7.80   12.8 / 20.6              12.8"
+            "   13.1 / 21.6   held"
+        ),
+        (
+            "           bucketed                         6.40        6.40      0 / 10.8   12.8 / 23.6              12.8"
+            "   13.1 / 24.6   held"
+        ),
+        (
+            "           ddp                              6.40        6.40      0 / 13.8   12.8 / 26.6              12.8"
+            "   13.1 / 27.6   shown"
+        ),
+        "checks     shards disjoint   0   tolerance 0   held",
+        f"PASS       16 checks held · report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up",
+    ]
+
+
+def test_what_failed_is_named_with_both_numbers() -> None:
+    said = lines(with_measured(with_check(good_run(), "gradients", 3.1e-2), "naive", "wire bytes", 12e6, 2))
+    assert "FAILED     bucketed gradients: differs by 3.1e-02 where 1e-12 is allowed" in said
+    assert "FAILED     naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB" in said
+    assert sum(line.endswith("FAILED") for line in said) == 4  # three rows of the proof, one of the measured
+    assert said[-1].startswith("FAIL       4 of 16 checks failed: naive gradients, ")
+
+
+def test_bytes_that_stay_and_should_not_are_seen_in_the_table_and_by_name() -> None:
+    said = lines(with_measured(good_run(), "bucketed", "rest bytes", 19.2e6, 3))
+    assert "FAILED     bucketed rest bytes: predicted 12.8 MB ± 128 kB, rank 3 measured 19.2 MB" in said
+    table = next(number for number, line in enumerate(said) if line.startswith("memory"))
+    assert [line.split()[-1] for line in said[table + 1 : table + 4]] == ["held", "FAILED", "shown"]
+
+
+def test_failed_checks_come_before_those_that_held() -> None:
+    said = lines(plus(good_run(), Check("ring", "loss replicated", 1.0, 0.0, "rank 1 had 3, not 2")))
+    failed = next(number for number, line in enumerate(said) if "loss replicated" in line)
+    assert said[failed].endswith("(rank 1 had 3, not 2)")
+    assert failed < next(number for number, line in enumerate(said) if "shards disjoint" in line)
+
+
+def test_a_comparison_of_the_modes_own_has_its_line() -> None:
+    said = lines(plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False, shown="a time")))
+    assert "compared   1f1b bubble   predicted 0.273   measured 0.308   shown" in said
+
+
+def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
+    said = lines(without(Overlap, pipeline_run(2, 2, ("1f1b",))))
+    profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
+    assert said[profile : profile + 2] == [
+        (
+            "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication  "
+            " optimizer     waiting"
+        ),
+        (
+            "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00"
+            " (2)   50.0 (43)"
+        ),
+    ]
+    assert said[-5:-1] == [
+        "timeline   1f1b: bubble 0.37 measured, 0.33 by (p-1)/(m+p-1)",
+        "           rank 0 |00000001111111..............aaaaaaaaaaaaaa.......bbbbbbbbbbbbbb+|",
+        "           rank 1 |.......0000000aaaaaaaaaaaaaa1111111bbbbbbbbbbbbbb+..............|",
+        f"           {LEGEND}",
+    ]
+
+
+def test_of_ranks_that_send_unlike_the_most_is_told() -> None:
+    """The claim of the rank that is farthest off is another's."""
+    more = Comparison("bucketed", "called bytes", "B", 11.5e6, 11.5e6, 0.0, "2(N-1)/N·S")
+    (told,) = [line for line in lines(plus(good_run(), more, rank=3)) if "bucketed" in line and "9.6" in line]
+    assert told.split()[3:5] == ["11.5", "MB"]
+
+
+def test_bytes_that_nobody_counted_are_left_blank() -> None:
+    assert lines(without(Wire, good_run()))[6].split()[-2:] == ["-", "held"]
+
+
+def test_a_run_without_checks_says_not_proven() -> None:
+    said = lines(without(Check, good_run()))
+    assert said[1] == "proof      not proven: no check was made"
+    assert said[-1].startswith("PASS       not proven · ")
+
+
+def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
+    records = {
+        rank: [*of_rank, Failed(3, "rank 2 is gone")] for rank, of_rank in without(End, good_run()).items() if rank != 2
+    }
+    said = lines(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
+    assert "error      rank 0, 1, 3 ended with code 3: rank 2 is gone" in said
+    assert (
+        "unseen     no records of rank 2: they ended before they wrote any, and what was measured and checked there is not in"
+        " this verdict" in said
+    )
+    assert said[-1].startswith(
+        "LOST       rank 2 lost at step 17: silent for 2.5 s · no report written · repeat RUN_MODE=dp "
+    )
+
+
+def test_more_ranks_than_one_machine_starts_are_repeated_by_their_engine() -> None:
+    last = lines(good_run(9))[-1]
+    assert last.endswith("python -m workers, as each rank of an engine") and "docker" not in last
+
+
+MADE = (
+    "mistake    LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that is meant to see it:"
+    " replicas"
+)
+
+
+def test_a_mistake_is_told_first_and_explained_in_the_last_line() -> None:
+    records = plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0), Check("ddp", "replicas", 0.25, 0.0))
+    said = lines(records)
+    assert said[0] == MADE
+    assert said[-1] == (
+        "FAIL       2 of 18 checks failed: naive replicas, ddp replicas · LAB_BUG=no_broadcast: every rank begins from"
+        " weights of its own; seen by naive replicas, which is meant to see it: differs by 5.0e-01 where 0 is allowed ·"
+        f" report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up"
+    )
+    assert sum("every rank begins" in line for line in said) == 2 and not any("seen by" in line for line in said[1:-1])
+
+
+def test_a_mistake_that_a_comparison_sees_is_told_with_both_numbers() -> None:
+    records = with_measured(good_run(), "naive", "wire bytes", 12e6, 2)
+    start = replace(first(records), mistake={"name": "twice", "what": "sends all twice", "check": "wire bytes"})
+    said = lines(records | {0: [start, *records[0][1:]]})
+    seen = "naive wire bytes, which is meant to see it: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB"
+    assert f" · LAB_BUG=twice: sends all twice; seen by {seen} · " in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "how"),
+    [
+        ([Check("naive", "replicas", 0.0, 0.0)], "held: nothing in this run shows it"),
+        ([], "did not run: nothing in this run could show it"),
+    ],
+)
+def test_a_mistake_that_was_missed_is_told_as_missed(more: list[Check], how: str) -> None:
+    last = lines(plus(mistaken(good_run()), *more))[-1]
+    assert f"weights of its own; not seen: replicas {how} · report " in last
+
+
+def test_without_a_mistake_none_is_told() -> None:
+    assert not any(line.startswith("mistake") or "LAB_BUG" in line for line in lines(good_run()))
+
+
+def told_of(records: Ranks, *names: str) -> set[str]:
+    """The rows of these sections, as they were told from what was written until then."""
+    return {words(row) for name in names for row in SECTIONS[name](judge(records), records, ())}
+
+
+def test_what_was_told_while_the_run_went_on_is_not_told_again() -> None:
+    until_then = without(End, good_run())
+    told = told_of(until_then, "skipped", "proof", "timed", "measured", "memory")
+    left = verdict_lines(judge(good_run()), good_run(), REPORT, told)
+    assert [line.split()[0] for line in left] == ["checks", "PASS"]
+    assert told >= {words(line) for line in lines(good_run())[:13]}
+
+
+def test_rows_that_came_later_are_told_under_their_heading() -> None:
+    told = told_of(good_run(), "skipped", "proof")
+    later = plus(good_run(), Check("means", "losses", 1e-3, 1e-12))
+    left = verdict_lines(judge(later), later, REPORT, told)
+    assert [line.split()[0] for line in left[:3]] == ["proof", "means", "measured"]
+    assert untold([], told) == []
+
+
+def test_a_row_that_was_told_is_left_out_with_a_heading_that_has_no_other() -> None:
+    block = ["skipped    a: no", "skipped    b: no", "checks     c   0", "           d   0"]
+    assert untold(block, {"skipped a: no"}) == block[1:]
+    assert untold(block, {words(row) for row in block[:3]}) == block[2:]
+    assert untold(block, {words(row) for row in block}) == []
+
+
+def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:
+    held = plus(plus(good_run(), Check("ring", "timed losses", 2e-7, 1e-5)), Check("ring", "timed steps", 0.0, 0.0))
+    table = next(number for number, line in enumerate(lines(held)) if line.startswith("timed"))
+    assert [line.split() for line in lines(held)[table : table + 2]] == [
+        ["timed", "off,", "of", "what", "rounding", "allows", "timed", "losses", "timed", "steps"],
+        ["ring", "2.0e-07", "of", "1.0e-05", "0", "held"],
+    ]
+    unproven = lines(plus(good_run(), Check("ring", "timed steps", 0.0, 0.0)))
+    assert any(line.startswith("timed      not held against one process: LAB_PROOF=0") for line in unproven)
+
+
+def test_a_difference_that_has_a_unit_is_shown_with_it() -> None:
+    said = lines(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit="epsilons of bfloat16")))
+    heading = next(line for line in said if line.startswith("proof"))
+    assert heading.startswith("proof      float64, against one process ") and heading.endswith("(tolerance 1e-12)")
+    assert any(line.endswith("held (tolerance 8 epsilons of bfloat16)") for line in said)
+
+
+def test_a_row_that_is_held_to_something_else_than_the_first_one_says_so() -> None:
+    kinds = [Check("theirs", "gradients", 0.0, 1e-11), Check("theirs", "weights", 0.0, 2e-11)]
+    said = lines(plus(without(Check, good_run()), *kinds, Check("other", "gradients", 0.0, 1e-9)))
+    assert said[1].endswith("losses    (tolerance 1e-11 to 2e-11)")
+    assert said[2].endswith(" held") and said[3].endswith(" held (tolerance 1e-09 in float64)")
+
+
+def test_where_the_first_difference_has_a_unit_every_row_says_what_is_allowed_of_it() -> None:
+    unit = "epsilons of bfloat16"
+    first_rows = [Check("bf16", "gradients", 2.5, 8.0, unit=unit), Check("fp32", "gradients", 0.0, 1e-12)]
+    said = [line for line in lines(plus(without(Check, good_run()), *first_rows)) if not line.startswith("skipped")]
+    assert said[0] == "proof      against one process   gradients   weights   losses"
+    assert said[1].endswith(f"held (tolerance 8 {unit})") and said[2].endswith("held (tolerance 1e-12 in float64)")
+
+
+def test_bytes_that_headers_outweigh_are_shown_with_what_is_allowed() -> None:
+    small = Comparison("line", "wire bytes", "B", 12.0, 592.0, 1024.0)
+    said = lines(plus(plus(good_run(), small), Wire("line", 1, 592, 0)))
+    assert any(line.split()[-4:] == ["held,", "±", "1.02", "kB"] for line in said if line.split()[:1] == ["line"])

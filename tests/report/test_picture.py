@@ -1,0 +1,140 @@
+"""The picture of a run: what it shows of a real run's records, and that the picture in docs/ is one of this code's."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from distlab.cli.report import main
+from distlab.report.records import Ranks as Records
+from distlab.report.timeline_data import NUMBERED, timelines
+from distlab.report.timeline_view import PRIME
+from distlab.testing.warm_ranks import Ranks
+from tests.labs import run_experiment
+
+TOP = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def drawn(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Records, ElementTree.Element]:
+    """A small run of the picture's own mode and variants: its verdict, its records and its picture."""
+    folder = tmp_path_factory.mktemp("run")
+    run, records = run_experiment(
+        ranks,
+        4,
+        folder,
+        RUN_MODE="pp",
+        LAB_VARIANT="naive,gpipe,1f1b,interleaved,zb_h1",
+        LAB_DEPTH="8",
+        LAB_SLEEP_MS="2",
+        LAB_STEPS="2",
+    )
+    assert main([str(folder), "--figures", str(folder / "figures")]) == 0
+    return run, records, ElementTree.parse(folder / "figures" / "picture.svg").getroot()
+
+
+def texts(svg: ElementTree.Element, look: str) -> list[str]:
+    return [text.text or "" for text in svg.iter(f"{SVG}text") if look in (text.get("class") or "").split()]
+
+
+def form(svg: ElementTree.Element) -> set[tuple[str, str]]:
+    """Which elements a picture is made of: tag, and the first word of its class; numbers are there if they have room."""
+    made = {(element.tag, (element.get("class") or "").partition(" ")[0]) for element in svg.iter()}
+    return made - {(f"{SVG}text", kind) for kind in NUMBERED}
+
+
+def panels(svg: ElementTree.Element) -> list[ElementTree.Element]:
+    """A variant's marks each."""
+    return [part for part in svg.iter(f"{SVG}svg") if part.get("class") == "panel"]
+
+
+def of_class(svg: ElementTree.Element, tag: str, look: str) -> list[ElementTree.Element]:
+    return [mark for mark in svg.iter(f"{SVG}{tag}") if look in (mark.get("class") or "").split()]
+
+
+def test_each_span_of_each_rank_is_a_bar(drawn: tuple[dict[str, Any], Records, ElementTree.Element]) -> None:
+    run, records, svg = drawn
+    for panel, of_ranks in zip(panels(svg), timelines(records, run["world_size"]).values(), strict=True):
+        spans = Counter(span.kind for of_rank in of_ranks for span in of_rank)
+        bars = [rect for rect in panel.iter(f"{SVG}rect") if (rect.get("class") or "").split()[:1] != ["idle"]]
+        assert Counter((bar.get("class") or "").split()[0] for bar in bars) == spans
+        assert all(at(bar, "x") >= 0 and at(bar, "x") + at(bar, "width") <= 100.001 for bar in bars)
+    assert [len(of_class(panel, "rect", "forward")) for panel in panels(svg)] == [
+        4,
+        16,
+        16,
+        32,
+        16,
+    ]  # naive: in one piece
+
+
+def at(mark: ElementTree.Element, name: str) -> float:
+    """A place in per cent."""
+    return float(mark.get(name, "").removesuffix("%"))
+
+
+def test_a_microbatch_has_one_colour_on_all_ranks(
+    drawn: tuple[dict[str, Any], Records, ElementTree.Element],
+) -> None:
+    _, _, svg = drawn
+    hues = {
+        (bar.get("data-l"), (bar.get("class") or "").split()[1])
+        for panel in panels(svg)[1:]
+        for kind in NUMBERED
+        for bar in of_class(panel, "rect", kind)
+    }
+    ways = [("0", "blue"), ("1", "orange"), ("2", "teal"), ("3", "violet")]
+    assert hues == {*ways, *((f"{number}{PRIME}", hue) for number, hue in ways)}  # a prime: of the second chunk
+
+
+def test_each_message_is_an_arrow_that_arrives_after_it_left(
+    drawn: tuple[dict[str, Any], Records, ElementTree.Element],
+) -> None:
+    _, _, svg = drawn
+    for panel, microbatches in zip(panels(svg)[:3], (1, 4, 4), strict=True):
+        arrows = of_class(panel, "line", "message")
+        pairs = Counter(arrow.get("data-r") for arrow in arrows)
+        assert pairs == dict.fromkeys(["0,1", "1,2", "2,3", "1,0", "2,1", "3,2"], microbatches)
+        assert all(at(arrow, "x1") <= at(arrow, "x2") for arrow in arrows)
+        assert len({arrow.get("data-b") for arrow in arrows}) == 1
+
+
+def test_variants_share_one_axis_and_idle_shares_are_those_of_the_run(
+    drawn: tuple[dict[str, Any], Records, ElementTree.Element],
+) -> None:
+    run, _, svg = drawn
+    bubbles = {claim["variant"]: claim for claim in run["comparisons"] if claim["name"] == "bubble"}
+    assert texts(svg, "name") == list(bubbles) == ["naive", "gpipe", "1f1b", "interleaved", "zb_h1"]
+    for told, claim in zip(texts(svg, "told"), bubbles.values(), strict=True):
+        assert told.endswith(f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula']}")
+    lengths = [float(told.partition(" ms")[0]) for told in texts(svg, "told")]
+    for panel, length in zip(panels(svg), lengths, strict=True):
+        for track in of_class(panel, "rect", "idle"):
+            assert at(track, "width") / 100 == pytest.approx(length / max(lengths), rel=0.01)
+
+
+def test_the_picture_in_docs_is_of_this_form(drawn: tuple[dict[str, Any], Records, ElementTree.Element]) -> None:
+    kept = ElementTree.parse(TOP / "docs" / "picture.svg").getroot()
+    _, _, made = drawn
+    assert form(kept) == form(made)
+    assert kept.findtext(f"{SVG}style") == made.findtext(f"{SVG}style")
+    assert kept.findtext(f"{SVG}title") == made.findtext(f"{SVG}title")
+    assert texts(kept, "name") == texts(made, "name")
+    by_formula = [told.partition(", ")[2] for told in texts(kept, "told")]
+    assert by_formula == [
+        "75% by (p-1)/p", "27% by (p-1)/(m+p-1)", "20% by 2(p-1)/(3m+2(p-1))", "11% by 2(p-1)/(3vm+2(p-1))",
+        "11% by (p-1)/(3m+p-1)",
+    ]  # fmt: skip
+
+
+def test_it_needs_neither_torch_nor_pygal() -> None:
+    program = "import sys, distlab.report.picture; print([name for name in ('torch', 'pygal') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

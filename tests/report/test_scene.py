@@ -1,0 +1,118 @@
+"""What a picture shows: whose message is whose, who came last, what is idle, and what is cut when it is too much."""
+
+import pytest
+
+from distlab.report.records import Ideal, Messages
+from distlab.report.timeline_data import (
+    Arrow,
+    Band,
+    Scene,
+    Span,
+    arrows_of,
+    bands_of,
+    chunk_of,
+    coarse,
+    fitted,
+    largest,
+    scene,
+    scenes,
+)
+from distlab.report.verdict import judge
+from tests.report.made_up import SENT_BYTES, good_run, pipeline_run, plus, without
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def send(to: int, nbytes: int, start_s: float, tag: int = 0, sender: int = 0) -> list[object]:
+    return ["send", [sender, to], nbytes, nbytes, tag, start_s, start_s + 0.5]
+
+
+def receive(sender: int, nbytes: int, end_s: float, to: int = 1, tag: int = 0) -> list[object]:
+    return ["recv", [sender, to], 0, nbytes, tag, 0.0, end_s]
+
+
+def test_an_arrow_goes_from_the_send_to_the_receive_of_the_same_turn_and_tag() -> None:
+    calls = {0: [send(1, 10, 1.0), send(1, 20, 2.0, tag=7), send(1, 30, 3.0)],
+             1: [receive(0, 20, 2.5, tag=7), receive(0, 10, 4.0), receive(0, 30, 5.0)]}  # fmt: skip
+    assert arrows_of(calls) == [Arrow(0, 1, 10, 1.0, 4.0), Arrow(0, 1, 20, 2.0, 2.5), Arrow(0, 1, 30, 3.0, 5.0)]
+
+
+def test_what_nobody_received_ends_with_its_own_call_and_from_anyone_is_from_someone() -> None:
+    assert arrows_of({0: [send(1, 10, 1.0)], 1: []}) == [Arrow(0, 1, 10, 1.0, 1.5)]
+    assert arrows_of({0: [send(1, 10, 1.0)], 1: [receive(-1, 10, 9.0)]}) == [Arrow(0, 1, 10, 1.0, 9.0)]
+
+
+def test_a_collective_is_one_of_all_its_ranks_and_the_last_is_named() -> None:
+    def reduced(start_s: float, ranks: list[int]) -> list[object]:
+        return ["all_reduce", ranks, 5, 10, 0, start_s, start_s + 2]
+
+    calls = {0: [reduced(1.0, [0, 1]), reduced(5.0, [0, 1])], 1: [reduced(1.5, [0, 1]), reduced(4.0, [0, 1])],
+             2: [reduced(0.0, [2, 3])], 3: [reduced(0.25, [2, 3])]}  # fmt: skip
+    first, second, other = bands_of(calls)
+    assert first == Band("all_reduce", 10, {0: 1.0, 1: 1.5}, {0: 3.0, 1: 3.5})
+    assert (first.last, first.late_s, second.last, other.last) == (1, 0.5, 0, 3)
+
+
+def test_idle_is_what_no_rank_computes_in() -> None:
+    spans = [[Span("forward", "0", 0, 1), Span("all_reduce", "", 0.5, 1)], [Span("backward", "0", 2, 4)]]
+    assert Scene("flat", spans, [], [], [], [], "").idle == pytest.approx(1 - 2.5 / 8)
+    inner = [[Span("forward", "0", 0, 4), Span("all_reduce", "", 1, 3)]]  # of a pass half is a call
+    assert Scene("tp", inner, [], [], [], [], "").idle == pytest.approx(0.5)
+    assert Scene("flat", spans, [Arrow(0, 1, 1, 0.0, 5.0)], [], [], [], "").step_s == 5.0
+
+
+def test_a_run_has_a_scene_a_variant_with_its_messages_and_its_schedule_on_paper() -> None:
+    records = plus(pipeline_run(), Ideal("1f1b", [[["forward", "0", 0.0, 1.0]]]))
+    gpipe, other = scenes(judge(records), records, 10_000)
+    assert (gpipe.variant, other.variant) == ("gpipe", "1f1b")
+    assert len(gpipe.arrows) == 2 * 3 * 8 and gpipe.cut == ""
+    assert gpipe.sent_bytes == [8 * SENT_BYTES, 16 * SENT_BYTES, 16 * SENT_BYTES, 8 * SENT_BYTES]
+    assert not gpipe.ideal and other.ideal == [[Span("forward", "0", 0.0, 1.0)]]
+    assert scenes(judge(good_run()), good_run(), 100) == []
+
+
+def test_steps_that_are_drawn_together_are_counted() -> None:
+    spans = [Span(kind, "0", at, at + 1) for at, kind in enumerate(["forward", "optimizer"] * 4)]
+    assert scene("local_sgd", [spans, []], {}, [], 99).steps == 4
+    assert scene("ring", [[Span("all_reduce", "", 0, 1)]], {}, [], 99).steps == 1
+
+
+def test_what_does_not_fit_is_left_out_smallest_first_and_said() -> None:
+    calls = {0: [send(1, nbytes, float(nbytes)) for nbytes in (5, 1, 9, 3)], 1: []}
+    found = scene("flat", [[Span("forward", "", 0, 10)], []], calls, [], 4)
+    assert [arrow.nbytes for arrow in found.arrows] == [5, 9, 3]
+    assert found.cut == "the largest 3 of 4 messages are drawn, 94% of their bytes"
+    assert found.sent_bytes == [18, 0]
+    assert largest(found.arrows, [1, 1, 1], 0) == []
+
+
+def test_too_many_bars_become_fewer_and_the_long_ones_stay() -> None:
+    spans = [Span("forward", "0", 0.0, 0.5), Span("backward", "0", 0.5, 0.9)]
+    spans += [Span("all_reduce", "", 0.9 + k * 1e-4, 0.9 + k * 1e-4 + 6e-5) for k in range(1000)]
+    found = [spans, spans]
+    assert fitted(found, 2004) is found
+    fewer = fitted(found, 300)
+    assert sum(map(len, fewer)) <= 300
+    assert all(of_rank[:2] == spans[:2] for of_rank in fewer)
+    joined = [span for span in fewer[0] if span.kind == "all_reduce"]
+    assert joined and joined[-1].end_s == pytest.approx(spans[-1].end_s, abs=0.01)
+    assert sum(map(len, fitted(found, 0))) <= 4  # the narrowest that one may ask for
+    assert "spans shorter than a pixel are joined" in scene("flat", found, {}, [], 300).cut
+
+
+def test_only_short_neighbours_are_joined() -> None:
+    spans = [Span("send", str(k), start, end) for k, (start, end) in
+             enumerate([(0.0, 0.1), (0.11, 0.2), (5.0, 6.0), (9.0, 9.1)])]  # fmt: skip
+    assert coarse(spans, 0.2) == [Span("send", "", 0.0, 0.2), Span("send", "2", 5.0, 6.0)]
+    assert coarse(spans, 0.01) == spans
+
+
+def test_chunks_are_passed_in_order_and_backward_in_the_other() -> None:
+    passes = [("forward", "0"), ("forward", "1"), ("forward", "0"), ("backward", "0"), ("send", "0"), ("backward", "0")]
+    spans = [Span(kind, label, index, index + 1) for index, (kind, label) in enumerate(passes)]
+    assert chunk_of(spans) == {0: 0, 1: 0, 2: 1, 3: 1, 5: 0}
+
+
+def test_calls_of_an_older_run_are_simply_not_there() -> None:
+    records = without(Messages, pipeline_run())
+    assert all(not found.arrows and found.sent_bytes == [0] * 4 for found in scenes(judge(records), records, 999))

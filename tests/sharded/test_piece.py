@@ -1,0 +1,62 @@
+"""A run of a flat vector, said as boxes of the dense tensor: each element once, at its place."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.sharded.state import LocalShard, flat_piece
+from distlab.tensor_parallel.layers import Slice
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def painted(piece: LocalShard) -> torch.Tensor:
+    """The dense tensor with the boxes drawn into it, and -1 elsewhere; no element may be drawn twice."""
+    dense = torch.full(piece.shape, -1.0)
+    for offset, box in piece.boxes:
+        place = dense
+        for dim, (first, size) in enumerate(zip(offset, box.shape, strict=True)):
+            place = place.narrow(dim, first, size)
+        assert (place == -1).all()
+        place.copy_(box)
+    return dense
+
+
+@given(st.lists(st.integers(1, 5), max_size=3), st.data())
+def test_the_boxes_of_a_run_are_the_run(shape: list[int], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(start, numel))
+    dense = torch.arange(float(numel))
+    piece = flat_piece(dense[start:end], start, torch.Size(shape))
+    wanted = torch.full((numel,), -1.0)
+    wanted[start:end] = dense[start:end]
+    assert torch.equal(painted(piece).flatten(), wanted)
+    assert len(piece.boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_the_boxes_are_views_of_what_is_trained_on() -> None:
+    run = torch.arange(7.0)
+    piece = flat_piece(run, 2, torch.Size([3, 4]))
+    assert [offset for offset, _ in piece.boxes] == [(0, 2), (1, 0), (2, 0)]
+    for _, box in piece.boxes:
+        box.fill_(9)
+    assert run.tolist() == [9.0] * 7
+
+
+@pytest.mark.parametrize(("rank", "offset"), [(0, (0, 0)), (1, (0, 3)), (2, (0, 5))])
+def test_a_cut_says_where_its_part_stands(rank: int, offset: tuple[int, int]) -> None:
+    cut, dense = Slice(1, (3, 2, 2)), torch.arange(21.0).view(3, 7)
+    piece = cut.place(cut.piece(dense, rank), rank)
+    assert piece.shape == dense.shape
+    assert piece.boxes[0][0] == offset
+    drawn = painted(piece)
+    assert torch.equal(drawn[drawn >= 0], dense[drawn >= 0])
+
+
+def test_a_rank_without_a_part_has_no_box() -> None:
+    assert Slice(0, (1, 0)).place(torch.empty(0, 4), 1) == LocalShard(torch.Size([1, 4]), [])
+    assert flat_piece(torch.empty(0), 3, torch.Size([5])).boxes == []

@@ -1,0 +1,144 @@
+"""A mode's object: defaults that work, and mistakes that are substitutions."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from distlab.config import Config
+from distlab.contract import Instead, Mistake, Mistakes, Mode, Needs, Variant, all_there, where_it_was
+from distlab.workload.data import Batches
+
+
+def naive(*arguments: Any, summed: str = "right") -> Any:
+    return summed, len(arguments)
+
+
+def run(lab: Any, sampler: str = "right") -> Any:
+    return lab, sampler
+
+
+mistake = Mistakes()
+
+
+@mistake("part", check="gradients", part="summed", of=("naive",), put=lambda wrong: wrong.__name__)
+def sums_wrongly() -> None:
+    """Sums wrongly: what is sent
+    is not what was summed.
+
+    On every rank.
+    """
+
+
+@mistake("data", check="samples", part="batches")
+class Others(Batches):
+    """Deals otherwise."""
+
+
+@mistake("run", check="shards", part="sampler", needs=Needs(ranks=3))
+def samples_wrongly() -> None: ...
+
+
+@mistake("resume", check="resumed samples", part="resumed_batch")
+def batch_after(batch: int) -> int:
+    """Leaves a batch out."""
+    return batch + 1
+
+
+MODE = Mode(
+    variants=(Variant("naive", naive), Variant("theirs", naive, by_torch=True), Variant("told")),
+    run=run,
+    mistakes=mistake,
+)
+
+
+def test_a_mode_of_nothing_has_defaults_that_work() -> None:
+    mode, config = Mode(), Config.read({"WORLD_SIZE": "3"})
+    assert mode.title(config) == "gpt, 1.7M parameters"
+    assert (mode.predict(config), mode.refuse(config), dict(mode.cannot(config))) == ([], [], {})
+    assert mode.axes(config) == {"dp": 3}
+    assert (mode.names, mode.by_torch, mode.timed) == ((), (), False)
+    assert mode.model(config, 1).describe() == mode.title(config)
+    assert mode.more_parameters(config) == 0
+    assert mode.refuse(Config.read({"LAB_HEADS": "7"})) == [
+        "LAB_WIDTH=128 is not a multiple of LAB_HEADS=7: heads share the width equally"
+    ]
+
+
+def test_names_come_in_reading_order_and_torchs_own_are_told() -> None:
+    assert MODE.names == ("naive", "theirs", "told")
+    assert (MODE.by_torch, MODE.timed) == (("theirs",), True)
+
+
+def made(mode: Mode) -> list[Any]:
+    """What a mode would use, each part of it."""
+    builds = [each.build(1, 2, 3) if each.build else None for each in mode.variants]
+    assert mode.run is not None
+    return [*builds, mode.run("lab"), mode.batches, mode.resumed_batch(5), mode.shards_written]
+
+
+RIGHT = [("right", 3), ("right", 3), None, ("lab", "right"), Batches, 5, all_there]
+
+
+@pytest.mark.parametrize(
+    ("bug", "place", "wrong"),
+    [
+        ("part", 0, ("sums_wrongly", 3)),
+        ("data", 4, Others),
+        ("run", 3, ("lab", samples_wrongly)),
+        ("resume", 5, 6),
+        (None, 0, ("right", 3)),
+    ],
+)
+def test_a_mistake_replaces_one_thing_and_leaves_the_rest(bug: str | None, place: int, wrong: Any) -> None:
+    assert made(MODE) == RIGHT
+    assert made(MODE.mistaken(bug)) == [*RIGHT[:place], wrong, *RIGHT[place + 1 :]]
+    assert made(MODE) == RIGHT  # the mode itself stays as it was
+    assert where_it_was(5) == 5
+
+
+def test_a_mistake_is_stated_where_the_wrong_thing_is_made() -> None:
+    """Its docstring's first paragraph is the sentence; without one its name has to do."""
+    sentences = {name: each.what for name, each in mistake.items()}
+    assert sentences == {
+        "part": "sums wrongly: what is sent is not what was summed",
+        "data": "deals otherwise",
+        "run": "run",
+        "resume": "leaves a batch out",
+    }
+    assert mistake["run"] == Mistake("run", "shards", Instead(run={"sampler": samples_wrongly}), Needs(ranks=3))
+
+
+@pytest.mark.parametrize(
+    ("needs", "environ", "reason"),
+    [
+        (Needs(), {"LAB_PROOF": "0"}, "LAB_PROOF=0: nothing is compared"),
+        (Needs(proof=False), {"LAB_PROOF": "0"}, ""),
+        (Needs(), {"WORLD_SIZE": "1"}, "WORLD_SIZE=1: it takes 2 ranks"),
+        (Needs(ranks=1), {"WORLD_SIZE": "1"}, ""),
+        (Needs(clip=True), {}, "LAB_CLIP unset: nothing is clipped"),
+        (Needs(clip=True), {"LAB_CLIP": "1"}, ""),
+        (Needs(saves=True), {}, "LAB_CHECKPOINT_EVERY unset: nothing is saved"),
+        (Needs(saves=True), {"LAB_CHECKPOINT_EVERY": "21"}, "LAB_CHECKPOINT_EVERY above LAB_STEPS: nothing is saved"),
+        (Needs(saves=True), {"LAB_CHECKPOINT_EVERY": "20"}, ""),
+        (Needs(microbatches=2), {}, "LAB_MICROBATCHES=1: it takes 2 microbatches"),
+        (Needs(microbatches=2), {"LAB_MICROBATCHES": "2"}, ""),
+        (Needs(variants=("told", "theirs")), {"LAB_VARIANT": "naive"}, "these variants: it takes told or theirs"),
+        (Needs(variants=("told", "theirs")), {"LAB_VARIANT": "naive,told"}, ""),
+        (
+            Needs(unless=lambda config: f"LAB_SEED={config.seed}: it is seen with others"),
+            {},
+            "LAB_SEED=1: it is seen with others",
+        ),
+    ],
+)
+def test_one_rule_says_where_no_check_can_see_a_mistake(needs: Needs, environ: dict[str, str], reason: str) -> None:
+    assert Mistake("", "", Instead(), needs).hidden(MODE, Config.read(environ)) == reason
+
+
+def test_a_mistake_of_variants_that_cannot_run_cannot_show() -> None:
+    mode = Mode(variants=MODE.variants, cannot=lambda config: {"naive": "it is too small"})
+    hidden = partial(mistake["part"].hidden, mode)
+    assert hidden(Config.read({})) == "these settings: naive cannot run: it is too small"
+    assert hidden(Config.read({"LAB_VARIANT": "theirs"})) == "these variants: it takes naive"
+    assert mistake["part"].hidden(MODE, Config.read({})) == ""

@@ -1,0 +1,91 @@
+"""Tests that fail on purpose, each in another way, and some beside them; test_plugin.py runs this file by pytest."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distlab
+
+
+@distlab.ranks(3)
+def test_wrong(rank):
+    print("rank", rank, "was here")
+    values = [rank, 2]
+    if rank == 1:
+        assert values == [1, 3]
+    dist.barrier()
+
+
+@distlab.ranks(2)
+def test_after_it():
+    dist.barrier()
+
+
+@distlab.ranks(3)
+def test_deadlock(rank):
+    if rank == 1:
+        dist.barrier()  # (b)
+    else:
+        time.sleep(0.1)
+        dist.all_reduce(torch.ones(3))  # (a)
+
+
+@distlab.ranks(2)
+def test_never_comes(rank):
+    if rank == 0:
+        dist.recv(torch.ones(3), src=1)
+
+
+@distlab.ranks(3)
+def test_leaves(rank):
+    if rank == 2:
+        os._exit(7)
+    dist.barrier()
+
+
+@distlab.ranks(2)
+def test_killed(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@distlab.ranks(2)
+def test_garbage(rank):
+    dist.all_reduce(torch.ones(3 + rank))
+
+
+@distlab.ranks(2, timeout_s=1)
+def test_slow():
+    time.sleep(30)
+
+
+@distlab.ranks(2)
+def test_cannot_travel(capsys):
+    pass
+
+
+@distlab.ranks(2)
+def test_is_skipped(rank):
+    pytest.skip("not here")
+
+
+def step_without_a_sum(model, optimizer, microbatches, group):
+    optimizer.zero_grad()
+    for inputs, targets, share in microbatches:
+        (model(inputs, targets) * share).backward()
+    optimizer.step()
+
+
+@distlab.ranks(2)
+def test_is_not_one_process():
+    distlab.same_as_one_process(train_step=step_without_a_sum)
+
+
+@distlab.ranks()
+def test_as_many_as_asked_for(world_size):
+    raise RuntimeError(f"{world_size} asked for")

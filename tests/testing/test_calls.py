@@ -1,0 +1,49 @@
+"""The pool of ranks: it runs, and it names the rank that raises, dies or hangs."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.testing.warm_ranks import RankFailed, Ranks
+
+
+def summed(group: dist.ProcessGroup, value: int) -> float:
+    tensor = torch.tensor([float(value + group.rank())])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def broken(group: dist.ProcessGroup, how: str) -> None:
+    if group.rank() == 1:
+        if how == "raises":
+            raise ValueError("on purpose")
+        if how == "dies":
+            os._exit(5)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_world_size_has_its_group(ranks: Ranks, world_size: int) -> None:
+    expected = sum(10 + rank for rank in range(world_size))
+    assert ranks(world_size, summed, 10) == [expected] * world_size
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("how", "words"), [("raises", "rank 1.*on purpose"), ("dies", "rank 1: its process ended"), ("hangs", "ranks .1.")]
+)
+def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, words: str) -> None:
+    with pytest.raises(RankFailed, match=f"(?s){words}"):
+        ranks(2, broken, how, timeout_s=3)
+    assert ranks(2, summed, 1) == [3.0, 3.0]
+
+
+def test_there_is_one_pool_where_tests_run_beside_each_other(ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    """pytest-xdist keeps a group on one worker by the end of its tests' ids, which conftest.py has to have marked in
+    time."""
+    ranks(1, summed, 0)
+    assert request.node.get_closest_marker("xdist_group").args == ("pool",)
+    assert request.node.nodeid.endswith("@pool") == request.config.getoption("loadgroup", False)

@@ -1,0 +1,85 @@
+"""The passes in their order, and when a section of rank 0's log is finished: what is known then is told, not at the
+end."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from distlab.report.records import Check, Memory, Steps, Wire
+from distlab.testing.warm_ranks import Ranks
+from distlab.verify.run_all import everything, measure
+from tests.labs import TINY, lab_of
+
+pytestmark = pytest.mark.timeout(120)
+SETTINGS = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "naive"} | TINY
+
+
+def sections(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[tuple[str, set[str]]]:
+    """The sections that a run finishes on this rank, and of which kinds it had written records until then."""
+    lab, found = lab_of(group, settings, folder), []
+    kinds = (Check, Steps, Wire, Memory)
+    lab.finished = lambda name, _rows=(): found.append(
+        (name, {kind.__name__ for kind in kinds if any(isinstance(record, kind) for record in lab.journal.records)})
+    )
+    everything(lab)
+    return found
+
+
+def test_a_section_is_finished_as_soon_as_its_numbers_are_written_on_all_ranks_alike(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks(2, sections, SETTINGS, str(tmp_path))
+    assert (
+        [name for name, _ in first]
+        == ["proof", "timed", "profile", "measured", "memory"]
+        == [name for name, _ in second]
+    )
+    assert first[0][1] == {"Check"}
+    assert first[1][1] == {"Check", "Steps"}
+    assert first[3][1] == {"Check", "Steps", "Wire", "Memory"}
+
+
+def test_without_the_proof_there_is_no_such_section(ranks: Ranks, tmp_path: Path) -> None:
+    first, _ = ranks(2, sections, SETTINGS | {"LAB_PROOF": "0"}, str(tmp_path))
+    assert [name for name, _ in first] == ["timed", "profile", "measured", "memory"]
+
+
+def counted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+    """Where rank 0 is, and of how many units how many are done, as its heartbeat tells it at each change of place."""
+    lab, found = lab_of(group, settings, folder), []
+    lab.at = lambda _step, phase: found.append(phase + lab.work.told().partition(",")[0])
+    everything(lab)
+    return found
+
+
+def test_each_pass_counts_its_own_units(ranks: Ranks, tmp_path: Path) -> None:
+    told, _ = ranks(2, counted, SETTINGS | {"LAB_VARIANT": "naive,flat", "LAB_TRACE": "1"}, str(tmp_path))
+    proof = [line for line in told if "of the proof" in line]
+    assert proof[:2] == ["one process (0 of 9 steps of the proof)", "the making of naive (3 of 9 steps of the proof)"]
+    assert proof[-1] == "proof of flat (8 of 9 steps of the proof)"
+    steps = [line for line in told if line.startswith(("naive", "flat"))]
+    names = ("naive", "flat", "flat", "naive") * 2
+    assert steps == [f"{name} ({done} of 8 timed steps)" for done, name in enumerate(names)]
+    assert "count of flat (1 of 2 variants counted)" in told and "trace of flat (1 of 2 variants profiled)" in told
+
+
+def test_a_variant_is_told_as_proven_before_the_next_one_is_made(ranks: Ranks, tmp_path: Path) -> None:
+    told, _ = ranks(2, proofs, SETTINGS | {"LAB_VARIANT": "naive,flat"}, str(tmp_path))
+    assert told == [("the making of naive", []), ("the making of flat", ["naive"]), ("the end", ["naive", "flat"])]
+
+
+def proofs(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[tuple[str, list[str]]]:
+    """The variants whose proof was finished when each is made, and in the end; the rows to come are all of them."""
+    lab, places, proven = lab_of(group, settings, folder), [], []
+
+    def finished(section: str, rows: tuple[str, ...] = ()) -> None:
+        if section == "proof":
+            assert rows == ("naive", "flat")
+            checked = [record.variant for record in lab.journal.records if isinstance(record, Check)]
+            proven.append(checked[-1] if checked else "")
+
+    lab.finished = finished
+    lab.at = lambda _step, phase: places.append((phase, list(proven))) if phase.startswith("the making of ") else None
+    measure(lab)
+    return [*[place for place in places if "all" not in place[0]], ("the end", list(proven))]

@@ -1,1 +1,0 @@
-"""Distributed tests that end: `@ranklab.ranks(4)` runs a test's body on a pool of warm ranks under a doctor's watch."""
