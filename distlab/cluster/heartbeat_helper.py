@@ -30,7 +30,10 @@ AT_A_TIME = 16  # others that hear one beat
 LATE_S = 1.5 * PERIOD_S
 STANDS_IN_S = 60.0  # a rank whose lock is kept for longer hangs: it is named as lost, and not waited for
 TOP = Path(__file__).parents[2]
-PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from distlab.cluster.heartbeat_helper import main; main(*map(int, sys.argv[2:]))"
+PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from distlab.cluster.heartbeat_helper import main;"
+    " main(*map(int, sys.argv[2:]))"
+)
 
 
 class HeartbeatHelper:

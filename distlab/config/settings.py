@@ -215,7 +215,7 @@ def _range(field: Any) -> str:
 #
 #     class Options(ModeOptions):
 #         sizes = {"width": 64}  # defaults of common variables that differ here
-#         ratio: float = Field(0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that topk sends")
+#         ratio: float = Field(0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that are sent")
 #
 # Settings are checked before torch is imported, and a lesson imports torch. So options.py imports nothing but this
 # file, and is loaded without the package around it. `config.own(Options)` gives the lesson its values. What the

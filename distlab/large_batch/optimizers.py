@@ -170,12 +170,12 @@ class Lamb(Layerwise):
 # Learning rates for a batch of k times the base: pure functions of k and the step, as factors of the base rate.
 #
 #     unscaled    1           as many samples in k times fewer steps of the same length: slow
-#     sqrt        √k          keeps the variance of an update: k times the samples have 1/k of the noise (Krizhevsky 2014,
-#                 section 5)
-#     linear      k           k steps of η along nearly equal gradients are one step of kη (Goyal et al. 2017, section
-#                 2.1)
+#     sqrt        √k          keeps the variance of an update: k times the samples have 1/k of the noise
+#                             (Krizhevsky 2014, section 5)
+#     linear      k           k steps of η along nearly equal gradients are one step of kη
+#                             (Goyal et al. 2017, section 2.1)
 #     warmup      1 to k      linear, but it gets there in equal steps, since early gradients are not nearly equal
-#                 (section 2.2)
+#                             (section 2.2)
 #
 # A factor leaves every parameter group its own base rate: one rate for all groups would undo what they are there for.
 

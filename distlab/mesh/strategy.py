@@ -248,8 +248,8 @@ class Stacked:
     """
 
     def __init__(
-        self, parts: Parts, slices: Mapping[str, Slice], kept: Mapping[int, Sequence[ParameterStore]], engine: Engine, mesh: Mesh,
-        config: Config, clip: Clip = clip_over_all,
+        self, parts: Parts, slices: Mapping[str, Slice], kept: Mapping[int, Sequence[ParameterStore]], engine: Engine,
+        mesh: Mesh, config: Config, clip: Clip = clip_over_all,
     ) -> None:  # fmt: skip
         self.parts, self.slices, self.engine, self.mesh, self.config = parts, slices, engine, mesh, config
         self.clip = clip

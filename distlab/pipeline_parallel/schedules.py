@@ -160,8 +160,8 @@ def _beside(action: Action, num_stages: int, way: int) -> Action | None:
 #              chunk from itself, and the loss is on the first. 2p halves are held. Idle: max(p-1, 4(p-1)-2(m-1)) halves
 #              (Qi et al. 2023, section 6)
 #   dualpipev  the same V; forwards of one chunk and backwards of the other in turn, so that on an accelerator the one's
-#              messages hide behind the other's work (the half of DeepSeek's DualPipe, 2024). From m = 2p on; 2p+1 halves
-#              are held. Idle: p-1 halves; (p-1)(F&B+B-3W) in its README, where nothing overlaps F&B is F+B
+#              messages hide behind the other's work (the half of DeepSeek's DualPipe, 2024). From m = 2p on; 2p+1
+#              halves are held. Idle: p-1 halves; (p-1)(F&B+B-3W) in its README, where nothing overlaps F&B is F+B
 #
 # What is predicted holds for F = I = W. The optimizer's step waits for nobody's bubble either: a rank updates when
 # its own last weights are done, and checks afterwards (section 4).

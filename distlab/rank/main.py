@@ -148,8 +148,8 @@ class RankRun:
     """One rank's part in a run that it has joined: its watch, its folder, what it exchanges, and its Lab."""
 
     def __init__(
-        self, config: Config, mode: Mode, device: torch.device, cluster: Cluster, journal: Journal, parent: LauncherPipe,
-        started_at: float, told: Sequence[str],
+        self, config: Config, mode: Mode, device: torch.device, cluster: Cluster, journal: Journal,
+        parent: LauncherPipe, started_at: float, told: Sequence[str],
     ) -> None:  # fmt: skip
         self.config, self.mode, self.device, self.cluster = config, mode, device, cluster
         self.journal, self.parent, self.started_at = journal, parent, started_at

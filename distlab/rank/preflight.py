@@ -166,9 +166,10 @@ def _no_folder_in(nearest: Path) -> str:
 #
 #     the proof    in float64: on rank 0 model and gradients of one process and copies of both after each of 3 steps, on
 #                  every rank a variant's weights, gradients and what it gathers
-#     training     in LAB_DTYPE, all variants side by side: weights, gradients, moments; beside them one process on rank 0
+#     training     in LAB_DTYPE, all variants side by side: weights, gradients, moments; beside them the reference on
+#                  rank 0
 #     activations  of a rank's samples, on rank 0 of the whole batch in float64 (Korthikanti et al. 2022, see
-#                  measure/formulas/activations.py)
+#                  distlab/measure/activations.py)
 #     time         6·P FLOP a token (Kaplan et al. 2020), and what a call costs however small it is
 #
 # A dp run of 14.4 million parameters on 2 ranks (LAB_WIDTH=384, flat and ddp) held 2.91 GB, where this says 2.88 GB.

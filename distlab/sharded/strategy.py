@@ -1,4 +1,4 @@
-"""What the hand-written variants share: a Strategy over sharded parameters (distlab/sharded/flat_parameter.py, zero.py).
+"""What the hand-written variants share: a Strategy over sharded parameters (flat_parameter.py and zero.py beside it).
 
 Every rank works on its own part of the batch, as in dp. What differs is what it keeps between the steps: the optimizer
 here steps flat shards, one a layer, and knows no other parameters.

@@ -3,8 +3,8 @@
 The proof is made in float64 with a small rate, on strategies that are thrown away: what only float32 does, or only the
 strategies that are timed, it does not see. So before the first step, the last one and one in between that LAB_SEED
 draws, rank 0 gathers weights and optimizer state (`Strategy.full`); after it again. From the weights before, one
-process computes loss and gradient of the whole batch in LAB_DTYPE, and distlab/verify/reference_run.py what becomes of weights
-and state. Variants that hold the same weights to the bit share that computation, as all do before the first step. None
+process computes loss and gradient of the whole batch in LAB_DTYPE, and reference_run.py what becomes of weights and
+state. Variants that hold the same weights to the bit share that computation, as all do before the first step. None
 of it is in the timed interval: ranks wait for each other before a step begins.
 """
 

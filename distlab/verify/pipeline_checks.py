@@ -1,8 +1,8 @@
 """The schedule that ran, held against the rules of the papers: predicates on the recorded order of passes.
 
-Nothing here comes from distlab/pipeline_parallel/schedules.py, which makes the schedules: a wrong line there would be allowed
-here too. A pass is known by the layers that it runs through and, on its way back, by those whose gradients autograd
-hands over; its microbatch is the mark of whoever runs it.
+Nothing here comes from distlab/pipeline_parallel/schedules.py, which makes the schedules: a wrong line there would be
+allowed here too. A pass is known by the layers that it runs through and, on its way back, by those whose gradients
+autograd hands over; its microbatch is the mark of whoever runs it.
 
   gpipe         all forwards, then all backwards (Huang et al. 2019, section 2.3)
   1f1b          p-1-r forwards ahead, then one forward and one backward in turn, then the backwards that are left

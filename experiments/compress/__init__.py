@@ -214,8 +214,8 @@ MODE = Mode(
     "lose what was not sent",
     reading=(
         "experiments/compress/__init__.py: the variants, naive first, each with its compressor",
-        "distlab/compression/compressors.py: what every compressor does, and the residual that it keeps",
-        "distlab/compression/compressors.py, casting.py, quantised.py, sign.py, lowrank.py: what a variant sends, one each",
+        "distlab/compression/compressors.py: what every compressor does, and what each variant sends",
+        "distlab/compression/powersgd.py: two thin factors in place of a matrix",
         "experiments/compress/checks.py: how each is held against its paper's formula",
     ),
 )

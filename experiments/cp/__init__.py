@@ -170,11 +170,9 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/cp/__init__.py: the variants, naive first, and what a run of them claims",
-        "distlab/context_parallel/positions.py: who holds which positions, and what they see of each other's",
+        "distlab/context_parallel/positions.py: which positions each rank has, and which keys they see",
         "distlab/context_parallel/ring.py: attention to some of the keys, and how two such results become one",
-        "distlab/context_parallel/ring.py: keys and values that go round, and their gradients behind them",
-        "distlab/context_parallel/ring.py: the same, straight to those that look at them",
         "distlab/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
-        "distlab/context_parallel/strategy.py: the step around them, which all variants share",
+        "distlab/context_parallel/strategy.py: the training step that all variants share",
     ),
 )

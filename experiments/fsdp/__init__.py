@@ -212,8 +212,8 @@ MODE = Mode(
     recomputes=True,
     reading=(
         "experiments/fsdp/__init__.py: the variants, naive first, and what a run of them claims",
-        "distlab/sharded/flat_parameter.py: a layer as one vector, of which every rank owns a run",
-        "distlab/sharded/zero.py: the three stages, when weights come and gradients go (unshard.py, summed.py: how)",
-        "distlab/sharded/strategy.py: the step that all variants share, and the way of shards to rank 0",
+        "distlab/sharded/flat_parameter.py: a layer as one vector, of which every rank owns a part",
+        "distlab/sharded/zero.py: the three stages, and when weights are gathered and gradients summed",
+        "distlab/sharded/strategy.py: the training step that all variants share, and how shards get to rank 0",
     ),
 )

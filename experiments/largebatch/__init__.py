@@ -143,8 +143,7 @@ MODE = Mode(
     reading=(
         "experiments/largebatch/__init__.py: the recipes, and what a run of them claims",
         "experiments/largebatch/training.py: a step of a recipe, and many trainings with one all_reduce a step",
-        "distlab/large_batch/optimizers.py: the factors of the base rate",
-        "distlab/large_batch/optimizers.py: a rate for each layer; lamb.py beside it has Adam's",
-        "experiments/largebatch/checks.py: the formulas once more, and each step held against them",
+        "distlab/large_batch/optimizers.py: the learning rate by k, and LARS and LAMB with a rate for each layer",
+        "experiments/largebatch/checks.py: the formulas once more, and each step compared with them",
     ),
 )

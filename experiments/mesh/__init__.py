@@ -221,9 +221,8 @@ MODE = Mode(
     reading=(
         "experiments/mesh/__init__.py: the variants, and what a run of them claims",
         "experiments/mesh/stack.py: the whole order of composition",
-        "distlab/mesh/grid.py: one group an axis",
-        "distlab/pipeline_parallel/pipeline.py: sums inside the last backward pass of each stage",
-        "distlab/mesh/strategy.py: what is kept of a stage over the replicas, and what ZeRO shards of it",
-        "distlab/mesh/strategy.py: the step around them, the one norm, and the way back to dense tensors",
+        "distlab/mesh/grid.py: one group for each axis",
+        "distlab/mesh/strategy.py: the training step, what of a stage is replicated or sharded, and the one norm",
+        "distlab/pipeline_parallel/pipeline.py: gradients summed in the last backward pass of each stage",
     ),
 )

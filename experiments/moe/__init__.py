@@ -269,9 +269,8 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/moe/__init__.py: the variants, naive first, and what a run of them claims",
-        "distlab/expert_parallel/layer.py: which token goes to which expert, on ranks as in one process",
+        "distlab/expert_parallel/layer.py: which token goes to which expert, and the layer around it",
         "distlab/expert_parallel/dispatch.py: rows to the ranks of their experts, and back",
-        "distlab/expert_parallel/layer.py: the layer around both; placement.py: who holds which experts",
-        "distlab/expert_parallel/strategy.py: the step around them, and whose gradients are summed over whom",
+        "distlab/expert_parallel/strategy.py: the training step, and whose gradients are summed over whom",
     ),
 )

@@ -1,6 +1,7 @@
 """What was routed: noted by every strategy of a run as it trains, held against the rule of capacity, and drawn.
 
-A rank knows the table of all ranks (distlab/expert_parallel/layer.py), so any of them can say who computed how many rows.
+A rank knows the table of all ranks (distlab/expert_parallel/layer.py), so any of them can say who computed how many
+rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

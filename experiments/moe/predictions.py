@@ -259,7 +259,8 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
         faults.append(f"LAB_TOP_K={top_k} is more than LAB_EXPERTS={experts}, allowed: 1 to {experts}")
     faults += [
         f"LAB_VARIANT={name!r} is the step of a replica, which would route its own tokens as if there were no others:"
-        " write a strategy of (model, mesh, config), which begins with distribute() of distlab/expert_parallel/strategy.py"
+        " write a strategy of (model, mesh, config), which begins with distribute() of"
+        " distlab/expert_parallel/strategy.py"
         for name in filter(is_own, config.variant)
         if is_step(name)
     ]

@@ -302,8 +302,8 @@ MODE = Mode(
     reading=(
         "experiments/pp/__init__.py: the variants, naive first, and what a run of them claims",
         "distlab/pipeline_parallel/schedules.py: which rank works on which microbatch when",
-        "distlab/pipeline_parallel/schedules.py: and where the gradients of weights are put off",
         "distlab/pipeline_parallel/pipeline.py: does a schedule's actions with real layers",
-        "distlab/pipeline_parallel/strategy.py: the step around it, which all variants share",
+        "distlab/pipeline_parallel/split_backward.py: a backward pass in two, as zb_h1, zbv and dualpipev need it",
+        "distlab/pipeline_parallel/strategy.py: the training step that all variants share",
     ),
 )

@@ -224,8 +224,7 @@ MODE = Mode(
     unsaved="saves neither the scale of the loss nor the state of its random rounding",
     reading=(
         "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
-        "distlab/precision/mixed_precision.py: float32 weights behind 16-bit ones",
-        "distlab/precision/mixed_precision.py and rounding.py: the scale of a loss, and rounding at random",
+        "distlab/precision/mixed_precision.py: float32 master weights, loss scaling, and stochastic rounding",
         "experiments/precision/checks.py: what of it can be exact, and how far off the rest may be",
     ),
 )

@@ -194,9 +194,8 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/tp/__init__.py: the variants, naive first, and what a run of them claims",
-        "distlab/tensor_parallel/layers.py: f and g, and the two linear layers of a slice",
-        "distlab/tensor_parallel/strategy.py: where they stand in the lab's layers",
-        "distlab/tensor_parallel/layers.py: gpt's two ends, by rows of the vocabulary",
-        "distlab/tensor_parallel/sequence.py: what stands in place of f and g in `sequence`",
+        "distlab/tensor_parallel/layers.py: f and g, the two linear layers of a slice, and gpt's two ends",
+        "distlab/tensor_parallel/sequence.py: what is in place of f and g in `sequence`",
+        "distlab/tensor_parallel/strategy.py: the training step, and where the slices are in the model's layers",
     ),
 )

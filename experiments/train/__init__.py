@@ -195,6 +195,6 @@ MODE = Mode(
     mistakes=mistake,
     unsaved="trains nothing that could be saved",
     reading=(
-        "experiments/train/__init__.py: the sampler by hand and PyTorch's, two epochs of them, and what holds of all shards",
+        "experiments/train/__init__.py: the sampler by hand and PyTorch's, two epochs, and what holds of all shards",
     ),
 )
