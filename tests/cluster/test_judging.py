@@ -32,7 +32,7 @@ class Tables:
 
 
 def judging_on(rank: int, monkeypatch: pytest.MonkeyPatch, found: list[Verdict | None]) -> FailureDetector:
-    monkeypatch.setattr(failure_detector, "condemn", lambda *_: found.pop(0))
+    monkeypatch.setattr(failure_detector, "diagnose", lambda *_: found.pop(0))
     hearing: Hearing = Tables()  # type: ignore[assignment]
     return FailureDetector(rank, hearing)
 
