@@ -15,7 +15,7 @@ MUTANTS = [mutant for name in files() for mutant in of_file(name)]
 def test_it_changes_one_place(mutant: Mutant) -> None:
     assert (TOP / mutant.file).read_text(encoding="utf-8").count(mutant.was) == 1
     assert mutant.was != mutant.now
-    assert mutant.file.startswith(("workers/", "experiments/"))
+    assert mutant.file.startswith(("distlab/", "experiments/"))
 
 
 def test_none_stands_twice() -> None:

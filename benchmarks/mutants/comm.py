@@ -8,10 +8,15 @@ RINGS, DIRECTS, TREES, SERVERS = (SWEEP + name for name in ("ring", "direct", "t
 FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
 SAVING = FLAT + " LAB_CHECKPOINT_EVERY=2"
 RING, DIRECT, TREE, ROOTED, PRIMITIVES, DIFFERENTIABLE = (
-    f"workers/parallel/{name}.py" for name in ("ring", "direct", "tree", "rooted", "primitives", "differentiable")
+    "distlab/collectives/ring.py",
+    "distlab/collectives/direct.py",
+    "distlab/collectives/tree.py",
+    "distlab/collectives/rooted.py",
+    "distlab/collectives/functional.py",
+    "distlab/collectives/autograd.py",
 )
-CALLS, LEDGER, SOCKETS = (f"distlab/measure/{name}.py" for name in ("calls", "ledger", "sockets"))
-RESUMING, WRITING = (f"distlab/checkpoint/{name}.py" for name in ("resuming", "writing"))
+CALLS, LEDGER, SOCKETS = "distlab/measure/traffic.py", "distlab/measure/traffic.py", "distlab/measure/sockets.py"
+RESUMING, WRITING = "distlab/checkpoint/resume.py", "distlab/checkpoint/storage.py"
 
 MUTANTS = [
     Mutant(RING, "torch.add(incoming, part, out", "torch.add(incoming, part * (not last), out", RINGS),
@@ -26,8 +31,8 @@ MUTANTS = [
     Mutant(PRIMITIVES, "return torch.stack(received)", "return rows.clone()", RINGS),
     Mutant(
         DIFFERENTIABLE,
-        'return primitives.all_reduce(gradient, group) if loss == "own" else gradient',
-        "return primitives.all_reduce(gradient, group)",
+        'return functional.all_reduce(gradient, group) if loss == "own" else gradient',
+        "return functional.all_reduce(gradient, group)",
         RINGS,
     ),
     Mutant(CALLS, "return 2 * others if", "return 1.5 * others if", FLAT),

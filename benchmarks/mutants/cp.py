@@ -4,7 +4,11 @@ from benchmarks.mutants import Mutant
 
 GPT = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_VARIANT="
 BF16 = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_DTYPE=bfloat16 LAB_VARIANT="
-RING, BLOCKS, ULYSSES = (f"workers/parallel/{name}.py" for name in ("context_ring", "blocks", "ulysses"))
+RING, BLOCKS, ULYSSES = (
+    "distlab/context_parallel/ring.py",
+    "distlab/context_parallel/ring.py",
+    "distlab/context_parallel/ulysses.py",
+)
 SHIFT = "distlab/context_parallel/ring.py"
 POSITIONS, STRATEGY, LESSON = (
     "distlab/context_parallel/positions.py",

@@ -32,7 +32,12 @@ MUTANTS = [
         " for _ in range(2 if parameter.dtype == torch.float32 else 1)]",
         "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=naive",
     ),
-    Mutant("distlab/workload/data.py", "start = sum(sizes[:shard])", "start = sum(sizes[: shard - 1])", BUCKETED),
+    Mutant(
+        "distlab/workload/data.py",
+        "start = sum(sizes[:shard])\n        ids",
+        "start = sum(sizes[: shard - 1])\n        ids",
+        BUCKETED,
+    ),
     Mutant(
         "distlab/collectives/ring.py",
         "torch.add(incoming, part, out=output if last else incoming)",

@@ -5,43 +5,62 @@ from benchmarks.mutants import Mutant
 LARS, LAMB = (f"RUN_MODE=largebatch LAB_MODEL=mlp LAB_STEPS=8 LAB_VARIANT={name}" for name in ("lars", "lamb"))
 PLAIN = "RUN_MODE=largebatch LAB_MODEL=mlp LAB_STEPS=8 LAB_VARIANT=warmup"
 TEXT = "RUN_MODE=largebatch LAB_MODEL=gpt LAB_STEPS=8 LAB_VARIANT=warmup"
-PARALLEL, MODE = "workers/parallel", "experiments/largebatch"
 
 MUTANTS = [
-    Mutant(f"{PARALLEL}/lars.py", "w / (g + decay * w)", "w / g", LARS),
-    Mutant(f"{PARALLEL}/lars.py", "mul_(self.momentum).add_(", "mul_(0).add_(", LARS),
-    Mutant(f"{PARALLEL}/lars.py", "(w > 0) & (g > 0)", "g > 0", LARS),
-    Mutant(f"{PARALLEL}/lamb.py", 'state["m"] / (1 - first ** state["step"])', 'state["m"] / 1', LAMB),
-    Mutant(f"{PARALLEL}/lamb.py", "w.clamp(*self.bounds) / u", "w / u", LAMB),
+    Mutant("distlab/large_batch/optimizers.py", "w / (g + decay * w)", "w / g", LARS),
+    Mutant("distlab/large_batch/optimizers.py", "mul_(self.momentum).add_(", "mul_(0).add_(", LARS),
+    Mutant("distlab/large_batch/optimizers.py", "(w > 0) & (g > 0)", "g > 0", LARS),
+    Mutant("distlab/large_batch/optimizers.py", 'state["m"] / (1 - first ** state["step"])', 'state["m"] / 1', LAMB),
+    Mutant("distlab/large_batch/optimizers.py", "w.clamp(*self.bounds) / u", "w / u", LAMB),
     Mutant(
-        f"{PARALLEL}/lamb.py",
+        "distlab/large_batch/optimizers.py",
         'self.adam(parameter).add_(parameter, alpha=group["weight_decay"])',
         "self.adam(parameter)",
         LAMB,
     ),
-    Mutant(f"{PARALLEL}/layerwise.py", "dist.all_reduce(squares, group=self.sharded_over)", "pass", LARS),
+    Mutant("distlab/large_batch/optimizers.py", "dist.all_reduce(squares, group=self.sharded_over)", "pass", LARS),
     Mutant(
-        f"{PARALLEL}/layerwise.py", "if parameter.dim() > 1 else vectors", "if parameter.dim() > 0 else vectors", LAMB
+        "distlab/large_batch/optimizers.py",
+        "if parameter.dim() > 1 else vectors",
+        "if parameter.dim() > 0 else vectors",
+        LAMB,
     ),
     Mutant(
-        f"{PARALLEL}/rates.py",
+        "distlab/large_batch/optimizers.py",
         "(target - 1.0) * step / warmup_steps",
         "(target - 1.0) * (step + 1) / warmup_steps",
         PLAIN,
     ),
-    Mutant(f"{PARALLEL}/rates.py", 'factor * group["base_lr"]', 'factor * group["lr"]', PLAIN),
-    Mutant(f"{MODE}/training.py", "return steps // 4", "return steps // 2", PLAIN),
-    Mutant(f"{MODE}/training.py", "start = step * batch + sum(sizes[:shard])", "start = sum(sizes[:shard])", PLAIN),
-    Mutant(f"{MODE}/sweep.py", "        lockstep.backward(step)", "        lockstep.backward(0)", PLAIN),
+    Mutant("distlab/large_batch/optimizers.py", 'factor * group["base_lr"]', 'factor * group["lr"]', PLAIN),
+    Mutant("experiments/largebatch/training.py", "return steps // 4", "return steps // 2", PLAIN),
     Mutant(
-        f"{MODE}/training.py",
+        "experiments/largebatch/training.py",
+        "start = step * batch + sum(sizes[:shard])",
+        "start = sum(sizes[:shard])",
+        PLAIN,
+    ),
+    Mutant("experiments/largebatch/sweep.py", "        lockstep.backward(step)", "        lockstep.backward(0)", PLAIN),
+    Mutant(
+        "experiments/largebatch/training.py",
         "set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, self.steps))",
         "set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, 8))",
         PLAIN,
     ),
     # what a sweep draws
-    Mutant(f"{MODE}/training.py", "ids[:num_samples], ids[num_samples:]", "ids[:num_samples], ids[:HELD_OUT]", PLAIN),
-    Mutant(f"{MODE}/training.py", "[:num_samples], order[-held:]", "[:num_samples], order[:held]", TEXT),
-    Mutant(f"{MODE}/sweep.py", "seed: Stream(config, seed, config", "seed: Stream(config, config.seed, config", PLAIN),
-    Mutant(f"{MODE}/sweep.py", "build_model(config, seed).to", "build_model(config, config.seed).to", PLAIN),
+    Mutant(
+        "experiments/largebatch/training.py",
+        "ids[:num_samples], ids[num_samples:]",
+        "ids[:num_samples], ids[:HELD_OUT]",
+        PLAIN,
+    ),
+    Mutant("experiments/largebatch/training.py", "[:num_samples], order[-held:]", "[:num_samples], order[:held]", TEXT),
+    Mutant(
+        "experiments/largebatch/sweep.py",
+        "seed: Stream(config, seed, config",
+        "seed: Stream(config, config.seed, config",
+        PLAIN,
+    ),
+    Mutant(
+        "experiments/largebatch/sweep.py", "build_model(config, seed).to", "build_model(config, config.seed).to", PLAIN
+    ),
 ]

@@ -10,7 +10,10 @@ MOE = "RUN_MODE=moe LAB_MODEL=mlp LAB_BATCH=25 LAB_EXPERTS=5 LAB_VARIANT=ep"
 COMM = "RUN_MODE=comm LAB_SWEEP_MIB=0.25 LAB_VARIANT=ring"
 ELASTIC = "RUN_MODE=elastic LAB_MODEL=mlp LAB_STEPS=6 LAB_VARIANT=shrink"
 PURPOSES, STORAGES, MEMORY, ACTIVATIONS = (
-    f"distlab/measure/{name}.py" for name in ("purposes", "storages", "memory", "activations")
+    "distlab/measure/memory.py",
+    "distlab/measure/memory.py",
+    "distlab/measure/memory.py",
+    "distlab/measure/activations.py",
 )
 LAP = "distlab/measure/timeline.py"
 TIMED, TIMELINE = "distlab/verify/timed.py", "distlab/verify/records.py"

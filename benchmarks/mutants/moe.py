@@ -4,7 +4,11 @@ from benchmarks.mutants import Mutant
 
 RUN = "RUN_MODE=moe LAB_MODEL=mlp LAB_BATCH=25 LAB_EXPERTS=5 LAB_VARIANT="
 MESH = "WORLD_SIZE=4 " + RUN
-ROUTING, DISPATCH, EXPERTS = (f"workers/parallel/{name}.py" for name in ("routing", "dispatch", "experts"))
+ROUTING, DISPATCH, EXPERTS = (
+    "distlab/expert_parallel/layer.py",
+    "distlab/expert_parallel/dispatch.py",
+    "distlab/expert_parallel/layer.py",
+)
 STRATEGY = "distlab/expert_parallel/strategy.py"
 
 MUTANTS = [

@@ -9,7 +9,12 @@ MESH = "RUN_MODE=mesh WORLD_SIZE=2 LAB_MICROBATCHES=2 LAB_BATCH=16 LAB_VARIANT=g
 DROPPING, ELASTIC = MESH + " LAB_DROPOUT=0.1", "RUN_MODE=elastic LAB_VARIANT=shrink LAB_LOSSES=1"
 MIXED = "RUN_MODE=moe LAB_VARIANT=naive"
 MODEL, DATA, DROPOUT, RECOMPUTE, OPTIMIZER, EXPERTS = (
-    f"distlab/workload/{name}.py" for name in ("model", "data", "dropout", "recompute", "optimizer", "experts")
+    "distlab/workload/model.py",
+    "distlab/workload/data.py",
+    "distlab/workload/model.py",
+    "distlab/workload/model.py",
+    "distlab/workload/optimizer.py",
+    "distlab/workload/experts.py",
 )
 NORM = """        self.mlp_norm = nn.LayerNorm(width)
         self.mlp = MLP(width)

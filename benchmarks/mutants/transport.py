@@ -4,7 +4,7 @@ from benchmarks.mutants import Mutant
 
 RUN = "RUN_MODE=dp LAB_MODEL=mlp LAB_BACKEND=tcp LAB_STEPS=1 LAB_VARIANT=flat"
 MESH = "WORLD_SIZE=4 RUN_MODE=mesh LAB_BACKEND=tcp LAB_MESH=dp2,pp2 LAB_VARIANT=1f1b"
-STREAM, CHANNEL = (f"workers/parallel/{name}.py" for name in ("stream", "channel"))
+STREAM, CHANNEL = "distlab/transport/tcp.py", "distlab/transport/tcp.py"
 TAKES_POSTED = "if self._posted or self._early or self._left or self._coming is not None or self.ended:"
 
 MUTANTS = [

@@ -11,7 +11,7 @@ RESUMED = SAVED + " LAB_RUN_ID=again then " + SAVED + " LAB_RUN_ID=again LAB_RES
 
 HOLDING, PROOF, CORRUPTION = "distlab/verify/audit.py", "distlab/verify/proof.py", "distlab/verify/silent_corruption.py"
 CLAIMS, JUDGE, END = "distlab/report/claims.py", "distlab/report/verdict.py", "distlab/rank/finish.py"
-EXPECTED, SAVER, FINDING = "distlab/report/verdict.py", "distlab/checkpoint/save.py", "distlab/checkpoint/storage.py"
+EXPECTED, SAVER, FINDING = "distlab/report/verdict.py", "distlab/checkpoint/save.py", "distlab/checkpoint/locate.py"
 
 VANISHED = [
     Mutant(
@@ -196,14 +196,14 @@ CHECKPOINTS = [
     Mutant(FINDING, "return sorted(named, key=step_of, reverse=True)", "return sorted(named, key=step_of)", SAVED),
     Mutant(
         FINDING,
-        "    for folder in candidates(source):\n        held = lease.hold(folder)",
-        "    for folder in reversed(candidates(source)):\n        held = lease.hold(folder)",
+        "    for folder in candidates(source):\n        held = hold(folder)",
+        "    for folder in reversed(candidates(source)):\n        held = hold(folder)",
         RESUMED,
     ),
     Mutant(
         SAVER,
-        "for path in finding.candidates(folder)[count:]:",
-        "for path in finding.candidates(folder)[count + 1 :]:",
+        "for path in locate.candidates(folder)[count:]:",
+        "for path in locate.candidates(folder)[count + 1 :]:",
         SAVED,
     ),
     Mutant(SAVER, "                    keep_last(self.folder, config.checkpoint_keep)\n", "", SAVED),
