@@ -80,7 +80,7 @@ FLOORS: dict[str, list[str]] = {
     CHECKPOINT: [*BELOW_LAB, LAB],
     f"{D}.faults": [MEASURE],
     VERIFY: [*BELOW_LAB, LAB, CHECKPOINT],
-    RANK: [*BELOW_LAB, LAB, CHECKPOINT, f"{D}.faults", VERIFY, f"{D}.data_parallel.strategy"],
+    RANK: [*BELOW_LAB, LAB, CHECKPOINT, f"{D}.faults", VERIFY, f"{D}.data_parallel.strategy", f"{D}.tensor_parallel.costs"],
     f"{D}.live": [CONFIG, REPORT],
     f"{D}.plan": [CONFIG, MEASURE, REPORT, WORKLOAD, *COSTS],
     f"{D}.check": [CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK],

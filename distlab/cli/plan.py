@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 from distlab.collectives.costs import training_flops
 from distlab.config import ConfigError
 from distlab.config.settings import suggest
-from distlab.measure.activations import RECOMPUTE
 from distlab.plan import job
 from distlab.plan.advice import Plan, framework, plan, reason, remedies
 from distlab.plan.calibrate import Measured, calibrate
@@ -25,6 +24,7 @@ from distlab.report.reading import BrokenRecord
 from distlab.report.table import aligned
 from distlab.report.units import human_bytes, three_digits
 from distlab.sharded.costs import rest_bytes
+from distlab.tensor_parallel.costs import RECOMPUTE
 
 # The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
 

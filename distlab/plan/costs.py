@@ -33,11 +33,16 @@ from distlab.collectives.costs import (
     training_flops,
 )
 from distlab.context_parallel.costs import even_ring_bytes, even_ring_turns
-from distlab.measure.activations import layer_activation_bytes, stage_activation_bytes
 from distlab.pipeline_parallel.costs import bubble, in_flight, pipeline_ends
 from distlab.plan.job import Job, Link
 from distlab.sharded.costs import WHOLE_LAYERS, rest_bytes, zero_bytes
-from distlab.tensor_parallel.costs import gathered_again_bytes, slice_sums, tensor_parallel_bytes
+from distlab.tensor_parallel.costs import (
+    gathered_again_bytes,
+    layer_activation_bytes,
+    slice_sums,
+    stage_activation_bytes,
+    tensor_parallel_bytes,
+)
 
 # How N ranks can be cut: t that share each layer, c that share each sample, p that share the layers, d replicas of
 # that, sharded by ZeRO or not.

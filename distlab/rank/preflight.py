@@ -16,12 +16,12 @@ from distlab.config import Config, ConfigError
 from distlab.config.settings import shown, suggest
 from distlab.contract import Mode
 from distlab.data_parallel.strategy import is_step
-from distlab.measure.activations import layer_activation_bytes
 from distlab.measure.process_memory import ContainerMemory
 from distlab.rank.mode_loader import modes_that
 from distlab.report import run_folder
 from distlab.report.run_folder import LATEST
 from distlab.report.units import human_bytes
+from distlab.tensor_parallel.costs import layer_activation_bytes
 from distlab.workload.model import outline
 from distlab.workload.user_model import is_own
 

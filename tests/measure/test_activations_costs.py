@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from distlab.config import Config
-from distlab.measure.activations import SavedActivations, layer_activation_bytes, stage_activation_bytes
+from distlab.measure.activations import SavedActivations
+from distlab.tensor_parallel.costs import layer_activation_bytes, stage_activation_bytes
 from distlab.workload.data import Batches
 from distlab.workload.model import build_model
 
