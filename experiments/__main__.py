@@ -1,4 +1,4 @@
-"""`python -m experiments`: all modes as the Markdown table of the README, each with the first line of its lesson."""
+"""`python -m distlab.experiments`: the table of modes in the README, each with the first line of its lesson."""
 
 from distlab.config.settings import modes
 from distlab.rank.mode_loader import load

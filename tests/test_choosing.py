@@ -13,7 +13,12 @@ from tests.documents import TOP, faults, spans, tables
 
 PAGE = (TOP / "docs" / "choosing.md").read_text()
 ROWS = list(tables(PAGE))
-FORMULAS = ("activations", "collectives", "compression", "context", "pipelines", "seconds", "sharding", "tensor")
+FORMULAS = (
+    "measure.activations",
+    *(f"{technique}.costs" for technique in (
+        "collectives", "compression", "context_parallel", "pipeline_parallel", "sharded", "tensor_parallel"
+    )),
+)  # fmt: skip
 
 
 def command_faults(command: str) -> list[str]:
@@ -46,7 +51,7 @@ def agrees(printed: str, formula: str) -> bool:
     """Whether the formula gives the number, to the digits that are printed."""
     names: dict[str, Any] = {}
     for part in FORMULAS:
-        names |= vars(importlib.import_module(f"distlab.measure.prediction.{part}"))
+        names |= vars(importlib.import_module(f"distlab.{part}"))
     digits = len(printed.partition(".")[2])
     return bool(round(float(eval(formula, names)), digits) == float(printed))
 

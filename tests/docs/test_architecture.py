@@ -1,40 +1,43 @@
-"""docs/architecture.md: the map is that of the house, and every variant of every mode is told in two files beside its
-lesson at most."""
+"""docs/architecture.md: the layout is that of the tree, and the layers are those that tests/test_imports.py checks."""
 
 import re
 
-from distlab.config.settings import modes
-from distlab.rank.mode_loader import load
 from tests.docs.pages import TOP, fenced, page
-from tests.documents import spans, tables
+from tests.documents import spans
+from tests.test_imports import FLOORS
 
 PAGE = page("architecture")
-MOST_BESIDE = 2
+PACKAGE = TOP / "distlab"
 
 
-def test_the_map_names_what_stands_in_the_house_and_nothing_else() -> None:
+def layers() -> dict[str, int]:
+    """Each folder with the number of its layer, 0 at the top."""
+    (text,) = re.findall(r"From the top: (.*?)\.\n", PAGE, re.DOTALL)
+    return {name: number for number, layer in enumerate(text.split(" > ")) for name in spans(layer)}
+
+
+def test_the_layout_names_each_folder_and_file_of_the_package_and_nothing_else() -> None:
     drawn = [line.split()[0] for line in fenced(PAGE, "text") if line.startswith("  ")]
-    folders = [f"{path.parent.name}/" for path in TOP.glob("workers/*/__init__.py")]
-    files = [path.name for path in TOP.glob("workers/*.py") if path.name != "__init__.py"]
+    folders = [f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py") if not path.parent.is_symlink()]
+    files = [path.name for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
     assert sorted(drawn) == sorted(folders + files)
 
 
-def test_a_reader_opens_at_most_two_files_beside_the_lesson() -> None:
-    told: dict[str, list[str]] = {}
-    mode = ""
-    for heading, (first, variants, beside) in tables(PAGE):
-        if heading != "How many files one opens":
-            continue
-        mode = first.strip("`") or mode
-        files = [span for span in spans(beside) if span.endswith(".py")]
-        assert 0 < len(files) <= MOST_BESIDE or beside == "nothing", (mode, variants)
-        told.setdefault(mode, []).extend(spans(variants))
-    assert sorted(told) == modes()
-    for name, named in told.items():
-        lesson = load(name)
-        assert sorted(named) == sorted(lesson.names), name
+def test_the_top_folders_are_there() -> None:
+    named = re.findall(r"([\w/-]+/)(?=[, ])", "\n".join(line for line in fenced(PAGE, "text") if line[:1] != " "))
+    assert [name for name in named if not (TOP / name).is_dir()] == []
+    assert {"workers/", "experiments/", "distlab/", "tests/"} <= set(named)
 
 
-def test_every_folder_has_its_floor() -> None:
-    (floors,) = re.findall(r"Floors from the top: (.*?)\.", PAGE, re.DOTALL)
-    assert {path.parent.name for path in TOP.glob("workers/*/__init__.py")} <= set(spans(floors))
+def test_every_folder_has_its_layer() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(layers()) == folders | {"benchmarks", "workers", "lab", "contract", "experiments", "engines"}
+
+
+def test_the_layers_agree_with_what_each_folder_may_import() -> None:
+    number = layers()
+    named = {place: place.removeprefix("distlab.") for place in FLOORS}
+    arrows = [(named[place], named.get(to, "")) for place, allowed in FLOORS.items() for to in allowed]
+    compared = [(upper, lower) for upper, lower in arrows if upper in number and lower in number]
+    assert len(compared) > 50
+    assert [(upper, lower) for upper, lower in compared if number[upper] > number[lower]] == []

@@ -125,7 +125,7 @@ def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
         "./run",
         "./run report runs/latest --figures x",
         "./run plan --params 7B",
-        "python -m experiments",
+        "python -m distlab.experiments",
     ],
 )
 def test_a_command_that_exists_is_not(line: str) -> None:

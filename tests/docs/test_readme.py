@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 from tests.docs.pages import README, TOP, fenced, page
 
-MOST_LINES = 150
+MOST_LINES = 120
 
 
 def test_it_is_read_in_five_minutes() -> None:
