@@ -19,7 +19,7 @@ COPY compose/requirements.lock compose/
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN ./install --into python torch
 
-# With no package beside it, pyproject.toml installs the dependencies alone; the code is found in the working folder.
+# With no package beside it pyproject.toml installs the dependencies alone; the code is found in the working folder.
 COPY pyproject.toml ./
 RUN ./install --into python project
 

@@ -1,13 +1,13 @@
-"""The command `distlab`: `python -m workers` by another name, which alone prints its help."""
+"""The command `distlab` (`python -m distlab`): without a word it prints its help, where `python -m workers` runs."""
 
 import sys
 
-from distlab.cli.run import main as workers_main
+from distlab.cli import run
 
 
 def main() -> int:
-    """Do what was typed; returns the exit code."""
-    return workers_main(sys.argv[1:] or ["--help"])
+    """Run the command that was typed; returns the exit code."""
+    return run.main(sys.argv[1:] or ["--help"])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import pytest
 
 import distlab as package
-from distlab import contract, pytest_plugin
+from distlab import contract
 from distlab.check import options as check_settings
 from distlab.check import rank_state
 from distlab.checkpoint import manifest
@@ -32,6 +32,7 @@ from distlab.rank.mode_loader import load, load_for
 from distlab.report import records
 from distlab.report import verdict as judge
 from distlab.report.reading import from_line, read_run, to_line
+from distlab.testing import plugin
 from distlab.verify.expected_claims import expected
 from tests.controls import TOP
 from tests.interface import DATA, FROZEN, claims_of, missing
@@ -133,8 +134,8 @@ def test_every_verdict_has_its_exit_code() -> None:
 
 
 def test_the_names_of_the_package() -> None:
-    for name, module in (("distlab", package), ("contract", contract), ("fixtures", pytest_plugin)):
-        assert not missing((each for each in module.__all__ if hasattr(module, each)), name)
+    for name, module in (("distlab", package), ("contract", contract), ("fixtures", plugin)):
+        assert not missing(getattr(module, "__all__", vars(module)), name)
 
 
 # --- modes ---

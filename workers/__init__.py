@@ -1,1 +1,1 @@
-"""What a container starts: `python -m workers` is the command `distlab`, and starts ranks where no command is given."""
+"""What a container starts: `python -m workers`, the command `distlab` that without a word runs."""

@@ -1,4 +1,4 @@
-"""A rank, or all of them as local processes: `python -m workers`, `torchrun -m workers`; with words the command."""
+"""`python -m workers`, `torchrun -m workers`: this rank, or all ranks as local processes; with words, that command."""
 
 import sys
 

@@ -322,8 +322,11 @@ def run_as_main(job: Job, telling: Telling, recorder: Recorder, waits: Waits) ->
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     enter(job)
-    top = str(Path(__file__).parents[2])
-    sys.path[1:] = [each for each in sys.path[1:] if each not in ("", top)]
+    top = Path(__file__).parents[2]
+    # A checkout holds `tests` and `workers` too, names that the script may have for itself; an installed package stands
+    # in site-packages, which the script needs.
+    hidden = ("", str(top)) if (top / "pyproject.toml").is_file() else ("",)
+    sys.path[1:] = [each for each in sys.path[1:] if each not in hidden]
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=str(job.script), __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main

@@ -1,12 +1,12 @@
-"""The whole path of a rank, top to bottom: settings, join, experiment, report, exit code.
+"""What `distlab` and `python -m workers` do: dispatch a command, by default `run`, the whole path of a rank.
 
-    words, environment -> Config -> rendezvous -> Lab -> experiments.<mode>.run(lab) -> runs/<run_id>/ -> report -> exit
-    code
+    words, environment -> Config -> rendezvous -> Lab -> distlab.experiments.<mode>.run(lab)
+        -> runs/<run_id>/ -> report -> exit code
 
-`python -m workers` with RANK in the environment is that rank; with neither RANK nor MASTER_ADDR it starts all ranks as
-local processes; with a command (`python -m workers report runs/latest`) it does that. Exit codes: 0 every check held; 1
-a check failed, an error was raised or the disk filled; 2 the settings were refused; 3 the cluster broke; 143 stopped by
-SIGTERM, 130 by Ctrl-C.
+`run` with RANK in the environment is that rank; with neither RANK nor MASTER_ADDR it starts all ranks as local
+processes. Any other command (`distlab report runs/latest`) is the module that distlab/config/commands.py names. Exit
+codes: 0 every check passed; 1 a check failed, an error was raised or the disk filled; 2 the settings were refused; 3
+the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
 """
 
 import io
@@ -16,21 +16,19 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 from distlab.cluster.launch import refuse_too_few
 from distlab.cluster.launcher_pipe import LauncherPipe
 from distlab.config import Config, ConfigError, commands, launchers
 from distlab.report import standard_streams
 
-HERE = Path(__file__).parents[2]
 # torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
 # torchrun; its profiler greets at level 5.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
 
 
 def main(words: Sequence[str] = ()) -> int:
-    """Do what was typed, by default start the ranks or be one; returns the exit code."""
+    """Run the command that was typed, by default `run`; returns the exit code."""
     started_at = time.time()
     standard_streams.open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show is escaped, and ends nothing
@@ -77,11 +75,6 @@ def start_all(config: Config) -> int:
     from distlab.rank.finish import draw_missing
     from distlab.rank.main import import_for_ranks
 
-    if Path.cwd() != HERE:
-        # Python puts the working folder first: an `experiments` or `workers` of the user's own would take the place of
-        # the lab's, here and in what a rank starts.
-        os.environ["PYTHONSAFEPATH"] = "1"
-        sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path.cwd()]
     with page_of(config):
         if sys.platform == "linux":  # where ranks are forked from this process
             import_for_ranks(config)

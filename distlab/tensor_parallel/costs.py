@@ -100,7 +100,7 @@ def sequence_saves_bytes(
 # width h, a heads.
 #
 # Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4.1 to 4.3 and 5.
-# Theirs is a layer with dropout in 16 bits, so that numbers of 2 bytes stand beside dropout masks of 1; here the size of
+# Theirs is a layer with dropout in 16 bits, so that numbers of 2 bytes are beside dropout masks of 1; here the size of
 # a number is a parameter.
 
 RECOMPUTE = ("none", "selective", "full")

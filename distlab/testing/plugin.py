@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from distlab.testing.warm_ranks import Ranks
 
 POOL = pytest.StashKey["Pool"]()
-LAB = {"distlab", "workers", "benchmarks"}
+LAB = {"distlab"}
 CASE, PRELOAD = "_distlab_case", "distlab_preload"
 
 
