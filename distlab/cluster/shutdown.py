@@ -406,7 +406,7 @@ class Parting:
         if not news or self.on_left is None:
             return False
         self._post.tell_verdict(verdict, stopped=False)  # to those it names too, should they wake up
-        self._say(f"{verdict.sentence}; the others go on")
+        self._say(f"{verdict.sentence}; the remaining ranks continue")
         for entry in news:
             self.heard_at[entry.rank] = self._hearing.forget(entry.rank).heard_at
             del self._post.addresses[entry.rank]

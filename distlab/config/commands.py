@@ -15,7 +15,7 @@ from distlab.config.settings import modes, suggest
 
 HELP = ("-h", "--help", "help")
 EXIT_CODES = (
-    "0 every check held, 1 a check failed, 2 refused, 3 the cluster broke, 128+n killed by a signal, 143 stopped"
+    "0 every check passed, 1 a check failed, 2 refused, 3 the cluster broke, 128+n killed by a signal, 143 stopped"
 )
 
 

@@ -42,7 +42,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed(processes: Processes, 
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     (lost,) = run["lost"]
     assert (run["verdict"], run["errors"], lost["rank"]) == ("pass", [], 2)
-    assert lost["step"] == DIES_AT_STEP and lost["reason"].endswith("; the others went on")
+    assert lost["step"] == DIES_AT_STEP and lost["reason"].endswith("; the remaining ranks continued")
     assert all(check["passed"] for check in run["checks"])
     held = {"updates", "final weights"}
     assert held <= {check["name"] for check in run["checks"]}, "without it the others are held to what was applied"

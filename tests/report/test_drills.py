@@ -80,7 +80,7 @@ def test_a_lost_rank_is_named_by_all_in_time(said: dict[int, list[Record]], hold
 
 
 def test_where_ranks_may_leave_the_others_go_on() -> None:
-    left: list[Record] = [Left(1, 3, "no heartbeat; the others went on")]
+    left: list[Record] = [Left(1, 3, "no heartbeat; the remaining ranks continued")]
     records = run(plan("lost"), made())
     records[0] += left
     assert held(records) is True
@@ -186,7 +186,7 @@ def test_a_drill_is_in_run_json_with_what_should_and_what_did() -> None:
     assert drill["event"] == "kill rank 1 at step 3"
     assert drill["should"] == "named by every survivor within 5 s, exit code 3"
     assert drill["did"] == f"rank 1 named by 3 after 3.4 s, exit code 3: {SAID}"
-    assert sentence(drill).endswith("(as it should)")
+    assert sentence(drill).endswith("(as expected)")
     assert judge(good_run())["drills"] == []
 
 
@@ -196,4 +196,4 @@ def test_the_line_of_the_page_is_that_of_the_report() -> None:
     records = run(plan("lost"), made(), said={rank: ended(said=said) for rank in (0, 2)})
     (drill,) = drills({rank: of_rank for rank, of_rank in records.items() if rank < 3})
     shown = (TOP / "docs" / "reliability.md").read_text()
-    assert f"\nrank 0 | drill      {sentence(drill)}\n" in shown
+    assert f"\nrank 0 | fault      {sentence(drill)}\n" in shown
