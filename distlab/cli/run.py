@@ -4,9 +4,9 @@
     code
 
 `python -m workers` with RANK in the environment is that rank; with neither RANK nor MASTER_ADDR it starts all ranks as
-local processes; with a command (`python -m workers report runs/latest`) it does that. Exit codes: 0 every check passed; 1
-a check failed, an error was raised or the disk filled; 2 the settings were refused; 3 the cluster broke; 143 stopped by
-SIGTERM, 130 by Ctrl-C.
+local processes; with a command (`python -m workers report runs/latest`) it does that. Exit codes: 0 every check
+passed; 1 a check failed, an error was raised or the disk filled; 2 the settings were refused; 3 the cluster broke; 143
+stopped by SIGTERM, 130 by Ctrl-C.
 """
 
 import io

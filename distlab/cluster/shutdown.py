@@ -138,7 +138,7 @@ class Goodbye:
 # A rank whose main thread raised: what it ends with, what others say of it, and whether a loss may be the cause.
 
 # Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
-BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer", "in vain")
+BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer")
 
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)

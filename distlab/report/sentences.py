@@ -73,8 +73,8 @@ def unseen_sentence(run: Run) -> str:
         f"rank {each['rank']} (on {each['host']})" if each["host"] else f"rank {each['rank']}" for each in run["unseen"]
     )
     elsewhere = any(each["host"] for each in run["unseen"])
-    why = "each machine keeps those of its own ranks" if elsewhere else "they ended before they wrote any"
-    return f"no records of {who}: {why}, and what was measured and checked there is not in this verdict"
+    why = "their records are on that host, not here" if elsewhere else "they ended before they wrote any"
+    return f"no records of {who}: {why}; what was measured and checked there is not part of this verdict"
 
 
 def error_sentences(run: Run) -> list[str]:

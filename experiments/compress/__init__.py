@@ -216,6 +216,6 @@ MODE = Mode(
         "experiments/compress/__init__.py: the variants, naive first, each with its compressor",
         "distlab/compression/compressors.py: what every compressor does, and the residual that it keeps",
         "distlab/compression/compressors.py, casting.py, quantised.py, sign.py, lowrank.py: what a variant sends, one each",
-        "experiments/compress/checks.py: how each is held against its paper's formula",
+        "experiments/compress/checks.py: how each is compared with its paper's formula",
     ),
 )

@@ -64,7 +64,7 @@ def cannot(config: Config) -> dict[str, str]:
     few = f"WORLD_SIZE={config.world_size}: "
     reasons: dict[str, str] = {}
     if config.world_size < 2:
-        reasons |= dict.fromkeys(("shrink", "join", "zero1", "peer_memory"), f"{few}nobody is left to go on")
+        reasons |= dict.fromkeys(("shrink", "join", "zero1", "peer_memory"), f"{few}no rank is left to continue")
     if config.world_size < 3:
         reasons["spare"] = f"{few}it takes two that train and one that waits"
     return reasons
@@ -99,7 +99,7 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
     view, courses = way_in(lab, net, courses) if back else (None, courses)
     for course in courses:
         deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in course.drill.losses)
-        lab.say(f"{course.policy.name}: {deaths or 'nobody'} dies on purpose", "drill")
+        lab.say(f"{course.policy.name}: {deaths or 'nobody'} is killed by fault injection", "drill")
         course.run(view)
         if view is not None and course.commits:
             at, step = course.commits[0]

@@ -145,6 +145,6 @@ MODE = Mode(
         "experiments/largebatch/training.py: a step of a recipe, and many trainings with one all_reduce a step",
         "distlab/large_batch/optimizers.py: the factors of the base rate",
         "distlab/large_batch/optimizers.py: a rate for each layer; lamb.py beside it has Adam's",
-        "experiments/largebatch/checks.py: the formulas once more, and each step held against them",
+        "experiments/largebatch/checks.py: the formulas once more, and each step compared with them",
     ),
 )

@@ -214,7 +214,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
     rounds = {"local_sgd": Rounds(local_steps, *AVERAGE), "diloco": Rounds(local_steps, *DILOCO)}
     proofs = {name: partial(prove_rounds, lab, each) for name, each in rounds.items()}
     # In the middle of a round each worker has weights of its own; the losses are held by hold_timed.
-    together = Held(why="held against all workers in one process", replicas=lab.config.steps % local_steps == 0)
+    together = Held(why="compared with all workers in one process", replicas=lab.config.steps % local_steps == 0)
     measured = measure(
         lab,
         also=partial(check_replicas, lab),

@@ -71,8 +71,8 @@ def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run" / "run.json").read_text())
     assert found["unseen"] == [{"rank": 0, "host": "node0"}, {"rank": 2, "host": "node2"}]
     sentence = (
-        "no records of rank 0 (on node0), rank 2 (on node2): each machine keeps those of its own ranks, and what was"
-        " measured and checked there is not in this verdict"
+        "no records of rank 0 (on node0), rank 2 (on node2): their records are on that host, not here; what was"
+        " measured and checked there is not part of this verdict"
     )
     assert (tmp_path / "run" / "rank1.log").read_text().splitlines()[0] == f"unseen     {sentence}"
     draw_missing(3, tmp_path)
@@ -85,7 +85,7 @@ def test_a_rank_that_was_given_up_touches_nothing_of_the_others(tmp_path: Path) 
     outcome.lay_ready({"verdict": "pass"}, 0)
     outcome.page(0).write_text("the page")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    verdict = Verdict(3, "rank 2 was given up by the others", (Lost(2, 5, "no heartbeat for 2.5 s"),))
+    verdict = Verdict(3, "rank 2 was declared dead by the other ranks", (Lost(2, 5, "no heartbeat for 2.5 s"),))
     write_failure_report(verdict, survivor(2, writes=True, given_up=True), journal, outcome)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     outcome.publish(0)

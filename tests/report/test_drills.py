@@ -91,7 +91,10 @@ def test_what_was_not_made_is_nothing_to_hold() -> None:
 
 
 def test_of_two_that_are_cut_each_names_the_other() -> None:
-    both = {0: ended(), 1: ended(said="rank 1 is cut off at step 3 in flat: nothing heard from rank 0 for 3.3 s")}
+    both = {
+        0: ended(),
+        1: ended(said="rank 1 is partitioned from the cluster at step 3 in flat: no heartbeat from rank 0 for 3.3 s"),
+    }
     records = run(plan("lost", "cut"), made(), said=both)
     two: Ranks = {
         rank: [replace(each, world_size=2) if isinstance(each, Start) else each for each in records[rank]]

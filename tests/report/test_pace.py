@@ -67,7 +67,7 @@ def test_a_change_of_members_is_told_once_by_who_noticed_it_first() -> None:
     records = plus(records, Changed("join", 9, BEGAN + 1.3, "asked", [0, 2, 1]), rank=2)
     (course,) = courses(records)
     found = events(judge(records), records, course)
-    assert [(each.kind, round(each.at - BEGAN, 1)) for each in found] == [("rank lost", 0.9), ("rank let in", 1.3)]
+    assert [(each.kind, round(each.at - BEGAN, 1)) for each in found] == [("rank lost", 0.9), ("rank joined", 1.3)]
     assert found[0].told == "rank lost: from step 7 on ranks 0 2"
     assert events(judge(records), records, Course(["spare"], [BEGAN, BEGAN + 9])) == []
 

@@ -85,9 +85,9 @@ def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the
 
 def test_activations_stand_beside_the_peak_of_all_memory() -> None:
     shown = drawn(plus(good_run(), Activations("naive", 2_500_000), rank=1))
-    assert "Activations held for the backward pass" in shown
+    assert "Activations kept for the backward pass" in shown
     assert "2.50 MB" in shown
-    assert "Activations held" not in drawn(good_run())
+    assert "Activations kept" not in drawn(good_run())
 
 
 def test_memory_is_drawn_by_class_from_the_fullest_rank() -> None:
