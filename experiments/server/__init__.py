@@ -12,7 +12,7 @@ their weights one again: a hundredth of the bytes.
               a gradient tau updates late is stable up to lr·curvature = 2 sin(pi / (2(2·tau + 1))) (Levin and May 1976)
   shapes      weights and gradients as one flat vector [P] each (`Vectors`), S = P x bytes; inputs [B/N, S] a worker
 
-  dp          one all_reduce of gradients a step: what the others are held against
+  dp          one all_reduce of gradients a step: what the others are compared with
   sync        sums and counts to the server, which divides by the count of all and steps; weights back (as in the first
               two lessons)
   local_sgd   LAB_LOCAL_STEPS steps apart, then the mean of all weights, weighted by samples (Stich 2019)
