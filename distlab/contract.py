@@ -185,7 +185,7 @@ class Mistake:
     needs: Needs = Needs()
 
     def hidden(self, mode: "Mode", config: Config) -> str:
-        """Why no check of this run could see it, a phrase behind "cannot show with"; empty if one could."""
+        """Why no check of this run could see it, a phrase behind "cannot be detected with"; empty if one could."""
         needs, makers = self.needs, list(self.where.variants or self.needs.variants)
         impossible = mode.cannot(config)
         chosen = [name for name in makers if not config.variant or name in config.variant]

@@ -14,7 +14,7 @@ SMALL = {
     "RUN_MODE": "dp", "WORLD_SIZE": "2", "LAB_MODEL": "mlp", "LAB_STEPS": "2", "LAB_WIDTH": "8", "LAB_DEPTH": "1", "LAB_SEQ": "8",
     "LAB_VARIANT": "flat", "LAB_RUN_ID": "run",
 }  # fmt: skip
-UNHEARD = "output     what is said is not printed any more ({}): the run goes on, and its log has all"
+UNHEARD = "output     nothing more is printed ({}): the run continues, and its log file has everything"
 
 
 def shell(words: str, runs: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +52,7 @@ def test_a_rank_that_an_engine_starts_goes_on_without_its_output(tmp_path: Path,
     done = shell(f'"$PYTHON" -m workers {redirected}', tmp_path, **alone)
     assert done.returncode == 0 and verdict(tmp_path) == "pass", done.stderr
     log = (tmp_path / "run" / "rank0.log").read_text()
-    assert log.count("output     what is said is not printed any more") == 1 and "\nPASS" in log
+    assert log.count("output     nothing more is printed") == 1 and "\nPASS" in log
 
 
 @pytest.mark.parametrize("redirected", [">&-", ">/dev/full"])

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Starts a rank as the owner of runs/, so that no file of a run belongs to root on the host, whatever the user's id.
 # The container begins as root for this alone; a rank computes as root only where runs/ is root's.
-# It stays behind the rank to say what the rank cannot: that the kernel killed it for want of memory.
+# It stays behind the rank to say what the rank cannot: that the kernel killed it because memory ran out.
 set -eu
 
 # With compose/net.yaml it may shape the container's link (capability 12, NET_ADMIN): shaping.py does so, gives that up, and returns here.

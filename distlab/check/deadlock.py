@@ -111,7 +111,7 @@ def diagnosis(
     alone = len(together) == 1
     sentence = f"{name_ranks(together)} {'waits' if alone else 'wait'} in {called} at {where}"
     if first.wait.call is None:
-        sentence += ", which no other rank can end"
+        sentence += ", and no other rank can unblock it"
     else:
         sentence += f" for {name_ranks(whom)}"
     chain = list(whom)
@@ -187,7 +187,7 @@ def circle(first: Standing, stuck: dict[int, Standing]) -> str:
         and len(set(each.wait.call.group.ranks) & set(first.wait.call.group.ranks)) > 1
     ]  # fmt: skip
     if len(groups) > 1 and shared and ops.isdisjoint({"send", "recv"}):
-        return ". They take the groups in another order"
+        return ". The ranks use these groups in different orders (deadlock)"
     return ""
 
 
@@ -282,9 +282,7 @@ class Still:
         who = f"{name_ranks(waiting)} wait{s} for it in {wait.what} at {wait.place}"
         late = [rank for rank, since in self._idle_since.items() if now - since > self._bound_s]
         if late:
-            sentence = (
-                f"rank {late[0]} has stood still at {standing_at(cases[late[0]])} for {self._bound_s:g} s, and {who}"
-            )
+            sentence = f"rank {late[0]} has been at {standing_at(cases[late[0]])} for {self._bound_s:g} s, and {who}"
             return Finding(HANG, sentence, tuple(late), table(cases, waits), ends=True)
         if now - self._said_at >= SAY_S:
             self._said_at = now

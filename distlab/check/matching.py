@@ -238,7 +238,7 @@ class Matching:
             return ""
         before = self._before_this(right)
         if before is not None and before.kind == wrong.kind and before.place == wrong.place:
-            return f"; rank {wrong.rank} made the one before once more"
+            return f"; rank {wrong.rank} repeated the previous call"
         return ""
 
     def _before_this(self, call: Call) -> Call | None:

@@ -220,8 +220,8 @@ class Gradients:
         size, first = steps[0].size, steps[0]
         if all(step.by_script and step.untouched and abs(step.ratio - 1) < NEAR for step in steps):
             yield (
-                f"are the gradients meant as a sum over {size} ranks? Nothing divides them between their all_reduce at"
-                f" {first.reduced_at} and the step at {first.stepped_at}; where the loss is a mean over a rank's own"
+                f"possible bug: gradients are summed over {size} ranks and never averaged. Nothing divides them"
+                f" between their all_reduce at {first.reduced_at} and the step at {first.stepped_at}; where the loss is a mean over a rank's own"
                 f" samples, a step is {size} times too long"
             )
         elif all(not step.by_script and abs(step.ratio * size - 1) < NEAR for step in steps):

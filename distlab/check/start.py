@@ -128,7 +128,7 @@ def why_not(errand: Errand, script: Path) -> list[str]:
         ]
     if not script.is_file():
         near = [each.name for each in script.parent.glob("*.py")] if script.parent.is_dir() else []
-        return [f"{str(script)!r} is not there{suggest(script.name, near)}: allowed is the file of a Python script"]
+        return [f"{str(script)!r} is not there{suggest(script.name, near)}: expected the file of a Python script"]
     try:
         compile(script.read_bytes(), str(script), "exec")
     except (SyntaxError, ValueError, OSError) as error:

@@ -107,7 +107,7 @@ class Found:
 def refusals(config: Config) -> list[str]:
     """Sentences if LAB_RESUME or LAB_CHECKPOINT_EVERY cannot be what this run does."""
     if config.resume == "auto" and config.run_id is None:
-        return ["LAB_RESUME=auto goes on with the run that LAB_RUN_ID names: set LAB_RUN_ID"]
+        return ["LAB_RESUME=auto continues the run that LAB_RUN_ID names: set LAB_RUN_ID"]
     try:
         wrong = _unfit(config) if config.resume is not None else []
     except OSError as error:  # a path that is too long, or a folder that may not be read

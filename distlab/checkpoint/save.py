@@ -173,7 +173,7 @@ class Saver:
         if outcome.error:
             good = locate.candidates(self.folder)
             last = f"the last good one is step {locate.step_of(good[0])}" if good else "there is none yet"
-            lab.say(f"step {step} could not be written ({outcome.error}): the run goes on, {last}", "checkpoint")
+            lab.say(f"step {step} could not be written ({outcome.error}): the run continues, {last}", "checkpoint")
             for claim in ("checkpoint", "kept checkpoints"):
                 lab.waive(claim, outcome.error)
             return
@@ -189,10 +189,7 @@ class Saver:
         if now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
             size, stood_s = human_bytes(outcome.num_bytes), outcome.held_s
-            lab.say(
-                f"checkpoint step {step}, {size} in {outcome.seconds:.2f} s, for which the training stood still"
-                f" {stood_s:.2f} s"
-            )
+            lab.say(f"checkpoint step {step}, {size} in {outcome.seconds:.2f} s, training paused for {stood_s:.2f} s")
 
 
 def state_of(strategies: Mapping[str, Strategy]) -> dcp.State:
@@ -251,7 +248,7 @@ def rescue(saver: Saver) -> None:
     thread.start()
     thread.join(BOUND_S)
     with suppress(Exception):  # a full disk takes no line either
-        saver.lab.journal.say(f"rescue     {said[0] if said else f'nothing was saved in {BOUND_S:g} s'}")
+        saver.lab.journal.say(f"emergency  {said[0] if said else f'nothing was saved in {BOUND_S:g} s'}")
 
 
 def _attempt(saver: Saver) -> str:
@@ -277,7 +274,7 @@ def save_alone(saver: Saver) -> str:
         return f"rank {lab.rank} has no further step to save, {last_good(saver)}"
     losses = {name: padded([*before, *course.heard[name]], course.done[name]) for name, before in course.losses.items()}
     write_alone(final, lab.rank, replace(manifest_of(lab, course, step), losses=losses), state)
-    return f"rank {lab.rank} has saved step {step} by itself ({final})"
+    return f"rank {lab.rank} has saved an emergency checkpoint of step {step} ({final})"
 
 
 def write_alone(final: Path, rank: int, draft: Manifest, state: dcp.State) -> None:

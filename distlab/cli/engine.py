@@ -51,7 +51,7 @@ def checked(ranks: int, words: Sequence[str]) -> dict[str, str]:
         if name in settings
     ]
     if not 1 <= ranks <= MAX_WORLD_SIZE:
-        faults.append(f"--ranks {ranks} is out of range: allowed is 1 to {MAX_WORLD_SIZE}")
+        faults.append(f"--ranks {ranks} is out of range: expected 1 to {MAX_WORLD_SIZE}")
     place = {"RANK": "0", "WORLD_SIZE": str(min(max(ranks, 1), MAX_WORLD_SIZE)), "MASTER_ADDR": "rank0"}
     Config.read(settings | place, found_before=faults)
     return settings

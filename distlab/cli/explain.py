@@ -1,7 +1,7 @@
 """The lesson without the run: the idea, the shapes, and the prediction for the settings given.
 
 make explain RUN_MODE=dp WORLD_SIZE=3            the mode's docstring and its predictions, formula and number
-make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that mistake breaks, and which check sees it
+make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that injected bug breaks, and which check catches it
 """
 
 import sys
@@ -19,9 +19,9 @@ def explain(config: Config, mode: Mode) -> list[str]:
     lines += aligned(PREDICTED, prediction_rows(mode.predict(config)))
     if config.bug is not None:
         mistake = mode.mistakes[config.bug]
-        return [*lines, "", f"LAB_BUG={config.bug}: {mistake.what}. The check that sees it: {mistake.check}."]
+        return [*lines, "", f"LAB_BUG={config.bug}: {mistake.what}. The check that catches it: {mistake.check}."]
     if mode.mistakes:
-        lines += ["", "Mistakes to make on purpose (LAB_BUG), and the check that sees each:", *mistake_lines(mode)]
+        lines += ["", "Injected bugs (LAB_BUG), and the check that catches each:", *mistake_lines(mode)]
     return [*lines, *reading_lines(mode)]
 
 

@@ -132,7 +132,7 @@ def limit(config: Config) -> int:
 def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
     """What does not hold of the three runs: dp without a limit, dp and fsdp within it."""
     lost = judge(read_run(dp))["lost"]
-    killed = [entry["rank"] for entry in lost if "killed by the kernel for want of memory" in entry["reason"]]
+    killed = [entry["rank"] for entry in lost if "killed by the OOM killer" in entry["reason"]]
     print(
         f"dp         within the limit: killed {killed or 'nobody'}, of all that were lost: {[e['rank'] for e in lost]}"
     )
@@ -143,7 +143,7 @@ def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
     print(f"losses     dp without a limit {shown(one)}")
     print(f"           fsdp within it     {shown(other)}   apart by {apart:.1e}, tolerance {LOSS_TOLERANCE:.0e}")
     held = {
-        "dp was not killed for want of memory": bool(killed),
+        "dp was not killed by the OOM killer": bool(killed),
         "fsdp did not pass": verdict == "pass",
         "dp and fsdp did not train to the same losses": len(one) == len(other) and apart <= LOSS_TOLERANCE,
     }

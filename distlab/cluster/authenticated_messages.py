@@ -393,6 +393,6 @@ def _read(secret: Path) -> str:
         raise ConfigError([f"{secret}, the key of this run, cannot be read: {error.strerror}"]) from None
     if words and len(words) < MIN_KEY:
         raise ConfigError(
-            [f"{secret}, the key of this run, holds {len(words)} characters: allowed is {MIN_KEY} and more, or none"]
+            [f"{secret}, the key of this run, holds {len(words)} characters: expected {MIN_KEY} and more, or none"]
         )
     return words

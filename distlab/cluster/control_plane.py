@@ -114,7 +114,7 @@ class Exchange:
             raise self._in_vain(name, rank) from error
 
     def _in_vain(self, name: str, rank: int) -> TimeoutError:
-        return TimeoutError(f"waited for rank {rank} at {name!r} for {self.timeout_s:g} s in vain")
+        return TimeoutError(f"timed out waiting for rank {rank} at {name!r} after {self.timeout_s:g} s")
 
     def _wait_for(self, key: str, at_most_s: float, left: Callable[[], bool] = lambda: False) -> Any:
         """Wait in slices, and look between them whether who gives it has `left`; raises TimeoutError."""

@@ -42,7 +42,7 @@ class Seen:
     phase: str
     memory_share: float | None = None
     silent_s: float = 0.0
-    killed: bool = False  # by the kernel, for want of memory
+    killed: bool = False  # by the kernel, because memory ran out
 
     @property
     def place(self) -> str:
@@ -74,7 +74,7 @@ def diagnose(hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int
     if not lost:
         return None
     reasons = {rank: _reason(rank, lost, hears, present, seen) for rank in sorted(lost)}
-    kind = "is cut off" if lost == set(hears) else "lost"
+    kind = "is partitioned from the cluster" if lost == set(hears) else "lost"
     sentence = "; ".join(f"rank {rank} {kind} {seen[rank].place}: {reason}" for rank, reason in reasons.items())
     return Verdict(3, sentence, tuple(Lost(rank, seen[rank].step, reason) for rank, reason in reasons.items()))
 
@@ -83,18 +83,18 @@ def _reason(
     rank: int, lost: frozenset[int], hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, Seen]
 ) -> str:
     if seen[rank].killed:
-        return "killed by the kernel for want of memory: its container's limit is LAB_MEMORY"
+        return "killed by the OOM killer: its container's limit is LAB_MEMORY"
     if lost == set(hears):  # this side is the smaller one
         others = present - lost
-        return f"nothing heard from {name_ranks(others)} for {max(seen[other].silent_s for other in others):.1f} s"
+        return f"no heartbeat from {name_ranks(others)} for {max(seen[other].silent_s for other in others):.1f} s"
     if rank not in hears:
         reason = f"no heartbeat for {seen[rank].silent_s:.1f} s"
         share = seen[rank].memory_share
         if share is not None and share >= OOM_SHARE:
-            reason += f", with memory at {share:.0%} of its limit in the last one: probably killed for want of memory"
+            reason += f", with memory at {share:.0%} of its limit in the last one: probably killed by the OOM killer"
         return reason
     deaf = {other for other in hears if rank not in hears[other] or other not in hears[rank]} - {rank}
     return (
-        f"{name_ranks(deaf)} and rank {rank} no longer hear each other, though both are alive: the link between them is"
-        " broken"
+        f"{name_ranks(deaf)} and rank {rank} lost heartbeats from each other, though both are alive: the link between"
+        " them is broken"
     )

@@ -1,4 +1,4 @@
-"""The last words of a rank that the kernel killed for want of memory: said for it, at once, by what outlives it.
+"""The last words of a rank that the kernel killed because memory ran out: said for it, at once, by what outlives it.
 
 The kernel kills the largest process of a container whose memory is full, and gives it no time to speak; its last
 heartbeat may be older than the growth that killed it. So the watch leaves the words, sealed, and the others' addresses
@@ -33,13 +33,13 @@ def say(place: Path = PLACE) -> str:
     try:
         will: dict[str, Any] = json.loads(place.read_text())
     except (OSError, ValueError):  # it had not met the others yet
-        return "this rank was killed by the kernel for want of memory before it met the others"
+        return "this rank was killed by the OOM killer before it met the others"
     udp = socket.socket(will["family"], socket.SOCK_DGRAM)  # which hears nothing
     for word in will["words"]:
         for ip, port in will["addresses"]:
             send(udp, bytes.fromhex(word), (ip, port))
     udp.close()
-    return f"rank {will['rank']} was killed by the kernel for want of memory: its container's limit is LAB_MEMORY"
+    return f"rank {will['rank']} was killed by the OOM killer: its container's limit is LAB_MEMORY"
 
 
 if __name__ == "__main__":

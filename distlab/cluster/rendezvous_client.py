@@ -130,7 +130,7 @@ class RendezvousClient:
                 waiting, foreign_since = str(answer.get("wait", "")), None
             # A board that answers has the word: its own bound is near, and every rank says its sentence.
             if time.monotonic() > self.deadline + (SAY_EVERY_S if answer else 0.0):
-                raise ClusterError(f"rank {self.claim.rank} was not let in {self.bound}: {waiting}")
+                raise ClusterError(f"rank {self.claim.rank} could not join {self.bound}: {waiting}")
             self.progress(waiting)
             time.sleep(max(0.0, asked_at + ASK_EVERY_S - time.monotonic()))
 

@@ -212,9 +212,7 @@ class RendezvousServer:
             if last_sign > first_asked + CROSSING_S or claim.rank == self.own.rank:
                 fault = twice(holder[0], claim)
             elif now - last_sign <= ASKING_S:
-                return {
-                    "wait": f"waiting for a sign of the rank {claim.rank} that came before, from host {holder[0].host}"
-                }
+                return {"wait": f"waiting for the earlier rank {claim.rank} to respond, from host {holder[0].host}"}
         if fault is None:
             self._claims[claim.rank], self._asked_at[claim.rank] = (claim, ip, udp_port), now
         else:
@@ -248,7 +246,7 @@ class RendezvousServer:
                 }
             return {"refuse": fault or twice(holder, claim)}
         if now - first_asked <= STRANGER_S:
-            return {"wait": f"waiting for a word on {fault}"}
+            return {"wait": f"waiting for rank 0 to decide about {fault}"}
         of_another_run = self._second_host is not None and self._second_host.world_size == claim.world_size
         if of_another_run or first_asked - self._sealed_at > self.window_s:
             return {"refuse": str(fault)}  # it does not belong to this start: the run goes on without it

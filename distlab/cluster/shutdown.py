@@ -138,7 +138,7 @@ class Goodbye:
 # A rank whose main thread raised: what it ends with, what others say of it, and whether a loss may be the cause.
 
 # Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
-BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer", "in vain")
+BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer")
 
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -406,7 +406,7 @@ class Parting:
         if not news or self.on_left is None:
             return False
         self._post.tell_verdict(verdict, stopped=False)  # to those it names too, should they wake up
-        self._say(f"{verdict.sentence}; the others go on")
+        self._say(f"{verdict.sentence}; the remaining ranks continue")
         for entry in news:
             self.heard_at[entry.rank] = self._hearing.forget(entry.rank).heard_at
             del self._post.addresses[entry.rank]

@@ -109,7 +109,7 @@ class Watchdog(threading.Thread):
         if self.is_alive() and not self._agreement.wait(self.config.collective_timeout_s):
             missing = self._agreement.missing() or self.hearing.peers
             bound_s = self.config.collective_timeout_s
-            raise TimeoutError(f"waited for {name_ranks(missing)} at the verdict for {bound_s:g} s in vain")
+            raise TimeoutError(f"timed out waiting for {name_ranks(missing)} at the verdict after {bound_s:g} s")
 
     def finish(self) -> None:
         """A normal end: say goodbye until all who still run have heard it.
@@ -268,7 +268,9 @@ class Watchdog(threading.Thread):
         own = verdict
         given_up = self.cluster.rank in {lost.rank for lost in verdict.lost}
         if given_up:
-            own = replace(verdict, sentence=f"rank {self.cluster.rank} was given up by the others: {verdict.sentence}")
+            own = replace(
+                verdict, sentence=f"rank {self.cluster.rank} was declared dead by the other ranks: {verdict.sentence}"
+            )
         self._leave(own, verdict, stopped, given_up)
 
     def _judge(self) -> None:

@@ -72,7 +72,7 @@ class Config(BaseSettings):
     clip: float | None = Field(None, alias="LAB_CLIP", gt=0, le=MOST, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
     seed: int = Field(1, alias="LAB_SEED", ge=0, le=MOST_SEED, description="seed of weights and data")
     proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
-    bug: str | None = Field(None, alias="LAB_BUG", description="a classic mistake to make on purpose; `make explain` lists those of a mode")
+    bug: str | None = Field(None, alias="LAB_BUG", description="a bug to inject; `make explain` lists those of a mode")
 
     # How it is run.
     backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="what moves the bytes: a library, or the lab's own transport over plain TCP")
@@ -89,19 +89,19 @@ class Config(BaseSettings):
     # What survives it.
     checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, le=MOST, description="steps from one checkpoint to the next; unset: none")
     checkpoint_keep: int = Field(2, alias="LAB_CHECKPOINT_KEEP", ge=1, le=MOST, description="checkpoints that are kept, the newest ones")
-    checkpoint_async: bool = Field(False, alias="LAB_CHECKPOINT_ASYNC", description="1: write checkpoints while training goes on")
-    resume: str | None = Field(None, alias="LAB_RESUME", description="go on from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
+    checkpoint_async: bool = Field(False, alias="LAB_CHECKPOINT_ASYNC", description="1: write checkpoints while the training continues")
+    resume: str | None = Field(None, alias="LAB_RESUME", description="continue from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
 
     # What is to go wrong, and what looks for it.
     faults: str | None = Field(None, alias="LAB_FAULTS", description="what is to go wrong, and when: kill:rank2@step5, pause:rank1:1s@4s, kill:1/30s, flip:gradient@step3, ..., separated by commas; what is left out LAB_SEED draws")
-    audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps from one audit of what ranks hold alike to the next: a weight or gradient that differs is named by rank; unset: none, or every step where LAB_FAULTS flips a bit")
+    audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps from one audit of replicated tensors to the next: a weight or gradient that differs is named by rank; unset: none, or every step where LAB_FAULTS flips a bit")
 
     # Where its files go.
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
     run_id: Annotated[str, AfterValidator(settings.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
 
     # Whether it is shown while it goes on.
-    live: bool = Field(False, alias="LAB_LIVE", description="1: every rank leaves its live state in the run's folder, and a page shows it while the run goes on")
+    live: bool = Field(False, alias="LAB_LIVE", description="1: every rank leaves its live state in the run's folder, and a page shows it during the run")
     live_port: int = Field(8765, alias="LAB_LIVE_PORT", ge=1, le=65535, description="port of this page, on 127.0.0.1 alone")
 
     # Bounds.
@@ -263,7 +263,7 @@ def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
     if not (on_one_machine and world_size.isdecimal() and ON_ONE_MACHINE < int(world_size) <= MAX_WORLD_SIZE):
         return []
     return [
-        f"{named_value('WORLD_SIZE', world_size)} is out of range: allowed is 1 to {ON_ONE_MACHINE} on one machine, and up"
+        f"{named_value('WORLD_SIZE', world_size)} is out of range: expected 1 to {ON_ONE_MACHINE} on one machine, and up"
         f" to {MAX_WORLD_SIZE} under an engine such as Slurm or torchrun"
     ]
 

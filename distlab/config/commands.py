@@ -15,7 +15,7 @@ from distlab.config.settings import modes, suggest
 
 HELP = ("-h", "--help", "help")
 EXIT_CODES = (
-    "0 every check held, 1 a check failed, 2 refused, 3 the cluster broke, 128+n killed by a signal, 143 stopped"
+    "0 every check passed, 1 a check failed, 2 refused, 3 the cluster broke, 128+n killed by a signal, 143 stopped"
 )
 
 
@@ -29,9 +29,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("distlab.cli.run", "start WORLD_SIZE ranks of a mode, prove and measure its variants", takes_settings=True),
-    "live": Command("distlab.cli.live", "start a run with a page that shows it while it goes on, or serve that of a RUN", takes_settings=True),
-    "explain": Command("distlab.cli.explain", "the lesson of a mode without the run; with LAB_BUG what breaks", takes_settings=True),
-    "check": Command("distlab.cli.check", "your own script on WORLD_SIZE ranks: why it hangs, or sums garbage"),
+    "live": Command("distlab.cli.live", "start a run with a page that shows it live, or serve that of a RUN", takes_settings=True),
+    "explain": Command("distlab.cli.explain", "the description of a mode without a run; with LAB_BUG what that bug breaks", takes_settings=True),
+    "check": Command("distlab.cli.check", "your own script on WORLD_SIZE ranks: why it hangs, or computes garbage"),
     "prove": Command("distlab.cli.prove", "your own model or strategy: whether N ranks compute what one process does"),
     "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("distlab.cli.report", "judge a finished run again, or draw several together"),

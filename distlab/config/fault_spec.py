@@ -112,7 +112,7 @@ def _entry(text: str) -> FaultSpec:
             raise ValueError(f"says its {'bits' if key == 'bits' else key.removesuffix('_s')} twice")
         found[key] = value
     if missing := [need for need in kind.needs if need not in found]:
-        raise ValueError(f"does not say which: allowed is {EXAMPLES[missing[0]]}, between colons")
+        raise ValueError(f"does not say which: expected {EXAMPLES[missing[0]]}, between colons")
     found |= _moment(moment) if at else {}
     if ("every_s" in found) == bool(at):
         raise ValueError("needs one moment: @step5, @12s, or one in so many seconds such as :1/30s")
@@ -157,7 +157,7 @@ def _moment(moment: str) -> dict[str, Any]:
 def _seconds(text: str) -> float:
     found = SECONDS.fullmatch(text)
     if found is None or not float(found[1]):
-        raise ValueError(f"says {text!r}, which is no moment and no time: allowed is step5, 500ms, 3s, 2m or 1h")
+        raise ValueError(f"says {text!r}, which is no moment and no time: expected step5, 500ms, 3s, 2m or 1h")
     return float(found[1]) * UNITS[found[2]]
 
 

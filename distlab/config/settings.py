@@ -56,7 +56,7 @@ def fault_of(check: Callable[[str], object], value: str) -> str:
 def known_mode(value: str) -> str:
     if is_path(value):
         if not _is_file(value):
-            raise ValueError("is not there: allowed is a Python file, or a folder with __init__.py in it")
+            raise ValueError("is not there: expected a Python file, or a folder with __init__.py in it")
         return run_name_of(value)
     if value not in modes():
         known = f"allowed: {', '.join(modes())}, or the path of a mode such as mine/mode.py"
@@ -72,7 +72,7 @@ def known_model(value: str) -> str:
             known = f"is not one of {', '.join(MODELS)}{suggest(value, MODELS)}"
             raise ValueError(f"{known}, nor FILE:name such as mine/model.py:model")
     elif not name.isidentifier() or not Path(file).is_file():
-        raise ValueError("is not there: allowed is FILE:name, a function of a Python file such as mine/model.py:model")
+        raise ValueError("is not there: expected FILE:name, a function of a Python file such as mine/model.py:model")
     return value
 
 
@@ -115,7 +115,7 @@ def host_name(value: str) -> str:
 
 def key(value: SecretStr) -> SecretStr:
     if len(value.get_secret_value()) < MIN_KEY:
-        raise ValueError(f"is too short for a key: allowed is {MIN_KEY} characters and more")
+        raise ValueError(f"is too short for a key: expected {MIN_KEY} characters and more")
     return value
 
 
@@ -127,7 +127,7 @@ def key_file(value: Path) -> Path:
     if words is None:
         raise ValueError("is not a file")
     if len(words) < MIN_KEY:
-        raise ValueError(f"holds {len(words)} characters, too few for a key: allowed is {MIN_KEY} and more")
+        raise ValueError(f"holds {len(words)} characters, too few for a key: expected {MIN_KEY} and more")
     return value
 
 
@@ -151,7 +151,7 @@ def slow_rank(value: str) -> str:
     if not (colon and re.fullmatch("[0-9]{1,9}", rank) and re.fullmatch(number, share)):
         raise ValueError("is not a rank and its share of speed, such as 2:0.5")
     if not 0 < float(share) <= 1:
-        raise ValueError("has a speed out of range: allowed is more than 0, up to 1")
+        raise ValueError("has a speed out of range: expected more than 0, up to 1")
     return value
 
 
@@ -197,7 +197,7 @@ def sentence(fault: Any, given: str, field: Any) -> str:
     if kind == "string_pattern_mismatch":
         return f"{value} is not a size such as 900m or 2g"
     bounds = _range(field)
-    return f"{value} is out of range: allowed is {bounds}" if bounds else f"{value} is not {kind.split('_')[0]}"
+    return f"{value} is out of range: expected {bounds}" if bounds else f"{value} is not {kind.split('_')[0]}"
 
 
 def _range(field: Any) -> str:

@@ -125,7 +125,7 @@ def maker(spec: str) -> Callable[..., Any]:
         inspect.signature(function).bind("model", "mesh", "config")
     except TypeError:
         raise TypeError(
-            f"is no strategy: allowed is a function of (model, mesh, config), or of ({', '.join(STEP)})"
+            f"is no strategy: expected a function of (model, mesh, config), or of ({', '.join(STEP)})"
         ) from None
     return function
 
@@ -163,7 +163,7 @@ class TrainStepStrategy(StepsParameters):
         deferred = Deferred(self.optimizer)
         share = self._step(self.model, deferred, microbatches, self._group)
         if deferred.steps != 1:
-            raise ValueError(f"the training step called optimizer.step() {deferred.steps} times, allowed is once")
+            raise ValueError(f"the training step called optimizer.step() {deferred.steps} times, expected once")
         if share is None:  # then the lab asks for it itself: losses are held too
             with torch.no_grad():
                 share = sum(self.model(inputs, targets) * weight for inputs, targets, weight in microbatches)

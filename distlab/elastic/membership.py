@@ -126,9 +126,9 @@ class Heard:
         elif kind == "done":
             self._done = max(self._done, int(message["number"]))
         elif kind == "given up":
-            raise GivenUp("the others have parted from this rank, and go on without it")
+            raise GivenUp("the other ranks declared this rank dead, and continue without it")
         elif kind == "too late":
-            raise GivenUp("the others have come to the end of the run without this rank")
+            raise GivenUp("the other ranks finished the run without this rank")
 
 
 POLL_S = 0.05
@@ -175,9 +175,11 @@ class Membership(Heard):
             if set(self.lines.open()) > {member.rank for member in self.asking}:
                 hopeful_at = time.monotonic()
             if asked and not self.lines.open():  # who comes from now on has nothing either
-                raise TimeoutError(f"all others have ended before rank {self.me.rank} was let in")
+                raise TimeoutError(f"all others have ended before rank {self.me.rank} could join")
             if time.monotonic() - hopeful_at > self.timeout_s:
-                raise TimeoutError(f"for {self.timeout_s:g} s nobody was left who could let rank {self.me.rank} in")
+                raise TimeoutError(
+                    f"for {self.timeout_s:g} s no member was left that could let rank {self.me.rank} join"
+                )
             for rank, life in self.lines.open().items():
                 if life not in asked:
                     self.lines.send(rank, {"kind": "ask", **wish})
@@ -218,7 +220,7 @@ class Membership(Heard):
             if time.monotonic() > deadline:
                 missing = [each.rank for each in there if each != self.me and each not in self._here]
                 raise TimeoutError(
-                    f"waited for ranks {missing} to agree on who is in, for {self.timeout_s:g} s in vain"
+                    f"timed out waiting for ranks {missing} to agree on the members, after {self.timeout_s:g} s"
                 )
 
     def _lead(self, why: str, there: list[Member], called: set[Member], report: Report, decide: Decide) -> View | None:

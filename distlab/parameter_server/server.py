@@ -216,9 +216,9 @@ class Server:
 
         if not self._changed.wait_for(lambda: gone() or ready(), self.timeout_s):
             ranks = ", ".join(f"rank {rank}" for rank in self.rules.behind())
-            raise TimeoutError(f"rank {worker} waited {self.timeout_s:g} s to {what}, for {ranks}, in vain")
+            raise TimeoutError(f"rank {worker} timed out waiting for {ranks}, to {what}, after {self.timeout_s:g} s")
         if gone():
-            raise ConnectionError(f"rank {worker} was given up: what it asks comes too late")
+            raise ConnectionError(f"rank {worker} was declared dead: its request came too late")
 
 
 class Client(Protocol):

@@ -55,8 +55,7 @@ class Stepped:
         self.module = theirs["prepare"](model, group) if "prepare" in theirs else model
         if not isinstance(self.module, nn.Module):
             raise Refused(
-                f"prepare(model, group) returned a {type(self.module).__name__}: allowed is the nn.Module that is"
-                " trained"
+                f"prepare(model, group) returned a {type(self.module).__name__}: expected the nn.Module that is trained"
             )
         trained = [each for each in self.module.parameters() if each.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
@@ -91,7 +90,7 @@ class Stepped:
             share = train_step(self.theirs, self.module, self.optimizer, microbatches, self.group)
         if self._steps - before != 1:
             raise Refused(
-                f"train_step called optimizer.step() {self._steps - before} times in a step: allowed is once, since a"
+                f"train_step called optimizer.step() {self._steps - before} times in a step: expected once, since a"
                 " proof compares what the optimizer sees"
             )
         return None if share is None else float(share)

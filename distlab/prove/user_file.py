@@ -75,7 +75,7 @@ class UserFile:
             return jittered(build_model(self.config, seed).double(), seed)
         made = self["model"](seed)
         if not isinstance(made, nn.Module):
-            raise Refused(f"model({seed}) returned a {type(made).__name__}: allowed is an nn.Module")
+            raise Refused(f"model({seed}) returned a {type(made).__name__}: expected an nn.Module")
         return jittered(made.double(), seed)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class UserFile:
             found = summed(model(inputs), targets)
         if not isinstance(found, Tensor) or found.dim():
             shape = f"of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            raise Refused(f"loss(model, inputs, targets) returned {shape}: allowed is a sum, a tensor of no dims")
+            raise Refused(f"loss(model, inputs, targets) returned {shape}: expected a sum, a tensor of no dims")
         return found
 
     def after_step(self, model: nn.Module) -> None:
@@ -153,7 +153,7 @@ def why_not_called(function: Any, name: str) -> str:
     """A sentence if this cannot be called as a proof does."""
     wanted = f"{name}({', '.join(WORDS[name])})"
     if not callable(function):
-        return f"{name} is a {type(function).__name__}: allowed is a function {wanted}"
+        return f"{name} is a {type(function).__name__}: expected a function {wanted}"
     try:
         inspect.signature(function).bind(*WORDS[name])
     except TypeError:

@@ -203,7 +203,7 @@ class Drills:
     def _note(self, event: FaultSpec, step: int, variant: str = "", detail: str = "", outcome: str = "") -> None:
         self.journal.write(Injected(event.number, self.rank, step, variant, time.time(), detail, outcome))
         told = f": {detail}" if detail else ""
-        self.journal.say(f"drill      {event.label}{f' in {variant}' if variant else ''}{told}")
+        self.journal.say(f"fault      {event.label}{f' in {variant}' if variant else ''}{told}")
 
     def _make(self, event: FaultSpec, step: int) -> None:
         """This rank's part of an event."""
@@ -225,7 +225,7 @@ class Drills:
                 injectors.set_pace(round(bits_s(event.rate) / 8))
             elif event.kind == "full_disk":
                 injectors.fill(self.journal.open_files)
-                self.journal.say("drill      the disk is full from here on")
+                self.journal.say("fault      disk-full fault injected")
 
     def _cut(self, event: FaultSpec, step: int, *, mine: bool) -> None:
         """The rank stops hearing, the others stop hearing it, or both."""

@@ -112,7 +112,7 @@ def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]
     run, added = judge(by_rank), list[records.Check]()
     if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
         made = run["mistake"]
-        detail = f"{made['check']}, which sees {made['name']}, {how}"
+        detail = f"{made['check']}, which catches {made['name']}, {how}"
         added.append(records.Check("", "LAB_BUG", 1, 0, detail, CONTROL))
     for drill in run["drills"]:
         if drill["held"] is False:
@@ -169,7 +169,7 @@ def let_leave(
     hears of it. With `hung_up` (Watch.let_leave) rank 0 may leave, too."""
 
     def left(lost: records.Lost) -> None:
-        journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the others went on"))
+        journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the remaining ranks continued"))
         exchange.gone.add(lost.rank)
         then(lost.rank)
 
@@ -232,7 +232,7 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
         return
     outcome.discard()
     for drill in run["drills"]:
-        journal.say(f"drill      {fault_checks.sentence(drill)}")
+        journal.say(f"fault      {fault_checks.sentence(drill)}")
     if run["unseen"]:
         journal.say(f"unseen     {unseen_sentence(run)}")
     left_s = succession.named_at + DRAWN_BY_S - time.monotonic()

@@ -35,7 +35,7 @@ def measure_link(lab: Lab) -> None:
         return
     shaped = link.shaped(lab.config)
     if shaped is not None and shaped.lacks:
-        lab.say(f"{shaped.lacks}; the run goes on", "link")
+        lab.say(f"{shaped.lacks}; the run continues", "link")
     if lab.config.backend == "nccl":
         lab.say(f"{wanted} was set, and is not measured with {lab.config.backend}", "link")
         return

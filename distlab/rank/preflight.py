@@ -84,7 +84,7 @@ def undrilled(config: Config, mode: Mode) -> Iterator[str]:
         return
     name, allowed = config.mode_name, modes_that(lambda other: other.audits)
     if config.audit_every is not None:
-        what = f"LAB_AUDIT_EVERY={config.audit_every} compares what the ranks of a training hold alike"
+        what = f"LAB_AUDIT_EVERY={config.audit_every} compares the tensors that the ranks of a training replicate"
         yield f"{what}, and {name} has none, allowed: {allowed}"
     for each in config.planned_faults:
         if each.flipped:
@@ -120,7 +120,7 @@ def hidden(config: Config, mode: Mode) -> Iterator[str]:
     """A mistake that could not show: a check that cannot fail would only look like one that held."""
     mistake = mode.mistakes.get(config.bug or "")
     if mistake is not None and (reason := mistake.hidden(mode, config)):
-        yield f"LAB_BUG={config.bug} cannot show with {reason}"
+        yield f"LAB_BUG={config.bug} cannot be detected with {reason}"
 
 
 def unwritable(config: Config) -> list[str]:

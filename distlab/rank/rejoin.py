@@ -38,7 +38,7 @@ from distlab.report.run_folder import Journal, is_held
 
 FILE = "ranks.json"
 ALONE_S = 60.0
-UNNOTICED = "it was started again before anybody had noticed; the others went on"
+UNNOTICED = "it was restarted before its loss was noticed; the remaining ranks continued"
 
 
 @dataclass

@@ -36,7 +36,7 @@ def check_ledger(lab: Lab) -> None:
     missing = abs(traffic.called_bytes - sum(sent.values()))
     lab.check("ledger", missing, 0.0, detail=f"of {sum(sent.values())} B sent, B off as called", control=AMOUNT_CONTROL)
     if traffic.wire_error is not None:
-        lab.say(f"{traffic.wire_error}: it is held against nothing", "ledger")
+        lab.say(f"{traffic.wire_error}: it is compared with nothing", "ledger")
         lab.waive("ledger", traffic.wire_error)
     elif lab.config.backend == "nccl":
         lab.say(f"the wire is not looked at: {lab.config.backend} sends past the sockets where it can", "ledger")

@@ -81,7 +81,7 @@ def misjudged(case: Case) -> str:
 
 def cases() -> Iterator[Case]:
     """All of them."""
-    yield Case("a run in which all holds", made_up(), PASS)
+    yield Case("a run in which everything passes", made_up(), PASS)
     yield Case("a run whose proof was made", made_up(HELD), PASS, {"max_abs_diff": 1e-13, "passed": True})
     yield from of_checks()
     yield from of_comparisons()
@@ -101,7 +101,7 @@ def of_checks() -> Iterator[Case]:
     for rank in RANKS:
         worst = replace(HELD, max_abs_diff=5e-13)
         one = made_up(HELD, other={rank: [worst]})
-        yield Case(f"the largest difference that holds, on rank {rank}", one, PASS, {"max_abs_diff": 5e-13})
+        yield Case(f"the largest difference that passes, on rank {rank}", one, PASS, {"max_abs_diff": 5e-13})
     exact = made_up(replace(HELD, max_abs_diff=1e-12))
     yield Case("a check that is off by its tolerance", exact, PASS)
     yield Case("a check of one variant that fails beside another's", made_up(HELD, Check("w", "x", 1, 0)), FAIL)
@@ -115,9 +115,9 @@ def of_comparisons() -> Iterator[Case]:
             one = made_up(NEAR, other={rank: [far]})
             yield Case(f"a prediction that is off by {off} of 2 on rank {rank}", one, FAIL, {"rank": rank})
         shown = made_up(replace(far, decides=False))
-        yield Case(f"a prediction that is off by {off} and only shown", shown, PASS)
+        yield Case(f"a prediction that is off by {off} and only informational", shown, PASS)
         mixed = made_up(replace(NEAR, measured=1e9, decides=False), other={1: [far]})
-        yield Case(f"one that decides and is off by {off}, beside one that is shown", mixed, FAIL, {"rank": 1})
+        yield Case(f"one that decides and is off by {off}, beside one that is informational", mixed, FAIL, {"rank": 1})
     for off in (2.0, -2.0):
         yield Case(f"a prediction that is off by {off} of 2", made_up(replace(NEAR, measured=100.0 + off)), PASS)
 
@@ -133,7 +133,7 @@ def of_claims() -> Iterator[Case]:
             lacks = made_up(*made, needs=needs, other={rank: made[1:]})
             yield Case(f"a claim that rank {rank} did not make {times} times", lacks, PASS if one else FAIL)
         yield Case("a claim of a variant that was skipped", made_up(needs=needs, other={0: [Skipped("v", "")]}), PASS)
-        waived = Waived("v", "gradients", "there is nothing to hold", times)
+        waived = Waived("v", "gradients", "there is nothing to check", times)
         yield Case("a claim that was waived", made_up(waived, needs=needs), PASS)
     other = made_up(Check("w", "gradients", 0, 0), Check("v", "weights", 0, 0), needs=[["v", "gradients", 1, True]])
     yield Case("a claim that was made of another variant or by another name", other, FAIL)
@@ -151,13 +151,13 @@ def of_ends() -> Iterator[Case]:
             if rank
             else Case("a run of which rank 0 has no end", ended(whole, 0), LOST)
         )
-        yield Case(f"a run that breaks off on rank {rank}", ended(whole, rank), LOST)
+        yield Case(f"a run that ends early on rank {rank}", ended(whole, rank), LOST)
         for code, wanted in ((1, FAIL), (2, ("refused", 2)), (3, LOST), (143, ("lost", 143))):
             yield Case(f"rank {rank} that ended with {code}", ended(whole, rank, Failed(code, "an error")), wanted)
     said = Lost(1, 0, "silent"), Failed(3, "rank 1 lost")
     yield Case("a rank that the others named", ended(ended(made_up(), 0, *said), 2, *said), LOST)
     left = Left(1, 0, "silent")
-    yield Case("a rank that the others went on without", ended(made_up(left, other={1: []}), 1), PASS)
+    yield Case("a rank that left, while the remaining ranks continued", ended(made_up(left, other={1: []}), 1), PASS)
 
 
 def of_drills() -> Iterator[Case]:
@@ -165,17 +165,17 @@ def of_drills() -> Iterator[Case]:
     plan = Planned(0, "flip", "flip", 1, "named", 2.0, 1)
     flipped = Injected(0, 1, 1, "v", 0.0, "weights.w[0]")
     named = Corrupted("v", 1, "weights.w", [1], majority=True, others=0)
-    yield Case("a drill that came as planned", made_up(other={0: [plan, named], 1: [flipped]}), PASS)
-    yield Case("a drill of which nobody spoke", made_up(other={0: [plan], 1: [flipped]}), FAIL)
+    yield Case("an injected fault with the expected outcome", made_up(other={0: [plan, named], 1: [flipped]}), PASS)
+    yield Case("an injected fault that no rank reported", made_up(other={0: [plan], 1: [flipped]}), FAIL)
     wrong = made_up(other={0: [plan, replace(named, ranks=[2])], 1: [flipped]})
-    yield Case("a drill for which another rank was named", wrong, FAIL)
-    yield Case("a drill that did not come", made_up(other={0: [plan]}), FAIL)
+    yield Case("an injected fault for which another rank was named", wrong, FAIL)
+    yield Case("a planned fault that did not occur", made_up(other={0: [plan]}), FAIL)
     bug = {"name": "bug", "what": "something", "check": "gradients"}
     made = {
         rank: [replace(each, mistake=bug) if isinstance(each, Start) else each for each in of_rank]
         for rank, of_rank in made_up(HELD).items()
     }
-    yield Case("a mistake that no check saw", made, FAIL)
+    yield Case("an injected bug that no check caught", made, FAIL)
 
 
 def made_up(*records: Record, needs: list[list[Any]] | None = None, other: dict[int, list[Any]] | None = None) -> Ranks:

@@ -27,11 +27,11 @@ SHOULD = {
     "lost": "named by every survivor within {bound:g} s, exit code 3",
     "broken": "named as an end of a broken link within {bound:g} s, exit code 3",
     "survived": "nobody lost",
-    "full": "told in one sentence, exit code 1",
+    "full": "one error sentence, exit code 1",
     "refused": "the damaged checkpoint passed over by name",
     "named": "named by rank and tensor",
     "seen": "a check of the {steps} fails",
-    "unseen": "nothing: no check could see it",
+    "unseen": "nothing: no check could detect it",
     "open": "survived, or named",
 }
 
@@ -49,7 +49,7 @@ def drills(records: Ranks) -> list[Run]:
 
 def sentence(drill: Run) -> str:
     """A drill in a line."""
-    how = {True: "as it should", False: f"should be: {drill['should']}", None: "nothing to hold"}[drill["held"]]
+    how = {True: "as expected", False: f"expected: {drill['should']}", None: "nothing to check"}[drill["held"]]
     return f"{drill['event']}: {drill['did']} ({how})"
 
 
@@ -69,12 +69,12 @@ def _entry(records: Ranks, plan: Planned, made: Injected | None) -> Run:
 def _missing(records: Ranks, plan: Planned) -> tuple[bool | None, str]:
     """A fault that did not come: no wonder where the run broke before, or its second was after the end."""
     broke = any(True for _ in select(records, Failed))
-    return (None if broke or plan.step is None else False), "did not come"
+    return (None if broke or plan.step is None else False), "did not occur"
 
 
 def _lost(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
     if any(each.rank == plan.rank for _, each in select(records, Left)):
-        return True, f"rank {plan.rank} left, and the others went on"
+        return True, f"rank {plan.rank} left, and the remaining ranks continued"
     ends = {rank: end for rank, end in select(records, Failed) if rank != plan.rank}
     if not ends:
         return False, "nobody was named"
@@ -103,7 +103,7 @@ def _full(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, s
     ends = [end for _, end in select(records, Failed)]
     said = {end.error for end in ends}
     held = len(said) == 1 and FULL in min(said) and {end.exit_code for end in ends} == {FULL_CODE}
-    return held, "; ".join(sorted(said)) or "nobody said a word"
+    return held, "; ".join(sorted(said)) or "no rank reported it"
 
 
 def _refused(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:

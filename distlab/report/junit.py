@@ -22,14 +22,14 @@ def write_junit(path: Path, run: Run) -> None:
 
 
 def junit(run: Run) -> ET.Element:
-    """<testsuites> with one suite: failed checks are failures, lost ranks errors, what is only shown is skipped."""
+    """<testsuites> with one suite: failed checks are failures, lost ranks errors, what is informational is skipped."""
     suite = ET.Element("testsuite", name=_clean(f"{run['run_mode']} {run['run_id']}"))
     for claim in run["checks"] + run["comparisons"]:
         case = _case(suite, run, claim["variant"], claim["name"])
         if not claim["passed"]:
             ET.SubElement(case, "failure", message=_clean(failure_sentence(claim)), type=claim["name"])
         elif not claim.get("decides", True):
-            ET.SubElement(case, "skipped", message=_clean(f"only shown: {_told(claim)}"))
+            ET.SubElement(case, "skipped", message=_clean(f"informational: {_told(claim)}"))
         else:
             ET.SubElement(case, "system-out").text = _clean(_told(claim))
     for skip in run["skipped"]:

@@ -1,7 +1,7 @@
 """Rank 0's log: what was proven, what was measured beside what was predicted, the verdict, how to repeat it.
 
 A person reads this and often nothing else. Every line begins with one of a few words in the first eleven columns, and
-the last line alone says all that a script needs: the verdict, the report's path and the command that repeats the run.
+the last line alone says all that a script needs: the verdict, the report's path and the command that reruns it.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -56,8 +56,8 @@ SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
 
 
 def mistake(run: Run) -> list[str]:
-    """The first line of a run that makes a mistake on purpose: which one, by name."""
-    return [line("mistake", mistake_sentence(run))] if run["mistake"] else []
+    """The first line of a run with an injected bug: which one, by name."""
+    return [line("bug", mistake_sentence(run))] if run["mistake"] else []
 
 
 def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:
@@ -72,7 +72,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *more_checks(run),
         *compared(run),
         *(line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
-        *(line("drill", fault_checks.sentence(each)) for each in run.get("drills", [])),
+        *(line("fault", fault_checks.sentence(each)) for each in run.get("drills", [])),
         *([line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
         *(line("error", sentence) for sentence in error_sentences(run)),
         *(line("lost", lost_sentence(lost)) for lost in run["lost"]),
@@ -82,20 +82,20 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
     why = [explanation(run)] if run["mistake"] else []
     return [
         *lines,
-        line(run["verdict"].upper(), " · ".join([headline(run), *why, where, f"repeat {repeat_command(records)}"])),
+        line(run["verdict"].upper(), " · ".join([headline(run), *why, where, f"rerun: {repeat_command(records)}"])),
     ]
 
 
 def more_checks(run: Run) -> list[str]:
-    """The checks that held and that no table above shows."""
+    """The checks that passed and that no table above has."""
     held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)]
     found = [check["name"] for check in held if check["unit"] == FINDINGS]
     lines = table_lines("checks", tables.checks(check for check in held if check["unit"] != FINDINGS))
-    return lines + ([line("checks", f"held: {', '.join(found)}")] if found else [])
+    return lines + ([line("checks", f"passed: {', '.join(found)}")] if found else [])
 
 
 def compared(run: Run) -> list[str]:
-    """The comparisons that held or are only shown and that no table above holds."""
+    """The comparisons that passed or are informational and that no table above has."""
     timed = {variant["name"] for variant in run["variants"]}
     in_tables = (*tables.TRAFFIC, tables.DRAWN, tables.ON_WIRE, *tables.MEMORY)
     left = (c for c in run["comparisons"] if c["passed"] and not (c["name"] in in_tables and c["variant"] in timed))

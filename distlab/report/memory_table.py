@@ -17,7 +17,7 @@ MOST_PARTS = 600  # of all lines over a step together: 14 variants of 200 parts 
 KINDS = {
     "rest_bytes": "At rest",
     "peak_bytes": "At most in the whole pass: its making, and what was there before, included",
-    "activation_bytes": "Activations held for the backward pass, at most",
+    "activation_bytes": "Activations kept for the backward pass, at most",
 }
 
 

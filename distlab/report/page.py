@@ -168,7 +168,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
 
 
 def claims(run: Run) -> dict[str, Any]:
-    """What was claimed, and whether it held."""
+    """The tables of what was claimed, and whether it passed."""
     checks = [check for check in run["checks"] if check["name"] not in tables.PROOF]
     return {
         "proof": tables.proof(run),
@@ -205,7 +205,7 @@ def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]
 
 
 def wrong(run: Run) -> Iterator[str]:
-    """What did not hold, and what ended a rank."""
+    """What failed, and what ended a rank."""
     yield from map(failure_sentence, failures(run))
     yield from map(lost_sentence, run["lost"])
     yield from error_sentences(run)
@@ -288,8 +288,8 @@ def own_chart(record: Chart, colour: dict[str, str], points: int) -> Drawing:
 
 
 def drills(run: Run) -> Table:
-    """Every fault that was planned: what should have come of it, and what did."""
-    words = {True: "held", False: "FAILED", None: "nothing to hold"}
+    """Every fault that was planned: the expected outcome, and the observed one."""
+    words = {True: "passed", False: "FAILED", None: "nothing to check"}
     rows = [
         [
             Verdict(words[each["held"]]),
@@ -299,7 +299,7 @@ def drills(run: Run) -> Table:
         ]
         for each in run.get("drills", [])
     ]
-    return Table([Column(""), Column("fault"), Column("what should come of it"), Column("what did")], rows)
+    return Table([Column(""), Column("fault"), Column("expected"), Column("observed")], rows)
 
 
 def curves(records: Ranks) -> dict[str, charts.Curve]:

@@ -12,7 +12,7 @@ FINDINGS = "findings"  # the unit of a check that counts them
 
 
 def headline(run: Run) -> str:
-    """The verdict in one phrase: what held, or by name what did not."""
+    """The verdict in one phrase: how many checks passed, or the names of those that failed."""
     if run["verdict"] in ("lost", "refused"):
         ends = [lost_sentence(lost) for lost in run["lost"]] or [error["error"] for error in run["errors"]]
         return "; ".join(dict.fromkeys(ends))
@@ -22,13 +22,13 @@ def headline(run: Run) -> str:
         return f"{len(failed)} of {len(deciding)} checks failed: {names}"
     if run["errors"]:
         return str(run["errors"][0]["error"])
-    held = f"{len(deciding)} checks held" if len(deciding) != 1 else "1 check held"
-    held += "".join(f" · without rank {lost['rank']}" for lost in run["lost"])  # it left, and the others went on
-    return held if run["proven"] or run["run_mode"] == SCRIPT else f"not proven · {held}"
+    passed = f"{len(deciding)} checks passed" if len(deciding) != 1 else "1 check passed"
+    passed += "".join(f" · without rank {lost['rank']}" for lost in run["lost"])  # the remaining ranks continued
+    return passed if run["proven"] or run["run_mode"] == SCRIPT else f"not proven · {passed}"
 
 
 def failures(run: Run) -> list[Run]:
-    """The checks and comparisons that did not hold."""
+    """The checks and comparisons that failed."""
     return [claim for claim in run["checks"] + run["comparisons"] if not claim["passed"]]
 
 
@@ -41,7 +41,7 @@ def failure_sentence(claim: Run) -> str:
 
 
 def _off(claim: Run) -> str:
-    """By how much a claim does not hold."""
+    """By how much a claim is off."""
     if "max_abs_diff" in claim:
         return f"differs by {difference(claim['max_abs_diff'])} where {allowed(claim)} is allowed"
     predicted, measured, bound = (quantity(claim[key], claim["unit"]) for key in ("predicted", "measured", "tolerance"))
@@ -64,7 +64,7 @@ def dropped_sentence(run: Run) -> str:
     dropped = run["dropped"]
     faults = ", ".join(f"{count} {fault}" for fault, count in dropped["by_fault"].items())
     sources = ", ".join(f"{source} ({count})" for source, count in dropped["by_source"].items())
-    return f"{dropped['messages']} that came from outside changed nothing: {faults}; from {sources}"
+    return f"rejected {dropped['messages']} unauthenticated messages: {faults}; from {sources}"
 
 
 def unseen_sentence(run: Run) -> str:
@@ -73,8 +73,8 @@ def unseen_sentence(run: Run) -> str:
         f"rank {each['rank']} (on {each['host']})" if each["host"] else f"rank {each['rank']}" for each in run["unseen"]
     )
     elsewhere = any(each["host"] for each in run["unseen"])
-    why = "each machine keeps those of its own ranks" if elsewhere else "they ended before they wrote any"
-    return f"no records of {who}: {why}, and what was measured and checked there is not in this verdict"
+    why = "their records are on that host, not here" if elsewhere else "they ended before they wrote any"
+    return f"no records of {who}: {why}; what was measured and checked there is not part of this verdict"
 
 
 def error_sentences(run: Run) -> list[str]:
@@ -88,36 +88,36 @@ def error_sentences(run: Run) -> list[str]:
 
 
 def mistake_sentence(run: Run) -> str:
-    """The mistake that was made on purpose, and which check is meant to see it."""
+    """The injected bug, and which check is meant to catch it."""
     mistake = run["mistake"]
-    return f"LAB_BUG={mistake['name']}: {mistake['what']}; the check that is meant to see it: {mistake['check']}"
+    return f"LAB_BUG={mistake['name']}: {mistake['what']}; the check that catches it: {mistake['check']}"
 
 
 def seen_sentence(run: Run) -> str:
-    """Whether that check saw it: which claims failed and by how much, or how it missed it."""
+    """Whether that check caught it: which claims failed and by how much, or how it missed it."""
     check = run["mistake"]["check"]
     found = [claim for claim in failures(run) if claim["name"] == check]
     if found:
         names, which = ", ".join(claim_name(claim) for claim in found), "the first " if len(found) > 1 else ""
-        return f"seen by {names}: {which}{_off(found[0])}"
-    return f"not seen: {check} {missed(run)}"
+        return f"caught by {names}: {which}{_off(found[0])}"
+    return f"not caught: the {check} check {missed(run)}"
 
 
 def explanation(run: Run) -> str:
-    """For the last line: the mistake, and whether the check that is meant to see it did, by its first claim."""
+    """For the last line: the injected bug, and whether the check that is meant to catch it did, by its first claim."""
     mistake = run["mistake"]
     found = next((claim for claim in failures(run) if claim["name"] == mistake["check"]), None)
-    seen = f"seen by {claim_name(found)}, which is meant to see it: {_off(found)}" if found else seen_sentence(run)
+    seen = f"caught by {claim_name(found)}, as expected: {_off(found)}" if found else seen_sentence(run)
     return f"LAB_BUG={mistake['name']}: {mistake['what']}; {seen}"
 
 
 def missed(run: Run) -> str:
-    """How the check that is meant for the mistake missed it; empty if it failed, as it should."""
+    """How the check that is meant for the injected bug missed it; empty if it failed, as expected."""
     check = run["mistake"]["check"]
     held = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == check]
     if not held:
-        return "did not run: nothing in this run could show it"
-    return "held: nothing in this run shows it" if all(held) else ""
+        return "did not run: nothing in this run could detect it"
+    return "passed: nothing in this run detects it" if all(held) else ""
 
 
 def proof_note(run: Run) -> str:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 STREAMS = ("stdin", "stdout", "stderr")
 OF_A_STREAM = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
-UNHEARD = "output     what is said is not printed any more ({}): the run goes on, and its log has all"
+UNHEARD = "output     nothing more is printed ({}): the run continues, and its log file has everything"
 
 
 def open_standard_streams() -> None:

@@ -36,7 +36,7 @@ MOST_PROFILES = 64  # rows, of variants and ranks: 14 of 8 took 26 kB of the pag
 
 
 def proof(run: Run) -> Table:
-    """A row a variant: its largest differences from one process.
+    """A row a variant: its largest differences from the single-process reference.
 
     The heading is that of the first one, and a row to which another type or tolerance applies says so.
     """
@@ -54,7 +54,7 @@ def proof(run: Run) -> Table:
     span = " to ".join(f"{tolerance:g}" for tolerance in (*common[:1], *common[1:][-1:]))
     return Table(
         [
-            Column(f"{'float64, ' if common else ''}against one process"),
+            Column(f"{'float64, ' if common else ''}against the reference"),
             *(Column(kind, "value") for kind in PROOF),
             Column(f"(tolerance {span})" if common else ""),
         ],
@@ -79,14 +79,14 @@ def _difference(check: Run | None) -> str:
 
 
 def _own_tolerances(checks: Iterable[Run], common: Container[float]) -> list[str]:
-    """What is allowed of differences that have a unit, or that are held to something else than is `common`."""
+    """The tolerances of differences that have a unit, or whose tolerance is not a `common` one."""
     own = [each for each in checks if each["unit"] or each["tolerance"] not in common]
     told = (allowed(each) if each["unit"] else f"{each['tolerance']:g} in float64" for each in own)
     return list(dict.fromkeys(f"(tolerance {each})" for each in told))
 
 
 def timed(run: Run) -> Table:
-    """A row a variant: what its timed steps are off, of what is allowed."""
+    """A row a variant: the differences of its timed steps, each beside its tolerance."""
     found = _by_variant(run["checks"], TIMED)
     kinds = [kind for kind in TIMED if any(kind in row for row in found.values())]
     rows = [
@@ -94,14 +94,14 @@ def timed(run: Run) -> Table:
         for name, row in found.items()
     ]
     proven = any(kind in TIMED[:4] for kind in kinds)
-    heading = "off, of what rounding allows" if proven else "not held against one process: LAB_PROOF=0"
+    heading = "difference / tolerance" if proven else "not compared with the reference: LAB_PROOF=0"
     return Table([Column(heading), *(Column(kind, "value") for kind in kinds), Column("")], rows)
 
 
 def _of_allowed(check: Run) -> str:
     """A difference beside its tolerance, where it has one."""
     off = difference(check["max_abs_diff"])
-    return f"{off} of {difference(check['tolerance'])}" if check["tolerance"] else off
+    return f"{off} / {difference(check['tolerance'])}" if check["tolerance"] else off
 
 
 def checks(of: Iterable[Run]) -> Table:
@@ -278,13 +278,13 @@ def ranks(run: Run, kind: Kind) -> list[Column]:
 
 
 def verdict(claims: Iterable[Run]) -> str:
-    """One word for several claims; "shown" where none of them decides."""
+    """One word for several claims; "informational" where none of them decides."""
     claims = list(claims)
     if not all(claim["passed"] for claim in claims):
         return "FAILED"
     if not claims:
         return ""
-    return "held" if any(claim.get("decides", True) for claim in claims) else "shown"
+    return "passed" if any(claim.get("decides", True) for claim in claims) else "informational"
 
 
 # The staircase of a pipeline as text: a row a rank, a column a 64th of the step, for whoever reads only the log.

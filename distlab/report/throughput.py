@@ -18,7 +18,7 @@ from distlab.report.table import Column, Table
 from distlab.report.verdict import first
 
 MOST_STAIRS = 120  # of a curve
-WORDS = {"lost": "rank lost", "asked": "rank let in", "restart": "began again"}
+WORDS = {"lost": "rank lost", "asked": "rank joined", "restart": "began again"}
 END = "end"
 # The same in all charts of a page; faults have the rest in turn.
 HUES = dict(zip((*WORDS.values(), END), (charts.PALETTE[place] for place in (1, 2, 3, 7)), strict=True))

@@ -239,7 +239,7 @@ def _lost(records: Ranks, world_size: int, errors: list[Run], left: Container[in
     if not named and not errors:
         ended = {rank for rank, _ in select(records, End)}
         silent = [rank for rank in range(world_size) if rank not in ended and rank not in left]
-        return [{"rank": rank, "step": None, "reason": "its records break off without an end"} for rank in silent]
+        return [{"rank": rank, "step": None, "reason": "its records stop before the end of the run"} for rank in silent]
     return [named[rank] for rank in sorted(named)]
 
 

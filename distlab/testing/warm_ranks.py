@@ -71,7 +71,7 @@ class Ranks:
             waiting = {self._ranks[rank].control: rank for rank in range(world_size) if rank not in results}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                said = "\n".join(f"rank {rank} stands at {self._place(rank)}" for rank in sorted(waiting.values()))
+                said = "\n".join(f"rank {rank} is at {self._place(rank)}" for rank in sorted(waiting.values()))
                 self.stop()
                 raise RankFailed(f"no answer from ranks {sorted(waiting.values())} in {timeout_s:g} s\n{said}")
             for each in ready:

@@ -284,7 +284,9 @@ def effective_batch(config: Config, num_replicas: int) -> str:
         micro = sizes[0] // accumulated
         return f"{batch} samples a step = {micro} x {accumulated} x {num_replicas} (microbatch, accumulated, replicas)"
     held = " + ".join(str(size) for size in sizes)
-    return f"{batch} samples a step = {held}, a replica each, {accumulated} microbatch(es) accumulated"
+    return (
+        f"{batch} samples a step = {held}, a replica each, {accumulated} microbatch{'es' if accumulated != 1 else ''}"
+    )
 
 
 def refusals(config: Config, num_shards: int) -> list[str]:

@@ -59,7 +59,7 @@ def made(spec: str, seed: int) -> nn.Module:
         raise TypeError(f"has no function {spec.rpartition(':')[2]!r}")
     module = maker(seed)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"returned a {type(module).__name__}: allowed is an nn.Module")
+        raise TypeError(f"returned a {type(module).__name__}: expected an nn.Module")
     return module.float()
 
 

@@ -216,6 +216,6 @@ MODE = Mode(
         "experiments/compress/__init__.py: the variants, naive first, each with its compressor",
         "distlab/compression/compressors.py: what every compressor does, and what each variant sends",
         "distlab/compression/powersgd.py: two thin factors in place of a matrix",
-        "experiments/compress/checks.py: how each is held against its paper's formula",
+        "experiments/compress/checks.py: how each is compared with its paper's formula",
     ),
 )

@@ -16,17 +16,18 @@ processes (Horovod Elastic; torchft). No rank is a special case: each keeps a st
   shapes      weights [P] and AdamW's moments [2, P] as flat vectors in float64, E samples an epoch
 
   restart     what torchrun does: all begin again from the last checkpoint
-  shrink      the survivors go on with N-1
+  shrink      the survivors continue with N-1
   spare       the last rank waits outside, and takes the place of the first one lost
-  join        whoever died comes back as a process that has nothing, and is let in at the next step
+  join        whoever died comes back as a process that has nothing, and joins at the next step
   zero1       as join, with the optimizer's state in shards (ZeRO-1), which are cut anew whenever the members change;
               a loss takes a shard along, so all go back to the last checkpoint
   peer_memory the same, and a copy of each shard lies in the memory of another member (Gemini; Wang et al. 2023): the
-              others go on from it, without a disk
+              remaining ranks continue from it, without a disk
 
-Ranks die on purpose, LAB_LOSSES of each variant, at moments that LAB_SEED draws (drills.py): they close their sockets
-as the kernel does for a killed process, and forget all. With LAB_LOSSES=0 nothing dies unless you do it: `docker kill`.
-Who is silent, paused or cut off, is left after LAB_LOST_AFTER_S by the majority; the minority ends and says so.
+Fault injection kills LAB_LOSSES ranks of each variant, at moments that LAB_SEED draws: they close their sockets as the
+kernel does for a killed process, and forget all. With LAB_LOSSES=0 nothing dies unless you do it: `docker kill`.
+A rank that is paused or partitioned sends no heartbeats: after LAB_LOST_AFTER_S the majority declares it dead; the
+minority ends and says so.
 """
 
 import time
@@ -64,7 +65,7 @@ def cannot(config: Config) -> dict[str, str]:
     few = f"WORLD_SIZE={config.world_size}: "
     reasons: dict[str, str] = {}
     if config.world_size < 2:
-        reasons |= dict.fromkeys(("shrink", "join", "zero1", "peer_memory"), f"{few}nobody is left to go on")
+        reasons |= dict.fromkeys(("shrink", "join", "zero1", "peer_memory"), f"{few}no rank is left to continue")
     if config.world_size < 3:
         reasons["spare"] = f"{few}it takes two that train and one that waits"
     return reasons
@@ -99,7 +100,7 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
     view, courses = way_in(lab, net, courses) if back else (None, courses)
     for course in courses:
         deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in course.drill.losses)
-        lab.say(f"{course.policy.name}: {deaths or 'nobody'} dies on purpose", "drill")
+        lab.say(f"{course.policy.name}: {deaths or 'nobody'} is killed by fault injection", "drill")
         course.run(view)
         if view is not None and course.commits:
             at, step = course.commits[0]

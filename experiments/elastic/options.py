@@ -9,7 +9,7 @@ class Options(ModeOptions):
     # Larger steps grow roundings past 1e-12 in some hundreds of them.
     sizes = {"width": 32, "depth": 2, "optimizer": "adamw", "lr": 1e-4}  # noqa: RUF012
     losses: int = Field(
-        2, alias="LAB_LOSSES", ge=0, le=10_000, description="ranks of each variant that die on purpose; 0: none"
+        2, alias="LAB_LOSSES", ge=0, le=10_000, description="ranks of each variant that fault injection kills; 0: none"
     )
     saved_every: int = Field(
         5,

@@ -14,7 +14,7 @@ break-down, is what the run looks for.
 
 The variants are recipes for the rate, each on k = 1, 2, 4, 8, 16 and 32 times LAB_BATCH, with three seeds:
 
-  unscaled    the base rate, as if nothing had changed: the classic mistake
+  unscaled    the base rate, as if nothing had changed: what goes wrong most often
   sqrt        √k times the base rate
   linear      k times the base rate
   warmup      linear, but from the base rate on, over the first quarter of the steps (Goyal et al. 2017, section 2.2)

@@ -18,7 +18,7 @@ With a cp samples are folded over its ranks, and keys and values go round (zigza
 
   naive            all forwards, then all backwards, and at last a gradient at a time over the replicas
   gpipe            buckets, launched inside the last backward pass of the pipeline
-  1f1b             with fewer microbatches held; the gradient of an input goes before those of weights are computed, and
+  1f1b             with fewer microbatches kept; the gradient of an input goes before those of weights are computed, and
                    the buckets are launched in the second part
   interleaved      LAB_CHUNKS stages a rank: each stage's buckets in its own last pass
   zb_h1            1f1b, whose later ranks put the gradients of weights off to where they would wait

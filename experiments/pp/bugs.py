@@ -61,7 +61,7 @@ def nothing_behind(config: Config) -> str:
     "gpipes_order", check="schedule", part="schedule", of=("1f1b",), needs=Needs(ranks=1, proof=False, microbatches=2)
 )
 def all_ahead(ranks: int, microbatches: int) -> Schedule:
-    """1f1b does all forwards first, as gpipe does: the same numbers and the same bubble, and all m are held."""
+    """1f1b does all forwards first, as gpipe does: the same numbers and the same bubble, and all m are kept."""
     return [in_two(actions) for actions in gpipe(ranks, microbatches)]
 
 

@@ -11,15 +11,15 @@ up in.
 
   bf16             all of it in bf16, naively: small updates vanish
   fp16             all of it in fp16: small gradients vanish before that
-  fp32             weights, gradients and optimizer in float32: what the others are held against
+  fp32             weights, gradients and optimizer in float32: what the others are compared with
   fp16_scaled      the loss is scaled, dynamically; unscaled and stepped in float32, rounded back to fp16
   bf16_master      computes in bf16, steps float32 master weights
   fp16_master      computes in fp16 with a scaled loss, steps float32 master weights: mixed precision as published
   bf16_stochastic  bf16, and updates are rounded up or down at random: right in the mean, with no master weights
 
-fp32 is proven in float64 against one process. The others cannot be exact: their gradients are held against one process
+fp32 is proven in float64 against one process. The others cannot be exact: their gradients are compared to one process
 of the same arithmetic and, where nothing underflows, against float64 too, within some units of the format's precision;
-their updates to half a unit in the last place, or one at random; unscaling to the bit. Overflows are made on purpose:
+their updates to half a unit in the last place, or one at random; unscaling to the bit. Overflows are injected:
 the scale, the step that is skipped and the weights have to follow the rule. Neither the losses nor what was lost
 decide. The model is small unless sizes are set, since 16-bit arithmetic is slow on most CPUs; on a GPU
 (LAB_DEVICE=cuda) the times are the point.

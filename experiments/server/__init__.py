@@ -12,7 +12,7 @@ their weights one again: a hundredth of the bytes.
               a gradient tau updates late is stable up to lr·curvature = 2 sin(pi / (2(2·tau + 1))) (Levin and May 1976)
   shapes      weights and gradients as one flat vector [P] each (`Vectors`), S = P x bytes; inputs [B/N, S] a worker
 
-  dp          one all_reduce of gradients a step: what the others are held against
+  dp          one all_reduce of gradients a step: what the others are compared with
   sync        sums and counts to the server, which divides by the count of all and steps; weights back (as in the first
               two lessons)
   local_sgd   LAB_LOCAL_STEPS steps apart, then the mean of all weights, weighted by samples (Stich 2019)
@@ -214,7 +214,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
     rounds = {"local_sgd": Rounds(local_steps, *AVERAGE), "diloco": Rounds(local_steps, *DILOCO)}
     proofs = {name: partial(prove_rounds, lab, each) for name, each in rounds.items()}
     # In the middle of a round each worker has weights of its own; the losses are held by hold_timed.
-    together = Held(why="held against all workers in one process", replicas=lab.config.steps % local_steps == 0)
+    together = Held(why="compared with all workers in one process", replicas=lab.config.steps % local_steps == 0)
     measured = measure(
         lab,
         also=partial(check_replicas, lab),

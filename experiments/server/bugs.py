@@ -134,7 +134,7 @@ MISTAKES = {
         Needs(variants=APART),
     ),
     "never_fetched": Mistake(
-        "a worker goes on from its own weights and ignores those that it fetched: it hears of nobody",
+        "a worker continues from its own weights and ignores those that it fetched",
         "losses",
         Instead(run={"worker": Unheard}),
         Needs(variants=APART),

@@ -186,7 +186,7 @@ def test_metadata_that_is_no_metadata_is_damage(runs: Path) -> None:
     [
         ("absent", {}, ["LAB_RESUME='absent': absent does not exist"]),
         ("{}", {}, ["holds no checkpoint"]),
-        ("auto", {}, ["LAB_RESUME=auto goes on with the run that LAB_RUN_ID names: set LAB_RUN_ID"]),
+        ("auto", {}, ["LAB_RESUME=auto continues the run that LAB_RUN_ID names: set LAB_RUN_ID"]),
         ("a", {"LAB_SEED": "2", "LAB_LR": "0.5"}, ["was saved with LAB_SEED=1, LAB_LR=0.1, and this run has LAB_SEED=2, LAB_LR=0.5"]),
         ("a", {"LAB_DTYPE": "float64", "LAB_CLIP": "1"}, ["LAB_DTYPE=float32, LAB_CLIP=unset,"]),
         ("a", {"LAB_MODEL": "gpt"}, ["LAB_MODEL=mlp", "a text of sha256 unset"]),

@@ -122,7 +122,7 @@ def test_all_faults_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None
     assert said.out == ""
     assert said.err.splitlines() == [
         "refused    WORLD_SIZE=4 is the manifest's to say: --ranks sets how many there are, a volume holds their runs",
-        "refused    --ranks 1025 is out of range: allowed is 1 to 1024",
+        "refused    --ranks 1025 is out of range: expected 1 to 1024",
         "refused    LAB_STEP is not a variable of the lab (did you mean 'LAB_STEPS'?)",
     ]
     assert main(["kubernetes", "dp", "--as", "trainjbo"]) == 2

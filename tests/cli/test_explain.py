@@ -49,7 +49,7 @@ def test_a_bug_is_explained_with_the_check_that_sees_it(
 ) -> None:
     monkeypatch.setenv("LAB_BUG", "no_broadcast")
     assert main() == 0
-    assert "The check that sees it: replicas." in capsys.readouterr().out
+    assert "The check that catches it: replicas." in capsys.readouterr().out
 
 
 def test_a_fault_is_refused_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

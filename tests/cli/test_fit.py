@@ -46,7 +46,7 @@ def variant(records: Ranks, name: str, apart: float = 0.0) -> Ranks:
 @pytest.fixture
 def runs(tmp_path: Path) -> dict[str, Path]:
     good = good_run()
-    killed = Lost(1, 0, "killed by the kernel for want of memory: its container's limit is LAB_MEMORY")
+    killed = Lost(1, 0, "killed by the OOM killer: its container's limit is LAB_MEMORY")
     made = {
         "free": variant(good, "bucketed"),
         "dp": plus(good, killed),
@@ -61,8 +61,8 @@ def runs(tmp_path: Path) -> dict[str, Path]:
     ("names", "expected"),
     [
         ("free dp fsdp", []),
-        ("free free fsdp", ["dp was not killed for want of memory"]),
-        ("free silent fsdp", ["dp was not killed for want of memory"]),
+        ("free free fsdp", ["dp was not killed by the OOM killer"]),
+        ("free silent fsdp", ["dp was not killed by the OOM killer"]),
         ("free dp dp", ["fsdp did not pass", "dp and fsdp did not train to the same losses"]),
         ("free dp elsewhere", ["dp and fsdp did not train to the same losses"]),
         ("fsdp dp fsdp", ["dp and fsdp did not train to the same losses"]),

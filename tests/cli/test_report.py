@@ -36,7 +36,7 @@ def test_a_good_run_is_rebuilt_from_its_records_alone(tmp_path: Path, capsys: py
     assert (
         capsys.readouterr()
         .out.splitlines()[-1]
-        .startswith(f"PASS       16 checks held · report {run / 'report.html'} · repeat ")
+        .startswith(f"PASS       16 checks passed · report {run / 'report.html'} · rerun: ")
     )
 
 

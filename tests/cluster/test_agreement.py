@@ -136,7 +136,7 @@ def test_a_rank_0_that_is_paused_before_all_have_agreed_is_given_up_and_writes_n
     ranks[0].tell("publish")
     ranks[0].process.send_signal(signal.SIGCONT)
     assert ranks[0].end() == 3
-    assert "rank 0 was given up by the others: rank 0 lost" in ranks[0].text
+    assert "rank 0 was declared dead by the other ranks: rank 0 lost" in ranks[0].text
     assert "published" not in ranks[0].text
     assert told(tmp_path) == {"verdict": "lost", "by": 1}
 

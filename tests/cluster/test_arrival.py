@@ -34,7 +34,9 @@ def test_who_waits_with_the_board_is_let_in(wait: str) -> None:
     assert looked({"wait": wait}, None) is not None
 
 
-@pytest.mark.parametrize("wait", ["waiting for the end of an earlier run, which", "waiting for a sign of the rank 1"])
+@pytest.mark.parametrize(
+    "wait", ["waiting for the end of an earlier run, which", "waiting for the earlier rank 1 to respond"]
+)
 def test_who_waits_for_an_earlier_run_to_end_is_not(wait: str) -> None:
     known = looked({"wait": wait}, 1.0)
     assert known is None, "that run may end, and this rank is to wait for the next rank 0"

@@ -105,7 +105,7 @@ def test_another_run_on_the_port_is_turned_away_and_ends_nothing() -> None:
     """With the same key, and as soon as it likes: its rank 0, its ranks of the same numbers and those beyond."""
     one, theirs = sealed_board(), {"world_size": 4, "settings": {}, "run_mode": "comm"}
     strangers = [claim(rank, uid=f"theirs{rank}", **theirs) for rank in range(4)]
-    assert "waiting for a word on" in str(ask(one, strangers[3], 0.1)["wait"])
+    assert "waiting for rank 0 to decide about" in str(ask(one, strangers[3], 0.1)["wait"])
     said = str(ask(one, strangers[0], 0.5)["refuse"])
     assert said.startswith("this port is rank 0's of the run dp-1, on host host0 (pid 100)")
     assert "RUN_MODE=comm" in str(ask(one, strangers[1], 0.6)["refuse"])

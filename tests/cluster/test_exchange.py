@@ -79,7 +79,7 @@ def test_who_does_not_come_is_named_by_those_who_wait_for_rank_0_too() -> None:
         return str(raised.value)
 
     first, second, _ = on_each_rank(3, waits, timeout_s=0.3)
-    assert first == second == "waited for rank 2 at 'step 3' for 0.3 s in vain"
+    assert first == second == "timed out waiting for rank 2 at 'step 3' after 0.3 s"
 
 
 def test_64_ranks_ask_the_store_a_few_times_each() -> None:

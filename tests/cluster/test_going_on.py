@@ -49,7 +49,7 @@ def test_who_left_is_told_of_once_and_forgotten() -> None:
     one.parting.on_left = lambda lost: one.left.append(lost.rank)
     assert one.parting.part(verdict_on(2))
     assert not one.parting.part(verdict_on(2)), "an echo"
-    assert (one.left, one.told, one.said) == ([2], [verdict_on(2)], ["ranks (2,) lost; the others go on"])
+    assert (one.left, one.told, one.said) == ([2], [verdict_on(2)], ["ranks (2,) lost; the remaining ranks continue"])
     assert one.parting.heard_at == {2: 7.0}
     assert one.hearing.present() == {0, 1, 3}
     assert set(one.addresses) == {0, 3}

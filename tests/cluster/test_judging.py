@@ -92,5 +92,5 @@ def test_a_link_between_two_that_live_is_named_once_both_have_beaten() -> None:
                 hearings[b].take(beats[a], now)
         spoken += [(now, verdict) for verdict in [judge.verdict(Place(), now)] if verdict]
     first_s, verdict = spoken[0]
-    assert "rank 1 and rank 2 no longer hear each other, though both are alive" in verdict.sentence
+    assert "rank 1 and rank 2 lost heartbeats from each other, though both are alive" in verdict.sentence
     assert first_s <= 2.0 + LOST_AFTER_S + SETTLE_S + 2 * PERIOD_S

@@ -49,7 +49,7 @@ def test_a_file_of_ones_own_comes_before_a_mounted_one(tmp_path: Path) -> None:
 def test_a_mounted_secret_that_is_too_short_is_refused(tmp_path: Path) -> None:
     secret = tmp_path / "lab_key"
     secret.write_text("guess")
-    with pytest.raises(ConfigError, match="lab_key, the key of this run, holds 5 characters: allowed is 16 and more"):
+    with pytest.raises(ConfigError, match="lab_key, the key of this run, holds 5 characters: expected 16 and more"):
         key(secret=secret)
 
 

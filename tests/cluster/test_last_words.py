@@ -14,7 +14,7 @@ def test_the_others_are_told_at_the_addresses_that_were_left(tmp_path: Path) -> 
     with udp_socket(socket.AF_INET, "127.0.0.1") as other:
         oom_notice.leave(2, [b"one", b"two"], socket.AF_INET, [other.getsockname()], place)
         assert place.stat().st_mode & 0o077 == 0
-        assert "rank 2 was killed by the kernel for want of memory" in oom_notice.say(place)
+        assert "rank 2 was killed by the OOM killer" in oom_notice.say(place)
         assert [datagram for datagram, _ in receive(other)] == [b"one", b"two"]
 
 

@@ -42,7 +42,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed(processes: Processes, 
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     (lost,) = run["lost"]
     assert (run["verdict"], run["errors"], lost["rank"]) == ("pass", [], 2)
-    assert lost["step"] == DIES_AT_STEP and lost["reason"].endswith("; the others went on")
+    assert lost["step"] == DIES_AT_STEP and lost["reason"].endswith("; the remaining ranks continued")
     assert all(check["passed"] for check in run["checks"])
     held = {"updates", "final weights"}
     assert held <= {check["name"] for check in run["checks"]}, "without it the others are held to what was applied"
@@ -116,7 +116,7 @@ def test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothi
         time.sleep(0.01)
     ranks[2].process.send_signal(signal.SIGCONT)
     assert [rank.end() for rank in ranks] == [0, 0, 3], ranks[0].text
-    assert "rank 2 was given up by the others" in ranks[2].text
+    assert "rank 2 was declared dead by the other ranks" in ranks[2].text
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (run["verdict"], [lost["rank"] for lost in run["lost"]]) == ("pass", [2])
     assert (tmp_path / "run" / "report.html").exists()

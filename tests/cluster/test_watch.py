@@ -60,7 +60,7 @@ def test_a_paused_rank_is_given_up_and_learns_it_when_it_wakes(processes: Proces
     assert len({sentence(rank, "^rank 1 lost at step", paused_at) for rank in (ranks[0], ranks[2])}) == 1
     ranks[1].process.send_signal(signal.SIGCONT)
     assert ranks[1].end() == 3
-    assert "rank 1 was given up by the others: rank 1 lost" in ranks[1].text
+    assert "rank 1 was declared dead by the other ranks: rank 1 lost" in ranks[1].text
 
 
 def test_a_short_pause_is_forgiven(processes: Processes) -> None:
@@ -104,9 +104,9 @@ def test_all_stopped_at_once_all_end_by_their_own_signal(processes: Processes) -
 def test_of_a_broken_link_all_name_the_higher_end_and_both_ends(processes: Processes) -> None:
     ranks = [processes.rank(0, 3), processes.rank(1, 3, deed="cut2"), processes.rank(2, 3, deed="cut1")]
     assert [rank.end() for rank in ranks] == [3, 3, 3]
-    words = "rank 2 lost at step \\d+ in \\w+: rank 1 and rank 2 no longer hear each other"
+    words = "rank 2 lost at step \\d+ in \\w+: rank 1 and rank 2 lost heartbeats from each other"
     assert len({sentence(rank, f"^{words}", 1e9) for rank in ranks[:2]}) == 1
-    assert re.search(f"rank 2 was given up by the others: {words}", ranks[2].text)
+    assert re.search(f"rank 2 was declared dead by the other ranks: {words}", ranks[2].text)
 
 
 def test_of_two_that_lose_each_other_each_names_the_other_and_none_goes_on(processes: Processes) -> None:

@@ -22,7 +22,7 @@ def assert_refused(cluster: Containers, codes: dict[int, int], *sentences: str) 
 @pytest.mark.parametrize(
     ("service", "variables", "sentence"),
     [
-        ("worker0", {"WORLD_SIZE": "9"}, "WORLD_SIZE='9' is out of range: allowed is 1 to 8"),
+        ("worker0", {"WORLD_SIZE": "9"}, "WORLD_SIZE='9' is out of range: expected 1 to 8"),
         ("worker0", {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is out of range"),
         ("worker0", {"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' is not a whole number"),
         ("worker4", {"WORLD_SIZE": "4"}, "RANK=4 is outside of WORLD_SIZE=4, allowed: 0 to 3"),

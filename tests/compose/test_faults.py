@@ -45,7 +45,7 @@ FAULTS: dict[str, tuple[Callable[[Containers, int], None], str, int | None]] = {
     "kill": (kill, SILENT, 137),
     "pause": (pause, SILENT, None),
     "disconnect": (disconnect, SILENT, 3),
-    "memory": (fill_memory, r"rank {} lost at step \d+ in .*: killed by the kernel for want of memory", 137),
+    "memory": (fill_memory, r"rank {} lost at step \d+ in .*: killed by the OOM killer", 137),
 }
 
 
@@ -78,7 +78,7 @@ def test_every_survivor_names_the_rank(cluster: Containers, fault: str, victim: 
     if code is None:
         cluster.docker("unpause", victim)
         assert cluster.wait(victim) == {victim: 3}
-        assert f"rank {victim} was given up by the others" in cluster.log(victim)
+        assert f"rank {victim} was declared dead by the other ranks" in cluster.log(victim)
     elif code != 137:
         assert cluster.wait(victim) == {victim: code}
 

@@ -36,7 +36,7 @@ def test_a_file_of_a_key_is_read_before_anything_else(tmp_path: Path) -> None:
     assert faults(LAB_KEY_FILE=str(path)) == [f"LAB_KEY_FILE={str(path)!r} is not a file"]
     path.write_text("short")
     assert faults(LAB_KEY_FILE=str(path)) == [
-        f"LAB_KEY_FILE={str(path)!r} holds 5 characters, too few for a key: allowed is 16 and more"
+        f"LAB_KEY_FILE={str(path)!r} holds 5 characters, too few for a key: expected 16 and more"
     ]
     path.write_text("0123456789abcdef\n")
     config = Config.read(RANK_OF_FOUR | {"LAB_KEY_FILE": str(path)})
@@ -53,7 +53,7 @@ def test_a_key_is_shown_nowhere() -> None:
     told = [config.environ(), config.written(), config, Claim.of(config, "v1", "")]
     assert not any("secret" in str(each) or "LAB_KEY" in str(each) for each in told)
     assert faults(LAB_KEY="short secret") == [
-        "LAB_KEY=(not shown) is too short for a key: allowed is 16 characters and more"
+        "LAB_KEY=(not shown) is too short for a key: expected 16 characters and more"
     ]
     assert faults(LAB_KEY=f"\x07{key}") == ["LAB_KEY=(not shown) is not printable text in UTF-8"]
 
@@ -78,8 +78,8 @@ def test_what_was_set_repeats_the_run() -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"WORLD_SIZE": "9"}, "WORLD_SIZE='9' is out of range: allowed is 1 to 8"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is out of range: allowed is 1 to 1024"),
+        ({"WORLD_SIZE": "9"}, "WORLD_SIZE='9' is out of range: expected 1 to 8"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is out of range: expected 1 to 1024"),
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' is not a whole number"),
         ({"RUN_MODE": "trian"}, "RUN_MODE='trian' is not a mode (did you mean 'train'?)"),
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "x"}, "RANK=4 is outside of WORLD_SIZE=4, allowed: 0 to 3"),
@@ -89,7 +89,7 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_MODEL": "gtp"}, "LAB_MODEL='gtp' is not one of line, mlp, gpt (did you mean 'gpt'?)"),
         ({"LAB_PROOF": "maybe"}, "LAB_PROOF='maybe' is neither 0 nor 1"),
         ({"LAB_LR": "nan"}, "LAB_LR='nan' is not a number"),
-        ({"LAB_LR": "0"}, "LAB_LR='0' is out of range: allowed is more than 0, up to 1000"),
+        ({"LAB_LR": "0"}, "LAB_LR='0' is out of range: expected more than 0, up to 1000"),
         ({"LAB_RUN_ID": "a/b"}, "LAB_RUN_ID='a/b' is not a run id"),
         ({"LAB_RUN_ID": ".."}, "LAB_RUN_ID='..' is not a run id"),
         ({"LAB_MEMORY": "much"}, "LAB_MEMORY='much' is not a size such as 900m or 2g"),
@@ -98,24 +98,24 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_NET_RATE": "0mbit"}, "LAB_NET_RATE='0mbit' would let nothing through"),
         ({"LAB_NET_DELAY": "5"}, "LAB_NET_DELAY='5' is not a delay such as 500us, 5ms or 1s"),
         ({"LAB_SLOW_RANK": "2"}, "LAB_SLOW_RANK='2' is not a rank and its share of speed, such as 2:0.5"),
-        ({"LAB_SLOW_RANK": "2:0"}, "LAB_SLOW_RANK='2:0' has a speed out of range: allowed is more than 0, up to 1"),
+        ({"LAB_SLOW_RANK": "2:0"}, "LAB_SLOW_RANK='2:0' has a speed out of range: expected more than 0, up to 1"),
         ({"LAB_SLOW_RANK": "4:0.5"}, "LAB_SLOW_RANK='4:0.5' names a rank outside of WORLD_SIZE=4, allowed: 0 to 3"),
-        ({"RUN_MODE": "compress", "LAB_RATIO": "0"}, "LAB_RATIO='0' is out of range: allowed is more than 0, up to 1"),
+        ({"RUN_MODE": "compress", "LAB_RATIO": "0"}, "LAB_RATIO='0' is out of range: expected more than 0, up to 1"),
         (
             {"RUN_MODE": "compress", "LAB_RATIO": "1.5"},
-            "LAB_RATIO='1.5' is out of range: allowed is more than 0, up to 1",
+            "LAB_RATIO='1.5' is out of range: expected more than 0, up to 1",
         ),
-        ({"RUN_MODE": "server", "LAB_STALENESS": "-1"}, "LAB_STALENESS='-1' is out of range: allowed is 0 to 10000"),
-        ({"RUN_MODE": "server", "LAB_LOCAL_STEPS": "0"}, "LAB_LOCAL_STEPS='0' is out of range: allowed is 1 to 10000"),
-        ({"RUN_MODE": "compress", "LAB_LOW_RANK": "0"}, "LAB_LOW_RANK='0' is out of range: allowed is 1 to 1000000000"),
-        ({"LAB_DEPTH": "1000000000"}, "LAB_DEPTH='1000000000' is out of range: allowed is 1 to 1000"),
-        ({"LAB_WIDTH": "1000000000"}, "LAB_WIDTH='1000000000' is out of range: allowed is 1 to 1000000"),
-        ({"LAB_SEQ": "1000000000"}, "LAB_SEQ='1000000000' is out of range: allowed is 1 to 1000000"),
-        ({"LAB_BATCH": "1000000000"}, "LAB_BATCH='1000000000' is out of range: allowed is 1 to 1000000"),
+        ({"RUN_MODE": "server", "LAB_STALENESS": "-1"}, "LAB_STALENESS='-1' is out of range: expected 0 to 10000"),
+        ({"RUN_MODE": "server", "LAB_LOCAL_STEPS": "0"}, "LAB_LOCAL_STEPS='0' is out of range: expected 1 to 10000"),
+        ({"RUN_MODE": "compress", "LAB_LOW_RANK": "0"}, "LAB_LOW_RANK='0' is out of range: expected 1 to 1000000000"),
+        ({"LAB_DEPTH": "1000000000"}, "LAB_DEPTH='1000000000' is out of range: expected 1 to 1000"),
+        ({"LAB_WIDTH": "1000000000"}, "LAB_WIDTH='1000000000' is out of range: expected 1 to 1000000"),
+        ({"LAB_SEQ": "1000000000"}, "LAB_SEQ='1000000000' is out of range: expected 1 to 1000000"),
+        ({"LAB_BATCH": "1000000000"}, "LAB_BATCH='1000000000' is out of range: expected 1 to 1000000"),
         ({"LAB_RATIO": "0.1"}, "LAB_RATIO='0.1' belongs to RUN_MODE=compress: dp has no such setting"),
         (
             {"RUN_MODE": "mine/absent.py"},
-            "RUN_MODE='mine/absent.py' is not there: allowed is a Python file, or a folder",
+            "RUN_MODE='mine/absent.py' is not there: expected a Python file, or a folder",
         ),
     ],
 )
@@ -157,13 +157,13 @@ def test_a_name_that_no_terminal_shows_is_escaped() -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"LAB_SEED": "1" + "0" * 30}, "is out of range: allowed is 0 to 4294967295"),
-        ({"LAB_LR": "1e308"}, "LAB_LR='1e308' is out of range: allowed is more than 0, up to 1000"),
+        ({"LAB_SEED": "1" + "0" * 30}, "is out of range: expected 0 to 4294967295"),
+        ({"LAB_LR": "1e308"}, "LAB_LR='1e308' is out of range: expected more than 0, up to 1000"),
         ({"LAB_COLLECTIVE_TIMEOUT_S": "1e308"}, "LAB_COLLECTIVE_TIMEOUT_S='1e308' is out of range"),
         ({"LAB_WIDTH": "9" * 5000}, f"LAB_WIDTH='{'9' * 120}...' (5000 letters) is out of range"),
         ({"LAB_RUN_ID": "x" * 256}, "is too long for the name of a folder: allowed are up to 200 bytes"),
         ({"MASTER_ADDR": "x" * 64, "RANK": "0"}, "is not the name or the address of a host"),
-        ({"RUN_MODE": "/" + "x" * 6000}, "is not there: allowed is a Python file"),
+        ({"RUN_MODE": "/" + "x" * 6000}, "is not there: expected a Python file"),
         ({"LAB_SLOW_RANK": "9" * 5000 + ":1"}, "is not a rank and its share of speed"),
     ],
 )
@@ -198,8 +198,8 @@ def test_a_large_world_is_an_engines() -> None:
     """Which sets RANK, and is not the Compose file."""
     rank = {"RANK": "63", "WORLD_SIZE": "64", "MASTER_ADDR": "node0"}
     assert Config.read(rank).world_size == 64
-    assert faults(**rank | {"WORLD_SIZE": "1025"}) == ["WORLD_SIZE='1025' is out of range: allowed is 1 to 1024"]
-    few = "WORLD_SIZE='64' is out of range: allowed is 1 to 8 on one machine, and up to 1024 under an engine such as"
+    assert faults(**rank | {"WORLD_SIZE": "1025"}) == ["WORLD_SIZE='1025' is out of range: expected 1 to 1024"]
+    few = "WORLD_SIZE='64' is out of range: expected 1 to 8 on one machine, and up to 1024 under an engine such as"
     for on_one_machine in (rank | {"RANKS_ON_HOST": "64"}, {"WORLD_SIZE": "64"}):
         assert faults(**on_one_machine) == [f"{few} Slurm or torchrun"]
 
@@ -265,7 +265,7 @@ def test_what_a_lessons_own_class_says_has_its_type_there(lesson: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({"LAB_SPEED": "0"}, "LAB_SPEED='0' is out of range: allowed is more than 0"),
+        ({"LAB_SPEED": "0"}, "LAB_SPEED='0' is out of range: expected more than 0"),
         ({"LAB_KIND": "c"}, "LAB_KIND='c' is not one of a, b"),
         ({"LAB_SPED": "1"}, "LAB_SPED is not a variable of the lab (did you mean 'LAB_SPEED'?)"),
     ],
@@ -300,7 +300,7 @@ def test_a_lesson_that_is_no_python_is_left_to_its_import(tmp_path: Path) -> Non
     (tmp_path / "broken.py").write_text("class Options(\n")
     assert Config.read({"RUN_MODE": str(tmp_path / "broken.py")}).mode_name == "broken"
     assert faults(RUN_MODE=str(tmp_path / "broken-name.py"))[0].endswith(
-        "is not there: allowed is a Python file, or a folder with __init__.py in it"
+        "is not there: expected a Python file, or a folder with __init__.py in it"
     )
 
 

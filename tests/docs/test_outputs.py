@@ -107,12 +107,12 @@ def test_every_block_ends(page: Path) -> None:
 
 
 def test_a_changed_word_in_a_block_is_seen() -> None:
-    assert shape("PASS  32 checks held") == shape("PASS 7 checks held")
-    assert shape("PASS 32 checks held") != shape("FAIL 32 checks held")
+    assert shape("PASS  32 checks passed") == shape("PASS 7 checks passed")
+    assert shape("PASS 32 checks passed") != shape("FAIL 32 checks passed")
     assert shape(f"rank 0 |{'01..' * 16}|") == shape(f"rank 0 |{'0a.-' * 16}|") != shape(f"rank 0 {'01..' * 16}")
 
 
-PRINTED = "predict 3 MB\nproof\nnaive 1 held\nflat 2 held\nmemory 7\nPASS 36\n"
+PRINTED = "predict 3 MB\nproof\nnaive 1 passed\nflat 2 passed\nmemory 7\nPASS 36\n"
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ PRINTED = "predict 3 MB\nproof\nnaive 1 held\nflat 2 held\nmemory 7\nPASS 36\n"
     [
         (PRINTED, [0, 1, 2, 3, 4, 5]),
         ("predict 9 MB\n...\nPASS 1\n", [0, -1, 5]),
-        ("...\nnaive 1 held\nflat 2 held\n...\nPASS 36\n", [-1, 2, 3, -1, 5]),
+        ("...\nnaive 1 passed\nflat 2 passed\n...\nPASS 36\n", [-1, 2, 3, -1, 5]),
         ("predict 3 MB\nproof\n...\n", [0, 1, -1]),
         ("predict 3 MB\nproof\n", None),  # cut without a word
-        ("naive 1 held\n...\nPASS 36\n", None),
-        ("...\nnaive 1 held\nPASS 36\n", None),
-        ("...\nflat 2 held\n...\nnaive 1 held\n...\n", None),  # in another order
+        ("naive 1 passed\n...\nPASS 36\n", None),
+        ("...\nnaive 1 passed\nPASS 36\n", None),
+        ("...\nflat 2 passed\n...\nnaive 1 passed\n...\n", None),  # in another order
         ("predict 3 MB\n...\nnaive 1 FAILED\n...\n", None),
     ],
 )
@@ -136,8 +136,8 @@ def test_a_cut_leaves_out_lines_and_changes_none(shown: str, found: list[int] | 
 def test_a_block_is_written_anew_with_the_same_lines_left_out() -> None:
     printed = PRINTED.replace("36", "40")
     assert (
-        written("```text\n...\nflat 2 held\n...\nPASS 36\n```\n", printed)
-        == "```text\n...\nflat 2 held\n...\nPASS 40\n```\n"
+        written("```text\n...\nflat 2 passed\n...\nPASS 36\n```\n", printed)
+        == "```text\n...\nflat 2 passed\n...\nPASS 40\n```\n"
     )
     assert written("```text\nold\n```\n", printed) == f"```text\n{printed}```\n"
     assert written("| a |\n", "| b |\n") == "| b |\n"

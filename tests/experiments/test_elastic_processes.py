@@ -92,9 +92,9 @@ def world(tmp_path: Path) -> Any:
 def test_of_a_partition_the_majority_goes_on_and_the_minority_stops(world: Callable[..., Processes]) -> None:
     cut = world(LAB_STEPS="400", LAB_FAULTS="cut:rank0@step40", LAB_LOST_AFTER_S="2")
     assert cut.codes() == [3, 0, 0], cut.said(0)
-    assert "rank 0 is cut off at step" in cut.said(0), "the minority says so"
+    assert "rank 0 is partitioned from the cluster at step" in cut.said(0), "the minority says so"
     for rank in (1, 2):
-        assert re.search(r"rank 0 lost at step \d+ in peer_memory: .*; the others go on", cut.said(rank))
+        assert re.search(r"rank 0 lost at step \d+ in peer_memory: .*; the remaining ranks continue", cut.said(rank))
     run = cut.judged()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [0])
     assert [drill["held"] for drill in run["drills"]] == [True]
@@ -106,7 +106,7 @@ def test_two_of_five_that_are_cut_off_stop_and_three_go_on(world: Callable[..., 
     cut = world(WORLD_SIZE="5", LAB_VARIANT="join", LAB_STEPS="400", LAB_FAULTS=faults, LAB_LOST_AFTER_S="2")
     assert cut.codes() == [3, 0, 0, 3, 0], cut.said(1)
     for rank in (0, 3):
-        assert f"rank {rank} is cut off at step" in cut.said(rank), "the minority says so"
+        assert f"rank {rank} is partitioned from the cluster at step" in cut.said(rank), "the minority says so"
     run = cut.judged()
     assert (run["verdict"], sorted(entry["rank"] for entry in run["lost"])) == ("pass", [0, 3])
     assert [drill["held"] for drill in run["drills"]] == [True, True]

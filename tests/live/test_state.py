@@ -71,10 +71,10 @@ def test_whom_a_rank_waits_for_and_what_it_does(tmp_path: Path) -> None:
 def test_what_the_others_wrote_of_a_rank_counts_at_once(tmp_path: Path) -> None:
     run_of(tmp_path, state(0), state(1), state(2))
     recorded(tmp_path, 0, Lost(1, 4, "no heartbeat for 2.6 s"), Failed(3, "rank 1 lost at step 4"))
-    recorded(tmp_path, 2, Left(0, 4, "it ended; the others went on"))
+    recorded(tmp_path, 2, Left(0, 4, "it ended; the remaining ranks continued"))
     ranks = Reader(tmp_path).snapshot(100.0).ranks
     assert [(each.how, each.reason) for each in ranks] == [
-        ("lost", "it ended; the others went on"), ("lost", "no heartbeat for 2.6 s"), ("running", ""),
+        ("lost", "it ended; the remaining ranks continued"), ("lost", "no heartbeat for 2.6 s"), ("running", ""),
     ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_the_verdict_is_that_of_this_attempt(tmp_path: Path) -> None:
     write_run(tmp_path, judge(good_run(3)))
     snapshot = Reader(tmp_path).snapshot(100.0)
     assert snapshot.verdict == "pass"
-    assert snapshot.sentence.endswith("checks held")
+    assert snapshot.sentence.endswith("checks passed")
     os.utime(tmp_path / "run.json", (BEGAN_AT - 1, BEGAN_AT - 1))  # that of the attempt before
     assert Reader(tmp_path).snapshot(100.0).verdict == "running"
     os.utime(tmp_path / "run.json", (BEGAN_AT + 1, BEGAN_AT + 1))

@@ -175,7 +175,7 @@ def test_a_mesh_is_filled_up_or_refused() -> None:
     ("source", "words"),
     [
         ("def train_step(model, batch): ...", r"train_step\(model, batch\) cannot be called as train_step\(model, opt"),
-        ("model = 3", r"model is a int: allowed is a function model\(seed\)"),
+        ("model = 3", r"model is a int: expected a function model\(seed\)"),
         ("def strategy(model, mesh, config): ...\ndef prepare(model, group): ...", "has strategy and prepare"),
         ("x = 1", "holds none of"),
     ],
@@ -219,7 +219,7 @@ def test_a_loss_that_no_parameter_is_in_is_refused() -> None:
     nothing = theirs(loss=lambda model, inputs, targets: torch.zeros((), requires_grad=True))
     with pytest.raises(Refused, match="depends on no parameter"):
         one_process(nothing, Dealing(nothing, 2))
-    with pytest.raises(Refused, match=r"returned of shape \[2\]: allowed is a sum"):
+    with pytest.raises(Refused, match=r"returned of shape \[2\]: expected a sum"):
         theirs(loss=lambda model, inputs, targets: torch.zeros(2)).loss(nn.Identity(), torch.zeros(1), torch.zeros(1))
 
 

@@ -261,7 +261,7 @@ def test_an_elastic_run_goes_on_without_a_rank_that_is_killed_at_a_step(tmp_path
     code, found, said = processes(tmp_path, "kill:rank0@step12", RUN_MODE="elastic", **small)
     assert (code, found["verdict"]) == (137, "pass"), said
     assert [(drill["held"], drill["did"]) for drill in found["drills"]] == [
-        (True, "rank 0 left, and the others went on")
+        (True, "rank 0 left, and the remaining ranks continued")
     ]
 
 
@@ -270,7 +270,7 @@ def test_a_killed_rank_is_named_in_time(tmp_path: Path, mode: str) -> None:
     code, found, said = processes(tmp_path, "kill:rank1@step2", RUN_MODE=mode, **PROCESSES[mode])
     assert (code, found["verdict"]) == (3, "lost"), said
     assert [drill["held"] for drill in found["drills"]] == [True], said
-    assert re.search(r"rank 0 \| drill +kill rank 1 at step 2: rank 1 named by 2 .*\(as it should\)", said)
+    assert re.search(r"rank 0 \| drill +kill rank 1 at step 2: rank 1 named by 2 .*\(as expected\)", said)
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run" / "run.json").read_text())
     assert found["unseen"] == [{"rank": 0, "host": "node0"}, {"rank": 2, "host": "node2"}]
     sentence = (
-        "no records of rank 0 (on node0), rank 2 (on node2): each machine keeps those of its own ranks, and what was"
-        " measured and checked there is not in this verdict"
+        "no records of rank 0 (on node0), rank 2 (on node2): their records are on that host, not here; what was"
+        " measured and checked there is not part of this verdict"
     )
     assert (tmp_path / "run" / "rank1.log").read_text().splitlines()[0] == f"unseen     {sentence}"
     draw_missing(3, tmp_path)
@@ -85,7 +85,7 @@ def test_a_rank_that_was_given_up_touches_nothing_of_the_others(tmp_path: Path) 
     outcome.lay_ready({"verdict": "pass"}, 0)
     outcome.page(0).write_text("the page")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    verdict = Verdict(3, "rank 2 was given up by the others", (Lost(2, 5, "no heartbeat for 2.5 s"),))
+    verdict = Verdict(3, "rank 2 was declared dead by the other ranks", (Lost(2, 5, "no heartbeat for 2.5 s"),))
     write_failure_report(verdict, survivor(2, writes=True, given_up=True), journal, outcome)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     outcome.publish(0)
@@ -180,14 +180,14 @@ def test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held(tmp_pat
     run = concluded(tmp_path, 1e-16)
     (check,) = [check for check in run["checks"] if not check["passed"]]
     assert check["name"] == "LAB_BUG"
-    assert check["detail"] == "gradients, which sees lost_shard, held: nothing in this run shows it"
+    assert check["detail"] == "gradients, which catches lost_shard, passed: nothing in this run detects it"
 
 
 def test_a_mistake_whose_check_did_not_run_is_not_said_to_have_been_looked_for(tmp_path: Path) -> None:
     run = concluded(tmp_path, 1e-16, check="staleness")
     (check,) = [check for check in run["checks"] if not check["passed"]]
     assert check["name"] == "LAB_BUG"
-    assert check["detail"] == "staleness, which sees lost_shard, did not run: nothing in this run could show it"
+    assert check["detail"] == "staleness, which catches lost_shard, did not run: nothing in this run could detect it"
 
 
 def taken_in(tmp_path: Path, *lives: Left) -> list[Any]:
@@ -209,11 +209,11 @@ def taken_in(tmp_path: Path, *lives: Left) -> list[Any]:
 
 
 def test_who_is_back_after_its_loss_is_told_of_with_the_words_of_that(tmp_path: Path) -> None:
-    life = Left(2, 4, "no heartbeat for 2.6 s; the others went on")
+    life = Left(2, 4, "no heartbeat for 2.6 s; the remaining ranks continued")
     assert taken_in(tmp_path, life) == [replace(life, back=True)]
 
 
 def test_who_is_back_before_anybody_noticed_has_left_all_the_same(tmp_path: Path) -> None:
-    before = Left(2, 4, "no heartbeat for 2.6 s; the others went on", back=True)
+    before = Left(2, 4, "no heartbeat for 2.6 s; the remaining ranks continued", back=True)
     assert taken_in(tmp_path / "first") == [Left(2, 7, UNNOTICED, back=True)]
     assert taken_in(tmp_path / "second", before) == [Left(2, 0, UNNOTICED, back=True)]

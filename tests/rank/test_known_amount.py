@@ -68,7 +68,7 @@ def test_a_ledger_that_counts_wrong_is_seen(ranks: Ranks, tmp_path: Path, fault:
 def test_where_there_is_no_wire_it_is_said(ranks: Ranks, tmp_path: Path) -> None:
     (first, said), second = ranks(2, checked, str(tmp_path), "no diagnostics")
     assert (first, second) == ([True], ([True], []))
-    assert said == ["wire bytes are not measured: refused on rank 0: it is held against nothing"]
+    assert said == ["wire bytes are not measured: refused on rank 0: it is compared with nothing"]
 
 
 def test_a_world_of_one_says_why_there_is_nothing(ranks: Ranks, tmp_path: Path) -> None:

@@ -81,4 +81,4 @@ def test_sizes_that_make_no_model_are_told_before_what_follows_from_them() -> No
     found = refused("dp", LAB_HEADS="7", LAB_BUG="hook_race", LAB_VARIANT="naive")
     assert found == ["LAB_WIDTH=128 is not a multiple of LAB_HEADS=7: heads share the width equally"]
     found = refused("dp", LAB_BUG="hook_race", LAB_VARIANT="naive")
-    assert found == ["LAB_BUG=hook_race cannot show with these variants: it takes bucketed or ring"]
+    assert found == ["LAB_BUG=hook_race cannot be detected with these variants: it takes bucketed or ring"]

@@ -37,7 +37,7 @@ def test_a_section_is_told_when_it_is_finished_by_rank_0_alone(capsys: pytest.Ca
     write(ranks, records, Start, Check)
     finished(ranks, "proof")
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "proof      float64, against one process   gradients   weights   losses    (tolerance 1e-12)"
+    assert said[0] == "proof      float64, against the reference   gradients   weights   losses    (tolerance 1e-12)"
     assert [line.split()[0] for line in said[1:]] == ["naive", "bucketed", "ddp"]
     write(ranks, records, Steps)
     finished(ranks, "measured")
@@ -63,7 +63,7 @@ def test_a_variant_is_told_when_it_is_proven_in_line_with_those_to_come(capsys: 
         said.append(capsys.readouterr().out.splitlines())
     assert [[line.split()[0] for line in lines] for lines in said] == [["proof", "ring"], ["a"]]
     first, second = said[0][1], said[1][0]
-    assert first.index("held") == second.index("held") == said[0][0].index("(tolerance 1e-12)")
+    assert first.index("passed") == second.index("passed") == said[0][0].index("(tolerance 1e-12)")
 
 
 def test_a_heading_is_told_again_once_another_section_stands_between(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,8 +79,8 @@ def test_a_heading_is_told_again_once_another_section_stands_between(capsys: pyt
 
 def test_what_was_said_before_there_were_sections_is_told() -> None:
     store = dist.HashStore()
-    sections = Sections(Exchange(store, 0, 1, timeout_s=1), Journal(), ["mistake    LAB_BUG=late:  sums"])
-    assert sections.told == {"mistake LAB_BUG=late: sums"}
+    sections = Sections(Exchange(store, 0, 1, timeout_s=1), Journal(), ["bug        LAB_BUG=late:  sums"])
+    assert sections.told == {"bug LAB_BUG=late: sums"}
 
 
 def test_every_record_goes_to_rank_0_once() -> None:

@@ -80,7 +80,7 @@ def test_a_lost_rank_is_named_by_all_in_time(said: dict[int, list[Record]], hold
 
 
 def test_where_ranks_may_leave_the_others_go_on() -> None:
-    left: list[Record] = [Left(1, 3, "no heartbeat; the others went on")]
+    left: list[Record] = [Left(1, 3, "no heartbeat; the remaining ranks continued")]
     records = run(plan("lost"), made())
     records[0] += left
     assert held(records) is True
@@ -91,7 +91,10 @@ def test_what_was_not_made_is_nothing_to_hold() -> None:
 
 
 def test_of_two_that_are_cut_each_names_the_other() -> None:
-    both = {0: ended(), 1: ended(said="rank 1 is cut off at step 3 in flat: nothing heard from rank 0 for 3.3 s")}
+    both = {
+        0: ended(),
+        1: ended(said="rank 1 is partitioned from the cluster at step 3 in flat: no heartbeat from rank 0 for 3.3 s"),
+    }
     records = run(plan("lost", "cut"), made(), said=both)
     two: Ranks = {
         rank: [replace(each, world_size=2) if isinstance(each, Start) else each for each in records[rank]]
@@ -186,7 +189,7 @@ def test_a_drill_is_in_run_json_with_what_should_and_what_did() -> None:
     assert drill["event"] == "kill rank 1 at step 3"
     assert drill["should"] == "named by every survivor within 5 s, exit code 3"
     assert drill["did"] == f"rank 1 named by 3 after 3.4 s, exit code 3: {SAID}"
-    assert sentence(drill).endswith("(as it should)")
+    assert sentence(drill).endswith("(as expected)")
     assert judge(good_run())["drills"] == []
 
 
@@ -196,4 +199,4 @@ def test_the_line_of_the_page_is_that_of_the_report() -> None:
     records = run(plan("lost"), made(), said={rank: ended(said=said) for rank in (0, 2)})
     (drill,) = drills({rank: of_rank for rank, of_rank in records.items() if rank < 3})
     shown = (TOP / "docs" / "reliability.md").read_text()
-    assert f"\nrank 0 | drill      {sentence(drill)}\n" in shown
+    assert f"\nrank 0 | fault      {sentence(drill)}\n" in shown

@@ -58,10 +58,10 @@ def test_the_good_run_passes_and_is_proven() -> None:
 @pytest.mark.parametrize("own_words", [[], [Failed(143, "stopped"), Lost(3, 7, "stopped")], [Failed(1, "ValueError")]])
 def test_a_rank_that_left_a_run_that_went_on_is_named_and_decides_nothing(own_words: list[Record]) -> None:
     records = plus(without(End, good_run(), 3), *own_words, rank=3)
-    records = plus(records, Left(3, 7, "no heartbeat for 2.5 s; the others went on"))
+    records = plus(records, Left(3, 7, "no heartbeat for 2.5 s; the remaining ranks continued"))
     run = judge(records)
     assert (run["verdict"], exit_code(run), run["errors"]) == ("pass", 0, [])
-    assert run["lost"] == [{"rank": 3, "step": 7, "reason": "no heartbeat for 2.5 s; the others went on"}]
+    assert run["lost"] == [{"rank": 3, "step": 7, "reason": "no heartbeat for 2.5 s; the remaining ranks continued"}]
     del records[3]  # nodes need not share a disk
     assert verdict(records) == ("pass", 0)
     assert verdict(with_check(records, "gradients", 1.0)) == ("fail", 1)

@@ -30,32 +30,32 @@ def test_what_the_backward_pass_hid_is_told_of_every_rank() -> None:
 def test_the_log_of_a_good_run() -> None:
     assert lines(good_run()) == [
         "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
-        "proof      float64, against one process   gradients   weights   losses    (tolerance 1e-12)",
-        "           naive                          2.8e-17     5.6e-17   0         held",
-        "           bucketed                       2.8e-17     5.6e-17   0         held",
-        "           ddp                            2.8e-17     5.6e-17   0         held",
+        "proof      float64, against the reference   gradients   weights   losses    (tolerance 1e-12)",
+        "           naive                            2.8e-17     5.6e-17   0         passed",
+        "           bucketed                         2.8e-17     5.6e-17   0         passed",
+        "           ddp                              2.8e-17     5.6e-17   0         passed",
         "measured   20 steps, LAB_DTYPE=float32   ms a step   x ddp   predicted    called      wire",
-        "           naive                              81.7    1.62     9.60 MB   9.60 MB   9.70 MB   held",
-        "           bucketed                           50.5    1.00     9.60 MB   9.60 MB   9.61 MB   held",
-        "           ddp                                50.5    1.00     9.60 MB   9.60 MB   9.61 MB   shown",
+        "           naive                              81.7    1.62     9.60 MB   9.60 MB   9.70 MB   passed",
+        "           bucketed                           50.5    1.00     9.60 MB   9.60 MB   9.61 MB   passed",
+        "           ddp                                50.5    1.00     9.60 MB   9.60 MB   9.61 MB   informational",
         (
             "memory     MB at rest / at the peak   parameters   gradients   activations         total   rest by formula"
             "       process"
         ),
         (
             "           naive                            6.40        6.40      0 / 7.80   12.8 / 20.6              12.8"
-            "   13.1 / 21.6   held"
+            "   13.1 / 21.6   passed"
         ),
         (
             "           bucketed                         6.40        6.40      0 / 10.8   12.8 / 23.6              12.8"
-            "   13.1 / 24.6   held"
+            "   13.1 / 24.6   passed"
         ),
         (
             "           ddp                              6.40        6.40      0 / 13.8   12.8 / 26.6              12.8"
-            "   13.1 / 27.6   shown"
+            "   13.1 / 27.6   informational"
         ),
-        "checks     shards disjoint   0   tolerance 0   held",
-        f"PASS       16 checks held · report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up",
+        "checks     shards disjoint   0   tolerance 0   passed",
+        f"PASS       16 checks passed · report {REPORT} · rerun: RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up",
     ]
 
 
@@ -71,7 +71,7 @@ def test_bytes_that_stay_and_should_not_are_seen_in_the_table_and_by_name() -> N
     said = lines(with_measured(good_run(), "bucketed", "rest bytes", 19.2e6, 3))
     assert "FAILED     bucketed rest bytes: predicted 12.8 MB ± 128 kB, rank 3 measured 19.2 MB" in said
     table = next(number for number, line in enumerate(said) if line.startswith("memory"))
-    assert [line.split()[-1] for line in said[table + 1 : table + 4]] == ["held", "FAILED", "shown"]
+    assert [line.split()[-1] for line in said[table + 1 : table + 4]] == ["passed", "FAILED", "informational"]
 
 
 def test_failed_checks_come_before_those_that_held() -> None:
@@ -83,7 +83,7 @@ def test_failed_checks_come_before_those_that_held() -> None:
 
 def test_a_comparison_of_the_modes_own_has_its_line() -> None:
     said = lines(plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False, shown="a time")))
-    assert "compared   1f1b bubble   predicted 0.273   measured 0.308   shown" in said
+    assert "compared   1f1b bubble   predicted 0.273   measured 0.308   informational" in said
 
 
 def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
@@ -115,7 +115,7 @@ def test_of_ranks_that_send_unlike_the_most_is_told() -> None:
 
 
 def test_bytes_that_nobody_counted_are_left_blank() -> None:
-    assert lines(without(Wire, good_run()))[6].split()[-2:] == ["-", "held"]
+    assert lines(without(Wire, good_run()))[6].split()[-2:] == ["-", "passed"]
 
 
 def test_a_run_without_checks_says_not_proven() -> None:
@@ -131,11 +131,11 @@ def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
     said = lines(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
     assert "error      rank 0, 1, 3 ended with code 3: rank 2 is gone" in said
     assert (
-        "unseen     no records of rank 2: they ended before they wrote any, and what was measured and checked there is not in"
+        "unseen     no records of rank 2: they ended before they wrote any; what was measured and checked there is not part of"
         " this verdict" in said
     )
     assert said[-1].startswith(
-        "LOST       rank 2 lost at step 17: silent for 2.5 s · no report written · repeat RUN_MODE=dp "
+        "LOST       rank 2 lost at step 17: silent for 2.5 s · no report written · rerun: RUN_MODE=dp "
     )
 
 
@@ -144,10 +144,7 @@ def test_more_ranks_than_one_machine_starts_are_repeated_by_their_engine() -> No
     assert last.endswith("python -m workers, as each rank of an engine") and "docker" not in last
 
 
-MADE = (
-    "mistake    LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that is meant to see it:"
-    " replicas"
-)
+MADE = "bug        LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that catches it: replicas"
 
 
 def test_a_mistake_is_told_first_and_explained_in_the_last_line() -> None:
@@ -156,30 +153,32 @@ def test_a_mistake_is_told_first_and_explained_in_the_last_line() -> None:
     assert said[0] == MADE
     assert said[-1] == (
         "FAIL       2 of 18 checks failed: naive replicas, ddp replicas · LAB_BUG=no_broadcast: every rank begins from"
-        " weights of its own; seen by naive replicas, which is meant to see it: differs by 5.0e-01 where 0 is allowed ·"
-        f" report {REPORT} · repeat RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up"
+        " weights of its own; caught by naive replicas, as expected: differs by 5.0e-01 where 0 is allowed ·"
+        f" report {REPORT} · rerun: RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up"
     )
-    assert sum("every rank begins" in line for line in said) == 2 and not any("seen by" in line for line in said[1:-1])
+    assert sum("every rank begins" in line for line in said) == 2 and not any(
+        "caught by" in line for line in said[1:-1]
+    )
 
 
 def test_a_mistake_that_a_comparison_sees_is_told_with_both_numbers() -> None:
     records = with_measured(good_run(), "naive", "wire bytes", 12e6, 2)
     start = replace(first(records), mistake={"name": "twice", "what": "sends all twice", "check": "wire bytes"})
     said = lines(records | {0: [start, *records[0][1:]]})
-    seen = "naive wire bytes, which is meant to see it: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB"
-    assert f" · LAB_BUG=twice: sends all twice; seen by {seen} · " in said[-1]
+    seen = "naive wire bytes, as expected: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB"
+    assert f" · LAB_BUG=twice: sends all twice; caught by {seen} · " in said[-1]
 
 
 @pytest.mark.parametrize(
     ("more", "how"),
     [
-        ([Check("naive", "replicas", 0.0, 0.0)], "held: nothing in this run shows it"),
-        ([], "did not run: nothing in this run could show it"),
+        ([Check("naive", "replicas", 0.0, 0.0)], "passed: nothing in this run detects it"),
+        ([], "did not run: nothing in this run could detect it"),
     ],
 )
 def test_a_mistake_that_was_missed_is_told_as_missed(more: list[Check], how: str) -> None:
     last = lines(plus(mistaken(good_run()), *more))[-1]
-    assert f"weights of its own; not seen: replicas {how} · report " in last
+    assert f"weights of its own; not caught: the replicas check {how} · report " in last
 
 
 def test_without_a_mistake_none_is_told() -> None:
@@ -218,36 +217,36 @@ def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:
     held = plus(plus(good_run(), Check("ring", "timed losses", 2e-7, 1e-5)), Check("ring", "timed steps", 0.0, 0.0))
     table = next(number for number, line in enumerate(lines(held)) if line.startswith("timed"))
     assert [line.split() for line in lines(held)[table : table + 2]] == [
-        ["timed", "off,", "of", "what", "rounding", "allows", "timed", "losses", "timed", "steps"],
-        ["ring", "2.0e-07", "of", "1.0e-05", "0", "held"],
+        ["timed", "difference", "/", "tolerance", "timed", "losses", "timed", "steps"],
+        ["ring", "2.0e-07", "/", "1.0e-05", "0", "passed"],
     ]
     unproven = lines(plus(good_run(), Check("ring", "timed steps", 0.0, 0.0)))
-    assert any(line.startswith("timed      not held against one process: LAB_PROOF=0") for line in unproven)
+    assert any(line.startswith("timed      not compared with the reference: LAB_PROOF=0") for line in unproven)
 
 
 def test_a_difference_that_has_a_unit_is_shown_with_it() -> None:
     said = lines(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit="epsilons of bfloat16")))
     heading = next(line for line in said if line.startswith("proof"))
-    assert heading.startswith("proof      float64, against one process ") and heading.endswith("(tolerance 1e-12)")
-    assert any(line.endswith("held (tolerance 8 epsilons of bfloat16)") for line in said)
+    assert heading.startswith("proof      float64, against the reference ") and heading.endswith("(tolerance 1e-12)")
+    assert any(line.endswith("passed (tolerance 8 epsilons of bfloat16)") for line in said)
 
 
 def test_a_row_that_is_held_to_something_else_than_the_first_one_says_so() -> None:
     kinds = [Check("theirs", "gradients", 0.0, 1e-11), Check("theirs", "weights", 0.0, 2e-11)]
     said = lines(plus(without(Check, good_run()), *kinds, Check("other", "gradients", 0.0, 1e-9)))
     assert said[1].endswith("losses    (tolerance 1e-11 to 2e-11)")
-    assert said[2].endswith(" held") and said[3].endswith(" held (tolerance 1e-09 in float64)")
+    assert said[2].endswith(" passed") and said[3].endswith(" passed (tolerance 1e-09 in float64)")
 
 
 def test_where_the_first_difference_has_a_unit_every_row_says_what_is_allowed_of_it() -> None:
     unit = "epsilons of bfloat16"
     first_rows = [Check("bf16", "gradients", 2.5, 8.0, unit=unit), Check("fp32", "gradients", 0.0, 1e-12)]
     said = [line for line in lines(plus(without(Check, good_run()), *first_rows)) if not line.startswith("skipped")]
-    assert said[0] == "proof      against one process   gradients   weights   losses"
-    assert said[1].endswith(f"held (tolerance 8 {unit})") and said[2].endswith("held (tolerance 1e-12 in float64)")
+    assert said[0] == "proof      against the reference   gradients   weights   losses"
+    assert said[1].endswith(f"passed (tolerance 8 {unit})") and said[2].endswith("passed (tolerance 1e-12 in float64)")
 
 
 def test_bytes_that_headers_outweigh_are_shown_with_what_is_allowed() -> None:
     small = Comparison("line", "wire bytes", "B", 12.0, 592.0, 1024.0)
     said = lines(plus(plus(good_run(), small), Wire("line", 1, 592, 0)))
-    assert any(line.split()[-4:] == ["held,", "±", "1.02", "kB"] for line in said if line.split()[:1] == ["line"])
+    assert any(line.split()[-4:] == ["passed,", "±", "1.02", "kB"] for line in said if line.split()[:1] == ["line"])

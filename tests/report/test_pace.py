@@ -17,23 +17,23 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_page_without_times_of_steps_is_as_before() -> None:
     assert pace(judge(good_run()), good_run()) == []
     text = page(judge(good_run()), good_run())
-    assert "Samples a second" not in text and "Drills" not in text
+    assert "Samples a second" not in text and "Fault injection" not in text
 
 
 def test_a_pause_is_a_valley_with_its_mark_and_its_drill_a_row() -> None:
     records = drilled_run()
     text = page(judge(records), records)
-    assert "<h2>Samples a second</h2>" in text and "<h2>Drills</h2>" in text
+    assert "<h2>Samples a second</h2>" in text and "<h2>Fault injection</h2>" in text
     assert re.search(r"<td class=n>1</td><td class=n>3\.00</td><td class=w>pause rank 1 for 2 s at step 30</td>", text)
-    assert re.search(r"held</span></td><td class=w>pause rank 1 for 2 s at step 30</td><td>nobody lost</td>", text)
+    assert re.search(r"passed</span></td><td class=w>pause rank 1 for 2 s at step 30</td><td>nobody lost</td>", text)
 
 
 def test_a_drill_that_did_not_hold_is_said_so_and_so_is_one_without_a_word() -> None:
     plan = Planned(1, "kill rank 2 after 90.0 s", "kill", 2, "lost", 5.0)
     records = plus(drilled_run(), plan, replace(plan, number=2, event="kill rank 3 at step 9", step=9))
     text = page(judge(records), records)
-    assert re.search(r"nothing to hold</span></td><td>kill rank 2 after 90.0 s", text)
-    assert re.search(r"FAILED</span></td><td>kill rank 3 at step 9</td>.*did not come", text)
+    assert re.search(r"nothing to check</span></td><td>kill rank 2 after 90.0 s", text)
+    assert re.search(r"FAILED</span></td><td>kill rank 3 at step 9</td>.*did not occur", text)
 
 
 def test_variants_in_turn_are_one_course_and_those_behind_each_other_have_their_own() -> None:
@@ -67,7 +67,7 @@ def test_a_change_of_members_is_told_once_by_who_noticed_it_first() -> None:
     records = plus(records, Changed("join", 9, BEGAN + 1.3, "asked", [0, 2, 1]), rank=2)
     (course,) = courses(records)
     found = events(judge(records), records, course)
-    assert [(each.kind, round(each.at - BEGAN, 1)) for each in found] == [("rank lost", 0.9), ("rank let in", 1.3)]
+    assert [(each.kind, round(each.at - BEGAN, 1)) for each in found] == [("rank lost", 0.9), ("rank joined", 1.3)]
     assert found[0].told == "rank lost: from step 7 on ranks 0 2"
     assert events(judge(records), records, Course(["spare"], [BEGAN, BEGAN + 9])) == []
 

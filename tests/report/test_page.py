@@ -50,7 +50,7 @@ def drawn(records: Ranks) -> str:
 def test_the_page_answers_every_question() -> None:
     shown = drawn(good_run())
     headings = (
-        "The lesson,Checks,Losses,Bytes,Predicted and measured,Time,Memory,what each rank holds,all_reduce by size"
+        "About this mode,Checks,Losses,Bytes,Predicted and measured,Time,Memory,what each rank holds,all_reduce by size"
     )
     for heading in [*headings.split(","), "Ranks", "Repeat this run"]:
         assert f"<h2>{heading}</h2>" in shown
@@ -68,10 +68,10 @@ UNIT = "epsilons of bfloat16"
 def test_a_difference_that_has_a_unit_is_shown_with_it_and_heads_no_page_of_plain_ones() -> None:
     plain = drawn(good_run())
     assert "largest difference from one process, 1e-12 allowed" in plain
-    assert ">float64, against one process<" in plain and ">(tolerance 1e-12)<" in plain
+    assert ">float64, against the reference<" in plain and ">(tolerance 1e-12)<" in plain
     mixed = drawn(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit=UNIT)))
     assert "largest difference from one process in float64, 1e-12 allowed" in mixed
-    assert f">held</span> (tolerance 8 {UNIT})<" in mixed
+    assert f">passed</span> (tolerance 8 {UNIT})<" in mixed
 
 
 def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the_page() -> None:
@@ -85,9 +85,9 @@ def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the
 
 def test_activations_stand_beside_the_peak_of_all_memory() -> None:
     shown = drawn(plus(good_run(), Activations("naive", 2_500_000), rank=1))
-    assert "Activations held for the backward pass" in shown
+    assert "Activations kept for the backward pass" in shown
     assert "2.50 MB" in shown
-    assert "Activations held" not in drawn(good_run())
+    assert "Activations kept" not in drawn(good_run())
 
 
 def test_memory_is_drawn_by_class_from_the_fullest_rank() -> None:
@@ -119,7 +119,7 @@ def test_a_mistake_stands_right_under_the_verdict() -> None:
     shown = drawn(plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0)))
     header = shown[shown.index("<header") : shown.index("</header>")]
     made, seen = (
-        header.index(words) for words in ("LAB_BUG=no_broadcast: every rank begins", "seen by naive replicas")
+        header.index(words) for words in ("LAB_BUG=no_broadcast: every rank begins", "caught by naive replicas")
     )
     assert header.index('class="verdict"') < made < seen < header.index("<h1>")
     assert 'class="mistake"' not in drawn(good_run())
@@ -129,7 +129,7 @@ def test_what_went_wrong_comes_first() -> None:
     shown = drawn(
         plus(without(End, with_check(good_run(), "weights", 0.5), 2), Lost(2, 7, "killed"), Failed(3, "gone"))
     )
-    assert shown.index("What went wrong") < shown.index("The lesson")
+    assert shown.index("What went wrong") < shown.index("About this mode")
     assert "rank 2 lost at step 7: killed" in shown
     assert "naive weights: differs by 5.0e-01 where 1e-12 is allowed" in shown
     assert '<header class="lost">' in shown
@@ -214,7 +214,7 @@ def test_a_page_of_four_ranks_is_small() -> None:
 
 def test_the_picture_stands_right_below_the_verdict() -> None:
     shown = drawn(pipeline_run())
-    order = ["<header", "on one axis of time</h2>", 'class="tiles"', "The lesson", "<h2>Checks", "<h2>Losses", "<h2>Bytes",
+    order = ["<header", "on one axis of time</h2>", 'class="tiles"', "About this mode", "<h2>Checks", "<h2>Losses", "<h2>Bytes",
              "<h2>Time", "<h2>Training profile", "<h2>Communication hidden", "<h2>Memory", "Repeat this run"]  # fmt: skip
     assert sorted(order, key=shown.index) == order
     assert "on one axis of time" not in drawn(good_run())

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 MADE = Table(
     [Column("what"), Column("number", "number"), Column("value", "value"), Column("why", in_log=False), Column("")],
     [
-        ["a", "10", "2 of 3", "since", Verdict("held", ", ± 1")],
+        ["a", "10", "2 of 3", "since", Verdict("passed", ", ± 1")],
         ["longer", "7", Wrong("11 of 3"), "", Verdict("FAILED")],
     ],
 )
@@ -43,7 +43,7 @@ def rows_of(shown: str) -> set[tuple[str, ...]]:
 def test_the_log_aligns_columns_and_leaves_out_what_only_the_page_has() -> None:
     assert table_lines("word", MADE) == [
         "word       what     number   value",
-        "           a            10   2 of 3    held, ± 1",
+        "           a            10   2 of 3    passed, ± 1",
         "           longer        7   11 of 3   FAILED",
     ]
     assert table_lines("word", MADE._replace(rows=[])) == []

@@ -92,8 +92,8 @@ def test_gpt_predicts_the_next_byte() -> None:
             4,
             "16 samples a step = 2 x 2 x 4 (microbatch, accumulated, replicas)",
         ),
-        ({"LAB_BATCH": "17"}, 3, "17 samples a step = 6 + 6 + 5, a replica each, 1 microbatch(es) accumulated"),
-        ({"LAB_MODEL": "line"}, 4, "32 samples a step = 8 + 6 + 9 + 9, a replica each, 1 microbatch(es) accumulated"),
+        ({"LAB_BATCH": "17"}, 3, "17 samples a step = 6 + 6 + 5, a replica each, 1 microbatch"),
+        ({"LAB_MODEL": "line"}, 4, "32 samples a step = 8 + 6 + 9 + 9, a replica each, 1 microbatch"),
         ({"RUN_MODE": "pp"}, 1, "16 samples a step = 4 x 4 x 1 (microbatch, accumulated, replicas)"),
     ],
 )

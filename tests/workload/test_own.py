@@ -231,7 +231,7 @@ def test_an_own_strategy_that_is_wrong_fails_by_its_name(runs: Runs, file: str) 
     ("synced", "has 1, a SyncBatchNorm: torch runs it on GPUs alone"),
     ("normed", "has 1, a BatchNorm1d: its output depends on which samples a rank has"),
     ("odd", "has `layers` that its forward pass does not run in a row"),
-    ("number", "returned a int: allowed is an nn.Module"), ("missing", "has no function 'missing'"),
+    ("number", "returned a int: expected an nn.Module"), ("missing", "has no function 'missing'"),
 ])  # fmt: skip
 def test_a_model_that_no_mode_can_train_is_refused(file: str, name: str, words: str) -> None:
     assert any(words in each for each in refusals(config(LAB_MODEL=f"{file}:{name}")))
@@ -244,7 +244,7 @@ def test_another_number_of_samples_is_refused_with_the_right_one(file: str) -> N
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("number", r"is no strategy: allowed is a function of \(model, mesh, config\)"), ("missing", "has no function"),
+    ("number", r"is no strategy: expected a function of \(model, mesh, config\)"), ("missing", "has no function"),
 ])  # fmt: skip
 def test_a_strategy_that_is_none_is_refused(file: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -286,5 +286,5 @@ def test_a_step_that_never_steps_its_optimizer_is_said(file: str, tmp_path: Path
     strategy = maker(f"{lazy}:lazy")(
         build_model(config(LAB_MODEL=f"{file}:points"), 1), SimpleNamespace(group=None), config()
     )
-    with pytest.raises(ValueError, match=r"called optimizer.step\(\) 0 times, allowed is once"):
+    with pytest.raises(ValueError, match=r"called optimizer.step\(\) 0 times, expected once"):
         strategy.backward([])

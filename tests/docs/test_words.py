@@ -1,0 +1,122 @@
+"""Words that a reader does not meet: the log, the report, help and the lessons use the field's own.
+
+`REFUSED` has each as a regex beside what to say instead; `KEPT` has the names that the stable interface froze.
+"""
+
+import html
+import importlib
+import re
+
+import pytest
+
+from distlab.cli.explain import mistake_lines
+from distlab.config import Config
+from distlab.config.commands import COMMANDS, help_lines
+from distlab.config.settings import modes
+from distlab.rank.mode_loader import load
+from distlab.report.log import verdict_lines
+from distlab.report.page import page
+from distlab.report.reading import read_run
+from distlab.report.records import Ranks
+from distlab.report.verdict import judge
+from tests.docs.pages import TOP
+from tests.report.made_up import drilled_run, good_run, mistaken, pipeline_run
+
+REFUSED = {
+    r"\bheld\b": "passed, kept or compared with",
+    r"\bonly shown\b|\bshown$": "informational",
+    r"\bnothing to hold\b": "nothing to check",
+    r"\boff, of what\b": "difference / tolerance",
+    r"\brepeat [A-Z_]+=": "rerun:",
+    r"\bmistakes?\b": "injected bug",
+    r"\bon purpose\b": "injected",
+    r"\bmeant to see\b|\bseen by\b|\bcheck that sees\b": "caught by, catches",
+    r"\bdrills?\b": "fault injection",
+    r"\bas it should\b|\bshould be:": "as expected, expected",
+    r"\bothers (go|went) on\b": "the remaining ranks continue",
+    r"\bgiven up\b": "declared dead",
+    r"\bcut off\b": "partitioned from the cluster",
+    r"\bin vain\b": "timed out waiting for",
+    r"\bwant of\b": "killed by the OOM killer",
+    r"\blet in\b": "could join",
+    r"\bhears?\b|\bheard\b": "receives, heartbeats",
+    r"\bword on\b|\bsign of the\b": "to respond",
+    r"\bfrom outside changed nothing\b": "rejected unauthenticated messages",
+    r"\bbreaks? off\b": "ends early, truncated",
+    r"\bst(ands?|ood) still\b": "paused",
+    r"\brescue\b": "emergency checkpoint",
+    r"\bwhat was said\b": "notes",
+    r"\bthe house\b|\brooms?\b|\bfloors?\b": "code layout, modules, layers",
+    r"\bgoodbye\b": "shutdown handshake",
+    r"\btold wrong\b": "false reports",
+    r"\bmicrobatch\(es\)": "1 microbatch",
+    r"\bmade the one before\b": "repeated the previous call",
+    r"\bcannot show\b": "cannot be detected",
+}
+KEPT = (
+    r"\bheld[ -]out\b",  # samples: machine learning's own word, and the name of a check
+    r"\bmoments held\b",  # the name of a check
+    r"\bdrill(?= failed|:|$)",  # the name of a check
+)
+
+
+def found(text: str) -> list[str]:
+    """The refused words in a text, each with its line."""
+    for kept in KEPT:
+        text = re.sub(kept, "", text, flags=re.IGNORECASE | re.MULTILINE)
+    return [
+        f"{match[0]!r} in {line.strip()!r}, say: {instead}"
+        for line in text.splitlines()
+        for refused, instead in REFUSED.items()
+        if (match := re.search(refused, line, re.IGNORECASE))
+    ]
+
+
+# An earlier version's runs: their records have its sentences, which a page quotes.
+OLD: dict[str, Ranks] = {run.name: read_run(run) for run in sorted((TOP / "tests" / "data" / "runs").iterdir())}
+RUNS: dict[str, Ranks] = {
+    "good": good_run(),
+    "drilled": drilled_run(),
+    "mistaken": mistaken(good_run()),
+    "pipeline": pipeline_run(),
+}
+OLD_WORDS = r"the others went on"
+
+
+@pytest.mark.parametrize("name", [*OLD, *RUNS])
+def test_the_log(name: str) -> None:
+    records = (OLD | RUNS)[name]
+    lines = verdict_lines(judge(records), records, None)
+    assert found(re.sub(OLD_WORDS, "", "\n".join(lines))) == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_page(name: str) -> None:
+    made = page(judge(RUNS[name]), RUNS[name])
+    made = re.sub(r"<(style|script)\b.*?</\1>", "", made, flags=re.DOTALL)
+    text = html.unescape(re.sub(r"<[^>]+>", "\n", made))
+    assert found(text) == []
+
+
+def test_the_help_of_all_commands() -> None:
+    assert [fault for command in (None, *COMMANDS) for fault in found("\n".join(help_lines(command)))] == []
+
+
+def test_what_each_variable_is_for() -> None:
+    told = [field.description or "" for field in Config.model_fields.values()]
+    assert found("\n".join(told)) == []
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_the_injected_bugs_of_a_mode(mode: str) -> None:
+    assert found("\n".join(mistake_lines(load(mode)))) == []
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_the_description_of_a_mode(mode: str) -> None:
+    assert found(importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "") == []
+
+
+def test_a_refused_word_is_found() -> None:
+    assert found("naive 1.1e-16 held") == ["'held' in 'naive 1.1e-16 held', say: passed, kept or compared with"]
+    assert found("loss on held-out samples; threshold; 1 of 9 checks failed: drill") == []
