@@ -22,7 +22,7 @@ from statistics import median
 
 from benchmarks.failing import Plan, Told, trained
 from benchmarks.useful import Costs, Run, draw, told
-from distlab.config.fault_spec import FaultSpec, read
+from distlab.config.fault_spec import FaultSpec, parse_faults
 from distlab.testing.warm_ranks import Ranks
 
 FAULTS, WORLD_SIZE, SECONDS, CLEAN_STEPS = "kill:1/2s", 4, 20.0, 200
@@ -42,7 +42,7 @@ def asked(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"that a run takes undisturbed ({SECONDS:g})")
     parser.add_argument("--picture", type=Path, help="a page with the curve, to be written here")
     given = parser.parse_args(words)
-    given.entries, wrong = read(given.faults)
+    given.entries, wrong = parse_faults(given.faults)
     wrong += [
         f"{each.text!r} is no rate of kills or pauses, allowed: kill:1/2s, pause:200ms:1/5s"
         for each in given.entries

@@ -86,9 +86,9 @@ def draw(path: Path, costs: Costs, swept: dict[int, Run], beside: dict[str, Run]
     }
     curves |= {name: ([1, intervals[-1]], [measured(costs, each)] * 2) for name, each in beside.items()}
     hues = charts.colours(curves) | {"best by Daly": charts.GREY}
-    figure = charts.lines(
+    figure = charts.line_chart(
         curves, "steps between two checkpoints", "goodput", hues, points=80, dashed=["restart, formula"], log_x=True
     )
     title = "Goodput where ranks fail at random"
-    drawing = charts.drawn(figure, title, 260)
+    drawing = charts.render_chart(figure, title, 260)
     write_atomically(path, [render("chart.html", title=title, drawing=drawing, told=told(costs, swept, beside))])

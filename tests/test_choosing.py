@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.plan import read
+from distlab.cli.plan import read_job
 from distlab.config.settings import modes
 from tests.documents import TOP, faults, spans, tables
 
@@ -24,7 +24,7 @@ FORMULAS = (
 def command_faults(command: str) -> list[str]:
     """What is wrong with the command at the end of a row."""
     if command.startswith("./run plan "):
-        read(command.removeprefix("./run plan ").split())  # raises what it refuses
+        read_job(command.removeprefix("./run plan ").split())  # raises what it refuses
         return []
     if command.startswith("RUN_MODE="):
         overlays = re.findall(r"-f (\S+)", command)

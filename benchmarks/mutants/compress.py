@@ -46,8 +46,8 @@ MUTANTS = [
     ),
     Mutant(
         "distlab/compression/compressors.py",
-        "drawn(len(values), num_kept(len(values), self.ratio), self._generator)",
-        "drawn(len(values), num_kept(len(values), self.ratio), torch.Generator().manual_seed(1))",
+        "draw_places(len(values), num_kept(len(values), self.ratio), self._generator)",
+        "draw_places(len(values), num_kept(len(values), self.ratio), torch.Generator().manual_seed(1))",
         of("randomk"),
     ),
     Mutant(

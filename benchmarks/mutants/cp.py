@@ -52,7 +52,7 @@ MUTANTS = [
         GPT + "ulysses",
     ),
     Mutant(ULYSSES, "got[peers.rank] = parts[peers.rank]", "got[peers.rank] = parts[peers.rank] * 0", GPT + "ulysses"),
-    Mutant(STRATEGY, "    place(model, positions, rank)\n", "", GPT + "ring"),
+    Mutant(STRATEGY, "    set_positions(model, positions, rank)\n", "", GPT + "ring"),
     Mutant(
         STRATEGY,
         "loss: Tensor = self.model(self.own(inputs), self.own(targets))",

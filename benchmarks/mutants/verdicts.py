@@ -196,8 +196,8 @@ CHECKPOINTS = [
     Mutant(FINDING, "return sorted(named, key=step_of, reverse=True)", "return sorted(named, key=step_of)", SAVED),
     Mutant(
         FINDING,
-        "    for folder in candidates(source):\n        held = hold(folder)",
-        "    for folder in reversed(candidates(source)):\n        held = hold(folder)",
+        "    for folder in candidates(source):\n        held = lock_for_reading(folder)",
+        "    for folder in reversed(candidates(source)):\n        held = lock_for_reading(folder)",
         RESUMED,
     ),
     Mutant(

@@ -21,8 +21,8 @@ from distlab.check.rank_state import (
     Raised,
     RankState,
     Wait,
+    call_text,
     group_words,
-    words,
 )
 from distlab.check.script import Frame
 from distlab.check.script_process import how_it_ended
@@ -137,10 +137,10 @@ def met_in(wait: Wait) -> object:
 def in_group(call: Call, world_size: int) -> str:
     """The call with its group."""
     if call.kind.op in ("send", "recv"):
-        return words(call)
+        return call_text(call)
     if call.group.instance == MADE:
         return f"new_group({list(call.kind.dims[0])}), the {ordinal(call.turn)} group that is made,"
-    return f"{words(call)} of {group_words(call.group, world_size)}"
+    return f"{call_text(call)} of {group_words(call.group, world_size)}"
 
 
 def ordinal(index: int) -> str:
@@ -154,9 +154,9 @@ def elsewhere(case: RankState, matching: Matching, waited: Wait, waits: dict[int
     """Where a rank is that others wait for."""
     who = f"rank {case.rank}"
     last = matching.before(waited.call.group, case.rank) if waited.call is not None else case.last
-    before = f", its last call there was {words(last)} at {last.place}" if last is not None else ""
+    before = f", its last call there was {call_text(last)} at {last.place}" if last is not None else ""
     if not before and case.last is not None:
-        before = f", its last call was {words(case.last)} at {case.last.place}"
+        before = f", its last call was {call_text(case.last)} at {case.last.place}"
     if case.raised is not None:
         return f"{who} raised {case.raised.kind} at {case.raised.place or 'its end'}{before}"
     if case.exit_code is None and case.gone is not None:
@@ -225,7 +225,7 @@ def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[s
             rows.append([f"rank {case.rank}", str(own.wait.place), called, f"for {name_ranks(sorted(own.needs))}"])
         elif case.over:
             how = f"raised {case.raised.kind}" if case.raised is not None else how_over(case)
-            last = f"{words(case.last)}, its last call" if case.last is not None else "no call"
+            last = f"{call_text(case.last)}, its last call" if case.last is not None else "no call"
             place = case.raised.place if case.raised is not None else str(case.last.place) if case.last else ""
             rows.append([f"rank {case.rank}", place, last, how])
         else:
@@ -325,13 +325,13 @@ def failures(
         alike.setdefault((own[rank].kind, own[rank].text), []).append(rank)
     for ranks in alike.values():
         first = own[ranks[0]]
-        sentence = f"{name_ranks(ranks)} {told(first)}{consequences(cases, waits, ranks[0])}"
+        sentence = f"{name_ranks(ranks)} {describe_exception(first)}{consequences(cases, waits, ranks[0])}"
         yield Finding(END, sentence, tuple(ranks), table(cases, waits), traceback=first.traceback)
     if raised and not own and not explained and not left:
         yield blamed(cases, matching, waits)
 
 
-def told(raised: Raised) -> str:
+def describe_exception(raised: Raised) -> str:
     """What it raised, and where."""
     if raised.kind == "SystemExit":
         what = f"called sys.exit with {raised.text}"
@@ -349,8 +349,8 @@ def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Stan
         call = next(iter(cases[rank].open.values()), cases[rank].last)
         needs = frozenset(matching.absent(call)) if call is not None else frozenset()
         if call is not None and needs:
-            waits[rank] = Standing(Wait(call, words(call), call.place, call.began_s), needs, any_of=False)
-    how = f"rank {first} {told(failed[first])}"
+            waits[rank] = Standing(Wait(call, call_text(call), call.place, call.began_s), needs, any_of=False)
+    how = f"rank {first} {describe_exception(failed[first])}"
     stuck = {rank: each for rank, each in waits.items() if not each.any_of}
     if not stuck:
         return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
@@ -369,7 +369,7 @@ def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank
         parts.append(f"; {name_ranks(waiting)} wait{s} for it in {wait.what} at {wait.place}")
     if failed:
         last = failed[0].last
-        where = f" in {words(last)} at {last.place}" if last is not None else ""
+        where = f" in {call_text(last)} at {last.place}" if last is not None else ""
         parts.append(f"; {name_ranks(case.rank for case in failed)} failed because of it{where}")
     return "".join(parts)
 
@@ -378,7 +378,7 @@ def last_call(case: RankState) -> str:
     """The last that is known of a rank, behind how it ended."""
     if case.last is None:
         return " before its first call"
-    return f", its last call was {words(case.last)} at {case.last.place}"
+    return f", its last call was {call_text(case.last)} at {case.last.place}"
 
 
 def aborted(case: RankState) -> bool:

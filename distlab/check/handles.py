@@ -39,7 +39,7 @@ class Handle:
         self.call, self.place, self.waited = call.number, place, False
         # Of several tensors gloo copies its result into each, which counts as a write.
         watched = call.tensors if call.op in IN_PLACE and len(call.tensors) == 1 else ()
-        self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in watched if alone(tensor)]
+        self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in watched if owns_storage(tensor)]
 
     def written(self) -> bool:
         """Whether a tensor was written since the call was made."""
@@ -119,7 +119,7 @@ class Handles:
             self._telling.say("unwaited", handle.call)
 
 
-def alone(tensor: torch.Tensor) -> bool:
+def owns_storage(tensor: torch.Tensor) -> bool:
     """Whether nothing else lies in the tensor's storage, so that its version counter is its own."""
     if tensor.is_inference() or tensor.is_sparse:
         return False

@@ -13,14 +13,14 @@ from distlab.check.rank_state import (
     MADE,
     MATCH,
     Call,
+    CallPlace,
     Finding,
     GroupKey,
     Kind,
-    Place,
     RankState,
+    call_text,
     ends,
     group_words,
-    words,
 )
 from distlab.cluster import name_ranks
 
@@ -34,7 +34,7 @@ class Line:
     """All calls of one line of the script that met."""
 
     op: str
-    place: Place
+    place: CallPlace
     calls: int = 0
     nbytes: int = 0
     size: int = 0  # of the group
@@ -48,7 +48,7 @@ class Lateness:
     """Of all lines; a call counts for the line of its lowest rank."""
 
     def __init__(self) -> None:
-        self.lines: dict[tuple[str, Place], Line] = {}
+        self.lines: dict[tuple[str, CallPlace], Line] = {}
         self.recent: deque[Call] = deque(maxlen=RECENT)
 
     def take(self, met: dict[int, Call]) -> None:
@@ -145,7 +145,7 @@ class Matching:
                 f" {content(sent.kind)} at {sent.place}, and rank {received.rank} receives {content(received.kind)} at"
                 f" {received.place}"
             )
-            yield Finding(MATCH, sentence, (sent.rank, received.rank), rows([sent, received]), ends=True)
+            yield Finding(MATCH, sentence, (sent.rank, received.rank), call_rows([sent, received]), ends=True)
 
     def absent(self, call: Call) -> set[int]:
         """The ranks that have not made this call of theirs."""
@@ -177,9 +177,9 @@ class Matching:
             missing = sorted(set(group.ranks) - set(met))
             yield Finding(
                 MATCH,
-                f"{words(call)} of {group_words(group, self.world_size)}: {name_ranks(met)} made it at"
+                f"{call_text(call)} of {group_words(group, self.world_size)}: {name_ranks(met)} made it at"
                 f" {places(met.values())}, and {name_ranks(missing)} ended without it{self._last(group, missing)}",
-                tuple(missing), rows(met.values()),
+                tuple(missing), call_rows(met.values()),
             )  # fmt: skip
         for here in self._messages.values():
             for call in [*here["send"].values(), *here["recv"].values()][:1]:
@@ -187,13 +187,13 @@ class Matching:
                     continue
                 yield Finding(
                     MATCH,
-                    f"rank {call.rank} made {words(call)} at {call.place}, and rank {call.kind.peer} never met it",
-                    (call.rank, call.kind.peer), rows([call]),
+                    f"rank {call.rank} made {call_text(call)} at {call.place}, and rank {call.kind.peer} never met it",
+                    (call.rank, call.kind.peer), call_rows([call]),
                 )  # fmt: skip
 
     def _last(self, group: GroupKey, ranks: Iterable[int]) -> str:
         found = [self._before[group, rank] for rank in ranks if (group, rank) in self._before]
-        return f" (its last there was {words(found[0])} at {found[0].place})" if len(found) == 1 else ""
+        return f" (its last there was {call_text(found[0])} at {found[0].place})" if len(found) == 1 else ""
 
     def parted(self, group: GroupKey) -> str:
         """Where the ranks of a group, having matched until then, called from several lines for the first time."""
@@ -204,7 +204,7 @@ class Matching:
         for rank in sorted(met):
             by_place.setdefault(str(met[rank].place), []).append(rank)
         sides = ", ".join(f"{name_ranks(ranks)} at {place}" for place, ranks in by_place.items())
-        return f"; their lines part at {words(met[min(met)])}: {sides}"
+        return f"; their lines part at {call_text(met[min(met)])}: {sides}"
 
     def _mismatch(self, met: dict[int, Call], fault: str) -> Finding:
         """Those that are fewer are called wrong, in a tie those that are not with the lowest rank."""
@@ -223,7 +223,7 @@ class Matching:
             f"{self._hint(others[0], sides[right])}{self.parted(call.group)}"
         )
         culprits = tuple(sorted(each.rank for calls in others for each in calls))
-        return Finding(MATCH, sentence, culprits, rows(met.values()), ends=call.group.instance >= MADE)
+        return Finding(MATCH, sentence, culprits, call_rows(met.values()), ends=call.group.instance >= MADE)
 
     @staticmethod
     def _side(calls: list[Call], fault: str) -> str:
@@ -323,10 +323,10 @@ def places(calls: Iterable[Call]) -> str:
     return " and ".join(dict.fromkeys(str(call.place) for call in calls))
 
 
-def rows(calls: Iterable[Call]) -> list[list[str]]:
+def call_rows(calls: Iterable[Call]) -> list[list[str]]:
     """Both sides, a row a rank."""
     return [
-        [f"rank {call.rank}", str(call.place), f"{words(call)}: {detailed(call.kind, '')}", ""]
+        [f"rank {call.rank}", str(call.place), f"{call_text(call)}: {detailed(call.kind, '')}", ""]
         for call in sorted(calls, key=lambda call: call.rank)
     ]
 

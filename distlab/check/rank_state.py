@@ -21,7 +21,7 @@ MADE, INITIALISED = -1, -2  # instances of what is no collective of the group, a
 KNOWN = 50_000  # calls whose handles may still be spoken of
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """A line of the script, and below it the library's that made the call; either may be empty."""
 
     line: str = ""
@@ -61,7 +61,7 @@ class Call:
     """One call of one rank; `turn` is its number in its group, or among the messages of the same two ends."""
 
     rank: int
-    place: Place
+    place: CallPlace
     group: GroupKey
     kind: Kind
     turn: int
@@ -75,7 +75,7 @@ class Wait(NamedTuple):
 
     call: Call | None
     what: str
-    place: Place
+    place: CallPlace
     since_s: float
 
 
@@ -116,7 +116,7 @@ class RankState:
     counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
 
     def __post_init__(self) -> None:
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, CallPlace] = {}
         self._groups: dict[int, GroupKey] = {}
         self._kinds: dict[int, Kind] = {}
         self._known: dict[int, Call] = {}
@@ -136,7 +136,7 @@ class RankState:
             self.facts.append(told)
 
     def _take_place(self, number: int, line: str, below: str, file: str) -> None:
-        self._places[number] = Place(line, below, file)
+        self._places[number] = CallPlace(line, below, file)
 
     def _take_group(self, number: int, ranks: list[int], name: str, instance: int) -> None:
         self._groups[number] = GroupKey(tuple(ranks), name, instance)
@@ -169,7 +169,7 @@ class RankState:
     def _take_wait(self, number: int, thread: int, at_s: float) -> None:
         call = self._known.get(number) if number >= 0 else next(iter(self.open.values()), None)
         if call is not None:
-            self.waits[thread] = Wait(call, words(call), call.place, at_s)
+            self.waits[thread] = Wait(call, call_text(call), call.place, at_s)
 
     def _take_waited(self, number: int, thread: int, at_s: float) -> None:
         if number >= 0:
@@ -199,7 +199,7 @@ class RankState:
             return
         call = Call(self.rank, self._places[place], key, kind, self._turn(key), thread, at_s)
         self.calls.append(call)
-        self.waits[thread] = Wait(call, words(call), call.place, at_s)
+        self.waits[thread] = Wait(call, call_text(call), call.place, at_s)
 
     def _take_leave(self, thread: int, at_s: float) -> None:
         wait = self.waits.pop(thread, None)
@@ -244,7 +244,7 @@ class RankState:
             key = tuple(near), tuple(far)
             self.sockets[key] = max(sent, self.sockets.get(key, 0))
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> CallPlace:
         """The place of this number."""
         return self._places[number]
 
@@ -281,7 +281,7 @@ class RankState:
         if in_torch and self.cpu_share < IDLE_SHARE:
             for call in sorted(self.open.values(), key=lambda each: each.began_s):
                 if absent(call):
-                    return Wait(call, words(call), call.place, call.began_s)
+                    return Wait(call, call_text(call), call.place, call.began_s)
         return None
 
     def frames(self) -> list[Frame]:
@@ -306,7 +306,7 @@ def group_words(group: GroupKey, world_size: int) -> str:
     return f"the group of {name_ranks(group.ranks)}"
 
 
-def words(call: Call) -> str:
+def call_text(call: Call) -> str:
     """The call in the words of a sentence."""
     if call.kind.op == "send":
         return f"send #{call.turn} to rank {call.kind.peer}"

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from distlab.check.coordinator import Doctor
 from distlab.check.options import Options
 from distlab.check.recorder import now
-from distlab.check.report import spans_of, told, written
+from distlab.check.report import log_lines, spans_of, written
 from distlab.check.script import STORE_KEY, Job
 from distlab.check.script_process import Hearing, forked
 from distlab.cluster.address import interface_of
-from distlab.cluster.authenticated_messages import drawn
+from distlab.cluster.authenticated_messages import derive_name
 from distlab.cluster.control_plane import Exchange
 from distlab.cluster.launch import free_port
 from distlab.cluster.launcher_pipe import LauncherPipe
@@ -33,7 +33,7 @@ from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
 from distlab.rank.finish import Sections, everything_written, publish_for, settle, write_failure_report
-from distlab.rank.main import hold, source_version
+from distlab.rank.main import lock_folder, source_version
 from distlab.report import records
 from distlab.report.run_folder import Journal
 from distlab.report.run_result import Outcome
@@ -72,7 +72,7 @@ class Rank:
         watch = Watchdog(cluster, self.config, self.journal.say, partial(self._bury, outcome=outcome))
         watch.start()
         try:
-            hold(folder, cluster, self.config)
+            lock_folder(folder, cluster, self.config)
             self.journal.open(folder, cluster.rank)
             self.journal.write(start_record(self.config, self.job, cluster))
             exchange = Exchange(
@@ -99,7 +99,7 @@ class Rank:
         variables = {
             "RANK": cluster.rank, "WORLD_SIZE": cluster.world_size, "LOCAL_RANK": local, "MASTER_PORT": port,
             "MASTER_ADDR": self.config.master_addr, "OMP_NUM_THREADS": self.config.threads,
-            STORE_KEY: drawn(cluster.seal.key, f"script of {cluster.token.hex()}"),
+            STORE_KEY: derive_name(cluster.seal.key, f"script of {cluster.token.hex()}"),
         }  # fmt: skip
         if not agent:
             variables |= {"LOCAL_WORLD_SIZE": len(alike), "GROUP_RANK": 0, "ROLE_RANK": cluster.rank}
@@ -156,7 +156,7 @@ class Rank:
         if doctor is not None:
             for record in written(doctor):
                 self.journal.write(record)
-            for text in told(doctor):
+            for text in log_lines(doctor):
                 self.journal.say(text)
             for rank, how in doctor.lost.items():
                 self.journal.write(records.Lost(rank, doctor.cases[rank].steps, how))

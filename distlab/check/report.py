@@ -49,14 +49,16 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
     lines = slowest_lines(doctor)
     if lines:
         columns = ["line", "call", "calls", "bytes a call", "ms a call", "comes last", "the others wait, ms"]
-        yield records.Table("Collectives by line", columns, [row(line, steps(doctor)) for line in lines[:MOST_LINES]])
+        yield records.Table(
+            "Collectives by line", columns, [script_line_row(line, steps(doctor)) for line in lines[:MOST_LINES]]
+        )
     for sentence in late(lines, steps(doctor)):
         yield records.Said("late", sentence)
     yield from wire(doctor.cases)
     yield from ended(doctor.cases)
 
 
-def told(doctor: Doctor) -> Iterator[str]:
+def log_lines(doctor: Doctor) -> Iterator[str]:
     """What the log says beside the checks: tracebacks, where each rank was, and questions."""
     for finding in doctor.findings:
         yield f"{'found':<11}{finding.sentence}"
@@ -65,14 +67,14 @@ def told(doctor: Doctor) -> Iterator[str]:
         for each in finding.rows:
             columns = [cell.ljust(width) for cell, width in zip(each, [*widths, 0], strict=True)]
             yield f"{'where':<11}{'  '.join(columns)}".rstrip()
-    yield from shown(doctor.records)
+    yield from format_tables(doctor.records)
     if doctor.records:  # of a proof, whose steps are few and alike
-        yield from shown(wire(doctor.cases))
+        yield from format_tables(wire(doctor.cases))
     for sentence in questions(doctor):
         yield f"{'question':<11}{sentence}"
     lines = slowest_lines(doctor) if not doctor.findings else []
     for number, line in enumerate(lines[:SHOWN]):
-        place, op, calls, nbytes, took_ms, last, wait = row(line, steps(doctor))
+        place, op, calls, nbytes, took_ms, last, wait = script_line_row(line, steps(doctor))
         cells = f"{place}  {op}  {calls} calls of {human_bytes(nbytes)}  {took_ms:.1f} ms"
         who = f", {last} last, the others wait {wait}" if last else ""
         yield f"{'' if number else 'calls':<11}{cells}{who}"
@@ -119,7 +121,7 @@ def wait(line: Line, steps: int) -> str:
     return f"{1000 * waited(line) / (steps if in_steps else line.calls):.1f} ms a {'step' if in_steps else 'call'}"
 
 
-def row(line: Line, steps: int) -> list[Any]:
+def script_line_row(line: Line, steps: int) -> list[Any]:
     """A line of the script in the table."""
     rank, times = line.last.most_common(1)[0]
     last = f"rank {rank} in {times / line.calls:.0%}" if line.size > 1 else ""
@@ -129,7 +131,7 @@ def row(line: Line, steps: int) -> list[Any]:
     ]  # fmt: skip
 
 
-def shown(tables: Iterable[records.Record]) -> Iterator[str]:
+def format_tables(tables: Iterable[records.Record]) -> Iterator[str]:
     """Tables as the log has them."""
     for record in tables:
         if isinstance(record, records.Table):

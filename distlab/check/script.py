@@ -253,7 +253,7 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
         os.environ[name] = value
     Meeting(bytes.fromhex(os.environ.pop(STORE_KEY))).install()
     telling = Telling(ends.told)
-    recorder, training, waits = watched(telling, job)
+    recorder, training, waits = install_watchers(telling, job)
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
     code = ended(job, telling, recorder, training, waits)
@@ -266,7 +266,7 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
     os._exit(code)
 
 
-def watched(telling: Telling, job: Job) -> tuple[Recorder, Training, Waits]:
+def install_watchers(telling: Telling, job: Job) -> tuple[Recorder, Training, Waits]:
     """Put all that watches in its place."""
     recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
     training = Training(recorder, job.every)

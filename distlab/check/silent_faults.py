@@ -17,10 +17,10 @@ from distlab.check.rank_state import (
     REPLICAS,
     WAITED,
     Call,
+    CallPlace,
     Finding,
-    Place,
     RankState,
-    words,
+    call_text,
 )
 from distlab.cluster import name_ranks
 
@@ -76,7 +76,7 @@ class Replicas:
         for (key, ranks), by_step in self._sums.items():
             if not differ(by_step.get(END, {}), ranks):
                 continue
-            odd, names = apart(by_step[END])
+            odd, names = smaller_side(by_step[END])
             since = next((step for step in sorted(by_step) if step > 0 and differ(by_step[step], ranks)), None)
             when = f", since step {since} or before" if since is not None else ""
             which = f"parameter {names[0]}" if names else "parameter"
@@ -95,7 +95,7 @@ def differ(sums: dict[int, list[list[Any]]], ranks: tuple[int, ...]) -> bool:
     return set(sums) == set(ranks) and any(sums[rank] != sums[ranks[0]] for rank in ranks)
 
 
-def apart(sums: dict[int, list[list[Any]]]) -> tuple[list[int], list[str]]:
+def smaller_side(sums: dict[int, list[list[Any]]]) -> tuple[list[int], list[str]]:
     """The ranks that are fewer, and the parameters in which the first of them differs from the others."""
     sides: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(sums):
@@ -221,8 +221,8 @@ class Gradients:
         if all(step.by_script and step.untouched and abs(step.ratio - 1) < NEAR for step in steps):
             yield (
                 f"possible bug: gradients are summed over {size} ranks and never averaged. Nothing divides them"
-                f" between their all_reduce at {first.reduced_at} and the step at {first.stepped_at}; where the loss is a mean over a rank's own"
-                f" samples, a step is {size} times too long"
+                f" between their all_reduce at {first.reduced_at} and the step at {first.stepped_at}; where the loss is a mean"
+                f" over a rank's own samples, a step is {size} times too long"
             )
         elif all(not step.by_script and abs(step.ratio * size - 1) < NEAR for step in steps):
             yield (
@@ -298,7 +298,7 @@ class Quiet:
     def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]] = ()) -> None:
         self._replicas, self._samples = Replicas(), Samples(world_size)
         self._gradients, self._dropouts = Gradients(world_size), Dropouts(world_size, mesh)
-        self._handles: dict[tuple[str, Place, Place | None], tuple[str, list[int]]] = {}
+        self._handles: dict[tuple[str, CallPlace, CallPlace | None], tuple[str, list[int]]] = {}
         self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
         self._takers = {
             "weights": self._replicas.take_weights,
@@ -326,10 +326,10 @@ class Quiet:
         self._devices[device, host].append(case.rank)
 
     def _take_unwaited(self, case: RankState, call: Call) -> None:
-        self._handles.setdefault(("unwaited", call.place, None), (words(call), []))[1].append(case.rank)
+        self._handles.setdefault(("unwaited", call.place, None), (call_text(call), []))[1].append(case.rank)
 
-    def _take_written(self, case: RankState, call: Call, waited_at: Place) -> None:
-        self._handles.setdefault(("written", call.place, waited_at), (words(call), []))[1].append(case.rank)
+    def _take_written(self, case: RankState, call: Call, waited_at: CallPlace) -> None:
+        self._handles.setdefault(("written", call.place, waited_at), (call_text(call), []))[1].append(case.rank)
 
     def handles(self) -> Iterator[Finding]:
         """Calls whose handles or tensors were not left alone, each line once."""

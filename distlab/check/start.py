@@ -42,7 +42,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     try:
         environ, script, arguments = understood(errand, words)
         os.environ.update(environ)
-        engine = launchers.taken(os.environ)
+        engine = launchers.read_launcher(os.environ)
         os.environ.update(engine.variables)
         config = configured(errand, os.environ, engine.faults, script)
         if config.rank is None:

@@ -77,7 +77,7 @@ def bundles(state: dcp.State) -> Iterator[list[str]]:
         yield names
 
 
-def listed(folder: Path) -> set[int]:
+def listed_steps(folder: Path) -> set[int]:
     """The steps of all checkpoints in a folder, by their names."""
     names = [path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")]
     return {int(name) for name in names if name.isdecimal()}
@@ -86,7 +86,7 @@ def listed(folder: Path) -> set[int]:
 def wrongly_kept(folder: Path, before: Collection[int], saved: int, keep: int) -> tuple[int, str]:
     """How many checkpoints are missing or should be gone after the save of `saved`, beside what was there `before`;
     what another run reads may stay."""
-    wanted, found = sorted({*before, saved})[-keep:], listed(folder)
+    wanted, found = sorted({*before, saved})[-keep:], listed_steps(folder)
     missing = sorted(set(wanted) - found)
     surplus = [step for step in found - set(wanted) if not locate.is_held(folder / manifest.folder_name(step))]
     detail = f"after step {saved} there are {sorted(found)}, of which the newest {keep} are kept"
@@ -95,7 +95,7 @@ def wrongly_kept(folder: Path, before: Collection[int], saved: int, keep: int) -
 
 def passed_over(source: Path, taken: int, good: Callable[[Path], bool]) -> list[int]:
     """The steps of checkpoints of a run that are newer than the one that was taken, and good."""
-    folders = {step: folder for folder in (source, source / "checkpoints") for step in listed(folder)}
+    folders = {step: folder for folder in (source, source / "checkpoints") for step in listed_steps(folder)}
     return [
         step for step, folder in sorted(folders.items()) if step > taken and good(folder / manifest.folder_name(step))
     ]

@@ -16,10 +16,10 @@ from pathlib import Path
 from distlab.checkpoint import manifest
 from distlab.checkpoint.manifest import Manifest, Unreadable
 from distlab.config import Config, ConfigError
-from distlab.config.settings import shown
+from distlab.config.settings import quoted
 
 
-def hold(folder: Path) -> int | None:
+def lock_for_reading(folder: Path) -> int | None:
     """Keep the checkpoint in `folder` until `release`; None where it is none, or one that is just being removed."""
     path = folder / manifest.FILE
     try:
@@ -93,7 +93,7 @@ NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint on the disk."""
 
     folder: Path
@@ -111,14 +111,14 @@ def refusals(config: Config) -> list[str]:
     try:
         wrong = _unfit(config) if config.resume is not None else []
     except OSError as error:  # a path that is too long, or a folder that may not be read
-        wrong = [f"LAB_RESUME={shown(config.resume)} cannot be read: {error.strerror}"]
+        wrong = [f"LAB_RESUME={quoted(config.resume)} cannot be read: {error.strerror}"]
     if config.checkpoint_every is not None and config.resume == "auto":
         wrong += _unwritable(config)
     return wrong
 
 
 def _unfit(config: Config) -> list[str]:
-    source, named = place(config), f"LAB_RESUME={shown(config.resume)}"
+    source, named = resume_path(config), f"LAB_RESUME={quoted(config.resume)}"
     found = candidates(source)
     if config.resume != "auto" and not source.exists():
         return [
@@ -165,7 +165,7 @@ def _unwritable(config: Config) -> list[str]:
     ]
 
 
-def place(config: Config) -> Path:
+def resume_path(config: Config) -> Path:
     """What LAB_RESUME names: a run by its id, or any path."""
     if config.resume == "auto":
         return config.runs_dir / str(config.run_id)
@@ -190,23 +190,23 @@ def step_of(folder: Path) -> int:
 # --- after it ---
 
 
-def choose(config: Config, say: Callable[[str], None]) -> Found | None:
+def choose(config: Config, say: Callable[[str], None]) -> FoundCheckpoint | None:
     """The newest good checkpoint, every byte of it read; what is passed over is said aloud.
 
     None where there is none at all and LAB_RESUME=auto; raises ConfigError where there are some and none is good.
     """
     try:
-        found = newest_good(place(config), say, lambda saved: misfit(saved, config))
+        found = newest_good(resume_path(config), say, lambda saved: misfit(saved, config))
     except Unreadable as error:
         raise ConfigError([f"LAB_RESUME={config.resume!r}: {error}"]) from None
     if found is None and config.resume != "auto":
-        raise ConfigError([f"LAB_RESUME={config.resume!r}: {place(config)} holds no checkpoint any more"])
+        raise ConfigError([f"LAB_RESUME={config.resume!r}: {resume_path(config)} holds no checkpoint any more"])
     return found
 
 
 def newest_good(
     source: Path, say: Callable[[str], None], unfit: Callable[[Manifest], str] = lambda _: ""
-) -> Found | None:
+) -> FoundCheckpoint | None:
     """The newest checkpoint of `source` that is whole and not `unfit`; `say` takes a sentence for each that is passed
     over.
 
@@ -214,7 +214,7 @@ def newest_good(
     """
     passed: list[str] = []
     for folder in candidates(source):
-        held = hold(folder)
+        held = lock_for_reading(folder)
         try:
             saved = manifest.read(folder)
             wrong = unfit(saved) or "; ".join(damage(folder, saved)[:1])
@@ -223,7 +223,7 @@ def newest_good(
         if not wrong:
             for sentence in passed:
                 say(f"{sentence}: taking step {saved.step}")
-            return Found(folder, saved, held)
+            return FoundCheckpoint(folder, saved, held)
         release(held)
         passed.append(f"{folder} {wrong}")
     if passed:

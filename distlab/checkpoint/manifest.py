@@ -75,7 +75,7 @@ def defining(config: Config) -> dict[str, Any]:
 
 def data_digest(config: Config) -> str:
     """The sha256 of the text that gpt reads; empty for samples that are drawn from LAB_SEED."""
-    return hashlib.sha256(text.read(config)).hexdigest() if reads_text(config.model) else ""
+    return hashlib.sha256(text.read_text(config)).hexdigest() if reads_text(config.model) else ""
 
 
 def differences(manifest: Manifest, config: Config) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.checkpoint import checks, dcp, locate, manifest
-from distlab.checkpoint.locate import Found
+from distlab.checkpoint.locate import FoundCheckpoint
 from distlab.checkpoint.manifest import Manifest, Unreadable
 from distlab.checkpoint.training_position import TrainingPosition
 from distlab.config import ConfigError
@@ -29,7 +29,7 @@ NEWEST_CONTROL = "tests/checkpoint/test_proofs.py::test_a_newer_one_that_is_good
 class Checkpoints:
     """What a run has of checkpoints: the one to go on from, and the process group over which it saves, if it does."""
 
-    resumed: Found | None
+    resumed: FoundCheckpoint | None
     group: dist.ProcessGroup | None
 
     def missing(self, variants: Iterable[str]) -> dict[str, str]:
@@ -57,11 +57,11 @@ def prepare(lab: Lab) -> Checkpoints:
     return Checkpoints(found, lab.hooks.side_group if lab.config.checkpoint_every is not None else None)
 
 
-def agree(lab: Lab) -> Found | None:
+def agree(lab: Lab) -> FoundCheckpoint | None:
     """Rank 0's choice, on every rank; raises ConfigError on all where no checkpoint is good."""
     lab.at(0, "the choice of a checkpoint")
     choice: dict[str, str] = {}
-    found: Found | None = None
+    found: FoundCheckpoint | None = None
     if lab.rank == 0:
         try:
             found = locate.choose(lab.config, lambda text: lab.say(text, "checkpoint"))
@@ -76,15 +76,15 @@ def agree(lab: Lab) -> Found | None:
     if not choice:
         return None
     folder = Path(choice["folder"])
-    held = locate.hold(folder) if found is None else found.held
+    held = locate.lock_for_reading(folder) if found is None else found.held
     lab.exchange.barrier("leases")  # until here rank 0's keeps it for all
     try:
-        return Found(folder, manifest.read(folder), held)
+        return FoundCheckpoint(folder, manifest.read(folder), held)
     except Unreadable as error:
         raise ConfigError([f"{folder} {error} on rank {lab.rank}: all ranks need the same folder of runs"]) from None
 
 
-def hold_newest(lab: Lab, found: Found) -> None:
+def hold_newest(lab: Lab, found: FoundCheckpoint) -> None:
     """No newer checkpoint than the one that was taken is whole and of these settings; on rank 0."""
 
     def good(folder: Path) -> bool:
@@ -94,12 +94,12 @@ def hold_newest(lab: Lab, found: Found) -> None:
             return False
         return not locate.misfit(saved, lab.config) and not locate.damage(folder, saved)
 
-    newer = checks.passed_over(locate.place(lab.config), found.manifest.step, good)
+    newer = checks.passed_over(locate.resume_path(lab.config), found.manifest.step, good)
     detail = f"step {found.manifest.step} was taken; newer and good: {', '.join(map(str, newer)) or 'none'}"
     lab.check("newest checkpoint", len(newer), 0, detail=detail, control=NEWEST_CONTROL)
 
 
-def tidy(lab: Lab, found: Found | None) -> None:
+def tidy(lab: Lab, found: FoundCheckpoint | None) -> None:
     """In the run's own folder: half-written checkpoints go, and what was passed over is put aside, for the steps come
     again."""
     assert lab.journal.folder is not None
@@ -115,7 +115,7 @@ def tidy(lab: Lab, found: Found | None) -> None:
             path.rename(aside)
 
 
-def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPosition, found: Found) -> None:
+def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPosition, found: FoundCheckpoint) -> None:
     """Fill all variants, and the generators of a rank that was there before; say where the run goes on."""
     saved = found.manifest
     for name, strategy in strategies.items():

@@ -78,7 +78,7 @@ class Saver:
         self.finish()
         self.lab.at(step, "checkpoint")
         outcome = Outcome(step + 1, time.perf_counter())
-        outcome.before = checks.listed(self.folder) if self.lab.rank == 0 else set()
+        outcome.before = checks.listed_steps(self.folder) if self.lab.rank == 0 else set()
         state, draft = self._own_part(), manifest_of(self.lab, self.course, step + 1)
         digests = checks.digests(state)
         shares = {name: list(values) for name, values in self.shares.items()}
@@ -139,7 +139,7 @@ class Saver:
         config = self.lab.config
         assert self._plan is not None
         try:
-            published = storage.write(
+            published = storage.write_checkpoint(
                 self.folder,
                 draft,
                 state,

@@ -49,13 +49,13 @@ class Plan:
 def plan(state: dcp.State, group: dist.ProcessGroup) -> Plan:
     """Share the writing out, a collective."""
     held = {name: (dcp.is_whole(part), dcp.num_bytes(part)) for name, part in state.items()}
-    everyone = store.everyone(held, group)
+    everyone = store.all_gather_plain(held, group)
     written = [dcp.dealt(everyone, rank) for rank in range(group.size())]
     total_bytes = sum(everyone[rank][name][1] + ENTRY_BYTES for rank, names in enumerate(written) for name in names)
     return Plan(written[group.rank()], total_bytes)
 
 
-def write(
+def write_checkpoint(
     folder: Path, draft: Manifest, state: dcp.State, group: dist.ProcessGroup, shares: Mapping[str, list[float | None]],
     *, needed_bytes: int, shards_written: ShardsWritten = all_there,
 ) -> Manifest:  # fmt: skip
@@ -79,7 +79,7 @@ def write(
             draft,
             files={name: file for files, *_ in parts for name, file in files.items()},
             losses={
-                name: [*before, *summed([of_rank[name] for _, of_rank, *_ in parts])]
+                name: [*before, *sum_losses([of_rank[name] for _, of_rank, *_ in parts])]
                 for name, before in draft.losses.items()
             },
             generators={name: state for _, _, generators, _ in parts for name, state in generators.items()},
@@ -101,7 +101,7 @@ def together(group: dist.ProcessGroup, call: Callable[[], Result]) -> list[Resul
         outcome: tuple[Any, str | None] = call(), None
     except OSError as error:
         outcome = None, _in_words(error)
-    outcomes = store.everyone(outcome, group)
+    outcomes = store.all_gather_plain(outcome, group)
     for _, fault in outcomes:
         if fault is not None:
             raise Unsaved(fault)
@@ -128,7 +128,7 @@ def described(files: list[Path], partial: Path) -> dict[str, list[Any]]:
     return {str(path.relative_to(partial)): [path.stat().st_size, manifest.sha256(path)] for path in files}
 
 
-def summed(of_ranks: list[list[float | None]]) -> list[float | None]:
+def sum_losses(of_ranks: list[list[float | None]]) -> list[float | None]:
     """The loss of each step from the shares of all ranks."""
     return [math.fsum(share for share in step if share is not None) for step in zip(*of_ranks, strict=True)]
 

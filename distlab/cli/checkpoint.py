@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.checkpoint import locate
-from distlab.checkpoint.locate import Found
+from distlab.checkpoint.locate import FoundCheckpoint
 from distlab.checkpoint.manifest import Unreadable
 
 
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def chosen(found: Found, variant: str | None) -> str:
+def chosen(found: FoundCheckpoint, variant: str | None) -> str:
     """The variant to export; raises Unreadable where it is not there or not clear."""
     names = list(found.manifest.steps)
     if variant is None and len(names) == 1:
@@ -58,7 +58,7 @@ def chosen(found: Found, variant: str | None) -> str:
     raise Unreadable(f"{found.folder} holds {', '.join(names)}, {asked}: --variant {names[0]}")
 
 
-def export(found: Found, variant: str, out: Path) -> None:
+def export(found: FoundCheckpoint, variant: str, out: Path) -> None:
     """Write one variant's dense tensors to `out`, all of the file or nothing; raises OSError."""
     import torch
 

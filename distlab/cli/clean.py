@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for fault in faults:
         print(f"left out   {fault}", file=sys.stderr)
     if asked.keep is None and asked.older_than is None and not asked.all:
-        print("\n".join([*listed(found, now), total(found, f" in {runs}/")]))
+        print("\n".join([*run_lines(found, now), total(found, f" in {runs}/")]))
         print("to remove  --keep 5 (all but the newest five), --older-than 7d, or --all")
         return 0
     named = chosen(found, now, keep=asked.keep, older_than_s=asked.older_than, everything=asked.all)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"refused    there is no terminal to ask in: --yes removes {total(named)}, without asking", file=sys.stderr
         )
         return 2
-    print("".join(f"{line}\n" for line in listed(named, now)), end="")
+    print("".join(f"{line}\n" for line in run_lines(named, now)), end="")
     if named and not asked.yes and not agreed(f"remove {total(named)}?"):
         print("nothing is removed")
         return 0
@@ -126,7 +126,7 @@ def chosen(
     return [old for old in named if not old.running and (everything or not old.latest)]
 
 
-def listed(found: Sequence[Stored], now: float) -> list[str]:
+def run_lines(found: Sequence[Stored], now: float) -> list[str]:
     """A line a run, under a heading."""
     rows = [
         [printable(old.folder.name), human_age(now - old.written_at), human_bytes(old.nbytes), old.note]

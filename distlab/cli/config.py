@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.check:
         return check()
     if asked.write:
-        return max(write(path) for path in COMPOSE_FILES)
+        return max(write_block(path) for path in COMPOSE_FILES)
     print(compose_lines() if asked.compose else table())
     return 0
 
@@ -106,7 +106,7 @@ def written(text: str) -> str:
     return before + compose_lines() + after
 
 
-def write(path: Path) -> int:
+def write_block(path: Path) -> int:
     """Put the block into the file at `path`, all of it or nothing; returns the exit code."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -140,8 +140,10 @@ def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
     print(f"fsdp       within the limit: {verdict}")
     one, other = losses(free, "bucketed"), losses(fsdp, "zero3")
     apart = max((abs(a - b) for a, b in zip(one, other, strict=False)), default=float("inf"))
-    print(f"losses     dp without a limit {shown(one)}")
-    print(f"           fsdp within it     {shown(other)}   apart by {apart:.1e}, tolerance {LOSS_TOLERANCE:.0e}")
+    print(f"losses     dp without a limit {format_values(one)}")
+    print(
+        f"           fsdp within it     {format_values(other)}   apart by {apart:.1e}, tolerance {LOSS_TOLERANCE:.0e}"
+    )
     held = {
         "dp was not killed by the OOM killer": bool(killed),
         "fsdp did not pass": verdict == "pass",
@@ -155,7 +157,7 @@ def losses(run: Path, variant: str) -> list[float]:
     return next((each.numbers for _, each in select(read_run(run), Losses) if each.variant == variant), [])
 
 
-def shown(values: list[float]) -> str:
+def format_values(values: list[float]) -> str:
     return " ".join(f"{value:.5f}" for value in values)
 
 

@@ -60,22 +60,22 @@ class Parser(argparse.ArgumentParser):
 # that other options decide, as its help says.
 SIZES: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
     ("params", job.count, None, "parameters of the model, such as 7B, 350M or 1.3B (needed)"),
-    ("gpus", job.whole, None, "number of GPUs, or of ranks (needed)"),
+    ("gpus", job.whole_number, None, "number of GPUs, or of ranks (needed)"),
     ("gpu-memory", job.nbytes, None, "memory of one, such as 80GB or 900MB (needed)"),
     ("link", job.rate, "400Gbit", "rate of one GPU's link to other nodes, one way"),
     ("latency", job.seconds, "10us", "latency of a message between nodes"),
-    ("gpus-per-node", job.whole, "8", "GPUs that share a node"),
+    ("gpus-per-node", job.whole_number, "8", "GPUs that share a node"),
     ("node-link", job.rate, "300GB/s", "rate of one GPU's link inside its node, one way: NVLink of an A100"),
     ("node-latency", job.seconds, "5us", "latency of a message inside a node"),
     ("flops", job.count, "", f"peak of one GPU in FLOP/s [{PEAKS}]"),
     ("utilisation", job.share, "40%", "share of the peak that the compute reaches"),
-    ("layers", job.whole, "", "layers of the model [guessed from --params]"),
-    ("width", job.whole, "", "width of the model [guessed from --params]"),
-    ("heads", job.whole, "", "attention heads [guessed from --params]"),
-    ("seq", job.whole, "2048", "tokens in a sample"),
-    ("batch", job.whole, "1", "samples in one microbatch of a GPU"),
-    ("microbatches", job.whole, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
-    ("global-batch", job.whole, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
+    ("layers", job.whole_number, "", "layers of the model [guessed from --params]"),
+    ("width", job.whole_number, "", "width of the model [guessed from --params]"),
+    ("heads", job.whole_number, "", "attention heads [guessed from --params]"),
+    ("seq", job.whole_number, "2048", "tokens in a sample"),
+    ("batch", job.whole_number, "1", "samples in one microbatch of a GPU"),
+    ("microbatches", job.whole_number, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
+    ("global-batch", job.whole_number, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
     ("reserve", job.share, "10%", "share of the memory left to CUDA, NCCL and fragmentation"),
 )  # fmt: skip
 
@@ -112,7 +112,7 @@ def parser() -> Parser:
     return made
 
 
-def read(arguments: Sequence[str] | None) -> tuple[Job, list[str]]:
+def read_job(arguments: Sequence[str] | None) -> tuple[Job, list[str]]:
     """The job, and in words where its guessed and measured numbers are from; raises ConfigError with all faults at
     once."""
     made = parser()
@@ -254,10 +254,10 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def lines(job: Job, told: Sequence[str], chosen: Plan) -> list[str]:
+def answer_lines(job: Job, told: Sequence[str], chosen: Plan) -> list[str]:
     """The whole answer."""
     said = [f"{heading:<11}{text}" for heading, text in assumed(job, told)]
-    said += ["", *aligned(COLUMNS, [row(each) for each in chosen.shown]), ""]
+    said += ["", *aligned(COLUMNS, [strategy_line(each) for each in chosen.shown]), ""]
     reasons = dict.fromkeys(chosen.left_out.values())
     said += [
         f"left out   {', '.join(name for name in chosen.left_out if chosen.left_out[name] == why)}: {why}"
@@ -317,7 +317,7 @@ def link(of: Link) -> str:
     return f"{human_bytes(of.bytes_per_s)}/s and {of.latency_s * 1e6:.3g} us"
 
 
-def row(each: Cost) -> list[object]:
+def strategy_line(each: Cost) -> list[object]:
     """One strategy's line."""
     memory = [human_bytes(each.memory[name]) if each.memory[name] else "-" for name in each.memory]
     return [
@@ -330,7 +330,7 @@ def row(each: Cost) -> list[object]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; returns the exit code."""
     try:
-        job, told = read(arguments)
+        job, told = read_job(arguments)
     except ConfigError as error:
         print("\n".join(f"refused    {fault}" for fault in error.faults))
         return 2
@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batch = f"--global-batch={job.global_samples} in microbatches of {job.samples}"
         print(f"refused    {batch} cannot be dealt equally to any number of replicas that {job.gpus} GPUs make")
         return 2
-    print("\n".join(lines(job, told, chosen)))
+    print("\n".join(answer_lines(job, told, chosen)))
     if chosen.pick is not None and asks_to_see(arguments):
         print(f"together   {command(chosen.pick.layout, job)}")
     return 0

@@ -35,13 +35,13 @@ def main(words: Sequence[str] = ()) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        typed = commands.read(words)
+        typed = commands.parse_words(words)
         os.environ.update(typed.settings)
         if typed.command == "help":
             return 1 if standard_streams.printed("\n".join(commands.help_lines(*typed.words))) else 0
         if typed.command != "run":
             return be_module(commands.COMMANDS[typed.command].module, typed.words)
-        engine = launchers.taken(os.environ)
+        engine = launchers.read_launcher(os.environ)
         os.environ.update(engine.variables)
         return run(Config.read(found_before=engine.faults), started_at, engine.told)
     except ConfigError as error:

@@ -48,7 +48,7 @@ def hint_of(key: bytes) -> bytes:
     return hmac.digest(key, b"distlab hint of the key", "sha256")[:4]
 
 
-def drawn(key: bytes, what: str) -> str:
+def derive_name(key: bytes, what: str) -> str:
     """A name that only who has the key can know, such as the prefix of a run's keys in the store."""
     return hmac.digest(key, what.encode(), "sha256")[:16].hex()
 

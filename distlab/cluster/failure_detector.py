@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.heartbeat_helper import hops_of
 from distlab.cluster.lost_ranks import Verdict, diagnose
 
@@ -32,7 +32,7 @@ class FailureDetector:
         self._broken_at: float | None = None
         self._counts: dict[int, int] = {}  # of each rank's heartbeats, when the break was seen
 
-    def verdict(self, place: Place, now: float) -> Verdict | None:
+    def verdict(self, place: RunPosition, now: float) -> Verdict | None:
         """Who is lost, if that has stood for long enough; None while the cluster is whole, or for a moment more."""
         hears = self.hearing.hears(now)
         found = diagnose(hears, self.hearing.present(), self.hearing.seen(place, now))
@@ -78,12 +78,12 @@ class Slowness:
     waits."""
 
     def __init__(self, now: float) -> None:
-        self._place, self._since = Place(), now
+        self._place, self._since = RunPosition(), now
         self._waited = False  # for another, when it was last looked at there
         self._longest_s = 0.0
         self._said_at = 0.0
 
-    def sentence(self, hearing: Hearing, place: Place, now: float) -> str:
+    def sentence(self, hearing: Hearing, place: RunPosition, now: float) -> str:
         """Whom this rank waits for, if it is time to say so; else empty. `place` has the collectives begun there."""
         if (place.turn, place.calls) != (self._place.turn, self._place.calls):
             self._note_work(now)
@@ -123,7 +123,7 @@ class MainThreadProgress:
     """
 
     def __init__(self) -> None:
-        self.place = Place(since=time.monotonic())
+        self.place = RunPosition(since=time.monotonic())
         self.work = self.place.step, self.place.phase
         self.together = True
         self._calls_begun: Callable[[], int] = lambda: 0
@@ -149,10 +149,10 @@ class MainThreadProgress:
         yield
         self._move(before.step, before.phase)
 
-    def here(self) -> Place:
+    def here(self) -> RunPosition:
         """Where it is, with the collectives that it began there."""
         place = self.place
         return replace(place, calls=self._calls_begun() - place.calls)
 
     def _move(self, step: int, phase: str) -> None:
-        self.place = Place(self.place.turn + self.together, step, phase, time.monotonic(), self._calls_begun())
+        self.place = RunPosition(self.place.turn + self.together, step, phase, time.monotonic(), self._calls_begun())

@@ -17,7 +17,7 @@ from typing import Any
 
 from distlab.cluster.authenticated_messages import MAX_GROUPS, MessageSigner
 from distlab.cluster.heartbeat_helper import HeartbeatHelper, count_at, turn_of, turns_of
-from distlab.cluster.lost_ranks import Seen, Verdict
+from distlab.cluster.lost_ranks import LastReport, Verdict
 from distlab.cluster.rendezvous import Cluster
 from distlab.cluster.rendezvous_server import receive, send
 
@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass
-class Place:
+class RunPosition:
     """Where a rank is in its run; `turn` counts its changes of place, the same on all ranks of a step.
 
     `calls` are the collectives that it has begun in this place: of two ranks in one place, the one with fewer is
@@ -55,7 +55,7 @@ class Peer:
     calls: int = 0  # begun in its present place
     in_phase_s: float = 0.0
     acknowledged: int = 0  # the ranks whose goodbye it has heard, as a mask
-    seen: Seen = field(default_factory=lambda: Seen(0, "start"))
+    seen: LastReport = field(default_factory=lambda: LastReport(0, "start"))
 
 
 class Hearing:
@@ -77,7 +77,7 @@ class Hearing:
         for row in self.rows.values():
             row.mask = everyone
 
-    def beat(self, place: Place, memory_share: float | None, now: float) -> dict[str, Any]:
+    def beat(self, place: RunPosition, memory_share: float | None, now: float) -> dict[str, Any]:
         """This rank's next heartbeat."""
         self._count = max(self._count + 1, count_at(now))
         rows = self.rows | {self.rank: Row(self._count, to_mask(self.heard(now)))}
@@ -98,7 +98,7 @@ class Hearing:
             return
         peer.heard_at, peer.in_phase_s, peer.acknowledged = now, beat["in_phase_s"], beat["ended"]
         peer.turn, peer.calls = beat["turn"], beat["calls"]
-        peer.seen = Seen(beat["step"], beat["phase"], beat["memory"])
+        peer.seen = LastReport(beat["step"], beat["phase"], beat["memory"])
         self.ended |= beat["ended"]
         self.left |= beat["left"]
         self.accepted |= beat["accepted"]
@@ -158,20 +158,20 @@ class Hearing:
         fresh[self.rank] = self.heard(now)
         return {rank: mask & present for rank, mask in fresh.items() if rank in present - self.killed}
 
-    def seen(self, place: Place, now: float) -> dict[int, Seen]:
+    def seen(self, place: RunPosition, now: float) -> dict[int, LastReport]:
         """The last words of every rank, with the seconds since."""
         last = {
             rank: replace(peer.seen, silent_s=now - self.rows[rank].fresh_at, killed=rank in self.killed)
             for rank, peer in self.peers.items()
         }
-        return last | {self.rank: Seen(place.step, place.phase)}
+        return last | {self.rank: LastReport(place.step, place.phase)}
 
-    def waited_for(self, place: Place) -> dict[int, Peer]:
+    def waited_for(self, place: RunPosition) -> dict[int, Peer]:
         """Those whom this rank waits for: who has changed place, or begun collectives in this place, less often."""
         others = {rank: self.peers[rank] for rank in sorted(self.present() - {self.rank})}
         return {rank: peer for rank, peer in others.items() if (peer.turn, peer.calls) < (place.turn, place.calls)}
 
-    def behind(self, place: Place, now: float, but: Container[int] = ()) -> list[str]:
+    def behind(self, place: RunPosition, now: float, but: Container[int] = ()) -> list[str]:
         """The same, each with where it is, `but` for some."""
         return [
             f"rank {rank} ({peer.seen.place} for {peer.in_phase_s + now - peer.heard_at:.1f} s)"

@@ -61,6 +61,6 @@ def shaped(config: Config) -> Shaped | None:
     return found if (found.rate, found.delay) == (config.net_rate, config.net_delay) else None
 
 
-def write(done: Shaped) -> None:
+def tell_rank(done: Shaped) -> None:
     """Tell the rank what was done."""
     SHAPED.write_text(json.dumps(asdict(done)), encoding="utf-8")

@@ -35,7 +35,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LastReport:
     """What a rank said of itself last."""
 
     step: int
@@ -64,7 +64,7 @@ def lost_ranks(hears: Mapping[int, Set[int]], present: Set[int]) -> frozenset[in
     return frozenset({max(rank for rank, count in heard_by.items() if count == fewest)})
 
 
-def diagnose(hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, Seen]) -> Verdict | None:
+def diagnose(hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, LastReport]) -> Verdict | None:
     """The verdict on `lost_ranks`, or None; `seen` has the last words of every rank.
 
     A death that the kernel has told of is no matter of votes: one survivor of many is not the one that is cut off.
@@ -80,7 +80,7 @@ def diagnose(hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int
 
 
 def _reason(
-    rank: int, lost: frozenset[int], hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, Seen]
+    rank: int, lost: frozenset[int], hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, LastReport]
 ) -> str:
     if seen[rank].killed:
         return "killed by the OOM killer: its container's limit is LAB_MEMORY"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.cluster import ClusterError, name_ranks
 from distlab.cluster.address import Address, bounded, interface_of, is_local, outward_ip, resolve, source_ip
-from distlab.cluster.authenticated_messages import DERIVED, Dropped, MessageSigner, MessageVerifier, drawn, key_of
+from distlab.cluster.authenticated_messages import DERIVED, Dropped, MessageSigner, MessageVerifier, derive_name, key_of
 from distlab.cluster.rendezvous_client import FOREIGN_S, Board, RendezvousClient
 from distlab.cluster.rendezvous_server import (
     OTHER_KEY,
@@ -284,12 +284,12 @@ def _cluster(
 
 def store_key(key: bytes, token: str) -> bytes:
     """What the ends of the store of one run prove to each other."""
-    return bytes.fromhex(drawn(key, f"store of {token}"))
+    return bytes.fromhex(derive_name(key, f"store of {token}"))
 
 
 def in_an_agents_store(key: bytes, board: str) -> str:
     """Where a board is, port and address, behind what only ranks with the key can write: the store is open to all."""
-    return f"{drawn(key, f'board at {board}')} {board}"
+    return f"{derive_name(key, f'board at {board}')} {board}"
 
 
 def _keyed_store(ip: str, port: int, key: bytes) -> "dist.Store":

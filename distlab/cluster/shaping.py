@@ -19,7 +19,7 @@ import os
 import sys
 from typing import Any
 
-from distlab.cluster.link import Shaped, asked, bits_s, seconds, write
+from distlab.cluster.link import Shaped, asked, bits_s, seconds, tell_rank
 from distlab.config import Config, ConfigError
 
 BURST_S = 1e-3  # of the rate: what the bucket holds
@@ -115,7 +115,7 @@ def main() -> int:
 
             with IPRoute() as route:
                 done = shape(route, config)
-            write(done)
+            tell_rank(done)
     except ConfigError:
         pass  # the rank says all that is wrong with its settings
     except (LinkError, OSError) as error:

@@ -27,8 +27,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from distlab.cluster import ClusterError, name_ranks
-from distlab.cluster.heartbeat import SENT_TIMES, Hearing, Place, Post, to_mask, to_ranks
-from distlab.cluster.lost_ranks import Seen, Verdict
+from distlab.cluster.heartbeat import SENT_TIMES, Hearing, Post, RunPosition, to_mask, to_ranks
+from distlab.cluster.lost_ranks import LastReport, Verdict
 from distlab.config import ConfigError
 from distlab.report.records import Lost
 
@@ -144,7 +144,7 @@ BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
-def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
+def failed(rank: int, place: RunPosition, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
     """The verdict that `rank` ends with, and the one that it tells the others.
 
     A refusal is the run's and no rank's own: all say the same sentence, and nobody is lost.
@@ -380,7 +380,7 @@ class Parting:
         silent = lost & self._hearing.present() - self.hung_up()
         return (len(here), -min(here)) > (len(silent), -min(silent, default=min(here) + 1))
 
-    def gone(self, seen: Mapping[int, Seen]) -> Verdict | None:
+    def gone(self, seen: Mapping[int, LastReport]) -> Verdict | None:
         """The verdict on those that hung up and are silent since; it takes no vote."""
         dead = sorted(rank for rank in self.hung_up() & set(self._hearing.peers) if seen[rank].silent_s > GONE_S)
         if not dead:

@@ -285,7 +285,7 @@ class RandomK(OneMessage):
         self._generator = torch.Generator().manual_seed(seed)
 
     def encode(self, values: Tensor) -> Tensor:
-        self.places = drawn(len(values), num_kept(len(values), self.ratio), self._generator).to(values.device)
+        self.places = draw_places(len(values), num_kept(len(values), self.ratio), self._generator).to(values.device)
         return values[self.places]
 
     def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
@@ -300,7 +300,7 @@ class RandomK(OneMessage):
         del self.places  # 8 bytes each, and the next step draws others
 
 
-def drawn(numel: int, k: int, generator: torch.Generator) -> Tensor:
+def draw_places(numel: int, k: int, generator: torch.Generator) -> Tensor:
     """k different places below `numel`, each set of k as probable as any other.
 
     A shuffle of all would cost a quarter of a second for 10M; so places are drawn with repetition, until there are k

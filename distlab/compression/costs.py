@@ -30,7 +30,7 @@ FORMULAS = {
 def bucket_bytes(method: str, world_size: int, shapes: Shapes, itemsize: int, *, ratio: float, low_rank: int) -> float:
     """Bytes that each rank sends to sum a bucket of gradients of `shapes`."""
     numel = sum(math.prod(shape) for shape in shapes)
-    k, factor, scale = kept(numel, ratio), algorithmic_factor("all_reduce", world_size), max(4, itemsize)
+    k, factor, scale = num_kept(numel, ratio), algorithmic_factor("all_reduce", world_size), max(4, itemsize)
     if method == "topk":
         return float((world_size - 1) * (4 + itemsize) * k)
     if method == "sign":
@@ -53,7 +53,7 @@ def bucket_calls(method: str, shapes: Shapes, low_rank: int) -> int:
     return 2 if method == "int8" else 1
 
 
-def kept(numel: int, ratio: float) -> int:
+def num_kept(numel: int, ratio: float) -> int:
     """k of top-k and random-k."""
     return max(1, round(ratio * numel))
 

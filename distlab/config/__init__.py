@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from distlab.config import fault_spec as planned
 from distlab.config import settings
-from distlab.config.settings import ModeOptions, aliases, declared, named_value, sentence, shown
+from distlab.config.settings import ModeOptions, aliases, declared, fault_sentence, named_value, quoted
 
 MAX_WORLD_SIZE = 1024  # of ranks that an engine starts
 ON_ONE_MACHINE = 8  # as containers or local processes: what the Compose file holds
@@ -155,10 +155,10 @@ class Config(BaseSettings):
             except ValidationError as error:
                 wrong = [(fault, str(fault["loc"][0])) for fault in error.errors()]
                 faults += [
-                    sentence(fault, given.get(name, ""), model.model_fields[names[name]]) for fault, name in wrong
+                    fault_sentence(fault, given.get(name, ""), model.model_fields[names[name]]) for fault, name in wrong
                 ]
         config: Self | None = found.get(cls.__name__)
-        faults += planned.read(given["LAB_FAULTS"])[1] if "LAB_FAULTS" in typed else []
+        faults += planned.parse_faults(given["LAB_FAULTS"])[1] if "LAB_FAULTS" in typed else []
         faults += _contradictions(config) if config is not None else []
         faults += _too_many(given.get("WORLD_SIZE", ""), "RANKS_ON_HOST" in environ or "RANK" not in given)
         if faults or config is None:
@@ -209,7 +209,7 @@ class Config(BaseSettings):
     @property
     def planned_faults(self) -> list[planned.FaultSpec]:
         """The entries of LAB_FAULTS."""
-        return planned.read(self.faults or "")[0]
+        return planned.parse_faults(self.faults or "")[0]
 
     @property
     def audited_every(self) -> int | None:
@@ -241,7 +241,7 @@ def _contradictions(config: Config) -> list[str]:
         refusals.append(f"RANK={config.rank} is outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}")
     if config.rank is None and config.master_addr is not None:
         refusals.append(
-            f"MASTER_ADDR={shown(config.master_addr)} is set and RANK is not: set both to be a rank, neither to start all"
+            f"MASTER_ADDR={quoted(config.master_addr)} is set and RANK is not: set both to be a rank, neither to start all"
         )
     if config.rank is not None and config.master_addr is None:
         refusals.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
@@ -272,8 +272,8 @@ def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
     """A sentence for a LAB_ variable that neither the lab nor this mode has."""
     owners = [other for other in settings.modes() if name in aliases(declared(other))]
     if owners:
-        return f"{name}={shown(value.strip())} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
-    name = name if name.isprintable() and len(name) < 80 else shown(name)
+        return f"{name}={quoted(value.strip())} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
+    name = name if name.isprintable() and len(name) < 80 else quoted(name)
     return f"{name} is not a variable of the lab{settings.suggest(name, known)}"
 
 

@@ -51,7 +51,7 @@ class Typed(NamedTuple):
     settings: Mapping[str, str] = MappingProxyType({})
 
 
-def read(words: Sequence[str]) -> Typed:
+def parse_words(words: Sequence[str]) -> Typed:
     """What `words` ask for, "help" if that is it and "run" without any; raises ConfigError for a word that says
     nothing."""
     if words and words[0] in HELP:

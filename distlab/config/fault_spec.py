@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distlab.config import settings
-from distlab.config.settings import shown
+from distlab.config.settings import quoted
 
 FLIPPED = ("gradient", "weight", "message")
 BITS = ("sign", "exponent", "mantissa")
@@ -88,14 +88,14 @@ class FaultSpec:
         return " ".join(filter(None, words))
 
 
-def read(text: str) -> tuple[list[FaultSpec], list[str]]:
+def parse_faults(text: str) -> tuple[list[FaultSpec], list[str]]:
     """The entries of LAB_FAULTS, and a sentence for each that cannot be read."""
     entries, wrong = [], []
     for part in filter(None, (each.strip() for each in text.split(","))):
         try:
             entries.append(_entry(part))
         except ValueError as error:
-            wrong.append(f"LAB_FAULTS={shown(part)} {error}")
+            wrong.append(f"LAB_FAULTS={quoted(part)} {error}")
     return entries, wrong
 
 
@@ -179,7 +179,7 @@ def misfits(entries: Sequence[FaultSpec], world_size: int, steps: int, checkpoin
             wrong.append("needs two ranks that talk to each other")
         else:
             continue
-        wrong[-1] = f"LAB_FAULTS={shown(each.text)} {wrong[-1]}"
+        wrong[-1] = f"LAB_FAULTS={quoted(each.text)} {wrong[-1]}"
     return wrong
 
 

@@ -33,7 +33,7 @@ class Engine(NamedTuple):
     starts: str  # how it starts ranks
 
 
-class Taken(NamedTuple):
+class LaunchedRank(NamedTuple):
     """What an engine says a rank is: variables in the names of all others, a line that tells so, and faults."""
 
     variables: dict[str, str]
@@ -41,11 +41,11 @@ class Taken(NamedTuple):
     faults: tuple[str, ...] = ()
 
 
-def taken(environ: Mapping[str, str]) -> Taken:
+def read_launcher(environ: Mapping[str, str]) -> LaunchedRank:
     """Map the variables of the engine that started this process; nothing where none did, or torchrun."""
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
     if "TORCHELASTIC_RUN_ID" in given:  # its own names are right, whatever runs its agents
-        return Taken({})
+        return LaunchedRank({})
     if "SLURM_STEP_ID" not in given:  # a batch script, or a shell within an allocation: not a task of a step
         given.pop("SLURM_PROCID", None)
         given.setdefault("SLURM_NTASKS", given.get("SLURM_NNODES", ""))
@@ -53,10 +53,10 @@ def taken(environ: Mapping[str, str]) -> Taken:
         found = of_engine(engine, given)
         if found is not None:
             return found
-    return Taken({})
+    return LaunchedRank({})
 
 
-def of_engine(engine: Engine, given: Mapping[str, str]) -> Taken | None:
+def of_engine(engine: Engine, given: Mapping[str, str]) -> LaunchedRank | None:
     """What `engine` says; None if it did not start several ranks."""
     rank, size = given.get(engine.rank, ""), given.get(engine.size, "")
     if not (rank or size) or (engine.size == "WORLD_SIZE" and not rank):
@@ -64,21 +64,21 @@ def of_engine(engine: Engine, given: Mapping[str, str]) -> Taken | None:
     if size == "1" and engine.size != "WORLD_SIZE":  # it starts one process, and that one starts all ranks
         return None
     if not rank.isdecimal() or not size.isdecimal():
-        return Taken({}, faults=(unranked(engine, given),))
+        return LaunchedRank({}, faults=(unranked(engine, given),))
     faults = tuple(contradictions(engine, given))
     if faults:
-        return Taken({}, faults=faults)
+        return LaunchedRank({}, faults=faults)
     addr, port = (given.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     found, own_port = engine.master(given) if not (addr and port) else ("", "")
     if not (addr or found):
-        return Taken({}, faults=(f"{engine.name} does not say where rank 0 is: set MASTER_ADDR to its host",))
+        return LaunchedRank({}, faults=(f"{engine.name} does not say where rank 0 is: set MASTER_ADDR to its host",))
     variables = {
         "RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": addr or found, "MASTER_PORT": port or own_port,
         "LOCAL_RANK": given.get(engine.local_rank, ""),
         "LOCAL_WORLD_SIZE": local_size(given.get(engine.local_size, "")),
     }  # fmt: skip
     told = f"{engine.name}: rank {rank} by {engine.rank}, {size} ranks by {engine.size}, rank 0 at {addr or found}"
-    return Taken({name: value for name, value in variables.items() if value}, told)
+    return LaunchedRank({name: value for name, value in variables.items() if value}, told)
 
 
 def unranked(engine: Engine, given: Mapping[str, str]) -> str:

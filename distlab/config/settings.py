@@ -167,7 +167,7 @@ SECRET = ("LAB_KEY",)
 MOST_SHOWN = 120  # letters of a value: nobody reads more of one that is wrong
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """A value in quotes, with letters that no terminal shows escaped, and cut where it is long."""
     text = str(value)
     cut = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
@@ -176,10 +176,10 @@ def shown(value: object) -> str:
 
 def named_value(name: str, value: object) -> str:
     """A variable with its value, but not that of a key, since what is printed may be read by others."""
-    return f"{name}=(not shown)" if name in SECRET else f"{name}={shown(value)}"
+    return f"{name}=(not shown)" if name in SECRET else f"{name}={quoted(value)}"
 
 
-def sentence(fault: Any, given: str, field: Any) -> str:
+def fault_sentence(fault: Any, given: str, field: Any) -> str:
     """One of pydantic's faults as a sentence; `given` is the text of the variable that fills pydantic's `field`."""
     value = named_value(field.alias, given)
     kind = fault["type"]

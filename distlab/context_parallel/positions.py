@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Rows from `first_row` on see the first `num_keys` keys; no other row sees any."""
 
     first_row: int
@@ -50,14 +50,14 @@ class Positions:
         """The rows of `rank` of what all positions have, [B, S, ...] to [B, rows, ...]; a copy."""
         return torch.cat([x[:, run.start : run.stop] for run in self.runs[rank]], 1)
 
-    def seen(self, rank: int, other: int) -> Seen:
+    def seen(self, rank: int, other: int) -> VisibleKeys:
         """What the rows of `rank` see of the keys of another rank."""
         rows, keys = ([run for run in self.runs[each] if run] for each in (rank, other))
         # Runs do not overlap, so that one comes before another or behind it, as a whole.
         sees = [[key.start < row.start for key in keys] for row in rows]
         first_row = sum(len(row) for row, seen in zip(rows, sees, strict=True) if not any(seen))
         num_keys = sum(len(key) for key, seen in zip(keys, sees[-1], strict=True) if seen) if rows else 0
-        return Seen(first_row, num_keys)
+        return VisibleKeys(first_row, num_keys)
 
     def pairs(self, rank: int) -> int:
         """How often a row of `rank` looks at a key, itself included: the causal work of one head and sample."""

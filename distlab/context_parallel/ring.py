@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Message, Peers
-from distlab.context_parallel.positions import Positions, Seen
+from distlab.context_parallel.positions import Positions, VisibleKeys
 
 # Attention in blocks: some rows with some of the keys, and how two such results become one.
 #
@@ -124,7 +124,7 @@ class RingAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return Ring.apply(q, torch.stack([k, v]), self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def seen(self, source: int) -> Seen:
+    def seen(self, source: int) -> VisibleKeys:
         """What this rank's rows see of the keys of `source`."""
         return self.positions.seen(self.peers.rank, source)
 

@@ -62,7 +62,7 @@ class ContextParallel(Replica):
 
 def share_out(model: Model, positions: Positions, attend: Attend, rank: int) -> None:
     """Let `model` work on the positions of `rank`, and attend to those of all ranks."""
-    place(model, positions, rank)
+    set_positions(model, positions, rank)
     for part in model.modules():
         if isinstance(part, Attention):
             part.attend = attend
@@ -86,7 +86,7 @@ class OfOwnPositions:
         return self.engine.step(own)
 
 
-def place(model: Model, positions: Positions, rank: int) -> None:
+def set_positions(model: Model, positions: Positions, rank: int) -> None:
     """Tell the embedding where the tokens of `rank` stand."""
     first = model.layers[0]
     assert isinstance(first, Embedding)

@@ -148,7 +148,7 @@ class GradientBuckets:
         def written(parameter: Tensor) -> None:
             alive = buckets()
             if alive is not None:
-                place(parameter, view)
+                set_gradient_view(parameter, view)
                 alive._complete(index)
 
         parameter.register_post_accumulate_grad_hook(written)
@@ -166,7 +166,7 @@ class GradientBuckets:
         self._next += 1
 
 
-def place(parameter: Tensor, view: Tensor) -> None:
+def set_gradient_view(parameter: Tensor, view: Tensor) -> None:
     """Make `view` the gradient of `parameter`, with the numbers that autograd just left there."""
     if parameter.grad is not None and parameter.grad is not view:
         view.copy_(parameter.grad)

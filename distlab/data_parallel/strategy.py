@@ -21,7 +21,7 @@ from distlab.mesh.grid import Mesh
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Model
 from distlab.workload.strategy import HoldsLayers, StepsParameters, forward_backward
-from distlab.workload.user_model import beside
+from distlab.workload.user_model import find_in_file
 
 
 class Gradients(Protocol):
@@ -116,7 +116,7 @@ STEP = ("model", "optimizer", "microbatches", "group")
 
 def maker(spec: str) -> Callable[..., Any]:
     """What makes a strategy on a rank; raises TypeError where the file has no such function."""
-    function: Callable[..., Any] | None = beside(spec, spec.rpartition(":")[2])
+    function: Callable[..., Any] | None = find_in_file(spec, spec.rpartition(":")[2])
     if function is None or not callable(function):
         raise TypeError(f"has no function {spec.rpartition(':')[2]!r}")
     if is_step(spec):
@@ -133,7 +133,7 @@ def maker(spec: str) -> Callable[..., Any]:
 def is_step(spec: str) -> bool:
     """Whether LAB_VARIANT names a whole training step, of a rank that holds the whole model and has samples of its
     own."""
-    return tuple(inspect.signature(beside(spec, spec.rpartition(":")[2])).parameters) == STEP
+    return tuple(inspect.signature(find_in_file(spec, spec.rpartition(":")[2])).parameters) == STEP
 
 
 class Deferred:

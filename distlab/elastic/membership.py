@@ -50,7 +50,7 @@ class GivenUp(RuntimeError):
     """The others go on without this process."""
 
 
-class Heard:
+class MembershipMessages:
     """Used by the main thread alone, but for `part`."""
 
     def __init__(self, lines: Lines, world: Iterable[int]) -> None:
@@ -136,7 +136,7 @@ MEET = "meet"  # why members are called: one is gone or asks
 Decide = Callable[[list[Member], dict[Member, Report]], Report]
 
 
-class Membership(Heard):
+class Membership(MembershipMessages):
     """What one process knows of who is in, and agrees on with the others, each wait for them at most `timeout_s`."""
 
     def __init__(self, lines: Lines, world: Iterable[int], timeout_s: float) -> None:

@@ -25,7 +25,19 @@ import torch
 from torch import Tensor
 
 from distlab.elastic.process_group import Parcel, Regroup
-from distlab.elastic.shards import Held, Range, Recut, Version, chunk, gaps, holdings, keeper, moved, part, wards
+from distlab.elastic.shards import (
+    HeldVersion,
+    Range,
+    Recut,
+    Version,
+    chunk,
+    gaps,
+    keeper,
+    move_shards,
+    owned_ranges,
+    part,
+    wards,
+)
 from distlab.elastic.strategy import Report, Survivor
 from distlab.sharded.flat_parameter import Piece, stepped
 
@@ -37,7 +49,7 @@ class ShardedSurvivor(Survivor):
         super().__init__(*given, **named)
         self.copies, self.total = copies, len(self.vectors.weights)
         # The first one stands; what may come to stand follows.
-        self.held = [Held(Version(0, 0, ()), {(0, self.total): self.piece.moments})]
+        self.held = [HeldVersion(Version(0, 0, ()), {(0, self.total): self.piece.moments})]
         self.recuts: list[Recut] = []
         self.saved, self._file = 0, Path()  # steps in this rank's last checkpoint, and where it is
 
@@ -56,7 +68,7 @@ class ShardedSurvivor(Survivor):
         gradient = self.clipped(gradient, summed[-1].item() ** 0.5)
         after = stepped(before, gradient, self.config.learning_rate, self.applied + 1)
         copied = self.copied(group, place, size, self.to_copy(before, after)) if self.copies else {}
-        ready = Held(stands.version._replace(applied=self.applied + 1), {mine: after.moments} | copied)
+        ready = HeldVersion(stands.version._replace(applied=self.applied + 1), {mine: after.moments} | copied)
         self.held = [stands, ready]
         weights = group.all_gather(self.padded(after.weights, size))[: self.total]
         self.at("summed")
@@ -89,7 +101,7 @@ class ShardedSurvivor(Survivor):
         group.exchange([] if to is None else [Parcel(to, moments)], [Parcel(*each) for each in come.items()])
         return {ranges[ward]: copy for ward, copy in come.items()}
 
-    def commit(self, held: Held, weights: Tensor) -> None:
+    def commit(self, held: HeldVersion, weights: Tensor) -> None:
         """From here on it stands."""
         self.held = [held]
         self.put(weights, self.piece.moments[:, :0].clone())
@@ -135,7 +147,7 @@ class ShardedSurvivor(Survivor):
         """What `rank` has of a version."""
         if not version.ranks:
             return [(0, self.total)]
-        return holdings(self.total, version.ranks, copies=self.copies)[rank]
+        return owned_ranges(self.total, version.ranks, copies=self.copies)[rank]
 
     def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
         """Go on in a new group: take over the weights if they are behind, and the moments of the new parts."""
@@ -150,9 +162,9 @@ class ShardedSurvivor(Survivor):
             if plan["behind"]:
                 state = group.broadcast(state, ranks.index(plan["source"]))
             base = next((each for each in self.held if each.version == Version.told(plan["version"])), None)
-            parts, received_bytes = moved(group, ranks, self.rank, base, has, wants, self.piece.moments)
+            parts, received_bytes = move_shards(group, ranks, self.rank, base, has, wants, self.piece.moments)
         kept = [self.held[0]] if base is None or base is self.held[0] else [self.held[0], base]
-        self.held = [*kept, Held(version, parts)]
+        self.held = [*kept, HeldVersion(version, parts)]
         group.sum(torch.zeros(1))  # all have theirs
         weights, history = state.split([self.total, self.history.numel()])
         self.history = history.view_as(self.history).clone()

@@ -53,7 +53,7 @@ def wards(place: int, size: int) -> list[int]:
     return [each for each in range(size) if keeper(each, size) == place]
 
 
-def holdings(total: int, ranks: Sequence[int], *, copies: bool) -> dict[int, list[Range]]:
+def owned_ranges(total: int, ranks: Sequence[int], *, copies: bool) -> dict[int, list[Range]]:
     """What each of `ranks` holds once `total` numbers are cut over them: its own part first, then those it keeps."""
     size = len(ranks)
     return {
@@ -122,7 +122,7 @@ class Version(NamedTuple):
         return cls(int(words[0]), int(words[1]), tuple(words[2]))
 
 
-class Held(NamedTuple):
+class HeldVersion(NamedTuple):
     """What one rank has of a version: [rows, n] of each range, its own part first, then the copies that it keeps."""
 
     version: Version
@@ -153,8 +153,8 @@ class Recut(NamedTuple):
     received_bytes: int
 
 
-def moved(
-    group: Regroup, ranks: Sequence[int], rank: int, held: Held | None, has: Mapping[int, Sequence[Range]],
+def move_shards(
+    group: Regroup, ranks: Sequence[int], rank: int, held: HeldVersion | None, has: Mapping[int, Sequence[Range]],
     wants: Mapping[int, Sequence[Range]], like: Tensor,
 ) -> tuple[dict[Range, Tensor], int]:  # fmt: skip
     """A collective of `ranks`: this rank's parts of the new cut, new tensors like `like` [rows, ...], and the bytes

@@ -83,7 +83,7 @@ class Runs:
                         written.append((path.stat().st_mtime, path))
         for written_at, path in sorted(written, reverse=True):
             with suppress(BrokenRecord):
-                if written_at >= self._since and status.read(path).began_at >= self._since:
+                if written_at >= self._since and status.read_status(path).began_at >= self._since:
                     return path.parent
         return None
 

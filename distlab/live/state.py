@@ -69,11 +69,12 @@ def curves(states: States) -> dict[str, Curve]:
     """The loss of the global batch by variant, at the steps that every rank has noted which knows losses at all."""
     names = list(dict.fromkeys(name for state in states.values() for name in state.losses))
     return {
-        name: summed([dict(state.losses[name]) for state in states.values() if name in state.losses]) for name in names
+        name: add_shares([dict(state.losses[name]) for state in states.values() if name in state.losses])
+        for name in names
     }
 
 
-def summed(of_ranks: list[dict[int, float | None]]) -> Curve:
+def add_shares(of_ranks: list[dict[int, float | None]]) -> Curve:
     """Shares of the same steps added up."""
     steps = sorted(set.intersection(*(set(shares) for shares in of_ranks)))
     return [[step, added([shares[step] for shares in of_ranks])] for step in steps]
@@ -176,7 +177,7 @@ class Reader:
         faults = []
         for rank, path in sorted(status.places(self.folder).items()):
             try:
-                state = status.read(path)
+                state = status.read_status(path)
             except BrokenRecord as error:
                 faults.append(str(error))
                 continue
@@ -215,7 +216,7 @@ class Reader:
             state, silent_s = states.get(rank), now - self._changed_at.get(rank, now)
             ends = [record for record in records[rank] if isinstance(record, Failed | End)]
             how, reason = judged(state, silent_s, gone.get(rank), ends, over=over)
-            rows.append(Shown(rank, how, reason) if state is None else row(state, how, reason, silent_s))
+            rows.append(Shown(rank, how, reason) if state is None else rank_row(state, how, reason, silent_s))
         return rows
 
     def _records(self, rank: int, faults: list[str]) -> list[Any]:
@@ -251,7 +252,7 @@ def judged(
     return ("waiting" if state.waits_for else "running"), ""
 
 
-def row(state: LiveState, how: str, reason: str, silent_s: float) -> Shown:
+def rank_row(state: LiveState, how: str, reason: str, silent_s: float) -> Shown:
     """The row of a rank that has written where it is."""
     return Shown(
         state.rank, how, reason, state.host, state.pid, state.variant, state.work, state.step, state.steps, state.phase,

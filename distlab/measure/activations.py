@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Held:
+class SavedTensor:
     """One saved tensor; counts as long as the graph keeps it."""
 
     __slots__ = ("key", "meter", "tensor")
@@ -63,7 +63,7 @@ class SavedActivations:
             del self._holders[key]
             self.live_bytes -= self._nbytes.pop(key)
 
-    def _pack(self, tensor: Tensor) -> Tensor | Held:
+    def _pack(self, tensor: Tensor) -> Tensor | SavedTensor:
         storage = _storage(tensor)
         key = storage._cdata
         if key in self._weights:
@@ -74,11 +74,11 @@ class SavedActivations:
             self.live_bytes += storage.nbytes()
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self._holders[key] += 1
-        return Held(tensor, key, self)
+        return SavedTensor(tensor, key, self)
 
     @staticmethod
-    def _unpack(packed: Tensor | Held) -> Tensor:
-        return packed.tensor if isinstance(packed, Held) else packed
+    def _unpack(packed: Tensor | SavedTensor) -> Tensor:
+        return packed.tensor if isinstance(packed, SavedTensor) else packed
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

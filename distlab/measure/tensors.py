@@ -70,7 +70,7 @@ def differences(
     for name, tensor in found:
         names.add(name)
         if wanted is not None and (tensor.numel() or name not in wanted):
-            yield name, apart(tensor, wanted[name]) if name in wanted else math.inf
+            yield name, largest_difference(tensor, wanted[name]) if name in wanted else math.inf
     for name in () if wanted is None else set(wanted) - names:
         yield name, math.inf
 
@@ -80,7 +80,7 @@ def difference(found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor]
     return max((value for _, value in differences(found, wanted)), default=0.0)
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
+def largest_difference(found: Tensor, wanted: Tensor) -> float:
     """The largest absolute difference of two tensors."""
     return largest(found - wanted) if found.shape == wanted.shape else math.inf
 

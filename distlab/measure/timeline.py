@@ -220,11 +220,11 @@ def _lanes(events: Iterable[Event]) -> Iterator[tuple[str, list[Event]]]:
     for event in events:
         of_lane[event.lane].append(event)
     for lane, found in of_lane.items():
-        for number, nested in enumerate(apart(found), 1):
+        for number, nested in enumerate(in_rows(found), 1):
             yield lane if number == 1 else f"{lane} {number}", nested
 
 
-def apart(events: Iterable[Event]) -> list[list[Event]]:
+def in_rows(events: Iterable[Event]) -> list[list[Event]]:
     """The events in as few rows as first fit finds: in each row, every two nest or do not touch."""
     rows: list[tuple[list[Event], list[int]]] = []  # of each row: its events, and the ends of those that are open
     for event in sorted(events, key=lambda event: (event.start_ns, -event.end_ns)):

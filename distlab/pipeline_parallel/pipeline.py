@@ -62,7 +62,7 @@ class Boundaries:
             if stage:
                 if before is not None:
                     self.peers.post(stage, receives=[(before, outline)])[0][0].wait()
-                sample = self._samples["forward", stage] = drawn(outline, self.device)
+                sample = self._samples["forward", stage] = zeros_like_outline(outline, self.device)
             with torch.no_grad():
                 output = stages[stage](sample)
             self._samples["back", stage] = output
@@ -165,7 +165,7 @@ def outlined(tensor: Tensor) -> Tensor:
     return torch.tensor(numbers + [0] * (16 - len(numbers)))
 
 
-def drawn(outline: Tensor, device: torch.device) -> Tensor:
+def zeros_like_outline(outline: Tensor, device: torch.device) -> Tensor:
     """A tensor of zeros with the dtype and the shape that `outlined` wrote down."""
     dtype, dim, *shape = outline.tolist()
     return torch.zeros(shape[:dim], dtype=DTYPES[dtype], device=device)

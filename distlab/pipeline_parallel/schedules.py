@@ -131,15 +131,15 @@ def stages_of(rank: int, owners: Sequence[int]) -> list[int]:
 def needs(action: Action, num_stages: int) -> Action | None:
     """The action at the neighbouring stage whose result `action` takes; None at the end where there is none, and for
     gradients of weights, which take what is here."""
-    return _beside(action, num_stages, -1)
+    return _neighbour(action, num_stages, -1)
 
 
 def gives(action: Action, num_stages: int) -> Action | None:
     """The action that takes the result of `action`; None if its result stays where it is."""
-    return _beside(action, num_stages, 1)
+    return _neighbour(action, num_stages, 1)
 
 
-def _beside(action: Action, num_stages: int, way: int) -> Action | None:
+def _neighbour(action: Action, num_stages: int, way: int) -> Action | None:
     """The action on the same way at the next stage, or with `way` -1 at the one before."""
     if action.kind == "weight":
         return None

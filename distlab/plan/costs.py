@@ -253,7 +253,7 @@ class Cost:
 
 def cost(job: Job, layout: Layout) -> Cost:
     """The price of `layout`."""
-    memory = held(job, layout)
+    memory = memory_by_class(job, layout)
     idle = bubble(layout.pipeline, microbatches(job, layout))
     compute_s = training_flops(job.num_parameters, job.global_samples * job.seq, job.recompute)
     compute_s *= layers(job, layout) * layout.pipeline / job.shape.layers  # every rank waits for the fullest stage
@@ -265,7 +265,7 @@ def cost(job: Job, layout: Layout) -> Cost:
     )  # fmt: skip
 
 
-def held(job: Job, layout: Layout) -> dict[str, float]:
+def memory_by_class(job: Job, layout: Layout) -> dict[str, float]:
     """Memory by class: what stands at rest, the whole layers that ZeRO-3 has gathered, and what the forward pass
     keeps."""
     own, shape, depth = own_parameters(job, layout), job.shape, layers(job, layout)

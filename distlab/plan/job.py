@@ -140,7 +140,7 @@ def count(written: str) -> float:
     return _positive(match[1], COUNTS[match[2].upper().replace("G", "B")])
 
 
-def whole(written: str) -> int:
+def whole_number(written: str) -> int:
     """A whole number from 1 to a billion."""
     if not re.fullmatch("[0-9]+", written.strip()):
         raise NotASize("is not a whole number")

@@ -15,7 +15,7 @@ from distlab.cluster import name_ranks
 from distlab.measure import tensors
 from distlab.measure.tensors import NEAR, factor, hash_of
 from distlab.prove.reference import LEARNING_RATE, Dense, Rows, plain_name
-from distlab.prove.trainee import Found
+from distlab.prove.trainee import LocatedTensor
 from distlab.prove.user_file import UserFile
 from distlab.workload.data import Microbatch
 from distlab.workload.reference import Snapshot
@@ -42,10 +42,10 @@ class Step(NamedTuple):
     """What a rank has kept of one step."""
 
     share: float | None
-    gradients: Mapping[str, Found]
-    weights: Mapping[str, Found]
+    gradients: Mapping[str, LocatedTensor]
+    weights: Mapping[str, LocatedTensor]
 
-    def of(self, kind: str) -> Mapping[str, Found]:
+    def of(self, kind: str) -> Mapping[str, LocatedTensor]:
         """One kind."""
         return self.gradients if kind == GRADIENTS else self.weights
 
@@ -60,13 +60,13 @@ def compared(
             wanted = alone.gradients if kind == GRADIENTS else alone.weights
             allowed = tolerance(wanted.values(), alone, clip) * (LEARNING_RATE if kind == WEIGHTS and clip else 1.0)
             for name, each in step.of(kind).items():
-                difference, times = apart(each, wanted.get(canonical[name]))
+                difference, times = difference_and_factor(each, wanted.get(canonical[name]))
                 shape = () if each.tensor is None else tuple(each.tensor.shape)
                 found.append(Deviation(number, kind, name, rank, difference, allowed, times, shape))
     return found
 
 
-def apart(found: Found, dense: Tensor | None) -> tuple[float, float | None]:
+def difference_and_factor(found: LocatedTensor, dense: Tensor | None) -> tuple[float, float | None]:
     """The largest difference, and the factor where there is one."""
     wanted = None if dense is None else found.rows.of(dense)
     if found.tensor is None or wanted is None:
@@ -74,7 +74,7 @@ def apart(found: Found, dense: Tensor | None) -> tuple[float, float | None]:
         missing = given is not None and bool(given.any())
         # A gradient that one process has not may be zeros here; one that is zero there may be missing here.
         return (math.inf if missing else 0.0), None
-    off = tensors.apart(found.tensor.double(), wanted)
+    off = tensors.largest_difference(found.tensor.double(), wanted)
     return off, factor(found.tensor.double(), wanted) if math.isfinite(off) else None
 
 
@@ -287,7 +287,7 @@ def parted(theirs: UserFile, mine: Passes, first: Microbatch) -> str:
         theirs.loss(model, first.inputs, first.targets)
     for name, call in mine.calls.items():
         wanted = alone.calls.get(name)
-        if wanted is None or off(call.given, wanted.given) or not off(call.found, wanted.found):
+        if wanted is None or differs(call.given, wanted.given) or not differs(call.found, wanted.found):
             continue
         assert call.found is not None
         assert wanted.found is not None
@@ -296,7 +296,7 @@ def parted(theirs: UserFile, mine: Passes, first: Microbatch) -> str:
     return ""
 
 
-def off(one: Tensor | None, other: Tensor | None) -> bool:
+def differs(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors of one shape differ."""
     if one is None or other is None or one.shape != other.shape or not one.is_floating_point():
         return False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distlab.cluster import name_ranks
 from distlab.measure.tensors import NEAR, factor
-from distlab.prove.trainee import Found
+from distlab.prove.trainee import LocatedTensor
 
 Part = tuple[str, int, int]  # the use of a tied parameter, the shard, the microbatch
 Key = TypeVar("Key", bound=Hashable)
@@ -34,7 +34,7 @@ class Scene(NamedTuple):
     world_size: int
 
 
-def why(scene: Scene, found: Sequence[Found | None], wanted: Tensor, parts: Mapping[Part, Tensor]) -> str:
+def why(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor, parts: Mapping[Part, Tensor]) -> str:
     """A phrase behind "gradients of X on rank r are ..."; `found` is by rank, `wanted` one process's."""
     mine = found[scene.rank]
     assert mine is not None
@@ -51,7 +51,7 @@ def why(scene: Scene, found: Sequence[Found | None], wanted: Tensor, parts: Mapp
     times = factor(own, target)
     if not said and times is not None:
         said = scaled(scene, times)
-    return said or beside(scene, found, wanted) or in_rows(own, target) or UNEXPLAINED
+    return said or neighbours_have_rest(scene, found, wanted) or in_rows(own, target) or UNEXPLAINED
 
 
 def counted(found: Tensor, parts: Mapping[Part, Tensor]) -> dict[Part, float] | None:
@@ -105,10 +105,10 @@ def of_shards(scene: Scene, shards: Mapping[int, float]) -> str:
         return f"without the samples of shard {', '.join(map(str, left))} of dp: its part never came into the sum"
     if alike([value * terms[shard] for shard, value in shards.items()]):
         return (
-            f"a mean of the ranks' means: {listed(shards, 'shard')}, by {told(terms)} loss terms; divide by the terms"
-            " of all ranks (share), or weigh each rank by its own"
+            f"a mean of the ranks' means: {numbers(shards, 'shard')}, by {joined(terms)} loss terms; divide by the"
+            " terms of all ranks (share), or weigh each rank by its own"
         )
-    return f"weighted by rank: {listed(shards, 'shard')}"
+    return f"weighted by rank: {numbers(shards, 'shard')}"
 
 
 def of_microbatches(scene: Scene, counts: Mapping[tuple[int, int], list[float]]) -> str:
@@ -124,8 +124,8 @@ def of_microbatches(scene: Scene, counts: Mapping[tuple[int, int], list[float]])
     terms = {key: scene.terms[key[0], key[1]] for key in values}
     if alike([value * terms[key] for key, value in values.items()]):
         return (
-            f"a mean of the microbatches' means: {told({key: values[key] for key in own}, 'x')} for this rank's, which"
-            f" have {told({key: terms[key] for key in own})} loss terms; divide the sum of all by the terms of all"
+            f"a mean of the microbatches' means: {joined({key: values[key] for key in own}, 'x')} for this rank's,"
+            f" which have {joined({key: terms[key] for key in own})} loss terms; divide the sum of all by the terms of all"
         )
     if not any(abs(values[key]) > NEAR for key in values if key[1] == 0):
         return "without the first microbatch of each rank"
@@ -160,7 +160,7 @@ def scaled(scene: Scene, value: float) -> str:
     return f"{value:.4g} x one process's" + (f": {twice}, twice" if twice else "")
 
 
-def beside(scene: Scene, found: Sequence[Found | None], wanted: Tensor) -> str:
+def neighbours_have_rest(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor) -> str:
     """Whether the neighbours along an axis have the rest of it."""
     mine = found[scene.rank]
     assert mine is not None
@@ -213,13 +213,13 @@ def times(value: float) -> str:
     return "not at all" if abs(value) <= NEAR else "once" if near(value, 1) else f"{value:.3f} times"
 
 
-def listed(values: Mapping[int, float], what: str) -> str:
+def numbers(values: Mapping[int, float], what: str) -> str:
     """Each with its number."""
     shown = ", ".join(f"{what} {key} counts {times(value)}" for key, value in list(values.items())[:SHOWN])
     return shown + (", ..." if len(values) > SHOWN else "")
 
 
-def told(values: Mapping[Any, float], unit: str = "") -> str:
+def joined(values: Mapping[Any, float], unit: str = "") -> str:
     """Numbers in a row."""
     shown = [f"{value:.3f}{unit}" if isinstance(value, float) else str(value) for value in values.values()]
     return ", ".join(shown[:SHOWN]) + (", ..." if len(shown) > SHOWN else "")

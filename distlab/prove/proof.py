@@ -23,8 +23,8 @@ from distlab.prove import reference, user_file
 from distlab.prove.compare import Deviation, Draw, Draws, Passes, Step, compared, parted
 from distlab.prove.options import Options
 from distlab.prove.reference import STEPS, Dealing, Dense, Rows, by_own_samples, names_of, one_process
-from distlab.prove.trainee import Found, Grid, OfStrategy, Stepped, Trainee, Unseen
-from distlab.prove.user_file import NAMES, Refused, UserFile, load, of
+from distlab.prove.trainee import Grid, LocatedTensor, OfStrategy, Stepped, Trainee, Unseen
+from distlab.prove.user_file import NAMES, Refused, UserFile, from_names, load
 from distlab.prove.verdict import Everything, Mine, Teller, tell
 from distlab.transport import store
 from distlab.workload.reference import Snapshot
@@ -86,7 +86,7 @@ class Wire:
             self._sent[ends] += sign * (sent - before[ends])
 
 
-SENT = (Dense, Snapshot, reference.Kept, Mine, Deviation, Rows, Found, Draw)  # what ranks send each other
+SENT = (Dense, Snapshot, reference.Buffers, Mine, Deviation, Rows, LocatedTensor, Draw)  # what ranks send each other
 
 
 def play(job: Job, telling: Telling, recorder: Recorder, waits: Waits, config: Config) -> None:
@@ -156,9 +156,9 @@ class Proof:
 
     def _buffers(self, trained: nn.Module) -> dict[str, Tensor]:
         with self.unseen():
-            return reference.of(trained)
+            return reference.copy_buffers(trained)
 
-    def _kept(self, trained: nn.Module, start: dict[str, Tensor], dense: Dense) -> reference.Kept:
+    def _kept(self, trained: nn.Module, start: dict[str, Tensor], dense: Dense) -> reference.Buffers:
         """This rank's buffers, and what one process would make of its samples."""
         shard = self.grid.index(self.rank, "dp")
         own = by_own_samples(self.theirs, dense, [self.dealing.dealt(step, shard) for step in range(STEPS)])
@@ -167,7 +167,7 @@ class Proof:
             uncompared = "DDP gives them rank 0's before each step"
         elif "strategy" in self.theirs:
             uncompared = "a strategy may train a copy of the model"
-        return reference.Kept(start, self._buffers(trained), own, uncompared)
+        return reference.Buffers(start, self._buffers(trained), own, uncompared)
 
     def _parted(self, passes: Passes) -> str:
         """Where this rank's forward pass parts from one process's."""
@@ -214,7 +214,7 @@ class Proof:
     def everyone(self, mine: Any) -> list[Any]:
         """What each rank has, on all."""
         with self.unseen():
-            return store.everyone(mine, self.ours, SENT)
+            return store.all_gather_plain(mine, self.ours, SENT)
 
     def from_rank_0(self, dense: Dense | None) -> Dense:
         """One process's numbers, on all."""
@@ -233,7 +233,7 @@ def refuse_strangers(step: Step, canonical: Mapping[str, str]) -> None:
 # A proof inside of a test: the same as `distlab prove`, in the ranks that are there already.
 
 
-class Heard:
+class ProofFindings:
     """What a proof has found."""
 
     def __init__(self) -> None:
@@ -258,9 +258,9 @@ def same_as_one_process(*, seed: int = 1, microbatches: int = 2, **own: Any) -> 
     environ = {"WORLD_SIZE": "1", "LAB_SEED": str(seed), "LAB_MICROBATCHES": str(microbatches)}
     config = Config.read(environ, options=Options)
     config = config.model_copy(update={"world_size": dist.get_world_size()})
-    heard = Heard()
+    heard = ProofFindings()
     try:
-        proof = Proof(of(own, config, "same_as_one_process(...)"), heard, nullcontext)
+        proof = Proof(from_names(own, config, "same_as_one_process(...)"), heard, nullcontext)
         proof.run()
     except Refused as refused:
         raise ValueError(str(refused)) from None

@@ -126,7 +126,7 @@ def local(tensor: Tensor) -> Tensor:
     return (whole() if whole is not None else tensor).detach()
 
 
-def place(found: Tensor, dense: Tensor) -> Rows:
+def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
     """Where `found` lies in `dense`, both before the first step; raises Misfit."""
     if found.shape == dense.shape:
         if not torch.equal(found.to(dense.dtype), dense):
@@ -141,14 +141,14 @@ def place(found: Tensor, dense: Tensor) -> Rows:
             " dim has to be a DTensor, or come from a strategy's full()"
         )
     dim = dims[0]
-    known = {row: index for index, row in enumerate(rows(dense, dim))}
-    index = [known.get(row, -1) for row in rows(found.to(dense.dtype), dim)]
+    known = {row: index for index, row in enumerate(rows_as_bytes(dense, dim))}
+    index = [known.get(row, -1) for row in rows_as_bytes(found.to(dense.dtype), dim)]
     if -1 in index:
         raise Misfit(f"has a row {index.index(-1)} along dim {dim} that is none of the model's")
     return Rows(dim, index)
 
 
-def rows(tensor: Tensor, dim: int) -> Iterable[bytes]:
+def rows_as_bytes(tensor: Tensor, dim: int) -> Iterable[bytes]:
     """The rows along a dim, as bytes."""
     for row in tensor.movedim(dim, 0):
         yield row.contiguous().numpy().tobytes()
@@ -165,7 +165,7 @@ BUFFERS = "buffers"
 ROUNDED = 1e-11  # of the largest value of a buffer
 
 
-class Kept(NamedTuple):
+class Buffers(NamedTuple):
     """The buffers of a process, by name, before the first step and after the last."""
 
     start: Mapping[str, Tensor]
@@ -174,12 +174,12 @@ class Kept(NamedTuple):
     uncompared: str = ""  # why those that are written say nothing about this rank
 
 
-def of(model: nn.Module) -> dict[str, Tensor]:
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
     """As they are now, wrappers left out of their names."""
     return {plain_name(name): local(each).clone() for name, each in model.named_buffers(remove_duplicate=False)}
 
 
-def wrong(ranks: Sequence[Kept], dense: Kept) -> Iterator[tuple[str, list[int]]]:
+def wrong(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[int]]]:
     """Sentences for what one process leaves as it was and ranks do not, each with the ranks."""
     for name, start in dense.start.items():
         held = {rank: mine for rank, mine in enumerate(ranks) if name in mine.start and name in mine.end}
@@ -188,8 +188,8 @@ def wrong(ranks: Sequence[Kept], dense: Kept) -> Iterator[tuple[str, list[int]]]
             wrong = held[other[0]].start[name].double()
             sentence = (
                 f"{name}, a buffer, begins with other numbers on {name_ranks(other)} than the model's"
-                f" ({shown(wrong)}, not {shown(start)}): no state_dict has it where it is not persistent, and to_empty"
-                " leaves what was in memory"
+                f" ({head_of(wrong)}, not {head_of(start)}): no state_dict has it where it is not persistent, and"
+                " to_empty leaves what was in memory"
             )
             yield sentence, other
             continue
@@ -206,14 +206,14 @@ def wrong(ranks: Sequence[Kept], dense: Kept) -> Iterator[tuple[str, list[int]]]
         if odd:
             mine = held[odd[0]]
             yield (
-                f"{name}, a buffer that one process writes, ends as {shown(mine.end[name])} on rank {odd[0]}, which is"
-                f" neither one process's {shown(dense.end[name])} nor what it makes of this rank's samples,"
-                f" {shown(mine.own[name])}{times(start, mine.end[name], mine.own[name])} (on {name_ranks(odd)})",
+                f"{name}, a buffer that one process writes, ends as {head_of(mine.end[name])} on rank {odd[0]}, which"
+                f" is neither one process's {head_of(dense.end[name])} nor what it makes of this rank's samples,"
+                f" {head_of(mine.own[name])}{times(start, mine.end[name], mine.own[name])} (on {name_ranks(odd)})",
                 odd,
             )
 
 
-def written(ranks: Sequence[Kept], dense: Kept) -> Iterator[str]:
+def written(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[str]:
     """Of each buffer that one process writes a sentence: whether ranks have the same, and why not."""
     for name, end in dense.end.items():
         if same(dense.start[name], end):
@@ -227,7 +227,7 @@ def written(ranks: Sequence[Kept], dense: Kept) -> Iterator[str]:
         yield f"{name} is written by the steps: {said}{more}"
 
 
-def explained(name: str, mine: Kept, dense: Kept) -> bool:
+def explained(name: str, mine: Buffers, dense: Buffers) -> bool:
     """Whether a rank ends with what one process has, or with what it would make of the rank's samples."""
     return near(mine.end[name], dense.end[name]) or near(mine.end[name], mine.own[name])
 
@@ -258,7 +258,7 @@ def near(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.double(), other.double(), rtol=0.0, atol=ROUNDED * largest, equal_nan=True)
 
 
-def shown(tensor: Tensor) -> str:
+def head_of(tensor: Tensor) -> str:
     """Its first numbers."""
     return ", ".join(f"{value:.4g}" for value in tensor.flatten()[:3].tolist())
 
@@ -273,7 +273,7 @@ class Dense(NamedTuple):
     start: dict[str, Tensor]
     steps: list[Snapshot]
     order: list[str]  # of the backward pass
-    carried: Kept = Kept({}, {}, {})  # buffers
+    carried: Buffers = Buffers({}, {}, {})  # buffers
 
 
 def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
@@ -281,7 +281,7 @@ def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
     model = theirs.model(theirs.config.seed)
     named = dict(model.named_parameters())
     start = {name: each.detach().clone() for name, each in named.items()}
-    carried = of(model)
+    carried = copy_buffers(model)
     order: list[str] = []
     hooks = [
         each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
@@ -300,7 +300,7 @@ def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
         if not steps[-1].gradients:
             raise Refused("the loss depends on no parameter of the model: nothing is trained")
     in_order = [*order, *(name for name in named if name not in order)]
-    return Dense(start, steps, in_order, Kept(carried, of(model), {}))
+    return Dense(start, steps, in_order, Buffers(carried, copy_buffers(model), {}))
 
 
 def by_own_samples(theirs: UserFile, dense: Dense, dealt: Sequence[Sequence[Microbatch]]) -> dict[str, Tensor]:
@@ -313,7 +313,7 @@ def by_own_samples(theirs: UserFile, dense: Dense, dealt: Sequence[Sequence[Micr
             theirs.loss(model, part.inputs, part.targets)
         fill(model, after.weights)
         theirs.after_step(model)
-    return of(model)
+    return copy_buffers(model)
 
 
 def contributions(

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.mesh.grid import Mesh
-from distlab.prove.reference import LEARNING_RATE, WHOLE, Misfit, Rows, local, named, names_of, place
+from distlab.prove.reference import LEARNING_RATE, WHOLE, Misfit, Rows, local, locate_in_dense, named, names_of
 from distlab.prove.user_file import Refused, UserFile
 from distlab.workload.data import Microbatch
 
 Unseen: TypeAlias = Callable[[], AbstractContextManager[None]]  # what runs in it is no call of the file's
 
 
-class Found(NamedTuple):
+class LocatedTensor(NamedTuple):
     """One tensor of a rank, and where in the dense model it lies."""
 
     rows: Rows
@@ -37,10 +37,10 @@ class Trainee(Protocol):
     def step(self, microbatches: list[Microbatch]) -> float | None:
         """One step; the rank's share of the loss, None where it sees none."""
 
-    def gradients(self) -> dict[str, Found]:
+    def gradients(self) -> dict[str, LocatedTensor]:
         """As the optimizer saw them in the step before, by the names that they have here."""
 
-    def weights(self) -> dict[str, Found]:
+    def weights(self) -> dict[str, LocatedTensor]:
         """As they are now."""
 
 
@@ -60,7 +60,7 @@ class Stepped:
         trained = [each for each in self.module.parameters() if each.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
         self.optimizer.register_step_pre_hook(lambda *_: self._seen())
-        self._gradients: dict[str, Found] = {}
+        self._gradients: dict[str, LocatedTensor] = {}
         self._steps = 0
         self.misfits: dict[str, str] = {}
         with unseen():
@@ -76,7 +76,7 @@ class Stepped:
                     " names have to stay, whatever is cut or wrapped"
                 )
             try:
-                found[name] = place(local(parameter), start[self._canonical[name]])
+                found[name] = locate_in_dense(local(parameter), start[self._canonical[name]])
             except Misfit as misfit:
                 self.misfits[name] = str(misfit)
         return found
@@ -99,18 +99,18 @@ class Stepped:
         self._steps += 1
         with self._unseen():
             self._gradients = {
-                name: Found(self._rows[name], None if each.grad is None else local(each.grad).clone())
+                name: LocatedTensor(self._rows[name], None if each.grad is None else local(each.grad).clone())
                 for name, each in named(self.module).items()
                 if name in self._rows and each.requires_grad
             }
 
-    def gradients(self) -> dict[str, Found]:
+    def gradients(self) -> dict[str, LocatedTensor]:
         return self._gradients
 
-    def weights(self) -> dict[str, Found]:
+    def weights(self) -> dict[str, LocatedTensor]:
         with self._unseen():
             return {
-                name: Found(self._rows[name], local(each).clone())
+                name: LocatedTensor(self._rows[name], local(each).clone())
                 for name, each in named(self.module).items()
                 if name in self._rows
             }
@@ -124,8 +124,8 @@ class OfStrategy:
         plain = {"optimizer": "sgd", "clip": theirs.found.get("clip"), "lr": LEARNING_RATE, "bucket_mib": 0.01}
         self.strategy = theirs["strategy"](model, mesh, theirs.config.model_copy(update=plain))
         self.misfits: dict[str, str] = {}
-        self._gradients: dict[str, Found] = {}
-        self._weights: dict[str, Found] = {}
+        self._gradients: dict[str, LocatedTensor] = {}
+        self._weights: dict[str, LocatedTensor] = {}
 
     def step(self, microbatches: list[Microbatch]) -> float | None:
         share = self.strategy.backward(microbatches)
@@ -137,15 +137,15 @@ class OfStrategy:
         self._weights = self._full("weights")
         return None if share is None else float(share)
 
-    def _full(self, kind: str) -> dict[str, Found]:
+    def _full(self, kind: str) -> dict[str, LocatedTensor]:
         with self._unseen():
             full = self.strategy.full(kind)
-            return {name: Found(WHOLE, each.detach().clone()) for name, each in full if each.numel()}
+            return {name: LocatedTensor(WHOLE, each.detach().clone()) for name, each in full if each.numel()}
 
-    def gradients(self) -> dict[str, Found]:
+    def gradients(self) -> dict[str, LocatedTensor]:
         return self._gradients
 
-    def weights(self) -> dict[str, Found]:
+    def weights(self) -> dict[str, LocatedTensor]:
         return self._weights
 
 

@@ -85,7 +85,7 @@ class UserFile:
         elif "model" not in self:
             found = model(inputs, targets)  # the lab's own model sums by itself
         else:
-            found = summed(model(inputs), targets)
+            found = default_loss(model(inputs), targets)
         if not isinstance(found, Tensor) or found.dim():
             shape = f"of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise Refused(f"loss(model, inputs, targets) returned {shape}: expected a sum, a tensor of no dims")
@@ -133,10 +133,10 @@ def load(file: Path, config: Config) -> UserFile:
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
-    return of({name: getattr(module, name) for name in NAMES if hasattr(module, name)}, config, file.name)
+    return from_names({name: getattr(module, name) for name in NAMES if hasattr(module, name)}, config, file.name)
 
 
-def of(found: Mapping[str, Any], config: Config, where: str) -> UserFile:
+def from_names(found: Mapping[str, Any], config: Config, where: str) -> UserFile:
     """What is given by name; raises Refused for what cannot be called as a proof does."""
     if not found:
         raise Refused(f"{where} holds none of {', '.join(NAMES)}: there is nothing of its own to prove")
@@ -163,11 +163,11 @@ def why_not_called(function: Any, name: str) -> str:
     return ""
 
 
-def summed(outputs: Any, targets: Tensor) -> Tensor:
+def default_loss(outputs: Any, targets: Tensor) -> Tensor:
     """The loss of a model that has none of its own: cross entropy where targets are classes, else squares."""
     if not isinstance(outputs, Tensor):
         raise Refused(f"the model returned a {type(outputs).__name__}: write loss(model, inputs, targets) beside it")
-    return user_model.summed(outputs, targets)
+    return user_model.default_loss(outputs, targets)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from distlab.prove import compare, reference
 from distlab.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Deviation, Step, not_held
 from distlab.prove.explain import UNEXPLAINED, Scene, near, why
 from distlab.prove.reference import LEARNING_RATE, STEPS, Dealing, Dense, Rows, contributions
-from distlab.prove.trainee import Found, Grid
+from distlab.prove.trainee import Grid, LocatedTensor
 from distlab.prove.user_file import UserFile
 from distlab.report import records
 from distlab.report.reading import to_line
@@ -41,7 +41,7 @@ class Mine(NamedTuple):
     misfits: dict[str, str]
     shares: list[float | None]
     drawn: list[compare.Draw]
-    carried: reference.Kept
+    carried: reference.Buffers
     by_strategy: bool
 
 
@@ -73,7 +73,7 @@ class Everything(NamedTuple):
 
         return min(self.wrong(), key=turn, default=None)
 
-    def tensors_of(self, steps: Sequence[Step], off: Deviation) -> Found | None:
+    def tensors_of(self, steps: Sequence[Step], off: Deviation) -> LocatedTensor | None:
         """This rank's tensor of that name."""
         return steps[off.step].of(off.kind).get(off.name)
 
@@ -123,7 +123,11 @@ class Everything(NamedTuple):
 
 
 def tell(
-    all_: Everything, first: Deviation | None, tensors: Sequence[Found | None], parted: Sequence[str], telling: Teller
+    all_: Everything,
+    first: Deviation | None,
+    tensors: Sequence[LocatedTensor | None],
+    parted: Sequence[str],
+    telling: Teller,
 ) -> None:
     """Findings, checks and the table, to the doctor of rank 0."""
     sentences = defaultdict[str, list[str]](list)
@@ -189,7 +193,7 @@ def written(
         yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=CONTROL, unit=FINDINGS)
 
 
-def sentence_of(all_: Everything, off: Deviation, tensors: Sequence[Found | None]) -> str:
+def sentence_of(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | None]) -> str:
     """What is off first, and why."""
     name = all_.canonical[off.name]
     others = [alias for alias, target in all_.canonical.items() if target == name and alias != off.name]
@@ -205,7 +209,7 @@ def sentence_of(all_: Everything, off: Deviation, tensors: Sequence[Found | None
     return f"gradients of {shown} on rank {off.rank} are {common or reason(all_, off, tensors)} ({where})"
 
 
-def reason(all_: Everything, off: Deviation, tensors: Sequence[Found | None]) -> str:
+def reason(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | None]) -> str:
     """Why a gradient is not one process's."""
     name, dense = all_.canonical[off.name], all_.dense
     if name not in dense.steps[off.step].gradients:
@@ -245,7 +249,7 @@ def norm(all_: Everything, off: Deviation, wrong: Sequence[Deviation]) -> str:
     return f"{off.factor:.4g} x one process's, as all of this rank's: the norm that clips them to {clip:g} is {longer}"
 
 
-def update(all_: Everything, off: Deviation, tensors: Sequence[Found | None]) -> str:
+def update(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | None]) -> str:
     """How weights are off where their gradient is right."""
     mine, name = tensors[off.rank], all_.canonical[off.name]
     if mine is None or mine.tensor is None:

@@ -75,7 +75,7 @@ class Flips:
 
     def _flip(self, event: FaultSpec, kind: str, variant: str, strategy: object, shared: Container[str]) -> None:
         covered = [(name, tensor) for name, tensor in alike(strategy, kind) if name in shared]
-        candidates = covered or held(strategy, kind)
+        candidates = covered or tensors_to_flip(strategy, kind)
         if not candidates or not self._shows(variant, covered=bool(covered)):
             self.note(event, event.step or 0, variant, "", "unseen")
             return
@@ -114,7 +114,7 @@ def draw_of(event: FaultSpec, seed: int, variant: str = "") -> random.Random:
     return random.Random(f"{seed} {event.number} {variant}")
 
 
-def held(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
+def tensors_to_flip(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
     """What this rank holds of `kind` and trains on, whole or in part, and is not all zeros; nothing of gradients that
     its update does not read. A strategy may say it by a method `own`, else its optimizer's parameters do."""
     own = getattr(strategy, "own", None)

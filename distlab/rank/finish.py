@@ -25,8 +25,8 @@ from distlab.cluster.watchdog import Watchdog
 from distlab.lab import Lab
 from distlab.report import fault_checks, records
 from distlab.report.claims import Run
-from distlab.report.log import SECTIONS, untold, verdict_lines, words
-from distlab.report.reading import BrokenRecord, from_line, read, read_run, to_line, write_atomically
+from distlab.report.log import SECTIONS, rows_not_yet_printed, verdict_lines, words_of_row
+from distlab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
 from distlab.report.records import Ranks
 from distlab.report.run_folder import LATEST, Journal, Unwritable
 from distlab.report.run_result import Outcome, Unpublished
@@ -48,7 +48,7 @@ class Sections:
         self.exchange, self.journal = exchange, journal
         self.by_rank: Ranks = {}
         self.left: set[int] = set()  # the ranks that gave nothing any more
-        self.told = {words(row) for row in told}
+        self.told = {words_of_row(row) for row in told}
         self._last = ""  # the section that was told last
         self._given = 0
 
@@ -63,11 +63,13 @@ class Sections:
         """
         if not self.bring(name):
             return
-        new = untold(SECTIONS[name](judge(self.by_rank), self.by_rank, rows), self.told)
+        new = rows_not_yet_printed(SECTIONS[name](judge(self.by_rank), self.by_rank, rows), self.told)
         for row in new:
-            if name != self._last or words(row) not in self.told:  # a heading that stands above the rows before does
+            if (
+                name != self._last or words_of_row(row) not in self.told
+            ):  # a heading that stands above the rows before does
                 self.journal.say(row)
-                self.told.add(words(row))
+                self.told.add(words_of_row(row))
         self._last = name if new else self._last
 
     def bring(self, name: str) -> bool:
@@ -116,7 +118,7 @@ def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]
         added.append(records.Check("", "LAB_BUG", 1, 0, detail, CONTROL))
     for drill in run["drills"]:
         if drill["held"] is False:
-            added.append(records.Check("", "drill", 1, 0, fault_checks.sentence(drill), fault_checks.CONTROL))
+            added.append(records.Check("", "drill", 1, 0, fault_checks.fault_sentence(drill), fault_checks.CONTROL))
     by_rank[rank] += added
     return (judge(by_rank) if added else run), added
 
@@ -155,7 +157,7 @@ def everything_written(sections: Sections, folder: Path) -> records.Ranks:
     for rank in range(sections.exchange.world_size):
         path = folder / f"rank{rank}.jsonl"
         if rank in sections.left:  # what it wrote until then has to do
-            by_rank |= {rank: read(path)} if path.exists() else {}
+            by_rank |= {rank: read_records(path)} if path.exists() else {}
         elif not path.exists():
             write_atomically(path, (to_line(record) + "\n" for record in by_rank[rank]))
     return by_rank
@@ -232,7 +234,7 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
         return
     outcome.discard()
     for drill in run["drills"]:
-        journal.say(f"fault      {fault_checks.sentence(drill)}")
+        journal.say(f"fault      {fault_checks.fault_sentence(drill)}")
     if run["unseen"]:
         journal.say(f"unseen     {unseen_sentence(run)}")
     left_s = succession.named_at + DRAWN_BY_S - time.monotonic()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.cluster import link
-from distlab.cluster.authenticated_messages import drawn
+from distlab.cluster.authenticated_messages import derive_name
 from distlab.cluster.control_plane import Exchange
 from distlab.cluster.launcher_pipe import LauncherPipe
 from distlab.cluster.lost_ranks import Verdict
@@ -36,14 +36,14 @@ from distlab.rank.meter_self_test import check_meters
 from distlab.rank.mode_loader import lesson, load, load_for
 from distlab.rank.preflight import refuse, warnings
 from distlab.rank.rejoin import Addresses, find_cluster, find_left_run, identity, init_group_alone, readmit
-from distlab.rank.status_writer import shown
+from distlab.rank.status_writer import begin_status
 from distlab.rank.store_self_test import check_stranger
 from distlab.rank.traffic_self_test import check_ledger, check_transport
 from distlab.rank.verdict_self_test import check_verdicts
 from distlab.report import records
 from distlab.report.log import mistake
 from distlab.report.progress import Heartbeat, Work
-from distlab.report.run_folder import Journal, Taken, claim, has_claimed, put_aside, ranks_beyond
+from distlab.report.run_folder import FolderInUse, Journal, claim, has_claimed, put_aside, ranks_beyond
 from distlab.report.run_result import Outcome
 from distlab.transport.backend import TcpBackend
 from distlab.transport.store import Prefixed
@@ -79,8 +79,8 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     run.watch.start()
     try:
         # 3. Keep the run's folder to this run, and begin its records.
-        hold(run.folder, cluster, config)
-        apart = preflight.apart(run.exchange, run.folder, cluster.token.hex(), config)
+        lock_folder(run.folder, cluster, config)
+        apart = preflight.find_separate_disks(run.exchange, run.folder, cluster.token.hex(), config)
         run.begin_records()
         if apart is not None:
             journal.write(records.Unshared(apart.hosts))
@@ -130,7 +130,7 @@ def rejoin(
     parent.joined()
     run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
     try:
-        hold(run.folder, cluster, config)
+        lock_folder(run.folder, cluster, config)
         run.begin_records()
         run.register_transport()
         run.mode = init_group_alone(run.mode)
@@ -161,7 +161,7 @@ class RankRun:
             self.watch.main.waiting,
         )  # fmt: skip
         self.sections = Sections(self.exchange, journal, told)
-        self.key = bytes.fromhex(drawn(cluster.seal.key, f"run {cluster.token.hex()}"))  # of this run alone
+        self.key = bytes.fromhex(derive_name(cluster.seal.key, f"run {cluster.token.hex()}"))  # of this run alone
         self.own_ip = cluster.members[cluster.rank].ip
         self.work = Work()
 
@@ -180,7 +180,7 @@ class RankRun:
             self.watch.on_period = Heartbeat(self.journal, self.work, self.started_at).beat
         self.journal.write(expected(self.config, self.mode))
         if self.config.live:
-            self.mode = shown(self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at)
+            self.mode = begin_status(self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at)
 
     def register_transport(self) -> None:
         """With LAB_BACKEND=tcp: make the lab's own transport the backend of all groups of this process."""
@@ -294,11 +294,11 @@ def contents(config: Config) -> dict[str, str]:
     return {"the sha256 of the text": found} if found else {}
 
 
-def hold(folder: Path, cluster: Cluster, config: Config) -> None:
+def lock_folder(folder: Path, cluster: Cluster, config: Config) -> None:
     """Keep the folder to this run as long as this process lives; raises ConfigError where another run has it."""
     try:
         claim(folder, cluster.token.hex(), goes_on=config.resume == "auto")
-    except Taken:
+    except FolderInUse:
         raise ConfigError(
             [f"LAB_RUN_ID={cluster.run_id!r} is that of another run in {config.runs_dir}: choose another"]
         ) from None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from distlab.cluster.control_plane import Exchange
 from distlab.collectives.costs import training_flops
 from distlab.config import Config, ConfigError
-from distlab.config.settings import shown, suggest
+from distlab.config.settings import quoted, suggest
 from distlab.contract import Mode
 from distlab.data_parallel.strategy import is_step
 from distlab.measure.process_memory import ContainerMemory
@@ -49,13 +49,13 @@ def unknown(config: Config, mode: Mode) -> Iterator[str]:
         if name not in mode.names:
             allowed = ", ".join(mode.names) or "none, leave it unset"
             yield (
-                f"LAB_VARIANT={shown(name)} is not a variant of {config.mode_name}{suggest(name, mode.names)}, allowed:"
-                f" {allowed}"
+                f"LAB_VARIANT={quoted(name)} is not a variant of {config.mode_name}{suggest(name, mode.names)},"
+                f" allowed: {allowed}"
             )
     if config.bug is not None and config.bug not in mode.mistakes:
         allowed = ", ".join(mode.mistakes) or "none, leave it unset"
         nearest = suggest(config.bug, list(mode.mistakes))
-        yield f"LAB_BUG={shown(config.bug)} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
+        yield f"LAB_BUG={quoted(config.bug)} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
 
 
 def idle(config: Config, mode: Mode) -> Iterator[str]:
@@ -130,17 +130,17 @@ def unwritable(config: Config) -> list[str]:
         os.lstat(runs.absolute() / DEEPEST)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            return [f"LAB_RUNS_DIR={shown(runs)} is too long for the names of files in it: name another folder"]
+            return [f"LAB_RUNS_DIR={quoted(runs)} is too long for the names of files in it: name another folder"]
     # A link to nowhere or in a circle is there, too, and is no folder.
     nearest = next(folder for folder in [runs, *runs.absolute().parents] if os.path.lexists(folder))
     fault = _no_folder_in(nearest)
     if fault:
         return [
-            f"LAB_RUNS_DIR={shown(runs)} cannot be written by user {os.getuid()} ({fault}): change its owner or name"
+            f"LAB_RUNS_DIR={quoted(runs)} cannot be written by user {os.getuid()} ({fault}): change its owner or name"
             " another folder"
         ]
     if (latest := runs / LATEST).exists() and not latest.is_symlink():
-        return [f"{shown(latest)} is no link to the newest run: rename it or remove it"]
+        return [f"{quoted(latest)} is no link to the newest run: rename it or remove it"]
     goes_on = config.resume == "auto" and config.run_id is not None and (runs / config.run_id).is_dir()
     if config.run_id is not None and os.path.lexists(runs / config.run_id) and not goes_on:
         return [f"LAB_RUN_ID={config.run_id!r} exists already in {runs}: choose another or remove it"]
@@ -306,7 +306,7 @@ class SeparateDisks(NamedTuple):
     told: str
 
 
-def apart(exchange: Exchange, folder: Path, token: str, config: Config) -> SeparateDisks | None:
+def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Config) -> SeparateDisks | None:
     """What comes of machines that share no disk; None where all ranks see one folder.
 
     Raises ConfigError on every rank where the run saves or resumes and some rank does not see rank 0's folder.

@@ -28,7 +28,7 @@ from distlab.lab import Lab
 from distlab.measure import sockets
 from distlab.measure.sockets import NoDiagnostics
 from distlab.report.run_folder import Journal
-from distlab.report.status import PERIOD_S, LiveState, write
+from distlab.report.status import PERIOD_S, LiveState, write_status
 from distlab.verify.run_all import everything
 from distlab.workload.data import Microbatch
 
@@ -37,7 +37,9 @@ MOST_UNTOLD = 10_000  # losses that nobody took, as after a disk was full
 STILL_S = 2 * BEAT_S  # in one place, before others' heartbeats say who is behind
 
 
-def shown(config: Config, mode: Mode, cluster: Cluster, watch: Watchdog, journal: Journal, started_at: float) -> Mode:
+def begin_status(
+    config: Config, mode: Mode, cluster: Cluster, watch: Watchdog, journal: Journal, started_at: float
+) -> Mode:
     """Begin to show this rank; returns its mode, of which the run tells its phases and the variants their losses."""
     notes = Notes(lambda: watch.main.work)
     Showing(config, mode.names, cluster, watch, journal, started_at, notes).start()
@@ -119,7 +121,7 @@ class Showing(threading.Thread):
         while True:
             try:
                 self._state = self.state(time.monotonic())
-                write(self._folder, self._state)
+                write_status(self._folder, self._state)
             except OSError as error:
                 self._say(f"live       nothing more is shown of this rank: {error.strerror}")
                 return

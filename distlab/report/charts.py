@@ -51,7 +51,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(variants)} | {"one process": GREY}
 
 
-def lines(
+def line_chart(
     curves: dict[str, Curve], x_label: str, y_label: str, colour: dict[str, str], *, points: int, layered: bool = False,
     dashed: Iterable[str] = (), log_x: bool = False, log_y: bool = False,
 ) -> Figure:  # fmt: skip
@@ -166,7 +166,7 @@ class Drawing(NamedTuple):
     height: int  # in its own coordinates, of which it is WIDTH wide
 
 
-def drawn(figure: Figure, title: str, height: int) -> Drawing:
+def render_chart(figure: Figure, title: str, height: int) -> Drawing:
     """What pygal draws, without what only its own script and style would use; its series in a legend, where it has
     one."""
     figure.graph.config.height = height

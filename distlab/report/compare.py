@@ -13,7 +13,7 @@ from distlab.report.charts import Drawing
 from distlab.report.claims import Run
 from distlab.report.html import render
 from distlab.report.page import curves as losses
-from distlab.report.page import shown
+from distlab.report.page import setting_text
 from distlab.report.reading import write_atomically
 from distlab.report.records import Ranks
 from distlab.report.sentences import claim_name, headline, repeat_command
@@ -33,7 +33,7 @@ OF_NO_ACCOUNT = (
 )  # fmt: skip
 
 
-class Seen(NamedTuple):
+class MeasuredVariant(NamedTuple):
     """What one run says of a variant, None for what it did not measure."""
 
     step_s: float  # the slowest rank's median
@@ -47,23 +47,23 @@ class Point(NamedTuple):
 
     world_size: int
     num_runs: int
-    seen: Seen
+    seen: MeasuredVariant
     efficiency: float
 
 
 def scaling(runs: Sequence[Run]) -> dict[str, list[Point]]:
     """By variant its points, the smallest WORLD_SIZE first; a variant that no run timed has none."""
-    found: dict[str, dict[int, list[Seen]]] = {}
+    found: dict[str, dict[int, list[MeasuredVariant]]] = {}
     for run in sorted(runs, key=lambda run: int(run["world_size"])):
         for variant in run["variants"]:
             if step_s := slowest(variant["step_seconds"]):
                 rate, wire, peak = run["config"]["LAB_BATCH"] / step_s, variant["wire_bytes"], variant["peak_bytes"]
-                seen = Seen(step_s, rate, slowest(wire), slowest(peak))
+                seen = MeasuredVariant(step_s, rate, slowest(wire), slowest(peak))
                 found.setdefault(variant["name"], {}).setdefault(run["world_size"], []).append(seen)
     return {name: list(points(by_size)) for name, by_size in found.items()}
 
 
-def points(by_size: dict[int, list[Seen]]) -> Iterable[Point]:
+def points(by_size: dict[int, list[MeasuredVariant]]) -> Iterable[Point]:
     """One variant's points, of what its runs at each WORLD_SIZE say, the smallest first."""
     merged = {size: middle(seen) for size, seen in by_size.items()}
     least = next(iter(merged))
@@ -72,9 +72,9 @@ def points(by_size: dict[int, list[Seen]]) -> Iterable[Point]:
         yield Point(size, len(by_size[size]), seen, seen.samples_per_s / ideal)
 
 
-def middle(seen: Sequence[Seen]) -> Seen:
+def middle(seen: Sequence[MeasuredVariant]) -> MeasuredVariant:
     """The median of each number."""
-    return Seen(
+    return MeasuredVariant(
         median(each.step_s for each in seen),
         median(each.samples_per_s for each in seen),
         _median(each.wire_bytes for each in seen),
@@ -185,7 +185,7 @@ def rows_of_runs(judged: Sequence[Judged]) -> Table:
     rows = [
         [
             name, Verdict(run["verdict"].upper()), run["world_size"],
-            *(shown(run["config"].get(setting)) for setting in settings), headline(run),
+            *(setting_text(run["config"].get(setting)) for setting in settings), headline(run),
         ]
         for name, run, _ in judged
     ]  # fmt: skip
@@ -231,10 +231,10 @@ def drawings(found: dict[str, list[Point]], sizes: list[int]) -> Iterator[Drawin
             name: ([size for size, _ in points], [y / scale for _, y in points]) for name, points in curves.items()
         }
         ideal: dict[str, charts.Curve] = {"ideal": (sizes, [1.0] * len(sizes))} if what == "efficiency" else {}
-        figure = charts.lines(
+        figure = charts.line_chart(
             lines | ideal, "WORLD_SIZE", "", charts.colours(found), points=charts.MOST_POINTS, dashed=ideal
         )
-        yield charts.drawn(figure, f"{unit} {what} over WORLD_SIZE".strip(), 300)
+        yield charts.render_chart(figure, f"{unit} {what} over WORLD_SIZE".strip(), 300)
 
 
 def points_table(found: dict[str, list[Point]]) -> Table:
@@ -297,7 +297,7 @@ def differing_settings(both: Both) -> Table:
     """Settings and versions in which the runs are not alike."""
     (old_name, old, _), (new_name, new, _) = both
     rows = [
-        [name, shown(old[kind].get(name)), shown(new[kind].get(name))]
+        [name, setting_text(old[kind].get(name)), setting_text(new[kind].get(name))]
         for kind in ("config", "versions")
         for name in dict.fromkeys([*old[kind], *new[kind]])
         if old[kind].get(name) != new[kind].get(name)
@@ -313,8 +313,8 @@ def loss_chart(both: Both, variants: list[str]) -> Drawing | None:
     hues = charts.colours(variants)
     hues = {label: hues.get(label.split(" · ")[0], charts.GREY) for label in found}
     dotted = [label for label in found if label.endswith(f" · {both[0][0]}")]
-    figure = charts.lines(found, "step", "loss", hues, points=charts.MOST_POINTS // len(found), dashed=dotted)
-    return charts.drawn(figure, "losses of both runs by step", 380)
+    figure = charts.line_chart(found, "step", "loss", hues, points=charts.MOST_POINTS // len(found), dashed=dotted)
+    return charts.render_chart(figure, "losses of both runs by step", 380)
 
 
 class Bars(NamedTuple):
@@ -341,7 +341,7 @@ def bars(title: str, note: str, kind: str, scale: float, variants: list[str], bo
         run_name: [None if (value := row.get(name)) is None else scale * value for name in names]
         for (run_name, _, _), row in zip(both, found, strict=True)
     }
-    chart = charts.drawn(charts.pairs(names, values), f"{title} of both runs", 110 + 52 * len(names))
+    chart = charts.render_chart(charts.pairs(names, values), f"{title} of both runs", 110 + 52 * len(names))
     columns = [Column("variant"), *(Column(name, "number") for name in (both[0][0], both[1][0], "ratio"))]
     return Bars(title, note, chart, Table(columns, rows))
 

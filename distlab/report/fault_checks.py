@@ -47,7 +47,7 @@ def drills(records: Ranks) -> list[Run]:
     return entries
 
 
-def sentence(drill: Run) -> str:
+def fault_sentence(drill: Run) -> str:
     """A drill in a line."""
     how = {True: "as expected", False: f"expected: {drill['should']}", None: "nothing to check"}[drill["held"]]
     return f"{drill['event']}: {drill['did']} ({how})"

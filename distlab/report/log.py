@@ -24,7 +24,7 @@ from distlab.report.sentences import (
     repeat_command,
     unseen_sentence,
 )
-from distlab.report.table import line, table_lines
+from distlab.report.table import log_line, table_lines
 from distlab.report.tables import staircases
 
 DIGITS = len("2.8e-17")  # as wide as a difference gets
@@ -32,7 +32,7 @@ DIGITS = len("2.8e-17")  # as wide as a difference gets
 
 def skipped(run: Run) -> list[str]:
     """A line a variant that was left out."""
-    return [line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]]
+    return [log_line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]]
 
 
 def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
@@ -40,7 +40,7 @@ def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
     in line."""
     least = [max(map(len, ("", *names))), *[DIGITS] * len(tables.PROOF)]
     lines = table_lines("proof", tables.proof(run), least)
-    return lines or ([line("proof", proof_note(run))] if proof_note(run) else [])
+    return lines or ([log_line("proof", proof_note(run))] if proof_note(run) else [])
 
 
 # What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
@@ -57,7 +57,7 @@ SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
 
 def mistake(run: Run) -> list[str]:
     """The first line of a run with an injected bug: which one, by name."""
-    return [line("bug", mistake_sentence(run))] if run["mistake"] else []
+    return [log_line("bug", mistake_sentence(run))] if run["mistake"] else []
 
 
 def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:
@@ -66,23 +66,23 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
     `report` is the page's path, None where none was written.
     """
     lines = [
-        *untold(mistake(run), told),
-        *(each for section in SECTIONS.values() for each in untold(section(run, records, ()), told)),
-        *(line("FAILED", failure_sentence(claim)) for claim in failures(run)),
+        *rows_not_yet_printed(mistake(run), told),
+        *(each for section in SECTIONS.values() for each in rows_not_yet_printed(section(run, records, ()), told)),
+        *(log_line("FAILED", failure_sentence(claim)) for claim in failures(run)),
         *more_checks(run),
         *compared(run),
-        *(line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
-        *(line("fault", fault_checks.sentence(each)) for each in run.get("drills", [])),
-        *([line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
-        *(line("error", sentence) for sentence in error_sentences(run)),
-        *(line("lost", lost_sentence(lost)) for lost in run["lost"]),
-        *([line("unseen", unseen_sentence(run))] if run["unseen"] else []),
+        *(log_line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
+        *(log_line("fault", fault_checks.fault_sentence(each)) for each in run.get("drills", [])),
+        *([log_line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
+        *(log_line("error", sentence) for sentence in error_sentences(run)),
+        *(log_line("lost", lost_sentence(lost)) for lost in run["lost"]),
+        *([log_line("unseen", unseen_sentence(run))] if run["unseen"] else []),
     ]
     where = f"report {report}" if report else "no report written"
     why = [explanation(run)] if run["mistake"] else []
     return [
         *lines,
-        line(run["verdict"].upper(), " · ".join([headline(run), *why, where, f"rerun: {repeat_command(records)}"])),
+        log_line(run["verdict"].upper(), " · ".join([headline(run), *why, where, f"rerun: {repeat_command(records)}"])),
     ]
 
 
@@ -91,7 +91,7 @@ def more_checks(run: Run) -> list[str]:
     held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)]
     found = [check["name"] for check in held if check["unit"] == FINDINGS]
     lines = table_lines("checks", tables.checks(check for check in held if check["unit"] != FINDINGS))
-    return lines + ([line("checks", f"passed: {', '.join(found)}")] if found else [])
+    return lines + ([log_line("checks", f"passed: {', '.join(found)}")] if found else [])
 
 
 def compared(run: Run) -> list[str]:
@@ -102,18 +102,18 @@ def compared(run: Run) -> list[str]:
     return table_lines("compared", tables.comparisons(left))
 
 
-def untold(block: list[str], told: Collection[str]) -> list[str]:
+def rows_not_yet_printed(block: list[str], told: Collection[str]) -> list[str]:
     """Of a block the rows that were not told yet, each under its heading, which may have been; nothing where all
     were."""
     left: list[str] = []
     heading = ""
     for row in block:
         heading = heading if row.startswith(" ") else row
-        if words(row) not in told:
+        if words_of_row(row) not in told:
             left += [row] if heading in (row, *left) else [heading, row]
     return left
 
 
-def words(row: str) -> str:
+def words_of_row(row: str) -> str:
     """A row without the widths of its columns, which grow with the rows below."""
     return " ".join(row.split())

@@ -31,7 +31,9 @@ def by_class(run: Run) -> Drawing | None:
             rows[f"{variant['name']} · peak"] = variant["peak_by_class"][rank]
     if not rows:
         return None
-    return charts.drawn(charts.layers(rows, COLOURS), "memory by class, at rest and at the peak", 50 + 30 * len(rows))
+    return charts.render_chart(
+        charts.layers(rows, COLOURS), "memory by class, at rest and at the peak", 50 + 30 * len(rows)
+    )
 
 
 def over_the_step(records: Ranks) -> dict[str, Drawing]:
@@ -46,7 +48,7 @@ def over_the_step(records: Ranks) -> dict[str, Drawing]:
         coarse = coarser(line.held_bytes, MOST_PARTS // len(lines))
         held = {kind: [nbytes / scale for nbytes in values] for kind, values in coarse.items() if any(values)}
         figure = charts.stacked(held, 1000 * line.step_s, COLOURS, unit, top)
-        figures[name] = charts.drawn(figure, f"memory over a step of {name}", 220)
+        figures[name] = charts.render_chart(figure, f"memory over a step of {name}", 220)
     return figures
 
 

@@ -67,7 +67,7 @@ def traffic(run: Run, records: Ranks) -> list[Traffic]:
     return [
         Traffic(
             name,
-            charts.drawn(charts.rank_bars(rows, SOURCES, top), f"bytes a step by rank, {name}", 190),
+            charts.render_chart(charts.rank_bars(rows, SOURCES, top), f"bytes a step by rank, {name}", 190),
             _matrix(sent[name], shown, most) if name in sent else None,
         )
         for name, rows in bars.items()
@@ -120,7 +120,7 @@ def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
     samples = {name: values for name, values in samples.items() if values}
     if not samples:
         return None
-    return charts.drawn(charts.spreads(samples, colour, "ms a step"), "time of a step by variant", 220)
+    return charts.render_chart(charts.spreads(samples, colour, "ms a step"), "time of a step by variant", 220)
 
 
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
@@ -154,7 +154,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "of_script": run["run_mode"] in (SCRIPT, PROVEN),
         "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),
         "said": list(dict.fromkeys(said for _, said in select(records, Said))),
-        "own": list(own(records, colour)),
+        "own": list(mode_tables_and_charts(records, colour)),
         "pace": throughput.pace(run, records),
         "drills": drills(run),
         **claims(run),
@@ -162,7 +162,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "ranks": ranks(run, records),
         "skipped": skipped(run),
         "command_line": repeat_command(records),
-        "settings": [(name, shown(value), name in start.repeat) for name, value in start.config.items()],
+        "settings": [(name, setting_text(value), name in start.repeat) for name, value in start.config.items()],
         "versions": [(name, version, False) for name, version in start.versions.items()],
     }
 
@@ -260,7 +260,9 @@ def lesson_of(run: Run, lesson: Lesson) -> Told:
     )
 
 
-def own(records: Ranks, colour: dict[str, str]) -> Iterator[tuple[str, Drawing | None, Table | None, int]]:
+def mode_tables_and_charts(
+    records: Ranks, colour: dict[str, str]
+) -> Iterator[tuple[str, Drawing | None, Table | None, int]]:
     """The charts and tables that the lesson made itself, in its order: title, which it is, and the rows left out."""
     found = [record for rank in sorted(records) for record in records[rank] if isinstance(record, Chart | OwnTable)]
     most = max(8, MOST_ROWS // max(1, sum(isinstance(record, OwnTable) for record in found)))
@@ -281,10 +283,10 @@ def own_chart(record: Chart, colour: dict[str, str], points: int) -> Drawing:
     if len(set(hues.values())) < len(hues):
         hues = charts.colours(record.series)
     found: dict[str, charts.Curve] = {name: (xy[0], xy[1]) for name, xy in record.series.items()}
-    figure = charts.lines(
+    figure = charts.line_chart(
         found, record.x_label, record.y_label, hues, points=points, log_x=record.log_x, log_y=record.log_y
     )
-    return charts.drawn(figure, record.title, 240)
+    return charts.render_chart(figure, record.title, 240)
 
 
 def drills(run: Run) -> Table:
@@ -315,8 +317,8 @@ def loss_chart(found: dict[str, charts.Curve], colour: dict[str, str]) -> Drawin
     if not found:
         return None
     points = charts.MOST_POINTS // 2 // len(found)
-    figure = charts.lines(found, "step", "loss", colour, points=points, layered=True)
-    return charts.drawn(figure, "losses by step", 240)
+    figure = charts.line_chart(found, "step", "loss", colour, points=points, layered=True)
+    return charts.render_chart(figure, "losses by step", 240)
 
 
 def first_and_last(found: dict[str, charts.Curve]) -> Table:
@@ -344,7 +346,7 @@ def skipped(run: Run) -> Table:
     return Table([Column("variant"), Column("reason")], [[skip["variant"], skip["reason"]] for skip in run["skipped"]])
 
 
-def shown(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """A setting as one would write it; "unset" for what has no value."""
     if value is None or value in ("", [], ()):
         return "unset"

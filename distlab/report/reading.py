@@ -128,7 +128,7 @@ def from_line(line: str | bytes, where: str = "record") -> Record:
     return record
 
 
-def read(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[Record]:
     """All records of one rank's file; raises BrokenRecord naming file and line."""
     try:
         lines = read_regular(path, MOST_RECORD_BYTES).splitlines()
@@ -144,7 +144,7 @@ def read_run(run: Path) -> Ranks:
     files = record_files(run)
     if not files:
         raise BrokenRecord(f"{run} holds no rank<r>.jsonl: it is not the folder of a run")
-    return {rank: read(path) for rank, path in files.items()}
+    return {rank: read_records(path) for rank, path in files.items()}
 
 
 def record_files(run: Path) -> dict[int, Path]:

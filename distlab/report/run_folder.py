@@ -146,7 +146,7 @@ TOKEN_BYTES = 256
 MOST_BYTES = 1 << 20  # of the file, whose lock is looked at and not its words
 
 
-class Taken(Exception):
+class FolderInUse(Exception):
     """Another run has the folder."""
 
 
@@ -165,7 +165,7 @@ def claim(folder: Path, token: str, *, goes_on: bool) -> int:
             return file
         if (owner and not goes_on) or time.monotonic() > deadline:
             os.close(file)
-            raise Taken(f"another run writes to {folder}")
+            raise FolderInUse(f"another run writes to {folder}")
         # Nobody's, or that of an attempt before: it is taken by the one who finds nobody else at it.
         if owner is not None and _locked(file, fcntl.LOCK_EX) and os.pread(file, TOKEN_BYTES, 0) == owner:
             os.ftruncate(file, 0)

@@ -53,7 +53,7 @@ class LiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("a time that is not finite")
 
 
-def place(folder: Path, rank: int) -> Path:
+def status_path(folder: Path, rank: int) -> Path:
     """The file of one rank."""
     return folder / f"live.rank{rank}.json"
 
@@ -64,12 +64,12 @@ def places(folder: Path) -> dict[int, Path]:
     return {int(rank): path for rank, path in named if rank.isdecimal()}
 
 
-def write(folder: Path, state: LiveState) -> None:
+def write_status(folder: Path, state: LiveState) -> None:
     """Put the state in place; raises OSError where the folder takes no more."""
-    write_atomically(place(folder, state.rank), [to_json(asdict(state))])
+    write_atomically(status_path(folder, state.rank), [to_json(asdict(state))])
 
 
-def read(path: Path) -> LiveState:
+def read_status(path: Path) -> LiveState:
     """What `write` left; raises BrokenRecord naming the file."""
     try:
         return msgspec.convert(from_json(read_regular(path, MOST_BYTES)), LiveState)

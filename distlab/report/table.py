@@ -90,9 +90,9 @@ def table_lines(word: str, table: Table, least: Sequence[int] = ()) -> list[str]
     titles = [[column.title for _, column in shown]] if table.titled else []
     numbers = [place for place, (_, column) in enumerate(shown) if column.kind == "number"]
     lines = in_columns(titles + rows, numbers, 3, least)
-    return [line("" if place else word, text) for place, text in enumerate(lines)]
+    return [log_line("" if place else word, text) for place, text in enumerate(lines)]
 
 
-def line(word: str, text: str) -> str:
+def log_line(word: str, text: str) -> str:
     """A line of the log under its word."""
     return f"{word:<10} {text}".rstrip()

@@ -53,16 +53,16 @@ def pace(run: Run, records: Ranks) -> list[Pace]:
     """Every course; none where no rank wrote when its steps stood."""
     found = courses(records)
     samples = int(first(records).config["LAB_BATCH"]) if found else 0
-    return [drawn(each, samples, events(run, records, each)) for each in found]
+    return [draw_throughput(each, samples, events(run, records, each)) for each in found]
 
 
-def drawn(course: Course, samples: int, happened: Sequence[Event]) -> Pace:
+def draw_throughput(course: Course, samples: int, happened: Sequence[Event]) -> Pace:
     """One chart, and its events as a table."""
     began = course.times[0]
     ended = max([course.times[-1], *(each.at for each in happened)])
     x, y = curve(course.times, samples, len(course.variants), ended)
     name = ", ".join(course.variants) if len(course.variants) < 3 else f"{len(course.variants)} variants in turn"
-    figure = charts.lines({name: (x, y)}, "s", "samples/s", {name: charts.PALETTE[0]}, points=len(x))
+    figure = charts.line_chart({name: (x, y)}, "s", "samples/s", {name: charts.PALETTE[0]}, points=len(x))
     if happened:
         faults = dict.fromkeys(each.kind for each in happened if each.kind not in HUES)
         hues = HUES | {kind: OTHERS[place % len(OTHERS)] for place, kind in enumerate(faults)}
@@ -71,7 +71,7 @@ def drawn(course: Course, samples: int, happened: Sequence[Event]) -> Pace:
     title = f"samples a second of {name}, with {len(happened)} events"
     rows = [[number, f"{each.at - began:.2f}", each.told] for number, each in enumerate(happened, 1)]
     columns = [Column("", "number"), Column("s", "number"), Column("what happened")]
-    return Pace(name, charts.drawn(figure, title, 220), Table(columns, rows))
+    return Pace(name, charts.render_chart(figure, title, 220), Table(columns, rows))
 
 
 def curve(times: Sequence[float], samples: int, every: int, ended: float) -> tuple[list[float], list[float]]:

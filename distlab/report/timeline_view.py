@@ -48,7 +48,7 @@ def panel(scene: Scene, rows: Rows, longest_s: float) -> str:
     """All marks of a variant."""
     return "".join(
         [
-            *(part for rank in range(len(scene.of_ranks)) for part in row(scene, rank, rows, longest_s)),
+            *(part for rank in range(len(scene.of_ranks)) for part in draw_rank_row(scene, rank, rows, longest_s)),
             *(part for band in scene.bands for part in strip(band, rows, longest_s)),
             *(arrow(each, rows, longest_s) for each in scene.arrows),
         ]
@@ -64,7 +64,7 @@ def ideal(of_ranks: OfRanks, rows: Rows, longest_s: float) -> str:
     )
 
 
-def row(scene: Scene, rank: int, rows: Rows, longest_s: float) -> Iterator[str]:
+def draw_rank_row(scene: Scene, rank: int, rows: Rows, longest_s: float) -> Iterator[str]:
     """One rank: hatched ground for as long as the step takes, and its bars on it."""
     yield f'<g data-r="{rank}">'
     y, width = rows.top(rank), percent(scene.step_s, longest_s)

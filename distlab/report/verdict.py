@@ -71,7 +71,7 @@ def missing(records: Ranks) -> list[Check]:
             lacking = lacking if all(made[rank, variant, name] < times for rank in records) else []
         if lacking:
             most = max(made[rank, variant, name] for rank in lacking)
-            faults.setdefault(variant, []).append(sentence(name, times, most, [] if one else lacking))
+            faults.setdefault(variant, []).append(missing_claim_sentence(name, times, most, [] if one else lacking))
     return [Check(name, NAME, len(said), 0, "; ".join(said[:4]), CONTROL) for name, said in faults.items()]
 
 
@@ -88,7 +88,7 @@ def claims_of(records: Ranks) -> tuple[Counter[tuple[int, str, str]], dict[int, 
     return made, waived
 
 
-def sentence(name: str, times: int, seen: int, ranks: list[int]) -> str:
+def missing_claim_sentence(name: str, times: int, seen: int, ranks: list[int]) -> str:
     """Which claim is not there, and of whom."""
     who = f"rank {', '.join(map(str, ranks))}" if ranks else "some rank"
     often = f"{times} times, and found are {seen}" if times > 1 else "and it is not there"

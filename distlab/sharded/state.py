@@ -79,7 +79,7 @@ def assembled(pieces: Sequence[Labelled], peers: Peers) -> Iterator[tuple[str, T
         (Place(label, piece.shape, offset, box.shape), box) for label, piece in pieces for offset, box in piece.boxes
     ]
     flat = torch.cat([box.reshape(-1) for _, box in mine]) if mine else torch.empty(0)
-    everyone = store.everyone(([place for place, _ in mine], flat.dtype), peers.group, [Place])
+    everyone = store.all_gather_plain(([place for place, _ in mine], flat.dtype), peers.group, [Place])
     tag = peers.new_tag()
     if peers.rank:
         peers.post(tag, sends=[(0, sendable(flat, peers))])[1][0].wait()

@@ -128,7 +128,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
-    from distlab.testing.pool import words
+    from distlab.testing.pool import failure_text
 
     pool = pool_of(pyfuncitem.config)
     case: Any = pyfuncitem.callspec.params[CASE]
@@ -143,7 +143,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         if text:
             pyfuncitem.add_report_section("call", f"output of rank {number}", text)
     if outcome.is_bad:
-        pytest.fail(words(outcome), pytrace=False)
+        pytest.fail(failure_text(outcome), pytrace=False)
     skipped = [each.text for each in outcome.ended.values() if each.outcome == "skipped"]
     if skipped:
         pytest.skip(skipped[0])

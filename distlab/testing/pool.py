@@ -256,7 +256,7 @@ def where(frames: Sequence[Any]) -> str:
     return " < ".join(shown) or "unknown"
 
 
-def words(outcome: Outcome) -> str:
+def failure_text(outcome: Outcome) -> str:
     """A failed test: the doctor's sentences, where each rank was, and the traceback of who failed itself."""
     said = [f"rank {rank} {how}" for rank, how in outcome.lost.items()]  # what others raised came of it
     said += [finding.sentence for finding in outcome.findings]

@@ -202,7 +202,7 @@ def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
 def run(here: Here, task: Task) -> Ended:
     """The test's body in a fresh process group."""
     try:
-        function = found(task)
+        function = find_function(task)
         with here.recorder.unseen():
             begin(here, task)
         function(**arguments(here.rank, task))
@@ -213,7 +213,7 @@ def run(here: Here, task: Task) -> Ended:
         return Ended("skipped", str(skipped))
     except BaseException as error:
         here.telling.say("raised", *described(error, Path(task.file)), now())
-        return Ended("failed", shown(error, here.recorder.places))
+        return Ended("failed", format_traceback(error, here.recorder.places))
     return Ended("passed")
 
 
@@ -224,7 +224,7 @@ def end(here: Here) -> None:
             dist.destroy_process_group()
 
 
-def found(task: Task) -> Any:
+def find_function(task: Task) -> Any:
     """The function; of a method, bound to a new instance."""
     place: Any = test_module(task.module, task.file)
     for name in task.name.split("."):
@@ -260,7 +260,7 @@ def arguments(rank: int, task: Task) -> dict[str, Any]:
     return given
 
 
-def shown(error: BaseException, places: Places) -> str:
+def format_traceback(error: BaseException, places: Places) -> str:
     """The traceback as pytest draws it, of the frames that are no library's."""
     info = ExceptionInfo.from_exception(error)
     own = info.traceback.filter(lambda frame: places.kind(str(frame.path)) == "user")

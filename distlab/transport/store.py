@@ -183,7 +183,7 @@ DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, t
 MAX_BYTES = 1 << 34
 
 
-def everyone(mine: Any, group: dist.ProcessGroup, classes: Sequence[type] = ()) -> list[Any]:
+def all_gather_plain(mine: Any, group: dist.ProcessGroup, classes: Sequence[type] = ()) -> list[Any]:
     """What each rank of `group` has, on all; a collective. Raises ValueError where it cannot be read."""
     device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
     data = torch.frombuffer(bytearray(to_bytes(mine, classes)), dtype=torch.uint8).to(device)

@@ -64,7 +64,7 @@ def trace(lab: Lab, variants: Mapping[str, Build]) -> None:
             steps[name] = [[Event(*event) for event in of_rank] for _, _, of_rank in everyone]
             costs[name] = max(step_s for step_s, _, _ in everyone) / max(timed for _, timed, _ in everyone)
         lab.work.advance()
-    write(lab, clock, steps, costs)
+    write_trace(lab, clock, steps, costs)
     if dropped:
         lab.say(f"trace      the {dropped} shortest of this rank's events are left out", all_ranks=True)
 
@@ -152,7 +152,7 @@ def timed_s(lab: Lab, variant: str) -> float:
     return median(timed[-1].step_seconds)
 
 
-def write(lab: Lab, clock: Clock, steps: dict[str, list[list[Event]]], costs: dict[str, float]) -> None:
+def write_trace(lab: Lab, clock: Clock, steps: dict[str, list[list[Event]]], costs: dict[str, float]) -> None:
     """Write `trace.json` on rank 0, and say where it is and what it cost."""
     start = lab.journal.records[0]
     assert isinstance(start, records.Start)

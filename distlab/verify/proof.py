@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distlab.config import Config
 from distlab.contract import Build, Strategy
 from distlab.lab import Lab
-from distlab.measure.tensors import Worst, apart, hash_of
+from distlab.measure.tensors import Worst, hash_of, largest_difference
 from distlab.workload import reference
 from distlab.workload.data import Batches
 from distlab.workload.model import Model
@@ -110,7 +110,7 @@ def prove(
     batches = lab.batches(torch.float64, proof=True)
     steps = batches.proof_steps + TUNED_STEPS * (len(configs) - 1)
     with lab.work.of((1 + len(variants)) * steps, "steps of the proof"):
-        dense, buffers = alone(lab, configs, batches)
+        dense, buffers = train_reference(lab, configs, batches)
         for name, build in variants.items():
             if name in apart:
                 lab.at(0, f"proof of {name}")
@@ -126,7 +126,7 @@ def prove(
             lab.finished("proof", tuple(variants))
 
 
-def alone(lab: Lab, configs: list[Config], batches: Batches) -> tuple[list[list[Snapshot]], Carried]:
+def train_reference(lab: Lab, configs: list[Config], batches: Batches) -> tuple[list[list[Snapshot]], Carried]:
     """What one process comes to by each config, and which buffers it writes."""
     models = [lab.model(torch.float64) if lab.rank == 0 else None for _ in configs]
     counts = (batches.proof_steps, TUNED_STEPS)
@@ -153,12 +153,12 @@ def compare(
         strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
         tuned_against(lab, strategy_tuned, name, batches, wanted, found)
     if lab.rank == 0:
-        write(lab, name, found, planned)
+        write_checks(lab, name, found, planned)
     if also is not None and not is_own(name):  # what a lesson claims of its own
         also(name, strategy)
 
 
-def write(lab: Lab, name: str, found: Worst, planned: Mapping[str, int]) -> None:
+def write_checks(lab: Lab, name: str, found: Worst, planned: Mapping[str, int]) -> None:
     """The checks of one variant, and whether each was made as often as is `planned`: at every step of its own."""
     for check, off in found.found.items():
         grown = max(1.0, lab.config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
@@ -270,7 +270,7 @@ def check_same(lab: Lab, name: str, weights: Sequence[Tensor]) -> None:
     mine = torch.cat([weight.flatten() for weight in weights])
     first = mine.clone()
     dist.broadcast(first, group=lab.group, group_src=0)
-    differs = 0.0 if torch.equal(mine, first) else apart(mine, first)
+    differs = 0.0 if torch.equal(mine, first) else largest_difference(mine, first)
     lab.check(
         "replicas", differs, 0.0, variant=name, control=REPLICA_CONTROLS.format("test_a_replica_of_its_own_is_seen")
     )

@@ -51,10 +51,10 @@ def one_process(
     twin: list[float] = []
     if steps and lab.rank == 0:
         own = trained(lab, dtype, batches, train)
-        other = train(moved(lab, dtype), batches, lab.config, 1, parts=parts).first
+        other = train(moved_by_one_unit(lab, dtype), batches, lab.config, 1, parts=parts).first
         away = {name: distance(gradient, other[name]) for name, gradient in own.first.items()}
     if steps and lab.rank == min(1, lab.world_size - 1):
-        twin = train(moved(lab, dtype), batches, lab.config, steps, parts=parts).values
+        twin = train(moved_by_one_unit(lab, dtype), batches, lab.config, steps, parts=parts).values
     twins = lab.exchange.everyone("one process", twin)
     if own is None:
         return None
@@ -73,7 +73,7 @@ def trained(lab: Lab, dtype: torch.dtype, batches: Batches, train: OneProcess) -
         return train(model, batches, lab.config, lab.config.steps)
 
 
-def moved(lab: Lab, dtype: torch.dtype) -> Model:
+def moved_by_one_unit(lab: Lab, dtype: torch.dtype) -> Model:
     """The model, and every weight one unit away."""
     model = lab.model(dtype)
     reference.move_by_a_unit(model, lab.config.seed)
@@ -112,7 +112,7 @@ ROUNDINGS = 4  # of an element in one update, at most: decay, ratio, product, su
 def sgd(weight: Tensor, gradient: Tensor, found: Tensor, rounding: float, config: Config) -> dict[str, Off]:
     """`found` is w - lr·g; `rounding` is the norm of what may be wrong with the gradient."""
     wanted = weight.clone().add_(gradient, alpha=-config.learning_rate)
-    return {"weights": off(found, wanted, config.learning_rate * rounding)}
+    return {"weights": stored_difference(found, wanted, config.learning_rate * rounding)}
 
 
 def adamw(
@@ -130,8 +130,8 @@ def adamw(
     largest = gradient.double().abs().max().item()
     squares = 2 * largest * rounding + rounding**2
     moments = [
-        off(after["exp_avg"], first, (1 - BETA_1) * rounding),
-        off(after["exp_avg_sq"], second, (1 - BETA_2) * squares),
+        stored_difference(after["exp_avg"], first, (1 - BETA_1) * rounding),
+        stored_difference(after["exp_avg_sq"], second, (1 - BETA_2) * squares),
     ]
     rate, corrected = config.learning_rate / (1 - BETA_1 ** (step + 1)), math.sqrt(1 - BETA_2 ** (step + 1))
     scale = (after["exp_avg_sq"].sqrt() / corrected).add_(EPSILON)
@@ -140,11 +140,11 @@ def adamw(
     exact = torch.finfo(torch.promote_types(found.dtype, torch.float32)).eps
     return {
         "optimizer": max(moments, key=lambda each: each.share),
-        "weights": off(found, wanted, ROUNDINGS * exact * moved),
+        "weights": stored_difference(found, wanted, ROUNDINGS * exact * moved),
     }
 
 
-def off(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
+def stored_difference(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
     """The difference of what is stored, where it may be `uncertain` before it is rounded; both as norms."""
     unit = torch.finfo(wanted.dtype).eps
     exact = torch.finfo(torch.promote_types(wanted.dtype, torch.float32)).eps

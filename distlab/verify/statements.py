@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distlab.lab import Lab
-from distlab.measure.tensors import apart
+from distlab.measure.tensors import largest_difference
 from distlab.verify.definition import Weights, computed, num_weights
 from distlab.verify.repeated import hold_recomputation
 from distlab.workload import data
@@ -332,7 +332,7 @@ def hold_epochs(lab: Lab, batches: Batches) -> None:
 
 def misread(lab: Lab, batches: Batches) -> int:
     """Bytes of the first batch that are not the text's: sample i is its bytes from i·S on, a target the one behind."""
-    given, seq = data.read(lab.config), lab.config.seq
+    given, seq = data.read_text(lab.config), lab.config.seq
     whole, wrong = batches.full(0), 0
     for number, inputs, targets in zip(batches.full_ids(0), whole.inputs.tolist(), whole.targets.tolist(), strict=True):
         start = number * seq
@@ -384,4 +384,4 @@ def hold_optimizer(lab: Lab) -> None:
 
 def difference(found: Tensor, wanted: Tensor) -> float:
     """The largest, as a share of the largest number that is wanted, or of one."""
-    return apart(found, wanted) / max(1.0, wanted.abs().max().item())
+    return largest_difference(found, wanted) / max(1.0, wanted.abs().max().item())

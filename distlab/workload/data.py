@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distlab.config import Config
-from distlab.config.settings import shown
+from distlab.config.settings import quoted
 from distlab.workload import user_model
 from distlab.workload.user_model import reads_text
 
@@ -38,7 +38,7 @@ class NoText(Exception):
     """What LAB_TEXT names cannot be read; the sentence goes on after its value."""
 
 
-def read(config: Config) -> bytes:
+def read_text(config: Config) -> bytes:
     """The first MAX_BYTES of the text; raises OSError where a file cannot be read, NoText where nothing should be."""
     text = bytearray()
     for path in _files(config.text):
@@ -51,7 +51,7 @@ def read(config: Config) -> bytes:
 def digest(config: Config) -> str:
     """The sha256 of the text, which all ranks need alike; empty where none can be read."""
     try:
-        return hashlib.sha256(read(config)).hexdigest()
+        return hashlib.sha256(read_text(config)).hexdigest()
     except (OSError, NoText):
         return ""
 
@@ -60,15 +60,15 @@ def text_refusals(config: Config) -> list[str]:
     """A sentence if LAB_TEXT cannot be read or holds less than one sample (LAB_SEQ bytes and the one that follows)."""
     if not reads_text(config.model):
         return []
-    named = f"LAB_TEXT={shown(config.text)}"
+    named = f"LAB_TEXT={quoted(config.text)}"
     try:
-        num_bytes = len(read(config))
+        num_bytes = len(read_text(config))
     except FileNotFoundError:
         return [f"{named} does not exist: name a file or a folder that every rank can read"]
     except NoText as error:
         return [f"{named} {error}"]
     except OSError as error:
-        return [f"{named} cannot be read: {error.strerror}: {shown(error.filename)}"]
+        return [f"{named} cannot be read: {error.strerror}: {quoted(error.filename)}"]
     where = "the standard library" if config.text is None else named
     if num_bytes == 0:
         return [f"{where} is empty: name a file or a folder with text"]
@@ -111,7 +111,7 @@ def _regular_bytes(path: Path, most: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
-            raise NoText(f"has become a pipe or a device: {shown(path)}")
+            raise NoText(f"has become a pipe or a device: {quoted(path)}")
         return file.read(min(most, state.st_size))
 
 
@@ -139,7 +139,7 @@ class Text:
     """Windows of LAB_SEQ bytes; the target of each byte is the next one."""
 
     def __init__(self, config: Config) -> None:
-        self.bytes = torch.frombuffer(bytearray(read(config)), dtype=torch.uint8)
+        self.bytes = torch.frombuffer(bytearray(read_text(config)), dtype=torch.uint8)
         self.terms = config.seq
 
     def __len__(self) -> int:
@@ -168,11 +168,11 @@ class Points:
         return self.x[ids], self.y[ids]
 
 
-class Own:
+class UserBatches:
     """The batches of a model's own file, one after the other."""
 
     def __init__(self, spec: str, seed: int, num_batches: int) -> None:
-        made = [user_model.beside(spec, "batch")(seed, step) for step in range(num_batches)]
+        made = [user_model.find_in_file(spec, "batch")(seed, step) for step in range(num_batches)]
         self.inputs, self.targets = (torch.cat([each[side] for each in made]) for side in (0, 1))
         self.terms = self.targets[0].numel()
 
@@ -245,7 +245,7 @@ def _data_set(config: Config, batch: int, proof: bool) -> tuple[Samples, int]:
     """The samples, and how many global batches an epoch holds."""
     if user_model.is_own(config.model) and not user_model.reads_text(config.model):
         num_batches = 2 if proof else OWN_BATCHES
-        return Own(config.model, config.seed, num_batches), num_batches
+        return UserBatches(config.model, config.seed, num_batches), num_batches
     if config.model == "line":
         return Points(batch, 1, config.seed), 1
     if config.model == "mlp":

@@ -209,13 +209,13 @@ class OwnModel(Model):
 
     def __init__(self, spec: str, seed: int, *, recompute: bool = False) -> None:
         self.spec = spec
-        loss = user_model.OwnLoss(user_model.beside(spec, "loss"))
-        super().__init__(spec, user_model.layers_of(user_model.made(spec, seed)), loss, recompute=recompute)
+        loss = user_model.OwnLoss(user_model.find_in_file(spec, "loss"))
+        super().__init__(spec, user_model.layers_of(user_model.make_user_model(spec, seed)), loss, recompute=recompute)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Take the weights of a model that its own function makes of `seed`."""
-        fresh = nn.ModuleList(user_model.layers_of(user_model.made(self.spec, seed)))
+        fresh = nn.ModuleList(user_model.layers_of(user_model.make_user_model(self.spec, seed)))
         for parameter, drawn in zip(self.layers.parameters(), fresh.parameters(), strict=True):
             parameter.copy_(drawn)
 

@@ -42,19 +42,19 @@ def module_of(file: str) -> ModuleType:
     return module
 
 
-def beside(spec: str, name: str) -> Any:
+def find_in_file(spec: str, name: str) -> Any:
     """What stands in the model's file by this name; None where nothing does."""
     return getattr(module_of(spec.rpartition(":")[0]), name, None)
 
 
 def reads_text(model: str) -> bool:
     """Whether LAB_MODEL is trained on text: gpt, and one's own whose file has no batch."""
-    return model == "gpt" or (is_own(model) and beside(model, "batch") is None)
+    return model == "gpt" or (is_own(model) and find_in_file(model, "batch") is None)
 
 
-def made(spec: str, seed: int) -> nn.Module:
+def make_user_model(spec: str, seed: int) -> nn.Module:
     """The model of `seed` in float32; raises TypeError where the function makes none."""
-    maker = beside(spec, spec.rpartition(":")[2])
+    maker = find_in_file(spec, spec.rpartition(":")[2])
     if not callable(maker):
         raise TypeError(f"has no function {spec.rpartition(':')[2]!r}")
     module = maker(seed)
@@ -79,7 +79,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 def first_inputs(spec: str, seed: int, seq: int, samples: int) -> Tensor:
     """What the model takes, of the first samples of its own batch, or as many of `seq` bytes of text."""
-    batch = beside(spec, "batch")
+    batch = find_in_file(spec, "batch")
     inputs: Tensor = torch.zeros(samples, seq).long() if batch is None else batch(seed, 0)[0][:samples]
     return inputs.float() if inputs.is_floating_point() else inputs
 
@@ -89,7 +89,7 @@ def passed_on(spec: str, seed: int, seq: int) -> list[tuple[int, ...]]:
     hidden = first_inputs(spec, seed, seq, 1)
     shapes = []
     with torch.no_grad():
-        for layer in layers_of(made(spec, seed))[:-1]:
+        for layer in layers_of(make_user_model(spec, seed))[:-1]:
             hidden = layer(hidden)
             shapes.append(tuple(hidden.shape[1:]))
     return shapes
@@ -105,10 +105,10 @@ class OwnLoss(nn.Module):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.own is not None:
             return self.own(lambda *_: outputs, outputs, targets)
-        return summed(outputs, targets)
+        return default_loss(outputs, targets)
 
 
-def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """The sum over all terms of what is usual: cross entropy where targets are classes, else squares."""
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     if targets.is_floating_point():
@@ -120,11 +120,11 @@ def refusals(spec: str, seed: int, batch: int, inputs: Callable[[], Tensor]) -> 
     """Sentences why no mode can train it; `inputs` gives a sample of the text where it has no batch of its own."""
     named = f"LAB_MODEL={spec!r}"
     try:
-        module = made(spec, seed)
+        module = make_user_model(spec, seed)
     except Exception as error:  # whatever a user's file raises
         return [f"{named} cannot be used: {type(error).__name__}: {error}"]
     faults = [f"{named} {fault}" for fault in unfit(module)]
-    own = beside(spec, "batch")
+    own = find_in_file(spec, "batch")
     if own is None:
         given = inputs()
     else:

@@ -60,7 +60,7 @@ class Cost:
 Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
 
 
-class Told(NamedTuple):
+class SweepFinding(NamedTuple):
     """What the sweep says of one operation: the rows of its table, and its busbw by variant, [MB] and [GB/s]."""
 
     rows: list[list[object]]
@@ -86,7 +86,7 @@ def even(nbytes: int, world_size: int) -> int:
 # of the busiest link.
 
 
-def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> Told:
+def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> SweepFinding:
     """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's. Returns what they say."""
     factor = formulas.busbw_factor(op, lab.world_size)
     rows: list[list[object]] = []
@@ -112,7 +112,7 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
     }
     lab.chart(f"{op}: time of a call", "MB", "ms", milliseconds, log_x=True, log_y=True)
     lab.chart(f"{op}: busbw", "MB", "GB/s", busbw, log_x=True)
-    return Told(rows, busbw)
+    return SweepFinding(rows, busbw)
 
 
 def crossings(lab: Lab, op: str, costs: Costs, sizes: list[int]) -> None:
@@ -134,7 +134,7 @@ def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
         times = {nbytes: costs["all_reduce", nbytes, name].seconds for nbytes in sizes}
         latency_s, bytes_per_s, off = fit(name, lab.world_size, times)
         rounds = formulas.all_reduce_rounds(name, lab.world_size)
-        rows.append([name, rounds, shown(latency_s * 1e6), shown(bytes_per_s / 1e9), f"{off:.0%}"])
+        rows.append([name, rounds, three_digits(latency_s * 1e6), three_digits(bytes_per_s / 1e9), f"{off:.0%}"])
     # `python -m distlab plan --calibrate` reads this table.
     lab.table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], rows)
 
@@ -175,7 +175,7 @@ def wall(lab: Lab, costs: Costs, variants: list[str], largest: int) -> None:
     )
 
 
-def shown(value: float) -> float:
+def three_digits(value: float) -> float:
     """Three digits, however slow the link is."""
     return float(f"{value:.3g}")
 
@@ -188,7 +188,7 @@ def shown(value: float) -> float:
 CONTROL = "tests/experiments/test_comm.py::test_speeds_in_another_unit_fail_the_sweep"
 
 
-def check_speeds(lab: Lab, op: str, costs: Costs, told: Told) -> None:
+def check_speeds(lab: Lab, op: str, costs: Costs, told: SweepFinding) -> None:
     """One check an operation; the detail tells of the first thing that is wrong."""
     factor = (2 if op == "all_reduce" else 1) * (lab.world_size - 1) / lab.world_size
     by_name = {(size(nbytes), name): (nbytes, cost) for (other, nbytes, name), cost in costs.items() if other == op}

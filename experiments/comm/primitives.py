@@ -14,7 +14,7 @@ from torch import Tensor
 from distlab.collectives import autograd as ours
 from distlab.collectives.autograd import Loss
 from distlab.lab import Lab
-from distlab.measure.tensors import apart, larger
+from distlab.measure.tensors import larger, largest_difference
 
 from .checks import poisoned
 
@@ -118,7 +118,7 @@ def forward(lab: Lab) -> None:
             before = inputs(lab, primitive, repeat)
             with poisoned():
                 after = primitive.call(before[lab.rank], lab.group, "own")
-            wrong = larger(wrong, apart(after, primitive.dense(before)[lab.rank]))
+            wrong = larger(wrong, largest_difference(after, primitive.dense(before)[lab.rank]))
         lab.check("forward", wrong, 0.0, detail=primitive.name, control=control)
         shown = lab.exchange.gather(primitive.name, text(after))
         rows += [
@@ -164,8 +164,8 @@ def backward(lab: Lab, backward_of: Convention = as_it_is) -> None:
             measured = gradient(lab, primitive, taken, loss)
             lessons = gradient(lab, primitive, loss_of_lesson(primitive, loss), loss)
             detail = f"{primitive.name}, {loss} loss, backward by {primitive.backward[taken]}"
-            lab.check("gradients", apart(measured, true), TOLERANCE, detail=detail)
-            rows.append(row(primitive, loss, primitive.backward[taken], measured, true, lessons))
+            lab.check("gradients", largest_difference(measured, true), TOLERANCE, detail=detail)
+            rows.append(table_row(primitive, loss, primitive.backward[taken], measured, true, lessons))
     lab.table("What comes back to rank 0: the gradient of x", COLUMNS, rows)
     nothing_recorded(lab)
 
@@ -173,12 +173,12 @@ def backward(lab: Lab, backward_of: Convention = as_it_is) -> None:
 COLUMNS = ["primitive", "loss", "backward", "it gives", "one process", "the lesson's backward", "that gives"]
 
 
-def row(
+def table_row(
     primitive: Primitive, loss: Loss, backward: str, measured: Tensor, true: Tensor, lessons: Tensor
 ) -> list[object]:
     """A line of the table: what went back here, what is right, and what the lesson's backward would give."""
     whose = loss if primitive.replicates else "either"
-    gives = text(lessons) if apart(lessons, true) <= TOLERANCE else f"WRONG: {text(lessons)}"
+    gives = text(lessons) if largest_difference(lessons, true) <= TOLERANCE else f"WRONG: {text(lessons)}"
     lesson = [primitive.backward[loss_of_lesson(primitive, loss)], gives] if primitive.lesson else ["-", "-"]
     return [primitive.name, whose, backward, text(measured), text(true), *lesson]
 

@@ -37,7 +37,7 @@ def broadcast_slice_gather(lab: Lab) -> None:
     lab.check("demo", wrong, 0.0, detail=f"gathered {full_result.tolist()}", control=control)
 
 
-class Told(Peers):
+class RecordingPeers(Peers):
     """Peers that note the messages of each round: (receiver, first number of what is sent)."""
 
     def __init__(self, group: dist.ProcessGroup, chunks: list[Tensor]) -> None:
@@ -65,7 +65,7 @@ def ring(lab: Lab, algorithm: Algorithm = ring_by_hand) -> None:
     """The ring all_reduce of the variant `ring`, told round by round."""
     tensor, wanted = marked(lab)
     chunks = split(tensor, lab.world_size)
-    peers = Told(lab.group, chunks)
+    peers = RecordingPeers(lab.group, chunks)
     lab.at(0, "ring")
     Pending(algorithm.all_reduce(peers, tensor)).wait()
     held = [*peers.held, digits(chunks)]

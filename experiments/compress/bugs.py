@@ -12,7 +12,7 @@ from distlab.config import Config
 from distlab.contract import Mistakes, Needs
 from distlab.data_parallel.buckets import AllReduceOf, GradientBuckets
 
-from .predictions import METHODS, own
+from .predictions import METHODS, options_of
 from .reference import rank_seed
 
 mistake = Mistakes()
@@ -23,25 +23,26 @@ mistake = Mistakes()
 
 def nothing_to_forget(config: Config) -> str:
     """Where all is sent, or what is not sent is dropped on purpose."""
-    if not own(config).error_feedback:
+    if not options_of(config).error_feedback:
         return "LAB_ERROR_FEEDBACK=0: there is none to forget"
     chosen = {name for name in METHODS if not config.variant or name in config.variant}
-    return "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and own(config).ratio == 1 else ""
+    return (
+        "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and options_of(config).ratio == 1 else ""
+    )
 
 
 def every_place(config: Config) -> str:
     """Where there is no choice of places, seeds do not matter."""
-    return "LAB_RATIO=1: all places are drawn" if own(config).ratio == 1 else ""
+    return "LAB_RATIO=1: all places are drawn" if options_of(config).ratio == 1 else ""
 
 
 def few_rows(config: Config) -> str:
     """No gradient of a matrix has a higher rank than the batch has rows, so products of that rank are exact."""
     rows = config.batch * (config.seq if config.model == "gpt" else 1)
-    if own(config).low_rank < rows:
+    if options_of(config).low_rank < rows:
         return ""
-    return (
-        f"LAB_LOW_RANK={own(config).low_rank}: gradients of {rows} rows have no higher rank, allowed: less than {rows}"
-    )
+    low_rank = options_of(config).low_rank
+    return f"LAB_LOW_RANK={low_rank}: gradients of {rows} rows have no higher rank, allowed: less than {rows}"
 
 
 # --- the mistakes ---

@@ -32,9 +32,9 @@ from distlab.workload.model import Model
 from distlab.workload.optimizer import make_optimizer
 from distlab.workload.reference import backward
 
-from .predictions import METHODS, OURS, bucket_members, bucket_shapes, own
+from .predictions import METHODS, OURS, bucket_members, bucket_shapes, options_of
 from .properties import Projection, check_draws, check_limits, factored
-from .reference import ROUNDING, TINY, Reference, Witness, added, watched
+from .reference import ROUNDING, TINY, Reference, Witness, added, watch_buckets
 
 PROVEN_STEPS = 4
 LEARNING_RATE = 0.01
@@ -78,9 +78,9 @@ class OneProcess:
 def by_the_formula(lab: Lab, name: str, build: Build) -> None:
     """The proof of one of our variants."""
     config = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
-    method, feedback = OURS[name], own(config).error_feedback and name in METHODS
+    method, feedback = OURS[name], options_of(config).error_feedback and name in METHODS
     strategy = build(lab.model(torch.float64), lab.mesh, config)
-    _, witnesses = watched(strategy)
+    _, witnesses = watch_buckets(strategy)
     shapes = bucket_shapes(config, 8, name)
     references = [
         Projection(config, of, feedback=feedback)
@@ -143,7 +143,7 @@ def differences(
 
 def check_rank(lab: Lab, name: str, witnesses: list[Witness], shapes: list[list[Size]]) -> None:
     """No matrix of the last sum has a rank above LAB_LOW_RANK."""
-    low_rank = own(lab.config).low_rank
+    low_rank = options_of(lab.config).low_rank
     ranks = [rank_of(witness.total, of, low_rank) for witness, of in zip(witnesses, shapes, strict=True)]
     detail = f"ranks above {low_rank} of a matrix of the sum"
     lab.check("rank", max(0, max(ranks) - low_rank), 0, name, detail)
@@ -175,6 +175,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield Claims(("drawn",), ("int8", "randomk"))
     yield Claims(("rank",), ("powersgd", "powersgd_plain"), one=True)
     yield Claims(("losses beside ours", "gradients beside ours"), BESIDE)
-    if own(config).error_feedback:
+    if options_of(config).error_feedback:
         yield Claims(("sent + residual",), METHODS, one=True)
         yield Claims(("residuals",), METHODS)

@@ -9,7 +9,7 @@ from distlab.config import Config
 from distlab.contract import Counted
 from distlab.lab import Lab
 
-from .predictions import METHODS, cannot, own, sent_bytes
+from .predictions import METHODS, cannot, options_of, sent_bytes
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -66,13 +66,14 @@ def by_world(lab: Lab, sent: Mapping[str, float]) -> None:
     columns = ["variant", f"measured, N={here}", *(f"N={worlds}" for worlds in WORLDS)]
     rows = [[name, points[name], *(f"{value:.3g}" for value in lines[name])] for name in methods]
     lab.table(
-        f"Bytes sent over dense, with LAB_RATIO={own(config).ratio:g} and LAB_LOW_RANK={own(config).low_rank}",
+        f"Bytes sent over dense, with LAB_RATIO={options_of(config).ratio:g} and"
+        f" LAB_LOW_RANK={options_of(config).low_rank}",
         columns,
         rows,
     )
     itemsize = getattr(torch, config.dtype).itemsize
     lab.say(
-        f"topk sends less than dense below N = {topk_pays_below(own(config).ratio, itemsize):.4g}, "
+        f"topk sends less than dense below N = {topk_pays_below(options_of(config).ratio, itemsize):.4g}, "
         f"sign below N = {sign_pays_below(itemsize)}", "all_gather",
     )  # fmt: skip
     series = {name: [[float(worlds) for worlds in WORLDS], values] for name, values in lines.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Size
 
 from distlab.collectives.costs import gloo_all_reduce_messages
-from distlab.compression.costs import FORMULAS, bucket_bytes, bucket_calls, factors, kept
+from distlab.compression.costs import FORMULAS, bucket_bytes, bucket_calls, factors, num_kept
 from distlab.compression.powersgd import pays
 from distlab.config import Config
 from distlab.contract import Measured, untrainable
@@ -34,7 +34,7 @@ OURS = {
 METHOD_OF = OURS | TORCHS  # of each variant
 
 
-def own(config: Config) -> Options:
+def options_of(config: Config) -> Options:
     """The settings that this mode alone knows."""
     return config.own(Options)
 
@@ -52,7 +52,7 @@ def cannot(config: Config) -> dict[str, str]:
     if config.dtype == "bfloat16":
         reason = "LAB_DTYPE=bfloat16: gradients are of 16 bits already"
         reasons |= dict.fromkeys(("bf16", "fp16", "ddp_fp16"), reason)
-    if not own(config).error_feedback:
+    if not options_of(config).error_feedback:
         reasons |= {f"{name}_plain": f"LAB_ERROR_FEEDBACK=0: {name} is without it already" for name in PLAIN}
     if reason := no_factors(config):
         reasons |= {name: reason for name, method in METHOD_OF.items() if method == "powersgd"}
@@ -61,7 +61,7 @@ def cannot(config: Config) -> dict[str, str]:
 
 def no_factors(config: Config) -> str:
     """Why PowerSGD cannot factor with these settings; empty if it can."""
-    low_rank, side = own(config).low_rank, smallest_side(config)
+    low_rank, side = options_of(config).low_rank, smallest_side(config)
     if low_rank > side:
         what = f"LAB_LOW_RANK={low_rank} is above the smallest side of a weight matrix of this model"
         return f"{what}, allowed: 1 to {side}"
@@ -91,7 +91,7 @@ def bucket_shapes(config: Config, itemsize: int, variant: str = "") -> list[list
 def sent_bytes(config: Config, variant: str, world_size: int) -> float:
     """Bytes that a rank sends in a step, by the formula."""
     itemsize: int = getattr(torch, config.dtype).itemsize
-    ratio, low_rank = own(config).ratio, own(config).low_rank
+    ratio, low_rank = options_of(config).ratio, options_of(config).low_rank
     return math.fsum(
         bucket_bytes(METHOD_OF[variant], world_size, shapes, itemsize, ratio=ratio, low_rank=low_rank)
         for shapes in bucket_shapes(config, itemsize, variant)
@@ -101,7 +101,7 @@ def sent_bytes(config: Config, variant: str, world_size: int) -> float:
 def calls(config: Config, variant: str) -> int:
     """Collectives in a step; `naive` sends numbers and places apart."""
     buckets = bucket_shapes(config, getattr(torch, config.dtype).itemsize, variant)
-    one_by_one = sum(bucket_calls(METHOD_OF[variant], shapes, own(config).low_rank) for shapes in buckets)
+    one_by_one = sum(bucket_calls(METHOD_OF[variant], shapes, options_of(config).low_rank) for shapes in buckets)
     return 2 * one_by_one if variant == "naive" else one_by_one
 
 
@@ -136,7 +136,7 @@ def at_rest(config: Config, name: str) -> Prediction:
     itemsize: int = getattr(torch, config.dtype).itemsize
     adam = config.optimizer == "adamw"
     held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-    residual = own(config).error_feedback and name in METHODS
+    residual = options_of(config).error_feedback and name in METHODS
     value = sum(held.values()) + residual * itemsize * sum(sizes)
     formula = f"{(2 + 2 * adam + residual) * itemsize} x P"
     return Prediction(
@@ -175,7 +175,7 @@ class Message(NamedTuple):
 
 def message(method: str, numel: int, itemsize: int, world_size: int, ratio: float, *, feedback: bool) -> Message:
     """Of `numel` numbers; with `feedback` what is sent is taken out of the residual, in the dtype of the bucket."""
-    wide, back, k = max(4, itemsize), itemsize * numel * feedback, kept(numel, ratio)
+    wide, back, k = max(4, itemsize), itemsize * numel * feedback, num_kept(numel, ratio)
     if method in ("bf16", "fp16"):
         return Message(2 * 2 * numel + back, 2 * numel)  # its own beside the sum
     if method == "int8":
@@ -195,7 +195,7 @@ def message(method: str, numel: int, itemsize: int, world_size: int, ratio: floa
 
 def largest_k(numel: int, itemsize: int, world_size: int, ratio: float, *, all_pass: bool) -> Message:
     """Top-k's: a piece's magnitudes and flags, then the places of what passed, 5/4 k as a rule, or all numbers."""
-    k = kept(numel, ratio)
+    k = num_kept(numel, ratio)
     passed = numel if all_pass else min(numel, 5 * k // 4)
     looked_at = (itemsize + 1) * min(PIECE, numel) + (itemsize + INDEX) * min(numel // 100, passed // 100 + 50)
     ranked = 2 * INDEX * passed + (2 * itemsize + 2) * passed + (itemsize + INDEX) * k
@@ -206,7 +206,7 @@ def largest_k(numel: int, itemsize: int, world_size: int, ratio: float, *, all_p
 
 def gathered(numel: int, itemsize: int, world_size: int, ratio: float) -> Message:
     """The naive variant's, a gradient at a time: magnitudes sorted beside their places, then everybody's."""
-    k = kept(numel, ratio)
+    k = num_kept(numel, ratio)
     sent = (4 + itemsize) * k
     return Message(max((2 * itemsize + INDEX) * numel, INDEX * numel + (world_size + 1) * sent), 0)
 
@@ -244,9 +244,9 @@ def peak_bytes(name: str, config: Config, passes: list[Happening], *, all_pass: 
     sizes = [shape.numel() for shape in shapes]
     adam, total = config.optimizer == "adamw", sum(sizes)
     held = rest_bytes(0, total, total, itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-    constant = sum(held.values()) + itemsize * total * (own(config).error_feedback and name in METHODS)
+    constant = sum(held.values()) + itemsize * total * (options_of(config).error_feedback and name in METHODS)
     if METHOD_OF[name] == "powersgd":
-        constant += itemsize * sum(factors(shape, own(config).low_rank) for shape in shapes)
+        constant += itemsize * sum(factors(shape, options_of(config).low_rank) for shape in shapes)
     buckets = message_bytes(name, config, sizes, itemsize, all_pass=all_pass)
     alone = constant + max(each.written for _, each in buckets) if name == "naive" else 0.0  # after the passes
     holding = Compressed(constant, [] if name == "naive" else buckets, config.num_microbatches)
@@ -257,8 +257,8 @@ def message_bytes(
     name: str, config: Config, sizes: list[int], itemsize: int, *, all_pass: bool
 ) -> list[tuple[set[str], Message]]:
     """Of each bucket the names of its gradients, and its message."""
-    ranks, ratio = config.world_size, own(config).ratio
-    feedback, named, found = own(config).error_feedback and name in METHODS, names_of(config), []
+    ranks, ratio = config.world_size, options_of(config).ratio
+    feedback, named, found = options_of(config).error_feedback and name in METHODS, names_of(config), []
     for members in bucket_members(config, itemsize, name):
         numel = sum(sizes[index] for index in members)
         if name == "naive":

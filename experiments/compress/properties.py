@@ -16,12 +16,12 @@ from torch import Size, Tensor, nn
 from distlab.config import Config
 from distlab.contract import Build
 from distlab.lab import Lab
-from distlab.measure.tensors import apart, larger, largest
+from distlab.measure.tensors import larger, largest, largest_difference
 from distlab.verify.statements import sampling_errors
 from distlab.workload.model import Model
 
-from .predictions import own
-from .reference import TINY, Witness, watched
+from .predictions import options_of
+from .reference import TINY, Witness, watch_buckets
 
 TOLERANCE = 1e-12  # over the largest number that is summed
 CONTROLS = "tests/experiments/test_compress.py::{}"
@@ -30,9 +30,9 @@ CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def check_limits(lab: Lab, name: str, method: str, build: Build) -> None:
     """Each gradient through a strategy of its own."""
-    low_rank = own(lab.config).low_rank
+    low_rank = options_of(lab.config).low_rank
     shape = Size((4 * low_rank + 8, 3 * low_rank + 6))  # two factors of it are smaller
-    gradient = whole(method, lab.rank, lab.world_size, shape, low_rank)
+    gradient = exact_gradient(method, lab.rank, lab.world_size, shape, low_rank)
     control = CONTROLS.format("test_a_limit_that_is_missed_fails_the_run")
     off = max(passed(lab, build, shape, each) for each in (gradient, torch.zeros_like(gradient)))
     lab.check("limit", off, TOLERANCE, name, control=control)
@@ -40,7 +40,7 @@ def check_limits(lab: Lab, name: str, method: str, build: Build) -> None:
         # Twice what one rank may send, the same sign on all: N of them would be beyond it on the way.
         beyond = torch.full_like(gradient, 2 * torch.finfo(CASTS[method]).max / (lab.world_size + 1))
         witness = sender(lab, build, shape, ratio=1.0)(beyond)
-        left = witness.rest if own(lab.config).error_feedback else beyond - witness.total / lab.world_size
+        left = witness.rest if options_of(lab.config).error_feedback else beyond - witness.total / lab.world_size
         detail = "twice what a rank may send of 16 bits: a number, and half of it is left"
         off = largest(left / beyond - 0.5)
         # The limit itself is rounded to 16 bits, and N of them to the sum, by half an epsilon each.
@@ -54,7 +54,7 @@ def passed(lab: Lab, build: Build, shape: Size, gradient: Tensor) -> float:
     dense, rest = gradient.to(lab.device), witness.rest.clone()
     for tensor in (dense, rest):
         dist.all_reduce(tensor, group=lab.group)
-    return larger(apart(witness.total, dense), largest(rest)) / (largest(dense) or 1.0)
+    return larger(largest_difference(witness.total, dense), largest(rest)) / (largest(dense) or 1.0)
 
 
 def sender(lab: Lab, build: Build, shape: Size, **options: Any) -> Callable[[Tensor], Witness]:
@@ -62,7 +62,7 @@ def sender(lab: Lab, build: Build, shape: Size, **options: Any) -> Callable[[Ten
     `options` are other ones."""
     layer = nn.Linear(shape[1], shape[0], bias=False)
     model = Model("limit", [layer], nn.Identity()).to(lab.device, torch.float64)
-    gradients, [witness] = watched(build(model, lab.mesh, lab.config.with_own(**options)))
+    gradients, [witness] = watch_buckets(build(model, lab.mesh, lab.config.with_own(**options)))
 
     def send(gradient: Tensor) -> Witness:
         gradients.zero()
@@ -74,7 +74,7 @@ def sender(lab: Lab, build: Build, shape: Size, **options: Any) -> Callable[[Ten
     return send
 
 
-def whole(method: str, rank: int, world_size: int, shape: Size, low_rank: int) -> Tensor:
+def exact_gradient(method: str, rank: int, world_size: int, shape: Size, low_rank: int) -> Tensor:
     """This rank's gradient that the method can say whole, flat, float64.
 
     bf16, fp16: small integers. int8: integers up to the number of levels. topk, randomk: any, at ratio 1. sign: one
@@ -178,7 +178,7 @@ class Projection:
 
     def __init__(self, config: Config, shapes: list[Size], *, feedback: bool) -> None:
         self.feedback, self.left = feedback, torch.zeros(())
-        self.low_rank, self.seed, self.shapes = own(config).low_rank, config.seed, shapes
+        self.low_rank, self.seed, self.shapes = options_of(config).low_rank, config.seed, shapes
         self.starts: dict[int, Tensor] = {}  # [n, *] by the matrix' place: its columns span this step's Q
 
     def judge(self, gradients: list[Tensor], total: Tensor) -> tuple[float, Tensor]:

@@ -32,7 +32,7 @@ from distlab.mesh.grid import Mesh
 from distlab.verify.proof import check_replicas
 from distlab.workload.model import Model
 
-from .predictions import own
+from .predictions import options_of
 
 DENSE_STEPS = 2
 STEPS = 3
@@ -56,8 +56,8 @@ def ddp_powersgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     state = PowerSGDState(
-        mesh.group, own(config).low_rank, start_powerSGD_iter=DENSE_STEPS, min_compression_rate=1,
-        use_error_feedback=own(config).error_feedback,
+        mesh.group, options_of(config).low_rank, start_powerSGD_iter=DENSE_STEPS, min_compression_rate=1,
+        use_error_feedback=options_of(config).error_feedback,
     )  # fmt: skip
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -72,7 +72,7 @@ def ddp_powersgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 def begin_with_ours(state: Any, bucket: dist.GradBucket, config: Config) -> None:
     """Fill the memory in which it looks for P and Q: those of one shape together, in the order of their first."""
-    rank = own(config).low_rank
+    rank = options_of(config).low_rank
     factored = [gradient for gradient in bucket.gradients() if pays(gradient.shape, rank)]
     together = sorted(factored, key=lambda gradient: [other.shape for other in factored].index(gradient.shape))
     like = bucket.buffer()
@@ -99,12 +99,14 @@ def proofs(lab: Lab, fp16: Build, powersgd: Build) -> Mapping[str, Callable[[str
     fp16_rounding = lab.world_size * 2.0**-10  # a cast on each rank and as many additions, on both sides
     forgets = lab.config.with_own(error_feedback=False)
     return {
-        "ddp_fp16": partial(beside, lab, "fp16", fp16, forgets, fp16_rounding),
-        "ddp_powersgd": partial(beside, lab, "powersgd", powersgd, lab.config, POWERSGD_TOLERANCE),
+        "ddp_fp16": partial(check_beside, lab, "fp16", fp16, forgets, fp16_rounding),
+        "ddp_powersgd": partial(check_beside, lab, "powersgd", powersgd, lab.config, POWERSGD_TOLERANCE),
     }
 
 
-def beside(lab: Lab, other: str, build_ours: Build, config: Config, tolerance: float, name: str, build: Build) -> None:
+def check_beside(
+    lab: Lab, other: str, build_ours: Build, config: Config, tolerance: float, name: str, build: Build
+) -> None:
     """Three steps of both in float64: losses, and gradients over the largest one."""
     config = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": 0.01})
     batches = lab.batches(torch.float64, proof=True)

@@ -16,9 +16,9 @@ from distlab.config import Config
 from distlab.contract import Strategy
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
-from distlab.measure.tensors import apart, larger, largest
+from distlab.measure.tensors import larger, largest, largest_difference
 
-from .predictions import own
+from .predictions import options_of
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one addition on the wire, over the summands
 TINY = torch.finfo(torch.float64).tiny
@@ -28,7 +28,7 @@ class Reference:
     """One bucket of all ranks. It remembers what the method remembers: residuals and random generators."""
 
     def __init__(self, method: str, config: Config, *, feedback: bool) -> None:
-        self.method, self.ratio, self.feedback = method, own(config).ratio, feedback
+        self.method, self.ratio, self.feedback = method, options_of(config).ratio, feedback
         ranks = range(config.world_size)
         self.rounding = [torch.Generator().manual_seed(rank_seed(config.seed, rank)) for rank in ranks]
         self.residuals: list[Tensor] = []
@@ -129,7 +129,7 @@ class Witness:
     def __call__(self, bucket: Tensor) -> Handle:
         self.gradient, self.before = bucket.clone(), self.residual(bucket).clone()
         left = getattr(self, "rest", torch.zeros_like(bucket))
-        self.lost = larger(self.lost, apart(self.before, left))
+        self.lost = larger(self.lost, largest_difference(self.before, left))
         handle = self.watched(bucket)
 
         def end() -> None:
@@ -145,7 +145,7 @@ class Witness:
         return torch.zeros_like(like) if residual is None else residual
 
 
-def watched(strategy: Strategy) -> tuple[GradientBuckets, list[Witness]]:
+def watch_buckets(strategy: Strategy) -> tuple[GradientBuckets, list[Witness]]:
     """The buckets of a strategy, and from here on a witness of each."""
     assert isinstance(strategy, Replica)
     buckets = strategy.gradients

@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.config import Config
 from distlab.context_parallel.positions import Positions, contiguous
 from distlab.context_parallel.ring import Part, RingAttention, arrived
-from distlab.context_parallel.strategy import ContextParallel, OwnRows, place
+from distlab.context_parallel.strategy import ContextParallel, OwnRows, set_positions
 from distlab.context_parallel.ulysses import Swap, UlyssesAttention
 from distlab.contract import Mistakes, Needs
 from distlab.workload.model import Attend, Model
@@ -52,7 +52,7 @@ def by_local_positions(
 ) -> ContextParallel:
     """Every rank looks up position embeddings from 0 on: a part in the middle is taken for a beginning."""
     strategy = ContextParallel(model, positions, attend, group, config, rank=rank)
-    place(model, Positions(tuple((range(rows),) for rows in positions.num_rows)), rank)
+    set_positions(model, Positions(tuple((range(rows),) for rows in positions.num_rows)), rank)
     return strategy
 
 

@@ -105,7 +105,7 @@ def tolerance(config: Config) -> float:
     return max(0.02, 2 * config.world_size / config.seq)
 
 
-class Told(NamedTuple):
+class BalanceFinding(NamedTuple):
     """Of one variant: the share by its formula, and by rank the pairs that were counted and the CPU seconds in them."""
 
     name: str
@@ -123,9 +123,9 @@ def compare_balance(lab: Lab, variants: list[str]) -> None:
     tell(lab, [each for each in told if each is not None])
 
 
-def of_variant(lab: Lab, name: str) -> Told | None:
+def of_variant(lab: Lab, name: str) -> BalanceFinding | None:
     """Its claims; what there is to tell of it, on rank 0."""
-    seen, work = watched(lab, name), predicted_share(name, lab.config)
+    seen, work = watch_second_step(lab, name), predicted_share(name, lab.config)
     shown = "" if name in BY_HAND else PYTORCHS
     lab.compare(
         PAIRS, twice(lab.config) * work.pairs[lab.rank], seen.pairs, "pairs", 0, name, work.formula, shown=shown,
@@ -138,7 +138,7 @@ def of_variant(lab: Lab, name: str) -> Told | None:
         return None
     pairs, cpu_s = zip(*everyone, strict=True)
     lab.compare(BALANCE, work.share, busiest(pairs), "", tolerance(lab.config), name, work.formula, shown=shown)
-    return Told(name, work.share, pairs, cpu_s)
+    return BalanceFinding(name, work.share, pairs, cpu_s)
 
 
 def twice(config: Config) -> int:
@@ -146,7 +146,7 @@ def twice(config: Config) -> int:
     return 2 * config.batch * config.depth
 
 
-def tell(lab: Lab, told: list[Told]) -> None:
+def tell(lab: Lab, told: list[BalanceFinding]) -> None:
     """As a table and a chart."""
     needed = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * twice(lab.config)
     rows, shares_of = [], dict[str, list[list[float]]]()
@@ -164,7 +164,7 @@ def busiest(amounts: tuple[float, ...]) -> float:
     return max(amounts) * len(amounts) / sum(amounts) if sum(amounts) else 1.0
 
 
-def watched(lab: Lab, name: str) -> Kernels:
+def watch_second_step(lab: Lab, name: str) -> Kernels:
     """The second of two steps."""
     (build,) = [each.build for each in lab.mode.variants if each.name == name]
     assert build is not None
@@ -180,7 +180,7 @@ def watched(lab: Lab, name: str) -> Kernels:
 
 def check_ahead(lab: Lab, name: str, order: list[str]) -> None:
     """Keys are asked for before those that are there are computed with, in every layer and both ways."""
-    wanted = drawn(name, lab.config, lab.rank)
+    wanted = expected_order(name, lab.config, lab.rank)
     parted = next((at for at, (one, other) in enumerate(zip(order, wanted, strict=False)) if one != other), None)
     faults = int(order != wanted)
     told = f"they part at {parted}" if parted is not None else f"{len(order)} of {len(wanted)}"
@@ -199,7 +199,7 @@ def sent_back(name: str, positions: Positions, rank: int, distance: int, ranks: 
     return positions.num_rows[(rank - distance - 1) % ranks]
 
 
-def drawn(name: str, config: Config, rank: int) -> list[str]:
+def expected_order(name: str, config: Config, rank: int) -> list[str]:
     """The order of one step on a rank: receive the next keys, compute with those that are there; backward behind each
     block the gradients that follow them."""
     positions, ranks = positions_of(name, config), config.world_size

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.data_parallel.buckets import GradientBuckets, layout, place
+from distlab.data_parallel.buckets import GradientBuckets, layout, set_gradient_view
 from distlab.data_parallel.strategy import begin_apart
 from distlab.workload.data import Batches, permutation, shard_sizes
 from distlab.workload.model import Model, outline
@@ -103,7 +103,7 @@ class RacingBuckets(GradientBuckets):
     def _watch(self, parameter: nn.Parameter, view: Tensor, index: int) -> None:
         buckets = weakref.proxy(self)
         parameter.register_hook(lambda _: buckets._complete(index))
-        parameter.register_post_accumulate_grad_hook(partial(place, view=view))
+        parameter.register_post_accumulate_grad_hook(partial(set_gradient_view, view=view))
 
     def _launch_next(self) -> None:
         super()._launch_next()

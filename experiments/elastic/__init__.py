@@ -44,11 +44,11 @@ from distlab.elastic.strategy import Survivor
 from distlab.lab import Lab
 
 from .bugs import mistake
-from .checks import claims, count, hold
+from .checks import check_claims, claims, count
 from .display import show
 from .network import Net, let_leave, open_net, settle, wish_back
 from .options import Options
-from .recovery import Audit, Course, Drill, Policy, drawn
+from .recovery import Audit, Course, Drill, Policy, draw_losses
 
 POLICIES = (
     Policy("restart", restarts=True),
@@ -109,7 +109,7 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
         view = None
     settle(lab, net)
     for course in courses:
-        hold(lab, course)
+        check_claims(lab, course)
     show(lab, courses)
     net.close()
 
@@ -140,7 +140,7 @@ def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *
     config, own = lab.config, lab.config.own(Options)
     members = list(range(lab.world_size - policy.spares))
     seed = 1000 * config.seed + POLICIES.index(policy)
-    losses = drawn(seed, members, config.steps, own.losses, comes_back=policy.restarts or policy.returns)
+    losses = draw_losses(seed, members, config.steps, own.losses, comes_back=policy.restarts or policy.returns)
     folder = lab.journal.folder
     assert folder is not None, "a rank that trains has a folder"
     return Course(

@@ -66,7 +66,7 @@ def owners(lab: Lab, record: list[list[Any]], steps: int) -> Tensor:
     return rows
 
 
-def hold(lab: Lab, course: Course) -> None:
+def check_claims(lab: Lab, course: Course) -> None:
     """What each member claims, and the first of them for all."""
     name, training = course.policy.name, course.training
     hold_kept(lab, course)

@@ -22,9 +22,9 @@ ROUNDED_S = 1e-4  # to tenths of a millisecond in a row
 def show(lab: Lab, courses: list[Course]) -> None:
     """Each variant as its first member saw it; all who are left call it together."""
     for course in courses:
-        write(lab, course)
+        write_display(lab, course)
         check_times(lab, course)
-    mine = [told(lab.rank, course) for course in courses]
+    mine = [variant_summary(lab.rank, course) for course in courses]
     everyone = lab.exchange.gather("elastic", mine)
     if everyone is None:
         return
@@ -42,7 +42,7 @@ def show(lab: Lab, courses: list[Course]) -> None:
         lab.table("What each change of members cost, as the first member saw it", COLUMNS, rows)
 
 
-def write(lab: Lab, course: Course) -> None:
+def write_display(lab: Lab, course: Course) -> None:
     """When this rank's steps stood, and who was in from when on, for the report."""
     name = course.policy.name
     lab.stood(name, [at for at, _ in course.commits])
@@ -62,7 +62,7 @@ def check_times(lab: Lab, course: Course) -> None:
 
 def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:
     """A sentence for each thing that a change's times cannot be, of steps that stood then."""
-    told = dict(zip(COLUMNS, ["", *row(event)], strict=True))
+    told = dict(zip(COLUMNS, ["", *event_row(event)], strict=True))
     began_at, agreed_s, next_s = event.began_at, told[AGREED] / 1000, told[NEXT] / 1000
     if not began_at <= event.met_at <= event.agreed_at:
         yield f"it began at {began_at}, all met at {event.met_at} and agreed at {event.agreed_at}"
@@ -83,17 +83,17 @@ def placed(record: list[list[Any]]) -> str:
     return "; ".join(found)
 
 
-def told(rank: int, course: Course) -> dict[str, Any] | None:
+def variant_summary(rank: int, course: Course) -> dict[str, Any] | None:
     """What the first member at the end tells of its variant; None from all others."""
     if not course.finished or rank != members_at(course.record, course.training.steps)[0]:
         return None
     return {
-        "rows": [row(event) for event in course.events],
+        "rows": [event_row(event) for event in course.events],
         "record": course.record,
     }
 
 
-def row(event: Event) -> list[Any]:
+def event_row(event: Event) -> list[Any]:
     """An event as a row of the table."""
     agreed, after = (1000 * (at - event.began_at) for at in (event.agreed_at, event.next_step_at or event.agreed_at))
     redone = max(0, event.applied_before - event.applied)

@@ -136,7 +136,7 @@ class Loss(NamedTuple):
     without: int | None = None
 
 
-def drawn(seed: int, ranks: list[int], steps: int, losses: int, *, comes_back: bool) -> list[Loss]:
+def draw_losses(seed: int, ranks: list[int], steps: int, losses: int, *, comes_back: bool) -> list[Loss]:
     """Up to `losses` of them in a training of `steps` steps by `ranks`, in the order of steps.
 
     Somebody is always left: where nobody comes back, of N ranks N - 1 can be lost. After the last one there are steps

@@ -92,7 +92,7 @@ class WholeForAMoment(torch.autograd.Function):
         unshard(ctx.unit, ctx.group)
         with torch.enable_grad():
             ctx.compute(hidden).backward(gradient)
-        own = summed(ctx.unit, ctx.group)
+        own = reduce_scatter_gradients(ctx.unit, ctx.group)
         ctx.unit.free()
         return None, None, None, own, hidden.grad
 
@@ -104,7 +104,7 @@ def unshard(unit: FlatParameter, group: dist.ProcessGroup) -> None:
         dist.all_gather(chunks, unit.local.to(unit.whole.device), group=group)
 
 
-def summed(unit: FlatParameter, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_gradients(unit: FlatParameter, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the gradients' sum over all ranks; the gradients go."""
     flat = torch.zeros_like(unit.whole)  # [N·c]
     for parameter, place in zip(unit.named.values(), unit.views(flat), strict=True):

@@ -80,7 +80,9 @@ def wrongly_whole(name: str, order: Order, config: Config, *, reshard: bool) -> 
         else:
             continue
         if whole != wanted:
-            faults.append(f"at layer {at} {way(backward)} layers {listed(whole)} are whole, not {listed(wanted)}")
+            faults.append(
+                f"at layer {at} {way(backward)} layers {format_layers(whole)} are whole, not {format_layers(wanted)}"
+            )
     if storages := next((whole for event, whole in reversed(list(there(order)))), set()):
         faults.append(f"{len(storages)} units are whole after the step")
     return faults
@@ -114,7 +116,7 @@ def way(backward: bool) -> str:
     return "backward" if backward else "forward"
 
 
-def listed(layers: set[int]) -> str:
+def format_layers(layers: set[int]) -> str:
     """`1, 2`, or none."""
     return ", ".join(map(str, sorted(layers))) or "none"
 

@@ -77,14 +77,14 @@ def check_equality(lab: Lab) -> None:
     """k steps of η and one of kη end as far apart as η²: half the rate, a quarter of the distance."""
     stream = Stream(lab.config, lab.config.seed, K, lab.device, torch.float64)
     dense = build_model(lab.config, lab.config.seed).to(lab.device, torch.float64)
-    whole, half = (apart(dense, stream, lab.config, rate) for rate in (SMALL, SMALL / 2))
+    whole, half = (distance_of_k_steps(dense, stream, lab.config, rate) for rate in (SMALL, SMALL / 2))
     lab.compare(
         "k steps of η against one of kη", 4, whole / half, "x", 0.1, formula="distance at η over that at η/2",
         control="tests/experiments/test_largebatch.py::test_a_gradient_that_is_no_mean_fails_the_run",
     )  # fmt: skip
 
 
-def apart(dense: Model, stream: Stream, config: Config, rate: float) -> float:
+def distance_of_k_steps(dense: Model, stream: Stream, config: Config, rate: float) -> float:
     """How far K steps of `rate` end from one step of K times it, over the same samples."""
     ends, config = [], config.model_copy(update={"lr": rate})
     for k in (1, K):

@@ -258,11 +258,11 @@ def check_layers(lab: Lab, name: str, recipe: Recipe) -> None:
         wanted = wanted.stepped(name, gradients, rate, step + 1)
     detail = "a layer of zeros, one without a gradient, one of norm 40, one whose gradient points against its weights"
     control = CONTROLS.format("test_a_corner_that_is_wrong_fails_the_run")
-    lab.check("layers", apart(whole, wanted.weights), TOLERANCE, name, detail, control=control)
+    lab.check("layers", largest_difference(whole, wanted.weights), TOLERANCE, name, detail, control=control)
     detail = "of the same layers, each rank with some rows of them"
     control = CONTROLS.format("test_norms_of_a_rank_alone_fail_the_run")
     rows = [own_rows(each, lab) for each in wanted.weights]
-    lab.check("global norms", apart(parts, rows), TOLERANCE, name, detail, control=control)
+    lab.check("global norms", largest_difference(parts, rows), TOLERANCE, name, detail, control=control)
 
 
 def layers(weights: Sequence[Tensor]) -> Model:
@@ -275,7 +275,7 @@ def own_rows(tensor: Tensor, lab: Lab) -> Tensor:
     return tensor.tensor_split(lab.world_size)[lab.rank]
 
 
-def apart(model: Model, wanted: Sequence[Tensor]) -> float:
+def largest_difference(model: Model, wanted: Sequence[Tensor]) -> float:
     """The largest difference of any weight, infinite where one is no number."""
     pairs = zip(model.parameters(), wanted, strict=True)
     differences = [(mine.detach() - other).abs().flatten() for mine, other in pairs]

@@ -14,7 +14,7 @@ from distlab.workload import data
 from distlab.workload.model import outline
 from distlab.workload.user_model import is_own
 
-from .sweep import MULTIPLES, SEEDS, Found, multiples
+from .sweep import MULTIPLES, SEEDS, SweepResults, multiples
 from .training import LAMB_RATE, LARS_RATE, Recipe, base_rate, sgd
 
 SPREADS = 3
@@ -96,7 +96,7 @@ def show_settings(lab: Lab, recipes: Sequence[str]) -> None:
         lab.say(f"k = {k}: {batch}, {config.steps // k} steps", "batch")
 
 
-def show_found(lab: Lab, found: Found) -> None:
+def show_found(lab: Lab, found: SweepResults) -> None:
     """A table and a chart of the losses, and the k at which each recipe breaks down."""
     ks, untrained, spread = multiples(lab.config), found.untrained, widest_spread(found)
     rows = [
@@ -135,7 +135,7 @@ def cell(losses: list[float], untrained: float) -> str:
     return f"{fmean(losses):.3g} ({min(losses):.3g} to {max(losses):.3g})"
 
 
-def widest_spread(found: Found) -> float:
+def widest_spread(found: SweepResults) -> float:
     """How far apart the seeds are at k = 1, (most - least) / mean: of all recipes that did not diverge there, as three
     may be close by chance."""
     bases = [by_k[1] for by_k in found.losses.values() if learned(by_k[1], found.untrained)]

@@ -41,7 +41,7 @@ def multiples(config: Config) -> list[int]:
     return [k for k in MULTIPLES if config.steps % k == 0]
 
 
-class Found(NamedTuple):
+class SweepResults(NamedTuple):
     """The results of a sweep."""
 
     losses: dict[str, dict[int, list[float]]]  # held-out, by recipe and k, a value a seed
@@ -49,7 +49,7 @@ class Found(NamedTuple):
     counted: Counted  # of one step at the largest k
 
 
-def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> Found:
+def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
     """Train by all `recipes`; k after k, and all that share a k in lockstep."""
     config, dtype = lab.config, getattr(torch, lab.config.dtype)
     seeds = range(config.seed, config.seed + SEEDS)
@@ -68,7 +68,7 @@ def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> Found:
                 losses[name][k] = [runs[name, seed].held_out_loss() for seed in seeds]
     counted = count(lab, trainees(lab, recipes, streams, multiples(config)[-1]))
     fresh = trainees(lab, dict(list(recipes.items())[:1]), streams, 1)
-    return Found(losses, fmean(each.held_out_loss() for each in fresh.values()), counted)
+    return SweepResults(losses, fmean(each.held_out_loss() for each in fresh.values()), counted)
 
 
 def trainees(lab: Lab, recipes: Mapping[str, Recipe], streams: Mapping[int, Stream], k: int) -> Runs:

@@ -47,7 +47,7 @@ def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
         )  # fmt: skip
     for axis, cost in on_the_wire(costs).items() if traffic.wire_error is None else ():
         along = set(axis.split("_"))
-        peers = [peer for peer in traffic.wire if apart(lab.rank, peer, rank.sizes) <= along]
+        peers = [peer for peer in traffic.wire if differing_axes(lab.rank, peer, rank.sizes) <= along]
         sent = sum(traffic.wire[peer].sent for peer in peers)
         wanted, seen = lab.of_ranks(f"the wire of {name} over {axis}", cost.nbytes, sent)
         lab.compare(
@@ -65,7 +65,7 @@ def on_the_wire(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     return {axis: total(parts) for axis, parts in found.items()}
 
 
-def apart(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
+def differing_axes(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
     """The axes along which two ranks differ."""
     here, there = at(one, sizes), at(other, sizes)
     return {axis for axis in sizes if here[axis] != there[axis]}

@@ -36,7 +36,7 @@ from .stack import Turned, own_masks
 AHEAD = 2  # receives that a rank may have posted: the rule, and not what boundaries.py does, so that more are seen
 
 
-class Place:
+class FakeGroup:
     """A group of nobody: this rank's place along an axis, and how long that is."""
 
     def __init__(self, rank: Rank, axis: str) -> None:
@@ -62,7 +62,7 @@ class Unsummed:
 class Zeros:
     """A Collective that gets zeros; what all would have sent for a sum has its memory, which is kept."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: FakeGroup) -> None:
         self.peers = SimpleNamespace(rank=place.rank(), world_size=place.size())
         self.scratch: Tensor | None = None
 
@@ -80,7 +80,7 @@ class Zeros:
 class RowsOfNobody(Sequence):
     """Sequence parallelism with such collectives."""
 
-    def __init__(self, place: Place, num_rows: int) -> None:
+    def __init__(self, place: FakeGroup, num_rows: int) -> None:
         made: Any = Zeros(place)
         self.scattering = self.gathering = made
         self.num_rows = num_rows
@@ -156,7 +156,7 @@ class FromNowhere:
         self.sent.clear()
 
 
-class Heard:
+class RecordingReducer:
     """A Reducer that sums nothing, and notes the end of each backward pass."""
 
     def __init__(self, watch: Watch) -> None:
@@ -177,7 +177,7 @@ def passes_of(lab: Lab, rank: Rank, actions: list[Action]) -> list[Happening]:
     """The passes of a step on this rank, in the order of `actions`."""
     pipeline, engine = engine_of(lab, rank, actions)
     watch = Watch(lab.device)
-    pipeline.reducers = {number: [Heard(watch)] for number in pipeline.stages}
+    pipeline.reducers = {number: [RecordingReducer(watch)] for number in pipeline.stages}
     for stage in pipeline.stages.values():
         watch.over((int(index), layer) for index, layer in stage.get_submodule("layers").named_children())
     batches = lab.batches(getattr(torch, lab.config.dtype))
@@ -199,7 +199,7 @@ def engine_of(lab: Lab, rank: Rank, actions: list[Action]) -> tuple[ReducingPipe
     if rank.t > 1:
         sliced(model, rank)
     like = next(model.parameters())
-    place: Any = Place(rank, "pp")
+    place: Any = FakeGroup(rank, "pp")
     parts = parts_of(model, place, [*range(rank.p)] * rank.chunks)
     stages = {
         number: Turned(stage.layers, rows=rank.rows, recompute=config.recompute)
@@ -220,7 +220,7 @@ def engine_of(lab: Lab, rank: Rank, actions: list[Action]) -> tuple[ReducingPipe
 
 def sliced(model: Model, rank: Rank) -> None:
     """This rank's slices of all layers, in place."""
-    place: Any = Place(rank, "tp")
+    place: Any = FakeGroup(rank, "tp")
     region = RowsOfNobody(place, rank.seq) if rank.rows else Unsummed()
     slice_layers(model, place, region)
     if isinstance(region, RowsOfNobody):

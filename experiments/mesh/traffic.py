@@ -36,7 +36,7 @@ def total(costs: list[Cost]) -> Cost:
     return Cost(*(sum(parts) for parts in zip(Cost(), *costs, strict=True)))
 
 
-def summed(ranks: int, nbytes: int) -> Cost:
+def all_reduce_traffic(ranks: int, nbytes: int) -> Cost:
     """An all_reduce of gloo's."""
     return Cost(all_reduce_bytes("gloo", ranks, nbytes), 1, gloo_all_reduce_messages(ranks, nbytes))
 
@@ -52,7 +52,7 @@ def over_tp(rank: Rank) -> Cost:
         costs.append(in_rows(rank, samples) if rank.rows else in_sums(rank, samples))
         if rank.is_last and rank.is_gpt:
             scores = samples * rank.seq * max(rank.itemsize, 4)  # maxima; then sums, and the targets' scores
-            costs += [summed(rank.t, scores), summed(rank.t, 2 * scores)]
+            costs += [all_reduce_traffic(rank.t, scores), all_reduce_traffic(rank.t, 2 * scores)]
     return total(costs)
 
 
@@ -67,7 +67,7 @@ def in_sums(rank: Rank, samples: int) -> Cost:
     mask of what its MLP gives is kept."""
     again = rank.num_blocks * (1 + rank.drops) if rank.config.recompute and rank.is_gpt else 0
     nbytes = samples * rank.seq * rank.config.width * rank.itemsize
-    return summed(rank.t, nbytes).times(ends_of_slices(rank) + again)
+    return all_reduce_traffic(rank.t, nbytes).times(ends_of_slices(rank) + again)
 
 
 def in_rows(rank: Rank, samples: int) -> Cost:
@@ -108,7 +108,7 @@ def rows_at_rest(rank: Rank) -> Cost:
         wholes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units(stage)]
         times = len(rank.microbatches) if rank.how.zero > 1 else 1
         sums = [nbytes for nbytes in wholes if nbytes] if rank.how.zero else [sum(wholes)]
-        costs += [summed(rank.t, nbytes).times(times) for nbytes in sums]
+        costs += [all_reduce_traffic(rank.t, nbytes).times(times) for nbytes in sums]
     return total(costs)
 
 
@@ -143,7 +143,7 @@ def in_buckets(rank: Rank, units: list[list[Local]]) -> Cost:
     sizes = [local.numel * rank.itemsize for local in ordered]
     limit = 1.0 if rank.how.one_by_one else rank.config.bucket_mib * 2**20
     buckets = layout(sizes, limit)
-    return total([summed(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets])
+    return total([all_reduce_traffic(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets])
 
 
 def in_shards(rank: Rank, unit: list[Local]) -> Cost:
@@ -217,7 +217,7 @@ def by_axis(rank: Rank) -> dict[str, Cost]:
     long = {axis: ranks for axis, ranks in rank.sizes.items() if ranks > 1}
     costs = {axis: [OVER[axis](rank)] if axis in OVER else [] for axis in long}
     for axis, ranks in long.items():
-        costs[axis] += [] if rank.config.clip is None else [summed(ranks, NORM_BYTES)]
+        costs[axis] += [] if rank.config.clip is None else [all_reduce_traffic(ranks, NORM_BYTES)]
     if rank.replicas > 1:
         costs.setdefault(rank.replicated, []).append(over_replicas(rank))
     return {axis: total(parts) for axis, parts in costs.items()}

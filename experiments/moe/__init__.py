@@ -111,7 +111,7 @@ def ep(
     way: Way = Dispatch,
 ) -> Strategy:  # fmt: skip
     """Some experts on each rank; tokens travel among all."""
-    return apart("ep", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
+    return expert_parallel("ep", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
 
 
 def ep_dp(
@@ -128,7 +128,7 @@ def ep_tp(
 ) -> Strategy:  # fmt: skip
     """Some hidden units of some experts on each rank: a row goes to all that have a part of its expert, and what they
     make of it is added up where it came from."""
-    return apart("ep_tp", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
+    return expert_parallel("ep_tp", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
 
 
 def ep_dp_tp(
@@ -142,7 +142,7 @@ def ep_dp_tp(
 def ep_torch(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
     """The same by PyTorch's collective."""
     swap = AllToAllSingle(mesh.group)
-    return apart("ep_torch", model, mesh.group, config, swap, MixtureOfExperts, ExpertParallel, Dispatch)
+    return expert_parallel("ep_torch", model, mesh.group, config, swap, MixtureOfExperts, ExpertParallel, Dispatch)
 
 
 def copied(
@@ -152,10 +152,10 @@ def copied(
     placement = placements(config, mixing(config))[name]
     sizes = {"edp": placement.copies, "ep": placement.ranks_of_a_copy}
     grid = Mesh.grid(sizes, mesh.group, config.collective_timeout_s)
-    return apart(name, model, mesh.group, config, AllToAll(grid["ep"]), layer, step, way, grid["edp"])
+    return expert_parallel(name, model, mesh.group, config, AllToAll(grid["ep"]), layer, step, way, grid["edp"])
 
 
-def apart(
+def expert_parallel(
     name: str, model: MixtureModel, world: dist.ProcessGroup, config: Config, swap: Swap, layer: Layer, step: Step,
     way: Way, copies: dist.ProcessGroup | None = None,
 ) -> Strategy:  # fmt: skip

@@ -153,7 +153,7 @@ def traffic(
     nbytes, calls, messages = [], [], []
     for rank in range(ranks):
         travelling = [travels(placement, rank, admitted) for admitted in layers]
-        sums = summed(name, config, placement, model, rank)
+        sums = summed_buckets(name, config, placement, model, rank)
         if config.clip is not None and name != "naive":  # whose ranks all have all gradients, and so their norm
             sums.append((ranks, NUMBER_BYTES))
         given, taken, sends = (sum(each) for each in zip(*travelling, strict=True))
@@ -176,7 +176,9 @@ def traffic(
     return found
 
 
-def summed(name: str, config: Config, placement: Placement, model: MixtureModel, rank: int) -> list[tuple[int, int]]:
+def summed_buckets(
+    name: str, config: Config, placement: Placement, model: MixtureModel, rank: int
+) -> list[tuple[int, int]]:
     """Of each bucket of gradients how many ranks sum how many bytes."""
     ranks = config.world_size
     if name == "naive":  # everything in the same buckets
@@ -191,7 +193,7 @@ def summed(name: str, config: Config, placement: Placement, model: MixtureModel,
 
 def num_buckets(name: str, config: Config, mixing: Mixing, rank: int) -> int:
     """How many sums of gradients a step has on `rank`."""
-    return len(summed(name, config, placements(config, mixing)[name], outline_mixture(config, mixing), rank))
+    return len(summed_buckets(name, config, placements(config, mixing)[name], outline_mixture(config, mixing), rank))
 
 
 def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from distlab.workload.data import shard_sizes
 from distlab.workload.model import outline
 from distlab.workload.user_model import is_own
 
-from .predictions import beside, passed_bytes
+from .predictions import passed_bytes, tied_weight_traffic
 
 AHEAD = 2  # receives beside the one that is waited for, as distlab/pipeline_parallel/pipeline.py says
 CONTROL = "tests/experiments/test_pp.py::test_what_a_step_posts_late_holds_or_leaves_fails_by_name"
@@ -37,7 +37,7 @@ def check_messages(lab: Lab, name: str, measured: Measured, done: list[Pass], ow
         lab.check("posted ahead", max(off, default=0), 0, name, detail, control=CONTROL)
     number = 1 if name == "naive" else lab.config.num_microbatches
     # A tied gradient is summed when all messages between stages are gone.
-    tied, _, _ = beside(lab.config.model_copy(update={"clip": None}), folded=owners[0] == owners[-1])
+    tied, _, _ = tied_weight_traffic(lab.config.model_copy(update={"clip": None}), folded=owners[0] == owners[-1])
     most = measured.most["communication"]
     allowed = max(tied[lab.rank], most_under_way(done, ends_of(lab, owners, number)))
     detail = f"{most} B of messages held at most, {allowed} by the order of passes"

@@ -138,7 +138,7 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
         ours, plain, idle = name in OURS, name.removeprefix("torch_"), bubble_formula(name, ranks, microbatches)
         number, stages = 1 if name == "naive" else microbatches, chunks if "interleaved" in name else 1
         ends = [pipeline_ends(ranks, stages, rank, folded=plain in FOLDED) for rank in range(ranks)]
-        more_bytes, more_calls, more_messages = beside(config, folded=plain in FOLDED)
+        more_bytes, more_calls, more_messages = tied_weight_traffic(config, folded=plain in FOLDED)
         sent = tuple(end * passed_bytes(config) + more for end, more in zip(ends, more_bytes, strict=True))
         calls = tuple(float(end * number + more) for end, more in zip(ends, more_calls, strict=True))
         messages = tuple(end * number + more for end, more in zip(ends, more_messages, strict=True))
@@ -176,7 +176,7 @@ def rest(config: Config, owners: list[int], rank: int) -> float:
     return sum(held.values()) + sum(model.carried_bytes(layer, dtype) for layer in own)
 
 
-def beside(config: Config, *, folded: bool = False) -> tuple[list[float], list[int], list[int]]:
+def tied_weight_traffic(config: Config, *, folded: bool = False) -> tuple[list[float], list[int], list[int]]:
     """Bytes, calls and messages of each rank that are not a pipeline's own: a tied gradient, of which folded stages
     have one copy, and the norm to clip by."""
     ranks = config.world_size

@@ -175,7 +175,7 @@ def bf16_stochastic(model: Model, mesh: Mesh, config: Config) -> Strategy:
 # --- the run ---
 
 
-def hold(lab: Lab, name: str, build: Build) -> None:
+def prove_16_bit(lab: Lab, name: str, build: Build) -> None:
     """The proof of a 16-bit variant, and what a few steps would not show of it."""
     prove(lab, name, build)
     if name in SCALED:
@@ -191,7 +191,9 @@ def run(lab: Lab) -> None:
     lab.say(f"{sizes}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict")
     show_formats(lab)
     in_16_bits = [name for name in lab.mode.names if name != "fp32" and not is_own(name)]
-    measured = measure(lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(hold, lab)))
+    measured = measure(
+        lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(prove_16_bit, lab))
+    )
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured, format_of)
     compare_peak(lab, measured)

@@ -29,7 +29,7 @@ from distlab.contract import Build
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
-from distlab.measure.tensors import apart, largest
+from distlab.measure.tensors import largest, largest_difference
 from distlab.precision.mixed_precision import Masters, ulp
 from distlab.verify.proof import check_replicas, summed_losses
 from distlab.workload.data import Batches, Microbatch
@@ -46,7 +46,7 @@ from .predictions import SCALED, converted
 
 
 @dataclass
-class Seen:
+class TrainingTrace:
     """One variant's training: a value a step, of all P elements."""
 
     shares: list[float | None] = field(default_factory=list)  # of the loss, this rank's
@@ -60,9 +60,9 @@ class Seen:
     skipped: int = 0
 
 
-def observe(lab: Lab, name: str, build: Build) -> Seen:
+def observe(lab: Lab, name: str, build: Build) -> TrainingTrace:
     """Train LAB_STEPS steps, and look."""
-    batches, seen = lab.batches(torch.float32), Seen()
+    batches, seen = lab.batches(torch.float32), TrainingTrace()
     strategy = build(lab.model(torch.float32), lab.mesh, lab.config)
     assert isinstance(strategy, Replica)
     exact = exact_replica(lab)
@@ -159,7 +159,7 @@ def prove(lab: Lab, name: str, build: Build) -> None:
     strategy.optimizer = Witness(strategy.optimizer.parameters, LEARNING_RATE)
     start = flat(remembered(strategy))
     if remembered(strategy)[0].dtype == torch.float32:
-        masters = apart(start, flat(lab.model(torch.float32).parameters()))
+        masters = largest_difference(start, flat(lab.model(torch.float32).parameters()))
         lab.check("first masters", masters, 0.0, name, control=WRONG_MASTERS)
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
@@ -179,14 +179,14 @@ def backward(strategy: Replica, parts: list[Microbatch]) -> None:
     for _ in range(MOST_HALVINGS):
         strategy.backward(parts)
         scaled = getattr(strategy, "loss_scale", None) is not None
-        if not scaled or summed(strategy).isfinite().all():
+        if not scaled or summed_gradient(strategy).isfinite().all():
             return
         strategy.update()
 
 
 def check_gradients(lab: Lab, name: str, strategy: Replica, batches: Batches, step: int) -> None:
     """The sum over all ranks, on rank 0, against one process in the same arithmetic and in float64."""
-    dtype, found, batch = dtype_of(strategy), summed(strategy), batches.full(step)
+    dtype, found, batch = dtype_of(strategy), summed_gradient(strategy), batches.full(step)
     wanted = {"gradients": (one_process(strategy.model, batch, dtype, strategy.scale), SAME_ARITHMETIC)}
     if name != "fp16":
         wanted["float64 gradients"] = one_process(strategy.model, batch, torch.float64, 1.0), EXACT
@@ -197,7 +197,7 @@ def check_gradients(lab: Lab, name: str, strategy: Replica, batches: Batches, st
 
 def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start: Tensor) -> Tensor:
     """What the optimizer is given and what becomes of the weights `start`, on every rank; returns those after it."""
-    wanted, dtype = summed(strategy), dtype_of(strategy)
+    wanted, dtype = summed_gradient(strategy), dtype_of(strategy)
     witness.given = None
     strategy.update()
     given, after = witness.given, remembered(strategy)
@@ -208,7 +208,7 @@ def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start
         off = largest((flat(after) - exact) / ulp(exact, stored))
         if strategy.config.clip is None:
             told = "to the optimizer, of what was summed"
-            lab.check("given", apart(given, wanted), 0.0, name, told, control=WRONG_SCALE)
+            lab.check("given", largest_difference(given, wanted), 0.0, name, told, control=WRONG_SCALE)
         else:
             apart_by = epsilons(given, clipped(wanted, strategy.config.clip), dtype)  # LAB_BUG=unscaled_clip
             lab.check("clipped gradients", apart_by, SAME_ARITHMETIC, name, unit=of_type("epsilons", dtype))
@@ -216,7 +216,7 @@ def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start
     lab.check("update", off, tolerance, name, taken, unit=of_type(LAST_PLACE, stored), control=WRONG_MASTERS)
     if stored != dtype:
         rounded = flat(weight.detach().to(dtype) for weight in after)
-        copies = apart(flat(strategy.model.parameters()), rounded)
+        copies = largest_difference(flat(strategy.model.parameters()), rounded)
         lab.check("copied back", copies, 0.0, name, control=WRONG_MASTERS)
     return flat(after)
 
@@ -239,7 +239,13 @@ def check_unscaled(lab: Lab, name: str, build: Build, parts: list[Microbatch]) -
     assert isinstance(strategy, Replica)
     for each in (strategy, exact):
         each.backward(parts)
-    lab.check("unscaled", apart(summed(strategy), summed(exact)), 0.0, name, control=WRONG_GRADIENTS)
+    lab.check(
+        "unscaled",
+        largest_difference(summed_gradient(strategy), summed_gradient(exact)),
+        0.0,
+        name,
+        control=WRONG_GRADIENTS,
+    )
 
 
 def one_process(model: Model, batch: Microbatch, dtype: torch.dtype, scale: float) -> Tensor:
@@ -254,7 +260,7 @@ def dtype_of(strategy: Replica) -> torch.dtype:
     return next(strategy.model.parameters()).dtype
 
 
-def summed(strategy: Replica) -> Tensor:
+def summed_gradient(strategy: Replica) -> Tensor:
     """The gradient over all ranks as it was summed, unscaled, as a vector in float64."""
     return gradient_of(strategy) / strategy.scale
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from distlab.lab import Lab
 from distlab.precision.mixed_precision import LossScale
 
-from .checks import Seen, exact_replica, gradient_of
+from .checks import TrainingTrace, exact_replica, gradient_of
 
 LEAST_EXPONENT = -50  # what is shown of a histogram that goes on
 
 
-def show_seen(lab: Lab, seen: dict[str, Seen]) -> None:
+def show_seen(lab: Lab, seen: dict[str, TrainingTrace]) -> None:
     """The table, the losses and the scale over the steps."""
     if lab.rank != 0:
         return

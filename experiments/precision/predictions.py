@@ -86,7 +86,7 @@ def show_formats(lab: Lab) -> None:
     lab.table(
         f"A gradient of {SMALL:g}",
         ["kept in", "is read as"],
-        [[name, f"{value:.3g}"] for name, value in kept().items()],
+        [[name, f"{value:.3g}"] for name, value in small_number_in_formats().items()],
     )
 
 
@@ -98,7 +98,7 @@ def described(dtype: torch.dtype) -> list[Any]:
     return [limits.bits - 1 - fraction, fraction, f"{limits.max:.6g}", *powers, f"1 + 2^-{fraction}"]
 
 
-def kept() -> dict[str, float]:
+def small_number_in_formats() -> dict[str, float]:
     """1e-8, written to each format and read again; scaled, it is divided by the scale in float32."""
     gradient, scale = torch.tensor(SMALL), LossScale().value
     values = {name: gradient.to(dtype).item() for name, dtype in FORMATS.items()}

@@ -24,7 +24,7 @@ from distlab.config import Config
 from distlab.contract import Build, Claims, Mode
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
-from distlab.measure.tensors import Worst, apart, largest
+from distlab.measure.tensors import Worst, largest, largest_difference
 from distlab.precision.mixed_precision import ulp
 from distlab.verify.expected_claims import measured
 from distlab.verify.statements import sampling_errors
@@ -43,7 +43,7 @@ from .checks import (
     flat,
     of_type,
     remembered,
-    summed,  # fmt: skip
+    summed_gradient,  # fmt: skip
 )
 
 CLIP = 0.05
@@ -92,7 +92,7 @@ class Rehearsal:
 
     def update(self, *, wanted: bool) -> None:
         """One update of gradients that hold an overflow if it is `wanted`, and may hold one if not."""
-        gradient, before, scaled_by = summed(self.strategy), self.weights(), self.strategy.scale
+        gradient, before, scaled_by = summed_gradient(self.strategy), self.weights(), self.strategy.scale
         self.witness.given = None
         self.strategy.update()
         overflowed = not bool(gradient.isfinite().all())
@@ -101,7 +101,7 @@ class Rehearsal:
             self.seen.note("loss scale", abs(math.log2(scale / self.rule.scale.item())) if scale > 0 else math.inf)
         self.seen.note("loss scale", abs(self.mind.good_steps - int(self.rule.good)))
         if overflowed:
-            self.seen.note("skipped", apart(self.weights(), before))
+            self.seen.note("skipped", largest_difference(self.weights(), before))
         if overflowed == (self.witness.given is not None) or (wanted and not overflowed) or scaled_by == 0:
             self.seen.note("skipped", math.inf)  # a step is taken, or not, against the rule; or nothing was rehearsed
         if self.witness.given is not None and not overflowed:

@@ -77,7 +77,7 @@ def sync(model: Model, mesh: Mesh, config: Config) -> Strategy:
     return Served(model, mesh.group, config)
 
 
-class Alone:
+class LocalGradients:
     """`Gradients` that stay on this rank, in one flat vector."""
 
     def __init__(self, vectors: Vectors) -> None:
@@ -101,7 +101,7 @@ class Served(Replica):
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config) -> None:
         self.vectors, self.peers = Vectors(model.parameters()), Peers(group)
-        super().__init__(model, config, Alone(self.vectors))
+        super().__init__(model, config, LocalGradients(self.vectors))
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         """Sum over this worker's samples; on rank 0 the gradient then is the mean over all."""
@@ -157,21 +157,21 @@ class Served(Replica):
 def local_sgd(model: Model, mesh: Mesh, config: Config, outer: type[OuterStep] = OuterStep) -> Strategy:
     """H steps apart, then the mean of the weights."""
     begin_alike(model, mesh.group, config)
-    return Apart(model, config, partial(outer, group=mesh.group, lr=AVERAGE[0], momentum=AVERAGE[1]))
+    return RoundsWorker(model, config, partial(outer, group=mesh.group, lr=AVERAGE[0], momentum=AVERAGE[1]))
 
 
 def diloco(model: Model, mesh: Mesh, config: Config, outer: type[OuterStep] = OuterStep) -> Strategy:
     """H steps apart, then a step with momentum along what the workers moved in the mean."""
     begin_alike(model, mesh.group, config)
-    return Apart(model, config, partial(outer, group=mesh.group, lr=DILOCO[0], momentum=DILOCO[1]))
+    return RoundsWorker(model, config, partial(outer, group=mesh.group, lr=DILOCO[0], momentum=DILOCO[1]))
 
 
-class Apart(Replica):
+class RoundsWorker(Replica):
     """A worker that steps by its own gradients, with an optimizer of its own, and now and then meets the others."""
 
     def __init__(self, model: Model, config: Config, outer: Callable[..., OuterStep]) -> None:
         self.vectors = Vectors(model.parameters())
-        super().__init__(model, config, Alone(self.vectors))
+        super().__init__(model, config, LocalGradients(self.vectors))
         self.repeats_after = config.own(Options).local_steps  # steps, the last of which makes a call
         self.outer = outer(self.vectors.weights, local_steps=self.repeats_after)
         self.share = 0.0

@@ -34,7 +34,7 @@ from distlab.parameter_server.server import PUSH, Client, Link, Local, Parameter
 
 from .checks import prove_asynchronous
 from .predictions import weight_bytes
-from .worker import Audit, Recorder, Scheme, Seen, Worker, audit
+from .worker import Audit, Recorder, Scheme, ServerEvent, Worker, audit
 
 TESTS = "tests/experiments/test_server_asynchronous.py::{}"
 PACE = "tests/experiments/test_server_pace.py::test_a_rate_of_some_samples_alone_fails"
@@ -58,7 +58,7 @@ class Finished(NamedTuple):
     """A real run, as rank 0 knows it."""
 
     scheme: Scheme
-    seen: list[Seen]
+    seen: list[ServerEvent]
     audit: Audit
     weights: Tensor  # [P] the server's, at the end
     reports: dict[int, Report]  # of the workers that are still here
@@ -86,7 +86,7 @@ def run(
         for each in finished:
             check_run(lab, each, rules)
             if len(each.reports) == lab.world_size and all(report.steps for report in each.reports.values()):
-                rates.append(apart(lab, each.scheme, each.reports, each.audit.steps))
+                rates.append(measure_rate(lab, each.scheme, each.reports, each.audit.steps))
         show_rates(lab, rates, schemes)
         show_run(lab, finished)
 
@@ -306,7 +306,7 @@ def samples_of(lab: Lab) -> list[int]:
     return sizes
 
 
-def apart(lab: Lab, scheme: Scheme, reports: Mapping[int, Report], pushed: Mapping[int, Sequence[int]]) -> Rate:
+def measure_rate(lab: Lab, scheme: Scheme, reports: Mapping[int, Report], pushed: Mapping[int, Sequence[int]]) -> Rate:
     """The rate of a scheme that does not wait, or not before its bound; `pushed` are the steps of each push, by worker,
     as they were recorded at the server."""
     step_s = [report.compute_s / max(1, report.steps) for report in reports.values()]
@@ -398,7 +398,7 @@ def show_run(lab: Lab, finished: list[Finished]) -> None:
         )
 
 
-def smoothed(seen: list[Seen], num_workers: int) -> list[list[float]]:
+def smoothed(seen: list[ServerEvent], num_workers: int) -> list[list[float]]:
     """The losses of the pushes in the order in which they were applied, in means of as many as there are workers."""
     losses = [event.loss for event in seen if event.kind == PUSH]
     windows = [losses[max(0, end - num_workers) : end] for end in range(1, len(losses) + 1)]

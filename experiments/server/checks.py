@@ -46,7 +46,7 @@ from distlab.parameter_server.server import (
 )
 from distlab.verify.proof import check_replicas
 from distlab.workload import data
-from distlab.workload.data import OWN_BATCHES, Own
+from distlab.workload.data import OWN_BATCHES, UserBatches
 from distlab.workload.model import Model, build_model
 from distlab.workload.user_model import is_own, reads_text
 
@@ -73,11 +73,11 @@ class OneProcess:
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
         from_text = reads_text(config.model)
         num_own = 2 if proof else OWN_BATCHES
-        self.own = Own(config.model, config.seed, num_own) if is_own(config.model) and not from_text else None
+        self.own = UserBatches(config.model, config.seed, num_own) if is_own(config.model) and not from_text else None
         known = {"line": 1, "mlp": config.width}
         self.terms = self.own.terms if self.own else known.get(config.model, config.seq)
         self.shards = list(pairwise(cuts(config.batch, config.world_size, uneven=proof or config.model == "line")))
-        self.text = torch.frombuffer(bytearray(data.read(config)), dtype=torch.uint8) if from_text else None
+        self.text = torch.frombuffer(bytearray(data.read_text(config)), dtype=torch.uint8) if from_text else None
         many = OWN_BATCHES if self.own else MOST_BATCHES.get(config.model, MOST_BATCHES["gpt"])
         most = 2 if proof and config.model != "line" else many
         whole = (len(self.text) - 1) // config.seq // config.batch if self.text is not None else most

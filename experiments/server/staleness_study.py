@@ -32,7 +32,7 @@ def show(lab: Lab) -> None:
     if lab.rank > 0:
         return
     line = points(lab.config.seed)
-    ends = {lr: [shown(losses(line, lr, late, UPDATES)[-1]) for late in STALENESS] for lr in RATES}
+    ends = {lr: [drawable(losses(line, lr, late, UPDATES)[-1]) for late in STALENESS] for lr in RATES}
     series = {f"lr {lr:g}": [list(map(float, STALENESS)), values] for lr, values in ends.items()}
     lab.chart(f"Loss of the line after {UPDATES} updates", "staleness in updates", "loss", series, log_y=True)
     rows: list[list[object]] = []
@@ -97,6 +97,6 @@ def largest_rate(line: Quadratic, late: int) -> float:
     return low
 
 
-def shown(loss: float) -> float:
+def drawable(loss: float) -> float:
     """A loss that a chart can draw."""
     return min(max(loss, 1e-12), HIGHEST_LOSS)

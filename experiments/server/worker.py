@@ -97,7 +97,7 @@ class Worker:
                 self._taken.update(tensor.double().numpy().tobytes())
 
 
-class Seen(NamedTuple):
+class ServerEvent(NamedTuple):
     """An event at the server."""
 
     kind: str  # START, PUSH or LEAVE
@@ -111,24 +111,24 @@ class Recorder:
     """The events at a server of `workers` in the order in which it took them, as its `Witness`."""
 
     def __init__(self, workers: Iterable[int]) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[ServerEvent] = []
         self.finished = dict.fromkeys(workers, 0)  # steps by worker, of those who left too
         self._granted: dict[int, int] = {}
 
     def started(self, worker: int, steps: int) -> None:
         """`worker` has the weights of now, for `steps` steps."""
-        self.seen.append(Seen(START, worker, steps))
+        self.seen.append(ServerEvent(START, worker, steps))
         self._granted[worker] = steps
 
     def pushed(self, worker: int, number: int, update: Tensor, loss: float) -> None:  # noqa: ARG002
         """An update of `worker` was applied."""
         steps = self._granted.pop(worker)
-        self.seen.append(Seen(PUSH, worker, steps, number, loss))
+        self.seen.append(ServerEvent(PUSH, worker, steps, number, loss))
         self.finished[worker] += steps
 
     def left(self, worker: int) -> None:
         """`worker` is gone, and what it had under way with it."""
-        self.seen.append(Seen(LEAVE, worker, self._granted.pop(worker, 0)))
+        self.seen.append(ServerEvent(LEAVE, worker, self._granted.pop(worker, 0)))
 
 
 class Audit(NamedTuple):
@@ -141,7 +141,7 @@ class Audit(NamedTuple):
     wrong_numbers: int  # pushes that are not their worker's next
 
 
-def audit(seen: Iterable[Seen], workers: Iterable[int]) -> Audit:
+def audit(seen: Iterable[ServerEvent], workers: Iterable[int]) -> Audit:
     """Read the events of `workers` from the first on."""
     clocks = dict.fromkeys(workers, 0)
     steps: dict[int, list[int]] = {worker: [] for worker in clocks}

@@ -33,7 +33,7 @@ SLICE: dict[str, tuple[Ops, Ops]] = {
 LOSS = (SUM, SUM)  # the maxima of split scores, then sums and the targets' scores; backward nothing
 
 
-def drawn(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
+def expected_calls(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
     """What each layer calls, forward in their order and backward in theirs; the loss as one layer more."""
     if is_own(config.model):
         return planned(name, config)
@@ -91,12 +91,13 @@ def by_layer(events: list[Event]) -> list[Ops]:
 
 def misplaced(name: str, order: Order, config: Config) -> list[str]:
     """Sentences where the recorded passes differ from what is drawn."""
-    forward, backward = drawn(name, config)
+    forward, backward = expected_calls(name, config)
     faults = []
     for label, events in order.within("forward"):
         seen = by_layer(events)
         faults += [
-            f"microbatch {label}: {place(layer, len(forward))} calls {words(found)} forward, not {words(wanted)}"
+            f"microbatch {label}: {layer_name(layer, len(forward))} calls {names_of(found)} forward,"
+            f" not {names_of(wanted)}"
             for layer, (found, wanted) in enumerate(zip(seen, forward, strict=True))
             if found != wanted
         ]
@@ -109,12 +110,12 @@ def misplaced(name: str, order: Order, config: Config) -> list[str]:
     return faults
 
 
-def place(layer: int, end: int) -> str:
+def layer_name(layer: int, end: int) -> str:
     """A layer, or what follows the last."""
     return f"layer {layer}" if layer < end - 1 else "the loss"
 
 
-def words(ops: Ops) -> str:
+def names_of(ops: Ops) -> str:
     """`all_gather, reduce_scatter`, or nothing."""
     return ", ".join(ops) or "nothing"
 

@@ -42,7 +42,7 @@ class Cut(NamedTuple):
     embeds: bool = False
 
 
-class Alone:
+class LocalRegion:
     """A region of one rank that sends nothing: to see whether its parts fit each other."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def cuttable(config: Config) -> dict[str, Layer]:
 
     One whose forward pass is its own, whose weight is another module's too, or that nobody calls is none of them.
     """
-    module = user_model.made(config.model, config.seed)
+    module = user_model.make_user_model(config.model, config.seed)
     ours = {id(part): f"layers.{name}" for name, part in nn.ModuleList(user_model.layers_of(module)).named_modules()}
     owners: dict[int, int] = {}
     for part in module.modules():
@@ -229,7 +229,7 @@ class Planned(NamedTuple):
 
 def plan_of(config: Config) -> Any:
     """What stands beside the model as its plan; None where nothing does."""
-    return user_model.beside(config.model, "plan")
+    return user_model.find_in_file(config.model, "plan")
 
 
 def planned(config: Config) -> dict[str, Planned]:
@@ -329,7 +329,7 @@ def unrunnable(config: Config) -> list[str]:
     wanted = build_model(config, config.seed)(inputs).shape
     for rank in (0, config.world_size - 1):
         model = build_model(config, config.seed)
-        cut(model, cuts_of(config, config.world_size), rank, Alone())
+        cut(model, cuts_of(config, config.world_size), rank, LocalRegion())
         try:
             shape = forward(model, inputs)
         except Exception as error:  # whatever a user's model raises
@@ -385,7 +385,7 @@ def in_one_process(model: Model, name: str) -> list[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def off(config: Config, rank: int) -> dict[str, float]:
+def differences_by_row(config: Config, rank: int) -> dict[str, float]:
     """By name of a row how far what it takes on `rank` is from one process's, in float64."""
     inputs = user_model.first_inputs(config.model, config.seed, config.seq, 2)
     inputs = inputs.double() if inputs.is_floating_point() else inputs
@@ -395,7 +395,7 @@ def off(config: Config, rank: int) -> dict[str, float]:
     rows = {name: each for name, each in cuts.items() if not each.by_outputs}
     calls = {name: in_one_process(dense, name) for name in rows}
     dense(inputs)
-    cut(sliced, cuts, rank, Alone())
+    cut(sliced, cuts, rank, LocalRegion())
     watched = {name: Watched(calls[name], sum(each.sizes[:rank]), each.sizes[rank]) for name, each in rows.items()}
     for name, row in watched.items():
         sliced.set_submodule(name, row)
@@ -405,7 +405,7 @@ def off(config: Config, rank: int) -> dict[str, float]:
 
 def check_between(lab: Lab) -> None:
     """What each row takes on this rank is its part of what it takes in one process."""
-    found = off(lab.config, lab.rank)
+    found = differences_by_row(lab.config, lab.rank)
     wrong = next((name for name, each in found.items() if not each <= TOLERANCE), None)
     said = f"what {len(found)} rows take is a part of one process's"
     if wrong is not None:

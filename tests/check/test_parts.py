@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distlab.check.coordinator import Doctor
 from distlab.check.deadlock import Standing, Still, hung
 from distlab.check.matching import Matching
-from distlab.check.rank_state import DEVICES, HANG, Place, RankState, Wait
+from distlab.check.rank_state import DEVICES, HANG, CallPlace, RankState, Wait
 from distlab.check.report import MOST, spans_of
 from distlab.check.script import Frame, parsed
 from distlab.check.script_process import how_it_ended
@@ -47,7 +47,7 @@ def test_no_line_ends_the_doctor(lines: list[bytes]) -> None:
     assert sum(doctor.unread.values()) <= 2 * len(lines)
 
 
-NO_WAIT = Wait(None, "store.wait('key')", Place("train.py:1"), 0.0)
+NO_WAIT = Wait(None, "store.wait('key')", CallPlace("train.py:1"), 0.0)
 
 
 def standing(*needs: int, any_of: bool = False) -> Standing:

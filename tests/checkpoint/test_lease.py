@@ -19,7 +19,7 @@ def saved(folder: Path, step: int) -> Path:
 
 def test_a_checkpoint_that_is_loaded_outlives_newer_ones(tmp_path: Path) -> None:
     first = saved(tmp_path, 1)
-    readers = [locate.hold(first) for _ in range(2)]
+    readers = [locate.lock_for_reading(first) for _ in range(2)]
     for step in (2, 3, 4):
         saved(tmp_path, step)
         keep_last(tmp_path, 1)
@@ -33,8 +33,8 @@ def test_a_checkpoint_that_is_loaded_outlives_newer_ones(tmp_path: Path) -> None
 def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
     folder = saved(tmp_path, 1)
     assert locate.remove(folder)
-    assert locate.hold(folder) is None
+    assert locate.lock_for_reading(folder) is None
     assert checkpoints(tmp_path) == []
     (tmp_path / "step-00000002").mkdir()
-    assert locate.hold(tmp_path / "step-00000002") is None
+    assert locate.lock_for_reading(tmp_path / "step-00000002") is None
     assert locate.remove(tmp_path / "step-00000002")

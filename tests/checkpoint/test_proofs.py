@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distlab.checkpoint import checks, dcp, locate, manifest
-from distlab.checkpoint.checks import allowed_s, digests, listed, passed_over, unaccounted_s, unlike, wrongly_kept
+from distlab.checkpoint.checks import allowed_s, digests, listed_steps, passed_over, unaccounted_s, unlike, wrongly_kept
 from distlab.sharded.state import flat_piece
 
 
@@ -60,7 +60,7 @@ def test_what_is_kept_are_the_newest_and_no_more(tmp_path: Path, there: tuple[in
 
 def test_what_another_run_reads_may_stay(tmp_path: Path) -> None:
     saved(tmp_path, 2, 3, 4)
-    reader = locate.hold(tmp_path / manifest.folder_name(2))
+    reader = locate.lock_for_reading(tmp_path / manifest.folder_name(2))
     assert wrongly_kept(tmp_path, {2, 3}, 4, 2)[0] == 0
     locate.release(reader)
     assert wrongly_kept(tmp_path, {2, 3}, 4, 2)[0] == 1
@@ -72,7 +72,7 @@ def test_a_newer_one_that_is_good_is_not_passed_over(
 ) -> None:
     saved(tmp_path / "checkpoints", 1, 2, 3, 4)
     (tmp_path / "checkpoints" / "step-later").mkdir()
-    assert listed(tmp_path / "checkpoints") == {1, 2, 3, 4}
+    assert listed_steps(tmp_path / "checkpoints") == {1, 2, 3, 4}
     assert passed_over(tmp_path, 2, good) == newer
     assert passed_over(tmp_path, 4, good) == []
 

@@ -37,7 +37,7 @@ def save_cut(group: dist.ProcessGroup, folder: str) -> None:
     mine = storage.plan(state, group).mine
     state = {name: held for name, held in state.items() if name in mine}
     shares: dict[str, list[float | None]] = {"flat": [0.25 * (group.rank() + 1)]}
-    storage.write(Path(folder), manifest_of(1, losses={"flat": []}), state, group, shares, needed_bytes=0)
+    storage.write_checkpoint(Path(folder), manifest_of(1, losses={"flat": []}), state, group, shares, needed_bytes=0)
 
 
 def load_cut(group: dist.ProcessGroup, folder: str) -> bool:
@@ -83,7 +83,7 @@ def save_on_a_bad_disk(group: dist.ProcessGroup, folder: str) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         state = {f"flat/weights.{group.rank()}": torch.zeros(4000)}
-        storage.write(Path(folder), manifest_of(20), state, group, {"flat": []}, needed_bytes=0)
+        storage.write_checkpoint(Path(folder), manifest_of(20), state, group, {"flat": []}, needed_bytes=0)
     except storage.Unsaved as error:
         return str(error)
     finally:
@@ -99,7 +99,7 @@ def test_a_disk_that_refuses_one_rank_is_told_to_all_and_leaves_the_one_before(r
 
 def save_more_than_there_is_room(group: dist.ProcessGroup, folder: str) -> str:
     try:
-        storage.write(Path(folder), manifest_of(20), {}, group, {"flat": []}, needed_bytes=1 << 60)
+        storage.write_checkpoint(Path(folder), manifest_of(20), {}, group, {"flat": []}, needed_bytes=1 << 60)
     except storage.Unsaved as error:
         return str(error)
     return "saved"

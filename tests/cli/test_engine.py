@@ -102,7 +102,7 @@ def test_a_pod_of_the_indexed_job_is_a_rank(
     _, container = rank_of("indexed-job", made(capsys, "--ranks", "12", "dp")[-1])
     environ = {entry["name"]: entry["value"] for entry in container["env"]} | {"JOB_COMPLETION_INDEX": "11"}
     monkeypatch.setattr(socket, "getfqdn", lambda: "distlab-11.distlab.default.svc.cluster.local")
-    taken = launchers.taken(environ)
+    taken = launchers.read_launcher(environ)
     config = Config.read(environ | taken.variables, taken.faults)
     assert (config.rank, config.world_size) == (11, 12)
     assert config.master_addr == "distlab-0.distlab.default.svc.cluster.local"

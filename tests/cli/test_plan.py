@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.plan import main, read
+from distlab.cli.plan import main, read_job
 from distlab.collectives.costs import FITTED, LATENCY, RATE
 from distlab.config import Config, ConfigError
 from distlab.experiments import cp, dp, fsdp, tp
@@ -25,7 +25,7 @@ from distlab.workload.model import outline
 
 
 def job(line: str) -> Job:
-    return read(line.split())[0]
+    return read_job(line.split())[0]
 
 
 SHARED = ("dp", "zero1", "zero2", "zero3")
@@ -35,7 +35,7 @@ SEVEN = "--params 7B --gpus 64 --gpu-memory 80GB"
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zeros_figure_1(stage: int, gigabytes: float) -> None:
     """7.5 billion parameters on 64 ranks: what stands between two steps."""
-    held = costs.held(job("--params 7.5B --gpus 64 --gpu-memory 80GB"), Layout(1, 1, 64, stage))
+    held = costs.memory_by_class(job("--params 7.5B --gpus 64 --gpu-memory 80GB"), Layout(1, 1, 64, stage))
     rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
     assert round(rest / 1e9, 1) == gigabytes
 
@@ -117,7 +117,7 @@ def test_a_tiny_gpt_costs_what_its_mode_predicts(mode: Any, variant: str, stage:
     """Every layer's parameters divide by four here, so that no padding stands between."""
     config, asked = tiny()
     layout = Layout(1, 1, 4, stage)
-    held = costs.held(asked, layout)
+    held = costs.memory_by_class(asked, layout)
     assert sum(held[name] for name in ("parameters", "gradients", "optimizer")) == claim(
         mode, config, variant, "rest bytes"
     )
@@ -133,7 +133,7 @@ def test_adam_counts_its_steps_beside_what_the_plan_knows() -> None:
     config, asked = tiny(moments=2)
     adam = config.model_copy(update={"optimizer": "adamw"})
     tensors = len(list(outline(config).parameters()))
-    held = costs.held(asked, Layout(1, 1, 4, 0))
+    held = costs.memory_by_class(asked, Layout(1, 1, 4, 0))
     rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
     assert claim(dp, adam, "flat", "rest bytes") == rest + 4 * tensors
 
@@ -160,8 +160,11 @@ def test_a_share_of_the_positions_is_a_share_of_what_is_kept_and_passed_on() -> 
     """ZeRO's shards lie over all that hold the same, whether of other samples or of other positions."""
     asked = job(f"{SEVEN} --seq 8192")
     whole, cut = Layout(2, 2, 16, 3), Layout(2, 2, 4, 3, context=4)
-    assert costs.held(asked, whole)["activations"] == 4 * costs.held(asked, cut)["activations"]
-    assert {**costs.held(asked, whole), "activations": 0} == {**costs.held(asked, cut), "activations": 0}
+    assert costs.memory_by_class(asked, whole)["activations"] == 4 * costs.memory_by_class(asked, cut)["activations"]
+    assert {**costs.memory_by_class(asked, whole), "activations": 0} == {
+        **costs.memory_by_class(asked, cut),
+        "activations": 0,
+    }
     per_microbatch = [costs.sent(asked, each)["pipeline"] / costs.microbatches(asked, each) for each in (whole, cut)]
     assert per_microbatch[0] == 4 * per_microbatch[1]
 
@@ -296,7 +299,7 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
     trained = run_of(
         tmp_path / "dp", "dp", Profile("flat", seconds), Profile("naive", {"forward": 9.0, "backward": 9.0})
     )
-    asked, told = read([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
+    asked, told = read_job([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
     assert asked.link == asked.node_link
     assert (asked.link.latency_s, asked.link.bytes_per_s) == (250e-6, 12.5e6)
     assert asked.flops == pytest.approx(6 * 1.5e6 * 8 * 64 / 0.06)
@@ -316,7 +319,7 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
 )
 def test_a_run_that_calibrates_nothing_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
+        read_job([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
 
 
 def test_it_needs_no_torch() -> None:

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from distlab.cli.plan import MOST_RANKS, command, main, read, shrunk
+from distlab.cli.plan import MOST_RANKS, command, main, read_job, shrunk
 from distlab.config import Config
 from distlab.experiments.mesh import MODE
 from distlab.plan.costs import KINDS, Layout, layouts
@@ -38,7 +38,7 @@ def test_no_axis_gets_lost(layout: Layout, sizes: tuple[int, ...]) -> None:
 
 
 def test_every_kind_is_a_run_that_the_lab_takes() -> None:
-    job, _ = read([*SEVEN.split(), "--recompute"])
+    job, _ = read_job([*SEVEN.split(), "--recompute"])
     for (_, tensor, pipeline, stage), context in itertools.product(KINDS, (False, True)):
         given = settings(command(next(layouts(job, tensor, pipeline, stage, context)), job))
         config = Config.read(given)

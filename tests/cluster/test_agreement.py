@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.heartbeat_helper import PERIOD_S
 from distlab.cluster.shutdown import Agreement
 from tests.cluster.cluster_of_processes import Processes, Rank
@@ -39,7 +39,7 @@ class Simulated:
         self.agreement.look()
         if self.agreement.committed:
             self.ended = "stands"
-        return [self.hearing.beat(Place(), None, now)]
+        return [self.hearing.beat(RunPosition(), None, now)]
 
     def judge(self, now: float) -> list[dict[str, Any]]:
         """Give up who is silent for so long that all tables have settled."""

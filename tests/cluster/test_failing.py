@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distlab.cluster import ClusterError
-from distlab.cluster.heartbeat import Place
+from distlab.cluster.heartbeat import RunPosition
 from distlab.cluster.lost_ranks import Verdict
 from distlab.cluster.shutdown import failed
 from distlab.config import ConfigError
@@ -17,7 +17,7 @@ from distlab.report.run_folder import Journal, Unwritable
 
 def codes(error: BaseException) -> tuple[int, int]:
     """Its own and that of the others."""
-    own, told = failed(1, Place(step=3, phase="flat"), error, [])
+    own, told = failed(1, RunPosition(step=3, phase="flat"), error, [])
     assert own.sentence == told.sentence
     assert own.sentence.startswith("rank 1 failed at step 3 in flat: ")
     return own.exit_code, told.exit_code
@@ -30,7 +30,7 @@ def test_a_failure_is_a_loss_to_the_others() -> None:
 
 
 def test_a_refusal_is_one_sentence_of_all_ranks() -> None:
-    verdicts = [failed(rank, Place(step=rank), ConfigError(["one", "two"]), []) for rank in (0, 1)]
+    verdicts = [failed(rank, RunPosition(step=rank), ConfigError(["one", "two"]), []) for rank in (0, 1)]
     assert {verdict for each in verdicts for verdict in each} == {Verdict(2, "refused    one; two")}
 
 

@@ -3,7 +3,7 @@
 from typing import cast
 
 from distlab.cluster.heartbeat import Hearing, Post
-from distlab.cluster.lost_ranks import Seen, Verdict
+from distlab.cluster.lost_ranks import LastReport, Verdict
 from distlab.cluster.shutdown import GONE_S, Parting
 from distlab.report.records import Lost
 
@@ -93,7 +93,7 @@ def test_who_has_hung_up_may_not_live_on_and_counts_for_no_half() -> None:
 
 def test_who_hung_up_and_is_silent_is_gone_at_once_and_who_still_beats_is_not() -> None:
     one = Free(0, 2)
-    seen = {rank: Seen(4, "train", silent_s=1.2 if rank == 2 else 0.2) for rank in range(4)}
+    seen = {rank: LastReport(4, "train", silent_s=1.2 if rank == 2 else 0.2) for rank in range(4)}
     verdict = one.parting.gone(seen)
     assert verdict is not None
     assert [entry.rank for entry in verdict.lost] == [2]

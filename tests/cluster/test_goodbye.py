@@ -1,6 +1,6 @@
 """Goodbyes of three ranks, driven by hand: who may go when, and whom nobody waits for."""
 
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.shutdown import AFTER, Goodbye
 
 LOST_AFTER_S = 2.5
@@ -19,7 +19,7 @@ class Leaving:
 
     def hears(self, *others: "Leaving", now: float) -> None:
         for other in others:
-            self.hearing.take(other.hearing.beat(Place(), None, now), now)
+            self.hearing.take(other.hearing.beat(RunPosition(), None, now), now)
 
 
 def test_a_rank_goes_once_all_have_heard_its_goodbye_and_rank_0_once_it_has_theirs() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from distlab.cluster.heartbeat import Hearing, Place, to_mask, to_ranks
+from distlab.cluster.heartbeat import Hearing, RunPosition, to_mask, to_ranks
 from distlab.cluster.lost_ranks import diagnose
 
 PERIOD_S, LOST_AFTER_S = 0.25, 2.5
@@ -14,7 +14,7 @@ def exchange(world_size: int, link: Link, until_s: float) -> list[Hearing]:
     hearings = [Hearing(rank, range(world_size), LOST_AFTER_S, 0.0) for rank in range(world_size)]
     for tick in range(int(until_s / PERIOD_S) + 1):
         now = tick * PERIOD_S
-        beats = [hearing.beat(Place(1, 7, "all_reduce", 0.0), None, now) for hearing in hearings]
+        beats = [hearing.beat(RunPosition(1, 7, "all_reduce", 0.0), None, now) for hearing in hearings]
         for sender in range(world_size):
             for receiver in range(world_size):
                 if sender != receiver and link(sender, receiver, now):
@@ -24,7 +24,7 @@ def exchange(world_size: int, link: Link, until_s: float) -> list[Hearing]:
 
 def verdicts(hearings: list[Hearing], now: float) -> list[list[int]]:
     """Whom each rank would name at `now`."""
-    found = [diagnose(one.hears(now), one.present(), one.seen(Place(), now)) for one in hearings]
+    found = [diagnose(one.hears(now), one.present(), one.seen(RunPosition(), now)) for one in hearings]
     return [[lost.rank for lost in verdict.lost] if verdict else [] for verdict in found]
 
 
@@ -66,12 +66,12 @@ def test_a_short_silence_costs_nobody() -> None:
 def test_a_rank_that_said_goodbye_may_be_silent_and_the_news_go_round() -> None:
     hearings = exchange(3, lambda *_: True, 1.0)
     hearings[2].ended |= to_mask([2])
-    hearings[1].take(hearings[2].beat(Place(), None, 1.0), 1.0)  # rank 0 hears of it through rank 1 alone
-    hearings[0].take(hearings[1].beat(Place(), None, 1.25), 1.25)
+    hearings[1].take(hearings[2].beat(RunPosition(), None, 1.0), 1.0)  # rank 0 hears of it through rank 1 alone
+    hearings[0].take(hearings[1].beat(RunPosition(), None, 1.25), 1.25)
     for tick in range(6, 60):
         now = tick * PERIOD_S
-        hearings[0].take(hearings[1].beat(Place(), None, now), now)
-        hearings[1].take(hearings[0].beat(Place(), None, now), now)
+        hearings[0].take(hearings[1].beat(RunPosition(), None, now), now)
+        hearings[1].take(hearings[0].beat(RunPosition(), None, now), now)
     assert verdicts(hearings[:2], 14.75) == [[], []]
     assert hearings[0].present() == {0, 1}
 
@@ -85,13 +85,13 @@ def test_a_rank_that_was_frozen_forgives() -> None:
 
 def test_behind_is_who_changed_place_or_began_collectives_less_often() -> None:
     hearings = [Hearing(rank, range(3), LOST_AFTER_S, 0.0) for rank in range(3)]
-    hearings[0].take(hearings[1].beat(Place(9, 4, "compute", 0.0), None, 3.0), 3.0)
-    hearings[0].take(hearings[2].beat(Place(10, 4, "all_reduce", 3.0), None, 3.0), 3.0)
-    assert hearings[0].behind(Place(10, 4, "all_reduce", 0.0), 3.5) == ["rank 1 (at step 4 in compute for 3.5 s)"]
-    assert hearings[0].behind(Place(9, 4, "compute", 0.0), 3.5) == []
-    assert hearings[0].behind(Place(9, 4, "compute", 0.0, calls=1), 3.5) != []
-    hearings[0].take(hearings[1].beat(Place(9, 4, "compute", 0.0, calls=1), None, 3.6), 3.6)
-    assert hearings[0].behind(Place(9, 4, "compute", 0.0, calls=1), 3.6) == []
+    hearings[0].take(hearings[1].beat(RunPosition(9, 4, "compute", 0.0), None, 3.0), 3.0)
+    hearings[0].take(hearings[2].beat(RunPosition(10, 4, "all_reduce", 3.0), None, 3.0), 3.0)
+    assert hearings[0].behind(RunPosition(10, 4, "all_reduce", 0.0), 3.5) == ["rank 1 (at step 4 in compute for 3.5 s)"]
+    assert hearings[0].behind(RunPosition(9, 4, "compute", 0.0), 3.5) == []
+    assert hearings[0].behind(RunPosition(9, 4, "compute", 0.0, calls=1), 3.5) != []
+    hearings[0].take(hearings[1].beat(RunPosition(9, 4, "compute", 0.0, calls=1), None, 3.6), 3.6)
+    assert hearings[0].behind(RunPosition(9, 4, "compute", 0.0, calls=1), 3.6) == []
 
 
 def test_masks() -> None:

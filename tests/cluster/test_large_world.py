@@ -10,7 +10,7 @@ import pytest
 
 from distlab.cluster.authenticated_messages import MAX_BYTES, MAX_MEMBERS, MessageSigner, fault
 from distlab.cluster.failure_detector import SETTLE_S
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.heartbeat_helper import AT_A_TIME, PERIOD_S, hops_of, turn_of, turns_of
 from distlab.cluster.lost_ranks import diagnose
 from distlab.cluster.rendezvous_server import Claim, RendezvousServer
@@ -30,7 +30,7 @@ def beaten(world_size: int, silent: set[int], at: float, until: float, dropped: 
         for sender in draw.sample(range(world_size), world_size):
             if sender in silent and now >= at:
                 continue
-            beat = hearings[sender].beat(Place(1, 7, "all_reduce", 0.0), None, now)
+            beat = hearings[sender].beat(RunPosition(1, 7, "all_reduce", 0.0), None, now)
             for receiver in turn_of(others[sender], tick):
                 if draw.random() >= dropped:
                     hearings[receiver].take(beat, now)
@@ -38,7 +38,9 @@ def beaten(world_size: int, silent: set[int], at: float, until: float, dropped: 
 
 
 def named(hearings: list[Hearing], now: float, but: set[int]) -> set[tuple[int, ...]]:
-    found = [diagnose(one.hears(now), one.present(), one.seen(Place(), now)) for one in hearings if one.rank not in but]
+    found = [
+        diagnose(one.hears(now), one.present(), one.seen(RunPosition(), now)) for one in hearings if one.rank not in but
+    ]
     return {tuple(lost.rank for lost in verdict.lost) if verdict else () for verdict in found}
 
 
@@ -73,7 +75,7 @@ def test_a_beat_of_1024_ranks_fits_into_a_datagram_whoever_hears_whom(strangenes
     hearing = Hearing(700, range(1024), LOST_AFTER_S, 0.0)
     for rank, row in hearing.rows.items():
         row.count, row.mask = 10**10 + rank, row.mask ^ (1 << 1023 >> strangeness(rank))
-    beat = hearing.beat(Place(1, 7, "all_reduce", 0.0), None, 1e7)
+    beat = hearing.beat(RunPosition(1, 7, "all_reduce", 0.0), None, 1e7)
     assert fault(beat | {"hears": [[mask, ranks] for mask, ranks in beat["hears"]]}) == ""
     assert len(MessageSigner(b"k" * 32).seal(beat, b"the run.")) < MAX_BYTES
     assert beat["counts"][700] == 10**10, "its own row is there, whatever was left out"
@@ -83,7 +85,7 @@ def test_ranks_that_hear_differently_are_told_apart() -> None:
     one, other = (Hearing(rank, range(12), LOST_AFTER_S, 0.0) for rank in (3, 4))
     for rank, row in one.rows.items():
         row.count, row.mask = 5, rank % 4
-    other.take(one.beat(Place(), None, 1.0), 1.0)
+    other.take(one.beat(RunPosition(), None, 1.0), 1.0)
     assert {rank: row.mask for rank, row in other.rows.items() if rank != 3} == {
         rank: rank % 4 for rank in range(12) if rank not in (3, 4)
     }

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 from distlab.cluster import oom_notice
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.rendezvous_server import receive, udp_socket
 
 
@@ -27,8 +27,8 @@ def test_nothing_is_left_where_nobody_would_read_it(tmp_path: Path) -> None:
 def test_a_killed_rank_is_silent_at_once_whatever_still_arrives_of_it() -> None:
     hearing, dead = Hearing(0, range(3), 2.5, 0.0), Hearing(2, range(3), 2.5, 0.0)
     hearing.killed.add(2)
-    hearing.take(dead.beat(Place(1, 7, "flat"), 0.5, 0.1), 0.2)
+    hearing.take(dead.beat(RunPosition(1, 7, "flat"), 0.5, 0.1), 0.2)
     assert hearing.heard(0.3) == {0, 1}
     assert set(hearing.hears(0.3)) == {0, 1}
-    last = hearing.seen(Place(), 0.3)
+    last = hearing.seen(RunPosition(), 0.3)
     assert [rank for rank in last if last[rank].killed] == [2]

@@ -37,7 +37,7 @@ def test_what_was_done_is_read_back_and_counts_for_these_settings_alone(
 ) -> None:
     monkeypatch.setattr(link, "SHAPED", tmp_path / "shaped")
     done = Shaped(None, "5ms", "this kernel has no netem")
-    link.write(done)
+    link.tell_rank(done)
     assert shaped(config_of(LAB_NET_DELAY="5ms")) == done
     assert refusals(config_of(LAB_NET_DELAY="5ms")) == []
     assert shaped(config_of(LAB_NET_DELAY="6ms")) is None

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distlab.cluster.authenticated_messages import Dropped, MessageVerifier
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.heartbeat_helper import LATE_S, PERIOD_S, again, runs, start_heartbeat_helper
 from distlab.cluster.rendezvous_server import udp_socket
 from tests.cluster.cluster_of_processes import Processes, Rank
@@ -24,7 +24,7 @@ KEY, TOKEN = b"k" * 32, b"the run."
 
 
 def beat(now: float = 1.0) -> dict[str, Any]:
-    return Hearing(0, range(2), 2.5, now).beat(Place(3, 7, "flat", now - 0.5), None, now)
+    return Hearing(0, range(2), 2.5, now).beat(RunPosition(3, 7, "flat", now - 0.5), None, now)
 
 
 class Standing:

@@ -25,11 +25,11 @@ from distlab.cluster.authenticated_messages import (
     Dropped,
     MessageSigner,
     MessageVerifier,
-    drawn,
+    derive_name,
     fault,
     mac_of,
 )
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 
 KEY, OTHER_KEY, RUN = b"k" * 32, b"o" * 32, b"the run."
 HERE = ("10.0.0.3", 4001)
@@ -178,9 +178,9 @@ def test_what_is_let_in_ends_nobody_who_takes_it(name: str, value: Any) -> None:
     if not fault(beat := {**BEAT, name: value}):
         hearing = Hearing(0, range(3), 3.0, 0.0)
         hearing.take(beat, 1.0)
-        hearing.beat(Place(), None, 2.0)
+        hearing.beat(RunPosition(), None, 2.0)
         hearing.hears(2.0)
-        print(hearing.behind(Place(turn=2**60), 2.0))
+        print(hearing.behind(RunPosition(turn=2**60), 2.0))
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
@@ -229,7 +229,11 @@ def test_long_texts_are_cut_and_what_is_still_too_long_is_refused() -> None:
 
 
 def test_names_are_drawn_from_the_key() -> None:
-    assert drawn(KEY, "store of a run") == drawn(KEY, "store of a run") != drawn(OTHER_KEY, "store of a run")
+    assert (
+        derive_name(KEY, "store of a run")
+        == derive_name(KEY, "store of a run")
+        != derive_name(OTHER_KEY, "store of a run")
+    )
 
 
 def test_a_key_goes_to_a_child_process_by_itself() -> None:

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import asdict
 
 from distlab.cluster import name_ranks
-from distlab.cluster.lost_ranks import Seen, Verdict, diagnose, lost_ranks
+from distlab.cluster.lost_ranks import LastReport, Verdict, diagnose, lost_ranks
 
 SIZES = range(2, 9)
 
@@ -16,8 +16,8 @@ def whole(world_size: int) -> dict[int, set[int]]:
     return {rank: set(range(world_size)) for rank in range(world_size)}
 
 
-def seen(world_size: int, memory_share: float | None = None) -> dict[int, Seen]:
-    return {rank: Seen(17, "all_reduce", memory_share, 2.6) for rank in range(world_size)}
+def seen(world_size: int, memory_share: float | None = None) -> dict[int, LastReport]:
+    return {rank: LastReport(17, "all_reduce", memory_share, 2.6) for rank in range(world_size)}
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))

@@ -16,7 +16,7 @@ from distlab.compression.compressors import (
     RandomK,
     Sign,
     TopK,
-    drawn,
+    draw_places,
     largest,
     mean_magnitude,
     packed,
@@ -169,14 +169,14 @@ def test_the_largest_are_exactly_those_that_a_stable_sort_puts_first(numel: int)
 
 def test_drawn_places_are_different_ones_alike_by_seed_and_each_as_often() -> None:
     for numel, k in ((1, 1), (10, 2), (10, 10), (5000, 50), (5000, 1000), (5000, 1300)):
-        first, again, other = (drawn(numel, k, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
+        first, again, other = (draw_places(numel, k, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
         assert len(first) == len(first.unique()) == k
         assert 0 <= first.min() <= first.max() < numel
         assert torch.equal(first, again)
         assert numel <= 10 or not torch.equal(first, other)
     generator, times = torch.Generator().manual_seed(1), torch.zeros(40)
     for _ in range(4000):
-        times[drawn(40, 4, generator)] += 1
+        times[draw_places(40, 4, generator)] += 1
     assert (times / 400 - 1).abs().max() < 0.2  # a deviation of 5 % each
 
 

@@ -7,7 +7,7 @@ from distlab.compression.costs import (
     bucket_bytes,
     bucket_calls,
     factors,
-    kept,
+    num_kept,
     sign_pays_below,
     topk_pays_below,
 )
@@ -58,8 +58,8 @@ def test_signs_stop_paying_at_64_ranks_in_float32() -> None:
 
 
 def test_at_least_one_number_and_never_more_than_the_matrix() -> None:
-    assert kept(10, 1e-6) == kept(1, 0.5) == 1
-    assert kept(7, 1.0) == 7
+    assert num_kept(10, 1e-6) == num_kept(1, 0.5) == 1
+    assert num_kept(7, 1.0) == 7
     assert factors((3, 3), 4) == 9
     assert factors((1, 1), 1) == 1
     assert factors((6, 2, 8), 2) == 2 * (6 + 16)

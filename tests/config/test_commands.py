@@ -7,7 +7,7 @@ import pytest
 
 from distlab.cli.run import main
 from distlab.config import ConfigError
-from distlab.config.commands import COMMANDS, Typed, read
+from distlab.config.commands import COMMANDS, Typed, parse_words
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from distlab.config.commands import COMMANDS, Typed, read
     ],
 )
 def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
-    assert read(words.split()) == typed
+    assert parse_words(words.split()) == typed
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
 )  # fmt: skip
 def test_a_word_that_says_nothing_is_refused_with_what_does(words: str, sentences: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        read(words.split())
+        parse_words(words.split())
     for fault, sentence in zip(refused.value.faults, sentences, strict=True):
         assert fault.startswith(sentence)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.config import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table, write
+from distlab.cli.config import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table, write_block
 from distlab.cluster.rendezvous_server import Claim
 from distlab.config import Config, ConfigError
 from distlab.config.settings import Field, ModeOptions, aliases, declared, modes
@@ -313,12 +313,12 @@ def test_the_compose_file_passes_on_what_the_table_names() -> None:
 def test_a_compose_file_is_written_between_its_two_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "docker-compose.yaml"
     file.write_text(f"before\n{BEGIN}\n  LAB_GONE:\n{END}\nafter\n")
-    assert write(file) == 0
+    assert write_block(file) == 0
     assert file.read_text() == f"before\n{compose_lines()}\nafter\n"
     file.write_text("services: {}\n")
-    assert write(file) == 2
+    assert write_block(file) == 2
     assert "has no line '# Written by `python -m distlab config --write`" in capsys.readouterr().out
-    assert write(tmp_path / "absent.yaml") == 2
+    assert write_block(tmp_path / "absent.yaml") == 2
     assert "No such file or directory" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from distlab.config import Config, ConfigError
-from distlab.config.fault_spec import FaultSpec, arrivals, planned, read
+from distlab.config.fault_spec import FaultSpec, arrivals, parse_faults, planned
 
 pytestmark = pytest.mark.timeout(60)
 GIVEN = {"RUN_MODE": "dp", "WORLD_SIZE": "4", "LAB_STEPS": "20"}
@@ -28,7 +28,7 @@ GIVEN = {"RUN_MODE": "dp", "WORLD_SIZE": "4", "LAB_STEPS": "20"}
     ],
 )
 def test_an_entry_is_what_it_says(text: str, fields: dict[str, object]) -> None:
-    assert read(text) == ([FaultSpec(text, **fields)], [])  # type: ignore[arg-type]
+    assert parse_faults(text) == ([FaultSpec(text, **fields)], [])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_flip_is_looked_for_every_step_where_nothing_else_is_said() -> None:
 
 
 def test_what_is_left_out_is_drawn_by_the_seed_alone() -> None:
-    entries, _ = read("kill@step1,pause@2s,kill:rank3@step2,kill:1/30s")
+    entries, _ = parse_faults("kill@step1,pause@2s,kill:rank3@step2,kill:1/30s")
     drawn = planned(entries, 7, 4)
     assert drawn == planned(entries, 7, 4)
     assert [(each.kind, each.number) for each in drawn] == [("kill", 0), ("pause", 1), ("kill", 2)]
@@ -98,7 +98,7 @@ def test_what_is_left_out_is_drawn_by_the_seed_alone() -> None:
 
 
 def test_arrivals_come_at_their_rate_on_all_ranks_alike() -> None:
-    (entry,), _ = read("kill:1/30s")
+    (entry,), _ = parse_faults("kill:1/30s")
     first = list(islice(arrivals(entry, 0, 7, 4), 400))
     assert first == list(islice(arrivals(entry, 0, 7, 4), 400))
     times = [each.at_s or 0.0 for each in first]
@@ -109,7 +109,7 @@ def test_arrivals_come_at_their_rate_on_all_ranks_alike() -> None:
 
 
 def test_an_event_has_a_name_that_a_person_reads() -> None:
-    entries, _ = read(
+    entries, _ = parse_faults(
         "kill:rank2@step5,pause:rank1:1s@4s,flip:gradient:rank0@step3,cut:in:rank1@2s,slow_rank:rank0:0.5@step1"
     )
     assert [each.label for each in planned(entries, 1, 4)] == [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.config.launchers import first_host, local_size, taken
+from distlab.config.launchers import first_host, local_size, read_launcher
 
 SLURM = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0",
@@ -38,25 +38,25 @@ DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
     ids=["slurm", "mpi on one machine", "mpi across machines", "mpi in slurm", "skypilot", "dstack", "mapped by hand"],
 )  # fmt: skip
 def test_an_engines_names_are_taken(environ: dict[str, str], wanted: dict[str, str]) -> None:
-    found = taken(environ)
+    found = read_launcher(environ)
     assert found.faults == ()
     assert wanted.items() <= found.variables.items()
     assert f"rank {found.variables['RANK']} by " in found.told
 
 
 def test_all_tasks_of_a_step_draw_one_port_and_another_step_another() -> None:
-    ports = {taken(SLURM | {"SLURM_PROCID": str(rank)}).variables["MASTER_PORT"] for rank in range(6)}
+    ports = {read_launcher(SLURM | {"SLURM_PROCID": str(rank)}).variables["MASTER_PORT"] for rank in range(6)}
     (port,) = ports
     assert 20_000 <= int(port) < 32_768
-    assert taken(SLURM | {"SLURM_STEP_ID": "1"}).variables["MASTER_PORT"] != port
+    assert read_launcher(SLURM | {"SLURM_STEP_ID": "1"}).variables["MASTER_PORT"] != port
 
 
 def test_pods_of_an_indexed_job_find_pod_0_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-2.ranks.default.svc.cluster.local")
-    found = taken({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}).variables
+    found = read_launcher({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}).variables
     assert (found["RANK"], found["MASTER_ADDR"]) == ("2", "train-0.ranks.default.svc.cluster.local")
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-2")
-    assert "set MASTER_ADDR" in taken({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}).faults[0]
+    assert "set MASTER_ADDR" in read_launcher({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}).faults[0]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_pods_of_an_indexed_job_find_pod_0_beside_them(monkeypatch: pytest.Monke
     ids=["rank", "rank and size", "batch script", "allocation", "no rank", "no host", "no size", "no number"],
 )
 def test_what_does_not_fit_is_refused(environ: dict[str, str], words: list[str]) -> None:
-    found = taken(environ)
+    found = read_launcher(environ)
     assert found.variables == {}
     assert len(found.faults) == len(words)
     for fault, said in zip(found.faults, words, strict=True):
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused(environ: dict[str, str], words: list[str])
     ids=["nothing", "compose", "local", "torchrun in slurm", "one task", "one node"],
 )  # fmt: skip
 def test_where_no_engine_starts_several_ranks_nothing_is_changed(environ: dict[str, str]) -> None:
-    assert taken(environ) == ({}, "", ())
+    assert read_launcher(environ) == ({}, "", ())
 
 
 @pytest.mark.parametrize(

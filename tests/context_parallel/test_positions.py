@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.context_parallel.positions import Positions, Seen, contiguous, zigzag
+from distlab.context_parallel.positions import Positions, VisibleKeys, contiguous, zigzag
 
 pytestmark = pytest.mark.timeout(60)
 CUTS = st.sampled_from([contiguous, zigzag])
@@ -61,9 +61,9 @@ def test_folded_parts_have_the_same_work_and_contiguous_ones_have_not(ranks: int
 def test_five_positions_on_two_ranks() -> None:
     assert contiguous(5, 2).runs == ((range(3),), (range(3, 5),))
     assert zigzag(5, 2).runs == ((range(2), range(4, 5)), (range(2, 3), range(3, 4)))
-    assert zigzag(5, 2).seen(0, 1) == Seen(2, 2)  # position 4 sees 2 and 3
-    assert zigzag(5, 2).seen(1, 0) == Seen(0, 2)  # positions 2 and 3 see 0 and 1
-    assert contiguous(5, 2).seen(0, 1) == Seen(3, 0)
+    assert zigzag(5, 2).seen(0, 1) == VisibleKeys(2, 2)  # position 4 sees 2 and 3
+    assert zigzag(5, 2).seen(1, 0) == VisibleKeys(0, 2)  # positions 2 and 3 see 0 and 1
+    assert contiguous(5, 2).seen(0, 1) == VisibleKeys(3, 0)
 
 
 def test_own_rows_are_those_of_the_positions() -> None:

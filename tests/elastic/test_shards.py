@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.elastic.shards import Move, gaps, holdings, keeper, lacking, moves, part, wards
+from distlab.elastic.shards import Move, gaps, keeper, lacking, moves, owned_ranges, part, wards
 
 pytestmark = pytest.mark.timeout(60)
 SIZES = st.integers(1, 9)
@@ -33,8 +33,8 @@ def test_members_lie_in_pairs_and_of_an_odd_number_three_in_a_ring() -> None:
 @given(st.integers(1, 40), SIZES, SIZES, st.data())
 def test_what_moves_is_what_is_lacking(total: int, before: int, after: int, data: st.DataObject) -> None:
     dead = data.draw(st.sets(st.integers(0, before - 1), max_size=before - 1))
-    has = {rank: ranges for rank, ranges in holdings(total, range(before), copies=True).items() if rank not in dead}
-    wants = holdings(total, range(100, 100 + after), copies=True)
+    has = {rank: ranges for rank, ranges in owned_ranges(total, range(before), copies=True).items() if rank not in dead}
+    wants = owned_ranges(total, range(100, 100 + after), copies=True)
     stay = {rank + 100: ranges for rank, ranges in has.items()}
     wants |= {rank: [] for rank in stay if rank not in wants}
     lost = [rank for rank in dead if keeper(rank, before) is None or keeper(rank, before) in dead]

@@ -311,7 +311,7 @@ def spoken(algbw: str, busbw: str, drawn: float, own_s: float = 0.01) -> bool:
     """Whether the check of speeds holds: 4 MiB summed over two ranks, in 10 ms."""
     lab, nbytes = lab_alone(), 4 * benchmark.MIB
     cost = benchmark.Cost(rounds_s=[0.01], own_s=[own_s])
-    told = benchmark.Told([["4 MiB", "ring", "10000", algbw, busbw]], {"ring": [[nbytes / 1e6], [drawn]]})
+    told = benchmark.SweepFinding([["4 MiB", "ring", "10000", algbw, busbw]], {"ring": [[nbytes / 1e6], [drawn]]})
     benchmark.check_speeds(lab, "all_reduce", {("all_reduce", nbytes, "ring"): cost}, told)
     (claim,) = (entry for entry in lab.journal.records if isinstance(entry, Check))
     return claim.max_abs_diff <= claim.tolerance

@@ -17,7 +17,7 @@ from distlab.context_parallel.strategy import ContextParallel
 from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.experiments.cp import MODE
 from distlab.experiments.cp.bugs import mistake as MISTAKES
-from distlab.experiments.cp.checks import COMPUTE, RECEIVE, Kernels, busiest, drawn, predicted_share, tolerance
+from distlab.experiments.cp.checks import COMPUTE, RECEIVE, Kernels, busiest, expected_order, predicted_share, tolerance
 from distlab.experiments.cp.predictions import BY_HAND, NO_PATH
 from distlab.measure.traffic import Calls
 from distlab.mesh.grid import Mesh
@@ -173,7 +173,7 @@ def test_what_is_predicted_is_what_is_counted(ranks: Ranks, world_size: int, set
             wanted = 2 * config.batch * config.depth * predicted_share(name, config).pairs[rank]
             assert wanted == pairs, (rank, name)
             if name in ("ring", "zigzag", "shift"):
-                assert drawn(name, config, rank) == order, (rank, name)
+                assert expected_order(name, config, rank) == order, (rank, name)
 
 
 def test_a_layer_and_a_batch_more_send_as_much_more() -> None:
@@ -211,11 +211,11 @@ def test_what_is_tolerated_is_what_rows_make_and_no_more(seq: int, world_size: i
 
 def test_the_first_keys_are_asked_for_before_anything_is_computed() -> None:
     config = config_of(3, LAB_DEPTH="1")
-    assert drawn("zigzag", config, 0) == [
+    assert expected_order("zigzag", config, 0) == [
         RECEIVE, COMPUTE, RECEIVE, COMPUTE, COMPUTE,
         RECEIVE, COMPUTE, RECEIVE, COMPUTE, RECEIVE, COMPUTE, RECEIVE,
     ]  # fmt: skip
-    assert drawn("ring", config, 0) == [RECEIVE, COMPUTE, RECEIVE, RECEIVE, COMPUTE, RECEIVE, RECEIVE, RECEIVE]
+    assert expected_order("ring", config, 0) == [RECEIVE, COMPUTE, RECEIVE, RECEIVE, COMPUTE, RECEIVE, RECEIVE, RECEIVE]
 
 
 # --- whole runs ---

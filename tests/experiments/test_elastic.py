@@ -13,11 +13,11 @@ from distlab.elastic.membership import Member, View
 from distlab.elastic.peer_connections import Lines
 from distlab.elastic.process_group import Regroup
 from distlab.elastic.sharded_strategy import ShardedSurvivor
-from distlab.elastic.shards import Held
+from distlab.elastic.shards import HeldVersion
 from distlab.elastic.strategy import Survivor
-from distlab.experiments.elastic.display import AGREED, COLUMNS, NEXT, row, wrong
+from distlab.experiments.elastic.display import AGREED, COLUMNS, NEXT, event_row, wrong
 from distlab.experiments.elastic.network import Net
-from distlab.experiments.elastic.recovery import COMPUTED, TORN, Course, Drill, Event, Killed, Loss, Torn, drawn
+from distlab.experiments.elastic.recovery import COMPUTED, TORN, Course, Drill, Event, Killed, Loss, Torn, draw_losses
 from distlab.rank.mode_loader import load
 from distlab.testing.warm_ranks import Ranks
 from distlab.transport.store import HostedStore
@@ -109,7 +109,7 @@ def summing_twice(right: Any) -> Any:
 def hoarding(right: Any) -> Any:
     """Keeps the moments of the step before."""
 
-    def wrong(self: ShardedSurvivor, held: Held, weights: torch.Tensor) -> None:
+    def wrong(self: ShardedSurvivor, held: HeldVersion, weights: torch.Tensor) -> None:
         before = self.held[0]
         right(self, held, weights)
         self.held = [held, before]
@@ -166,13 +166,13 @@ def test_three_ranks_lose_two_each_way(runs: Runs) -> None:
 
 
 def test_losses_leave_somebody_and_are_the_same_for_all_ranks() -> None:
-    losses = drawn(7, [0, 1, 2], 20, 5, comes_back=False)
-    assert losses == drawn(7, [0, 1, 2], 20, 5, comes_back=False)
+    losses = draw_losses(7, [0, 1, 2], 20, 5, comes_back=False)
+    assert losses == draw_losses(7, [0, 1, 2], 20, 5, comes_back=False)
     assert len({loss.rank for loss in losses}) == len(losses) == 2
     assert [loss.moment for loss in losses] == [TORN, COMPUTED]
-    assert len(drawn(7, [0, 1], 20, 5, comes_back=True)) == 5
-    assert drawn(7, [0], 20, 5, comes_back=True) == []
-    assert all(loss.step < 18 for loss in drawn(7, [0, 1, 2], 20, 17, comes_back=True))
+    assert len(draw_losses(7, [0, 1], 20, 5, comes_back=True)) == 5
+    assert draw_losses(7, [0], 20, 5, comes_back=True) == []
+    assert all(loss.step < 18 for loss in draw_losses(7, [0, 1, 2], 20, 17, comes_back=True))
 
 
 def test_a_rank_meets_its_own_losses_once() -> None:
@@ -226,7 +226,7 @@ def test_times_that_are_not_from_the_begin_of_a_change_fail(
     monkeypatch: pytest.MonkeyPatch, event: Event, column: str, told_ms: float
 ) -> None:
     def told(event: Event) -> list[Any]:
-        return [told_ms if name == column else cell for name, cell in zip(COLUMNS[1:], row(event), strict=True)]
+        return [told_ms if name == column else cell for name, cell in zip(COLUMNS[1:], event_row(event), strict=True)]
 
-    monkeypatch.setattr("distlab.experiments.elastic.display.row", told)
+    monkeypatch.setattr("distlab.experiments.elastic.display.event_row", told)
     assert len(list(wrong(event, [99.9, 100.25, 100.4]))) == 1

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.config import Config, ConfigError
-from distlab.experiments.largebatch import MODE, SMALL, apart, training
+from distlab.experiments.largebatch import MODE, SMALL, distance_of_k_steps, training
 from distlab.experiments.largebatch.checks import K
 from distlab.experiments.largebatch.predictions import broken, cell, widest_spread
-from distlab.experiments.largebatch.sweep import Found, multiples, sampled
+from distlab.experiments.largebatch.sweep import SweepResults, multiples, sampled
 from distlab.experiments.largebatch.training import Lockstep, Stream, Trainee, base_rate
 from distlab.large_batch import optimizers
 from distlab.large_batch.optimizers import Lamb, Lars, Layerwise
@@ -120,7 +120,7 @@ def test_small_steps_add_up_and_wrong_rates_do_not(monkeypatch: pytest.MonkeyPat
     stream = Stream(config, 1, K, torch.device("cpu"), torch.float64)
 
     def ratio() -> float:
-        whole, half = (apart(dense, stream, config, rate) for rate in (SMALL, SMALL / 2))
+        whole, half = (distance_of_k_steps(dense, stream, config, rate) for rate in (SMALL, SMALL / 2))
         return whole / half
 
     assert ratio() == pytest.approx(4, abs=0.01)
@@ -154,7 +154,7 @@ BASE, UNTRAINED = [1.0, 1.1, 0.9], 5.0
 
 def spread_of(*losses: list[float]) -> float:
     """That of recipes with these losses at the base batch."""
-    found: Any = Found({str(index): {1: values} for index, values in enumerate(losses)}, UNTRAINED, counted=None)  # type: ignore[arg-type]
+    found: Any = SweepResults({str(index): {1: values} for index, values in enumerate(losses)}, UNTRAINED, counted=None)  # type: ignore[arg-type]
     return widest_spread(found)
 
 
@@ -312,7 +312,7 @@ def part_ways(trainee: Trainee, step: int) -> None:  # noqa: ARG001
             next(trainee.model.parameters()).add_(1e-3)
 
 
-SWEEP = sys.modules[Found.__module__]  # its package has a function of this name
+SWEEP = sys.modules[SweepResults.__module__]  # its package has a function of this name
 
 
 def on_what_was_trained(right: Any) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distlab.checkpoint import dcp
 from distlab.config import Config
 from distlab.experiments.mesh import MODE, predictions
-from distlab.experiments.mesh.checks import apart, check_gradients_first, compare_axes, sent_between
+from distlab.experiments.mesh.checks import check_gradients_first, compare_axes, differing_axes, sent_between
 from distlab.experiments.mesh.placement import HOW, Rank, at, default, misfit, sizes_of
 from distlab.experiments.mesh.traffic import by_axis, owned
 from distlab.measure.event_order import Event, Order
@@ -144,8 +144,8 @@ def test_every_parameter_has_a_place_and_every_element_one_owner() -> None:
 def test_the_last_axis_is_the_innermost() -> None:
     sizes = {"pp": 2, "dp": 1, "tp": 3}
     assert [at(rank, sizes)["tp"] for rank in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert apart(0, 2, sizes) == {"tp"}
-    assert apart(0, 4, sizes) == {"tp", "pp"}
+    assert differing_axes(0, 2, sizes) == {"tp"}
+    assert differing_axes(0, 4, sizes) == {"tp", "pp"}
 
 
 def test_replicas_are_counted_in_the_order_of_the_grid() -> None:

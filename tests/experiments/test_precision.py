@@ -12,8 +12,8 @@ from distlab.config import Config, ConfigError
 from distlab.data_parallel.strategy import Replica
 from distlab.experiments import precision
 from distlab.experiments.precision import MODE, MixedPrecision
-from distlab.experiments.precision.checks import EXACT, MOST_HALVINGS, backward, epsilons, summed
-from distlab.experiments.precision.predictions import SCALED, at_rest, described, kept
+from distlab.experiments.precision.checks import EXACT, MOST_HALVINGS, backward, epsilons, summed_gradient
+from distlab.experiments.precision.predictions import SCALED, at_rest, described, small_number_in_formats
 from distlab.precision.mixed_precision import LossScale, Masters, stochastic_bf16
 from distlab.rank.preflight import refuse
 from distlab.report import records
@@ -96,7 +96,7 @@ def test_bytes_at_rest() -> None:
 def test_formats_and_a_gradient_of_1e_8() -> None:
     assert described(torch.float16) == [5, 10, "65504", "2^-14", "2^-24", "1 + 2^-10"]
     assert described(torch.bfloat16)[:2] == [8, 7]
-    values = kept()
+    values = small_number_in_formats()
     assert values["fp16"] == 0
     assert values["bf16"] == pytest.approx(1e-8, rel=2**-8)
     assert values["fp16, scaled by 65536"] == pytest.approx(1e-8, rel=2**-11)
@@ -139,7 +139,7 @@ def left_out(group: dist.ProcessGroup) -> list[float]:
         if forgets and group.rank() == 1:
             parts = [part._replace(inputs=part.inputs[1:], targets=part.targets[1:]) for part in parts]
         backward(strategy, parts)
-        found.append(summed(strategy))
+        found.append(summed_gradient(strategy))
     exact, _ = made(group, "fp32")
     exact.backward(made(group, "fp32")[1])
     wanted = torch.cat([p.grad.double().flatten() for p in exact.model.parameters() if p.grad is not None])
@@ -156,7 +156,7 @@ def scaled_down(group: dist.ProcessGroup) -> tuple[float, bool]:
     """The scale at which a loss that is far too large comes through."""
     strategy, parts = made(group, "fp16_scaled")
     backward(strategy, [part._replace(share=part.share * 2**20) for part in parts])
-    return strategy.scale, bool(summed(strategy).isfinite().all())
+    return strategy.scale, bool(summed_gradient(strategy).isfinite().all())
 
 
 def test_the_proof_waits_until_the_scale_fits(ranks: Ranks) -> None:

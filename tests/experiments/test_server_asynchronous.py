@@ -20,7 +20,7 @@ from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
 from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
 from distlab.experiments.server.checks import OneProcess, Replay, cuts, differences, misordered
-from distlab.experiments.server.worker import Recorder, Seen, Worker, audit
+from distlab.experiments.server.worker import Recorder, ServerEvent, Worker, audit
 from distlab.parameter_server.server import PUSH, START, Client, ParameterServer, draw_order
 from distlab.report.reading import from_line
 from distlab.report.verdict import judge
@@ -355,11 +355,11 @@ def test_shards_are_cut_alike_however_uneven() -> None:
 
 
 def test_staleness_and_lead_are_read_from_what_was_seen() -> None:
-    seen = [Seen(START, rank, 1) for rank in (0, 1, 2)]
-    seen += [Seen(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
+    seen = [ServerEvent(START, rank, 1) for rank in (0, 1, 2)]
+    seen += [ServerEvent(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
     assert audit(seen, range(3)).staleness == [0, 1, 2]
-    seen += [Seen(START, 0, 1), Seen(PUSH, 0, 1, 2), Seen(START, 0, 1)]
+    seen += [ServerEvent(START, 0, 1), ServerEvent(PUSH, 0, 1, 2), ServerEvent(START, 0, 1)]
     found = audit(seen, range(3))
     assert (found.lead, found.wrong_numbers, found.steps[0], found.granted) == (1, 0, [1, 1], 5)
-    assert audit([*seen, Seen(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
-    assert audit([*seen, Seen(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"
+    assert audit([*seen, ServerEvent(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
+    assert audit([*seen, ServerEvent(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"

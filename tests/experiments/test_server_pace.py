@@ -10,7 +10,7 @@ import pytest
 from distlab.config import Config
 from distlab.elastic.costs import granted_rate
 from distlab.experiments.server import schemes
-from distlab.experiments.server.asynchronous import Rate, Report, apart, check_rate, samples_of, stragglers
+from distlab.experiments.server.asynchronous import Rate, Report, check_rate, measure_rate, samples_of, stragglers
 from distlab.parameter_server.costs import in_step_rate
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import shard_sizes
@@ -36,7 +36,7 @@ def test_who_does_not_wait_is_predicted_by_the_steps_granted_and_the_bound() -> 
     reports = {rank: Report(1, steps, 0.01 * steps, 0.32, "") for rank, steps in enumerate((24, 24, 8, 24))}
     reports[2].compute_s *= 4
     pushed = {rank: [report.steps] for rank, report in reports.items()}
-    ssp, downpour = (apart(lab, scheme, reports, pushed) for scheme in schemes(lab.config))
+    ssp, downpour = (measure_rate(lab, scheme, reports, pushed) for scheme in schemes(lab.config))
     assert lab.claims == [("samples of the pace", 0, 320e-9, name) for name in ("ssp", "downpour")]
     assert downpour.predicted == downpour.measured == pytest.approx(1000)  # 80 steps of 4 samples in the straggler's 8
     assert 400 < ssp.predicted < 450  # in step it would be 400: the bound of 2 steps is soon reached

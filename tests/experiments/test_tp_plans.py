@@ -7,9 +7,9 @@ import pytest
 
 from distlab.config import Config
 from distlab.experiments.tp import MODE
-from distlab.experiments.tp.checks import drawn
+from distlab.experiments.tp.checks import expected_calls
 from distlab.experiments.tp.predictions import cannot, priced, refuse, rest, sent
-from distlab.experiments.tp.user_plans import off
+from distlab.experiments.tp.user_plans import differences_by_row
 from tests.labs import Runs, failed
 
 pytestmark = pytest.mark.timeout(120)
@@ -119,7 +119,7 @@ def test_what_works_on_all_features_is_named_beside_the_proof_that_fails(runs: R
 
 
 def test_whole_heads_are_right_between_the_slices(tmp_path: Path) -> None:
-    found = off(config_of(file(tmp_path, HEADS), 5), 1)
+    found = differences_by_row(config_of(file(tmp_path, HEADS), 5), 1)
     assert set(found) == {"layers.1.o", "layers.1.down"}
     assert max(found.values()) < 1e-12
 
@@ -166,7 +166,7 @@ def test_what_takes_one_tensor_is_summed_once_and_dtensor_sums_it_for_each(tmp_p
     backward = [("all_reduce", tokens * 9, True, 1)]
     assert sent("megatron", config, 4) == forward + backward * 3  # q, k and v together, and up twice
     assert sent("dtensor", config, 4) == forward + backward * 5
-    assert drawn("megatron", config) == ([(), ("all_reduce",) * 3, (), ()], [(), ("all_reduce",) * 3, ()])
+    assert expected_calls("megatron", config) == ([(), ("all_reduce",) * 3, (), ()], [(), ("all_reduce",) * 3, ()])
     nbytes, calls, _ = priced("megatron", config)
     assert (nbytes, calls) == (6 * 2 * (1 / 2) * tokens * 9 * 4, 6)
 

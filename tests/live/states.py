@@ -26,7 +26,7 @@ def run_of(folder: Path, *states: LiveState) -> Path:
     """The folder of a run with these states."""
     folder.mkdir(parents=True, exist_ok=True)
     for each in states:
-        status.write(folder, each)
+        status.write_status(folder, each)
     return folder
 
 

@@ -50,7 +50,7 @@ def test_a_rank_that_was_held_up_comes_back(tmp_path: Path) -> None:
 def test_a_broken_file_is_named_and_what_was_known_stays(tmp_path: Path) -> None:
     reader = Reader(run_of(tmp_path, state(0), state(1), state(2)))
     before = reader.snapshot(100.0)
-    status.place(tmp_path, 1).write_text('{"rank": 1, "wor')
+    status.status_path(tmp_path, 1).write_text('{"rank": 1, "wor')
     (tmp_path / "rank2.jsonl").write_text('{"record": "lost", "ra\n')
     snapshot = reader.snapshot(101.0)
     assert hows(snapshot) == hows(before) == ["running"] * 3

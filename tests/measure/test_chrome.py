@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.measure.timeline import GAP_NS, LANES, Clock, Event, Process, apart, chrome_trace, one_after_the_other
+from distlab.measure.timeline import GAP_NS, LANES, Clock, Event, Process, chrome_trace, in_rows, one_after_the_other
 
 RANKS = [Process("alpha", Clock(0.0, 0.0)), Process("beta", Clock(-1.5e-6, 20e-6))]
 STEPS = {
@@ -106,4 +106,4 @@ def test_any_events_fall_into_lanes_that_nest(events: list[Event]) -> None:
 
 def test_rows_are_as_few_as_first_fit_finds() -> None:
     nested = [Event("compute", "a", 0, 10), Event("compute", "b", 2, 4), Event("compute", "c", 4, 10)]
-    assert apart([*nested, Event("compute", "d", 9, 12)]) == [nested, [Event("compute", "d", 9, 12)]]
+    assert in_rows([*nested, Event("compute", "d", 9, 12)]) == [nested, [Event("compute", "d", 9, 12)]]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distlab.measure.tensors import Off, Worst, apart, difference, differences, distance, larger, largest
+from distlab.measure.tensors import Off, Worst, difference, differences, distance, larger, largest, largest_difference
 
 DENSE = {"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])}
 
@@ -85,6 +85,10 @@ def test_of_named_tensors_the_worst_is_named_and_all_are_one_comparison() -> Non
 
 def test_a_difference_of_two_tensors_its_largest_and_its_norm() -> None:
     one, other = torch.tensor([3.0, 4.0]), torch.zeros(2, dtype=torch.bfloat16)
-    assert (apart(one, one + 1), apart(one, one[:1]), apart(one, one * math.nan)) == (1.0, math.inf, math.inf)
+    assert (
+        largest_difference(one, one + 1),
+        largest_difference(one, one[:1]),
+        largest_difference(one, one * math.nan),
+    ) == (1.0, math.inf, math.inf)
     assert (largest(-one), largest(torch.empty(0)), largest(one / 0)) == (4.0, 0.0, math.inf)
     assert distance(one, other) == 5.0

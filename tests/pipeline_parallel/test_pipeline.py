@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distlab.collectives.phases import recorded
 from distlab.pipeline_parallel import schedules
-from distlab.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline, drawn, outlined
+from distlab.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline, outlined, zeros_like_outline
 from distlab.pipeline_parallel.schedules import Schedule
 from distlab.testing.warm_ranks import MAX, Ranks
 from tests.pipeline_parallel.held import most_in_flight
@@ -102,7 +102,7 @@ def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: st
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_shape_comes_out_of_its_outline(dtype: torch.dtype) -> None:
     for shape in ([], [3], [1, 2, 3, 4]):
-        found = drawn(outlined(torch.ones(shape, dtype=dtype)), torch.device("cpu"))
+        found = zeros_like_outline(outlined(torch.ones(shape, dtype=dtype)), torch.device("cpu"))
         assert (list(found.shape), found.dtype) == (shape, dtype)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.cli.plan import lines, main
+from distlab.cli.plan import answer_lines, main
 from distlab.plan import advice
 from distlab.plan.advice import framework, plan, reason, remedies
 from distlab.plan.costs import KINDS, layouts
@@ -22,7 +22,7 @@ def test_the_table_shows_all_that_is_spoken_of_and_no_more_than_eleven_rows() ->
         asked = job(line)
         chosen = plan(asked)
         names = [each.layout.name for each in chosen.shown]
-        assert [row.split("  ")[0] for row in lines(asked, [], chosen) if row.startswith(STRATEGIES)] == names
+        assert [row.split("  ")[0] for row in answer_lines(asked, [], chosen) if row.startswith(STRATEGIES)] == names
         assert len(names) == len(set(names))
         longest = max(longest, len(names))
         if chosen.pick is not None:

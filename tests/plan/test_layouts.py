@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.cli.plan import read
+from distlab.cli.plan import read_job
 from distlab.plan import advice, costs
 from distlab.plan.advice import SLACK, plan
 from distlab.plan.costs import KINDS, Layout, layouts
@@ -14,7 +14,7 @@ from distlab.plan.job import Job
 
 
 def job(line: str) -> Job:
-    return read(line.split())[0]
+    return read_job(line.split())[0]
 
 
 def every_layout(asked: Job, most: int = 1) -> Iterator[Layout]:
@@ -180,7 +180,7 @@ def test_the_global_batch_is_shared_equally_or_not_at_all() -> None:
 )
 def test_megatron_sums_gradients_in_float32(layout: Layout, bytes_a_parameter: float) -> None:
     asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
-    memory = costs.held(asked, layout)
+    memory = costs.memory_by_class(asked, layout)
     rest = sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
     assert rest == pytest.approx(bytes_a_parameter * costs.own_parameters(asked, layout))
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from distlab.config import Config
 from distlab.prove import reference, user_file
-from distlab.prove.compare import Draw, apart, fault_of, not_held
+from distlab.prove.compare import Draw, difference_and_factor, fault_of, not_held
 from distlab.prove.explain import Scene, counted, in_parts, why
 from distlab.prove.options import Options
-from distlab.prove.reference import WHOLE, Dealing, Dense, Misfit, Rows, one_process, place
-from distlab.prove.trainee import Found, Grid
+from distlab.prove.reference import WHOLE, Dealing, Dense, Misfit, Rows, locate_in_dense, one_process
+from distlab.prove.trainee import Grid, LocatedTensor
 from distlab.prove.user_file import Refused, UserFile, load
 
 
@@ -26,9 +26,9 @@ def theirs(environ: dict[str, str] | None = None, **found: object) -> UserFile:
 
 def test_what_is_whole_cut_or_interleaved_is_found_by_its_numbers() -> None:
     dense = torch.arange(24.0, dtype=torch.float64).view(6, 4)
-    assert place(dense.clone(), dense) == WHOLE
-    assert place(dense[2:5], dense) == Rows(0, [2, 3, 4])
-    assert place(dense[:, [1, 3]], dense) == Rows(1, [1, 3])
+    assert locate_in_dense(dense.clone(), dense) == WHOLE
+    assert locate_in_dense(dense[2:5], dense) == Rows(0, [2, 3, 4])
+    assert locate_in_dense(dense[:, [1, 3]], dense) == Rows(1, [1, 3])
     assert torch.equal(Rows(1, [1, 3]).of(dense), dense[:, [1, 3]])
 
 
@@ -43,7 +43,7 @@ def test_what_is_whole_cut_or_interleaved_is_found_by_its_numbers() -> None:
 )
 def test_what_is_no_part_is_said(found: torch.Tensor, words: str) -> None:
     with pytest.raises(Misfit, match=words):
-        place(found.double(), torch.arange(24.0, dtype=torch.float64).view(6, 4))
+        locate_in_dense(found.double(), torch.arange(24.0, dtype=torch.float64).view(6, 4))
 
 
 def test_rows_that_no_rank_has_are_missing() -> None:
@@ -55,12 +55,12 @@ def test_rows_that_no_rank_has_are_missing() -> None:
 
 def test_a_gradient_that_is_not_there_is_infinitely_off_unless_it_is_zero() -> None:
     wanted = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert apart(Found(WHOLE, wanted * 2), wanted) == (2.0, 2.0)
-    assert apart(Found(WHOLE, None), wanted)[0] == math.inf
-    assert apart(Found(WHOLE, None), wanted * 0)[0] == 0.0
-    assert apart(Found(WHOLE, wanted * 0), None)[0] == 0.0
-    assert apart(Found(WHOLE, wanted), None)[0] == math.inf
-    assert apart(Found(WHOLE, wanted * math.nan), wanted)[0] == math.inf
+    assert difference_and_factor(LocatedTensor(WHOLE, wanted * 2), wanted) == (2.0, 2.0)
+    assert difference_and_factor(LocatedTensor(WHOLE, None), wanted)[0] == math.inf
+    assert difference_and_factor(LocatedTensor(WHOLE, None), wanted * 0)[0] == 0.0
+    assert difference_and_factor(LocatedTensor(WHOLE, wanted * 0), None)[0] == 0.0
+    assert difference_and_factor(LocatedTensor(WHOLE, wanted), None)[0] == math.inf
+    assert difference_and_factor(LocatedTensor(WHOLE, wanted * math.nan), wanted)[0] == math.inf
 
 
 PARTS = {
@@ -114,21 +114,25 @@ def test_what_is_no_sum_of_samples_is_looked_for_beside_and_by_rows() -> None:
     whole = torch.stack(list(PARTS.values())).sum(0)
     half = torch.randn(7, 3, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     two = SCENE._replace(rank=0, axes={"tp": 2}, neighbours={"tp": [0, 1]})
-    both = [Found(WHOLE, half), Found(WHOLE, whole - half)]
+    both = [LocatedTensor(WHOLE, half), LocatedTensor(WHOLE, whole - half)]
     assert "those of ranks 0 and 1 add up to one process's, and were never summed over tp" in why(
         two, both, whole, PARTS
     )
     some = whole.clone()
     some[2:4] = half[2:4]
-    assert "wrong in 2 of 7 rows along dim 0 alone, the first is 2" in why(two, [Found(WHOLE, some)] * 2, whole, PARTS)
+    assert "wrong in 2 of 7 rows along dim 0 alone, the first is 2" in why(
+        two, [LocatedTensor(WHOLE, some)] * 2, whole, PARTS
+    )
     bias = {part: each[:, 0] for part, each in PARTS.items()}
     wrong = whole[:, 0].clone()
     wrong[5] += 1
-    assert "1 of 7 rows along dim 0 alone, the first is 5" in why(two, [Found(WHOLE, wrong)] * 2, whole[:, 0], bias)
-    assert why(two, [Found(WHOLE, half)] * 2, whole, PARTS) == "no sum of what the samples give"
-    assert why(two, [Found(WHOLE, whole * 0)], whole, PARTS) == "zero"
-    assert "missing" in why(two, [Found(WHOLE, None)], whole, PARTS)
-    assert "no numbers" in why(two, [Found(WHOLE, whole / 0)], whole, PARTS)
+    assert "1 of 7 rows along dim 0 alone, the first is 5" in why(
+        two, [LocatedTensor(WHOLE, wrong)] * 2, whole[:, 0], bias
+    )
+    assert why(two, [LocatedTensor(WHOLE, half)] * 2, whole, PARTS) == "no sum of what the samples give"
+    assert why(two, [LocatedTensor(WHOLE, whole * 0)], whole, PARTS) == "zero"
+    assert "missing" in why(two, [LocatedTensor(WHOLE, None)], whole, PARTS)
+    assert "no numbers" in why(two, [LocatedTensor(WHOLE, whole / 0)], whole, PARTS)
 
 
 def test_who_may_draw_alike_depends_on_the_axis() -> None:
@@ -223,9 +227,9 @@ def test_a_loss_that_no_parameter_is_in_is_refused() -> None:
         theirs(loss=lambda model, inputs, targets: torch.zeros(2)).loss(nn.Identity(), torch.zeros(1), torch.zeros(1))
 
 
-def kept(start: dict[str, torch.Tensor], **end: torch.Tensor) -> reference.Kept:
+def kept(start: dict[str, torch.Tensor], **end: torch.Tensor) -> reference.Buffers:
     own = start | {name: start[name] + 5 for name in start if name == "seen"}
-    return reference.Kept(start, start | end, own)
+    return reference.Buffers(start, start | end, own)
 
 
 def test_a_buffer_is_held_to_the_bit_where_one_process_leaves_it_alone() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab.cluster.rendezvous import Cluster
-from distlab.config.fault_spec import planned, read
+from distlab.config.fault_spec import parse_faults, planned
 from distlab.rank.fault_injection import Drills, outcome_of
 from distlab.report import records
 from distlab.report.reading import from_line, to_line
@@ -50,7 +50,7 @@ SMALL = TINY | {"MASTER_ADDR": "127.0.0.1", "LAB_STEPS": "4"}
     ],
 )
 def test_what_should_come_of_a_fault(text: str, outcome: str) -> None:
-    (event,) = planned(read(text)[0], 1, 4)
+    (event,) = planned(parse_faults(text)[0], 1, 4)
     assert outcome_of(event, lost_after_s=2.5) == outcome
 
 

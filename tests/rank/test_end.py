@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.lost_ranks import Verdict
 from distlab.cluster.rendezvous_server import Member
 from distlab.lab import Lab
@@ -193,7 +193,7 @@ def test_a_mistake_whose_check_did_not_run_is_not_said_to_have_been_looked_for(t
 def taken_in(tmp_path: Path, *lives: Left) -> list[Any]:
     """What a survivor writes of rank 2, which is back and of whose lives it has noted these losses."""
     hearing = Hearing(0, range(3), lost_after_s=2.0, now=0.0)
-    hearing.take(Hearing(2, range(3), 2.0, 0.0).beat(Place(3, 7, "join"), None, 0.5), now=0.5)
+    hearing.take(Hearing(2, range(3), 2.0, 0.0).beat(RunPosition(3, 7, "join"), None, 0.5), now=0.5)
     journal = broken_rank(tmp_path, 0)
     for life in lives:
         hearing.peers.pop(2, None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distlab.cluster.heartbeat import Place
+from distlab.cluster.heartbeat import RunPosition
 from distlab.collectives.phases import phase
 from distlab.config import Config
 from distlab.contract import Mode, Variant
@@ -53,7 +53,7 @@ def test_shares_of_the_timed_pass_are_noted_as_they_were() -> None:
 
 def test_a_long_curve_keeps_some_of_its_steps_the_same_on_ranks_that_are_not_as_far(tmp_path: Path) -> None:
     notes = Notes(lambda: (0, ""))
-    thread = showing(tmp_path, notes, Place(), {})
+    thread = showing(tmp_path, notes, RunPosition(), {})
     lengths = []
     for step in range(2001):
         notes.shares.append(("ring", step, torch.tensor(1.0)))
@@ -80,7 +80,7 @@ def test_the_innermost_phase_of_the_run_is_known_and_of_nothing_else() -> None:
 
 
 def showing(
-    folder: Path, notes: Notes, place: Place, waited_for: dict[int, Any], say: Callable[[str], None] = print
+    folder: Path, notes: Notes, place: RunPosition, waited_for: dict[int, Any], say: Callable[[str], None] = print
 ) -> Showing:
     """The thread of rank 0 of three, not started, in this place."""
     main = SimpleNamespace(work=(place.step, "ring"), place=place, here=lambda: place)
@@ -91,7 +91,7 @@ def showing(
 
 
 def test_whom_it_waits_for_is_said_once_it_stands_still(tmp_path: Path) -> None:
-    place = Place(turn=3, step=4, phase="the wait at step 5 of ring", since=100.0)
+    place = RunPosition(turn=3, step=4, phase="the wait at step 5 of ring", since=100.0)
     thread = showing(tmp_path, Notes(lambda: (0, "")), place, {2: None})
     state = thread.state(100.1)
     assert (state.step, state.variant, state.phase, state.phase_s) == (4, "ring", "the wait at step 5 of ring", 0.1)
@@ -105,13 +105,13 @@ def test_an_open_phase_is_where_it_is_and_losses_are_numbers_or_none(tmp_path: P
     notes = Notes(lambda: (0, ""))
     notes.phases.append((102.0, "all_reduce"))
     notes.shares.extend([("ring", 0, torch.tensor(1.25)), ("ring", 1, torch.tensor(float("nan")))])
-    state = showing(tmp_path, notes, Place(turn=1, phase="ring", since=100.0), {}).state(102.5)
+    state = showing(tmp_path, notes, RunPosition(turn=1, phase="ring", since=100.0), {}).state(102.5)
     assert (state.phase, state.phase_s) == ("all_reduce", 0.5)
     assert state.losses == {"ring": [[0, 1.25], [1, None]]}
 
 
 def test_what_a_connection_sent_stays_when_it_is_closed(tmp_path: Path) -> None:
-    thread = showing(tmp_path, Notes(lambda: (0, "")), Place(), {})
+    thread = showing(tmp_path, Notes(lambda: (0, "")), RunPosition(), {})
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         near, far = list(client.getsockname()), list(server.getsockname())
         client.sendall(b"x" * 700)
@@ -125,7 +125,7 @@ def test_a_full_disk_ends_what_is_shown_and_nothing_else(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     said: list[str] = []
-    thread = showing(tmp_path, Notes(lambda: (0, "")), Place(), {}, said.append)
+    thread = showing(tmp_path, Notes(lambda: (0, "")), RunPosition(), {}, said.append)
     monkeypatch.setattr(rank_live, "write", full)
     thread.run()
     assert said == ["live       nothing more is shown of this rank: No space left on device"]

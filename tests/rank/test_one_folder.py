@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distlab.cluster.control_plane import Exchange
 from distlab.config import Config, ConfigError
-from distlab.rank.preflight import apart, seen_by
+from distlab.rank.preflight import find_separate_disks, seen_by
 from distlab.report import run_folder
 
 TOKEN = "0123456789abcdef" * 2
@@ -22,7 +22,7 @@ def ask(folders: list[Path], config: Config) -> list[list[str]]:
 
     def one(rank: int) -> list[str]:
         try:
-            found = apart(exchanges[rank], folders[rank], TOKEN, config)
+            found = find_separate_disks(exchanges[rank], folders[rank], TOKEN, config)
             return [found.told, *found.hosts] if found else []
         except ConfigError as error:
             return error.faults

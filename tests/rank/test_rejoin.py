@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.cluster.heartbeat import Hearing, Place
+from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.rendezvous_server import Member
 from distlab.config import Config
 from distlab.rank.rejoin import Addresses, find_left_run, identity
@@ -96,6 +96,6 @@ def test_who_is_taken_in_is_heard_again_and_silent_ranks_count_from_then_on() ->
     assert hearing.present() == {0, 1, 2}
     assert hearing.heard(11.0) == {0, 2}
     back = Hearing(2, range(3), lost_after_s=2.0, now=10.0)
-    hearing.take(back.beat(Place(), None, 12.5), now=12.5)
+    hearing.take(back.beat(RunPosition(), None, 12.5), now=12.5)
     assert hearing.heard(13.0) == {0, 2}
     assert hearing.silent(16.0) == {1, 2}

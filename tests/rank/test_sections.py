@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from distlab.cluster.control_plane import Exchange
 from distlab.rank.finish import Sections, everything_written
-from distlab.report.reading import read
+from distlab.report.reading import read_records
 from distlab.report.records import Check, Left, Ranks, Skipped, Start, Steps
 from distlab.report.run_folder import Journal
 from tests.report.made_up import good_run
@@ -97,7 +97,7 @@ def test_all_records_are_in_files_that_another_disk_does_not_have(tmp_path: Path
     write(ranks, records, Start, Check, Steps)
     finished(ranks, "proof")
     everything_written(ranks[0], tmp_path)
-    assert read(tmp_path / "rank1.jsonl") == ranks[1].journal.records
+    assert read_records(tmp_path / "rank1.jsonl") == ranks[1].journal.records
 
 
 def test_of_a_rank_that_left_what_it_wrote_has_to_do(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from distlab.config import Config, ConfigError
 from distlab.contract import Instead, Mistake, Mode, Variant
 from distlab.rank.imports import pick_device
-from distlab.rank.main import hold, source_version, start_record
+from distlab.rank.main import lock_folder, source_version, start_record
 from distlab.rank.mode_loader import load
 from distlab.rank.preflight import refuse, unwritable
 
@@ -158,9 +158,9 @@ def test_what_is_looked_at_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_another_run_has_is_refused_by_name(tmp_path: Path) -> None:
     first, second = (SimpleNamespace(token=token, run_id="mine") for token in (b"a", b"b"))
     config = config_of(LAB_RUNS_DIR=str(tmp_path))
-    hold(tmp_path / "mine", first, config)  # type: ignore[arg-type]
+    lock_folder(tmp_path / "mine", first, config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="LAB_RUN_ID='mine' is that of another run"):
-        hold(tmp_path / "mine", second, config)  # type: ignore[arg-type]
+        lock_folder(tmp_path / "mine", second, config)  # type: ignore[arg-type]
 
 
 def test_the_version_is_that_of_the_sources() -> None:

@@ -75,7 +75,7 @@ def run_in(runs: Path, name: str) -> Path:
     folder = written(runs / name, good_run(3))
     write_run(folder, judge(good_run(3)))
     for rank in range(3):
-        status.write(folder, state(rank))
+        status.write_status(folder, state(rank))
     (folder / ".run").write_text("token")
     return folder
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 def shown(figure: charts.Figure) -> str:
     """As the page has it."""
     parts = ENVIRONMENT.get_template("parts.html").module
-    return str(getattr(parts, "chart")(charts.drawn(figure, "a <title>", 200)))  # noqa: B009
+    return str(getattr(parts, "chart")(charts.render_chart(figure, "a <title>", 200)))  # noqa: B009
 
 
 def places(svg: str) -> list[list[float]]:
@@ -29,22 +29,22 @@ def places(svg: str) -> list[list[float]]:
 def test_a_second_curve_of_a_colour_is_dashed_and_a_lower_one_is_wider() -> None:
     names = [f"variant {index}" for index in range(len(charts.PALETTE) + 1)]
     curves: dict[str, charts.Curve] = {name: ([0.0, 1.0], [1.0, 2.0]) for name in names}
-    figure = charts.lines(curves, "x", "y", charts.colours(names), points=9)
+    figure = charts.line_chart(curves, "x", "y", charts.colours(names), points=9)
     assert [pen.dashes for pen in figure.pens] == [""] * len(charts.PALETTE) + ["7 5"]
-    layered = charts.lines(curves, "x", "y", charts.colours(names), points=9, layered=True).pens
+    layered = charts.line_chart(curves, "x", "y", charts.colours(names), points=9, layered=True).pens
     assert layered[0].width > layered[-1].width == 2.0
     assert "stroke-dasharray:7 5" in shown(figure) and shown(figure).count('<i class="dashed">') == 1
 
 
 def test_a_curve_stands_where_its_numbers_are_and_has_a_gap_where_there_is_none() -> None:
     x, y = [float(step) for step in range(40)], [2.0 * step for step in range(40)]
-    (line,) = places(shown(charts.lines({"flat": (x, y)}, "step", "loss", {}, points=99)))
+    (line,) = places(shown(charts.line_chart({"flat": (x, y)}, "step", "loss", {}, points=99)))
     across, up = line[0::2], line[1::2]
     assert across == sorted(across) and up == sorted(up, reverse=True)  # down is up in an SVG
     ratio = [(up[0] - each) / (across[index] - across[0]) for index, each in enumerate(up) if index]
     assert max(ratio) - min(ratio) < 0.05
     y[20] = math.nan
-    assert len(places(shown(charts.lines({"flat": (x, y)}, "step", "loss", {}, points=99)))[0]) < len(line)
+    assert len(places(shown(charts.line_chart({"flat": (x, y)}, "step", "loss", {}, points=99)))[0]) < len(line)
 
 
 def test_a_logarithmic_axis_has_powers_of_ten_and_leaves_out_what_has_no_logarithm() -> None:
@@ -57,7 +57,7 @@ def test_a_logarithmic_axis_has_powers_of_ten_and_leaves_out_what_has_no_logarit
 
 
 def test_small_numbers_on_an_axis_are_not_rounded_away() -> None:
-    svg = shown(charts.lines({"flat": ([0.0, 1.0], [0.0012, 0.0018])}, "x", "s", {}, points=9))
+    svg = shown(charts.line_chart({"flat": ([0.0, 1.0], [0.0012, 0.0018])}, "x", "s", {}, points=9))
     assert "0.0012" in svg or "0.0014" in svg
 
 

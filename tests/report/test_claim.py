@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distlab.report import run_folder as claims
-from distlab.report.run_folder import Taken, claim, is_held
+from distlab.report.run_folder import FolderInUse, claim, is_held
 
 
 def test_all_ranks_of_a_run_hold_its_folder(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> No
     def begin(token: str) -> str:
         try:
             claim(tmp_path / "run", token, goes_on=False)
-        except Taken:
+        except FolderInUse:
             return "refused"
         return token
 
@@ -40,10 +40,10 @@ def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> No
 def test_a_run_that_goes_on_takes_over_what_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "GONE_S", 0.3)
     before = claim(tmp_path / "run", "first", goes_on=False)
-    with pytest.raises(Taken):
+    with pytest.raises(FolderInUse):
         claim(tmp_path / "run", "second", goes_on=True)
     os.close(before)
     for _ in range(2):
         claim(tmp_path / "run", "second", goes_on=True)
-    with pytest.raises(Taken):
+    with pytest.raises(FolderInUse):
         claim(tmp_path / "run", "third", goes_on=False)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from distlab.report.fault_checks import SHOULD, drills, sentence
+from distlab.report.fault_checks import SHOULD, drills, fault_sentence
 from distlab.report.reading import from_line, to_line
 from distlab.report.records import (
     Check,
@@ -181,7 +181,7 @@ def test_a_fault_that_never_came() -> None:
 def test_either_way_holds_nothing_and_every_outcome_has_its_words() -> None:
     assert held(run(plan("open", "pause"), made())) is None
     for outcome in SHOULD:
-        assert SHOULD[outcome] in sentence(drills(run(plan(outcome)))[0]) or "{" in SHOULD[outcome]
+        assert SHOULD[outcome] in fault_sentence(drills(run(plan(outcome)))[0]) or "{" in SHOULD[outcome]
 
 
 def test_a_drill_is_in_run_json_with_what_should_and_what_did() -> None:
@@ -189,7 +189,7 @@ def test_a_drill_is_in_run_json_with_what_should_and_what_did() -> None:
     assert drill["event"] == "kill rank 1 at step 3"
     assert drill["should"] == "named by every survivor within 5 s, exit code 3"
     assert drill["did"] == f"rank 1 named by 3 after 3.4 s, exit code 3: {SAID}"
-    assert sentence(drill).endswith("(as expected)")
+    assert fault_sentence(drill).endswith("(as expected)")
     assert judge(good_run())["drills"] == []
 
 
@@ -199,4 +199,4 @@ def test_the_line_of_the_page_is_that_of_the_report() -> None:
     records = run(plan("lost"), made(), said={rank: ended(said=said) for rank in (0, 2)})
     (drill,) = drills({rank: of_rank for rank, of_rank in records.items() if rank < 3})
     shown = (TOP / "docs" / "reliability.md").read_text()
-    assert f"\nrank 0 | fault      {sentence(drill)}\n" in shown
+    assert f"\nrank 0 | fault      {fault_sentence(drill)}\n" in shown

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.report.reading import read, read_run
+from distlab.report.reading import read_records, read_run
 from distlab.report.records import End, Said
 from distlab.report.run_folder import Journal, Unwritable, put_aside, ranks_beyond
 
@@ -30,7 +30,7 @@ def test_a_record_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     for record in (Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5, 0.0)):
         journal.write(record)
     assert (
-        read(tmp_path / "rank0.jsonl")
+        read_records(tmp_path / "rank0.jsonl")
         == journal.records
         == [Said("predict", "2(N-1)/N · S"), End(0, 1.0, None, 2.5, 0.0)]
     )
@@ -45,7 +45,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_line(tmp_path: Path, mon
     with pytest.raises(Unwritable, match="No space left on device"):
         journal.write(End(0, 1.0, None, 3.0, 0.0))
     monkeypatch.undo()
-    assert read(tmp_path / "rank0.jsonl") == [End(0, 1.0, None, 2.0, 0.0)]
+    assert read_records(tmp_path / "rank0.jsonl") == [End(0, 1.0, None, 2.0, 0.0)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_keeps_its_log_and_puts_the_records_of_before_aside(t
     assert said[::2] == [f"words of attempt {attempt}" for attempt in (1, 2, 3)]
     assert said[1::2] == [f"again      attempt {attempt} of this run" for attempt in (2, 3)]
     assert read_run(tmp_path) == {0: [Said("attempt", "3")]}
-    assert [read(tmp_path / f"rank0.attempt{attempt}.jsonl") for attempt in (1, 2)] == [
+    assert [read_records(tmp_path / f"rank0.attempt{attempt}.jsonl") for attempt in (1, 2)] == [
         [Said("attempt", "1")],
         [Said("attempt", "2")],
     ]

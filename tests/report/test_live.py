@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.report.reading import BrokenRecord
-from distlab.report.status import place, places, read, write
+from distlab.report.status import places, read_status, status_path, write_status
 from tests.live.states import state
 
 pytestmark = pytest.mark.timeout(60)
@@ -21,8 +21,8 @@ WHOLE = state(
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    write(tmp_path, WHOLE)
-    assert read(place(tmp_path, 0)) == WHOLE
+    write_status(tmp_path, WHOLE)
+    assert read_status(status_path(tmp_path, 0)) == WHOLE
     assert places(tmp_path) == {0: tmp_path / "live.rank0.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["live.rank0.json"]
 
@@ -37,9 +37,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path: Path, text: str, sentence: str) -> None:
-    place(tmp_path, 0).write_text(text)
+    status_path(tmp_path, 0).write_text(text)
     with pytest.raises(BrokenRecord, match=r"live\.rank0\.json") as broken:
-        read(place(tmp_path, 0))
+        read_status(status_path(tmp_path, 0))
     assert sentence in str(broken.value)
 
 
@@ -51,8 +51,8 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, text: str, sentence: str) 
     ],
 )  # fmt: skip
 def test_a_value_that_is_none_is_named(tmp_path: Path, name: str, value: Any) -> None:
-    write(tmp_path, WHOLE)
-    written = json.loads(place(tmp_path, 0).read_text())
-    place(tmp_path, 0).write_text(json.dumps(written | {name: value}))
+    write_status(tmp_path, WHOLE)
+    written = json.loads(status_path(tmp_path, 0).read_text())
+    status_path(tmp_path, 0).write_text(json.dumps(written | {name: value}))
     with pytest.raises(BrokenRecord, match=r"live\.rank0\.json is not the live state of a rank"):
-        read(place(tmp_path, 0))
+        read_status(status_path(tmp_path, 0))

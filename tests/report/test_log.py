@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from distlab.report.log import SECTIONS, untold, verdict_lines, words
+from distlab.report.log import SECTIONS, rows_not_yet_printed, verdict_lines, words_of_row
 from distlab.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
 from distlab.report.tables import LEGEND
 from distlab.report.verdict import first, judge
@@ -187,7 +187,7 @@ def test_without_a_mistake_none_is_told() -> None:
 
 def told_of(records: Ranks, *names: str) -> set[str]:
     """The rows of these sections, as they were told from what was written until then."""
-    return {words(row) for name in names for row in SECTIONS[name](judge(records), records, ())}
+    return {words_of_row(row) for name in names for row in SECTIONS[name](judge(records), records, ())}
 
 
 def test_what_was_told_while_the_run_went_on_is_not_told_again() -> None:
@@ -195,7 +195,7 @@ def test_what_was_told_while_the_run_went_on_is_not_told_again() -> None:
     told = told_of(until_then, "skipped", "proof", "timed", "measured", "memory")
     left = verdict_lines(judge(good_run()), good_run(), REPORT, told)
     assert [line.split()[0] for line in left] == ["checks", "PASS"]
-    assert told >= {words(line) for line in lines(good_run())[:13]}
+    assert told >= {words_of_row(line) for line in lines(good_run())[:13]}
 
 
 def test_rows_that_came_later_are_told_under_their_heading() -> None:
@@ -203,14 +203,14 @@ def test_rows_that_came_later_are_told_under_their_heading() -> None:
     later = plus(good_run(), Check("means", "losses", 1e-3, 1e-12))
     left = verdict_lines(judge(later), later, REPORT, told)
     assert [line.split()[0] for line in left[:3]] == ["proof", "means", "measured"]
-    assert untold([], told) == []
+    assert rows_not_yet_printed([], told) == []
 
 
 def test_a_row_that_was_told_is_left_out_with_a_heading_that_has_no_other() -> None:
     block = ["skipped    a: no", "skipped    b: no", "checks     c   0", "           d   0"]
-    assert untold(block, {"skipped a: no"}) == block[1:]
-    assert untold(block, {words(row) for row in block[:3]}) == block[2:]
-    assert untold(block, {words(row) for row in block}) == []
+    assert rows_not_yet_printed(block, {"skipped a: no"}) == block[1:]
+    assert rows_not_yet_printed(block, {words_of_row(row) for row in block[:3]}) == block[2:]
+    assert rows_not_yet_printed(block, {words_of_row(row) for row in block}) == []
 
 
 def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:

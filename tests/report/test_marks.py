@@ -17,7 +17,7 @@ def test_a_crowd_has_one_label() -> None:
 
 
 def test_each_mark_is_a_line_of_its_own_where_it_happened_and_each_kind_is_in_the_legend() -> None:
-    figure = charts.lines({"flat": ([0.0, 10.0], [5.0, 5.0])}, "s", "samples/s", {}, points=9)
+    figure = charts.line_chart({"flat": ([0.0, 10.0], [5.0, 5.0])}, "s", "samples/s", {}, points=9)
     marks = [Mark(2.0, "kill", "#aa0000"), Mark(4.0, "pause", "#00aa00"), Mark(8.0, "kill", "#aa0000")]
     svg = shown(marked(figure, marks, 10.0, 6.0))
     series = dict(re.findall(r'<g class="series" data-n="(\w+)" style="--hue:[^"]*">(.*?)</g>', svg))

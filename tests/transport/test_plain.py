@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.testing.warm_ranks import Ranks
-from distlab.transport.store import HEAD, everyone, from_bytes, to_bytes
+from distlab.transport.store import HEAD, all_gather_plain, from_bytes, to_bytes
 
 
 class Pair(NamedTuple):
@@ -106,5 +106,5 @@ def test_every_rank_has_what_all_have(ranks: Ranks) -> None:
 
 
 def gathered(group: dist.ProcessGroup) -> list[Any]:
-    found = everyone(Pair(group.rank(), torch.zeros(group.rank())), group, CLASSES)
+    found = all_gather_plain(Pair(group.rank(), torch.zeros(group.rank())), group, CLASSES)
     return [(each.first, each.second.tolist()) for each in found]

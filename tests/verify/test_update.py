@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from distlab.config import Config
 from distlab.measure.tensors import Off
-from distlab.verify.reference_run import adamw, off, sgd
+from distlab.verify.reference_run import adamw, sgd, stored_difference
 
 SIZE, STEPS = 301, 5
 TYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -76,5 +76,5 @@ def test_moments_of_another_gradient_and_an_optimizer_made_anew_are_seen() -> No
 
 def test_another_shape_or_type_is_infinitely_off() -> None:
     wanted = drawn(torch.float32, 0)
-    assert off(wanted[1:], wanted, 1.0).value == math.inf
-    assert off(wanted.double(), wanted, 1.0).value == math.inf
+    assert stored_difference(wanted[1:], wanted, 1.0).value == math.inf
+    assert stored_difference(wanted.double(), wanted, 1.0).value == math.inf

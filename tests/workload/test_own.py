@@ -13,7 +13,7 @@ from distlab.rank.mode_loader import load_for
 from distlab.rank.preflight import refuse
 from distlab.report.records import Said
 from distlab.workload.model import build_model, outline, refusals
-from distlab.workload.user_model import layers_of, made, reads_text
+from distlab.workload.user_model import layers_of, make_user_model, reads_text
 from tests.labs import Runs, failed
 
 OWN = str(Path(__file__).parents[2] / "mine" / "own.py")
@@ -275,7 +275,7 @@ def test_weights_follow_the_seed_and_layers_without_weights_go_with_those_before
     again = build_model(own, 1)
     assert torch.equal(next(one.parameters()), next(again.parameters()))
     assert not torch.equal(next(one.parameters()), next(other.parameters()))
-    assert len(layers_of(made(f"{file}:points", 1))) == 2
+    assert len(layers_of(make_user_model(f"{file}:points", 1))) == 2
     assert next(outline(own).parameters()).is_meta
     assert reads_text(MODEL) and not reads_text(f"{file}:points")
 

@@ -15,9 +15,9 @@ def config_of(path: Path | None = None, **settings: str) -> Config:
 
 
 def test_the_default_is_pythons_own_source() -> None:
-    first = data.read(config_of())
+    first = data.read_text(config_of())
     assert 2**20 < len(first) <= data.MAX_BYTES
-    assert first == data.read(config_of())
+    assert first == data.read_text(config_of())
     assert b"import" in first
     assert data.text_refusals(config_of()) == []
 
@@ -27,7 +27,7 @@ def test_a_folder_is_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"second ")
     (tmp_path / "a.txt").write_bytes(b"first ")
     (tmp_path / "sub" / "c").write_bytes(b"third")
-    assert data.read(config_of(tmp_path)) == b"first second third"
+    assert data.read_text(config_of(tmp_path)) == b"first second third"
 
 
 def test_no_file_is_opened_once_there_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,13 +42,13 @@ def test_no_file_is_opened_once_there_is_enough(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(data, "MAX_BYTES", 100)
     monkeypatch.setattr(os, "open", counted)
-    assert data.read(config_of(tmp_path)) == b"a" * 60 + b"b" * 40
+    assert data.read_text(config_of(tmp_path)) == b"a" * 60 + b"b" * 40
     assert opened == ["a", "b"]
 
 
 def test_a_long_file_is_cut(tmp_path: Path) -> None:
     (tmp_path / "long").write_bytes(b"x" * (data.MAX_BYTES + 10))
-    assert len(data.read(config_of(tmp_path / "long"))) == data.MAX_BYTES
+    assert len(data.read_text(config_of(tmp_path / "long"))) == data.MAX_BYTES
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_in_a_folder_only_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "e").symlink_to(tmp_path)  # a folder within itself
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "f"))
-        assert data.read(config_of(tmp_path)) == b"text"
+        assert data.read_text(config_of(tmp_path)) == b"text"
 
 
 def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
