@@ -219,7 +219,7 @@ class Matching:
         op = sides[right][0].kind.op if call.group.instance >= 0 else sides[right][0].kind.op.replace("_", " ")
         sentence = (
             f"{op} #{call.turn} of {group_words(call.group, self.world_size)}: {wrong}, where"
-            f" {self._side(sides[right], fault)}: another {fault}"
+            f" {self._side(sides[right], fault)}: {'dtype' if fault == 'type' else fault} mismatch"
             f"{self._hint(others[0], sides[right])}{self.parted(call.group)}"
         )
         culprits = tuple(sorted(each.rank for calls in others for each in calls))

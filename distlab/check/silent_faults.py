@@ -221,8 +221,9 @@ class Gradients:
         if all(step.by_script and step.untouched and abs(step.ratio - 1) < NEAR for step in steps):
             yield (
                 f"possible bug: gradients are summed over {size} ranks and never averaged. Nothing divides them"
-                f" between their all_reduce at {first.reduced_at} and the step at {first.stepped_at}; where the loss is a mean"
-                f" over a rank's own samples, a step is {size} times too long"
+                f" between their all_reduce at {first.reduced_at} and the step at"
+                f" {first.stepped_at}; where the loss is a mean over a rank's own samples, a step is"
+                f" {size} times too long"
             )
         elif all(not step.by_script and abs(step.ratio * size - 1) < NEAR for step in steps):
             yield (

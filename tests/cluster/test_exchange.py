@@ -66,7 +66,7 @@ def test_every_rank_changes_place_as_often_as_every_other() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     alone = Exchange(dist.HashStore(), rank=0, world_size=2, timeout_s=0.2)
-    with pytest.raises(TimeoutError, match=r"waited for rank 1 at 'step 3' for 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"waiting for rank 1 at 'step 3' after 0\.2 s"):
         alone.barrier("step 3")
 
 
@@ -124,7 +124,7 @@ def test_a_store_that_is_gone_is_not_waited_for() -> None:
             raise RuntimeError("Connection was likely closed")
 
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match="waited for rank 0"):
+    with pytest.raises(TimeoutError, match="waiting for rank 0"):
         Exchange(Gone(), 0, 2, timeout_s=30).barrier("end")  # type: ignore[arg-type]
     assert time.monotonic() - began < 5
 

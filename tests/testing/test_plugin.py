@@ -55,7 +55,7 @@ def test_an_assert_is_shown_as_pytest_does_with_what_each_rank_printed(said: str
         ("test_never_comes", "rank 0 waits in recv #0 from rank 1"),
         ("test_leaves", "rank 2 left by os._exit(7)"),
         ("test_killed", "rank 1 was killed by SIGKILL"),
-        ("test_garbage", "another shape"),
+        ("test_garbage", "shape mismatch"),
         ("test_slow", "not done after 1 s"),
         ("test_cannot_travel", "the argument 'capsys' cannot travel to a rank"),
         ("test_is_not_one_process", "own samples alone: never summed over the 2 ranks of dp"),
