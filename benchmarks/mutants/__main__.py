@@ -36,7 +36,7 @@ def main(names: Sequence[str]) -> int:
     if broken:
         print("\n".join(f"without any mutant this run does not pass: {run}" for run in broken))
         return 1
-    print("| wrong line | run | seen by |\n|---|---|---|", flush=True)
+    print("| wrong line | run | caught by |\n|---|---|---|", flush=True)
     survivors = []
     for mutant in found:
         seen = seen_by(mutant)
@@ -47,7 +47,7 @@ def main(names: Sequence[str]) -> int:
             f"| `{mutant.file}`: `{shown(mutant.was)}` -> `{shown(mutant.now)}` | {mutant.run} | {words} |", flush=True
         )
     caught = len(found) - len(survivors)
-    print("\n| file | wrong lines | seen by their run |\n|---|---|---|")
+    print("\n| file | wrong lines | caught by their run |\n|---|---|---|")
     for name, mutants_of_it in by_file.items():
         print(f"| {name} | {len(mutants_of_it)} | {sum(each not in survivors for each in mutants_of_it)} |")
     print(f"| all | {len(found)} | {caught}, {caught / len(found):.0%} |")

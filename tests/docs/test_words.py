@@ -1,4 +1,4 @@
-"""Words that a reader does not meet: the log, the report, help and the lessons use the field's own.
+"""Words that a reader does not meet: log, report, help, the lessons, README and docs use the field's own.
 
 `REFUSED` has each as a regex beside what to say instead; `KEPT` has the names that the stable interface froze.
 """
@@ -6,6 +6,7 @@
 import html
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from distlab.report.page import page
 from distlab.report.reading import read_run
 from distlab.report.records import Ranks
 from distlab.report.verdict import judge
-from tests.docs.pages import TOP
+from tests.docs.pages import PAGES, TOP
 from tests.report.made_up import drilled_run, good_run, mistaken, pipeline_run
 
 REFUSED = {
@@ -115,6 +116,21 @@ def test_the_injected_bugs_of_a_mode(mode: str) -> None:
 @pytest.mark.parametrize("mode", modes())
 def test_the_description_of_a_mode(mode: str) -> None:
     assert found(importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "") == []
+
+
+def outside_code(text: str) -> str:
+    """A page without what a command prints, code, comments and the targets of links."""
+    return re.sub(
+        r"<!-- output of:.*?<!-- end -->|<!--.*?-->|^ *```.*?^ *```$|`[^`\n]*`|\]\([^)]*\)",
+        "",
+        text,
+        flags=re.DOTALL | re.MULTILINE,
+    )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_pages(path: Path) -> None:
+    assert found(outside_code(path.read_text())) == []
 
 
 def test_a_refused_word_is_found() -> None:
