@@ -10,6 +10,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from distlab.cluster.control_plane import Exchange
+from distlab.collectives.sharded_tensor import LocalShard
 from distlab.config import Config
 from distlab.contract import Mode
 from distlab.lab import Lab, RunHooks
@@ -21,7 +22,6 @@ from distlab.report import records
 from distlab.report.reading import from_line, to_line
 from distlab.report.run_folder import Journal
 from distlab.report.verdict import judge
-from distlab.sharded.state import LocalShard
 from distlab.testing.warm_ranks import Ranks, side_groups
 from distlab.transport.store import KeyedStore
 from distlab.verify.run_all import everything

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from distlab.checkpoint import dcp, locate, manifest
+from distlab.collectives.sharded_tensor import LocalShard
 from distlab.measure.tensors import hash_of
-from distlab.sharded.state import LocalShard
 
 MOST_BYTES = 64 << 20  # that are read back at once, beside what is trained
 PREFIX = "step-"

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from distlab.sharded.state import LocalShard
+from distlab.collectives.sharded_tensor import LocalShard
 
 State = Mapping[str, Any]  # under dense names: Tensor, Piece or DTensor
 AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}

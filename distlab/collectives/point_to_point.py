@@ -240,3 +240,8 @@ def split(tensor: Tensor, parts: int) -> list[Tensor]:
     empty."""
     chunks = tensor.tensor_split(parts)
     return list(chunks) if tensor.dim() == 1 else [chunk.view(-1) for chunk in chunks]
+
+
+def sendable(tensor: Tensor, peers: Peers) -> Tensor:
+    """`tensor` as it can be sent: in one piece, and for gloo on the host."""
+    return tensor.contiguous() if peers.batched else tensor.cpu().contiguous()

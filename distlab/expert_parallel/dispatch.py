@@ -19,7 +19,7 @@ from torch import Tensor
 from distlab.collectives.autograd import linear
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
-from distlab.sharded.state import LocalShard
+from distlab.collectives.sharded_tensor import LocalShard
 from distlab.tensor_parallel.layers import shares
 
 # (rows, how many of them go to each rank, how many come from each) -> what came, rank after rank.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
+from distlab.collectives.sharded_tensor import LocalShard, assembled
 from distlab.config import Config
 from distlab.data_parallel.buckets import AllReduce, GradientBuckets
 from distlab.mesh.grid import Mesh
@@ -28,7 +29,6 @@ from distlab.pipeline_parallel.pipeline import Reducer
 from distlab.pipeline_parallel.stages import Parts, sum_shared
 from distlab.pipeline_parallel.strategy import Engine
 from distlab.precision.mixed_precision import Masters
-from distlab.sharded.state import LocalShard, assembled
 from distlab.sharded.strategy import as_many_as_all
 from distlab.sharded.zero import Zero
 from distlab.tensor_parallel.layers import Slice

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Message, Peers
+from distlab.collectives.point_to_point import Message, Peers, sendable
 from distlab.pipeline_parallel.schedules import Action, gives, needs
 from distlab.pipeline_parallel.split_backward import LeftOver, SplitBackward, finish
 from distlab.workload.autograd import fast_backward
@@ -152,11 +152,6 @@ class Boundaries:
         sample = self._samples["forward" if action.kind == "forward" else "back", action.stage]
         device = self.device if self.peers.batched else "cpu"
         return sample.new_empty([self.sizes[action.microbatch], *sample.shape[1:]], device=device)
-
-
-def sendable(tensor: Tensor, peers: Peers) -> Tensor:
-    """`tensor` as it can be sent: in one piece, and for gloo on the host."""
-    return tensor.contiguous() if peers.batched else tensor.cpu().contiguous()
 
 
 def outlined(tensor: Tensor) -> Tensor:

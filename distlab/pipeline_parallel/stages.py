@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Peers
-from distlab.pipeline_parallel.pipeline import sendable
+from distlab.collectives.point_to_point import Peers, sendable
 from distlab.pipeline_parallel.schedules import stages_of
 
 

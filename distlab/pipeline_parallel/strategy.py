@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distlab.collectives.point_to_point import Peers
+from distlab.collectives.point_to_point import Peers, sendable
 from distlab.config import Config
-from distlab.pipeline_parallel.pipeline import Pipeline, sendable
+from distlab.pipeline_parallel.pipeline import Pipeline
 from distlab.pipeline_parallel.split_backward import SplitBackward
 from distlab.pipeline_parallel.stages import Parts, cut, divide, sum_shared
 from distlab.workload.data import Microbatch

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.collectives.by_hand import Collective
-from distlab.sharded.state import LocalShard, flat_piece
+from distlab.collectives.sharded_tensor import LocalShard, flat_piece
 
 
 class FlatParameter:

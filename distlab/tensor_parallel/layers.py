@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
+from distlab.collectives.sharded_tensor import LocalShard
 from distlab.pipeline_parallel.split_backward import Product
-from distlab.sharded.state import LocalShard
 
 # Slices: which part of a dense tensor each rank holds, and how the parts become the dense tensor again.
 #

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from distlab.checkpoint.training_position import TrainingPosition
+from distlab.collectives.sharded_tensor import LocalShard
 from distlab.contract import Held, OneProcess, Strategy
 from distlab.lab import Lab
 from distlab.measure.tensors import Off, Worst, digest_of
-from distlab.sharded.state import LocalShard
 from distlab.verify import reference_run
 from distlab.verify.proof import summed_losses
 from distlab.verify.reference_run import ReferenceRun, one_process

@@ -40,7 +40,7 @@ from distlab.collectives.by_hand import Collective
 from distlab.collectives.phases import phase
 from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
-from distlab.data_parallel.buckets import GradientBuckets
+from distlab.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets
 from distlab.data_parallel.strategy import Replica, Wrapped, begin_alike
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
@@ -52,7 +52,7 @@ from . import line_lesson
 from .bugs import mistake
 from .checks import check_overlap, claims
 from .predictions import cannot, compare_peak, gradient_bytes, in_unit, predict
-from .slow_link import summing, sweep, tell
+from .slow_link import sweep, tell
 
 # Parts that a mistake replaces: how the ranks begin, and what holds their gradients.
 Begin: TypeAlias = Callable[[Model, dist.ProcessGroup, Config], None]
@@ -98,7 +98,7 @@ def bucketed(
 ) -> Strategy:
     """One all_reduce a bucket, launched as soon as its last gradient is written."""
     begin(model, mesh.group, config)
-    summed, size = summing(mesh.group, config), config.bucket_mib * 2**20
+    summed, size = all_reduce_of_buckets(mesh.group, config), config.bucket_mib * 2**20
     return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce=summed))
 
 

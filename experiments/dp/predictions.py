@@ -7,14 +7,12 @@ import torch
 from distlab.collectives.costs import all_reduce_bytes, all_reduce_messages, gloo_all_reduce_messages
 from distlab.config import Config
 from distlab.contract import Measured
-from distlab.data_parallel.buckets import layout
+from distlab.data_parallel.buckets import layout, swaps_buckets
 from distlab.lab import Lab
 from distlab.measure.prediction import PYTORCHS, Prediction
 from distlab.sharded.costs import Happening, Replicated, adamw_scratch_bytes, pass_peak, rest_bytes, shown_on
 from distlab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
 from distlab.workload.model import outline
-
-from .slow_link import swaps
 
 LINE_ONLY = ("means", "coordinator")
 
@@ -124,7 +122,7 @@ def compare_peak(lab: Lab, measured: Mapping[str, Measured]) -> None:
     again = outlined(lab, again=True, recompute=False) if recomputes else []
     layer_bytes = most_of_a_layer(lab) if recomputes else 0
     for name in [name for name in measured if name not in lab.mode.by_torch]:
-        swapped, held = swaps(lab.group, lab.config), sum(measured[name].peak.values())
+        swapped, held = swaps_buckets(lab.group, lab.config), sum(measured[name].peak.values())
         predicted = peak_bytes(name, lab.config, passes, swapped=swapped)
         gradients = "gradients as they come" if name == "naive" else "gradients"
         lab.compare(

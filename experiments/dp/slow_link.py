@@ -18,41 +18,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from distlab.collectives.by_hand import Collective
 from distlab.collectives.costs import slowest_of
-from distlab.config import Config
-from distlab.data_parallel.buckets import AllReduce, GradientBuckets, layout
+from distlab.data_parallel.buckets import AllReduce, GradientBuckets, all_reduce_of_buckets, layout, swaps_buckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
 from distlab.workload.data import Microbatch
 
-# Which all_reduce a bucket of `bucketed` takes: the group's own, or on a slow link between two ranks a swap.
-#
-# gloo's all_reduce sums piece by piece, in two rounds of which one waits for the other, and a slow link idles
-# meanwhile. Two ranks that send each other everything and both add (distlab/collectives/direct.py) send the same bytes
-# in one round: on a link of 500 Mbit/s 64 MiB take gloo's 1221 ms and a swap 1111, of which 1074 are the link's
-# (LAB_NET_RATE=500mbit RUN_MODE=comm LAB_VARIANT=gloo,direct), and in buckets the pauses add up (`python -m
-# benchmarks.link dp`). What comes needs room: the gradients once more, as much as DDP takes. On a link without a rate
-# the two take as long (`python -m benchmarks.collectives 2`), and for more ranks a swap would send more.
-
-
-def swaps(group: dist.ProcessGroup, config: Config) -> bool:
-    """Whether two ranks on a link with a rate swap their buckets; NCCL's all_reduce is left to itself."""
-    return group.size() == 2 and config.net_rate is not None and dist.get_backend(group) == "gloo"
-
-
-def summing(group: dist.ProcessGroup, config: Config) -> AllReduce:
-    """What begins to sum a bucket."""
-    if swaps(group, config):
-        return partial(Collective(group, "direct").all_reduce, async_op=True)
-    return partial(dist.all_reduce, group=group, async_op=True)
-
 
 def tell(lab: Lab) -> None:
     """Say so where it is not the all_reduce that DDP takes."""
-    if swaps(lab.group, lab.config) and lab.wants("bucketed"):
+    if swaps_buckets(lab.group, lab.config) and lab.wants("bucketed"):
         lab.say(
             "bucketed swaps each bucket with the other rank in one round; ddp's all_reduce takes two for as many bytes",
             "sum",
@@ -68,7 +44,7 @@ ROUNDS = 3  # the median drops the first one, which warms up; on a slow link a s
 def replica(lab: Lab, bucket_bytes: float, all_reduce: AllReduce | None = None) -> Replica:
     """A replica as `bucketed` has it, with buckets of that size, summed as there or by another all_reduce."""
     model = lab.model(getattr(torch, lab.config.dtype))
-    summed = all_reduce or summing(lab.group, lab.config)
+    summed = all_reduce or all_reduce_of_buckets(lab.group, lab.config)
     return Replica(model, lab.config, GradientBuckets(model.parameters(), lab.group, bucket_bytes, all_reduce=summed))
 
 

@@ -37,14 +37,14 @@ from torch import Tensor, nn
 
 from distlab.checkpoint import bugs as checkpoints
 from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Peers
+from distlab.collectives.point_to_point import Peers, sendable
 from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
 from distlab.pipeline_parallel import schedules
 from distlab.pipeline_parallel.costs import bubble
-from distlab.pipeline_parallel.pipeline import Boundaries, Pipeline, sendable
+from distlab.pipeline_parallel.pipeline import Boundaries, Pipeline
 from distlab.pipeline_parallel.stages import Parts
 from distlab.pipeline_parallel.strategy import (
     ByHand,

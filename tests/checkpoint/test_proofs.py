@@ -8,7 +8,7 @@ import torch
 
 from distlab.checkpoint import checks, dcp, locate, manifest
 from distlab.checkpoint.checks import allowed_s, digests, listed_steps, passed_over, unaccounted_s, unlike, wrongly_kept
-from distlab.sharded.state import flat_piece
+from distlab.collectives.sharded_tensor import flat_piece
 
 
 def state_of(value: float) -> dict[str, object]:

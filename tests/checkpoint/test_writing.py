@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.checkpoint import dcp, locate, manifest, storage
-from distlab.sharded.state import flat_piece
+from distlab.collectives.sharded_tensor import flat_piece
 from distlab.testing.warm_ranks import Ranks
 from tests.checkpoint.made_up import checkpoint, manifest_of
 

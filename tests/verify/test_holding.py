@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.sharded.state import LocalShard
+from distlab.collectives.sharded_tensor import LocalShard
 from distlab.verify.audit import check_alike
 
 pytestmark = pytest.mark.timeout(30)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.sharded.state import LocalShard, flat_piece
+from distlab.collectives.sharded_tensor import LocalShard, flat_piece
 from distlab.tensor_parallel.layers import Slice
 
 pytestmark = pytest.mark.timeout(120)

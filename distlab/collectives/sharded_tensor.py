@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distlab.collectives.point_to_point import Peers
-from distlab.pipeline_parallel.pipeline import sendable
+from distlab.collectives.point_to_point import Peers, sendable
 from distlab.transport import store
 
 Block = tuple[tuple[int, ...], Tensor]  # the offset of its first element in the dense tensor, and the elements

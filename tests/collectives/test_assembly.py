@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.collectives.point_to_point import Peers
-from distlab.sharded.state import LocalShard, assembled, flat_piece
+from distlab.collectives.sharded_tensor import LocalShard, assembled, flat_piece
 from distlab.tensor_parallel.layers import Slice
 from distlab.testing.warm_ranks import Ranks
 
