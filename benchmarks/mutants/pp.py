@@ -5,7 +5,7 @@ from benchmarks.mutants import Mutant
 RUN = "RUN_MODE=pp LAB_MODEL=mlp LAB_DEPTH=6 LAB_MICROBATCHES=6 LAB_VARIANT="
 SCHEDULES, PIPELINE = "distlab/pipeline_parallel/schedules.py", "distlab/pipeline_parallel/pipeline.py"
 BOUNDARIES = "distlab/pipeline_parallel/pipeline.py"
-LATE, SPLIT = "distlab/pipeline_parallel/schedules.py", "distlab/pipeline_parallel/split_backward.py"
+LATE, SPLIT = "distlab/pipeline_parallel/schedules.py", "distlab/pipeline_parallel/pipeline.py"
 
 MUTANTS = [
     Mutant(SCHEDULES, "ahead=ranks - 1 - rank)", "ahead=ranks - rank)", RUN + "1f1b"),
@@ -33,13 +33,13 @@ MUTANTS = [
     Mutant(LATE, "if number >= rank else []", "if number > rank else []", RUN + "zb_h1"),
     Mutant(SPLIT, "rows.mT @ inputs", "rows.mT @ (2 * inputs)", RUN + "1f1b"),
     Mutant(
-        "distlab/pipeline_parallel/split_backward.py",
+        "distlab/pipeline_parallel/pipeline.py",
         "(self.gradient,) = gradients",
         "self.gradient = 2 * gradients[0]",
         RUN + "zb_h1",
     ),
     Mutant(
-        "distlab/pipeline_parallel/stages.py",
+        "distlab/pipeline_parallel/strategy.py",
         "                total += copies[rank]",
         "                total = copies[rank]",
         "RUN_MODE=pp LAB_TIE=1 LAB_DEPTH=3 LAB_WIDTH=16 LAB_SEQ=8 LAB_VARIANT=1f1b",

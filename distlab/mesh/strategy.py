@@ -26,8 +26,7 @@ from distlab.config import Config
 from distlab.data_parallel.buckets import AllReduce, GradientBuckets
 from distlab.mesh.grid import Mesh
 from distlab.pipeline_parallel.pipeline import Reducer
-from distlab.pipeline_parallel.stages import Parts, sum_shared
-from distlab.pipeline_parallel.strategy import Engine
+from distlab.pipeline_parallel.strategy import Engine, Parts, sum_shared
 from distlab.precision.mixed_precision import Masters
 from distlab.sharded.strategy import as_many_as_all
 from distlab.sharded.zero import Zero

@@ -6,7 +6,9 @@ stages, tied gradients summed over the ranks that hold them, one global norm to 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -14,15 +16,124 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers, sendable
 from distlab.config import Config
-from distlab.pipeline_parallel.pipeline import Pipeline
-from distlab.pipeline_parallel.split_backward import SplitBackward
-from distlab.pipeline_parallel.stages import Parts, cut, divide, sum_shared
+from distlab.pipeline_parallel.pipeline import Pipeline, SplitBackward
+from distlab.pipeline_parallel.schedules import stages_of
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Dropouts, Model
 from distlab.workload.optimizer import live_state, make_optimizer, tensors_of
 from distlab.workload.strategy import clip_gradients
+
+# Stages: a model's layers cut into runs, and who holds which parameter afterwards.
+#
+# Every rank builds the whole model from the seed, keeps its own stages and lets the rest go, so that nothing differs
+# by initialisation. Parameters keep their dense names. A weight that two layers share (the embedding and the output
+# layer) may end up on two ranks, each with a copy of its own: its gradient is then the sum of both copies' gradients,
+# and both ranks must come to the same bits, or the copies drift apart (Narayanan et al. 2021, "Megatron-LM", ties
+# them so too).
+
+
+class Stage(nn.Module):
+    """A run of layers under their dense names, "layers.3" even if it is the first one here."""
+
+    def __init__(self, layers: dict[int, nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return hidden
+
+
+def divide(num_layers: int, num_stages: int, *, first: int = 0, last: int = 0) -> list[range]:
+    """The layers of each stage, as even as it goes (torch's tensor_split: the first stages one more).
+
+    The `first` and `last` layers of the model do not count: they go with the first and the last stage. Raises
+    ValueError if a stage would stay empty.
+    """
+    counted = num_layers - first - last
+    if counted < num_stages:
+        raise ValueError(f"{counted} layers are fewer than {num_stages} stages: every stage needs one")
+    each, more = divmod(counted, num_stages)
+    ends = [first + each * stage + min(stage, more) for stage in range(num_stages + 1)]
+    ends[0], ends[-1] = 0, num_layers
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank holds of a model that was cut, and what all hold."""
+
+    stages: dict[int, Stage]  # this rank's, by their number
+    parameters: dict[str, nn.Parameter]  # this rank's, by their dense name
+    holders: dict[str, tuple[int, ...]]  # of every parameter of the model: the ranks that hold it, ascending
+    shapes: dict[str, torch.Size]  # of every parameter of the model
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """This rank's layers, by number in the model."""
+        return {int(index): layer for stage in self.stages.values() for index, layer in stage.layers.items()}
+
+    @property
+    def shared(self) -> list[str]:
+        """The parameters that several ranks hold."""
+        return [name for name, ranks in self.holders.items() if len(ranks) > 1]
+
+
+def cut(model: nn.Module, layers: Sequence[nn.Module], runs: list[range], rank: int, owners: Sequence[int]) -> Parts:
+    """Rank `rank`'s part of `model`, whose parameters are all in `layers`; stage s goes to rank `owners[s]`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}  # a tied one by its first name
+    modules = {stage: [layers[index] for index in run] for stage, run in enumerate(runs)}
+    held = {
+        owner: {
+            parameter
+            for stage in stages_of(owner, owners)
+            for layer in modules[stage]
+            for parameter in layer.parameters()
+        }
+        for owner in range(max(owners) + 1)
+    }
+    return Parts(
+        {stage: Stage(dict(zip(runs[stage], modules[stage], strict=True))) for stage in stages_of(rank, owners)},
+        {name: parameter for parameter, name in names.items() if parameter in held[rank]},
+        {name: tuple(owner for owner in held if parameter in held[owner]) for parameter, name in names.items()},
+        {name: parameter.shape for parameter, name in names.items()},
+    )
+
+
+def sum_shared(parts: Parts, peers: Peers) -> None:
+    """Sum the gradients of shared parameters over exactly the ranks that hold them, in the order of ranks.
+
+    Each rank sends its own to every other holder and adds up all of them: the same order, so the same bits on each.
+    """
+    for name in parts.shared:
+        ranks, tag = parts.holders[name], peers.new_tag()
+        if peers.rank not in ranks:
+            continue
+        gradient = parts.parameters[name].grad
+        if gradient is None:
+            raise ValueError(f"{name} has no gradient on rank {peers.rank}: its stage does not use it")
+        others = [rank for rank in ranks if rank != peers.rank]
+        with phase("all_reduce"):
+            copies = dict(zip(others, exchange(peers, tag, gradient, others), strict=True)) | {peers.rank: gradient}
+            total = copies[ranks[0]].clone()
+            for rank in ranks[1:]:
+                total += copies[rank]
+            gradient.copy_(total)
+
+
+def exchange(peers: Peers, tag: int, tensor: Tensor, others: list[int]) -> list[Tensor]:
+    """The tensors of `others`, all of one shape, in exchange for this rank's."""
+    mine = sendable(tensor, peers)
+    theirs = [torch.empty_like(mine) for _ in others]
+    received, sent = peers.post(tag, list(zip(others, theirs, strict=True)), [(other, mine) for other in others])
+    for message in (*received, *sent):
+        message.wait()
+    return [copy.to(tensor.device) for copy in theirs]
+
 
 # Engines: how the microbatches of a step go through the stages.
 #

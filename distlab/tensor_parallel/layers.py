@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
 from distlab.collectives.sharded_tensor import LocalShard
-from distlab.pipeline_parallel.split_backward import Product
+from distlab.pipeline_parallel.pipeline import Product
 
 # Slices: which part of a dense tensor each rank holds, and how the parts become the dense tensor again.
 #

@@ -12,8 +12,7 @@ from distlab.mesh.grid import Mesh
 from distlab.mesh.strategy import Stacked, StageShard
 from distlab.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.pipeline_parallel.schedules import Action
-from distlab.pipeline_parallel.stages import sum_shared
-from distlab.pipeline_parallel.strategy import Weigh
+from distlab.pipeline_parallel.strategy import Weigh, sum_shared
 from distlab.workload.model import Dropouts
 from distlab.workload.strategy import clip_gradients
 

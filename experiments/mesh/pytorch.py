@@ -17,8 +17,7 @@ from distlab.config import Config
 from distlab.contract import Strategy
 from distlab.mesh.grid import Mesh
 from distlab.mesh.strategy import whole_piece
-from distlab.pipeline_parallel.stages import Parts
-from distlab.pipeline_parallel.strategy import joined, parts_of
+from distlab.pipeline_parallel.strategy import Parts, joined, parts_of
 from distlab.sharded.strategy import FullySharded
 from distlab.tensor_parallel.strategy import plan, tie
 from distlab.workload.data import Microbatch

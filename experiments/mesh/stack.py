@@ -21,11 +21,11 @@ from distlab.mesh.grid import Mesh
 from distlab.mesh.strategy import Clip, ParameterStore, Replicas, Stacked, clip_over_all, shards_of
 from distlab.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.pipeline_parallel.schedules import Schedule
-from distlab.pipeline_parallel.stages import Parts
 from distlab.pipeline_parallel.strategy import (
     ByHand,
     Engine,
     OfDroppedSamples,
+    Parts,
     Weigh,
     divided,
     parts_of,

@@ -45,9 +45,9 @@ from distlab.mesh.grid import Mesh
 from distlab.pipeline_parallel import schedules
 from distlab.pipeline_parallel.costs import bubble
 from distlab.pipeline_parallel.pipeline import Boundaries, Pipeline
-from distlab.pipeline_parallel.stages import Parts
 from distlab.pipeline_parallel.strategy import (
     ByHand,
+    Parts,
     Pipelined,
     Weigh,
     divided,
@@ -302,8 +302,7 @@ MODE = Mode(
     reading=(
         "experiments/pp/__init__.py: the variants, naive first, and what a run of them claims",
         "distlab/pipeline_parallel/schedules.py: which rank works on which microbatch when",
-        "distlab/pipeline_parallel/pipeline.py: does a schedule's actions with real layers",
-        "distlab/pipeline_parallel/split_backward.py: a backward pass in two, as zb_h1, zbv and dualpipev need it",
-        "distlab/pipeline_parallel/strategy.py: the training step that all variants share",
+        "distlab/pipeline_parallel/pipeline.py: does a schedule's actions with real layers, and backward passes in two",
+        "distlab/pipeline_parallel/strategy.py: a model cut into stages, and the training step that all variants share",
     ),
 )

@@ -18,8 +18,7 @@ from torch.distributed.pipelining.schedules import (
 
 from distlab.collectives.phases import phase
 from distlab.config import Config
-from distlab.pipeline_parallel.stages import Parts
-from distlab.pipeline_parallel.strategy import Weigh, joined
+from distlab.pipeline_parallel.strategy import Parts, Weigh, joined
 from distlab.workload.data import Microbatch
 
 ONE_STAGE = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}

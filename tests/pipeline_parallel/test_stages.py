@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from distlab.collectives.point_to_point import Peers
-from distlab.pipeline_parallel.stages import Parts, cut, divide, sum_shared
+from distlab.pipeline_parallel.strategy import Parts, cut, divide, sum_shared
 from distlab.testing.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
