@@ -126,7 +126,7 @@ def test_a_full_disk_ends_what_is_shown_and_nothing_else(tmp_path: Path, monkeyp
 
     said: list[str] = []
     thread = showing(tmp_path, Notes(lambda: (0, "")), RunPosition(), {}, said.append)
-    monkeypatch.setattr(rank_live, "write", full)
+    monkeypatch.setattr(rank_live, "write_status", full)
     thread.run()
     assert said == ["live       nothing more is shown of this rank: No space left on device"]
     assert places(tmp_path) == {}
