@@ -138,12 +138,12 @@ def attacked(command: Sequence[str], folder: Path, **settings: str) -> tuple[int
 LISTENS_LONGER = """
 import sys, time
 from distlab.cli.run import main
-from workers.parallel import dialling
-whole = dialling.accepted
+from distlab.transport import backend
+whole = backend.accepted
 def accepted(*words):
     time.sleep(1)
     return whole(*words)
-dialling.accepted = accepted
+backend.accepted = accepted
 sys.exit(main(sys.argv[1:]))
 """
 
