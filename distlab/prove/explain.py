@@ -125,7 +125,8 @@ def of_microbatches(scene: Scene, counts: Mapping[tuple[int, int], list[float]])
     if alike([value * terms[key] for key, value in values.items()]):
         return (
             f"a mean of the microbatches' means: {joined({key: values[key] for key in own}, 'x')} for this rank's,"
-            f" which have {joined({key: terms[key] for key in own})} loss terms; divide the sum of all by all terms"
+            f" which have {joined({key: terms[key] for key in own})} loss terms; divide the sum of all"
+            " by the terms of all"
         )
     if not any(abs(values[key]) > NEAR for key in values if key[1] == 0):
         return "without the first microbatch of each rank"

@@ -153,7 +153,7 @@ def begins_no_fourth(step: int, _variant: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "variant", "torn", "sentence"),
     [
-        ("dp", "flat", False, "rank 1 has saved step 3 by itself"),
+        ("dp", "flat", False, "rank 1 has saved an emergency checkpoint of step 3"),
         ("dp", "flat", True, "was in the middle of an update of flat and saves nothing, the last good checkpoint is step 2"),
         ("fsdp", "zero3", False, "holds a part only of zero3 and saves nothing, the last good checkpoint is step 2"),
         ("pp", "gpipe", False, "holds a part only of gpipe and saves nothing, the last good checkpoint is step 2"),
@@ -171,7 +171,7 @@ def test_a_failing_rank_saves_what_it_safely_can(
     )
     said = ranks(2, break_down, settings, str(tmp_path / "a"), torn)
     assert sentence in said[1]
-    if "by itself" not in sentence:
+    if "emergency checkpoint" not in sentence:
         return
     found = locate.newest_good(tmp_path / "a", pytest.fail)
     assert found is not None and found.manifest.step == 3
@@ -193,7 +193,7 @@ def test_the_losses_of_all_steps_since_the_last_checkpoint_are_kept(ranks: Ranks
     whole, of_whole = run_experiment(ranks, 2, tmp_path / "whole", **settings)
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RUN_MODE": "dp"}
     said = ranks(2, break_down, world | TINY | settings, str(tmp_path / "a"), False, True)
-    assert "rank 1 has saved step 3 by itself" in said[1]
+    assert "rank 1 has saved an emergency checkpoint of step 3" in said[1]
     resumed, of_resumed = run_experiment(ranks, 2, tmp_path / "b", **settings, LAB_RESUME=str(tmp_path / "a"))
     assert digests(resumed) == digests(whole) and resumed["resumed"]["step"] == 3
     assert curves(of_resumed)["flat"] == curves(of_whole)["flat"]

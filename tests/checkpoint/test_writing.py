@@ -117,14 +117,14 @@ KILLED = """
 import os, signal, sys, torch, torch.distributed as dist
 from pathlib import Path
 from tests.checkpoint.made_up import manifest_of
-from distlab.checkpoint import dcp, writing
+from distlab.checkpoint import dcp, storage
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if sys.argv[2] == "data":
     dcp.Writer.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 else:
-    writing._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # the manifest is there, its folder not yet renamed
-writing.write(folder, manifest_of(20), {"flat/weights.w": torch.zeros(3)}, dist.group.WORLD, {"flat": []}, needed_bytes=0)
+    storage._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # the manifest is there, its folder not yet renamed
+storage.write_checkpoint(folder, manifest_of(20), {"flat/weights.w": torch.zeros(3)}, dist.group.WORLD, {"flat": []}, needed_bytes=0)
 """
 
 

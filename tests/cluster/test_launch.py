@@ -20,7 +20,7 @@ from tests.cluster.cluster_of_processes import Processes, Rank
 LAUNCH = """
 import os, signal, sys, time
 from distlab.cluster.launch import launch
-from distlab.cluster.launcher_pipe import Parent
+from distlab.cluster.launcher_pipe import LauncherPipe
 from distlab.config import Config
 
 def be_rank():
@@ -32,7 +32,7 @@ def be_rank():
     if deed == "kill" and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
     if deed == "descriptors": print("holds", len(os.listdir("/proc/self/fd")))
     if deed in ("dies", "crash"):
-        parent = Parent()
+        parent = LauncherPipe()
         if deed == "crash" and rank == 1: os.kill(os.getpid(), signal.SIGSEGV)
         if deed == "dies" and rank == 1: print("broken     MASTER_PORT is taken"); return 3
         if deed == "dies" and rank == 2: time.sleep(1.0); print("imported")

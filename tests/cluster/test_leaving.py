@@ -36,7 +36,7 @@ def started(
 def test_the_others_go_on_without_a_worker_that_is_killed(processes: Processes, tmp_path: Path) -> None:
     ranks = started(processes, tmp_path, "downpour", dies=2)
     assert [rank.end() for rank in ranks] == [0, 0, 137], ranks[0].text
-    words = r"^rank 2 lost at step \d+ in downpour: no heartbeat for \d\.\d s; the others go on$"
+    words = r"^rank 2 lost at step \d+ in downpour: no heartbeat for \d\.\d s; the remaining ranks continue$"
     said = [re.findall(words, rank.text, re.MULTILINE) for rank in ranks[:2]]
     assert len(said[0]) == 1 and said[0] == said[1], ranks[0].text + ranks[1].text
     run = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -63,8 +63,8 @@ def test_the_loss_of_the_server_ends_all(processes: Processes, tmp_path: Path) -
 DIES_BEFORE_RECORDS = """
 import os, signal, sys
 from distlab.cli.run import main
-from distlab.rank import one_folder
-one_folder.apart = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from distlab.rank import preflight
+preflight.find_separate_disks = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(main())
 """
 

@@ -14,7 +14,7 @@ SETTINGS = {
 
 def test_a_container_that_is_started_again_finds_its_way_back(cluster: Containers) -> None:
     cluster.up(WORLD_SIZE, **SETTINGS)
-    cluster.until(0, "dies on purpose", timeout_s=120)
+    cluster.until(0, "is killed by fault injection", timeout_s=120)
     cluster.docker("kill", 2)
     cluster.docker("start", 2)
     assert cluster.wait(timeout_s=200) == {0: 0, 1: 0, 2: 0}, cluster.logs()

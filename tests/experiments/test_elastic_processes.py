@@ -117,7 +117,7 @@ def test_who_is_killed_and_started_again_finds_its_way_back(
     world: Callable[..., Processes], rank: int, variant: str
 ) -> None:
     ranks = world(LAB_STEPS="600", LAB_LOST_AFTER_S="60", LAB_VARIANT=variant)
-    ranks.until(0, "dies on purpose")
+    ranks.until(0, "is killed by fault injection")
     time.sleep(0.5)
     os.kill(ranks.started[rank].pid, signal.SIGKILL)
     ranks.started[rank].wait()

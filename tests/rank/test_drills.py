@@ -270,7 +270,7 @@ def test_a_killed_rank_is_named_in_time(tmp_path: Path, mode: str) -> None:
     code, found, said = processes(tmp_path, "kill:rank1@step2", RUN_MODE=mode, **PROCESSES[mode])
     assert (code, found["verdict"]) == (3, "lost"), said
     assert [drill["held"] for drill in found["drills"]] == [True], said
-    assert re.search(r"rank 0 \| drill +kill rank 1 at step 2: rank 1 named by 2 .*\(as expected\)", said)
+    assert re.search(r"rank 0 \| fault +kill rank 1 at step 2: rank 1 named by 2 .*\(as expected\)", said)
 
 
 @pytest.mark.parametrize(
