@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import pytest
 
-from distlab.cluster.authenticated_messages import ANYONE, MessageSigner
 from distlab.cluster.launch import free_port
+from distlab.cluster.message_signer import ANYONE, MessageSigner
 from distlab.testing.warm_ranks import Ranks
 from tests.transport.strangers import FORGED, as_torch, told
 

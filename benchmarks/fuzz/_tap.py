@@ -7,7 +7,7 @@ import socket
 import threading
 from typing import Any
 
-from distlab.cluster.authenticated_messages import HEAD, MAC_BYTES
+from distlab.cluster.message_signer import HEAD, MAC_BYTES
 
 HERE = "127.0.0.1"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.fuzz._tap import Tap
-from distlab.cluster.authenticated_messages import ANYONE, HEAD, MAC_BYTES, MessageSigner, mac_of
+from distlab.cluster.message_signer import ANYONE, HEAD, MAC_BYTES, MessageSigner, mac_of
 
 WRONG: list[Any] = [[1], {"a": 1}, "x" * 300, None, True, -1, 9, 10**30, 1.5, [[[]]]]
 CLAIM = {

@@ -8,9 +8,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import os
 import re
-import struct
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distlab.cluster.message_signer import (
+    HEAD,
+    MAC_BYTES,
+    MAGIC,
+    MAX_BYTES,
+    MAX_TEXT,
+    hint_of,
+    mac_of,
+)
 from distlab.config import MAX_WORLD_SIZE, Config, ConfigError
 from distlab.config.settings import MIN_KEY
 
@@ -33,66 +40,6 @@ from distlab.config.settings import MIN_KEY
 # dropped and counted (opening.py), before a byte of JSON is read; the JSON then has to be as its kind is written in
 # messages.py. Nothing is hidden by this: who listens on the wire reads all. Sealing or opening takes some tens of
 # microseconds.
-
-MAGIC = b"rkl1"
-HEAD = struct.Struct("!4s4s8s8sQ")
-MAC_BYTES = 32
-MAX_BODY_BYTES = 32768  # a heartbeat of 1,024 ranks has 14 kB, and more where they hear differently
-MAX_BYTES = HEAD.size + MAC_BYTES + MAX_BODY_BYTES
-MAX_TEXT = 1024  # characters: what is longer is cut before it is sent
-ANYONE = bytes(8)  # the audience of who does not know whom it speaks to: believed by none but the board
-
-
-def hint_of(key: bytes) -> bytes:
-    """What tells two keys apart in a head: an honest rank with another key is called just that."""
-    return hmac.digest(key, b"distlab hint of the key", "sha256")[:4]
-
-
-def derive_name(key: bytes, what: str) -> str:
-    """A name that only who has the key can know, such as the prefix of a run's keys in the store."""
-    return hmac.digest(key, what.encode(), "sha256")[:16].hex()
-
-
-class MessageSigner:
-    """Seals the messages of one sender. A child process makes a Seal of its own: two that count alike are replays."""
-
-    def __init__(self, key: bytes) -> None:
-        self.key, self.sender = key, os.urandom(8)
-        self._hint = hint_of(key)
-        self._number = 0
-        self._lock = threading.Lock()
-
-    def seal(self, message: dict[str, Any], audience: bytes) -> bytes:
-        """The datagram of `message`, for `audience` alone; raises ValueError where it is too long."""
-        body = _json(cut(message, MAX_TEXT))
-        if len(body) > MAX_BODY_BYTES:
-            body = _json(cut(message, MAX_TEXT // 16))
-        if len(body) > MAX_BODY_BYTES:
-            raise ValueError(f"a message of {len(body)} B is longer than the {MAX_BODY_BYTES} B that are allowed")
-        with self._lock:
-            self._number += 1
-            number = self._number
-        head = HEAD.pack(MAGIC, self._hint, self.sender, audience, number)
-        return head + hmac.digest(self.key, head + body, "sha256") + body
-
-
-def cut(value: Any, most: int) -> Any:
-    """The same with all texts cut to `most` characters, and without what cannot be written as UTF-8, as bytes of a
-    path that are none."""
-    if isinstance(value, dict):
-        return {name: cut(each, most) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [cut(each, most) for each in value]
-    return value[:most].encode(errors="replace").decode() if isinstance(value, str) else value
-
-
-def _json(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
-
-
-def mac_of(key: bytes, datagram: bytes) -> bytes:
-    """What the HMAC of a datagram has to be."""
-    return hmac.digest(key, datagram[: HEAD.size] + datagram[HEAD.size + MAC_BYTES :], "sha256")
 
 
 MAX_MEMBERS = 64  # in one message: 10 kB at most

@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distlab.cluster.authenticated_messages import MAX_GROUPS, MessageSigner
+from distlab.cluster.authenticated_messages import MAX_GROUPS
 from distlab.cluster.heartbeat_helper import HeartbeatHelper, count_at, turn_of, turns_of
 from distlab.cluster.lost_ranks import LastReport, Verdict
+from distlab.cluster.message_signer import MessageSigner
 from distlab.cluster.rendezvous import Cluster
 from distlab.cluster.rendezvous_server import receive, send
 

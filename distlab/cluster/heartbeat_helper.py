@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distlab.cluster.authenticated_messages import MessageSigner
+from distlab.cluster.message_signer import MessageSigner
 
 Address = TypeVar("Address")
 PACKET_BYTES = 65536

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from distlab.cluster.authenticated_messages import MAX_TEXT, SURROGATE, cut
+from distlab.cluster.authenticated_messages import SURROGATE
+from distlab.cluster.message_signer import MAX_TEXT, cut
 from distlab.report.standard_streams import printed
 
 VARIABLE = "DISTLAB_PARENT"  # the number of a rank's descriptor

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.cluster import ClusterError, name_ranks
 from distlab.cluster.address import Address, bounded, interface_of, is_local, outward_ip, resolve, source_ip
-from distlab.cluster.authenticated_messages import DERIVED, Dropped, MessageSigner, MessageVerifier, derive_name, key_of
+from distlab.cluster.authenticated_messages import DERIVED, Dropped, MessageVerifier, key_of
+from distlab.cluster.message_signer import MessageSigner, derive_name
 from distlab.cluster.rendezvous_client import FOREIGN_S, Board, RendezvousClient
 from distlab.cluster.rendezvous_server import (
     OTHER_KEY,

@@ -8,7 +8,8 @@ from typing import Any
 
 from distlab.cluster import ClusterError
 from distlab.cluster.address import Address, something_listens
-from distlab.cluster.authenticated_messages import ANYONE, Dropped, MessageSigner, MessageVerifier, fault
+from distlab.cluster.authenticated_messages import Dropped, MessageVerifier, fault
+from distlab.cluster.message_signer import ANYONE, MessageSigner
 from distlab.cluster.rendezvous_server import OTHER_KEY, Claim, receive, send
 from distlab.config import Config
 

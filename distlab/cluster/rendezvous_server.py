@@ -19,15 +19,8 @@ from typing import Any
 
 from distlab.cluster import name_ranks
 from distlab.cluster.address import Address, is_loopback, source_ip
-from distlab.cluster.authenticated_messages import (
-    ANYONE,
-    HEAD,
-    MAX_BYTES,
-    MAX_MEMBERS,
-    Dropped,
-    MessageSigner,
-    MessageVerifier,
-)
+from distlab.cluster.authenticated_messages import MAX_MEMBERS, Dropped, MessageVerifier
+from distlab.cluster.message_signer import ANYONE, HEAD, MAX_BYTES, MessageSigner
 from distlab.config import Config
 
 ASKING_S = 1.5

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from distlab.cluster import link
-from distlab.cluster.authenticated_messages import derive_name
 from distlab.cluster.control_plane import Exchange
 from distlab.cluster.launcher_pipe import LauncherPipe
 from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.message_signer import derive_name
 from distlab.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog

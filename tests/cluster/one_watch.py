@@ -17,8 +17,9 @@ import sys
 import time
 from pathlib import Path
 
-from distlab.cluster.authenticated_messages import Dropped, MessageSigner, MessageVerifier
+from distlab.cluster.authenticated_messages import Dropped, MessageVerifier
 from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.message_signer import MessageSigner
 from distlab.cluster.rendezvous import Cluster
 from distlab.cluster.rendezvous_server import Member
 from distlab.cluster.shutdown import Succession

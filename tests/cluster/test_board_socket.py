@@ -12,15 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distlab.cluster.address import Address
-from distlab.cluster.authenticated_messages import (
-    ANYONE,
-    HEAD,
-    MAC_BYTES,
-    Dropped,
-    MessageSigner,
-    MessageVerifier,
-    mac_of,
-)
+from distlab.cluster.authenticated_messages import Dropped, MessageVerifier
+from distlab.cluster.message_signer import ANYONE, HEAD, MAC_BYTES, MessageSigner, mac_of
 from distlab.cluster.rendezvous_server import (
     Claim,
     RendezvousServer,

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from distlab.cluster.authenticated_messages import MAX_BYTES, MAX_MEMBERS, MessageSigner, fault
+from distlab.cluster.authenticated_messages import MAX_MEMBERS, fault
 from distlab.cluster.failure_detector import SETTLE_S
 from distlab.cluster.heartbeat import Hearing, RunPosition
 from distlab.cluster.heartbeat_helper import AT_A_TIME, PERIOD_S, hops_of, turn_of, turns_of
 from distlab.cluster.lost_ranks import diagnose
+from distlab.cluster.message_signer import MAX_BYTES, MessageSigner
 from distlab.cluster.rendezvous_server import Claim, RendezvousServer
 from tests.cluster.cluster_of_processes import Processes
 

@@ -17,7 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from distlab.cluster.address import resolve
-from distlab.cluster.authenticated_messages import ANYONE, MessageSigner, key_of
+from distlab.cluster.authenticated_messages import key_of
+from distlab.cluster.message_signer import ANYONE, MessageSigner
 from distlab.cluster.rendezvous import in_an_agents_store
 from distlab.config import Config
 from tests.cluster.cluster_of_processes import Processes, Rank

@@ -12,24 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.cluster.authenticated_messages import (
-    ANYONE,
-    HEAD,
     KINDS,
-    MAX_BODY_BYTES,
-    MAX_BYTES,
     MAX_LINES,
     MAX_SOURCES,
-    MAX_TEXT,
     OTHERS,
     WINDOW,
     Dropped,
-    MessageSigner,
     MessageVerifier,
-    derive_name,
     fault,
-    mac_of,
 )
 from distlab.cluster.heartbeat import Hearing, RunPosition
+from distlab.cluster.message_signer import (
+    ANYONE,
+    HEAD,
+    MAX_BODY_BYTES,
+    MAX_BYTES,
+    MAX_TEXT,
+    MessageSigner,
+    derive_name,
+    mac_of,
+)
 
 KEY, OTHER_KEY, RUN = b"k" * 32, b"o" * 32, b"the run."
 HERE = ("10.0.0.3", 4001)

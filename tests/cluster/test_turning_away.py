@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from distlab.cluster import watchdog as watches
-from distlab.cluster.authenticated_messages import Dropped, MessageSigner, MessageVerifier
+from distlab.cluster.authenticated_messages import Dropped, MessageVerifier
 from distlab.cluster.heartbeat_helper import PERIOD_S
 from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.message_signer import MessageSigner
 from distlab.cluster.rendezvous import Cluster
 from distlab.cluster.rendezvous_server import (
     STRANGER_S,
