@@ -45,9 +45,9 @@ def clone(image: str, tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / f"distlab-clone-{os.getpid()}"
     files = call("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
     for file in filter(None, files):
-        if (TOP / file).is_file():
+        if (TOP / file).is_file() or (TOP / file).is_symlink():  # experiments and engines are links in the package
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(TOP / file, folder / file)
+            shutil.copy2(TOP / file, folder / file, follow_symlinks=False)
     own(image, folder, "1234:1234")
     yield folder
     call("docker", "compose", "down", "--remove-orphans", "--timeout", "0", environ={"WORLD_SIZE": "8"}, folder=folder)
