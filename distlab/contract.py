@@ -34,9 +34,9 @@ class Strategy(Protocol):
 
     Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat,
     0 where they never do. With an attribute `layers`, this rank's by their number in the model, its passes and
-    gradients are seen in the order of a step (measure/order.py). With a method `alike(kind)`, the names and tensors of
-    the "gradients" or "weights" that this rank holds whole and that are the same, to the bit, wherever the name is
-    held, these are compared between ranks (passes/corruption.py).
+    gradients are seen in the order of a step (distlab/measure/event_order.py). With a method `alike(kind)`, the names
+    and tensors of the "gradients" or "weights" that this rank holds whole and that are the same, to the bit, wherever
+    the name is held, these are compared between ranks (distlab/verify/silent_corruption.py).
     """
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
@@ -76,7 +76,7 @@ class Variant:
     build: Build | None = None
     by_torch: bool = False  # PyTorch's own, which the others are held against
     recomputes: bool = True  # whether LAB_RECOMPUTE is for it, and not a way of its own to what its layers drop
-    timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (passes/shares.py)
+    timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (distlab/verify/run_all.py)
 
 
 WHOLE_RUN = ("",)
@@ -85,7 +85,7 @@ WHOLE_RUN = ("",)
 @dataclass(frozen=True)
 class Claims:
     """Checks and comparisons by name that a run has to have made, so that one that vanishes is missed
-    (report/expected.py): of each variant in `of`, so many `times`, by each rank or by `one`."""
+    (distlab/report/verdict.py): of each variant in `of`, so many `times`, by each rank or by `one`."""
 
     names: Sequence[str]
     of: Sequence[str] = WHOLE_RUN
@@ -116,7 +116,7 @@ class Counted:
 
     traffic: Traffic
     activation_bytes: int
-    rest: dict[str, int]  # bytes by class (measure/purposes.py) between two steps
+    rest: dict[str, int]  # bytes by class (distlab/measure/memory.py) between two steps
     peak: dict[str, int]  # and when the step held most
     most: dict[str, int] = field(default_factory=dict, kw_only=True)  # and of each class when the step held most of it
     order: Order  # what happened in it
@@ -307,7 +307,7 @@ class Mode:
     stepped: bool = False  # whether it trains by itself, and says when a step begins (Lab.begin_step)
     # The checks that see a bit which flips in a training of its own; those of a timed training are the passes'.
     watched: tuple[str, ...] = ()
-    takes_back: bool = False  # whether a rank that is started again rejoins the run (rank/rejoin.py)
+    takes_back: bool = False  # whether a rank that is started again rejoins the run (distlab/rank/rejoin.py)
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
     # What a mistake may replace in the passes.

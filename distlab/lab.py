@@ -51,7 +51,7 @@ class RunHooks:
 
     at: Callable[[int, str], None] = lambda _step, _phase: None  # where the main thread is, for the other ranks
     work: Work = field(default_factory=Work)  # of how many units, and how many are done
-    # By all ranks when a section of rank 0's log (report/log.py) is complete, or one row more of all its `rows`: it is
+    # By all ranks when a section of rank 0's log (log.py) is complete, or one row more of all its `rows`: it is
     # told then, and not at the end.
     finished: Callable[..., None] = lambda _section, _rows=(): None
     side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
@@ -61,7 +61,7 @@ class RunHooks:
     secret: bytes = b""
     turned_away: TurnedAway = unheeded
 
-    # Fault injection (rank/drills.py): as a step of the training begins, and once a variant's "gradients" or "weights"
+    # Fault injection (fault_injection.py): as a step of the training begins, and once a variant's "gradients" or "weights"
     # are there, with the names of those that other ranks hold too.
     on_step: Callable[[int, str], None] = lambda _step, _variant: None
     on_tensors: Callable[[str, str, object, int, Container[str]], None] = lambda *_: None

@@ -311,6 +311,14 @@ def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_the_heartbeat_helper_needs_no_package() -> None:
+    """It runs without site-packages: a rank whose helper cannot start is declared dead while it keeps Python's lock."""
+    program = f"import sys; sys.path.insert(0, {str(TOP)!r}); import distlab.cluster.heartbeat_helper"
+    command = [sys.executable, "-S", "-E", "-s", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_settings_are_read_without_torch() -> None:
     """A mode's own variables too, which stand in a lesson that imports torch."""
     program = (

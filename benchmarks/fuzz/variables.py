@@ -3,8 +3,8 @@
     python -m benchmarks.fuzz variables [--seed 1] [--runs 10]
 
 All modes' variables are judged in this process, as a rank judges its settings before it joins (Config.read, then
-rank/refusals.py); a value that takes longer than the bound counts as slow. Then some, by the seed, are given to real
-starts: to the launcher, and to a process with RANK set, whose exit code has to be what was judged.
+distlab/rank/preflight.py); a value that takes longer than the bound counts as slow. Then some, by the seed, are given
+to real starts: to the launcher, and to a process with RANK set, whose exit code has to be what was judged.
 """
 
 import argparse

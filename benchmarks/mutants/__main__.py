@@ -93,8 +93,10 @@ class Copied:
     def __enter__(self) -> Path:
         self._folder = tempfile.TemporaryDirectory(prefix="mutant-")
         top = Path(self._folder.name)
-        for name in ("workers", "experiments"):
-            shutil.copytree(TOP / name, top / name)  # with its bytecode: a line that changes is compiled anew
+        for name in ("distlab", "workers", "experiments", "engines"):
+            shutil.copytree(
+                TOP / name, top / name, symlinks=True
+            )  # with its bytecode: a line that changes is compiled anew
         return top
 
     def __exit__(self, *_: object) -> None:

@@ -5,7 +5,7 @@ A handle that the script got (`async_op=True`, isend, irecv) has to be waited fo
 goes without that is told with the line of its call. Between call and wait nobody may write into the tensor, which its
 version counter shows; a tensor that shares its storage with others is left out, as one counter is all of theirs.
 `Work.wait` and the methods of ProcessGroup are replaced by ones that tell, which is why C++ that waits is not seen
-here: then a rank stands in a library's frame with a call that has not ended (casebook.py).
+here: then a rank stands in a library's frame with a call that has not ended (rank_state.py).
 """
 
 import functools

@@ -399,6 +399,6 @@ def flat(tensors: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _bytes(name: str, args: tuple[Any, ...]) -> int:
-    """Bytes of the whole tensor, as measure/calls.py counts them; of a gather this rank's part."""
+    """Bytes of the whole tensor, as distlab/measure/traffic.py counts them; of a gather this rank's part."""
     _, position = OPERATIONS.get(f"c10d::{name}", ("", RESULT))
     return nbytes_of(args[position]) if position != RESULT else 0

@@ -1,7 +1,7 @@
 """A rank's doctor and its script: starts the process, hears what it tells, looks how it is, and ends it.
 
 Nothing here waits for the script's interpreter, which may be stuck in C++ with its lock held: its state and its
-processor time are the kernel's words (proc(5)), and its Python stacks come where it can tell them (stacks.py).
+processor time are the kernel's words (proc(5)), and its Python stacks come where it can tell them (script.py).
 """
 
 import fcntl

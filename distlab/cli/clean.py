@@ -5,8 +5,8 @@
     --all               every run
     --yes               without asking, as where there is no terminal to ask in
 
-A run is a folder in LAB_RUNS_DIR as stored.py finds it; nothing else is touched. The run of runs/latest goes with --all
-alone, and one that may still be running with none of them.
+A run is a folder in LAB_RUNS_DIR as distlab/report/run_folder.py finds it; nothing else is touched. The run of
+runs/latest goes with --all alone, and one that may still be running with none of them.
 """
 
 import argparse

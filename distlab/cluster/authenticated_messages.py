@@ -37,8 +37,8 @@ from distlab.config.settings import MIN_KEY
 # The *sender* is a random number of each Seal, and its messages are *numbered*: each counts once, and none that is
 # WINDOW older than the newest. The *audience* is what the message is for, a number that was drawn for this run (its
 # token, an asker, a board): so words of another run are none here, though the key be the same. What is wrong is
-# dropped and counted (opening.py), before a byte of JSON is read; the JSON then has to be as its kind is written in
-# messages.py. Nothing is hidden by this: who listens on the wire reads all. Sealing or opening takes some tens of
+# dropped and counted (below), before a byte of JSON is read; the JSON then has to be as its kind is written
+# below. Nothing is hidden by this: who listens on the wire reads all. Sealing or opening takes some tens of
 # microseconds.
 
 
@@ -206,7 +206,7 @@ class Dropped:
         return sum(self.by_fault.values())
 
 
-# Opens what was sealed (sealed.py): a message is believed, or dropped and counted with what was wrong with it.
+# Opens what was sealed (message_signer.py): a message is believed, or dropped and counted with what was wrong with it.
 
 WINDOW = 8  # beats come four times a second: one that was held back for longer than 2 s is no sign of life any more
 STRANGE = "of another run"

@@ -69,7 +69,7 @@ class Hearing:
         # small one, since datagrams get lost; whether it lives at all the others tell meanwhile.
         self.direct_s = lost_after_s * turns_of(len(self.peers))
         self.rows = {other: Row(fresh_at=now) for other in self.peers}
-        self.accepted = self.bound = 0  # masks of those that have come so far in the verdict: agreement.py
+        self.accepted = self.bound = 0  # masks of those that have come so far in the verdict: shutdown.py
         self.ended = 0  # mask of those that came to a normal end
         self.left = 0  # of those among them that have gone: their next silence is no loss, and nobody waits for it
         self.killed: set[int] = set()  # by the kernel, as their last words tell

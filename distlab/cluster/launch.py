@@ -3,7 +3,7 @@
 Importing torch takes a core 3 to 4 s: this process does so once, and each rank is forked from it (8 ranks on two cores
 stood after 4 s where they took 17). What a rank prints is passed on line by line with the rank in front. Signals go to
 every rank, a rank that does not end is killed, and none outlives the launcher. A rank that dies is named at once, and
-the others end with it if they have not met it yet (parent.py).
+the others end with it if they have not met it yet (launcher_pipe.py).
 """
 
 import multiprocessing

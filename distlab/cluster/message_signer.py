@@ -1,14 +1,16 @@
-"""What ranks send each other by UDP, sealed with the key of the run: who has no key is not believed.
+"""Signed UDP messages: what ranks send each other carries an HMAC with the key of the run; a sender without it is not
+believed.
 
 A datagram is a head, its HMAC-SHA256 (RFC 2104) over head and body, and a body of JSON:
 
     b"rkl1" | hint of the key, 4 | sender, 8 | audience, 8 | number, 8 | HMAC, 32 | JSON, at most MAX_BODY_BYTES
 
-The *sender* is a random number of each Seal, and its messages are *numbered*: each counts once, and none that is WINDOW
-older than the newest. The *audience* is what the message is for, a number that was drawn for this run (its token, an
-asker, a board): so words of another run are none here, though the key be the same. What is wrong is dropped and
-counted (opening.py), before a byte of JSON is read; the JSON then has to be as its kind is written in messages.py.
-Nothing is hidden by this: who listens on the wire reads all. Sealing or opening takes some tens of microseconds.
+The *sender* is a random number of each MessageSigner, and its messages are *numbered*: each counts once, and none that
+is WINDOW older than the newest. The *audience* is what the message is for, a number that was drawn for this run (its
+token, an asker, a rendezvous server): so words of another run are none here, though the key be the same. What is wrong
+is dropped and counted before a byte of JSON is read, which then has to be as its kind is written
+(authenticated_messages.py). Nothing is hidden by this: who listens on the wire reads all. Sealing or opening takes some
+tens of microseconds.
 
 Imports nothing of the lab: the heartbeat helper is a small process without site-packages.
 """

@@ -2,7 +2,7 @@
 
 What cannot run together is refused by the board with one sentence, which every rank says: a doubled RANK, another
 WORLD_SIZE, RUN_MODE, version or setting, a port that is taken, ranks that never came. Who has not the key of the run is
-not heard. Only then do they open the store that torch needs (parallel/store.py), on a port that rank 0 draws and tells
+not heard. Only then do they open the store that torch needs (store.py), on a port that rank 0 draws and tells
 those whom it has let in; who has not the key gets nothing from it either. Under torchrun the agent owns MASTER_PORT:
 the ranks look into its store, which is open to all, for a board that is sealed, and for nothing else.
 Nothing waits longer than LAB_JOIN_TIMEOUT_S.

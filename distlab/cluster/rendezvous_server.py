@@ -1,6 +1,6 @@
 """Rank 0's board: every rank asks it again and again to be let in, and it answers what is wrong or who is missing.
 
-What has no key of the run never comes here (board_socket.py). A pure state machine over claims, so that a doubled rank,
+What has no key of the run never comes here (below). A pure state machine over claims, so that a doubled rank,
 a differing setting or a fast restart is tested without a socket. Ranks ask over UDP rather than in a TCPStore: a
 store's client cannot be bounded (its constructor waits for ever on a port that accepts and stays silent, its `check` on
 a stopped server), and a rank 0 that cannot open its store can still say so. A rank asks every 0.1 s; one that has not

@@ -289,7 +289,7 @@ class Signals:
 # `os._exit` asks nobody. SIGTERM outranks a loss in a rank's own code, even while the records of the loss are being
 # written.
 
-LAST_WORDS_S = 7.0  # for run.json and report of a broken run (rank/end.py), in 5 s as a rule; a signal cuts it short
+LAST_WORDS_S = 7.0  # for run.json and report of a broken run (finish.py), in 5 s as a rule; a signal cuts it short
 STOP_S = 0.6  # after a signal: `docker stop` ends a rank in under a second
 
 

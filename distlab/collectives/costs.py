@@ -218,7 +218,7 @@ def wire_tolerance(predicted: float, messages: float) -> float:
 #
 # Estimates, not checks: they tell a strategy that is bound by its link from one that is bound by its cores. Sources:
 # compute Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1; with recomputation Narayanan et
-# al. 2021, "Megatron-LM", section 5.1; α and B Thakur et al. 2005, section 3 (see collectives.py).
+# al. 2021, "Megatron-LM", section 5.1; α and B Thakur et al. 2005, section 3.
 
 # Heading and columns of the table in which `comm` leaves what it fitted, for whoever calculates with it.
 FITTED = "T = rounds·α + bytes/B, fitted to the all_reduce"

@@ -56,7 +56,7 @@ def boxes_of(run: Tensor, start: int, shape: torch.Size) -> list[Block]:
 # place.
 #
 # A tensor may be cut along several axes at once, a stage's slice in shards. Each rank knows where its parts stand in
-# the dense tensor (piece.py), so nobody has to undo the cuts one after the other. What several ranks hold, one of
+# the dense tensor (below), so nobody has to undo the cuts one after the other. What several ranks hold, one of
 # them sends; a tensor of which a part is missing, or there twice, is an error.
 
 Labelled = tuple[str, LocalShard]

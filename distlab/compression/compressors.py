@@ -17,7 +17,7 @@ Summed over the ranks, sent + residuals after = gradients + residuals before, at
 Gradients here are already weighed by each rank's share of the batch, so the sum over ranks of what is sent is the mean,
 and none is divided.
 
-The siblings: casting.py, quantised.py, sparse.py, sign.py and lowrank.py.
+The compressors below send 16 bits, 8 bits, a few numbers or signs; powersgd.py sends two thin factors.
 """
 
 from abc import ABC, abstractmethod

@@ -234,7 +234,7 @@ class Config(BaseSettings):
 
 
 def _contradictions(config: Config) -> list[str]:
-    """Faults of several variables together; those of one mode are found by rank/refusals.py."""
+    """Faults of several variables together; those of one mode are found by distlab/rank/preflight.py."""
     refusals = []
     if config.rank is not None and config.rank >= config.world_size:
         last = config.world_size - 1

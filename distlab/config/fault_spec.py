@@ -5,8 +5,8 @@
     kill:1/30s,pause:1/60s       one in 30 s in the mean, and one in 60 s: which rank and when, LAB_SEED draws
     flip:gradient@step3          one bit of one gradient, of a rank and a tensor that LAB_SEED draws
 
-An entry is a kind, what it needs between colons in any order, and a moment; what it leaves out is drawn (events.py).
-Nothing here does anything: distlab/faults/ does it.
+An entry is a kind, what it needs between colons in any order, and a moment; what it leaves out is drawn (`Events`
+below). Nothing here does anything: distlab/faults/ does it.
 """
 
 import random

@@ -2,7 +2,7 @@
 
 A rank attends to its own keys, then to those of the rank before it, which arrive meanwhile and are passed on, then to
 those of the one before that. However many ranks there are, one holds its own keys, those that it computes with and
-those under way; what a row has so far and its log-sum-exp are all that is kept of the others' (blocks.py). Backward the
+those under way; what a row has so far and its log-sum-exp are all that is kept of the others' (below). Backward the
 keys go round once more, and the gradients of each rank's keys follow them from rank to rank, each adding its part,
 until the last one hands them home (Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3).
 

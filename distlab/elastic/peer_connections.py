@@ -115,10 +115,10 @@ def book_of(entries: Mapping[int, Iterable[Any]]) -> dict[int, Address]:
 
 # The lines of a rank, one to each other: the end of one is the death of the process at its other end.
 #
-# The kernel closes the sockets of a process that is killed, so its peers read the end of the line within
-# milliseconds; a process that is paused or cut off closes nothing, and is silent. The first is certain and is said
-# here, the second is left to who counts silences (cluster/watch.py). Every rank has a line to every other, so no rank
-# is a hub.
+# The kernel closes the sockets of a process that is killed, so its peers read the end of the line within milliseconds;
+# a process that is paused or cut off closes nothing, and is silent. The first is certain and is said here, the second
+# is left to who counts silences (distlab/cluster/watchdog.py). Every rank has a line to every other, so no rank is a
+# hub.
 #
 # Lines come and go on two threads: that of the lines accepts and reads, the main one dials and hangs up, perhaps
 # while the other lets somebody in. So whatever changes which lines there are does it with the lock.

@@ -1,7 +1,7 @@
 """A mixture of experts over ranks: a layer whose router is here, and whose experts may be elsewhere.
 
 All ranks have tokens of their own, and the router whole. What a batch routes is decided by the tokens of all
-(routing.py), rows travel to the experts and back (dispatch.py). A loss that is a sum of the ranks' shares gives each
+(below), rows travel to the experts and back (dispatch.py). A loss that is a sum of the ranks' shares gives each
 expert its whole gradient where it is, since all tokens of its copy's ranks came there (placement.py): only copies are
 left to sum, and nothing is divided.
 """
@@ -117,7 +117,7 @@ def grouped(rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class Rules:
-    """How tokens find experts, and what balances them (routing.py)."""
+    """How tokens find experts, and what balances them (below)."""
 
     top_k: int
     capacity_factor: float

@@ -4,7 +4,7 @@ Every tensor that an operation saves passes through a hook, which counts its sto
 graph to it is gone: an activation that several operations save counts once, a view as the storage that it keeps alive,
 and weights not at all, since they stay anyway. It is what a pipeline's schedule bounds and what sequence parallelism
 divides (Korthikanti et al. 2022, section 4, counts the same). What torch.utils.checkpoint keeps and computes again
-would not be seen, for it catches these tensors by hooks of its own; what workload/recompute.py keeps is saved by an
+would not be seen, for it catches these tensors by hooks of its own; what distlab/workload/model.py keeps is saved by an
 operation, and so it is.
 """
 

@@ -9,7 +9,7 @@
 
 At rest is after the update, before the next step: gradients are still held, the batch and what autograd saved are gone.
 Bytes that were alive before the block, a data set's, belong to no class. Classes are told apart afterwards
-(purposes.py): a storage that turns out to be a gradient was one from its first byte.
+(below): a storage that turns out to be a gradient was one from its first byte.
 
 The process sees the same memory from outside: `seen_outside` puts both side by side.
 """
@@ -64,7 +64,7 @@ class Life:
 
 
 class Listener(Protocol):
-    """Who wants to hear of calls and of storages that grow or shrink: order.py."""
+    """Who wants to hear of calls and of storages that grow or shrink: event_order.py."""
 
     def called(self, name: str, args: Any, result: Any, tensors: list[torch.Tensor]) -> None: ...
 

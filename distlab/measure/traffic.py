@@ -1,6 +1,6 @@
 """The ledger: what a stretch of the program called, and what its sockets sent meanwhile, by operation, axis and peer.
 
-Two of the three sources of every byte count stand here side by side: called (calls.py) and wire (sockets.py); the third
+Two of the three sources of every byte count stand here side by side: called (`Calls`) and wire (sockets.py); the third
 is the prediction (formulas/). Each rank counts what it sends itself. To name the rank at the other end of a connection,
 all ranks tell each other the ends of theirs: so the names are right between containers, and between local ranks, which
 all have one address. Row r of the matrix "who sent how much to whom" is rank r's `wire`.
@@ -362,7 +362,7 @@ class Message(NamedTuple):
 
     op: str
     ranks: tuple[int, ...]  # of a send or receive from whom to whom, else all of the group; global ranks
-    sent_bytes: float  # what this rank sends by the best algorithm (calls.py); of a receive nothing
+    sent_bytes: float  # what this rank sends by the best algorithm (`Calls`); of a receive nothing
     nbytes: int  # of the tensors
     tag: int  # of a send or receive
     start_s: float

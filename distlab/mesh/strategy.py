@@ -5,9 +5,9 @@ takes runs of what stands there then, data parallelism sums whatever parameters 
 axis is here: which gradients are summed over which ranks once the pipeline is through, the norm in which each element
 counts once, and where each part stands in the dense model.
 
-  over dp   every stage's gradients, in its last backward pass (parallel/reducing.py); and over cp with them, since
+  over dp   every stage's gradients, in its last backward pass (its pipeline.py does it); and over cp with them, since
             ranks with other positions are replicas like those with other samples
-  over tp   what sequence parallelism keeps whole and uses on its rows (kept.py)
+  over tp   what sequence parallelism keeps whole and uses on its rows (below)
   over pp   a weight that two stages share, after the sums over dp: its shards lie opposite each other
 """
 

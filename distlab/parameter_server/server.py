@@ -148,7 +148,7 @@ def draw_order(seed: int, rules: ParameterServer, most: int = 1) -> list[tuple[s
 
 # A parameter server at work: its rules behind a lock, and a link to each worker with a thread of its own.
 #
-# The rules stand in parameter_server.py and know neither threads nor messages. Rank 0 is the server and a worker too:
+# The rules above know neither threads nor messages. Rank 0 is the server and a worker too:
 # it calls. Each other worker has a link, a gloo connection of two ends that nobody shares, so that the death of one
 # worker breaks one link.
 #

@@ -32,7 +32,8 @@ from distlab.workload.autograd import fast_backward, save_for_backward
 # the sum of dY for its bias: nearly all of a weight's work in a transformer. Gains, embeddings and whatever else a
 # stage has are small, and get their gradients with the input's.
 #
-# A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do (tensor.py).
+# A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do
+# (distlab/tensor_parallel/layers.py).
 #
 # A linear layer's output is that of weights without gradients, which makes the first part torch's own; a hook on it
 # keeps dY. Beside it the layer leaves a `Part`, which keeps its input X the way autograd does and whose products are

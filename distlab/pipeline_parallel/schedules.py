@@ -9,7 +9,7 @@ A backward pass is two products: the gradient of the stage's input, which the st
 of its weights, for which nobody does. gpipe does both in one ("backward"), as Megatron does. 1f1b and interleaved do
 the input's first, send it on, and then the weights' ("input", "weight"): with thirds of equal length that alone
 shortens the bubble by a third, 0.200 where p=4 and m=8 had 0.273. Who puts off the weights further is in
-zero_bubble.py.
+the second half of this file.
 
 All of them interleave a list of forwards and a list of backwards and differ in how many forwards run ahead:
 

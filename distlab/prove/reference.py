@@ -83,7 +83,7 @@ class Dealing:
 
 # Where in the dense model lies what a rank holds: found by its numbers, whatever cut it.
 #
-# Before the first step every weight is the model's own, and none is equal to another (theirs.py). So a tensor of the
+# Before the first step every weight is the model's own, and none is equal to another (user_file.py). So a tensor of the
 # dense shape is held whole, and one that is shorter in one dim is as many rows of it, each found by its bytes:
 # halves, the interleaved heads of a fused projection, a vocabulary in parts. A DTensor knows it by itself.
 

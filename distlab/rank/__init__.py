@@ -1,10 +1,11 @@
 """A rank's life: how it starts, on which device and over which links, and how it ends.
 
-start.py      from what it refuses before it joins to the experiment's end
-modes.py      a mode by its name or path
-refusals.py   why these settings cannot run in it
-sections.py   what rank 0 tells while the run goes on
-end.py        the rest of the records, judged and drawn; last words when the cluster breaks
-device.py     where its tensors live
-link_rate.py  how slow its links really are
+main.py            the numbered steps, from what it refuses before it joins to the experiment's end
+mode_loader.py     a mode by its name or path
+preflight.py       why these settings cannot run, and a warning where they may not fit
+*_self_test.py     counters, meters, collectives, store and judge, each tried on a known case before they decide
+link_rate.py       how slow its links really are
+fault_injection.py the faults of LAB_FAULTS, made and compared with what was expected
+rejoin.py          how a restarted rank comes back into an elastic run
+finish.py          the rest of the records, judged and drawn; last words when the cluster breaks
 """

@@ -2,7 +2,7 @@
 
 Small integers, which all types hold exactly, so that any difference is a wrong message. A length that nothing divides
 goes through rank 0 and back where that is the way of small sums, a long one from rank to rank, and of an even number of
-ranks one pair by pair (parallel/picking.py).
+ranks one pair by pair (distlab/collectives/by_hand.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,7 @@
 """Drills: the faults of LAB_FAULTS, made when their moment comes, and what should come of each written down before.
 
 Every rank has the same plan. As a step begins, or by a clock of its own, the rank that an event names makes it
-(distlab/faults/); where a link is to break one way, the others do their part. Bits flip within a step (flips.py). What
+(distlab/faults/); where a link is to break one way, the others do their part. Bits flip within a step (below). What
 came of it is judged from the records at the end (distlab/report/fault_checks.py).
 """
 

@@ -2,7 +2,7 @@
 underneath.
 
 Rank 0 judges a run that came through and lays verdict and report ready; only when all ranks have agreed on the verdict
-(cluster/agreement.py) are they put in place, and every rank returns it. Of a broken cluster the lowest rank that
+(distlab/cluster/shutdown.py) are they put in place, and every rank returns it. Of a broken cluster the lowest rank that
 survives writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but a store may be
 gone.
 """

@@ -1,10 +1,10 @@
 """What torch imports at its first use, imported before the run begins, so that it can be frozen with the rest.
 
-A collection walks every object that is not frozen, and so do the meters that look for tensors (measure/purposes.py).
-torch's compiler, which DDP, fully_shard and every optimizer of torch.optim bring with them, is 812 modules of 118,000
-objects; its checkpoints are 690 modules more. Imported in the middle of a run they made each walk 0.1 to 0.2 s:
-`RUN_MODE=compress WORLD_SIZE=3 LAB_MODEL=mlp LAB_DEPTH=1 LAB_WIDTH=16 LAB_STEPS=4 python -m workers` took 32 s and
-takes 20.
+A collection walks every object that is not frozen, and so do the meters that look for tensors
+(distlab/measure/memory.py). torch's compiler, which DDP, fully_shard and every optimizer of torch.optim bring with
+them, is 812 modules of 118,000 objects; its checkpoints are 690 modules more. Imported in the middle of a run they made
+each walk 0.1 to 0.2 s: `RUN_MODE=compress WORLD_SIZE=3 LAB_MODEL=mlp LAB_DEPTH=1 LAB_WIDTH=16 LAB_STEPS=4 python -m
+workers` took 32 s and takes 20.
 """
 
 import gc

@@ -2,8 +2,9 @@
 
 Who is there and where lies in the run's folder, so that no rank is needed for it: `ranks.json` names the run, its
 members' addresses, and where each listens for its mode. The secrets are not in it: they follow from the key of the run
-(key.py), which a rank is given anew. Whoever finds a run of its own settings that is alive, and in which the process
-that it was before has ended, goes there and does not wait for a new run at rank 0's port.
+(distlab/cluster/authenticated_messages.py), which a rank is given anew. Whoever finds a run of its own settings that is
+alive, and in which the process that it was before has ended, goes there and does not wait for a new run at rank 0's
+port.
 
 Each process holds a lock of its rank, which the kernel takes back when it ends: so a second process of a rank that
 lives finds no run.

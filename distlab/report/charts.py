@@ -158,7 +158,7 @@ DECIMALS = re.compile(r"-?\d+\.\d\d+(e-\d+)?")
 
 
 class Drawing(NamedTuple):
-    """A chart as it stands on a page (templates/parts.html) and in a file (figures.py)."""
+    """A chart as it stands on a page (templates/parts.html) and in a file (export.py)."""
 
     title: str  # names it to a screen reader
     svg: Markup

@@ -1,6 +1,6 @@
 """Two runs drawn together: the same charts on the same axes, tables side by side, and the settings that differ.
 
-More than two are drawn by together.py, whose curves two runs have here where they are of two WORLD_SIZEs.
+More than two are drawn together, whose curves two runs have here where they are of two WORLD_SIZEs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """What a rank writes down: one record a line in `rank<r>.jsonl`, and nothing that could be computed from others.
 
-Records are the only bridge between a run and its report: `judge.py` reads nothing else, so that a finished run can be
+Records are the only bridge between a run and its report: `verdict.py` reads nothing else, so that a finished run can be
 judged again. Lengths of bytes and seconds carry their unit in the field's name.
 """
 

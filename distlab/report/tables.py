@@ -26,7 +26,7 @@ from distlab.report.verdict import first, pytorch_own, slowest
 
 PROOF = ("gradients", "weights", "losses")
 TRAFFIC = ("wire bytes", "called bytes")
-# What the timed steps are held to, by the names of their checks: passes/holding.py.
+# What the timed steps are held to, by the names of their checks: distlab/verify/audit.py.
 TIMED = ("timed losses", "audited loss", "audited weights", "audited optimizer", "timed replicas", "timed steps")
 DRAWN, ON_WIRE = "drawn bytes", "wire as drawn"  # of the report's picture: it is there that they are told
 REST = "rest bytes"  # of memory, the comparison with the formula

@@ -167,7 +167,7 @@ def as_lines(run: Run) -> list[str]:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json` in place of the one that is there: for a run that is over (outcome.py)."""
+    """Write `run.json` in place of the one that is there: for a run that is over (run_result.py)."""
     write_atomically(folder / "run.json", as_lines(run))
 
 

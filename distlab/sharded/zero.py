@@ -2,7 +2,7 @@
 
 A step of Adam in float32 needs 16 bytes a parameter: 4 the weight, 4 the gradient, 8 the optimizer's two moments; and
 in plain data parallelism every rank holds them all. Each stage gives up one more copy, layer by layer, in flat units
-(flat.py):
+(flat_parameter.py):
 
     stage 1   optimizer state only for the rank's own part: the gradients are reduce-scattered, each rank steps its part
               of the weights, and they are gathered. 2(N-1)/N·S bytes a step, as an all_reduce: it is the same two
@@ -12,7 +12,7 @@ in plain data parallelism every rank holds them all. Each stage gives up one mor
     stage 3   and of the weights: a unit is gathered just before it computes, forward and backward, and freed after.
               3(N-1)/N·S, or 2(N-1)/N·S if it stays gathered in between
 
-How weights come and go is in unshard.py, how gradients are summed in summed.py; here is when.
+`Unshard` says how weights come and go, `ReduceScatterScheduler` how gradients are summed; `Zero` says when.
 """
 
 import weakref

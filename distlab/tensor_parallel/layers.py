@@ -175,7 +175,7 @@ class ColumnParallelLinear(nn.Module):
         self.slices = {name: Slice(0, sizes) for name, _ in dense.named_parameters()}
         self.weight = nn.Parameter(self.slices["weight"].piece(dense.weight, rank))
         self.bias = None if dense.bias is None else nn.Parameter(self.slices["bias"].piece(dense.bias, rank))
-        self.product: Product = F.linear  # a pipeline may split its backward pass (split_backward.py)
+        self.product: Product = F.linear  # a pipeline may split its backward pass (pipeline.py)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)  # [..., D/tp]

@@ -125,7 +125,7 @@ def local(tensor: Tensor) -> Tensor:
 #
 # The two linear layers of a slice stand in distlab/tensor_parallel/layers.py, the two ends of gpt in
 # distlab/tensor_parallel/layers.py; here they take the places of the model's own. What lies between two slices is the
-# caller's: everything on every rank, or a part of the rows (rows.py).
+# caller's: everything on every rank, or a part of the rows (sequence.py).
 
 # Parts that a mistake replaces: a rank's own q, k and v, and what sums over slices.
 QKV: TypeAlias = Callable[[Attention, tuple[int, ...], int], dict[str, nn.Module]]

@@ -46,7 +46,7 @@ def refuse(world_sizes: Sequence[Any], mesh: Mapping[str, int]) -> None:
 
 
 def same_as_one_process(**own: Any) -> None:
-    """In a test on ranks: that these compute what one process does; see distlab/prove/inside.py."""
+    """In a test on ranks: that these compute what one process does; see distlab/prove/proof.py."""
     from distlab.prove.proof import same_as_one_process as proven  # torch comes in here
 
     proven(**own)

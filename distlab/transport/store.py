@@ -1,7 +1,7 @@
 """A store that only ranks of the run can read and write: what torch's process groups meet in, and the lab's exchanges.
 
 A `dist.Store` written in Python: gloo and NCCL call it from C++ for every set, get, wait, check and add
-(tests/transport/test_store.py). Who hosts it is store_host.py; both ends prove the key first (handshake.py), so
+(tests/transport/test_store.py). Who hosts it is store_server.py; both ends prove the key first (handshake.py), so
 a stranger that finds the port can neither list nor read nor write a key.
 """
 

@@ -1,8 +1,9 @@
 """The collectives of a process group over plain TCP, for tensors as torch hands them over: any layout, any operation.
 
 What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Small sums go to
-rank 0 and back (rooted.py), larger ones straight from rank to rank (direct.py), the largest pair by pair (pairs.py),
-all else straight from rank to rank too. One round and the fewest bytes, whatever the sizes: parts may differ in length.
+rank 0 and back (rooted.py), larger ones straight from rank to rank (direct.py), the largest pair by pair
+(distlab/collectives/pairwise.py), all else straight from rank to rank too. One round and the fewest bytes, whatever the
+sizes: parts may differ in length.
 """
 
 from collections.abc import Callable, Mapping, Sequence

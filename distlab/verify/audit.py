@@ -143,7 +143,8 @@ def norm(tensors: Tensors) -> float:
 
 # What decides about the timed pass: its losses, its audited steps, its number of steps, and replicas that stay alike.
 #
-#   timed losses       of every step, against the one process that trains the same steps in the same type (alone.py)
+# timed losses       of every step, against the one process that trains the same steps in the same type
+# (reference_run.py)
 #   audited loss, audited weights, audited optimizer
 #                      of sampled steps, against one process from the same weights and state (audit.py)
 #   timed replicas     ranks that hold a weight, or the same part of it, hold the same to the bit after the last step

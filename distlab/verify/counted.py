@@ -290,7 +290,7 @@ IN_FLIGHT_CONTROL = "tests/verify/test_in_flight.py::test_too_many_in_flight_fai
 
 
 class OfStages(Protocol):
-    """A strategy with an `engine` that runs the stages among its `parts` (strategies/pipelined.py, stacked.py)."""
+    """A strategy with an `engine` that runs the stages among its `parts` (pipelines and the mesh)."""
 
     engine: Any
     parts: Any

@@ -1,8 +1,8 @@
 """What a run has to claim, from its settings alone: what the passes check of all variants, and each lesson's own list.
 
 Nothing here asks the code that makes a claim: the report misses what is listed here and was not claimed
-(report/expected.py). Where it depends on what a run meets, such as a loss that is no number, that code says why there
-is nothing to hold (`Lab.waive`), or it is not listed.
+(distlab/report/verdict.py). Where it depends on what a run meets, such as a loss that is no number, that code says why
+there is nothing to hold (`Lab.waive`), or it is not listed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

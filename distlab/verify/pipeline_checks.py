@@ -145,7 +145,7 @@ def group_of(microbatches: int, ranks: int) -> list[int]:
 
 # A schedule as it ran, held against its rules and against its formula.
 #
-# The order of each rank keeps the rules of its schedule (pipeline_order.py). The orders of all ranks of a pipeline,
+# The order of each rank keeps the rules of its schedule (below). The orders of all ranks of a pipeline,
 # put on paper with passes of one length, idle for what the formula says: an order that keeps all rules and waits
 # where it need not is found so. On a mesh each row of ranks along pp is a pipeline of its own.
 

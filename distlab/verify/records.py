@@ -1,7 +1,7 @@
 """The recorded steps: what each rank does when, and every message between them, on one clock.
 
 Three steps of each variant after the timed ones, with the marks of the phases and a kernel that notes each call
-(measure/messages.py), which the timed steps do without; of these the one of median length is drawn.
+(distlab/measure/traffic.py), which the timed steps do without; of these the one of median length is drawn.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from distlab.workload.user_model import is_own
 #
 # Marks are cheap enough to stay in for the timed steps (distlab/collectives/phases.py), so both are of the very steps
 # whose time is reported; the bubble is the median of all that were kept. What is drawn was recorded after them
-# (recorded.py).
+# (below).
 
 KEPT_STEPS = 20  # of a long run the last ones: what goes to rank 0 does not grow with LAB_STEPS
 

@@ -1,6 +1,6 @@
 """What LAB_RECOMPUTE=1 promises: each layer is computed again in the backward pass, and kept in between is its input.
 
-What is predicted of it is counted by running the same code alone (outline.py), which keeps what that code keeps. So it
+What is predicted of it is counted by running the same code alone (counted.py), which keeps what that code keeps. So it
 is stated here what has to be alive, and how often each layer is passed: by its own hooks, and by whether autograd is at
 work then.
 """

@@ -12,7 +12,7 @@ definition, once a run and before its variants:
     epochs, shards             an epoch has every sample once, in another order than the last; shards cover a batch
                                once, and those of the proof are uneven where they can be
     optimizer                  three steps of it against its formula
-    dropout, recomputation     where they are asked for: masks.py, again.py
+    dropout, recomputation     where they are asked for: the masks below, repeated.py
 
 Sizes are those of the run, with two samples of at most POSITIONS positions: 0.15 s of the default model. Of a model of
 one's own only its data and the optimizer can be stated.

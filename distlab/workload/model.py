@@ -86,7 +86,7 @@ class Dropouts:
 # (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4). torch.utils.checkpoint does the
 # same; its first call imports torch's compiler, a second of an idle core and 80 MB of each rank (`python -X
 # importtime -c "import torch._dynamo"`), in a lab that counts them. What a layer drops is a function of its samples
-# (dropout.py), so no generator has to be put back; who computes again says of which samples.
+# (below), so no generator has to be put back; who computes again says of which samples.
 
 
 class _Computed(Exception):
@@ -205,7 +205,7 @@ class Model(nn.Module):
 
 
 class OwnModel(Model):
-    """A module of someone's own as layers and a loss (own.py)."""
+    """A module of someone's own as layers and a loss (user_model.py)."""
 
     def __init__(self, spec: str, seed: int, *, recompute: bool = False) -> None:
         self.spec = spec

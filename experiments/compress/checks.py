@@ -2,7 +2,7 @@
 
 Four steps in float64, watched at every bucket. Rank 0 gets all ranks' gradients, keeps residuals of its own, and
 computes in one process what each should have sent (reference.py; for PowerSGD what its sum has to satisfy,
-subspace.py). Then
+properties.py). Then
 
   gradients        what the ranks' gradients add up to, before anything is left out, is that of one process
   formula          the sum that all ranks hold is the sum of what each should have sent, by the paper's formula
@@ -10,9 +10,9 @@ subspace.py). Then
   sent + residual  what was sent and what is left over all ranks is what came in: gradients, and residuals of before
   weights          the weights of all steps are those of one process that steps by these sums
   rank             PowerSGD: no matrix of the sum has more than rank r
-  limit            a gradient that the method can say whole comes out as the dense sum (limits.py)
-  range            a gradient beyond 16 bits: the sum stays a number (limits.py)
-  drawn            what is drawn at random has no side that it prefers (draws.py)
+  limit            a gradient that the method can say whole comes out as the dense sum (properties.py)
+  range            a gradient beyond 16 bits: the sum stays a number (properties.py)
+  drawn            what is drawn at random has no side that it prefers (properties.py)
   replicas         all ranks hold the same weights, to the bit
 """
 

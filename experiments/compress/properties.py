@@ -163,7 +163,7 @@ def places(lab: Lab, build: Build, ratio: float) -> float:
 #
 #     (S - R) Q = 0       what lies in Q's space arrives whole
 #     R^T (S - R) = 0     R is S projected onto a space, and nothing else
-#     rank R <= r         a space of r dims at most (proofs.py)
+#     rank R <= r         a space of r dims at most (checks.py)
 #
 # hold for every choice, and where S Q has rank r, of P' P'^T S alone: the columns of R hold those of R Q = S Q, so
 # they span the same space, and there is one projection onto it. The Q of a step needs no telling: R = P' (S^T P')^T,

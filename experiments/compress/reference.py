@@ -3,7 +3,7 @@
 The compressors of workers/parallel are held against it step by step. It gets the ranks' gradients and no more: the
 residuals are its own (Karimireddy et al. 2019, algorithm 2: v = e + g, e = v - C(v)), so that what a rank forgets, or
 keeps twice, shows in the next step's sum. It shares the seeds with them, and no code. Where a paper leaves a choice, it
-is held by what it has to satisfy: the places of random-k by the sum (and draws.py), PowerSGD in subspace.py.
+is held by what it has to satisfy: the places of random-k by the sum (and properties.py), PowerSGD in properties.py.
 """
 
 from typing import Any

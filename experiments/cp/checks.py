@@ -1,7 +1,7 @@
 """Who does how much of attention: the (row, key) pairs that each rank computed, and the busiest one's share of them.
 
 A causal mask gives the last positions most to do. What a variant should do follows from who holds which positions, what
-it does is counted (kernels.py). The processor's time in attention stands beside it, and is only shown. The order of
+it does is counted (below). The processor's time in attention stands beside it, and is only shown. The order of
 kernels and receives is held, too: keys have to be on their way while others are computed with.
 """
 

@@ -22,7 +22,8 @@ The variants differ in how many calls they make, and when:
 On a slow link (LAB_NET_RATE, LAB_NET_DELAY) one more measurement follows, whatever LAB_VARIANT names: bucket sizes from
 0 to 64 MiB with and without overlap (sweep.py).
 
-With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see line.py).
+With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see
+line_lesson.py).
 """
 
 from collections.abc import Callable

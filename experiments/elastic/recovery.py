@@ -24,7 +24,7 @@ from distlab.verify.silent_corruption import KINDS, LEAST, Corruption, Hashes, O
 
 from .network import BACK, Net
 
-# What a variant does about a loss, as data: course.py goes by it.
+# What a variant does about a loss, as data: `Course` goes by it.
 
 MEMBER, SPARE, NOBODY = "member", "spare", "nobody"  # what a rank outside asks to be let in as
 

@@ -1,7 +1,7 @@
 """A layer at a time, decided from the order of a step: whose weights are whole when, and when gradients are summed.
 
 Whole weights are seen in the memory behind them, which comes and goes (`held`); that a layer computes, in torch's own
-hooks; that its gradients are there, when autograd hands them over. None of it asks workers/parallel/zero.py.
+hooks; that its gradients are there, when autograd hands them over. None of it asks distlab/sharded/zero.py.
 """
 
 from collections.abc import Iterator, Mapping

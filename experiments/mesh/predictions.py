@@ -1,4 +1,4 @@
-"""What a mesh predicts, a value a rank: what it sends (sent.py), what it holds (rest.py) and how long it idles."""
+"""What a mesh predicts, a value a rank: what it sends (traffic.py), what it holds and how long it idles."""
 
 from collections.abc import Iterator, Mapping
 
@@ -183,8 +183,8 @@ def idle(name: str, config: Config, ranks: list[Rank]) -> Prediction:
 # top of that, and the passes of this rank alone.
 #
 #     working   activations of the microbatches in flight, what operations leave for the next, and a fresh gradient
-#               (alone.py)
-#     kept      weights, gradients and optimizer state at rest (rest.py)
+#               (single_rank_run.py)
+#     kept      weights, gradients and optimizer state at rest (below)
 #     added     of buckets and ZeRO-1, the sum beside a gradient and the one of an earlier microbatch
 #     zero1-3   what distlab/sharded/costs.py says
 #     update    in place of the passes AdamW's scratch, where that is more

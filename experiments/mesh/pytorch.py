@@ -1,7 +1,7 @@
 """PyTorch's own on two of the three axes at a time: fully_shard over DTensors, and pipelining over fully_shard.
 
 On all three, as torchtitan stacks them, its schedules want a plan that knows stages, and gloo carries neither DDP over
-DTensors nor the schedules without a bubble over fully_shard: what cannot run says why (refusals.py).
+DTensors nor the schedules without a bubble over fully_shard: what cannot run says why (predictions.py).
 """
 
 from collections.abc import Iterator

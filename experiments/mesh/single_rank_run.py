@@ -1,8 +1,8 @@
 """A rank by itself: its stages, its slices and its positions do a step in their order, and all neighbours are made up.
 
 What its passes hold is torch's affair: which tensors an operation saves, and what it leaves for the next. So it is
-counted where nothing is sent, summed or kept: the neighbours are nobody (nobody.py), and a gradient goes as soon as it
-is there. What a mesh keeps on top of that is a matter of formulas (peak.py).
+counted where nothing is sent, summed or kept: the neighbours are nobody (below), and a gradient goes as soon as it
+is there. What a mesh keeps on top of that is a matter of formulas (predictions.py).
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from .stack import Turned, own_masks
 # Neighbours that are made up, for a rank by itself: what comes from them is zeros, and what they are sent stays as
 # long as they may read it.
 
-AHEAD = 2  # receives that a rank may have posted: the rule, and not what boundaries.py does, so that more are seen
+AHEAD = 2  # receives that a rank may have posted: the rule, and not what pipeline.py does, so that more are seen
 
 
 class FakeGroup:
@@ -99,7 +99,7 @@ class OwnScores(nn.Module):
 
 
 class OwnSoftmax(torch.autograd.Function):
-    """Holds what CrossEntropy of parallel/vocabulary.py holds: the probabilities, which targets are this rank's, and
+    """Holds what CrossEntropy of tensor parallelism holds: the probabilities, which targets are this rank's, and
     backward a gradient beside them. PyTorch's own has a third tensor of their size."""
 
     @staticmethod

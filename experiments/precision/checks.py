@@ -5,7 +5,7 @@
   given              what the optimizer is given is what was summed, without the scale, to the bit
   clipped gradients  with LAB_CLIP: what the optimizer is given, unscaled and clipped, against what was summed, clipped
   update             weights against w - lr·g of the gradient that was given, from the weights that the last step left,
-                     in units in the last place: half a unit to the nearest, up to one at random (draws.py)
+                     in units in the last place: half a unit to the nearest, up to one at random (rehearsal.py)
   first masters      masters begin as the float32 weights, to the bit
   copied back        the weights that compute are the masters, rounded
   unscaled           in float32, where nothing under- or overflows: scaled and unscaled again are the same to the bit

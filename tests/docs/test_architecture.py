@@ -1,6 +1,9 @@
 """docs/architecture.md: the layout is that of the tree, and the layers are those that tests/test_imports.py checks."""
 
 import re
+from pathlib import Path
+
+import pytest
 
 from tests.docs.pages import TOP, fenced, page
 from tests.documents import spans
@@ -41,3 +44,25 @@ def test_the_layers_agree_with_what_each_folder_may_import() -> None:
     compared = [(upper, lower) for upper, lower in arrows if upper in number and lower in number]
     assert len(compared) > 50
     assert [(upper, lower) for upper, lower in compared if number[upper] > number[lower]] == []
+
+
+NAMED = re.compile(r"(?<![\w*{}/.<-])((?:[a-z_]+/)*[a-z_]\w*\.py)\b")
+SOURCES = [*TOP.glob("distlab/**/*.py"), *TOP.glob("experiments/**/*.py")]
+# The last three are the standard library's, by which a wait in it is known.
+THERE = {path.name for path in (*SOURCES, *TOP.glob("tests/**/*.py"))} | {"threading.py", "queue.py", "selectors.py"}
+
+
+def absent(source: str) -> list[str]:
+    """The files that a source names and that are not there: by the path from the top, or by the name alone."""
+    named = [name for name in NAMED.findall(source) if not name.startswith(("mine/", "torch/"))]
+    return [name for name in named if not ((TOP / name).exists() if "/" in name else name in THERE)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(TOP)))
+def test_a_file_that_a_source_names_is_there(path: Path) -> None:
+    assert absent(path.read_text()) == []
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    named = "as buckets.py does, and distlab/data_parallel/strategy.py; see ring_buckets.py, data_parallel/buckets.py"
+    assert absent(named) == ["ring_buckets.py", "data_parallel/buckets.py"]

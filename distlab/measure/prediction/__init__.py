@@ -13,8 +13,8 @@ PYTORCHS = "PyTorch's own, which ours stand beside"
 class Prediction:
     """What one variant should measure in a step: a value a rank, in `unit`, by `formula`, in `calls` calls a rank.
 
-    `messages` are those that each rank sends, or receives where these are more (formulas/messages.py); left out, each
-    call counts as one of gloo's short all_reduces.
+    `messages` are those that each rank sends, or receives where these are more (distlab/collectives/costs.py); left
+    out, each call counts as one of gloo's short all_reduces.
     """
 
     variant: str
