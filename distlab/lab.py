@@ -61,8 +61,8 @@ class RunHooks:
     secret: bytes = b""
     turned_away: TurnedAway = unheeded
 
-    # Fault injection (fault_injection.py): as a step of the training begins, and once a variant's "gradients" or "weights"
-    # are there, with the names of those that other ranks hold too.
+    # Fault injection (fault_injection.py): as a step of the training begins, and once a variant's "gradients" or
+    # "weights" are there, with the names of those that other ranks hold too.
     on_step: Callable[[int, str], None] = lambda _step, _variant: None
     on_tensors: Callable[[str, str, object, int, Container[str]], None] = lambda *_: None
 
