@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.cluster import launcher_pipe
-from distlab.cluster.launch import variables, worst
+from distlab.cluster.launch import free_port, variables, worst
 from distlab.config import Config
 from tests.cluster.cluster_of_processes import Processes, Rank
 
@@ -204,3 +204,9 @@ def test_a_word_of_a_launcher_is_one() -> None:
     assert launcher_pipe.word_of(ours.theirs.recv(65536)) == {"sentence": "rank 1 died: ?", "spoke": False}
     ours.close()
     ours.theirs.close()
+
+
+def test_the_port_of_a_run_is_none_that_the_system_gives_to_others() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    chosen = {free_port() for _ in range(200)}
+    assert not any(first <= port <= last for port in chosen) and len(chosen) > 190
