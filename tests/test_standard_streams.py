@@ -104,3 +104,20 @@ os._exit(7)
 def test_no_file_of_ours_has_the_number_of_a_closed_stream(numbers: str) -> None:
     done = subprocess.run([sys.executable, "-c", CLOSED, numbers], capture_output=True, timeout=30, check=False)
     assert done.returncode == 7, done.stderr.decode()
+
+
+PARTS = """
+from distlab.report.standard_streams import open_standard_streams, printed
+open_standard_streams()
+print("sum", 2.0)
+printed("rank 0 | PASS")
+"""
+
+
+def test_a_line_is_one_write_so_that_ranks_on_one_stream_are_not_mixed() -> None:
+    reads, writes = os.pipe2(os.O_DIRECT)  # each read returns what one write has left
+    command, environ = [sys.executable, "-c", PARTS], os.environ | {"PYTHONUNBUFFERED": "1"}
+    subprocess.run(command, stdout=writes, env=environ, timeout=30, check=True)
+    os.close(writes)
+    assert [os.read(reads, 1000) for _ in range(3)] == [b"sum 2.0\n", b"rank 0 | PASS\n", b""]
+    os.close(reads)

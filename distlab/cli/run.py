@@ -9,7 +9,6 @@ codes: 0 every check passed; 1 a check failed, an error was raised or the disk f
 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
 """
 
-import io
 import os
 import runpy
 import sys
@@ -31,9 +30,6 @@ def main(words: Sequence[str] = ()) -> int:
     """Run the command that was typed, by default `run`; returns the exit code."""
     started_at = time.time()
     standard_streams.open_standard_streams()
-    for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show is escaped, and ends nothing
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
         typed = commands.parse_words(words)
         os.environ.update(typed.settings)

@@ -5,6 +5,7 @@ else a socket or a file of ours would get it, and whatever is printed would go t
 """
 
 import errno
+import io
 import os
 import sys
 from contextlib import suppress
@@ -15,7 +16,7 @@ UNHEARD = "output     nothing more is printed ({}): the run continues, and its l
 
 
 def open_standard_streams() -> None:
-    """Take the numbers 0, 1 and 2 where they are free, before anything else does."""
+    """Take the numbers 0, 1 and 2 where they are free, before anything else does; print by whole lines."""
     for number, name in enumerate(STREAMS):
         with suppress(OSError):
             os.fstat(number)
@@ -28,6 +29,11 @@ def open_standard_streams() -> None:
             os.close(taken)
         mode = "r" if number == 0 else "w"
         setattr(sys, name, open(number, mode, buffering=1, encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # With PYTHONUNBUFFERED each argument of `print` is a write of its own, and the lines of ranks that share a
+            # stream, as under torchrun, were mixed. What a terminal cannot show is escaped, and ends nothing.
+            stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
 
 
 def printed(text: str) -> str:
