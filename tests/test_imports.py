@@ -100,8 +100,7 @@ FLOORS: dict[str, list[str]] = {
 
 # The modules that call importlib.import_module with a name that does not stand there, and what they reach by it.
 BY_NAME = {
-    "distlab.rank.mode_loader": "a lesson, by RUN_MODE",
-    "distlab.rank.imports": "torch's compiler and checkpoints",
+    "distlab.rank.mode_loader": "a lesson, by RUN_MODE; torch's compiler and checkpoints",
     "distlab.testing.rank": "a user's tests",
     "benchmarks.engines.__main__": "one of its siblings, as do the next two",
     "benchmarks.fuzz.__main__": "",

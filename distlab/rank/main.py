@@ -28,17 +28,13 @@ from distlab.contract import Mode
 from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
 from distlab.rank import preflight
-from distlab.rank.collective_self_test import check_sums
 from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
-from distlab.rank.imports import import_and_freeze, pick_device
-from distlab.rank.link_rate import measure_link
-from distlab.rank.meter_self_test import check_meters
-from distlab.rank.mode_loader import lesson, load, load_for
+from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link
+from distlab.rank.mode_loader import import_and_freeze, lesson, load, load_for, pick_device
 from distlab.rank.preflight import refuse, warnings
 from distlab.rank.rejoin import Addresses, find_cluster, find_left_run, identity, init_group_alone, readmit
 from distlab.rank.status_writer import begin_status
-from distlab.rank.store_self_test import check_stranger
-from distlab.rank.traffic_self_test import check_ledger, check_transport
+from distlab.rank.transport_self_test import check_stranger, check_sums, check_transport
 from distlab.rank.verdict_self_test import check_verdicts
 from distlab.report import records
 from distlab.report.log import mistake

@@ -4,10 +4,15 @@
   seconds   a thread that computes for a while, and one that sleeps, beside what other clocks say of the same stretch
   spans     made-up marks, of which the seconds by class, the idle share and what is hidden are known
   ranks     made-up steps of three ranks: the median of each, the slowest of all, and the row that tells it
+  ledger    a tensor from every rank to every other one, whose size tells who sent it to whom: exactly these bytes as
+            called, and on the wire to each peer that peer's within the frames of one message, by which sizes differ
 
-None depends on how fast the machine is: clocks are held against clocks around them.
+None depends on how fast the machine is: clocks are held against clocks around them. Of links that were made slow it is
+measured how slow they are, outside of every count.
 """
 
+import itertools
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -15,18 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.cluster import link
+from distlab.collectives.costs import TOLERATED_BYTES
 from distlab.collectives.phases import Span
+from distlab.collectives.point_to_point import Peers
 from distlab.lab import Lab
 from distlab.measure.activations import SavedActivations
 from distlab.measure.memory import MemoryLedger
 from distlab.measure.timeline import Lap, bubble, hidden_seconds, profile
+from distlab.measure.traffic import Traffic
+from distlab.rank.transport_self_test import finish, neighbours
 from distlab.report import records
 from distlab.report.tables import measured
 from distlab.report.timeline_data import slowest_rank
-from distlab.report.units import milliseconds
+from distlab.report.units import human_bits, milliseconds
 from distlab.report.verdict import judge, slowest
 
-CONTROL = "tests/rank/test_known_cases.py::test_a_meter_that_is_wrong_is_seen"
+CONTROL = "tests/rank/test_meter_self_test.py::test_a_meter_that_is_wrong_is_seen"
 WEIGHTS, INPUTS, BUCKET, MASTERS, MOMENTS, MESSAGE = 512, 512, 896, 640, 768, 1152  # numbers, the first 3 of 2 bytes
 WORKING = 16  # bytes of two numbers beside what has a name
 CYCLE = 64  # numbers that only a collector frees
@@ -146,3 +156,146 @@ def out_of_bounds(what: str, least: float, found: float, most: float) -> Iterato
     """A sentence where it is less or more."""
     if not least <= found <= most:
         yield f"{what}: {found:g} s where it is {least:g} to {most:g}"
+
+
+# --- the ledger ---
+
+LEAST_BYTES, STEP_BYTES = 2048, 512
+AMOUNT_CONTROL = "tests/rank/test_meter_self_test.py::test_a_ledger_that_counts_wrong_is_seen"
+
+
+def amount(sender: int, receiver: int) -> int:
+    """Bytes from `sender` to `receiver`: of eight ranks each sends eight different ones, and gets as many."""
+    return LEAST_BYTES + STEP_BYTES * ((sender + 3 * receiver) % 8)
+
+
+def check_ledger(lab: Lab) -> None:
+    """Send it, and find it; a few messages, 20 ms."""
+    if lab.world_size == 1:
+        lab.say("one rank sends nothing, so there is nothing to count", "ledger")
+        return
+    lab.at(0, "the ledger")
+    traffic = counted(lab)
+    others = [rank for rank in range(lab.world_size) if rank != lab.rank]
+    sent = {peer: amount(lab.rank, peer) for peer in others}
+    missing = abs(traffic.called_bytes - sum(sent.values()))
+    lab.check("ledger", missing, 0.0, detail=f"of {sum(sent.values())} B sent, B off as called", control=AMOUNT_CONTROL)
+    if traffic.wire_error is not None:
+        lab.say(f"{traffic.wire_error}: it is compared with nothing", "ledger")
+        lab.waive("ledger", traffic.wire_error)
+    elif lab.config.backend == "nccl":
+        lab.say(f"the wire is not looked at: {lab.config.backend} sends past the sockets where it can", "ledger")
+    else:
+        off = {peer: abs(traffic.wire[peer].sent - nbytes) for peer, nbytes in sent.items()}
+        worst = max(off, key=lambda peer: off[peer])
+        detail = f"B off on the wire to rank {worst}, which was sent {sent[worst]} B in one message"
+        lab.check("ledger", off[worst], TOLERATED_BYTES, detail=detail, control=AMOUNT_CONTROL)
+
+
+def counted(lab: Lab) -> Traffic:
+    """What the ledger sees of one message from each rank to each."""
+    peers = Peers(lab.group)
+    device = lab.device if peers.batched else torch.device("cpu")
+    others = [rank for rank in range(lab.world_size) if rank != lab.rank]
+    receives = [(peer, torch.empty(amount(peer, lab.rank), dtype=torch.uint8, device=device)) for peer in others]
+    sends = [(peer, torch.zeros(amount(lab.rank, peer), dtype=torch.uint8, device=device)) for peer in others]
+    with lab.count() as traffic:
+        received, sent = peers.post(peers.new_tag(), receives, sends)
+        finish([*received, *sent])
+    return traffic
+
+
+# --- the links ---
+#
+# Every rank sends to its right neighbour at once. The rate is the median over windows of a few pieces, in the second
+# half of a long message: what TCP needs to find its pace, the bucket that was full at the start, who began when, and a
+# stall on the way are then no part of it. The receiver holds the watch, since a sender is done once its kernel took the
+# bytes; so each rank is told what its right neighbour saw. The round trip is that of eight bytes, the median of ten.
+
+PIECES, SKIPPED_PIECES = 64, 32  # of a message, and of those the first: at 10 Mbit/s TCP finds its pace in a second
+WINDOW_PIECES = 4
+MESSAGE_S, LEAST_MESSAGE_BYTES, MOST_BYTES = 3.2, 1 << 15, 1 << 29  # of a message, at the rate that was asked for
+PINGS = 10
+
+
+def measure_link(lab: Lab) -> None:
+    """Say what was asked for and what was measured, if a slow link was asked for."""
+    wanted = link.asked(lab.config)
+    if not wanted:
+        return
+    if lab.world_size == 1:
+        lab.say(f"{wanted} changes nothing: one rank has nothing to send", "link")
+        return
+    shaped = link.shaped(lab.config)
+    if shaped is not None and shaped.lacks:
+        lab.say(f"{shaped.lacks}; the run continues", "link")
+    if lab.config.backend == "nccl":
+        lab.say(f"{wanted} was set, and is not measured with {lab.config.backend}", "link")
+        return
+    lab.at(0, "the link")
+    rate, delay = lab.config.net_rate, lab.config.net_delay
+    bits_s = link.bits_s(rate) if rate is not None else None
+    trip_s, seen = round_trip_s(lab), measured_bits_s(lab, message_bytes(bits_s))
+    if bits_s is not None:
+        lab.compare("link rate", bits_s, seen, "bit/s", formula="LAB_NET_RATE", shown="a time")
+    if delay is not None:
+        lab.compare(
+            "link round trip", 2 * link.seconds(delay), trip_s, "s", formula="2 x LAB_NET_DELAY", shown="a time"
+        )
+    everyone = lab.exchange.everyone("link", seen)
+    lab.say(
+        f"{wanted} asked for; measured {human_bits(min(everyone))} to {human_bits(max(everyone))} a rank, "
+        f"round trip {milliseconds(trip_s)} ms",
+        "link",
+    )
+
+
+def message_bytes(bits_s: float | None) -> int:
+    """The size of the message that is timed; the largest where no rate was asked for."""
+    return MOST_BYTES if bits_s is None else int(min(max(bits_s / 8 * MESSAGE_S, LEAST_MESSAGE_BYTES), MOST_BYTES))
+
+
+def measured_bits_s(lab: Lab, message: int) -> float:
+    """Bits a second from this rank to its right neighbour, while all ranks send `message` bytes."""
+    left, right = neighbours(lab.rank, lab.world_size)
+    piece = torch.zeros(message // PIECES, dtype=torch.uint8, device=lab.device)
+    arriving = torch.empty_like(piece)  # pieces may overwrite each other: nobody reads them
+    arrivals = [dist.irecv(arriving, left, lab.group, tag) for tag in range(PIECES)]
+    dist.barrier(lab.group)  # not the store's: its answers would queue behind what the first ranks already send
+    sent = [dist.isend(piece, right, lab.group, tag) for tag in range(PIECES)]
+    arrived_s = []
+    for arrival in arrivals:
+        finish([arrival])
+        arrived_s.append(time.perf_counter())
+    finish(sent)
+    rates = lab.exchange.everyone("the link's rate", median_bits_s(len(piece), arrived_s))
+    return float(rates[right])
+
+
+def median_bits_s(piece_bytes: int, arrived_s: list[float]) -> float:
+    """The median window's bits a second, of pieces that arrived at `arrived_s`, the first ones skipped."""
+    ends = arrived_s[SKIPPED_PIECES - 1 :: WINDOW_PIECES]
+    return statistics.median(
+        8 * piece_bytes * WINDOW_PIECES / (after - before) for before, after in itertools.pairwise(ends)
+    )
+
+
+def round_trip_s(lab: Lab) -> float:
+    """Seconds of a word to the right neighbour and back, while all ranks send one."""
+    left, right = neighbours(lab.rank, lab.world_size)
+    word = torch.zeros(1, dtype=torch.float64, device=lab.device)
+    asked, answered = (
+        [dist.irecv(torch.empty_like(word), peer, lab.group, first + turn) for turn in range(PINGS)]
+        for peer, first in ((left, 0), (right, PINGS))
+    )
+    dist.barrier(lab.group)
+    trips_s = []
+    for turn in range(PINGS):
+        started = time.perf_counter()
+        sent = [dist.isend(word, right, lab.group, turn)]
+        finish([asked[turn]])
+        sent.append(dist.isend(word, left, lab.group, PINGS + turn))
+        finish([answered[turn]])
+        trips_s.append(time.perf_counter() - started)
+        finish(sent)
+    return statistics.median(trips_s)

@@ -35,7 +35,7 @@ RANKS = range(3)
 PASS, FAIL, LOST = ("pass", 0), ("fail", 1), ("lost", 3)
 HELD = Check("v", "gradients", 1e-13, 1e-12)
 NEAR = Comparison("v", "bytes", "B", 100.0, 101.0, 2.0)
-CONTROL = "tests/rank/test_verdicts.py::test_a_judge_that_errs_ends_the_run_by_name"
+CONTROL = "tests/rank/test_verdict_self_test.py::test_a_judge_that_errs_ends_the_run_by_name"
 
 
 class Misjudged(Exception):

@@ -12,9 +12,8 @@ import pytest
 
 from distlab.config import Config, ConfigError
 from distlab.contract import Instead, Mistake, Mode, Variant
-from distlab.rank.imports import pick_device
 from distlab.rank.main import lock_folder, source_version, start_record
-from distlab.rank.mode_loader import load
+from distlab.rank.mode_loader import load, pick_device
 from distlab.rank.preflight import refuse, unwritable
 
 LOST = Mistake("a shard is lost", "gradients", Instead(run={"shards": 0}))
