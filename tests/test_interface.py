@@ -33,7 +33,7 @@ from distlab.report import records
 from distlab.report import verdict as judge
 from distlab.report.reading import from_line, read_run, to_line
 from distlab.testing import plugin
-from distlab.verify.expected_claims import expected
+from distlab.verify.run_all import expected
 from tests.controls import TOP
 from tests.interface import DATA, FROZEN, claims_of, missing
 from tests.labs import TINY

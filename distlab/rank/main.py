@@ -43,8 +43,7 @@ from distlab.report.run_folder import FolderInUse, Journal, claim, has_claimed, 
 from distlab.report.run_result import Outcome
 from distlab.transport.backend import TcpBackend
 from distlab.transport.store import Prefixed
-from distlab.verify.expected_claims import expected
-from distlab.verify.run_all import everything
+from distlab.verify.run_all import everything, expected
 from distlab.verify.statements import hold_what_is_shared
 from distlab.workload import data
 from distlab.workload.user_model import is_own, reads_text

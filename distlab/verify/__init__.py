@@ -1,6 +1,8 @@
-"""What is done to every variant of a mode, a pass a file; `run_all.py` runs them in their order.
+"""What is done to every variant of a mode, a pass a file; `run_all.py` runs them in their order, and lists the checks
+and comparisons that such a run has to have made.
 
-statements.py           what ranks and the reference share, checked against definitions that share no line with it
+statements.py           what ranks and the reference share, checked against definitions that share no line with it:
+model_statements.py     of data and optimizer, and of the models
 proof.py                a few steps in float64 against the reference
 timed.py                LAB_STEPS steps of all variants side by side: the training that a checkpoint saves
 audit.py                steps of the timed pass, drawn by the seed, against the reference
@@ -8,5 +10,4 @@ counted.py              one step of each variant alone: what it sends and what i
 profiled.py             one step of each under PyTorch's profiler (LAB_TRACE=1)
 pipeline_checks.py      the schedule that ran, against the rules of the papers
 silent_corruption.py    the same hashes on all ranks that keep the same, every LAB_AUDIT_EVERY steps
-expected_claims.py      which checks and comparisons such a run has to have made
 """

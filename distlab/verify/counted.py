@@ -6,7 +6,9 @@ cost the timed pass does not see. A strategy whose steps are not alike says afte
 """
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +25,6 @@ from distlab.measure.traffic import Traffic
 from distlab.pipeline_parallel.costs import in_flight
 from distlab.report import records
 from distlab.sharded.costs import Happening, shown_on
-from distlab.verify.repeated import Passes, check_passes
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import outline
 from distlab.workload.user_model import is_own
@@ -286,7 +287,7 @@ def most_kept(strategy: Strategy, microbatches: list[Microbatch]) -> int:
 
 # Microbatches in flight: how many a rank of a pipeline held for what was left of their backward pass, at most.
 
-IN_FLIGHT_CONTROL = "tests/verify/test_in_flight.py::test_too_many_in_flight_fail"
+IN_FLIGHT_CONTROL = "tests/verify/test_counted.py::test_too_many_in_flight_fail"
 
 
 class OfStages(Protocol):
@@ -304,3 +305,49 @@ def check_in_flight(lab: Lab, name: str, strategy: OfStages, schedule: str) -> N
     allowed = in_flight(schedule, mesh.size("pp"), lab.config.num_microbatches, mesh.index("pp"), chunks)
     detail = f"{held} microbatches held at most, {allowed} allowed"
     lab.check("in flight", max(0, held - allowed), 0, name, detail, control=IN_FLIGHT_CONTROL)
+
+
+# With LAB_RECOMPUTE=1 each layer is passed again in the backward pass. What is predicted of that is counted by running
+# the same code alone, so it is counted by the layers' own hooks, and by whether autograd is at work then.
+
+PASSES_CONTROL = "tests/verify/test_counted.py::test_a_layer_that_is_not_computed_again_is_seen"
+
+
+class Passes:
+    """How often each of `layers` is computed, first and again in a backward pass."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        self.layers = layers
+        self.first: Counter[int] = Counter()
+        self.again: Counter[int] = Counter()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Count inside the block."""
+        hooks = [layer.register_forward_pre_hook(partial(self._passed, index)) for index, layer in self.layers.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.layers = {}
+
+    def _passed(self, index: int, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point():
+            return  # an embedding, which keeps what it is given, and no more
+        (self.again if in_backward() else self.first)[index] += 1
+
+    def missing(self) -> int:
+        """Passes of a layer that were not made once more, or that were without need."""
+        return sum(abs(self.first[index] - self.again[index]) for index in self.first | self.again)
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def check_passes(lab: Lab, name: str, passes: Passes) -> None:
+    """Of a step of one variant on this rank."""
+    told = f"of {passes.first.total()} passes through a layer on this rank"
+    lab.check("computed again", passes.missing(), 0, variant=name, detail=told, control=PASSES_CONTROL)

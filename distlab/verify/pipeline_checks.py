@@ -149,7 +149,7 @@ def group_of(microbatches: int, ranks: int) -> list[int]:
 # put on paper with passes of one length, idle for what the formula says: an order that keeps all rules and waits
 # where it need not is found so. On a mesh each row of ranks along pp is a pipeline of its own.
 
-CONTROL = "tests/verify/test_pipeline_schedule.py::"
+CONTROL = "tests/verify/test_pipeline_checks.py::"
 THIRDS: dict[Kind, float] = {
     "forward": 1,
     "input": 1,

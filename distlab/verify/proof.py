@@ -92,7 +92,7 @@ PROOF_CONTROLS = {
 LEARNING_RATE = 0.01  # small: a step that overshoots would make rounding errors grow from step to step
 
 AlsoCheck = Callable[[str, Strategy], None]
-PROOF_CONTROL = "tests/verify/test_controls.py::test_a_wrong_variant_fails_by_name"
+PROOF_CONTROL = "tests/verify/test_proof.py::test_a_wrong_variant_fails_by_name"
 
 
 def prove(
@@ -234,7 +234,7 @@ def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:
 
 # What data parallelism claims beside the proof: every sample once a step, and replicas that stay equal to the bit.
 
-REPLICA_CONTROLS = "tests/verify/test_controls.py::{}"
+REPLICA_CONTROLS = "tests/verify/test_proof.py::{}"
 
 
 def check_samples(lab: Lab) -> None:

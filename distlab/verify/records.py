@@ -94,7 +94,7 @@ def bubbles(everyone: list[dict[str, list[list[list[Any]]]]]) -> dict[str, float
 
 RECORDED_STEPS = 3
 AS_PRICED = {"send", "recv", "all_reduce", "all_gather", "all_to_all"}  # operations of which gloo sends what is least
-CONTROL = "tests/verify/test_recorded.py::test_a_message_that_is_not_drawn_is_seen"
+CONTROL = "tests/verify/test_records.py::test_a_message_that_is_not_drawn_is_seen"
 
 
 class Drawn(NamedTuple):

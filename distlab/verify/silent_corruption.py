@@ -24,7 +24,7 @@ from distlab.measure.tensors import hash_of
 from distlab.report import records
 
 KINDS = ("gradients", "weights")  # in the order in which a fault spreads
-CONTROL = "tests/verify/test_corruption.py::test_a_tensor_that_one_rank_never_hashes_is_missed"
+CONTROL = "tests/verify/test_silent_corruption.py::test_a_tensor_that_one_rank_never_hashes_is_missed"
 LEAST = 2  # ranks that compare
 
 Hashes = dict[str, int]  # of one rank, by '<kind>.<parameter>'

@@ -26,8 +26,8 @@ from distlab.config import Config
 from distlab.contract import Build, Claims, Mode
 from distlab.lab import Lab
 from distlab.measure.tensors import Worst, largest
-from distlab.verify.expected_claims import measured
 from distlab.verify.proof import check_replicas
+from distlab.verify.run_all import measured
 from distlab.workload.model import Model
 from distlab.workload.optimizer import make_optimizer
 from distlab.workload.reference import backward

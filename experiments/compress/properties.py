@@ -17,7 +17,7 @@ from distlab.config import Config
 from distlab.contract import Build
 from distlab.lab import Lab
 from distlab.measure.tensors import larger, largest, largest_difference
-from distlab.verify.statements import sampling_errors
+from distlab.verify.model_statements import sampling_errors
 from distlab.workload.model import Model
 
 from .predictions import options_of

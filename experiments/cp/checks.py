@@ -22,7 +22,7 @@ from distlab.lab import Lab
 from distlab.measure.prediction import PYTORCHS
 from distlab.tensor_parallel.layers import shares
 from distlab.verify.counted import most_kept, saved_bytes
-from distlab.verify.expected_claims import measured
+from distlab.verify.run_all import measured
 from distlab.workload.data import Microbatch
 from distlab.workload.model import outline
 

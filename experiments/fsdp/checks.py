@@ -10,7 +10,7 @@ from distlab.config import Config
 from distlab.contract import Claims, Measured, Mode
 from distlab.lab import Lab
 from distlab.measure.event_order import Event, Order
-from distlab.verify.expected_claims import measured
+from distlab.verify.run_all import measured
 from distlab.workload.model import outline
 
 from .predictions import BY_HAND, tied

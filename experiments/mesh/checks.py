@@ -13,8 +13,8 @@ from distlab.config import Config
 from distlab.contract import Claims, Measured, Mode
 from distlab.lab import Lab
 from distlab.measure.event_order import Order
-from distlab.verify.expected_claims import measured
 from distlab.verify.pipeline_checks import Piped, check_schedule
+from distlab.verify.run_all import measured
 
 from .placement import HOW, Rank, at
 from .traffic import FORMULAS, Cost, by_axis, total

@@ -16,7 +16,7 @@ from distlab.expert_parallel.costs import expert_places
 from distlab.expert_parallel.dispatch import Placement
 from distlab.expert_parallel.layer import Routed
 from distlab.lab import Lab
-from distlab.verify.expected_claims import measured
+from distlab.verify.run_all import measured
 from distlab.workload.data import shard_sizes
 from distlab.workload.experts import Mixing
 

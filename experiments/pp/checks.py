@@ -16,8 +16,8 @@ from distlab.measure.event_order import Order
 from distlab.pipeline_parallel.schedules import stages_of
 from distlab.pipeline_parallel.strategy import joined, runs_of
 from distlab.verify.counted import Saved, saved
-from distlab.verify.expected_claims import measured
 from distlab.verify.pipeline_checks import Pass, Piped, check_schedule
+from distlab.verify.run_all import measured
 from distlab.workload.data import shard_sizes
 from distlab.workload.model import outline
 from distlab.workload.user_model import is_own

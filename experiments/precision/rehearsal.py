@@ -26,8 +26,8 @@ from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
 from distlab.measure.tensors import Worst, largest, largest_difference
 from distlab.precision.mixed_precision import ulp
-from distlab.verify.expected_claims import measured
-from distlab.verify.statements import sampling_errors
+from distlab.verify.model_statements import sampling_errors
+from distlab.verify.run_all import measured
 from distlab.workload.data import Microbatch
 
 from .checks import (

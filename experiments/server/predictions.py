@@ -11,7 +11,7 @@ from distlab.data_parallel.buckets import layout
 from distlab.lab import Lab
 from distlab.measure.prediction import Prediction
 from distlab.parameter_server.costs import averaging_bytes, server_bytes
-from distlab.verify.expected_claims import measured
+from distlab.verify.run_all import measured
 from distlab.workload.model import outline
 
 ASYNCHRONOUS, ROUNDS = ("ssp", "downpour"), ("local_sgd", "diloco")

@@ -1,9 +1,11 @@
 """The proof under AdamW: two steps, of which the weights are compared too."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from distlab.config import Config
@@ -12,12 +14,16 @@ from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica, begin_alike
 from distlab.measure.tensors import Worst
 from distlab.mesh.grid import Mesh
-from distlab.report.reading import from_line
+from distlab.rank.mode_loader import load
+from distlab.report import records
+from distlab.report.reading import from_line, to_line
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
+from distlab.verify.proof import check_replicas, check_samples
+from distlab.verify.run_all import everything
+from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model
-from tests.labs import failed, failed_with, one_rank
+from tests.labs import TINY, failed, failed_with, lab_of, one_rank
 from tests.verify.test_audit import ADAMW, SIZES
 
 pytestmark = pytest.mark.timeout(120)
@@ -75,3 +81,83 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_proof_that_leaves_a_step_out_is_seen(ranks: Ranks, tmp_path: Path, fault: str) -> None:
     assert failed_with(ranks, tmp_path, __name__, fault, LAB_VARIANT="flat") == {"proof steps"}
+
+
+# What the passes hold can fail: variants, samples and replicas that are wrong on purpose, each seen by name.
+
+SMALL = TINY | {"RUN_MODE": "dp", "LAB_MODEL": "mlp", "LAB_STEPS": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+class Wrong(Replica):
+    """A replica whose loss, gradient or update is not what one process has."""
+
+    what = ""
+
+    def backward(self, microbatches: list[Microbatch]) -> Any:
+        loss = super().backward(microbatches)
+        if self.what == "gradients":
+            next(self.model.parameters()).grad.mul_(2)  # type: ignore[union-attr]
+        return loss * 1.01 if self.what == "losses" else loss
+
+    def update(self) -> None:
+        if self.what != "weights":
+            super().update()
+
+
+def wrong(what: str, model: Model, mesh: Mesh, config: Config) -> Wrong:
+    strategy = Wrong(model, config, GradientBuckets(model.parameters(), mesh.group, bucket_bytes=1 << 40))
+    strategy.what = what
+    return strategy
+
+
+def made(group: dist.ProcessGroup, what: str, folder: str) -> list[str]:
+    def build(model: Model, mesh: Mesh, config: Config) -> Wrong:
+        return wrong(what, model, mesh, config)
+
+    lab = lab_of(group, SMALL, folder, Mode(variants=(Variant("wrong", build),)))
+    everything(lab)
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+def run_of(lines: list[list[str]]) -> dict[str, Any]:
+    return judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+
+
+@pytest.mark.parametrize("what", ["losses", "gradients", "weights", ""])
+def test_a_wrong_variant_fails_by_name(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    found = failed(run_of(ranks(2, made, what, str(tmp_path))))
+    assert what in found if what else not found
+
+
+class DealtTwice(Batches):
+    """Rank 1 works on what rank 0 has, too."""
+
+    def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
+        return super().sample_ids(step, 0 if shard == 1 else shard, num_shards)
+
+
+def sampled(group: dist.ProcessGroup, folder: str, batches: type[Batches]) -> list[str]:
+    lab = lab_of(group, SMALL, folder, replace(load("dp"), batches=batches))
+    check_samples(lab)
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+def test_a_sample_dealt_twice_is_seen(ranks: Ranks, tmp_path: Path) -> None:
+    assert failed(run_of(ranks(2, sampled, str(tmp_path / "twice"), DealtTwice))) == {"samples"}
+    assert failed(run_of(ranks(2, sampled, str(tmp_path / "once"), Batches))) == set()
+
+
+def replicated(group: dist.ProcessGroup, folder: str, drift: float) -> list[str]:
+    lab = lab_of(group, SMALL, folder)
+    strategy = wrong("", lab.model(torch.float32), lab.mesh, lab.config)
+    next(strategy.model.parameters()).data[0] += drift * group.rank()
+    check_replicas(lab, "wrong", strategy)
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+@pytest.mark.parametrize("drift", [0.0, 1e-6, float("nan")])
+def test_a_replica_of_its_own_is_seen(ranks: Ranks, tmp_path: Path, drift: float) -> None:
+    assert failed(run_of(ranks(2, replicated, str(tmp_path), drift))) == ({"replicas"} if drift else set())

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from distlab.config import Config
 from distlab.rank.mode_loader import load_for
-from distlab.verify import statements
+from distlab.verify import model_statements
 from distlab.verify.statements import hold_what_is_shared
 from distlab.workload import data, experts, model
 from distlab.workload.model import Dropouts
@@ -224,5 +224,5 @@ def test_what_both_sides_share_is_seen_by_name(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_weight_that_is_not_there_is_a_wrong_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statements, "computed", lambda weights, *_: weights("layers.9.gone"))
+    monkeypatch.setattr(model_statements, "computed", lambda weights, *_: weights("layers.9.gone"))
     assert "model" in failed(stated())

@@ -10,7 +10,7 @@ import pytest
 from distlab.collectives.phases import Span
 from distlab.measure.timeline import Lap
 from distlab.report.records import Steps
-from distlab.verify.expected_claims import Timed, check_seconds
+from distlab.verify.timed import Timed, check_seconds
 
 LENGTHS_S = (9.0, 5.0, 1.0, 3.0, 2.0)  # of five steps, which begin 10 s after each other
 
@@ -118,7 +118,7 @@ def test_seconds_that_are_wrong_fail(broken: Callable[[Timed], Timed], told: str
 def test_marks_that_count_twice_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inner one is not taken from the outer one."""
     monkeypatch.setattr(
-        "distlab.verify.expected_claims.profile",
+        "distlab.verify.timed.profile",
         lambda spans: {"forward": sum(span.end_s - span.start_s for span in spans)},
     )
     assert "classes that add up to 0.125 s more" in checked(right()._replace(profile={}))[1]
