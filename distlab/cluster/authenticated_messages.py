@@ -26,7 +26,7 @@ from distlab.cluster.message_signer import (
     mac_of,
 )
 from distlab.config import MAX_WORLD_SIZE, Config, ConfigError
-from distlab.config.settings import MIN_KEY
+from distlab.config.settings import MIN_KEY, read_key
 
 # What ranks send each other by UDP, sealed with the key of the run: who has no key is not believed.
 #
@@ -335,7 +335,7 @@ def key_of(config: Config, agent_run: str = "", secret: Path = SECRET) -> Key:
 def _read(secret: Path) -> str:
     """Its words; empty where there is no such file, or an empty one."""
     try:
-        words = secret.read_text(errors="surrogateescape").strip() if secret.is_file() else ""
+        words = read_key(secret) if secret.is_file() else ""
     except OSError as error:
         raise ConfigError([f"{secret}, the key of this run, cannot be read: {error.strerror}"]) from None
     if words and len(words) < MIN_KEY:

@@ -8,6 +8,7 @@ knows stand in its lesson (its options.py). A name that is in neither is refused
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -34,8 +35,8 @@ class ConfigError(Exception):
     """The environment cannot be run; `faults` holds a sentence for each thing that is wrong."""
 
     def __init__(self, faults: list[str]) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = faults
+        self.faults = [settings.shorten_words(fault) for fault in faults]
+        super().__init__("\n".join(self.faults))
 
 
 class Config(BaseSettings):
@@ -260,7 +261,9 @@ def _contradictions(config: Config) -> list[str]:
 
 def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
     """More ranks than one machine takes, where no engine started this one; what no engine takes is told by its type."""
-    if not (on_one_machine and world_size.isdecimal() and ON_ONE_MACHINE < int(world_size) <= MAX_WORLD_SIZE):
+    if not (
+        on_one_machine and re.fullmatch("[0-9]{1,9}", world_size) and ON_ONE_MACHINE < int(world_size) <= MAX_WORLD_SIZE
+    ):
         return []
     return [
         f"{named_value('WORLD_SIZE', world_size)} is out of range: expected 1 to {ON_ONE_MACHINE} on one machine, and up"

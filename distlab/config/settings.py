@@ -3,6 +3,7 @@ value."""
 
 import difflib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts put a prefix a
 MOST_HOST_LETTERS = 253  # RFC 1035, section 2.3.4
 MODELS = ("line", "mlp", "gpt")
 MIN_KEY = 16  # characters: a word that can be guessed is no key
+MOST_KEY_BYTES = 2**16
 LESSONS = "distlab.experiments"  # the package, a module or a package in which is a mode
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
@@ -119,13 +121,22 @@ def key(value: SecretStr) -> SecretStr:
     return value
 
 
+def read_key(path: Path) -> str:
+    """The words of a file with a key; raises OSError, also where nothing can be read at once, as from /proc/kmsg."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(file, MOST_KEY_BYTES).decode(errors="surrogateescape").strip()
+    finally:
+        os.close(file)
+
+
 def key_file(value: Path) -> Path:
     try:
-        words = value.read_text(errors="surrogateescape").strip() if value.is_file() else None
+        if not value.is_file():
+            raise ValueError("is not a file")
+        words = read_key(value)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
-    if words is None:
-        raise ValueError("is not a file")
     if len(words) < MIN_KEY:
         raise ValueError(f"holds {len(words)} characters, too few for a key: expected {MIN_KEY} and more")
     return value
@@ -172,6 +183,11 @@ def quoted(value: object) -> str:
     text = str(value)
     cut = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
     return repr(cut) + (f" ({len(text)} letters)" if cut != text else "")
+
+
+def shorten_words(sentence: str) -> str:
+    """The sentence with the start alone of a word that is longer than any path: a mode shows the values of its own."""
+    return re.sub(r"\S{4096,}", lambda word: f"{word[0][:MOST_SHOWN]}...", sentence)
 
 
 def named_value(name: str, value: object) -> str:

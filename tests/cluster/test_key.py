@@ -60,6 +60,6 @@ def test_a_secret_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytes
     def denied(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr("distlab.cluster.authenticated_messages.read_key", denied)
     with pytest.raises(ConfigError, match="lab_key, the key of this run, cannot be read: Permission denied"):
         key(secret=secret)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from distlab.cli.config import BEGIN, END, NOT_PASSED_ON, compose_lines, main, n
 from distlab.cluster.rendezvous_server import Claim
 from distlab.config import Config, ConfigError
 from distlab.config.settings import Field, ModeOptions, aliases, declared, modes
+from distlab.rank.mode_loader import load
+from distlab.rank.preflight import refuse
 
 RANK_OF_FOUR = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "worker0"}
 
@@ -42,6 +45,24 @@ def test_a_file_of_a_key_is_read_before_anything_else(tmp_path: Path) -> None:
     config = Config.read(RANK_OF_FOUR | {"LAB_KEY_FILE": str(path)})
     assert config.key_file == path
     assert "LAB_KEY_FILE" not in config.environ() | config.written()
+
+
+def test_a_file_from_which_nothing_comes_is_refused_and_not_waited_for() -> None:
+    (fault,) = faults(LAB_KEY_FILE="/proc/kmsg")
+    assert re.fullmatch("LAB_KEY_FILE='/proc/kmsg' (cannot be read: .+|holds 0 characters.+)", fault)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LAB_STEPS", "LAB_SLOW_RANK"])
+def test_a_number_of_thousands_of_digits_is_refused_in_a_short_sentence(name: str) -> None:
+    (fault,) = faults(**{name: "9" * 5000})
+    assert fault.startswith(f"{name}=") and len(fault) < 500
+
+
+def test_of_a_long_value_that_a_mode_refuses_the_start_is_shown() -> None:
+    config = Config.read({"RUN_MODE": "mesh", "LAB_MESH": "dp" + "9" * 5000})
+    with pytest.raises(ConfigError) as refused:
+        refuse(config, load("mesh"))
+    assert all(len(fault) < 500 for fault in refused.value.faults)
 
 
 def test_a_key_is_shown_nowhere() -> None:
