@@ -11,7 +11,7 @@ OUTER = "distlab/parameter_server/local_sgd.py"
 MUTANTS = [
     Mutant(WORKER, "dealt(self.steps, self.rank, self.num_workers)", "dealt(self.steps, 0, self.num_workers)", APART),
     Mutant(WORKER, "dealt(self.steps, self.rank, self.num_workers)", "dealt(0, self.rank, self.num_workers)", APART),
-    Mutant(WORKER, "self.model(inputs, targets) * share", "self.model(inputs, targets) * share * share", APART),
+    Mutant(WORKER, "(self.model, part, index)", "(self.model, part._replace(share=part.share**2), index)", APART),
     Mutant(WORKER, "update += self.vectors.gradients", "update += self.vectors.gradients * self.num_workers", APART),
     Mutant(WORKER, "alpha=-self.lr)", "alpha=-2 * self.lr)", APART),
     Mutant(RULES, "alpha=-self.lr)", "alpha=-self.lr / len(self.clocks))", APART),

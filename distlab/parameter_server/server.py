@@ -34,6 +34,7 @@ class Event(NamedTuple):
     worker: int
     steps: int  # granted, delivered or lost
     number: int = 0  # of a push: its worker's first is 1
+    loss: float = 0.0  # of a push, where a recorder heard of it: the mean that its worker computed
 
 
 class ParameterServer:
@@ -159,21 +160,36 @@ ASK_START, ASK_PUSH, ASK_FINISH = 0, 1, 2
 JOIN_S = 0.2  # how often it is looked whether a worker has left
 
 
-class Witness(Protocol):
-    """Who sees what happens at a server, in the order in which it happens; called behind the server's lock."""
+class Recorder:
+    """The events at a server of `workers` in the order in which it took them, whatever its rules keep of them; called
+    behind the server's lock."""
 
-    def started(self, worker: int, steps: int) -> None: ...
+    def __init__(self, workers: Iterable[int]) -> None:
+        self.seen: list[Event] = []
+        self.finished = dict.fromkeys(workers, 0)  # steps by worker, of those who left too
+        self._granted: dict[int, int] = {}
 
-    def pushed(self, worker: int, number: int, update: Tensor, loss: float) -> None: ...
+    def started(self, worker: int, steps: int) -> None:
+        """`worker` has the weights of now, for `steps` steps."""
+        self.seen.append(Event(START, worker, steps))
+        self._granted[worker] = steps
 
-    def left(self, worker: int) -> None: ...
+    def pushed(self, worker: int, number: int, update: Tensor, loss: float) -> None:  # noqa: ARG002
+        """An update of `worker` was applied."""
+        steps = self._granted.pop(worker)
+        self.seen.append(Event(PUSH, worker, steps, number, loss))
+        self.finished[worker] += steps
+
+    def left(self, worker: int) -> None:
+        """`worker` is gone, and what it had under way with it."""
+        self.seen.append(Event(LEAVE, worker, self._granted.pop(worker, 0)))
 
 
 class Server:
     """The rules behind a lock, for any thread to ask. Every wait is bounded, and names for whom the server waited."""
 
-    def __init__(self, rules: ParameterServer, timeout_s: float, witness: Witness | None = None) -> None:
-        self.rules, self.timeout_s, self.witness = rules, timeout_s, witness
+    def __init__(self, rules: ParameterServer, timeout_s: float, recorder: Recorder) -> None:
+        self.rules, self.timeout_s, self.recorder = rules, timeout_s, recorder
         self._changed = threading.Condition()
 
     def start(self, worker: int, most: int, weights: Tensor) -> int:
@@ -182,8 +198,8 @@ class Server:
             self._wait(worker, lambda: self.rules.may_start(worker), "start a step")
             granted = self.rules.start(worker, most)
             weights.copy_(self.rules.weights)
-            if self.witness is not None and granted:
-                self.witness.started(worker, granted)
+            if granted:
+                self.recorder.started(worker, granted)
             self._changed.notify_all()
             return granted
 
@@ -192,8 +208,7 @@ class Server:
         with self._changed:
             self._wait(worker, lambda: self.rules.may_push(worker), "push")
             self.rules.push(worker, number, update)
-            if self.witness is not None:
-                self.witness.pushed(worker, number, update, loss)
+            self.recorder.pushed(worker, number, update, loss)
             self._changed.notify_all()
 
     def finish(self, worker: int, weights: Tensor) -> None:
@@ -205,8 +220,8 @@ class Server:
     def leave(self, worker: int) -> None:
         """From now on nobody waits for `worker`."""
         with self._changed:
-            if self.witness is not None and worker in self.rules.clocks:
-                self.witness.left(worker)
+            if worker in self.rules.clocks:
+                self.recorder.left(worker)
             self.rules.leave(worker)
             self._changed.notify_all()
 

@@ -23,8 +23,8 @@ their weights one again: a hundredth of the bytes.
 
 `dp` and `sync` are proven against one process, `local_sgd` and `diloco` against one process at H = 1 and against their
 formula for all workers in one process at the H given, the timed pass too. What is asynchronous repeats only in an order
-of events that is given: it is proven in one drawn by LAB_SEED, against one process that shares no code with the
-workers; a real run, in whatever order messages come, is shown (asynchronous.py). LAB_SLOW_RANK=2:0.5 makes a straggler.
+of events that is given: it is proven in one drawn by LAB_SEED, against one process that goes along; a real run, in
+whatever order messages come, is shown (asynchronous.py). LAB_SLOW_RANK=2:0.5 makes a straggler.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,12 +50,12 @@ from distlab.verify.run_all import measure
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Model
 
-from . import asynchronous, staleness_study
+from . import asynchronous
 from .asynchronous import in_step
 from .bugs import MISTAKES
 from .checks import Rounds, hold_timed, prove_rounds
 from .options import Options
-from .predictions import cannot, claims, predict, refuse, show_bytes
+from .predictions import cannot, claims, predict, refuse, show_bytes, show_staleness
 from .worker import Scheme, Worker
 
 SERVER = 0
@@ -208,7 +208,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
     """What waits is proven and measured; then what does not, with which ranks may leave; last what staleness does."""
     local_steps = lab.config.own(Options).local_steps
     predictions = lab.mode.predict(lab.config)
-    show_bytes(lab, local_steps)
+    show_bytes(lab)
     if lab.config.proof:
         check_samples(lab)
     rounds = {"local_sgd": Rounds(local_steps, *AVERAGE), "diloco": Rounds(local_steps, *DILOCO)}
@@ -225,7 +225,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
     lab.compare_traffic(predictions, measured)
     rates = in_step(lab, [name for name in ("dp", "sync") if name in measured])
     asynchronous.run(lab, schemes(lab.config), rules, worker, rates)
-    staleness_study.show(lab)
+    show_staleness(lab)
 
 
 MODE = Mode(
@@ -238,9 +238,9 @@ MODE = Mode(
         Variant("downpour"),
     ),
     run=run,
-    claims=lambda mode, config: claims(mode, config, config.own(Options).local_steps),
+    claims=claims,
     options=Options,
-    predict=lambda config: predict(config, config.own(Options).local_steps),
+    predict=predict,
     refuse=refuse,
     cannot=cannot,
     mistakes=MISTAKES,
@@ -251,6 +251,6 @@ MODE = Mode(
         "distlab/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
         "experiments/server/worker.py: what a worker of ssp and downpour does, which waits for no step",
         "distlab/parameter_server/server.py: the server's rules of who may go on",
-        "experiments/server/checks.py: one process that computes what a worker should, and shares nothing with it",
+        "experiments/server/checks.py: one process that computes what a worker should",
     ),
 )

@@ -9,14 +9,13 @@ batch, so that as many samples move the weights as far as in `dp`. In the real r
 with the others, and only what it had under way is lost.
 
 How fast: the compute of each worker is measured, and from it follows what both kinds should reach: T = max T_i in step,
-the sum of 1/T_i apart, or less of it in a run that ends (distlab/elastic/costs.py).
+the sum of 1/T_i apart, or less of it in a run that ends (distlab/parameter_server/costs.py).
 """
 
-import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
@@ -25,16 +24,26 @@ from torch import Tensor
 
 from distlab.collectives.costs import wire_tolerance
 from distlab.collectives.phases import COMPUTE, Span, recorded, slowed
-from distlab.config import Config
 from distlab.contract import Build
-from distlab.elastic.costs import granted_rate
 from distlab.lab import Lab
-from distlab.parameter_server.costs import apart_rate, in_step_rate
-from distlab.parameter_server.server import PUSH, Client, Link, Local, ParameterServer, Remote, Server, Threads
+from distlab.measure.tensors import digest_of
+from distlab.parameter_server.costs import apart_rate, granted_rate, in_step_rate
+from distlab.parameter_server.server import (
+    PUSH,
+    Client,
+    Event,
+    Link,
+    Local,
+    ParameterServer,
+    Recorder,
+    Remote,
+    Server,
+    Threads,
+)
 
 from .checks import prove_asynchronous
 from .predictions import weight_bytes
-from .worker import Audit, Recorder, Scheme, ServerEvent, Worker, audit
+from .worker import Audit, Scheme, Worker, audit
 
 TESTS = "tests/experiments/test_server_asynchronous.py::{}"
 PACE = "tests/experiments/test_server_pace.py::test_a_rate_of_some_samples_alone_fails"
@@ -58,7 +67,7 @@ class Finished(NamedTuple):
     """A real run, as rank 0 knows it."""
 
     scheme: Scheme
-    seen: list[ServerEvent]
+    seen: list[Event]
     audit: Audit
     weights: Tensor  # [P] the server's, at the end
     reports: dict[int, Report]  # of the workers that are still here
@@ -73,14 +82,13 @@ def run(
     for name in (scheme.name for scheme in wanted if scheme.name in unable):
         lab.skip(name, unable[name])
     chosen = [scheme for scheme in wanted if scheme.name not in unable]
+    names = [scheme.name for scheme in chosen]
     if lab.config.trace and chosen:
-        lab.say(
-            f"{', '.join(scheme.name for scheme in chosen)} not profiled: there is no step that all ranks take", "trace"
-        )
+        lab.say(f"{', '.join(names)} not profiled: there is no step that all ranks take", "trace")
     links = open_links(lab) if chosen else {}
     for scheme in chosen if lab.config.proof else []:
         prove_asynchronous(lab, links, scheme, rules, worker)
-        lab.finished("proof", [each.name for each in chosen])
+        lab.finished("proof", names)
     finished = [run_freely(lab, links, scheme, rules, worker) for scheme in chosen]
     if lab.rank == 0:
         for each in finished:
@@ -93,14 +101,10 @@ def run(
 
 def open_links(lab: Lab) -> dict[int, Link]:
     """At the server a link to each worker, by rank; at a worker its own."""
-    workers = range(1, lab.world_size) if lab.rank == 0 else [lab.rank]
-    timeout_s = lab.config.collective_timeout_s
-    return {
-        worker: Link(
-            dist.PrefixStore(f"link {worker}", lab.exchange.store), at_server=lab.rank == 0, timeout_s=timeout_s
-        )
-        for worker in workers
-    }
+    at_server, timeout_s = lab.rank == 0, lab.config.collective_timeout_s
+    workers = range(1, lab.world_size) if at_server else [lab.rank]
+    stores = {worker: dist.PrefixStore(f"link {worker}", lab.exchange.store) for worker in workers}
+    return {worker: Link(store, at_server=at_server, timeout_s=timeout_s) for worker, store in stores.items()}
 
 
 def run_freely(
@@ -129,7 +133,7 @@ def run_freely(
         if threads is not None:
             threads.join()
     lab.stepped()
-    report = Report(len(worker.samples), worker.steps, compute_s(spans), seconds, digest(worker.vectors.weights))
+    report = Report(len(worker.samples), worker.steps, compute_s(spans), seconds, digest_of([worker.vectors.weights]))
     everyone = lab.exchange.everyone(f"reports of {name}", asdict(report))
     reports = {rank: Report(**of_rank) for rank, of_rank in enumerate(everyone) if of_rank is not None}
     if traffic.wire_error is None:
@@ -158,13 +162,8 @@ def open_server(
 ) -> tuple[ParameterServer, Client, Threads | None]:
     """The rules, and this rank's client; on rank 0 the server too, which hears of every worker that leaves."""
     config, weights, workers = lab.config, worker.vectors.weights, list(recorder.finished)
-    rules = kind(
-        weights.cpu().clone(),
-        workers,
-        lr=config.learning_rate,
-        budget=lab.world_size * config.steps,
-        staleness=scheme.staleness,
-    )
+    budget, start = lab.world_size * config.steps, weights.cpu().clone()
+    rules = kind(start, workers, lr=config.learning_rate, budget=budget, staleness=scheme.staleness)
     server = Server(rules, config.collective_timeout_s, recorder)
     lab.hooks.let_leave(server.leave)
     if lab.rank > 0:
@@ -179,25 +178,33 @@ def open_server(
 
 def check_run(lab: Lab, run: Finished, kind: type[ParameterServer]) -> None:
     """Check a real run by its events and by the workers that are still here; its rules, of `kind`, are tried too."""
-    name, seen, bound = run.scheme.name, run.audit, run.scheme.staleness
+
+    def hold(check: str, wrong: int, detail: str, control: str) -> None:
+        lab.check(check, wrong, 0, run.scheme.name, detail, control=TESTS.format(control))
+
+    seen, bound, budget = run.audit, run.scheme.staleness, lab.world_size * lab.config.steps
     if bound is not None:
         detail = "finished steps that a worker was ahead of the slowest when it started one, at most"
-        lab.check("staleness", seen.lead, bound, variant=name, detail=detail)
-    detail = f"{RULE_EVENTS} drawn events: workers that the server lets start and the bound does not, or the other way"
-    wrong = misjudged(kind, lab.world_size, bound, lab.config.seed)
-    control = TESTS.format("test_the_rules_let_start_whom_the_bound_lets")
-    lab.check("who may start", wrong, 0, variant=name, detail=detail, control=control)
-    budget = lab.world_size * lab.config.steps
-    detail = f"{seen.granted} steps were granted, of {budget} that all workers have together"
-    control = TESTS.format("test_a_server_that_grants_more_than_its_budget_fails_by_name")
-    lab.check("budget", abs(seen.granted - budget), 0, variant=name, detail=detail, control=control)
-    detail = f"{len(seen.staleness)} applied; difference: those of workers still here that did not count exactly once"
-    control = TESTS.format("test_an_update_that_does_not_count_once_fails_by_name")
-    lab.check("updates", miscounted(seen, run.reports), 0, variant=name, detail=detail, control=control)
-    wrong = sum(report.weights != digest(run.weights) for report in run.reports.values())
-    control = TESTS.format("test_a_worker_that_keeps_its_own_weights_fails_by_name")
-    detail = "ranks that ended with other weights than the server"
-    lab.check("final weights", wrong, 0, variant=name, detail=detail, control=control)
+        lab.check("staleness", seen.lead, bound, run.scheme.name, detail)
+    hold(
+        "who may start", misjudged(kind, lab.world_size, bound, lab.config.seed),
+        f"{RULE_EVENTS} drawn events: workers that the server lets start and the bound does not, or the other way",
+        "test_the_rules_let_start_whom_the_bound_lets",
+    )  # fmt: skip
+    hold(
+        "budget", abs(seen.granted - budget),
+        f"{seen.granted} steps were granted, of {budget} that all workers have together",
+        "test_a_server_that_grants_more_than_its_budget_fails_by_name",
+    )  # fmt: skip
+    hold(
+        "updates", miscounted(seen, run.reports),
+        f"{len(seen.staleness)} applied; difference: those of workers still here that did not count exactly once",
+        "test_an_update_that_does_not_count_once_fails_by_name",
+    )  # fmt: skip
+    hold(
+        "final weights", sum(report.weights != digest_of([run.weights]) for report in run.reports.values()),
+        "ranks that ended with other weights than the server", "test_a_worker_that_keeps_its_own_weights_fails_by_name",
+    )  # fmt: skip
 
 
 def miscounted(seen: Audit, reports: Mapping[int, Report]) -> int:
@@ -235,11 +242,6 @@ def misjudged(kind: type[ParameterServer], workers: int, staleness: int | None, 
     return wrong
 
 
-def digest(weights: Tensor) -> str:
-    """The sha256 of weights, wherever they are."""
-    return hashlib.sha256(weights.cpu().view(torch.uint8).numpy().data).hexdigest()
-
-
 # --- how fast ---
 
 
@@ -255,11 +257,8 @@ class Rate:
 
 def in_step(lab: Lab, names: list[str]) -> list[Rate]:
     """A few steps more of each of these variants, timed as a whole; on every rank."""
-    return [
-        rate_in_step(lab, each.name, each.build)
-        for each in lab.mode.variants
-        if each.name in names and each.build is not None
-    ]
+    chosen = [each for each in lab.mode.variants if each.name in names]
+    return [rate_in_step(lab, each.name, each.build) for each in chosen if each.build is not None]
 
 
 def rate_in_step(lab: Lab, name: str, build: Build) -> Rate:
@@ -323,25 +322,25 @@ def show_rates(lab: Lab, rates: list[Rate], schemes: list[Scheme]) -> None:
     """Predicted beside measured, and what a straggler would cost each kind."""
     if not rates:
         return
-    rows: list[list[object]] = []
     for rate in rates:
-        rows.append(
-            [rate.variant, *(f"{seconds * 1000:.1f}" for seconds in rate.compute_s), rate.predicted, rate.measured]
-        )
         lab.compare(
             "samples a second", rate.predicted, rate.measured, "samples/s", variant=rate.variant,
             formula="from the compute alone", shown="a time",
         )  # fmt: skip
     columns = ["", *(f"rank {rank} (ms a step)" for rank in range(lab.world_size)), "predicted samples/s", "measured"]
+    rows = [
+        [rate.variant, *(f"{each * 1000:.1f}" for each in rate.compute_s), rate.predicted, rate.measured]
+        for rate in rates
+    ]
     lab.table("Samples a second, from the compute of each worker and as measured", columns, rows)
-    lab.chart(
-        "Samples a second with one straggler", "times slower", "samples a second", stragglers(lab, rates, schemes)
-    )
+    curves = stragglers(lab, rates, schemes)
+    lab.chart("Samples a second with one straggler", "times slower", "samples a second", curves)
 
 
 def stragglers(lab: Lab, rates: list[Rate], schemes: list[Scheme]) -> dict[str, list[list[float]]]:
     """Predicted curves over how much slower one rank is where all else compute alike, and this run's points on them."""
-    slow, share = straggler(lab.config)
+    named, _, left = (lab.config.slow_rank or f"{lab.world_size - 1}:1").partition(":")
+    slow, share = int(named), float(left)  # which rank is slowed, to which share of its speed
     # What the slowed rank takes longer is on the x axis: in the median it would count twice.
     alike_s = median(
         seconds * (share if rank == slow else 1.0) for rate in rates for rank, seconds in enumerate(rate.compute_s)
@@ -353,12 +352,6 @@ def stragglers(lab: Lab, rates: list[Rate], schemes: list[Scheme]) -> dict[str, 
         for name, value in predicted_rates(lab, step_s, schemes).items():
             series.setdefault(name, [slower, []])[1].append(value)
     return series | {f"{rate.variant}, measured": [[1 / share], [rate.measured]] for rate in rates}
-
-
-def straggler(config: Config) -> tuple[int, float]:
-    """The rank that LAB_SLOW_RANK slows and the share left of its speed; the last one, at all its speed, if unset."""
-    rank, _, share = (config.slow_rank or f"{config.world_size - 1}:1").partition(":")
-    return int(rank), float(share)
 
 
 def predicted_rates(lab: Lab, step_s: list[float], schemes: list[Scheme]) -> dict[str, float]:
@@ -375,31 +368,22 @@ def predicted_rates(lab: Lab, step_s: list[float], schemes: list[Scheme]) -> dic
 
 def show_run(lab: Lab, finished: list[Finished]) -> None:
     """What the server saw, by worker, and the loss over the samples that had moved the weights."""
-    rows, curves = [], {}
+    rows = []
     for each in finished:
         steps = ", ".join(str(sum(of_worker)) for of_worker in each.audit.steps.values())
         stale = each.audit.staleness
-        rows.append(
-            [
-                each.scheme.name,
-                steps,
-                len(stale),
-                f"{sum(stale) / max(1, len(stale)):.2f}",
-                max(stale, default=0),
-                each.audit.lead,
-            ]
-        )
-        curves[each.scheme.name] = smoothed(each.seen, lab.world_size)
+        mean = f"{sum(stale) / max(1, len(stale)):.2f}"
+        rows.append([each.scheme.name, steps, len(stale), mean, max(stale, default=0), each.audit.lead])
     columns = ["", "steps by worker", "updates", "mean staleness", "largest", "largest lead in steps"]
     if rows:
         lab.table("What the server saw: staleness is the updates of others between a fetch and its push", columns, rows)
-        lab.chart(
-            "Loss of the asynchronous runs, at the weights that each worker had", "updates applied", "loss", curves
-        )
+        curves = {each.scheme.name: smoothed(each.seen, lab.world_size) for each in finished}
+        title = "Loss of the asynchronous runs, at the weights that each worker had"
+        lab.chart(title, "updates applied", "loss", curves)
 
 
-def smoothed(seen: list[ServerEvent], num_workers: int) -> list[list[float]]:
+def smoothed(seen: list[Event], num_workers: int) -> list[list[float]]:
     """The losses of the pushes in the order in which they were applied, in means of as many as there are workers."""
     losses = [event.loss for event in seen if event.kind == PUSH]
-    windows = [losses[max(0, end - num_workers) : end] for end in range(1, len(losses) + 1)]
-    return [[float(index + 1) for index in range(len(losses))], [sum(window) / len(window) for window in windows]]
+    ends = range(1, len(losses) + 1)
+    return [[float(end - 1) for end in ends], [fmean(losses[max(0, end - num_workers) : end]) for end in ends]]

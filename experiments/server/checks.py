@@ -1,11 +1,10 @@
 """What is proven here, and one process that computes it: asynchronous pushes in a drawn order, and rounds.
 
-The process shares nothing with the workers but the model's layers, the bytes of the text and the sentence that says how
-a batch is dealt; so a worker that takes another's shard, weighs a loss twice or pushes N times differs from it:
+The process shares nothing with the workers but the model, the data and the rule by which samples are dealt, which every
+run holds against its definition (distlab/verify/statements.py); so a worker that takes another's shard, weighs a loss
+twice or pushes N times differs from it:
 
-    epoch     a permutation of the samples, of the seed 1000003·LAB_SEED + epoch; step s takes the next B of it
-    shard     B divided by N, the first ones larger; where a proof or `line` asks for it, rank 1 gives up to two away
-    gradient  sum over a shard's loss terms / terms of the whole batch, one backward pass
+    gradient  sum over a shard's loss terms / terms of the whole batch
     push      of n steps: sum of n gradients, each at weights that the ones before have moved (Dean et al. 2012,
               algorithm 7.1)
 
@@ -19,10 +18,9 @@ are proven twice: at H = 1 against one process with the whole batch, and at the 
 workers in one process. The first rounds of the timed pass are held against the same process in LAB_DTYPE.
 """
 
-import hashlib
 import math
-import random
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -32,135 +30,66 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from distlab.config import Config
 from distlab.contract import Build
 from distlab.lab import Lab
-from distlab.measure.tensors import larger
+from distlab.measure.tensors import digest_of, larger, largest_difference
 from distlab.parameter_server.server import (
     Client,
+    Event,
     Link,
     Local,
     Ordered,
     ParameterServer,
+    Recorder,
     Remote,
     Server,
     Threads,
     draw_order,
 )
-from distlab.verify.proof import check_replicas
-from distlab.workload import data
-from distlab.workload.data import OWN_BATCHES, UserBatches
+from distlab.verify.proof import LEARNING_RATE, TOLERANCE, check_replicas, summed_losses
+from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model, build_model
-from distlab.workload.user_model import is_own, reads_text
+from distlab.workload.reference import Reference, backward
 
-from .worker import Recorder, Scheme, Worker, audit
+from .predictions import MOST_PROVEN
+from .worker import Scheme, Worker, audit
 
-MOST_BATCHES = {"line": 1, "mlp": 8, "gpt": 1024}  # of an epoch; a proof has two
-TOLERANCE = 1e-12
-LEARNING_RATE = 0.01
 # Learning rate and momentum of the outer step: the mean (Stich 2019, algorithm 1), and Nesterov's with the paper's own
 # (Douillard et al. 2023, section 3.1). Written down once more, since what is proven takes the variants' own numbers.
 PUBLISHED = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
 PUSHES = 2  # of a worker in the drawn order, in the mean
 MOST_AT_ONCE = 4  # steps between a fetch and its push there
-MOST_PROVEN = 12  # local steps of a proven round: two rounds of them are run, whatever H is
 ASYNCHRONOUS = "tests/experiments/test_server_asynchronous.py::{}"
-ROUNDS = "tests/experiments/test_server.py::{}"
+OUTER_CONTROL = "tests/experiments/test_server.py::test_an_outer_step_by_other_numbers_fails_the_run"
+ROUNDS_CONTROL = "tests/experiments/test_server.py::test_a_wrong_mean_fails_losses_and_weights_at_every_h"
 
 
 class OneProcess:
-    """The dense `model`, which becomes this object's own, and every worker's samples."""
+    """The dense `model`, which becomes this object's own, and the samples of all workers of `config`."""
 
-    def __init__(self, model: Model, config: Config, *, proof: bool, device: torch.device, dtype: torch.dtype) -> None:
-        model.recompute = False
-        self.model, self.config, self.device, self.dtype = model, config, device, dtype
-        from_text = reads_text(config.model)
-        num_own = 2 if proof else OWN_BATCHES
-        self.own = UserBatches(config.model, config.seed, num_own) if is_own(config.model) and not from_text else None
-        known = {"line": 1, "mlp": config.width}
-        self.terms = self.own.terms if self.own else known.get(config.model, config.seq)
-        self.shards = list(pairwise(cuts(config.batch, config.world_size, uneven=proof or config.model == "line")))
-        self.text = torch.frombuffer(bytearray(data.read_text(config)), dtype=torch.uint8) if from_text else None
-        many = OWN_BATCHES if self.own else MOST_BATCHES.get(config.model, MOST_BATCHES["gpt"])
-        most = 2 if proof and config.model != "line" else many
-        whole = (len(self.text) - 1) // config.seq // config.batch if self.text is not None else most
-        self.num_batches = most if proof else max(1, min(whole, most))
-        if self.text is None and self.own is None:
-            self.points = points(config.seed, self.num_batches * config.batch, self.terms)
-        self._epoch, self._order = -1, torch.zeros(0)
+    def __init__(self, model: Model, config: Config, batches: Batches) -> None:
+        self.model, self.config, self.batches = model, config, batches
+        self.parameters = list(model.parameters())
 
-    def samples(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all that `rank` trains on at `step`, one after the other."""
-        begin, end = self.shards[rank]
-        ids = self.order(step)[begin:end]
-        if self.own is not None:
-            inputs, targets = self.own.take(ids)
-            return inputs.to(self.device, self.dtype if inputs.is_floating_point() else None), targets.to(
-                self.device, self.dtype if targets.is_floating_point() else None
-            )
-        if self.text is None:
-            x, y = self.points[ids].to(self.device, self.dtype).unbind(-1)  # [B/N, terms] each
-            return x, y
-        starts = [index * self.config.seq % (len(self.text) - self.config.seq) for index in ids.tolist()]
-        windows = torch.stack([self.text[start : start + self.config.seq + 1] for start in starts])
-        windows = windows.to(self.device, torch.int64)
-        return windows[:, :-1], windows[:, 1:]
+    def dealt(self, step: int, rank: int) -> tuple[list[Microbatch], float]:
+        """What `rank` trains on at `step`, and its share of the batch's loss terms."""
+        parts = self.batches.dealt(step, rank, self.config.world_size)
+        return parts, sum(part.share * part.targets.numel() for part in parts)
 
-    def order(self, step: int) -> Tensor:
-        """The numbers of the samples of the batch of `step`."""
-        size = self.config.batch
-        if self.config.model == "line":
-            return torch.arange(size)
-        epoch, index = step // self.num_batches, step % self.num_batches
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(1_000_003 * self.config.seed + epoch)
-            self._epoch, self._order = epoch, torch.randperm(self.num_batches * size, generator=generator)
-        return self._order[index * size : index * size + size]
-
-    def gradient(self, weights: Tensor, step: int, rank: int) -> tuple[Tensor, float]:
-        """Of `rank`'s samples at `step`, at `weights` [P]: their gradient [P] and mean loss."""
-        inputs, targets = self.samples(step, rank)
-        parameters = list(self.model.parameters())
-        vector_to_parameters(weights.clone(), parameters)
-        total = self.model(inputs, targets)
-        loss = total / (self.config.batch * self.terms)
-        gradient = parameters_to_vector(torch.autograd.grad(loss, parameters))
-        return gradient, total.item() / targets.numel()
-
-    def push(self, weights: Tensor, first_step: int, steps: int, rank: int, lr: float) -> tuple[Tensor, float]:
+    def push(self, weights: Tensor, first_step: int, steps: int, rank: int) -> tuple[Tensor, float]:
         """What `rank` should push that has taken `weights` [P] for `steps` steps; the update [P], and the mean loss."""
-        weights = weights.to(self.device)
+        weights = weights.to(self.parameters[0].device)
         update, losses = torch.zeros_like(weights), 0.0
         for step in range(first_step, first_step + steps):
-            gradient, loss = self.gradient(weights, step, rank)
-            update, weights, losses = update + gradient, weights - lr * gradient, losses + loss
+            vector_to_parameters(weights.clone(), self.parameters)
+            parts, share = self.dealt(step, rank)
+            loss, _ = backward(self.model, parts, None)
+            gradient = parameters_to_vector([each.grad for each in self.parameters if each.grad is not None])
+            update, weights, losses = update + gradient, weights - LEARNING_RATE * gradient, losses + loss / share
         return update.cpu(), losses / steps
 
     def digest(self, first_step: int, steps: int, rank: int) -> str:
-        """Of the samples of `steps` steps of `rank`: first the inputs and then the targets of each sample in turn."""
-        found = hashlib.blake2b(digest_size=8)
-        for step in range(first_step, first_step + steps):
-            for sample in zip(*self.samples(step, rank), strict=True):
-                for tensor in sample:
-                    found.update(tensor.cpu().double().numpy().tobytes())
-        return found.hexdigest()
-
-
-def cuts(batch: int, workers: int, *, uneven: bool) -> list[int]:
-    """Where the shards of a batch begin, and where the last one ends."""
-    sizes = [(batch - rank + workers - 1) // workers for rank in range(workers)]
-    if uneven and workers > 1 and batch % workers == 0:
-        others = [rank for rank in reversed(range(workers)) if rank != 1]
-        for taker in (others * 2)[: min(2, sizes[1] - 1)]:
-            sizes[1], sizes[taker] = sizes[1] - 1, sizes[taker] + 1
-    return [sum(sizes[:rank]) for rank in range(workers + 1)]
-
-
-def points(seed: int, num_samples: int, terms: int) -> Tensor:
-    """y = 2x + 1 and noise of 0.1, x uniform in (-1, 1): [samples, terms, 2]."""
-    draw = random.Random(seed)
-    values = []
-    for _ in range(num_samples * terms):
-        x = draw.uniform(-1.0, 1.0)
-        values.append([x, 2.0 * x + 1.0 + draw.gauss(0.0, 0.1)])
-    return torch.tensor(values, dtype=torch.float64).reshape(num_samples, terms, 2)
+        """Of the samples of `steps` steps of `rank`."""
+        parts = [part for step in range(first_step, first_step + steps) for part in self.dealt(step, rank)[0]]
+        return digest_of(tensor for part in parts for tensor in part[:2])
 
 
 def shallow(config: Config) -> Config:
@@ -193,8 +122,8 @@ class Replay(Recorder):
         first_step = self.finished[worker]
         super().pushed(worker, number, update, loss)
         steps = self.finished[worker] - first_step
-        own, own_loss = self.one.push(self._began.pop(worker), first_step, steps, worker, LEARNING_RATE)
-        self.gradients = larger(self.gradients, (own - update).abs().max().item())
+        own, own_loss = self.one.push(self._began.pop(worker), first_step, steps, worker)
+        self.gradients = larger(self.gradients, largest_difference(own, update))
         self.losses = larger(self.losses, abs(own_loss - loss))
         self.weights = self.weights - LEARNING_RATE * own
 
@@ -203,7 +132,8 @@ def prove_asynchronous(
     lab: Lab, links: dict[int, Link], scheme: Scheme, kind: type[ParameterServer], make_worker: type[Worker]
 ) -> None:
     """Run a scheme in a drawn order under rules of `kind`, with one process that goes along on rank 0."""
-    lab.at(0, f"proof of {scheme.name}")
+    name = scheme.name
+    lab.at(0, f"proof of {name}")
     most = min(scheme.most, MOST_AT_ONCE)
     budget, ranks = PUSHES * most * lab.world_size, range(lab.world_size)
     rules = ParameterServer(torch.zeros(1), ranks, lr=0.0, budget=budget, staleness=scheme.staleness)
@@ -213,8 +143,8 @@ def prove_asynchronous(
     client: Client
     if lab.rank == 0:
         start = worker.vectors.weights.cpu()
-        one = OneProcess(model_of(lab, config), config, proof=True, device=lab.device, dtype=torch.float64)
-        replay, in_order = Replay(one, start, lab.world_size), type("InOrder", (Ordered, kind), {})
+        replay = Replay(OneProcess(model_of(lab, config), config, batches), start, lab.world_size)
+        in_order = type("InOrder", (Ordered, kind), {})
         ordered = in_order(order, start.clone(), ranks, lr=LEARNING_RATE, budget=budget)
         server = Server(ordered, lab.config.collective_timeout_s, replay)
         threads = Threads(server, links)
@@ -223,42 +153,40 @@ def prove_asynchronous(
         client = Remote(links[lab.rank], worker.vectors.weights)
     worker.train(client, most)
     lab.stepped()
-    samples = lab.exchange.gather(f"samples of {scheme.name}", worker.samples)
+    samples = lab.exchange.gather(f"samples of {name}", worker.samples)
     if samples is not None:
         threads.join()
         control = ASYNCHRONOUS.format("test_a_wrong_worker_fails_by_name")
-        for name, off in differences(replay, ordered.weights, samples).items():
-            lab.check(name, off, 0 if name == "samples" else TOLERANCE, variant=scheme.name, control=control)
-        wrong, control = (
-            misordered(replay, order, scheme.staleness),
-            ASYNCHRONOUS.format("test_another_order_than_the_drawn_one_fails_by_name"),
-        )
+        for check, off in differences(replay, ordered.weights, samples).items():
+            lab.check(check, off, 0 if check == "samples" else TOLERANCE, name, control=control)
+        wrong = misordered(replay.seen, order, lab.world_size, scheme.staleness)
+        control = ASYNCHRONOUS.format("test_another_order_than_the_drawn_one_fails_by_name")
         detail = f"{len(order)} events; difference: those that came elsewhere than drawn, or before the bound allows"
-        lab.check("order of events", wrong, 0, variant=scheme.name, detail=detail, control=control)
-    lab.exchange.barrier(f"proof of {scheme.name}")
+        lab.check("order of events", wrong, 0, name, detail, control=control)
+    lab.exchange.barrier(f"proof of {name}")
 
 
 def differences(replay: Replay, weights: Tensor, samples: list[list[str]]) -> dict[str, float]:
     """How far the run is from the process that went along, by check; `weights` are the server's at the end, `samples`
     the digests of each rank's pushes."""
-    steps = audit(replay.seen, range(len(samples))).steps
-    dealt = sum(misdealt(replay.one, rank, steps[rank], of_rank) for rank, of_rank in enumerate(samples))
-    off = (weights - replay.weights).abs().max().item()
+    dealt = 0
+    for rank, steps in audit(replay.seen, range(len(samples))).steps.items():
+        wanted = [replay.one.digest(sum(steps[:index]), number, rank) for index, number in enumerate(steps)]
+        dealt += apart(wanted, samples[rank])
+    off = largest_difference(weights, replay.weights)
     return {"losses": replay.losses, "gradients": replay.gradients, "weights": off, "samples": dealt}
 
 
-def misdealt(one: OneProcess, rank: int, steps: list[int], samples: list[str]) -> int:
-    """Pushes of `rank`, of some steps each, that are not of the samples that `one` deals."""
-    wanted = [one.digest(sum(steps[:index]), number, rank) for index, number in enumerate(steps)]
-    return sum(a != b for a, b in zip(wanted, samples, strict=False)) + abs(len(wanted) - len(samples))
-
-
-def misordered(replay: Replay, order: list[tuple[str, int]], staleness: int | None) -> int:
+def misordered(seen: list[Event], order: list[tuple[str, int]], workers: int, staleness: int | None) -> int:
     """Events that came elsewhere than in `order`, and steps that a start was beyond the bound on staleness."""
-    seen = [(event.kind, event.worker) for event in replay.seen]
-    lead = audit(replay.seen, replay.finished).lead
-    wrong = sum(one != other for one, other in zip(seen, order, strict=False)) + abs(len(seen) - len(order))
-    return wrong + (max(0, lead - staleness) if staleness is not None else 0)
+    lead = audit(seen, range(workers)).lead
+    beyond = 0 if staleness is None else max(0, lead - staleness)
+    return apart([(event.kind, event.worker) for event in seen], order) + beyond
+
+
+def apart(found: Sequence[object], wanted: Sequence[object]) -> int:
+    """The places at which two lists differ, and those that only one of them has."""
+    return sum(one != other for one, other in zip_longest(found, wanted))
 
 
 # --- rounds ---
@@ -297,14 +225,7 @@ def check_outer(lab: Lab, name: str, build: Build, config: Config) -> None:
         strategy.outer.step(1 / lab.world_size)  # type: ignore[attr-defined]
         off = larger(off, (before - weights - right).abs().max().item())
     detail = f"of two steps of learning rate {lr:g} and momentum {momentum:g}, as published"
-    lab.check(
-        "outer step",
-        off,
-        TOLERANCE,
-        variant=name,
-        detail=detail,
-        control=ROUNDS.format("test_an_outer_step_by_other_numbers_fails_the_run"),
-    )
+    lab.check("outer step", off, TOLERANCE, name, detail, control=OUTER_CONTROL)
 
 
 def check_against(
@@ -314,41 +235,25 @@ def check_against(
     config = config.with_own(local_steps=rounds.local_steps)
     when, steps = f" at H = {rounds.local_steps}{when}", 2 * rounds.local_steps
     batches = lab.batches(torch.float64, proof=True)
-    wanted: tuple[list[float], Tensor] = ([], torch.zeros(0))
     lab.at(0, f"one process, beside {name}{when}")
+    losses, weights = list[float](), torch.zeros(0)
     if lab.rank == 0:
         dealt = config.model_copy(update={"world_size": workers})
-        one = OneProcess(model_of(lab, config), dealt, proof=True, device=lab.device, dtype=torch.float64)
-        wanted = in_one_process(one, rounds, steps)
+        losses, weights = in_one_process(OneProcess(model_of(lab, config), dealt, batches), rounds, steps)
     strategy = build(model_of(lab, config), lab.mesh, config)
-    losses = []
+    shares: list[float | None] = []
     for step in range(steps):
         lab.at(step, f"proof of {name}{when}")
         share = strategy.backward(lab.dealt(batches, step))
-        assert share is not None
-        losses.append(share.item())
+        shares.append(None if share is None else share.item())
         strategy.update()
         lab.stepped()
-    everyone = lab.exchange.gather(f"losses of {name}", losses)
-    weights = torch.cat([weight.flatten() for _, weight in strategy.full("weights")])
-    if everyone is not None:
-        summed = [sum(of_step) for of_step in zip(*everyone, strict=True)]
-        worst = max(abs(one - other) for one, other in zip(summed, wanted[0], strict=True))
-        lab.check(
-            f"losses{when}",
-            worst,
-            TOLERANCE,
-            variant=name,
-            control=ROUNDS.format("test_a_wrong_mean_fails_losses_and_weights_at_every_h"),
-        )
-        difference = (weights - wanted[1]).abs().max().item()
-        lab.check(
-            f"weights{when}",
-            difference,
-            TOLERANCE,
-            variant=name,
-            control=ROUNDS.format("test_a_wrong_mean_fails_losses_and_weights_at_every_h"),
-        )
+    found = summed_losses(lab, shares)
+    if lab.rank == 0:
+        worst = max(abs(one - other) for one, other in zip(found, losses, strict=True))
+        difference = largest_difference(parameters_to_vector(weight for _, weight in strategy.full("weights")), weights)
+        for check, off in (("losses", worst), ("weights", difference)):
+            lab.check(f"{check}{when}", off, TOLERANCE, name, control=ROUNDS_CONTROL)
     check_replicas(lab, name, strategy)
 
 
@@ -359,20 +264,22 @@ def in_one_process(one: OneProcess, rounds: Rounds, steps: int) -> tuple[list[fl
     goes on from the common weights; what they moved in the mean over samples is the outer gradient. A last round that
     is not complete moves only its workers.
     """
-    config, parameters, (local_steps, lr, momentum) = one.config, list(one.model.parameters()), rounds
-    optimizers = [local_optimizer(parameters, config) for _ in range(config.world_size)]
-    common = parameters_to_vector(parameters).detach()
+    local_steps, lr, momentum = rounds
+    workers = [
+        Reference(one.model, one.config) for _ in range(one.config.world_size)
+    ]  # each with its optimizer's state
+    common = parameters_to_vector(one.parameters).detach()
     velocity, losses = torch.zeros_like(common), [0.0] * steps
     for begin in range(0, steps, local_steps):
-        moved, samples = torch.zeros_like(common), 0
-        for rank, optimizer in enumerate(optimizers):
-            vector_to_parameters(common.clone(), parameters)
-            seen = 0
+        moved, samples = torch.zeros_like(common), 0.0
+        for rank, worker in enumerate(workers):
+            vector_to_parameters(common.clone(), one.parameters)
+            seen = 0.0
             for step in range(begin, min(begin + local_steps, steps)):
-                inputs, targets = one.samples(step, rank)
-                losses[step] += local_step(one, optimizer, inputs, targets)
-                seen += len(inputs)
-            moved += seen * (common - parameters_to_vector(parameters).detach())
+                parts, share = one.dealt(step, rank)
+                losses[step] += share * worker.step([part._replace(share=part.share / share) for part in parts])
+                seen += share
+            moved += seen * (common - parameters_to_vector(one.parameters).detach())
             samples += seen
         if begin + local_steps > steps:
             break
@@ -389,21 +296,14 @@ def hold_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
     config, dtype, found = lab.config, getattr(torch, lab.config.dtype), lab.losses()
     for name in (name for name in rounds if name in found and config.proof):
         steps = min(config.steps, rounds[name].local_steps * (2 if rounds[name].momentum else 1) + 1)
-        one = OneProcess(lab.model(dtype), config, proof=False, device=lab.device, dtype=dtype)
+        one = OneProcess(lab.model(dtype), config, lab.batches(dtype))
         wanted, _ = in_one_process(one, rounds[name], steps)
         worst = 0.0
         for own, other in zip(wanted, found[name], strict=False):
             worst = larger(worst, abs(own - other))
-        tolerance = max(wanted) * loss_rounding(dtype, config, steps, config.batch * one.terms)
+        tolerance = max(wanted) * loss_rounding(dtype, config, steps, config.batch * one.batches.samples.terms)
         detail = f"steps 0 to {steps - 1} of {config.steps}, against {lab.world_size} workers in one process"
-        lab.check(
-            "timed losses",
-            worst,
-            tolerance,
-            variant=name,
-            detail=detail,
-            control=ROUNDS.format("test_a_wrong_mean_fails_losses_and_weights_at_every_h"),
-        )
+        lab.check("timed losses", worst, tolerance, name, detail, control=ROUNDS_CONTROL)
     lab.exchange.barrier("rounds in one process")
 
 
@@ -417,28 +317,3 @@ def loss_rounding(dtype: torch.dtype, config: Config, steps: int, terms: int) ->
     summing = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (1 + math.log2(terms))
     passes = torch.finfo(dtype).eps / 2 * math.sqrt(20 * (config.depth + 2) * steps / terms)
     return summing + passes
-
-
-def local_step(one: OneProcess, optimizer: torch.optim.Optimizer | None, inputs: Tensor, targets: Tensor) -> float:
-    """A worker's own step on the mean over its samples, plain SGD without an `optimizer`; returns its share of the
-    batch's loss."""
-    parameters, config = list(one.model.parameters()), one.config
-    for parameter in parameters:
-        parameter.grad = None
-    total = one.model(inputs, targets)
-    (total / targets.numel()).backward()
-    if config.clip is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, config.clip)
-    if optimizer is not None:
-        optimizer.step()
-    else:
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.data -= config.learning_rate * parameter.grad
-    share: float = total.item() / (config.batch * one.terms)
-    return share
-
-
-def local_optimizer(parameters: list[torch.nn.Parameter], config: Config) -> torch.optim.Optimizer | None:
-    """AdamW, with a state for each worker; None is plain SGD."""
-    return torch.optim.AdamW(parameters, lr=config.learning_rate) if config.optimizer == "adamw" else None

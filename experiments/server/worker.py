@@ -1,23 +1,23 @@
-"""A worker of an asynchronous run, and the recorder of what happens at its server.
+"""A worker of an asynchronous run, and what the events at its server say of it.
 
 A worker asks to start, takes some steps from the weights that come, and pushes the sum of their gradients. Which
-weights it had, and which updates came in between, is known of a real run only if somebody writes the events down in the
-order in which the server took them.
+weights it had, and which updates came in between, is known of a real run only from the events in the order in which the
+server took them.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distlab.collectives.phases import phase
 from distlab.config import Config
 from distlab.data_parallel.buckets import Vectors
-from distlab.parameter_server.server import LEAVE, PUSH, START, Client
+from distlab.measure.tensors import digest_of
+from distlab.parameter_server.server import PUSH, START, Client, Event
 from distlab.workload.data import Batches
 from distlab.workload.model import Model
+from distlab.workload.strategy import forward_backward
 
 
 class Scheme(NamedTuple):
@@ -29,22 +29,17 @@ class Scheme(NamedTuple):
 
 
 class Worker:
-    """One worker's model and data, and what it did; `noted(step)`, if given, is called before each step."""
+    """One worker's model and data, and what it did; `noted(step)` is called before each step."""
 
     def __init__(
-        self,
-        model: Model,
-        config: Config,
-        batches: Batches,
-        rank: int,
-        lr: float,
-        noted: Callable[[int], None] | None = None,
-    ) -> None:
+        self, model: Model, config: Config, batches: Batches, rank: int, lr: float,
+        noted: Callable[[int], None] = lambda step: None,  # noqa: ARG005
+    ) -> None:  # fmt: skip
         self.model, self.vectors = model, Vectors(model.parameters())
         self.batches, self.rank, self.num_workers, self.lr, self.noted = batches, rank, config.world_size, lr, noted
         self.steps = 0
         self.samples: list[str] = []  # digests of those behind each push
-        self._taken = hashlib.blake2b(digest_size=8)  # samples since the last fetch
+        self._taken: list[Tensor] = []  # inputs and targets since the last push
 
     def train(self, client: Client, most: int) -> None:
         """Work until the server has no more steps to grant; the weights are the final ones then."""
@@ -66,69 +61,23 @@ class Worker:
         update.zero_()
         losses = []
         for _ in range(steps):
-            if self.noted is not None:
-                self.noted(self.steps)
+            self.noted(self.steps)
             losses.append(self.backward())
             update += self.vectors.gradients
             self.vectors.weights.add_(self.vectors.gradients, alpha=-self.lr)
             self.steps += 1
-        self.samples.append(self._taken.hexdigest())
-        self._taken = hashlib.blake2b(digest_size=8)
+        self.samples.append(digest_of(self._taken))
+        self._taken = []
         return sum(losses) / len(losses)
 
     def backward(self) -> float:
         """The gradient of this worker's next samples, weighed by their share of the batch; returns their mean loss."""
         self.vectors.zero()
-        microbatches = self.batches.dealt(self.steps, self.rank, self.num_workers)
-        summed = 0.0
-        for index, (inputs, targets, share) in enumerate(microbatches):
-            with phase("forward", str(index)):
-                loss = self.model(inputs, targets) * share
-            with phase("backward", str(index)):
-                loss.backward()
-            summed += loss.item()
-            self.take_note(inputs, targets)
+        microbatches, summed = self.batches.dealt(self.steps, self.rank, self.num_workers), 0.0
+        for index, part in enumerate(microbatches):
+            summed += forward_backward(self.model, part, index).item()
+            self._taken += part[:2]
         return summed / sum(part.share * part.targets.numel() for part in microbatches)
-
-    def take_note(self, inputs: Tensor, targets: Tensor) -> None:
-        """Add samples to the digest, one after the other, so that it does not depend on how they were split."""
-        for pair in zip(inputs.cpu(), targets.cpu(), strict=True):
-            for tensor in pair:
-                self._taken.update(tensor.double().numpy().tobytes())
-
-
-class ServerEvent(NamedTuple):
-    """An event at the server."""
-
-    kind: str  # START, PUSH or LEAVE
-    worker: int
-    steps: int  # granted, delivered or lost
-    number: int = 0  # of a push: its worker's first is 1
-    loss: float = 0.0  # of a push: the mean that its worker computed
-
-
-class Recorder:
-    """The events at a server of `workers` in the order in which it took them, as its `Witness`."""
-
-    def __init__(self, workers: Iterable[int]) -> None:
-        self.seen: list[ServerEvent] = []
-        self.finished = dict.fromkeys(workers, 0)  # steps by worker, of those who left too
-        self._granted: dict[int, int] = {}
-
-    def started(self, worker: int, steps: int) -> None:
-        """`worker` has the weights of now, for `steps` steps."""
-        self.seen.append(ServerEvent(START, worker, steps))
-        self._granted[worker] = steps
-
-    def pushed(self, worker: int, number: int, update: Tensor, loss: float) -> None:  # noqa: ARG002
-        """An update of `worker` was applied."""
-        steps = self._granted.pop(worker)
-        self.seen.append(ServerEvent(PUSH, worker, steps, number, loss))
-        self.finished[worker] += steps
-
-    def left(self, worker: int) -> None:
-        """`worker` is gone, and what it had under way with it."""
-        self.seen.append(ServerEvent(LEAVE, worker, self._granted.pop(worker, 0)))
 
 
 class Audit(NamedTuple):
@@ -141,7 +90,7 @@ class Audit(NamedTuple):
     wrong_numbers: int  # pushes that are not their worker's next
 
 
-def audit(seen: Iterable[ServerEvent], workers: Iterable[int]) -> Audit:
+def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
     """Read the events of `workers` from the first on."""
     clocks = dict.fromkeys(workers, 0)
     steps: dict[int, list[int]] = {worker: [] for worker in clocks}

@@ -13,11 +13,11 @@ from distlab.config import Config, ConfigError
 from distlab.experiments import server
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
-from distlab.experiments.server import staleness_study as staleness
 from distlab.experiments.server.checks import OneProcess, Rounds, in_one_process
+from distlab.experiments.server.predictions import curvature, drawn_line, largest_rate, late_losses
 from distlab.experiments.server.worker import Worker
 from distlab.parameter_server.costs import largest_stable_rate
-from distlab.parameter_server.server import Client, Link, Local, ParameterServer, Remote, Server, Threads
+from distlab.parameter_server.server import Client, Link, Local, ParameterServer, Recorder, Remote, Server, Threads
 from distlab.rank.preflight import refuse
 from distlab.report.reading import from_line
 from distlab.report.records import Chart, Said, Table, select
@@ -113,7 +113,7 @@ def test_one_worker_with_one_local_step_is_one_process() -> None:
     """The reference of the rounds' proof against the baseline: so H = 1 is held against dp itself."""
     config = config_of(**TINY_MLP, LAB_LOCAL_STEPS="1", WORLD_SIZE="1")
     batches = Batches(config, proof=True, device=CPU, dtype=torch.float64)
-    one = OneProcess(build_model(config, 1).double(), config, proof=True, device=CPU, dtype=torch.float64)
+    one = OneProcess(build_model(config, 1).double(), config, batches)
     losses, weights = in_one_process(one, Rounds(1, lr=1.0, momentum=0.0), steps=3)
     dense = list(train(build_model(config, 1).double(), batches, config, 3))
     assert losses == pytest.approx([snapshot.loss for snapshot in dense], abs=1e-14)
@@ -160,7 +160,7 @@ def served(group: dist.ProcessGroup, name: str, deed: str) -> list[float] | str:
         rank: Link(dist.PrefixStore(f"{rank}", store), at_server=group.rank() == 0, timeout_s=5) for rank in workers
     }
     rules = ParameterServer(torch.zeros(4), range(group.size()), lr=1.0, budget=10, staleness=1)
-    server_ = Server(rules, timeout_s=5)
+    server_ = Server(rules, 5, Recorder(range(group.size())))
     client = Local(server_, 0) if group.rank() == 0 else Remote(links[group.rank()], torch.zeros(4))
     threads = Threads(server_, links if group.rank() == 0 else {})
     weights, number = torch.zeros(4), 0
@@ -191,18 +191,18 @@ def test_an_update_that_comes_twice_fails_the_run(ranks: Ranks, tmp_path: Path) 
 
 
 def test_late_gradients_are_as_stable_as_the_formula_says_and_the_check_can_fail() -> None:
-    line = staleness.points(seed=1)
-    assert staleness.losses(line, 0.1, 0, 200)[-1] < 1e-12
+    line = drawn_line(seed=1)
+    assert late_losses(line, 0.1, 0, 200)[-1] < 1e-12
     for late in (0, 3, 16):
-        bound = largest_stable_rate(late, staleness.curvature(line))
-        assert staleness.largest_rate(line, late) == pytest.approx(bound, rel=0.02)
-        assert staleness.largest_rate(line, late) != pytest.approx(largest_stable_rate(late + 1, 2.0), rel=0.02)
+        bound = largest_stable_rate(late, curvature(line))
+        assert largest_rate(line, late) == pytest.approx(bound, rel=0.02)
+        assert largest_rate(line, late) != pytest.approx(largest_stable_rate(late + 1, 2.0), rel=0.02)
     fresh, weights, lr = 0.0, [-2.0, -1.0], 0.05
     for _ in range(5):  # no delay, by hand
         w, b = weights
         weights = [w - lr * 2 * (line[0] * w + line[1] * b), b - lr * 2 * (line[1] * w + b)]
         fresh = line[0] * weights[0] ** 2 + 2 * line[1] * weights[0] * weights[1] + weights[1] ** 2
-    assert staleness.losses(line, lr, 0, 5)[-1] == pytest.approx(fresh, rel=1e-12)
+    assert late_losses(line, lr, 0, 5)[-1] == pytest.approx(fresh, rel=1e-12)
 
 
 def chatted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:

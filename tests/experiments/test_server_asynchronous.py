@@ -6,9 +6,8 @@ Each fault is one line that somebody gets wrong; the run with it is the control 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -19,13 +18,14 @@ from distlab.config import Config
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
 from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
-from distlab.experiments.server.checks import OneProcess, Replay, cuts, differences, misordered
-from distlab.experiments.server.worker import Recorder, ServerEvent, Worker, audit
-from distlab.parameter_server.server import PUSH, START, Client, ParameterServer, draw_order
+from distlab.experiments.server.bugs import Forgetful, OneShard, Repeating, Unheard
+from distlab.experiments.server.checks import OneProcess, Replay, differences, misordered
+from distlab.experiments.server.worker import Worker, audit
+from distlab.parameter_server.server import PUSH, START, Client, Event, ParameterServer, Recorder, draw_order
 from distlab.report.reading import from_line
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches, shard_sizes
+from distlab.workload.data import Batches
 from distlab.workload.model import build_model
 from tests.labs import TINY, failed, one_rank
 
@@ -56,7 +56,7 @@ class Run:
     ) -> None:  # fmt: skip
         config = config_of(**settings)
         batches = Batches(config, proof=True, device=CPU, dtype=torch.float64)
-        one = OneProcess(build_model(config, 1).double(), config, proof=True, device=CPU, dtype=torch.float64)
+        one = OneProcess(build_model(config, 1).double(), config, batches)
         self.workers = [kind(build_model(config, 1).double(), config, batches, r, LR) for r in range(WORKERS)]
         start = self.workers[0].vectors.weights
         self.replay = Replay(one, start, WORKERS)
@@ -92,7 +92,7 @@ class Run:
     def found(self) -> set[str]:
         """The checks that would fail."""
         off = differences(self.replay, self.rules.weights, [worker.samples for worker in self.workers])
-        off["order of events"] = misordered(self.replay, self.order, staleness=None)
+        off["order of events"] = misordered(self.replay.seen, self.order, WORKERS, staleness=None)
         return {name for name, value in off.items() if value > 1e-12}
 
 
@@ -102,16 +102,6 @@ class WeighedTwice(Worker):
     def backward(self) -> float:
         loss = super().backward()
         self.vectors.gradients *= self.batches.share(1, 1) * 100
-        return loss
-
-
-class Alike(Worker):
-    """All on worker 0's shard."""
-
-    def backward(self) -> float:
-        mine, self.rank = self.rank, 0
-        loss = super().backward()
-        self.rank = mine
         return loss
 
 
@@ -145,34 +135,11 @@ class Still(Worker):
         return loss
 
 
-class Repeating(Worker):
-    """Pushes N times."""
-
-    def accumulate(self, update: Tensor, steps: int) -> float:
-        loss = super().accumulate(update, steps)
-        update *= self.num_workers
-        return loss
-
-
 class Sums(Worker):
     """Calls the sum of losses their mean."""
 
     def accumulate(self, update: Tensor, steps: int) -> float:
         return super().accumulate(update, steps) * steps
-
-
-class Deaf(Worker):
-    """Never takes what it fetches."""
-
-    def fetch(self, client: Any, most: int) -> int:
-        return super().fetch(client, most) if not self.steps else int(client.start(most, self.vectors.weights.clone()))
-
-
-class Forgetful(ParameterServer):
-    """Loses worker 1's second update."""
-
-    def push(self, worker: int, number: int, update: Tensor) -> None:
-        super().push(worker, number, torch.zeros_like(update) if (worker, number) == (1, 2) else update)
 
 
 class Eager(ParameterServer):
@@ -208,9 +175,9 @@ def test_what_is_right_passes_every_check(model: str) -> None:
         (Repeating, IN_THE_PUSH),
         (Uncleared, IN_THE_PUSH),
         (Still, IN_THE_PUSH),
-        (Alike, IN_THE_PUSH | {"samples", "losses"}),
+        (OneShard, IN_THE_PUSH | {"samples", "losses"}),
         (FirstBatch, IN_THE_PUSH | {"samples", "losses"}),
-        (Deaf, IN_THE_PUSH | {"losses"}),
+        (Unheard, IN_THE_PUSH | {"losses"}),
         (Sums, {"losses"}),
     ],
 )
@@ -294,9 +261,9 @@ def test_another_order_than_the_drawn_one_fails_by_name() -> None:
         if worker == 1:
             ahead.pushed(1, number, torch.zeros_like(ahead.weights), 0.0)
             order.append((PUSH, 1))
-    assert misordered(ahead, order, staleness=1) == 0
+    assert misordered(ahead.seen, order, WORKERS, staleness=1) == 0
     ahead.started(1, 1)
-    assert misordered(ahead, [*order, (START, 1)], staleness=1) == 1, "two steps ahead of workers 0 and 2"
+    assert misordered(ahead.seen, [*order, (START, 1)], WORKERS, staleness=1) == 1, "two steps ahead of workers 0 and 2"
 
 
 class TooFar(ParameterServer):
@@ -333,33 +300,12 @@ def test_the_rules_let_start_whom_the_bound_lets(workers: int, staleness: int | 
             assert misjudged(Mourning, workers, staleness, seed) > 0 or workers == 2
 
 
-@pytest.mark.parametrize("model", ["line", "mlp", "gpt"])
-@pytest.mark.parametrize("proof", [False, True])
-def test_the_one_process_deals_what_the_batches_are_said_to_deal(model: str, *, proof: bool) -> None:
-    config = config_of(LAB_MODEL=model)
-    one = OneProcess(build_model(config, 1).double(), config, proof=proof, device=CPU, dtype=torch.float64)
-    batches = Batches(config, proof=proof, device=CPU, dtype=torch.float64)
-    for step in (0, 1, 2, 9, 1500):
-        for rank in range(WORKERS):
-            parts = batches.dealt(step, rank, WORKERS)
-            for found, wanted in zip(one.samples(step, rank), zip(*parts, strict=True), strict=False):
-                assert torch.equal(found, torch.cat(wanted))
-
-
-def test_shards_are_cut_alike_however_uneven() -> None:
-    for batch in range(1, 20):
-        for workers in range(1, min(batch, 8) + 1):
-            for uneven in (False, True):
-                wanted = [0, *accumulate(shard_sizes(batch, workers, uneven=uneven))]
-                assert cuts(batch, workers, uneven=uneven) == wanted
-
-
 def test_staleness_and_lead_are_read_from_what_was_seen() -> None:
-    seen = [ServerEvent(START, rank, 1) for rank in (0, 1, 2)]
-    seen += [ServerEvent(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
+    seen = [Event(START, rank, 1) for rank in (0, 1, 2)]
+    seen += [Event(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
     assert audit(seen, range(3)).staleness == [0, 1, 2]
-    seen += [ServerEvent(START, 0, 1), ServerEvent(PUSH, 0, 1, 2), ServerEvent(START, 0, 1)]
+    seen += [Event(START, 0, 1), Event(PUSH, 0, 1, 2), Event(START, 0, 1)]
     found = audit(seen, range(3))
     assert (found.lead, found.wrong_numbers, found.steps[0], found.granted) == (1, 0, [1, 1], 5)
-    assert audit([*seen, ServerEvent(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
-    assert audit([*seen, ServerEvent(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"
+    assert audit([*seen, Event(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
+    assert audit([*seen, Event(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"

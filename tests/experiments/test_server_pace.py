@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from distlab.config import Config
-from distlab.elastic.costs import granted_rate
 from distlab.experiments.server import schemes
 from distlab.experiments.server.asynchronous import Rate, Report, check_rate, measure_rate, samples_of, stragglers
-from distlab.parameter_server.costs import in_step_rate
+from distlab.parameter_server.costs import granted_rate, in_step_rate
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import shard_sizes
 from tests.labs import run_experiment
