@@ -52,7 +52,7 @@ from distlab.workload.model import Model
 
 from . import asynchronous
 from .asynchronous import in_step
-from .bugs import MISTAKES
+from .bugs import mistake
 from .checks import Rounds, hold_timed, prove_rounds
 from .options import Options
 from .predictions import cannot, claims, predict, refuse, show_bytes, show_staleness
@@ -243,7 +243,7 @@ MODE = Mode(
     predict=predict,
     refuse=refuse,
     cannot=cannot,
-    mistakes=MISTAKES,
+    mistakes=mistake,
     unsaved="makes none, since out of step there is no step at which all workers hold the same state",
     reading=(
         "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run claims",
