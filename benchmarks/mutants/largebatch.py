@@ -21,8 +21,8 @@ MUTANTS = [
     Mutant("distlab/large_batch/optimizers.py", "dist.all_reduce(squares, group=self.sharded_over)", "pass", LARS),
     Mutant(
         "distlab/large_batch/optimizers.py",
-        "if parameter.dim() > 1 else vectors",
-        "if parameter.dim() > 0 else vectors",
+        "if each.dim() > 1], [each for each in every if each.dim() <= 1]",
+        "if each.dim() > 0], [each for each in every if each.dim() <= 0]",
         LAMB,
     ),
     Mutant(
@@ -35,11 +35,11 @@ MUTANTS = [
     Mutant("experiments/largebatch/training.py", "return steps // 4", "return steps // 2", PLAIN),
     Mutant(
         "experiments/largebatch/training.py",
-        "start = step * batch + sum(sizes[:shard])",
-        "start = sum(sizes[:shard])",
+        "self.trained[step * self.batch : (step + 1) * self.batch]",
+        "self.trained[: self.batch]",
         PLAIN,
     ),
-    Mutant("experiments/largebatch/sweep.py", "        lockstep.backward(step)", "        lockstep.backward(0)", PLAIN),
+    Mutant("experiments/largebatch/sweep.py", "            part(step)", "            part(0)", PLAIN),
     Mutant(
         "experiments/largebatch/training.py",
         "set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, self.steps))",

@@ -30,17 +30,14 @@ from torch import Tensor
 # parts are summed over them, in one call for all norms of a step; a part's own norm would give every rank another
 # ratio, and turn the update.
 
-Group = dict[
-    str, Any
-]  # of parameters: {"params": [...], "lr": ..., "weight_decay": ..., "adapted": whether a ratio scales it}
+# Of parameters: {"params": [...], "lr": ..., "weight_decay": ..., "adapted": whether a ratio scales it}.
+Group = dict[str, Any]
 
 
 def decayed_apart(parameters: Iterable[Tensor], weight_decay: float) -> list[Group]:
     """Two groups: matrices, which are scaled and decayed, and vectors (biases, gains), which are neither."""
-    matrices: list[Tensor] = []
-    vectors: list[Tensor] = []
-    for parameter in parameters:
-        (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    every = list(parameters)
+    matrices, vectors = [each for each in every if each.dim() > 1], [each for each in every if each.dim() <= 1]
     return [
         {"params": matrices, "weight_decay": weight_decay, "adapted": True},
         {"params": vectors, "weight_decay": 0.0, "adapted": False},
@@ -141,9 +138,9 @@ class Lamb(Layerwise):
     def update(self, parameters: list[Tensor], group: Group) -> None:
         """m, v and w of one group."""
         steps = [self.adam(parameter).add_(parameter, alpha=group["weight_decay"]) for parameter in parameters]
-        ratios: Sequence[Tensor | float] = (
-            self.ratios(parameters, steps) if group["adapted"] else [1.0] * len(parameters)
-        )
+        ratios: Sequence[Tensor | float] = [1.0] * len(parameters)
+        if group["adapted"]:
+            ratios = self.ratios(parameters, steps)
         for parameter, step, ratio in zip(parameters, steps, ratios, strict=True):
             parameter.sub_(step * ratio, alpha=group["lr"])
 
@@ -180,17 +177,17 @@ class Lamb(Layerwise):
 # A factor leaves every parameter group its own base rate: one rate for all groups would undo what they are there for.
 
 
-def unscaled(k: float, step: int = 0) -> float:  # noqa: ARG001  the same at every step, whatever k
+def unscaled(k: float) -> float:  # noqa: ARG001
     """The base rate."""
     return 1.0
 
 
-def sqrt(k: float, step: int = 0) -> float:  # noqa: ARG001
+def sqrt(k: float) -> float:
     """√k times the base rate."""
     return math.sqrt(k)
 
 
-def linear(k: float, step: int = 0) -> float:  # noqa: ARG001
+def linear(k: float) -> float:
     """k times the base rate."""
     return float(k)
 

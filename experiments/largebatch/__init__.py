@@ -30,25 +30,24 @@ tiny unless sizes are set, since thousands of steps are taken.
 """
 
 import copy
-from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch.nn.utils import parameters_to_vector
 
 from distlab.config import Config
-from distlab.contract import Instead, Mistake, Mode, Needs, Variant
+from distlab.contract import Mistakes, Mode, Needs, Variant
 from distlab.lab import Lab
 from distlab.large_batch import optimizers
+from distlab.measure.tensors import distance
 from distlab.workload.model import Model, build_model
 
 from .checks import LAYERWISE, K, check_layers, prove
 from .options import Options
-from .predictions import claims, predict, refuse, show_found, show_settings
-from .sweep import SEEDS, sweep
+from .sweep import SEEDS, claims, predict, refuse, show_found, show_settings, sweep
 from .training import Recipe, Stream, Trainee, layerwise_adam, layerwise_sgd, sgd
 
 SMALL = 1e-5  # small enough for η²: at 1e-3 a gpt of width 128 and depth 8 is 3.73 times nearer at half the rate, not 4
+mistake = Mistakes()
 
 
 RECIPES = {
@@ -59,15 +58,22 @@ RECIPES = {
     "lars": Recipe(optimizers.linear, layerwise_sgd, warms_up=True),
     "lamb": Recipe(optimizers.sqrt, layerwise_adam, warms_up=True),
 }
-UNSCALED = {
-    name: replace(recipe, target=optimizers.unscaled) if recipe.target is optimizers.linear else recipe
-    for name, recipe in RECIPES.items()
-}
 
 
-def chosen(config: Config, recipes: Mapping[str, Recipe] = RECIPES) -> dict[str, Recipe]:
+def chosen(config: Config) -> dict[str, Recipe]:
     """Those of LAB_VARIANT, or all."""
-    return {name: recipe for name, recipe in recipes.items() if not config.variant or name in config.variant}
+    return {name: recipe for name, recipe in RECIPES.items() if not config.variant or name in config.variant}
+
+
+@mistake("lr_unscaled", check="learning rate", part="recipe", needs=Needs(ranks=1, variants=("linear", "warmup")))
+class UnscaledRecipe(Recipe):
+    """The batch grows k times and the learning rate stays, although the recipe says k times: as many samples move the
+    weights k times less, and the run looks healthy while it learns too little (the first classic bug of multi-GPU
+    training)."""
+
+    def factor(self, k: int, step: int, steps: int) -> float:
+        """One, where the target is k."""
+        return 1.0 if self.target is optimizers.linear else super().factor(k, step, steps)
 
 
 # --- why k times the rate ---
@@ -91,19 +97,18 @@ def distance_of_k_steps(dense: Model, stream: Stream, config: Config, rate: floa
         trainee = Trainee(copy.deepcopy(dense), stream, Recipe(optimizers.linear, sgd), k, K // k, config)
         for step in range(K // k):
             trainee.model.zero_grad()
-            trainee.backward(stream.dealt(k, step, 0, 1))  # one shard of one: the whole batch
+            trainee.backward(step, 0, 1)  # one shard of one: the whole batch
             trainee.update(step)
         ends.append(parameters_to_vector(trainee.model.parameters()))
-    distance: float = torch.linalg.vector_norm(ends[0] - ends[1]).item()
-    return distance
+    return distance(*ends)
 
 
 # --- the run ---
 
 
-def run(lab: Lab, recipes: Mapping[str, Recipe] = RECIPES) -> None:
+def run(lab: Lab, recipe: type[Recipe] = Recipe) -> None:
     """The settings, the proof, the sweep, and what was found."""
-    followed = chosen(lab.config, recipes)
+    followed = {name: recipe(*each) for name, each in chosen(lab.config).items()}
     show_settings(lab, list(followed))
     if lab.config.proof:
         for name in LAYERWISE:
@@ -129,16 +134,7 @@ MODE = Mode(
     options=Options,
     predict=lambda config: predict(config, chosen(config)),
     refuse=lambda config: refuse(config, chosen(config)),
-    mistakes={
-        "lr_unscaled": Mistake(
-            "the batch grows k times and the learning rate stays, although the recipe says k times: as many samples "
-            "move the weights k times less, and the run looks healthy while it learns too little (the first classic "
-            "bug of multi-GPU training)",
-            "learning rate",
-            Instead(run={"recipes": UNSCALED}),
-            Needs(ranks=1, variants=("linear", "warmup")),
-        )
-    },
+    mistakes=mistake,
     unsaved="saves none of its many short trainings",
     reading=(
         "experiments/largebatch/__init__.py: the recipes, and what a run of them claims",

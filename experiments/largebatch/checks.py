@@ -17,15 +17,17 @@ rate of all proofs; the sweep, in LAB_DTYPE, has sampled steps checked in the sa
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from distlab.lab import Lab
-from distlab.measure.tensors import larger
+from distlab.measure.tensors import larger, largest_difference
 from distlab.verify.proof import LEARNING_RATE, TOLERANCE
-from distlab.workload.model import Model, build_model
+from distlab.workload.model import build_model
+from distlab.workload.reference import backward, divided
 
 from .training import (
     LAMB_DECAY,
@@ -66,51 +68,38 @@ def rate_of(name: str, sgd_rate: float, k: int, step: int, steps: int) -> float:
     return base * (1 + (target - 1) * step / warm if name in WARMED and step < warm else target)
 
 
-@dataclass
-class State:
-    """A model between two steps of a recipe, a tensor a parameter: weights and two moments."""
+class Row(NamedTuple):
+    """A parameter between two steps of a recipe: its weight and two moments."""
 
-    weights: list[Tensor]
-    first: list[Tensor]  # LARS' momentum, LAMB's m; unused by SGD
-    second: list[Tensor]  # LAMB's v
+    weight: Tensor
+    first: Tensor  # LARS' momentum, LAMB's m; unused by SGD
+    second: Tensor  # LAMB's v
 
-    @classmethod
-    def fresh(cls, weights: Iterable[Tensor]) -> "State":
-        """Before the first step."""
-        own = [weight.detach().clone() for weight in weights]
-        return cls(own, *([torch.zeros_like(weight) for weight in own] for _ in range(2)))
 
-    @classmethod
-    def of(cls, trainee: Trainee) -> "State":
-        """A copy of a training's weights and moments; moments that it has not made yet are zero."""
-        found = cls.fresh(trainee.model.parameters())
-        state = trainee.optimizer.state
-        for key, moments in (("momentum", found.first), ("m", found.first), ("v", found.second)):
-            for place, weight in enumerate(trainee.model.parameters()):
-                if key in state.get(weight, {}):
-                    moments[place] = state[weight][key].detach().clone()
-        return found
+State = list[Row]  # of a model, a row a parameter
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All weights, then the first and the second moments."""
-        return [*self.weights, *self.first, *self.second]
 
-    def double(self) -> "State":
-        """The same in float64."""
-        return State(*([each.double() for each in tensors] for tensors in (self.weights, self.first, self.second)))
+def state_of(trainee: Trainee) -> State:
+    """A copy of a training's weights and moments; moments that it has not made yet are zero."""
+    rows = []
+    for weight in trainee.model.parameters():
+        zeros, state = torch.zeros_like(weight), trainee.optimizer.state.get(weight, {})
+        moments = state.get("momentum", state.get("m", zeros)), state.get("v", zeros)
+        rows.append(Row(*(each.detach().clone() for each in (weight, *moments))))
+    return rows
 
-    def stepped(self, name: str, gradients: Sequence[Tensor], rate: float, t: int) -> "State":
-        """The state after step `t` (from 1) at `rate`."""
-        rows = []
-        for w, g, first, second in zip(self.weights, gradients, self.first, self.second, strict=True):
-            if name == "lars":
-                rows.append((*lars(w, g, first, rate), second))
-            elif name == "lamb":
-                rows.append(lamb(w, g, first, second, rate, t))
-            else:
-                rows.append((w - rate * g, first, second))
-        return State(*([row[place] for row in rows] for place in range(3)))
+
+def stepped(rows: State, name: str, gradients: Sequence[Tensor], rate: float, t: int) -> State:
+    """The state after step `t` (from 1) of a recipe at `rate`."""
+    found = []
+    for (w, first, second), g in zip(rows, gradients, strict=True):
+        if name == "lars":
+            found.append(Row(*lars(w, g, first, rate), second))
+        elif name == "lamb":
+            found.append(Row(*lamb(w, g, first, second, rate, t)))
+        else:
+            found.append(Row(w - rate * g, first, second))
+    return found
 
 
 def lars(w: Tensor, g: Tensor, v: Tensor, rate: float) -> tuple[Tensor, Tensor]:
@@ -142,16 +131,19 @@ def length(tensor: Tensor) -> float:
     return math.sqrt(float((tensor * tensor).sum()))
 
 
-def gradients_of(weights: Sequence[Tensor], stream: Stream, k: int, step: int, parts: int) -> list[Tensor]:
-    """At `weights`, of the mean loss over the k·LAB_BATCH samples that are due at `step`, computed in `parts`."""
-    model = build_model(stream.config, stream.config.seed).to(stream.device, stream.dtype)
-    for parameter, weight in zip(model.parameters(), weights, strict=True):
-        parameter.data.copy_(weight)
-    batch = k * stream.config.batch
-    due = slice(step * batch, (step + 1) * batch)
-    for inputs, targets in zip(stream.inputs[due].chunk(parts), stream.targets[due].chunk(parts), strict=True):
-        (model(inputs, targets) / (batch * stream.terms)).backward()
+def gradients(model: nn.Module) -> list[Tensor]:
+    """The gradient of each parameter; of one that no sample reached zeros."""
     return [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+
+
+def gradients_alone(trainee: Trainee, before: State, step: int, parts: int) -> list[Tensor]:
+    """Of the mean loss over the k·LAB_BATCH samples that are due at `step`, computed by one process in `parts`."""
+    stream = trainee.stream
+    model = build_model(stream.config, stream.config.seed).to(stream.device, stream.dtype)
+    for parameter, row in zip(model.parameters(), before, strict=True):
+        parameter.data.copy_(row.weight)
+    backward(model, divided(stream.full(step), parts), None)
+    return gradients(model)
 
 
 # --- what a step is checked for ---
@@ -160,26 +152,26 @@ def gradients_of(weights: Sequence[Tensor], stream: Stream, k: int, step: int, p
 def check_step(lab: Lab, name: str, trainee: Trainee, before: State, step: int, *, proof: bool) -> None:
     """Gradients and new weights of a training that took `step` from the state `before`, against one process."""
     stream, kind = trainee.stream, "" if proof else "trained "
-    parts = 1 if proof else lab.world_size
-    wanted, summed = gradients_of(before.weights, stream, trainee.k, step, parts), trainee.gradients()
+    wanted = gradients_alone(trainee, before, step, 1 if proof else lab.world_size)
     if not all(bool(tensor.isfinite().all()) for tensor in wanted):
         for claim in ("trained gradients", "trained weights"):
             lab.waive(claim, "a recipe that diverged: one process has no number there either", name)
         return
     eps = torch.finfo(stream.dtype).eps
     of_gradients, of_weights = (TOLERANCE, TOLERANCE) if proof else (GRADIENTS * eps, WEIGHTS * eps)
-    mine, other = (torch.cat([tensor.double().flatten() for tensor in each]) for each in (summed, wanted))
-    off = relative(mine, other, other.norm())
+    summed = [gradient.double() for gradient in gradients(trainee.model)]
+    mine, other = (parameters_to_vector(each) for each in (summed, [gradient.double() for gradient in wanted]))
     detail = f"step {step} of k = {trainee.k}; length of the difference over that of the gradient"
     control = CONTROLS.format(
         "test_samples_of_another_step_fail_the_run" if proof else "test_a_sweep_on_one_batch_fails_the_run"
     )
-    lab.check(f"{kind}gradients", off, of_gradients, name, detail, control=control)
-    rate, exact = rate_of(name, base_rate(stream.config), trainee.k, step, trainee.steps), before.double()
-    right = exact.stepped(name, [tensor.double() for tensor in summed], rate, step + 1)
+    lab.check(f"{kind}gradients", relative(mine, other, other.norm()), of_gradients, name, detail, control=control)
+    rate = rate_of(name, base_rate(stream.config), trainee.k, step, trainee.steps)
+    exact, found = ([Row(*(each.double() for each in row)) for row in rows] for rows in (before, state_of(trainee)))
     off = 0.0
-    for start, found, due in zip(exact.tensors, State.of(trainee).double().tensors, right.tensors, strict=True):
-        off = larger(off, relative(found, due, torch.maximum(start.norm(), due.norm())))
+    for rows in zip(exact, found, stepped(exact, name, summed, rate, step + 1), strict=True):
+        for start, now, due in zip(*rows, strict=True):
+            off = larger(off, relative(now, due, torch.maximum(start.norm(), due.norm())))
     detail = f"step {step} of k = {trainee.k}; of weights and moments, as a share of their length"
     control = CONTROLS.format(
         "test_a_term_that_is_missing_fails_the_run" if proof else "test_a_sweep_that_forgets_fails_the_run"
@@ -195,17 +187,13 @@ def relative(found: Tensor, wanted: Tensor, size: Tensor) -> float:
 def prove(lab: Lab, recipes: Mapping[str, Recipe]) -> None:
     """Gradients, weights and rates of the first steps of every recipe, against one process."""
     config = lab.config.model_copy(update={"lr": LEARNING_RATE})
-    stream = Stream(config, config.seed, K * STEPS, lab.device, torch.float64)
-    trainees = {
-        name: Trainee(
-            build_model(config, config.seed).to(lab.device, torch.float64), stream, recipe, K, HORIZON, config
-        )
-        for name, recipe in recipes.items()
-    }
-    ours = Lockstep(trainees, lab.group, uneven=True)
+    stream = Stream(config, config.seed, K * STEPS, lab.device, torch.float64, uneven=True)
+    models = {name: build_model(config, config.seed).to(lab.device, torch.float64) for name in recipes}
+    trainees = {name: Trainee(models[name], stream, recipe, K, HORIZON, config) for name, recipe in recipes.items()}
+    ours = Lockstep(trainees, lab.group)
     for step in range(STEPS):
         lab.at(step, "proof")
-        before = {name: State.of(trainee) for name, trainee in trainees.items()}
+        before = {name: state_of(trainee) for name, trainee in trainees.items()}
         ours.backward(step)
         ours.update(step)
         lab.at(step, "one process")
@@ -219,9 +207,10 @@ def prove(lab: Lab, recipes: Mapping[str, Recipe]) -> None:
 
 def check_rate(lab: Lab, name: str, trainee: Trainee, before: State, right: float) -> None:
     """The rate of plain SGD's step, as the length of the update along the gradient, -<Δw, g> / <g, g>."""
+    model = trainee.model
     weights, start, gradient = (
-        nn.utils.parameters_to_vector(each).detach()
-        for each in (trainee.model.parameters(), before.weights, trainee.gradients())
+        parameters_to_vector(each).detach()
+        for each in (model.parameters(), [row.weight for row in before], gradients(model))
     )
     measured = -((weights - start) @ gradient / (gradient @ gradient)).item()
     detail = f"{measured:.4g} measured, {right:.4g} by the formula; the difference is relative"
@@ -244,39 +233,33 @@ def check_layers(lab: Lab, name: str, recipe: Recipe) -> None:
     weights = drawn_layers(lab.config.seed)
     weights[1] = torch.zeros_like(weights[1])
     weights[3] *= 40 / weights[3].norm()
-    wanted, rate = State.fresh(weights), rate_of(name, 1.0, 1, 0, 1)
-    whole, parts = layers(weights), layers([own_rows(each, lab) for each in weights])
+    rate = rate_of(name, 1.0, 1, 0, 1)
+    wanted = [Row(each, torch.zeros_like(each), torch.zeros_like(each)) for each in weights]
+    whole, parts = (nn.ParameterList(each.clone() for each in of) for of in (weights, own_rows(weights, lab)))
     optimizers = (recipe.optimizer(whole, lab.config), recipe.optimizer(parts, lab.config, sharded_over=lab.group))
     for step in range(LAYER_STEPS):
-        gradients = [0.1 * each for each in drawn_layers(1000 + step)]
-        gradients[2] = torch.zeros_like(gradients[2])
-        gradients[4] = -1e-3 * weights[4]  # where ‖g + βw‖ is far from ‖g‖ + β‖w‖
-        for parameter, part, gradient in zip(whole.parameters(), parts.parameters(), gradients, strict=True):
-            parameter.grad, part.grad = gradient.clone(), own_rows(gradient, lab).clone()
+        drawn = [0.1 * each for each in drawn_layers(1000 + step)]
+        drawn[2] = torch.zeros_like(drawn[2])
+        drawn[4] = -1e-3 * weights[4]  # where ‖g + βw‖ is far from ‖g‖ + β‖w‖
+        for parameter, gradient in zip((*whole, *parts), (*drawn, *own_rows(drawn, lab)), strict=True):
+            parameter.grad = gradient.clone()
         for optimizer in optimizers:
             optimizer.step()
-        wanted = wanted.stepped(name, gradients, rate, step + 1)
+        wanted = stepped(wanted, name, drawn, rate, step + 1)
+    after = [row.weight for row in wanted]
     detail = "a layer of zeros, one without a gradient, one of norm 40, one whose gradient points against its weights"
     control = CONTROLS.format("test_a_corner_that_is_wrong_fails_the_run")
-    lab.check("layers", largest_difference(whole, wanted.weights), TOLERANCE, name, detail, control=control)
+    lab.check("layers", apart(whole, after), TOLERANCE, name, detail, control=control)
     detail = "of the same layers, each rank with some rows of them"
     control = CONTROLS.format("test_norms_of_a_rank_alone_fail_the_run")
-    rows = [own_rows(each, lab) for each in wanted.weights]
-    lab.check("global norms", largest_difference(parts, rows), TOLERANCE, name, detail, control=control)
+    lab.check("global norms", apart(parts, own_rows(after, lab)), TOLERANCE, name, detail, control=control)
 
 
-def layers(weights: Sequence[Tensor]) -> Model:
-    """A model of these weights, which is never run."""
-    return Model("layers", [nn.ParameterList([nn.Parameter(each.clone()) for each in weights])], nn.Identity())
+def own_rows(tensors: Iterable[Tensor], lab: Lab) -> list[Tensor]:
+    """This rank's part of each, a run of rows: parts are uneven, and may be empty."""
+    return [tensor.tensor_split(lab.world_size)[lab.rank] for tensor in tensors]
 
 
-def own_rows(tensor: Tensor, lab: Lab) -> Tensor:
-    """This rank's part, a run of rows: parts are uneven, and may be empty."""
-    return tensor.tensor_split(lab.world_size)[lab.rank]
-
-
-def largest_difference(model: Model, wanted: Sequence[Tensor]) -> float:
-    """The largest difference of any weight, infinite where one is no number."""
-    pairs = zip(model.parameters(), wanted, strict=True)
-    differences = [(mine.detach() - other).abs().flatten() for mine, other in pairs]
-    return torch.cat([*differences, torch.zeros(1)]).nan_to_num(torch.inf).max().item()
+def apart(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
+    """The largest difference of any tensor."""
+    return max(largest_difference(one, other) for one, other in zip(found, wanted, strict=True))

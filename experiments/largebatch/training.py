@@ -8,19 +8,19 @@ A batch of k times the base at step s is what k steps of the base batch take one
 k sees the same samples, each once, and differs in nothing but how many it takes at a time.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distlab.config import Config
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.large_batch import optimizers
 from distlab.large_batch.optimizers import Lamb, Lars, Layerwise, decayed_apart, set_rates
-from distlab.workload.data import Microbatch, Points, Samples, Text, permutation, shard_sizes
+from distlab.workload.data import Batches, Microbatch, Points, Samples, Text, permutation
 from distlab.workload.model import Model
 from distlab.workload.optimizer import PlainSGD
 
@@ -32,11 +32,7 @@ HELD_OUT = 256
 Stepper: TypeAlias = PlainSGD | Layerwise
 
 
-# --- recipes ---
-
-
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """`target(k)` times the base rate for k times the batch, at once or after warm-up, with a fresh `optimizer`."""
 
     target: Callable[[float], float]
@@ -59,61 +55,45 @@ def base_rate(config: Config) -> float:
     return config.lr or SGD_RATE
 
 
-def sgd(model: Model, config: Config) -> Stepper:
+def sgd(model: nn.Module, config: Config) -> Stepper:
     """Plain, so that an update is the gradient times the rate, and nothing else."""
     return PlainSGD(model.parameters(), base_rate(config))
 
 
-def layerwise_sgd(model: Model, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
+def layerwise_sgd(model: nn.Module, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
     """LARS, which neither scales nor decays biases and gains."""
     groups = decayed_apart(model.parameters(), LARS_DECAY)
     return Lars(groups, LARS_RATE, trust=LARS_TRUST, sharded_over=sharded_over)
 
 
-def layerwise_adam(model: Model, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
+def layerwise_adam(model: nn.Module, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
     """LAMB, which neither scales nor decays biases and gains."""
     return Lamb(decayed_apart(model.parameters(), LAMB_DECAY), LAMB_RATE, sharded_over=sharded_over)
 
 
-# --- samples ---
+class Stream(Batches):
+    """`steps` base batches of LAB_BATCH samples in an order drawn by `seed`, and others to judge by; no epoch."""
 
+    def __init__(
+        self, config: Config, seed: int, steps: int, device: torch.device, dtype: torch.dtype, *, uneven: bool = False
+    ) -> None:
+        self.config, self.device, self.dtype, self.uneven, self.batch = config, device, dtype, uneven, config.batch
+        self.samples, self.trained, self.held_out = draw(config, seed, steps * config.batch)
 
-class Stream:
-    """`steps` base batches of LAB_BATCH samples in an order drawn by `seed`, and others to judge by."""
+    def times(self, k: int) -> "Stream":
+        """The same samples, k base batches a step."""
+        stream = copy.copy(self)
+        stream.batch = k * self.config.batch
+        return stream
 
-    def __init__(self, config: Config, seed: int, steps: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.device, self.dtype = config, device, dtype
-        samples, self.trained, self.held_out = draw(config, seed, steps * config.batch)
-        self.terms = samples.terms
-        self.inputs, self.targets = self._take(samples, self.trained, dtype)
-        self.judged = Microbatch(
-            *self._take(samples, self.held_out, torch.float32), 1 / (len(self.held_out) * self.terms)
-        )
+    def judged(self) -> Microbatch:
+        """The samples to judge by, in float32."""
+        inputs, targets = self.samples.take(self.held_out)
+        inputs, targets = (each.float() if each.is_floating_point() else each for each in (inputs, targets))
+        return Microbatch(inputs.to(self.device), targets.to(self.device), 1 / targets.numel())
 
-    def dealt(self, k: int, step: int, shard: int, num_shards: int, *, uneven: bool = False) -> list[Microbatch]:
-        """What `shard` works on at `step` of a batch of k times the base, in LAB_MICROBATCHES parts."""
-        own = self.places(k, step, shard, num_shards, uneven=uneven)
-        sizes = shard_sizes(len(own), min(self.config.num_microbatches, len(own)))
-        share = 1 / (k * self.config.batch * self.terms)
-        starts = [own.start + sum(sizes[:part]) for part in range(len(sizes))]
-        return [
-            Microbatch(self.inputs[start : start + size], self.targets[start : start + size], share)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-
-    def places(self, k: int, step: int, shard: int, num_shards: int, *, uneven: bool = False) -> range:
-        """Where in the order the samples of `shard` stand."""
-        batch = k * self.config.batch
-        sizes = shard_sizes(batch, num_shards, uneven=uneven)
-        start = step * batch + sum(sizes[:shard])
-        return range(start, start + sizes[shard])
-
-    def _take(self, samples: Samples, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        inputs, targets = (
-            values.to(self.device, dtype if values.is_floating_point() else values.dtype)
-            for values in samples.take(ids)
-        )
-        return inputs, targets
+    def _order(self, step: int) -> Tensor:
+        return self.trained[step * self.batch : (step + 1) * self.batch]
 
 
 def draw(config: Config, seed: int, num_samples: int) -> tuple[Samples, Tensor, Tensor]:
@@ -129,23 +109,20 @@ def draw(config: Config, seed: int, num_samples: int) -> tuple[Samples, Tensor, 
     return samples, kept.repeat(repeats)[:num_samples], order[-held:]
 
 
-# --- trainings ---
-
-
 class Trainee:
     """One training: a model, the samples of its seed, and a recipe for `steps` batches of k times the base."""
 
     def __init__(self, model: Model, stream: Stream, recipe: Recipe, k: int, steps: int, config: Config) -> None:
-        self.model, self.stream, self.recipe, self.k, self.steps = model, stream, recipe, k, steps
+        self.model, self.stream, self.recipe, self.k, self.steps = model, stream.times(k), recipe, k, steps
         self.optimizer = recipe.optimizer(model, config)
 
-    def backward(self, microbatches: list[Microbatch]) -> None:
-        """Add the gradients of this rank's samples up.
+    def backward(self, step: int, shard: int, num_shards: int) -> None:
+        """Add the gradients of this shard's samples up.
 
         A term counts by its share, one over those of all k times LAB_BATCH samples: a gradient is a mean, as long as
         that of the base. So with the base rate a step is no longer than before, and there are k times fewer.
         """
-        for inputs, targets, share in microbatches:
+        for inputs, targets, share in self.stream.dealt(step, shard, num_shards):
             (self.model(inputs, targets) * share).backward()
 
     def update(self, step: int) -> None:
@@ -153,14 +130,10 @@ class Trainee:
         set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, self.steps))
         self.optimizer.step()
 
-    def gradients(self) -> list[Tensor]:
-        """The gradient of each parameter; of one that no sample reached zeros."""
-        return [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.model.parameters()]
-
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """The mean loss over samples that no step has seen, in float32; nothing can be trained any more after it."""
-        inputs, targets, share = self.stream.judged
+        inputs, targets, share = self.stream.judged()
         loss: float = (self.model.float()(inputs, targets) * share).item()
         return loss
 
@@ -168,17 +141,16 @@ class Trainee:
 class Lockstep:
     """Trainees, by name, that step together over the ranks of `group`; all take batches of k times the base."""
 
-    def __init__(self, trainees: Mapping[str, Trainee], group: dist.ProcessGroup, *, uneven: bool = False) -> None:
-        self.trainees, self.group, self.uneven = dict(trainees), group, uneven
+    def __init__(self, trainees: Mapping[str, Trainee], group: dist.ProcessGroup) -> None:
+        self.trainees, self.group = dict(trainees), group
         parameters = [parameter for trainee in trainees.values() for parameter in trainee.model.parameters()]
         self.buckets = GradientBuckets(parameters, group, float("inf"), overlap=False)
 
     def backward(self, step: int) -> None:
         """Gradients of all trainees, summed over the ranks."""
         self.buckets.zero()
-        rank, ranks = self.group.rank(), self.group.size()
         for trainee in self.trainees.values():
-            trainee.backward(trainee.stream.dealt(trainee.k, step, rank, ranks, uneven=self.uneven))
+            trainee.backward(step, self.group.rank(), self.group.size())
         self.buckets.finish()
 
     def update(self, step: int) -> None:

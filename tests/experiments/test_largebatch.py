@@ -3,7 +3,6 @@ refused."""
 
 import math
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import Tensor
 from distlab.config import Config, ConfigError
 from distlab.experiments.largebatch import MODE, SMALL, distance_of_k_steps, training
 from distlab.experiments.largebatch.checks import K
-from distlab.experiments.largebatch.predictions import broken, cell, widest_spread
-from distlab.experiments.largebatch.sweep import SweepResults, multiples, sampled
+from distlab.experiments.largebatch.sweep import SweepResults, broken, cell, multiples, sampled, widest_spread
 from distlab.experiments.largebatch.training import Lockstep, Stream, Trainee, base_rate
 from distlab.large_batch import optimizers
 from distlab.large_batch.optimizers import Lamb, Lars, Layerwise
@@ -86,17 +84,14 @@ def test_every_recipe_is_checked_at_the_sampled_steps_of_each_k(steps: int, name
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_every_k_sees_the_same_samples_once(model: str) -> None:
     config = config_of(LAB_STEPS="8", LAB_BATCH="7", LAB_MODEL=model)
-    stream = Stream(config, 1, config.steps, torch.device("cpu"), torch.float32)
+    base = Stream(config, 1, config.steps, torch.device("cpu"), torch.float32, uneven=True)
     for k in multiples(config):
-        seen = Counter(
-            place
-            for step in range(8 // k)
-            for rank in range(3)
-            for place in stream.places(k, step, rank, 3, uneven=True)
-        )
-        assert seen == Counter(range(8 * 7))
-        dealt = [part for rank in range(3) for part in stream.dealt(k, 0, rank, 3)]
-        assert torch.equal(torch.cat([part.inputs for part in dealt]), stream.inputs[: 7 * k])
+        stream = base.times(k)
+        seen = [place for step in range(8 // k) for rank in range(3) for place in stream.sample_ids(step, rank, 3)]
+        assert seen == base.trained.tolist() and len(seen) == len(set(seen)) == 8 * 7
+        dealt = [part for rank in range(3) for part in stream.dealt(0, rank, 3)]
+        inputs = torch.cat([base.full(step).inputs for step in range(k)])
+        assert torch.equal(torch.cat([part.inputs for part in dealt]), inputs)
         assert sum(part.targets.numel() * part.share for part in dealt) == pytest.approx(1)
 
 
@@ -104,9 +99,13 @@ def test_a_text_is_judged_by_samples_that_it_is_not_trained_on(tmp_path: Path) -
     (tmp_path / "text").write_text("0123456789")  # windows of 3 and the next: 0 to 3, 3 to 6, 6 to 9
     settings = {"LAB_MODEL": "gpt", "LAB_TEXT": str(tmp_path / "text"), "LAB_SEQ": "3"}
     stream = Stream(config_of(3, **settings), 1, 4, torch.device("cpu"), torch.float32)
-    held = {bytes(row) for row in stream.judged.inputs.tolist()}
+    held = {bytes(row) for row in stream.judged().inputs.tolist()}
     assert len(held) == 1
-    assert {bytes(row) for row in stream.inputs.tolist()} == {b"012", b"345", b"678"} - held
+    assert {bytes(row) for step in range(4) for row in stream.full(step).inputs.tolist()} == {
+        b"012",
+        b"345",
+        b"678",
+    } - held
     (sentence,) = refused(config_of(3, **(settings | {"LAB_SEQ": "5"})))
     assert "the text holds one sample of LAB_SEQ=5 bytes" in sentence
 
@@ -259,8 +258,8 @@ def undecayed(made: Any) -> Any:
     return lambda parameters, weight_decay: made(parameters, 0.0)
 
 
-def of_the_first_step(places: Any) -> Any:
-    return lambda self, k, step, *rest, **given: places(self, k, 0, *rest, **given)
+def of_the_first_step(sample_ids: Any) -> Any:
+    return lambda self, step, *rest: sample_ids(self, 0, *rest)
 
 
 def one_late(warmup: Any) -> Any:
@@ -269,7 +268,7 @@ def one_late(warmup: Any) -> Any:
 
 def summed(dealt: Any) -> Any:
     """Loss terms that are weighed as those of the base batch, whatever k is."""
-    return lambda self, k, *rest, **given: [p._replace(share=p.share * k) for p in dealt(self, k, *rest, **given)]
+    return lambda self, *rest: [p._replace(share=p.share * self.batch / self.config.batch) for p in dealt(self, *rest)]
 
 
 def on_one_batch(backward: Any) -> Any:
@@ -345,7 +344,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "zero moves at no rate": (Lars, "rates", constant(1.0)),
     "norms of a rank's own": (Layerwise, "norms", own_norms),
     "warm-up a step early": (optimizers, "warmup", one_late),
-    "always the first samples": (Stream, "places", of_the_first_step),
+    "always the first samples": (Stream, "sample_ids", of_the_first_step),
     "a sum and no mean": (Stream, "dealt", summed),
     "one batch for ever": (Lockstep, "backward", on_one_batch),
     "moments forgotten": (Trainee, "update", in_the_sweep(forget)),
