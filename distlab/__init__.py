@@ -4,6 +4,6 @@
 torch is not imported here, so that the command `distlab` can answer before it has come in.
 """
 
-from distlab.testing.decorators import ranks, same_as_one_process
+from distlab.testing import ranks, same_as_one_process
 
 __all__ = ["ranks", "same_as_one_process"]

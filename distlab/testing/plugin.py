@@ -26,7 +26,6 @@ CASE, PRELOAD = "_distlab_case", "distlab_preload"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """World sizes of tests that name none; what ranks have imported before they are forked, beside torch."""
     sizes = "numbers of ranks on which tests marked with @distlab.ranks() run, such as 2,4 (default: 2)"
     parser.getgroup("distlab").addoption("--ranks", type=world_sizes, default=[2], metavar="N,N", help=sizes)
     what = "modules that a pool of ranks imports once, before they are forked"
@@ -53,7 +52,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each world size, backend and bound."""
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
         return
@@ -135,7 +133,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     world_size, backend, timeout_s = case
     task = Task(
         module=pyfuncitem.module.__name__, file=str(pyfuncitem.path), name=name_of(pyfuncitem),
-        arguments=arguments_of(pyfuncitem), world_size=world_size, number=pool.next_number(), port=pool.port,
+        arguments=arguments_of(pyfuncitem), world_size=world_size, number=pool.next_number(),
         timeout_s=timeout_s, backend=backend, mesh=mark.kwargs["mesh"],
     )  # fmt: skip
     outcome = pool.run([task] * world_size)
@@ -184,7 +182,6 @@ def pool_of(config: pytest.Config) -> "Pool":
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """No rank outlives the session."""
     try:
         return (yield)
     finally:

@@ -21,7 +21,6 @@ from typing import IO, Any
 from distlab.check.coordinator import Doctor
 from distlab.check.rank_state import END, HANG, MATCH, Finding
 from distlab.check.recorder import now
-from distlab.check.script import Ends
 from distlab.check.script_process import Bedside, Hearing, pipes
 from distlab.cluster import name_ranks
 from distlab.testing.rank import Ended, Start, Task, serve
@@ -37,41 +36,18 @@ KEY_BYTES = 32
 GATHER_S = 0.5  # what ranks have told is in a pipe of this process, and on no store
 
 
-class TravellingEnds(Ends):
-    """The watched process's ends of its pipes, on their way to it."""
+class TravellingFiles:
+    """Open files on their way to another process, which gets a tuple of what gives a descriptor by `detach`."""
+
+    def __init__(self, *descriptors: int) -> None:
+        self._descriptors = descriptors
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Arrived, tuple(reduction.DupFd(each) for each in self)
-
-
-class Arrived:
-    """These ends, in the watched process."""
-
-    def __init__(self, *ends: Any) -> None:
-        self._ends = ends
-
-    def detach(self) -> Ends:
-        """As descriptors."""
-        return Ends(*(each.detach() for each in self._ends))
-
-
-class Descriptor:
-    """A file on its way to another process."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return themselves, (reduction.DupFd(self.number),)
-
-
-def themselves(arrived: Any) -> Any:
-    """What has arrived as it is."""
-    return arrived
+        return tuple, ([reduction.DupFd(each) for each in self._descriptors],)
 
 
 class WarmRank:
-    """One rank of the pool."""
+    """One rank of a pool; its process calls `serve(start, files, control)`."""
 
     def __init__(self, start: Start, serve: Callable[..., None]) -> None:
         ours, theirs = pipes()
@@ -79,7 +55,7 @@ class WarmRank:
         self.control, other = CONTEXT.Pipe()
         process = CONTEXT.Process(
             target=serve, daemon=True, name=f"rank {start.rank}",
-            args=(start, TravellingEnds(*theirs), Descriptor(self.output.fileno()), other),
+            args=(start, TravellingFiles(*theirs, self.output.fileno()), other),
         )  # fmt: skip
         process.start()
         theirs.close()
@@ -98,7 +74,6 @@ class WarmRank:
         return self.bedside.starved_s() - self._starved_before_s
 
     def printed(self) -> str:
-        """What the test has printed here."""
         return os.pread(self.output.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def kill(self) -> None:
@@ -127,23 +102,57 @@ class Outcome:
         return bool(self.late or self.findings or self.lost) or failed
 
 
-class Pool:
-    """All warm ranks of this process."""
+class WarmRanks:
+    """Ranks that are forked once and stay, and the store in which their process groups meet."""
 
-    def __init__(self, root: str, files: Sequence[str], preload: Sequence[str]) -> None:
-        self._root, self._files, self._preload = root, files, preload
+    def __init__(self, root: str, preload: Sequence[str]) -> None:
+        self._root, self._preload = root, preload
         self._ranks: list[WarmRank] = []
         self._key = secrets.token_bytes(KEY_BYTES)
         self._store: StoreHost | None = None
-        self._tasks = 0
-        atexit.register(self.kill)
 
     @property
     def port(self) -> int:
-        """Of the store in which tests' process groups meet."""
+        """Of the store, which is opened with the first use."""
         if self._store is None:
             self._store = StoreHost(listen("127.0.0.1"), self._key)
         return self._store.port
+
+    def fork(self, count: int, serve: Callable[..., None], files: Sequence[str] = ()) -> list[WarmRank]:
+        """The ranks that are missing from `count`, not yet ready."""
+        CONTEXT.set_forkserver_preload(list(self._preload))
+        missing = range(len(self._ranks), count)
+        starts = [Start(rank, self.port, self._key, self._root, sys.path, files) for rank in missing]
+        new = [WarmRank(start, serve) for start in starts]
+        self._ranks += new
+        return new
+
+    def kill(self) -> None:
+        """End all ranks; the next call gets new ones."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+    def close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+    def let_end(self, at_most_s: float) -> None:
+        """Have the ranks end by themselves, so that their coverage is written."""
+        for rank in self._ranks:
+            rank.control.send(None)
+        for rank in self._ranks:
+            rank.bedside.process.join(at_most_s)
+
+
+class Pool(WarmRanks):
+    """The ranks that run tests marked with `distlab.ranks`."""
+
+    def __init__(self, root: str, files: Sequence[str], preload: Sequence[str]) -> None:
+        super().__init__(root, preload)
+        self._files, self._tasks = files, 0
+        atexit.register(self.kill)
 
     def next_number(self) -> int:
         """A number for a test."""
@@ -152,7 +161,10 @@ class Pool:
 
     def run(self, tasks: Sequence[Task]) -> Outcome:
         """One task a rank; ends after the longest bound of them."""
-        self._have(len(tasks))
+        for new in self.fork(len(tasks), serve, self._files):
+            if not new.control.poll(START_S):
+                raise RuntimeError(f"a rank did not start in {START_S:g} s")
+            new.control.recv()
         for rank, task in zip(self._ranks, tasks, strict=False):
             rank.begin(task)
         outcome = Watching(self._ranks[: len(tasks)], tasks[0].timeout_s).until_the_end()
@@ -160,35 +172,11 @@ class Pool:
             self.kill()
         return outcome
 
-    def _have(self, count: int) -> None:
-        CONTEXT.set_forkserver_preload(list(self._preload))
-        starts = [
-            Start(rank, self.port, self._key, self._root, sys.path, self._files)
-            for rank in range(len(self._ranks), count)
-        ]
-        new = [WarmRank(start, serve) for start in starts]
-        self._ranks += new
-        for each in new:
-            if not each.control.poll(START_S):
-                raise RuntimeError(f"a rank did not start in {START_S:g} s")
-            each.control.recv()
-
-    def kill(self) -> None:
-        """End all ranks; the next test gets new ones."""
-        for rank in self._ranks:
-            rank.kill()
-        self._ranks = []
-
     def close(self) -> None:
-        """Let all ranks end by themselves."""
-        for rank in self._ranks:
-            rank.control.send(None)
-        for rank in self._ranks:
-            rank.bedside.process.join(2)
+        """Let all ranks end."""
+        self.let_end(2)
         self.kill()
-        if self._store is not None:
-            self._store.close()
-        self._store = None
+        self.close_store()
 
 
 class Watching:
@@ -214,7 +202,9 @@ class Watching:
             if time.monotonic() - listened > LISTEN_S:
                 listened = time.monotonic()
                 self._listen()
-            if time.monotonic() > deadline + self._starved_s(deadline):
+            # What the bound does not count, once it is over: ranks that wait for a core on a busy machine do not hang.
+            starved_s = max(rank.starved_s() for rank in self._ranks) if time.monotonic() > deadline else 0.0
+            if time.monotonic() > deadline + starved_s:
                 self._listen()
                 return self._outcome(f"not done after {self._timeout_s:g} s")
         failed = any(each.outcome == "failed" for each in self._ended.values())
@@ -224,10 +214,6 @@ class Watching:
                 break
             time.sleep(LISTEN_S)
         return self._outcome()
-
-    def _starved_s(self, deadline: float) -> float:
-        """What the bound does not count, once it is over: ranks that wait for a core on a busy machine do not hang."""
-        return max(rank.starved_s() for rank in self._ranks) if time.monotonic() > deadline else 0.0
 
     def _receive(self, for_s: float) -> None:
         controls = {rank.control: number for number, rank in enumerate(self._ranks) if number not in self._ended}

@@ -36,23 +36,17 @@ from distlab.transport.store import KeyedStore
 AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"  # other plugins have no part in an assert
 
 
-def settings(patterns: Sequence[str]) -> pytest.Config:
-    """pytest's settings as they are without a file of settings, but for which files are rewritten."""
+def install(patterns: Sequence[str]) -> None:
+    """Rewrite what is imported from here on and fits; explain comparisons as pytest does."""
     autoload = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "1"
-    try:
+    try:  # pytest's settings as they are without a file of settings
         words = ["-c", os.devnull, "--rootdir", os.curdir, "--noconftest", "-p", "no:cacheprovider"]
         config = pytest.Config.fromdictargs({}, words)
     finally:
         if autoload is None:
             del os.environ[AUTOLOAD]
     config._inicache["python_files"] = list(patterns)
-    return config
-
-
-def install(patterns: Sequence[str]) -> None:
-    """Rewrite what is imported from here on and fits; explain comparisons as pytest does."""
-    config = settings(patterns)
     config.stash[assertstate_key] = AssertionState(config, "rewrite")
     hook = AssertionRewritingHook(config)
     sys.meta_path.insert(0, hook)
@@ -105,7 +99,6 @@ class Task:
     arguments: Mapping[str, Any]
     world_size: int
     number: int  # of the task in this pool: its process group's keys begin with it
-    port: int  # of the pool's store
     timeout_s: float
     backend: str = "gloo"
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -130,17 +123,6 @@ STORE_S = 60.0
 GRACE_S = 30.0  # of a collective beyond the test's own bound: the pool ends it before
 
 
-class Here(NamedTuple):
-    """What a rank keeps from test to test."""
-
-    rank: int
-    key: bytes
-    # One for all tests: a store made anew for each took 5 s of every tenth.
-    store: dist.Store
-    telling: Telling
-    recorder: Recorder
-
-
 class Start(NamedTuple):
     """What a rank is told as it is forked."""
 
@@ -152,14 +134,26 @@ class Start(NamedTuple):
     files: Sequence[str]  # patterns of test files
 
 
-def at_home(start: Start, ends: Any, output: Any) -> int:
-    """Settle down in a new process that tells its stacks; where its lines go."""
+class Here(NamedTuple):
+    """What a rank keeps from test to test."""
+
+    start: Start
+    store: dist.Store  # one for all tests: a store made anew for each took 5 s of every tenth
+    telling: Telling
+    recorder: Recorder
+
+
+def at_home(start: Start, files: Sequence[Any]) -> int:
+    """Settle down in a new process that tells its stacks; where its lines go.
+
+    `files` are the process's ends of its four pipes, and what it prints into.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     leave_to_pytest()
     os.setpgid(0, 0)  # so that what a test starts ends with it
-    told, stacks, asked, _ = ends.detach()
+    told, stacks, asked, _, output = (each.detach() for each in files)
     answer(asked, stacks)
-    os.dup2(output.detach(), 1)
+    os.dup2(output, 1)
     os.dup2(1, 2)
     os.chdir(start.root)
     sys.path[:] = list(start.path)
@@ -179,13 +173,12 @@ def leave_to_pytest() -> None:
         server._forkserver_alive_fd = None
 
 
-def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
+def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
     """Run what comes until nothing does."""
-    told = at_home(start, ends, output)
-    telling = Telling(told)
+    telling = Telling(at_home(start, files))
     recorder, _ = recorded(telling, Path(start.root), start.port)
     store = KeyedStore("127.0.0.1", start.port, start.key, STORE_S)
-    here = Here(start.rank, start.key, store, telling, recorder)
+    here = Here(start, store, telling, recorder)
     install(start.files)
     control.send(None)
     while (task := control.recv()) is not None:
@@ -205,7 +198,7 @@ def run(here: Here, task: Task) -> Ended:
         function = find_function(task)
         with here.recorder.unseen():
             begin(here, task)
-        function(**arguments(here.rank, task))
+        function(**arguments(here.start.rank, task))
         here.recorder.forget()
         end(here)
     except pytest.skip.Exception as skipped:
@@ -234,30 +227,26 @@ def find_function(task: Task) -> Any:
 
 def begin(here: Here, task: Task) -> None:
     """A process group of this task's ranks alone."""
+    rank = here.start.rank
     os.environ.update(
-        RANK=str(here.rank), LOCAL_RANK=str(here.rank), WORLD_SIZE=str(task.world_size), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(task.port),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(here.start.port),
     )  # fmt: skip
     bound = datetime.timedelta(seconds=task.timeout_s + GRACE_S)
     keys = dist.PrefixStore(f"task{task.number}", here.store)
     if task.backend == "tcp":
-        TcpBackend("127.0.0.1", here.key).register()
-    dist.init_process_group(task.backend, store=keys, rank=here.rank, world_size=task.world_size, timeout=bound)
+        TcpBackend("127.0.0.1", here.start.key).register()
+    dist.init_process_group(task.backend, store=keys, rank=rank, world_size=task.world_size, timeout=bound)
 
 
 def arguments(rank: int, task: Task) -> dict[str, Any]:
     """The test's arguments, with what this rank makes by itself."""
-    made: Mapping[str, Any] = {"rank": rank, "world_size": task.world_size, "group": dist.group.WORLD}
-    given = dict(task.arguments)
-    for name, value in given.items():
-        if isinstance(value, OnRank):
-            if value.what == "mesh":
-                axes = task.mesh or {"dp": task.world_size}
-                sizes = tuple(axes.values())
-                given[name] = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
-            else:
-                given[name] = made[value.what]
-    return given
+    made: dict[str, Any] = {"rank": rank, "world_size": task.world_size, "group": dist.group.WORLD}
+    if any(isinstance(value, OnRank) and value.what == "mesh" for value in task.arguments.values()):
+        axes = task.mesh or {"dp": task.world_size}
+        sizes = tuple(axes.values())
+        made["mesh"] = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
+    return {name: made[value.what] if isinstance(value, OnRank) else value for name, value in task.arguments.items()}
 
 
 def format_traceback(error: BaseException, places: Places) -> str:

@@ -10,9 +10,7 @@ that raises, dies or does not answer fails the test by name, with where each ran
 
 import datetime
 import gc
-import secrets
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.testing.pool import CONTEXT, KEY_BYTES, WarmRank, where
+from distlab.testing.pool import WarmRanks, where
 from distlab.testing.rank import Start, at_home
-from distlab.transport.handshake import listen
 from distlab.transport.store import KeyedStore
-from distlab.transport.store_server import StoreHost
 
 MAX = 8  # ranks
 START_S = 90.0
@@ -40,29 +36,17 @@ class RankFailed(AssertionError):
     """A rank raised, died or hung; the message holds its traceback."""
 
 
-class Ranks:
+class Ranks(WarmRanks):
     """`ranks(world_size, function, *args)` returns the results of `function(group, *args)`, by rank."""
-
-    def __init__(self, root: str, preload: Sequence[str]) -> None:
-        self._root, self._preload = root, preload
-        self._ranks: list[WarmRank] = []
-        self._store: StoreHost | None = None
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run `function` on ranks 0 to world_size - 1 at once; raises RankFailed after at most `timeout_s`."""
         if not self._ranks:
-            self._start()
+            self.fork(MAX, serve)
+            self._collect(MAX, START_S)
         for rank in self._ranks[:world_size]:
             rank.control.send((world_size, function, args))
         return self._collect(world_size, timeout_s)
-
-    def _start(self) -> None:
-        CONTEXT.set_forkserver_preload(list(self._preload))
-        key = secrets.token_bytes(KEY_BYTES)
-        self._store = StoreHost(listen("127.0.0.1"), key)
-        starts = [Start(rank, self._store.port, key, self._root, sys.path, ()) for rank in range(MAX)]
-        self._ranks = [WarmRank(start, serve) for start in starts]
-        self._collect(MAX, START_S)
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -91,7 +75,6 @@ class Ranks:
         return value
 
     def _place(self, rank: int) -> str:
-        """Where the main thread of a rank is."""
         stacks = self._ranks[rank].bedside.stacks()
         return where(max(stacks.values(), key=len, default=[]))
 
@@ -102,17 +85,12 @@ class Ranks:
         deadline = time.monotonic() + 3
         for rank in self._ranks:
             rank.bedside.process.join(max(0.0, deadline - time.monotonic()))
-            rank.kill()
-        if self._store is not None:
-            self._store.close()
-        self._ranks, self._store = [], None
+        self.kill()
+        self.close_store()  # new ranks begin with an empty one
 
     def close(self) -> None:
-        """Let the ranks end by themselves, so that their coverage is written."""
-        for rank in self._ranks:
-            rank.control.send(None)
-        for rank in self._ranks:
-            rank.bedside.process.join(20)
+        """Let all ranks end."""
+        self.let_end(20)
         self.stop()
 
 
@@ -136,9 +114,9 @@ def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
             dist.destroy_process_group(each)
 
 
-def serve(start: Start, ends: Any, output: Any, control: Connection) -> None:
+def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
     """One rank: join, then run what arrives until None does."""
-    at_home(start, ends, output)
+    at_home(start, files)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     bound = datetime.timedelta(seconds=COLLECTIVE_S)
     # The loopback address by name of its own device: a machine's host name need not resolve.
