@@ -17,9 +17,8 @@ from distlab.config import ConfigError
 from distlab.config.settings import suggest
 from distlab.plan import job
 from distlab.plan.advice import Plan, framework, plan, reason, remedies
-from distlab.plan.calibrate import Measured, calibrate
 from distlab.plan.costs import Cost, Layout
-from distlab.plan.job import Job, Link, guessed, shown_count
+from distlab.plan.job import Job, Link, Measured, calibrate, guessed, shown_count
 from distlab.report.reading import BrokenRecord
 from distlab.report.table import aligned
 from distlab.report.units import human_bytes, three_digits

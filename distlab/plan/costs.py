@@ -117,17 +117,13 @@ KINDS = tuple(
 def layouts(job: Job, tensor: bool, pipeline: bool, stage: int, context: bool = False) -> Iterator[Layout]:
     """All ways of one kind that these sizes allow, with `context` those that cut samples; where one rank alone holds a part there is nothing to shard over."""
     for t in _divisors(math.gcd(job.node_gpus, job.shape.heads)) if tensor else [1]:
-        for c in _runs(job, t) if context else [1]:
+        shared = (c for c in _divisors(job.gpus // t) if job.seq % (2 * c) == 0)
+        for c in shared if context else [1]:
             for p in _divisors(job.gpus // (t * c)) if pipeline else [1]:
                 replicas = job.gpus // (t * c * p)
                 dealt = job.global_samples % (job.samples * replicas) == 0
                 if p <= job.shape.layers and dealt and (stage == 0 or replicas * c > 1):
                     yield Layout(t, p, replicas, stage, c)
-
-
-def _runs(job: Job, tensor: int) -> list[int]:
-    """How many ranks can share a sample."""
-    return [c for c in _divisors(job.gpus // tensor) if job.seq % (2 * c) == 0]
 
 
 def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:
