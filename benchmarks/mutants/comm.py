@@ -16,7 +16,7 @@ RING, DIRECT, TREE, ROOTED, PRIMITIVES, DIFFERENTIABLE = (
     "distlab/collectives/autograd.py",
 )
 CALLS, LEDGER, SOCKETS = "distlab/measure/traffic.py", "distlab/measure/traffic.py", "distlab/measure/sockets.py"
-RESUMING, WRITING = "distlab/checkpoint/resume.py", "distlab/checkpoint/storage.py"
+POSITION = "distlab/checkpoint/manifest.py"
 
 MUTANTS = [
     Mutant(RING, "torch.add(incoming, part, out", "torch.add(incoming, part * (not last), out", RINGS),
@@ -39,6 +39,6 @@ MUTANTS = [
     Mutant(CALLS, "return float(nbytes)", "return 0.75 * nbytes", FLAT),
     Mutant(LEDGER, "            if peer != self.rank:", "            if peer not in (self.rank, 1):", FLAT),
     Mutant(SOCKETS, "sent - retransmitted + waiting, ", "(sent - retransmitted + waiting) // 2, ", FLAT),
-    Mutant(RESUMING, "torch.set_rng_state(tensor)", "torch.get_rng_state()", SAVING),
-    Mutant(WRITING, "states = [torch.get_rng_state()]", "states = [torch.Generator().get_state()]", SAVING),
+    Mutant(POSITION, "generator.set_state(", "torch.Generator().set_state(", SAVING),
+    Mutant(POSITION, "bytes(each.get_state()", "bytes(torch.Generator().get_state()", SAVING),
 ]

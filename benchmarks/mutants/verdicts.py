@@ -191,9 +191,11 @@ VERDICTS = [
 ]
 
 CHECKPOINTS = [
-    Mutant(SAVER, "state = {name: dcp.cloned(held) for name, held in state.items()}", "state = dict(state)", BESIDE),
     Mutant(
-        "distlab/checkpoint/dcp.py",
+        SAVER, "state = {name: storage.cloned(held) for name, held in state.items()}", "state = dict(state)", BESIDE
+    ),
+    Mutant(
+        "distlab/checkpoint/storage.py",
         'return held.detach().to("cpu", copy=True) if is_whole(held)',
         'return held.detach().to("cpu") if is_whole(held)',
         BESIDE,

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +22,10 @@ from distlab.config.settings import quoted
 
 def lock_for_reading(folder: Path) -> int | None:
     """Keep the checkpoint in `folder` until `release`; None where it is none, or one that is just being removed."""
-    path = folder / manifest.FILE
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
+    if (file := _opened(folder)) is None:
         return None
     try:
-        if _locked(file, fcntl.LOCK_SH) and os.path.samestat(os.fstat(file), path.stat()):
+        if _locked(file, fcntl.LOCK_SH) and os.path.samestat(os.fstat(file), (folder / manifest.FILE).stat()):
             return file
     except FileNotFoundError:  # removed between the two calls
         pass
@@ -36,16 +34,13 @@ def lock_for_reading(folder: Path) -> int | None:
 
 
 def release(held: int | None) -> None:
-    """Let it go."""
     if held is not None:
         os.close(held)
 
 
 def is_held(folder: Path) -> bool:
     """Whether somebody keeps the checkpoint in `folder`."""
-    try:
-        file = os.open(folder / manifest.FILE, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
+    if (file := _opened(folder)) is None:
         return False
     try:
         return not _locked(file, fcntl.LOCK_EX)
@@ -55,9 +50,7 @@ def is_held(folder: Path) -> bool:
 
 def remove(folder: Path) -> bool:
     """Remove the checkpoint, all of it at once for whoever looks for one; False where somebody holds it."""
-    try:
-        file = os.open(folder / manifest.FILE, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:  # nobody can hold what has no manifest
+    if (file := _opened(folder)) is None:  # nobody can hold what has no manifest
         shutil.rmtree(folder, ignore_errors=True)
         return True
     try:
@@ -72,6 +65,12 @@ def remove(folder: Path) -> bool:
         os.close(file)
 
 
+def _opened(folder: Path) -> int | None:
+    with suppress(OSError):
+        return os.open(folder / manifest.FILE, os.O_RDONLY | os.O_NONBLOCK)
+    return None
+
+
 def _locked(file: int, how: int) -> bool:
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
@@ -82,11 +81,8 @@ def _locked(file: int, how: int) -> bool:
     return True
 
 
-# The checkpoint to go on from: what LAB_RESUME names, the newest that is whole, and of the same model and data.
-#
-# Whatever a person can get wrong is refused before the ranks join, by every rank for itself, from the manifests
-# alone. After that rank 0 reads every byte of the newest one; if a checksum differs, it says so and takes the one
-# before, and all others follow.
+# Refusals come from the manifests alone. After that rank 0 reads every byte of the newest checkpoint; if a checksum
+# differs, it says so and takes the one before, and all others follow.
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
@@ -99,9 +95,6 @@ class FoundCheckpoint:
     folder: Path
     manifest: Manifest
     held: int | None = None  # the lease that keeps it there, while it is being read
-
-
-# --- before the ranks join ---
 
 
 def refusals(config: Config) -> list[str]:
@@ -121,16 +114,10 @@ def _unfit(config: Config) -> list[str]:
     source, named = resume_path(config), f"LAB_RESUME={quoted(config.resume)}"
     found = candidates(source)
     if config.resume != "auto" and not source.exists():
-        return [
-            f"{named}: {source} does not exist: name a run in {config.runs_dir}, or the path of a run or of a"
-            " checkpoint"
-        ]
-    if not found:
-        return (
-            []
-            if config.resume == "auto"
-            else [f"{named}: {source} holds no checkpoint (a folder such as step-00000020)"]
-        )
+        where = f"name a run in {config.runs_dir}, or the path of a run or of a checkpoint"
+        return [f"{named}: {source} does not exist: {where}"]
+    if not found and config.resume != "auto":
+        return [f"{named}: {source} holds no checkpoint (a folder such as step-00000020)"]
     unreadable = []
     for folder in found:
         try:
@@ -139,7 +126,7 @@ def _unfit(config: Config) -> list[str]:
             unreadable.append(f"{folder} {error}")
             continue
         return [f"{named}: {folder} {wrong}"] if wrong else []
-    return [f"{named}: {'; '.join(unreadable)}"]
+    return [f"{named}: {'; '.join(unreadable)}"] if unreadable else []
 
 
 def misfit(saved: Manifest, config: Config) -> str:
@@ -159,10 +146,8 @@ def _unwritable(config: Config) -> list[str]:
     nearest = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return []
-    return [
-        f"LAB_CHECKPOINT_EVERY={config.checkpoint_every}: {nearest} cannot be written by user {os.getuid()}: change its"
-        " owner"
-    ]
+    why = f"{nearest} cannot be written by user {os.getuid()}: change its owner"
+    return [f"LAB_CHECKPOINT_EVERY={config.checkpoint_every}: {why}"]
 
 
 def resume_path(config: Config) -> Path:
@@ -183,11 +168,7 @@ def candidates(source: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The steps that a checkpoint has done, by its name."""
     return int(folder.name.removeprefix("step-"))
-
-
-# --- after it ---
 
 
 def choose(config: Config, say: Callable[[str], None]) -> FoundCheckpoint | None:
@@ -231,9 +212,23 @@ def newest_good(
     return None
 
 
+def listed_steps(folder: Path) -> set[int]:
+    """The steps of all checkpoints in a folder, by their names."""
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def passed_over(source: Path, taken: int, good: Callable[[Path], bool]) -> list[int]:
+    """The steps of checkpoints of a run that are newer than the one that was taken, and good."""
+    folders = {step: folder for folder in (source, source / "checkpoints") for step in listed_steps(folder)}
+    return [
+        step for step, folder in sorted(folders.items()) if step > taken and good(folder / manifest.folder_name(step))
+    ]
+
+
 def damage(folder: Path, saved: Manifest) -> list[str]:
     """What is not as the manifest says, a sentence a file that goes on after the checkpoint's path."""
-    from distlab.checkpoint import dcp  # 690 modules of torch, for which a run without checkpoints need not wait
+    from distlab.checkpoint import storage  # 690 modules of torch, for which a run without checkpoints need not wait
 
     wrong = []
     for name, (size, checksum) in saved.files.items():
@@ -247,7 +242,7 @@ def damage(folder: Path, saved: Manifest) -> list[str]:
     if wrong:
         return wrong
     try:
-        named = dcp.files_named(folder)
-    except dcp.Damaged as error:
+        named = storage.files_named(folder)
+    except storage.Damaged as error:
         return [f"is damaged ({error})"]
     return [f"is not whole ({name} is not there)" for name in sorted(named - set(saved.files))]

@@ -1,4 +1,5 @@
-"""What a checkpoint says of itself: `manifest.json`, written last, so that a folder with one is whole.
+"""Where a run stands, and what a checkpoint says of it: `manifest.json`, written last, so that a folder with one is
+whole.
 
 It holds all that a resumed run needs beside the tensors, and what has to be the same for its result to be: the
 settings that define weights and data, the steps done, the position in the data, the losses so far, the random states,
@@ -8,14 +9,22 @@ read as good where there was none.
 """
 
 import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from distlab.config import Config
+from distlab.contract import where_it_was
 from distlab.report.reading import from_json, read_regular, to_json
 from distlab.workload import data as text
+from distlab.workload.data import Batches
 from distlab.workload.user_model import reads_text
 
 SCHEMA, UNSEALED = 3, 2  # the one that is written, and the one before, which had no checksum
@@ -141,3 +150,107 @@ def sha256(path: Path) -> str:
     """The checksum of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Where a run stands: the batch that each step works on, the samples that this epoch has seen, the steps of each
+# variant.
+#
+# The samples of a step are a function of (seed, epoch, batch), so a position in the data is these two numbers, and
+# going on means going on counting. Beside the position stands what was dealt, sample by sample, before and after a
+# resume: that each was seen exactly once an epoch is counted, not concluded from the position.
+
+
+class TrainingPosition:
+    """The way of a run through its data, from step 0 or from where a checkpoint leaves it."""
+
+    def __init__(
+        self, batches: Batches, variants: Iterable[str], resumed: Manifest | None = None,
+        resumed_batch: Callable[[int], int] = where_it_was,
+    ) -> None:  # fmt: skip
+        """`resumed` holds all `variants`; `resumed_batch` is the batch to go on with, by the one that it names."""
+        self.batches = batches
+        self.first = resumed.step if resumed else 0
+        self.done = {name: resumed.steps[name] if resumed else 0 for name in variants}
+        self.losses: dict[str, list[float | None]] = {
+            name: resumed.losses[name] if resumed else [] for name in self.done
+        }
+        self.heard: dict[str, list[float | None]] = {name: [] for name in self.done}  # since, see `hear`
+        self.torn: str | None = None  # the variant whose update has begun and not ended
+        self.seen: list[int] = list(resumed.seen) if resumed else []
+        self.miscounted = 0  # samples of finished epochs that were not seen exactly once
+        self._ahead = 0  # of the step: how far the data are; 0 in a run that resumes rightly
+        if resumed:
+            self._ahead = resumed.epoch * batches.num_batches + resumed_batch(resumed.batch) - resumed.step
+
+    @cached_property
+    def data(self) -> str:
+        """What the samples are cut from, see `data_digest`."""
+        return data_digest(self.batches.config)
+
+    def data_step(self, step: int) -> int:
+        """The global batch that `step` works on, counted over all epochs."""
+        return step + self._ahead
+
+    def position(self, step: int) -> tuple[int, int]:
+        """The epoch, and the batch within it, that `step` works on."""
+        return divmod(self.data_step(step), self.batches.num_batches)
+
+    @contextmanager
+    def updating(self, variant: str) -> Iterator[None]:
+        """Around an update: what an error leaves behind here is neither the old step nor the new one."""
+        self.torn = variant
+        yield
+        self.torn = None
+        self.done[variant] += 1
+
+    def hear(self, variant: str, shares: Iterable[list[float | None] | None]) -> None:
+        """The next loss of a variant, from what each rank tells of its own share; None from one that has left."""
+        told = list(shares)
+        known = [share for each in told if each is not None for share in each if share is not None]
+        self.heard[variant].append(math.fsum(known) if None not in told else None)
+
+    def passed(self, step: int) -> None:
+        """All variants have done `step`: its samples are seen."""
+        self.seen += self.batches.full_ids(self.data_step(step))
+        if len(self.seen) >= self.batches.num_batches * self.batches.batch:
+            self.miscounted += self._wrong(whole=True)
+            self.seen = []
+
+    def wrongly_seen(self) -> int:
+        """Samples that were not seen exactly once an epoch; in the epoch that is not over, more than once."""
+        return self.miscounted + self._wrong(whole=False)
+
+    def _wrong(self, *, whole: bool) -> int:
+        times = Counter(self.seen)
+        left_out = self.batches.num_batches * self.batches.batch - len(times) if whole else 0
+        return left_out + sum(count > 1 for count in times.values())
+
+
+# The random numbers that come next: the state of each of torch's generators, and what it gives from there.
+
+DRAWS = 4  # numbers of each generator that a checkpoint foretells
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """torch's generators on this rank, the CPU's first."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def generator_states(device: torch.device) -> list[str]:
+    """The state of each, in hex."""
+    return [bytes(each.get_state().tolist()).hex() for each in generators(device)]
+
+
+def set_generators(states: Sequence[str], device: torch.device) -> None:
+    """Go on with the random numbers of these states."""
+    for generator, state in zip(generators(device), states, strict=False):
+        generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+
+
+def next_draws(device: torch.device) -> list[list[float]]:
+    """The numbers that each of these generators gives next, from a copy that is thrown away."""
+    copies = [torch.Generator(each.device).set_state(each.get_state()) for each in generators(device)]
+    return [torch.rand(DRAWS, generator=copy, device=copy.device, dtype=torch.float64).tolist() for copy in copies]

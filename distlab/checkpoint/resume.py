@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distlab.checkpoint import checks, dcp, locate, manifest
+from distlab.checkpoint import locate, manifest, storage
 from distlab.checkpoint.locate import FoundCheckpoint
-from distlab.checkpoint.manifest import Manifest, Unreadable
-from distlab.checkpoint.training_position import TrainingPosition
-from distlab.config import ConfigError
-from distlab.contract import Strategy
+from distlab.checkpoint.manifest import Manifest, TrainingPosition, Unreadable
+from distlab.checkpoint.save import manifest_of, state_of
+from distlab.config import Config, ConfigError
+from distlab.contract import Build, Strategy
 from distlab.lab import Lab
+from distlab.measure.tensors import difference, largest_difference
 from distlab.report import records
 
 CONTROL = "tests/checkpoint/test_drill.py::test_generators_that_are_not_given_back_are_seen"
@@ -94,7 +95,7 @@ def hold_newest(lab: Lab, found: FoundCheckpoint) -> None:
             return False
         return not locate.misfit(saved, lab.config) and not locate.damage(folder, saved)
 
-    newer = checks.passed_over(locate.resume_path(lab.config), found.manifest.step, good)
+    newer = locate.passed_over(locate.resume_path(lab.config), found.manifest.step, good)
     detail = f"step {found.manifest.step} was taken; newer and good: {', '.join(map(str, newer)) or 'none'}"
     lab.check("newest checkpoint", len(newer), 0, detail=detail, control=NEWEST_CONTROL)
 
@@ -128,7 +129,9 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
         lab.check("resumed generators", wrongly_drawn(lab, saved), 0.0, detail=detail, control=CONTROL)
     epoch, _ = course.position(course.first)
     lab.say(f"resumed from epoch {epoch}, step {course.first} ({found.folder})", "resume")
-    then, now = saved.versions.get("lab"), own_version(lab)
+    start = lab.journal.records[0]
+    assert isinstance(start, records.Start)
+    then, now = saved.versions.get("lab"), start.versions.get("lab")
     if then != now:
         also = "weights may end otherwise than in a run that was never stopped"
         lab.say(f"the code has changed since, from version {then} to {now}: {also}", "resume")
@@ -137,45 +140,113 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
 
 
 def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill one strategy from the checkpoint in `folder`; raises dcp.Damaged."""
+    """Fill one strategy from the checkpoint in `folder`; raises storage.Damaged."""
     state = strategy.state_dict()
-    dcp.load({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
+    storage.load_state({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
     strategy.load_state_dict(state)
 
 
 def give_back_generators(lab: Lab, saved: Manifest) -> None:
     """Go on with the random numbers of this rank, if there was such a rank."""
-    for index, state in enumerate(saved.generators.get(str(lab.rank), [])):
-        set_generator(index, state, lab.device)
+    manifest.set_generators(saved.generators.get(str(lab.rank), []), lab.device)
 
 
 def wrongly_drawn(lab: Lab, saved: Manifest) -> float:
     """How far this rank's next random numbers are from those that were foretold; they are given back after."""
-    before, worst = generators(lab.device), 0.0
-    for (device, state), foretold in zip(before, saved.draws[str(lab.rank)], strict=False):
-        drawn = torch.rand(len(foretold), device=device, dtype=torch.float64).cpu()
-        worst = max(worst, float((drawn - torch.tensor(foretold, dtype=torch.float64)).abs().max()))
-        torch.set_rng_state(state) if device.type == "cpu" else torch.cuda.set_rng_state(state, device)
+    worst = 0.0
+    for generator, foretold in zip(manifest.generators(lab.device), saved.draws[str(lab.rank)], strict=False):
+        before = generator.get_state()
+        drawn = torch.rand(len(foretold), device=generator.device, dtype=torch.float64).cpu()
+        generator.set_state(before)
+        worst = max(worst, largest_difference(drawn, torch.tensor(foretold, dtype=torch.float64)))
     return worst
 
 
-def generators(device: torch.device) -> list[tuple[torch.device, torch.Tensor]]:
-    """torch's generators on this rank and their states, the CPU's first."""
-    found = [(torch.device("cpu"), torch.get_rng_state())]
-    return found + ([(device, torch.cuda.get_rng_state(device))] if device.type == "cuda" else [])
+# The proof of a resume: stopped after step 0 and resumed, steps 1 and 2 end in the weights of a run that was never
+# stopped.
+#
+# In float64 and on the proof's data, whose epoch has two batches, so that the stop is in the middle of one and the
+# second epoch begins behind it. The strategy that resumes is a new one that began from other weights: what the
+# checkpoint does not give back stays wrong. It goes the way of a real resume, file by file: DCP, manifest, position.
+# All that is ours has to be equal to the bit; PyTorch's DDP lays its buckets out anew after its first step, and so
+# sums in another order.
+
+STEPS = 3
+TOLERANCE = 1e-12  # for PyTorch's own
+DRILL_CONTROL = "tests/checkpoint/test_drill.py::test_what_is_not_given_back_is_seen"
 
 
-def set_generator(index: int, state: str, device: torch.device) -> None:
-    """Go on with the random numbers of generator `index`, the CPU's first."""
-    tensor = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
-    if index == 0:
-        torch.set_rng_state(tensor)
-    elif device.type == "cuda":
-        torch.cuda.set_rng_state(tensor, device)
+def drill(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: dist.ProcessGroup) -> None:
+    """Check one variant under each of `settings`, saved over `group`."""
+    worst, seen, drawn = 0.0, 0, 0.0
+    for config in settings:
+        lab.at(0, f"drill of {name}")
+        try:
+            found = stop_and_go(lab, name, build, config, group)
+        except storage.Unsaved as error:
+            lab.say(f"whether {name} resumes rightly is not proven: nothing can be written ({error})", "checkpoint")
+            for claim in ("resumed generators", "resume", "resumed samples"):
+                lab.waive(claim, str(error), name)
+            return
+        worst, seen, drawn = max(worst, found[0]), max(seen, found[1]), max(drawn, found[2])
+    detail = "the next random numbers after a resume, beside those that the checkpoint foretold"
+    lab.check("resumed generators", drawn, 0.0, variant=name, detail=detail, control=CONTROL)
+    if lab.rank == 0:
+        lab.check("resume", worst, TOLERANCE if name in lab.mode.by_torch else 0.0, variant=name, control=DRILL_CONTROL)
+        detail = f"{STEPS} steps, resumed after the first; samples that were not seen exactly once an epoch"
+        lab.check("resumed samples", seen, 0, variant=name, detail=detail, control=DRILL_CONTROL)
 
 
-def own_version(lab: Lab) -> str | None:
-    """The hash of the sources that run now."""
-    start = lab.journal.records[0]
-    assert isinstance(start, records.Start)
-    return start.versions.get("lab")
+def stop_and_go(
+    lab: Lab, name: str, build: Build, config: Config, group: dist.ProcessGroup
+) -> tuple[float, int, float]:
+    """The largest difference of a weight, on rank 0, the samples that were wrongly seen, and how far the random numbers
+    are."""
+    assert lab.journal.folder is not None
+    # The next start tidies it away, should this one be killed.
+    folder = lab.journal.folder / locate.FOLDER / ".step-drill"
+    batches = lab.batches(torch.float64, proof=True)
+    strategy = build(lab.mode.model(config, config.seed).to(lab.device, torch.float64), lab.mesh, config)
+    course = TrainingPosition(batches, [name])
+    try:
+        train(lab, name, strategy, course, range(1))
+        state = state_of({name: strategy})
+        total_bytes = storage.plan(state, group).total_bytes
+        saved = storage.write_checkpoint(
+            folder, manifest_of(lab, course, 1), state, group, {name: []}, needed_bytes=total_bytes
+        )
+        train(lab, name, strategy, course, range(1, STEPS))
+        wanted = {label: tensor.clone() for label, tensor in strategy.full("weights") if lab.rank == 0}
+        del strategy, state
+        drawn = drawn_after(lab, saved)
+        other = build(lab.mode.model(config, config.seed + 1).to(lab.device, torch.float64), lab.mesh, config)
+        resumed = TrainingPosition(batches, [name], saved, lab.mode.resumed_batch)
+        load(other, name, folder / saved.name, lab.group)
+    finally:
+        lab.exchange.barrier(f"drill of {name}")
+        if lab.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    train(lab, name, other, resumed, range(resumed.first, STEPS))
+    off = difference(other.full("weights"), wanted if lab.rank == 0 else None)
+    return off, resumed.wrongly_seen(), drawn
+
+
+def drawn_after(lab: Lab, saved: Manifest) -> float:
+    """How far a resumed rank's random numbers are from the foretold ones; the run's own stream goes on as it was."""
+    kept = manifest.generator_states(lab.device)
+    try:
+        torch.rand(1, device=lab.device)  # what a run that goes on draws, and one that resumes must not see
+        torch.rand(1)
+        give_back_generators(lab, saved)
+        return wrongly_drawn(lab, saved)
+    finally:
+        manifest.set_generators(kept, lab.device)
+
+
+def train(lab: Lab, name: str, strategy: Strategy, course: TrainingPosition, steps: range) -> None:
+    """Steps as the timed pass makes them, noted in `course`."""
+    for step in steps:
+        strategy.backward(lab.dealt(course.batches, course.data_step(step)))
+        with course.updating(name):
+            strategy.update()
+        course.passed(step)

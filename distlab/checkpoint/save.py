@@ -5,22 +5,24 @@ thread writes the copy, over a process group of its own. There is one at a time:
 A save that fails does not end the run, which goes on with the last good one.
 """
 
+import math
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from distlab.checkpoint import checks, dcp, locate, manifest, storage
-from distlab.checkpoint.manifest import Manifest
-from distlab.checkpoint.training_position import TrainingPosition
+from distlab.checkpoint import locate, manifest, storage
+from distlab.checkpoint.manifest import Manifest, TrainingPosition
 from distlab.contract import Strategy
 from distlab.lab import Lab
+from distlab.measure.tensors import hash_of
 from distlab.report import records
 from distlab.report.units import human_bytes
 
@@ -30,6 +32,7 @@ CONTROL = "tests/experiments/test_bugs.py::test_each_bug_fails_the_check_that_is
 KEPT_CONTROL = "tests/checkpoint/test_proofs.py::test_what_is_kept_are_the_newest_and_no_more"
 STOOD_CONTROL = "tests/checkpoint/test_proofs.py::test_a_save_that_says_nothing_of_what_it_held_up_is_seen"
 
+Digests = dict[str, list[int]]  # of each entry of a state, a hash a part
 Shares = Mapping[str, list[float | None]]  # this rank's shares of the losses, by variant
 
 
@@ -45,7 +48,7 @@ class Outcome:
     error: str = ""
     faults: list[str] = field(default_factory=list)
     before: set[int] = field(default_factory=set)  # the steps of the checkpoints that were there, on rank 0
-    kept: tuple[int, str] | None = None  # see proofs.wrongly_kept
+    kept: tuple[int, str] | None = None  # see wrongly_kept
     unforeseen: Exception | None = None
 
 
@@ -53,13 +56,9 @@ class Saver:
     """Saves the variants of one timed pass. All ranks call every method, at the same steps."""
 
     def __init__(
-        self,
-        lab: Lab,
-        group: dist.ProcessGroup,
-        strategies: Mapping[str, Strategy],
-        course: TrainingPosition,
+        self, lab: Lab, group: dist.ProcessGroup, strategies: Mapping[str, Strategy], course: TrainingPosition,
         shares: Shares,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`shares` and `course` go on while this saves; `group` is one of gloo's that nothing else uses."""
         assert lab.journal.folder is not None
         self.lab, self.group, self.strategies, self.course, self.shares = lab, group, strategies, course, shares
@@ -78,20 +77,19 @@ class Saver:
         self.finish()
         self.lab.at(step, "checkpoint")
         outcome = Outcome(step + 1, time.perf_counter())
-        outcome.before = checks.listed_steps(self.folder) if self.lab.rank == 0 else set()
+        outcome.before = locate.listed_steps(self.folder) if self.lab.rank == 0 else set()
         state, draft = self._own_part(), manifest_of(self.lab, self.course, step + 1)
-        digests = checks.digests(state)
+        written = digests(state)
         shares = {name: list(values) for name, values in self.shares.items()}
         if config.checkpoint_async:
-            state = {name: dcp.cloned(held) for name, held in state.items()}
-        thread = threading.Thread(
-            target=self._save, args=(draft, state, digests, shares, outcome), name="checkpoint", daemon=True
-        )
+            state = {name: storage.cloned(held) for name, held in state.items()}
+        save = partial(self._save, draft, state, written, shares, outcome)
+        thread = threading.Thread(target=save, name="checkpoint", daemon=True)
         self._pending = thread, outcome
         if config.checkpoint_async:
             thread.start()
         else:
-            self._save(draft, state, digests, shares, outcome)
+            save()
         outcome.held_s = time.perf_counter() - outcome.began_at
         if not config.checkpoint_async:
             self.finish()
@@ -120,46 +118,37 @@ class Saver:
         """Hold what the saves say that they held the training up for against the `stood_s` that its loop saw."""
         if self.lab.rank == 0:
             told = [each.held_s for each in self.lab.journal.records if isinstance(each, records.Saved)]
-            off = checks.unaccounted_s(stood_s, sum(told))
+            off = unaccounted_s(stood_s, sum(told))
             detail = f"the loop stood {stood_s:.3f} s in {len(told)} saves, which say {sum(told):.3f} s"
-            allowed = checks.allowed_s(stood_s)
+            allowed = allowed_s(stood_s)
             self.lab.check("standing still", off, allowed, detail=detail, unit="s", control=STOOD_CONTROL)
 
-    def _own_part(self) -> dcp.State:
+    def _own_part(self) -> storage.State:
         """What this rank writes of all variants: views of what is trained on."""
         state = state_of(self.strategies)
         if self._plan is None:
             self._plan = storage.plan(state, self.group)
         return {name: held for name, held in state.items() if name in self._plan.mine}
 
-    def _save(
-        self, draft: Manifest, state: dcp.State, digests: checks.Digests, shares: Shares, outcome: Outcome
-    ) -> None:
+    def _save(self, draft: Manifest, state: storage.State, written: Digests, shares: Shares, outcome: Outcome) -> None:
         """Write, verify and tidy up; on a thread of its own beside the training, so nothing is said here."""
         config = self.lab.config
         assert self._plan is not None
         try:
             published = storage.write_checkpoint(
-                self.folder,
-                draft,
-                state,
-                self.group,
-                shares,
-                needed_bytes=self._plan.total_bytes,
-                shards_written=self.lab.mode.shards_written,
-            )
+                self.folder, draft, state, self.group, shares,
+                needed_bytes=self._plan.total_bytes, shards_written=self.lab.mode.shards_written,
+            )  # fmt: skip
             outcome.num_bytes = published.num_bytes
             final = self.folder / published.name
-            unlike = storage.together(self.group, lambda: checks.unlike(state, digests, final, self.group))
+            others = storage.together(self.group, lambda: unlike(state, written, final, self.group))
             if self.lab.rank == 0:
                 outcome.faults = locate.damage(final, published)
-                for rank, names in enumerate(unlike):
+                for rank, names in enumerate(others):
                     outcome.faults += [f"holds another {name} than rank {rank} saved" for name in names]
                 if not outcome.faults:
                     keep_last(self.folder, config.checkpoint_keep)
-                    outcome.kept = checks.wrongly_kept(
-                        self.folder, outcome.before, outcome.step, config.checkpoint_keep
-                    )
+                    outcome.kept = wrongly_kept(self.folder, outcome.before, outcome.step, config.checkpoint_keep)
             self.published = published
         except storage.Unsaved as error:
             outcome.error = str(error)
@@ -177,9 +166,8 @@ class Saver:
             for claim in ("checkpoint", "kept checkpoints"):
                 lab.waive(claim, outcome.error)
             return
-        detail = (
-            f"step {step}: {outcome.faults[0] if outcome.faults else 'every file is there, and its checksum right'}"
-        )
+        found = outcome.faults[0] if outcome.faults else "every file is there, and its checksum right"
+        detail = f"step {step}: {found}"
         lab.check("checkpoint", len(outcome.faults), 0, detail=detail, control=CONTROL)
         if outcome.kept is not None:
             wrong, detail = outcome.kept
@@ -192,7 +180,7 @@ class Saver:
             lab.say(f"checkpoint step {step}, {size} in {outcome.seconds:.2f} s, training paused for {stood_s:.2f} s")
 
 
-def state_of(strategies: Mapping[str, Strategy]) -> dcp.State:
+def state_of(strategies: Mapping[str, Strategy]) -> storage.State:
     """The states of all variants as one, under '<variant>/<name>'."""
     return {
         f"{variant}/{name}": held
@@ -219,8 +207,8 @@ def manifest_of(lab: Lab, course: TrainingPosition, step: int) -> Manifest:
         batch=batch,
         seen=list(course.seen),
         losses={name: list(values) for name, values in course.losses.items()},
-        generators={str(lab.rank): storage.generator_states(lab.device)},
-        draws={str(lab.rank): storage.next_draws(lab.device)},
+        generators={str(lab.rank): manifest.generator_states(lab.device)},
+        draws={str(lab.rank): manifest.next_draws(lab.device)},
         files={},
     )
 
@@ -230,6 +218,72 @@ def keep_last(folder: Path, count: int) -> None:
     for path in locate.candidates(folder)[count:]:
         with suppress(OSError):  # a disk's own trouble: the checkpoint stays
             locate.remove(path)
+
+
+# What a save claims beside the checksums of its files, each looked at by another way than it was made.
+#
+# what was written   a digest of each tensor, taken while the training stands still, is that of what the disk gives
+#                    back: a copy that still belongs to the training has moved on by the time that it is written
+# what is kept       the newest of the checkpoints that a folder lists, and no more of them than were asked for
+# standing still     what the saves say that they held the training up for is what its loop saw
+
+MOST_BYTES = 64 << 20  # that are read back at once, beside what is trained
+# What the loop sees of a save beyond what it is held up for: a record and lines of the log, on a machine that is busy.
+LOG_S, LOG_SHARE = 0.5, 0.2
+
+
+def digests(state: storage.State) -> Digests:
+    """A hash of each part of what this rank holds of each entry."""
+    return {name: [hash_of(part) for part in storage.parts(held)] for name, held in state.items()}
+
+
+def unlike(state: storage.State, wanted: Digests, folder: Path, group: dist.ProcessGroup | None) -> list[str]:
+    """The entries of which `folder` gives something else back than was `wanted`."""
+    wrong = []
+    for names in bundles(state):
+        again = {name: storage.blank(state[name]) for name in names}
+        try:
+            storage.load_state(again, folder, group)
+        except (storage.Damaged, OSError):  # which the checksums of the files tell
+            continue
+        found = digests(again)
+        wrong += [name for name in names if found[name] != wanted[name]]
+    return wrong
+
+
+def bundles(state: storage.State) -> Iterator[list[str]]:
+    """The names, some at a time, so that what is read at once is bounded."""
+    names: list[str] = []
+    nbytes = 0
+    for name, held in state.items():
+        names.append(name)
+        nbytes += storage.num_bytes(held)
+        if nbytes >= MOST_BYTES:
+            yield names
+            names, nbytes = [], 0
+    if names:
+        yield names
+
+
+def wrongly_kept(folder: Path, before: Collection[int], saved: int, keep: int) -> tuple[int, str]:
+    """How many checkpoints are missing or should be gone after the save of `saved`, beside what was there `before`;
+    what another run reads may stay."""
+    wanted, found = sorted({*before, saved})[-keep:], locate.listed_steps(folder)
+    missing = sorted(set(wanted) - found)
+    surplus = [step for step in found - set(wanted) if not locate.is_held(folder / manifest.folder_name(step))]
+    detail = f"after step {saved} there are {sorted(found)}, of which the newest {keep} are kept"
+    return len(missing) + len(surplus), detail
+
+
+def allowed_s(stood_s: float) -> float:
+    """How much of what the loop stood may be in no save."""
+    return LOG_S + LOG_SHARE * stood_s
+
+
+def unaccounted_s(stood_s: float, held_s: float) -> float:
+    """Seconds that the loop stood in the saves beyond what these say, or the other way; infinite if more was said than
+    there was."""
+    return math.inf if held_s > stood_s * (1 + 1e-9) else stood_s - held_s
 
 
 # What a failing rank saves by itself: no collective, no wait for the dead, and a bound on it all.
@@ -277,24 +331,24 @@ def save_alone(saver: Saver) -> str:
     return f"rank {lab.rank} has saved an emergency checkpoint of step {step} ({final})"
 
 
-def write_alone(final: Path, rank: int, draft: Manifest, state: dcp.State) -> None:
-    """As `writing.write`, without the others; does nothing where another rank was first."""
-    partial = final.with_name(f".{final.name}.rank{rank}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
+def write_alone(final: Path, rank: int, draft: Manifest, state: storage.State) -> None:
+    """As `storage.write_checkpoint`, without the others; does nothing where another rank was first."""
+    unfinished = final.with_name(f".{final.name}.rank{rank}.partial")
+    unfinished.mkdir(parents=True, exist_ok=True)
     try:
-        own = dcp.save(state, partial, None)
-        storage.complete(partial, replace(draft, files=storage.described(own, partial)))
-        partial.rename(final)
+        own = storage.save_state(state, unfinished, None)
+        storage.complete(unfinished, replace(draft, files=storage.described(own, unfinished)))
+        unfinished.rename(final)
     except OSError:
         if not final.exists():  # another rank was first, and its files are as good
             raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def is_all_of(variant: str, names: Iterable[str], state: dcp.State) -> bool:
+def is_all_of(variant: str, names: Iterable[str], state: storage.State) -> bool:
     """Whether this rank holds a whole model of `variant`: every weight is there, and nothing in parts."""
-    whole = {name for name, held in state.items() if name.startswith(f"{variant}/") and dcp.is_whole(held)}
+    whole = {name for name, held in state.items() if name.startswith(f"{variant}/") and storage.is_whole(held)}
     parts = {name for name in state if name.startswith(f"{variant}/")} - whole
     return not parts and {f"{variant}/weights.{name}" for name in names} <= whole
 

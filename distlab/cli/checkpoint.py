@@ -62,9 +62,9 @@ def export(found: FoundCheckpoint, variant: str, out: Path) -> None:
     """Write one variant's dense tensors to `out`, all of the file or nothing; raises OSError."""
     import torch
 
-    from distlab.checkpoint import dcp
+    from distlab.checkpoint import storage
 
-    dense = dcp.load_dense(found.folder, f"{variant}/")
+    dense = storage.load_dense(found.folder, f"{variant}/")
     content: dict[str, Any] = {"variant": variant, "step": found.manifest.step, "settings": found.manifest.settings}
     for name, tensor in dense.items():
         kind, _, label = name.partition(".")
@@ -75,7 +75,7 @@ def export(found: FoundCheckpoint, variant: str, out: Path) -> None:
             torch.save(content, file)
         draft.replace(out)
     except RuntimeError as error:
-        raise dcp.of_the_disk(error) or error from None
+        raise storage.of_the_disk(error) or error from None
     finally:
         draft.unlink(missing_ok=True)
 

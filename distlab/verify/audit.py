@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distlab.checkpoint.training_position import TrainingPosition
+from distlab.checkpoint.manifest import TrainingPosition
 from distlab.collectives.sharded_tensor import LocalShard
 from distlab.config import Config
 from distlab.contract import Held, OneProcess, Strategy

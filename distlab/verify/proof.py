@@ -120,7 +120,7 @@ def prove(
             else:
                 compare(lab, name, build, configs, batches, dense, buffers, also)
                 if checkpoints is not None and checkpoints.group is not None:
-                    from distlab.checkpoint.resume_proof import drill
+                    from distlab.checkpoint.resume import drill
 
                     drill(lab, name, build, configs, checkpoints.group)
             lab.finished("proof", tuple(variants))

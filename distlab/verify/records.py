@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median, median_low
 from typing import Any, NamedTuple, TypeAlias
 
-from distlab.checkpoint.training_position import TrainingPosition
+from distlab.checkpoint.manifest import TrainingPosition
 from distlab.collectives.costs import gloo_all_reduce_messages, wire_tolerance
 from distlab.collectives.phases import COMPUTE, Span, heard, phase, recorded, slowed
 from distlab.contract import Counted, Strategy

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from distlab.checkpoint import dcp, manifest, storage
+from distlab.checkpoint import manifest, storage
 from distlab.checkpoint.manifest import Manifest
 from distlab.config import Config
 
@@ -33,6 +33,6 @@ def checkpoint(folder: Path, step: int, **changed: Any) -> Path:
     made = manifest_of(step, **changed)
     path = folder / made.name
     path.mkdir(parents=True)
-    files = dcp.save({"flat/weights.w": torch.full((3,), float(step))}, path, None)
+    files = storage.save_state({"flat/weights.w": torch.full((3,), float(step))}, path, None)
     manifest.write(path, replace(made, files=storage.described(files, path)))
     return path

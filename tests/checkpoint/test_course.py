@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distlab.checkpoint.bugs import mistake as MISTAKES
-from distlab.checkpoint.training_position import TrainingPosition
+from distlab.checkpoint.manifest import TrainingPosition
 from distlab.contract import where_it_was
 from distlab.workload.data import Batches
 from tests.checkpoint.made_up import config_of, manifest_of

@@ -1,5 +1,6 @@
 """A resume that does not give everything back fails the drill by name."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -7,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from distlab.checkpoint import resume
-from distlab.checkpoint.resume_proof import drill
+from distlab.checkpoint import manifest, resume
+from distlab.checkpoint.resume import drill
 from distlab.config import Config
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
@@ -39,7 +40,8 @@ def drilled(group: dist.ProcessGroup, folder: str, kind: type[Replica], lost: st
 
     lab = lab_of(group, SMALL, folder)
     assert lab.hooks.side_group is not None
-    with patch.object(resume, lost or "CONTROL", resume.CONTROL if not lost else lambda *_: None):
+    place = manifest if lost == "set_generators" else resume
+    with patch.object(place, lost, lambda *_: None) if lost else nullcontext():
         drill(lab, "flat", build, [lab.config.untimed()], lab.hooks.side_group)
     lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
@@ -52,7 +54,7 @@ def test_what_is_not_given_back_is_seen(ranks: Ranks, tmp_path: Path) -> None:
         assert failed(run) == fails
 
 
-@pytest.mark.parametrize("lost", ["give_back_generators", "set_generator"])
+@pytest.mark.parametrize("lost", ["give_back_generators", "set_generators"])
 def test_generators_that_are_not_given_back_are_seen(ranks: Ranks, tmp_path: Path, lost: str) -> None:
     lines = ranks(2, drilled, str(tmp_path), Replica, lost)
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from distlab.checkpoint import checks, dcp, locate, manifest
-from distlab.checkpoint.checks import allowed_s, digests, listed_steps, passed_over, unaccounted_s, unlike, wrongly_kept
+from distlab.checkpoint import locate, manifest, save, storage
+from distlab.checkpoint.locate import listed_steps, passed_over
+from distlab.checkpoint.save import allowed_s, digests, keep_last, unaccounted_s, unlike, wrongly_kept
 from distlab.collectives.sharded_tensor import flat_piece
 
 
@@ -20,16 +21,16 @@ def test_a_copy_that_goes_on_with_the_training_is_seen(tmp_path: Path, moved: fl
     state = state_of(1.0)
     wanted = digests(state)
     state["v/weights.whole"] += moved  # type: ignore[operator]
-    dcp.save(state, tmp_path, None)
+    storage.save_state(state, tmp_path, None)
     assert unlike(state_of(0.0), wanted, tmp_path, None) == (["v/weights.whole"] if moved else [])
 
 
 def test_what_is_read_back_is_read_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "MOST_BYTES", 8)
+    monkeypatch.setattr(save, "MOST_BYTES", 8)
     state = {str(number): torch.zeros(2) for number in range(3)}
-    assert list(checks.bundles(state)) == [["0"], ["1"], ["2"]]
-    assert checks.bundles({}).__next__ is not None
-    assert list(checks.bundles({})) == []
+    assert list(save.bundles(state)) == [["0"], ["1"], ["2"]]
+    assert save.bundles({}).__next__ is not None
+    assert list(save.bundles({})) == []
 
 
 def test_every_part_of_a_piece_is_hashed() -> None:
@@ -39,7 +40,7 @@ def test_every_part_of_a_piece_is_hashed() -> None:
     run[-1] += 1
     after = digests({"w": piece})
     assert [one == other for one, other in zip(before["w"], after["w"], strict=True)] == [True, False]
-    assert [part.shape for part in checks.parts(checks.blank(piece))] == [box.shape for _, box in piece.boxes]
+    assert [part.shape for part in storage.parts(storage.blank(piece))] == [box.shape for _, box in piece.boxes]
 
 
 def saved(folder: Path, *steps: int) -> None:
@@ -81,3 +82,32 @@ def test_a_save_that_says_nothing_of_what_it_held_up_is_seen() -> None:
     assert unaccounted_s(2.0, 1.9) <= allowed_s(2.0)
     assert unaccounted_s(2.0, 0.0) > allowed_s(2.0)
     assert unaccounted_s(2.0, 2.1) > allowed_s(2.0), "more than there was"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_that_is_loaded_outlives_newer_ones(tmp_path: Path) -> None:
+    first = tmp_path / manifest.folder_name(1)
+    saved(tmp_path, 1)
+    readers = [locate.lock_for_reading(first) for _ in range(2)]
+    for step in (2, 3, 4):
+        saved(tmp_path, step)
+        keep_last(tmp_path, 1)
+        assert names(tmp_path) == ["step-00000001", manifest.folder_name(step)]
+    for reader in readers:
+        locate.release(reader)
+    keep_last(tmp_path, 1)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
+    folder = tmp_path / manifest.folder_name(1)
+    saved(tmp_path, 1)
+    assert locate.remove(folder)
+    assert locate.lock_for_reading(folder) is None
+    assert names(tmp_path) == []
+    (tmp_path / "step-00000002").mkdir()
+    assert locate.lock_for_reading(tmp_path / "step-00000002") is None
+    assert locate.remove(tmp_path / "step-00000002")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from distlab.checkpoint import locate
 from distlab.checkpoint import save as saving
+from distlab.checkpoint.manifest import TrainingPosition
 from distlab.checkpoint.save import Saver
-from distlab.checkpoint.training_position import TrainingPosition
 from distlab.cli import checkpoint
 from distlab.rank.mode_loader import load
 from distlab.report import records

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.checkpoint import dcp, locate, manifest, storage
+from distlab.checkpoint import locate, manifest, storage
 from distlab.collectives.sharded_tensor import flat_piece
 from distlab.testing.warm_ranks import Ranks
 from tests.checkpoint.made_up import checkpoint, manifest_of
@@ -19,7 +19,7 @@ from tests.checkpoint.made_up import checkpoint, manifest_of
 MATRIX = torch.arange(35.0).view(5, 7)
 
 
-def cut(rank: int, ranks: int, matrix: torch.Tensor) -> dcp.State:
+def cut(rank: int, ranks: int, matrix: torch.Tensor) -> storage.State:
     """A run of the matrix, as a flat shard has it, a vector that all have, a number in pieces, and one that the last rank has."""
     chunk = -(-matrix.numel() // ranks)
     run = matrix.flatten()[rank * chunk :][:chunk].clone()
@@ -42,7 +42,7 @@ def save_cut(group: dist.ProcessGroup, folder: str) -> None:
 
 def load_cut(group: dist.ProcessGroup, folder: str) -> bool:
     state, wanted = (cut(group.rank(), group.size(), matrix) for matrix in (torch.zeros(5, 7), MATRIX))
-    dcp.load(state, Path(folder) / "step-00000001", group)
+    storage.load_state(state, Path(folder) / "step-00000001", group)
     boxes = [
         [box for _, box in held.boxes] if hasattr(held, "boxes") else [held]
         for held in (*state.values(), *wanted.values())
@@ -61,7 +61,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(
 ) -> None:
     ranks(saved_by, save_cut, str(tmp_path))
     assert ranks(read_by, load_cut, str(tmp_path)) == [True] * read_by
-    dense = dcp.load_dense(tmp_path / "step-00000001", "flat/")
+    dense = storage.load_dense(tmp_path / "step-00000001", "flat/")
     assert torch.equal(dense["weights.m"], MATRIX) and torch.equal(dense["weights.last"], MATRIX[-1] + 1)
     saved = manifest.read(tmp_path / "step-00000001")
     assert locate.damage(tmp_path / "step-00000001", saved) == []
@@ -73,7 +73,7 @@ def test_what_several_hold_is_written_once_and_shared_out() -> None:
         {"a": (True, 10), "b": (True, 10), "own": (False, 5)},
         {"a": (True, 10), "b": (True, 10), "c": (True, 1)},
     ]
-    assert [dcp.dealt(everyone, rank) for rank in (0, 1)] == [{"own", "b"}, {"a", "c"}]
+    assert [storage.dealt(everyone, rank) for rank in (0, 1)] == [{"own", "b"}, {"a", "c"}]
 
 
 def save_on_a_bad_disk(group: dist.ProcessGroup, folder: str) -> str:
@@ -117,11 +117,11 @@ KILLED = """
 import os, signal, sys, torch, torch.distributed as dist
 from pathlib import Path
 from tests.checkpoint.made_up import manifest_of
-from distlab.checkpoint import dcp, storage
+from distlab.checkpoint import storage
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if sys.argv[2] == "data":
-    dcp.Writer.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    storage.Writer.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 else:
     storage._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # the manifest is there, its folder not yet renamed
 storage.write_checkpoint(folder, manifest_of(20), {"flat/weights.w": torch.zeros(3)}, dist.group.WORLD, {"flat": []}, needed_bytes=0)

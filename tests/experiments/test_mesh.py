@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distlab.checkpoint import dcp
+from distlab.checkpoint import storage
 from distlab.config import Config
 from distlab.experiments.mesh import MODE, predictions
 from distlab.experiments.mesh.checks import check_gradients_first, compare_axes, differing_axes, sent_between
@@ -102,11 +102,11 @@ def going_on(group: dist.ProcessGroup, config: Config, step: int, folder: Path) 
         strategy = built(MODE, name, MODE.model(config, config.seed).double(), group, config)
         mesh, state = strategy.mesh, strategy.state_dict()
         if step:
-            dcp.load(state, folder / f"{name} {step - 1}", group)
+            storage.load_state(state, folder / f"{name} {step - 1}", group)
             strategy.load_state_dict(state)
         strategy.backward(batches_of(config).dealt(step, mesh.index("dp"), mesh.size("dp")))
         strategy.update()
-        dcp.save(strategy.state_dict(), folder / f"{name} {step}", group)
+        storage.save_state(strategy.state_dict(), folder / f"{name} {step}", group)
         for kind in ("weights", "optimizer"):
             dense = dict(strategy.full(kind))
             if group.rank() == 0:
