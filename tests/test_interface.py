@@ -18,8 +18,8 @@ import pytest
 
 import distlab as package
 from distlab import contract
-from distlab.check import options as check_settings
 from distlab.check import rank_state
+from distlab.check.start import CheckOptions, ProofOptions
 from distlab.checkpoint import manifest
 from distlab.cli.report import main as report
 from distlab.cluster.launch import worst
@@ -27,7 +27,6 @@ from distlab.config import Config
 from distlab.config.commands import COMMANDS
 from distlab.config.settings import modes
 from distlab.prove import compare, reference, verdict
-from distlab.prove import options as prove_settings
 from distlab.rank.mode_loader import load, load_for
 from distlab.report import records
 from distlab.report import verdict as judge
@@ -96,8 +95,8 @@ def test_every_variable_has_its_default() -> None:
             defaults[mode] = dict(re.findall(r"`(LAB_\w+)` ([^\s,]+)", line))
         elif row := re.match(r"\| `(\w+)` \| (.*?) \|", line):
             defaults[mode][row[1]] = row[2]
-    for name, settings in (("check", check_settings), ("prove", prove_settings)):
-        own = settings.Options().model_dump(by_alias=True)
+    for name, settings in (("check", CheckOptions), ("prove", ProofOptions)):
+        own = settings().model_dump(by_alias=True)
         defaults[name] = {alias: "" if value is None else f"{value:g}" for alias, value in own.items()}
     for name, frozen in {"": FROZEN["variables"], **FROZEN["variables_of"]}.items():
         now = {variable: defaults[name].get(variable) for variable in frozen}

@@ -76,35 +76,33 @@ class Doctor:
                     if fact[0] in ("changed", "unrecorded"):
                         self._tell_change(fact, case.rank)
                     self._take_proof(fact)
-                    self._add(self.quiet.take(case, fact))
+                    self.findings += self.quiet.take(case, fact)
         if self.refused:
             self.over = True
             return
         for call in every_call(self.cases):
-            if self.matching.take(call) and self._first_sign is None:
-                self._first_sign = now
+            if self.matching.take(call):
+                self._suspect(now)
         self._look_for_ends(now)
-        if self._first_sign is None and any(finding.ends for finding in self.findings):
-            self._first_sign = now
+        if any(finding.ends for finding in self.findings):
+            self._suspect(now)
         if self._first_sign is None and (found := self._waiting.look(self.cases, self.matching, now)) is not None:
-            self._add([found])
-            self._first_sign = now - self._gather_s  # it has stood for long enough
+            self.findings.append(found)
+            self._suspect(now - self._gather_s)  # it has stood for long enough
         if self._first_sign is not None:
             self.over = now - self._first_sign >= self._gather_s
         elif all(case.over for case in self.cases):
             self.over = True
-            self._add(self.matching.unmatched())
-            self._add(self.quiet.at_end())
+            self.findings += [*self.matching.unmatched(), *self.quiet.at_end()]
         else:
             stands = self._still.look(self.cases, self.matching, now)
             if stands is not None:
-                self._add([stands])
-                self._first_sign = now
+                self.findings.append(stands)
+                self._suspect(now)
         if self.over:
-            self._add(self.matching.mismatches())
-            self._add(self.quiet.handles())
+            self.findings += [*self.matching.mismatches(), *self.quiet.handles()]
             known = bool(self.lost) or any(finding.ends for finding in self.findings)
-            self._add(failures(self.cases, self.matching, self.lost, explained=known))
+            self.findings += failures(self.cases, self.matching, self.lost, explained=known)
 
     def _take_proof(self, fact: list[Any]) -> None:
         """What `distlab prove` has found, in words and records of its own."""
@@ -113,7 +111,7 @@ class Doctor:
             self.refused = self.refused or values[0]
         elif kind == "finding":
             check, sentence, ranks = values
-            self._add([Finding(check, sentence, tuple(ranks))])
+            self.findings.append(Finding(check, sentence, tuple(ranks)))
         elif kind == "record":
             self.records.append(from_line(values[0]))
         elif kind == "said":
@@ -128,16 +126,17 @@ class Doctor:
             self._say(f"changed    {sentence}")
         self.changed.setdefault(sentence, []).append(rank)
 
-    def _add(self, found: Iterator[Finding] | Sequence[Finding]) -> None:
-        for finding in found:
-            self.findings.append(finding)
+    def _suspect(self, now: float) -> None:
+        """A sign that something is wrong; the first one counts."""
+        if self._first_sign is None:
+            self._first_sign = now
 
     def _look_for_ends(self, now: float) -> None:
         """Ranks that failed, that are gone, or that somebody has stopped."""
         for case in self.cases:
             failed = case.exit_code is None and case.gone not in (None, 0)
-            if (case.raised is not None or failed) and self._first_sign is None:
-                self._first_sign = now
+            if case.raised is not None or failed:
+                self._suspect(now)
             if case.state == "T" and not case.over:
                 since = self._stopped.setdefault(case.rank, now)
                 if now - since > STOPPED_S:
@@ -146,5 +145,5 @@ class Doctor:
                 self._stopped.pop(case.rank, None)
             if failed and case.gone is not None and case.gone < 0 and not aborted(case):
                 self.lost[case.rank] = f"{how_it_ended(case.gone)}{last_call(case)}"
-        if self.lost and self._first_sign is None:
-            self._first_sign = now
+        if self.lost:
+            self._suspect(now)

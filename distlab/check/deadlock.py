@@ -16,21 +16,21 @@ from distlab.check.rank_state import (
     HANG,
     IDLE_SHARE,
     MADE,
-    Call,
     Finding,
+    Frame,
     Raised,
     RankState,
     Wait,
     call_text,
     group_words,
 )
-from distlab.check.script import Frame
 from distlab.check.script_process import how_it_ended
 from distlab.cluster import name_ranks
 from distlab.cluster.shutdown import BLAMELESS
 
 SURE_AFTER_S = 1.0  # of a rank that waits for one which is over: what it told last may be on its way
 OWN = "distlab/check/"
+LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "/distlab/")
 MOST_NAMED = 8  # ranks of a circle
 
 
@@ -63,13 +63,13 @@ def hung(waits: dict[int, Standing], over: set[int]) -> dict[int, Standing]:
     left = dict(waits)
     while True:
         never = over | set(left)
-        freed = [
-            rank for rank, each in left.items() if not (each.needs <= never if each.any_of else each.needs & never)
-        ]
-        if not freed:
+        stuck = {
+            rank: each for rank, each in left.items()
+            if (each.needs <= never if each.any_of else each.needs & never)
+        }  # fmt: skip
+        if len(stuck) == len(left):
             return left
-        for rank in freed:
-            del left[rank]
+        left = stuck
 
 
 class Waiting:
@@ -106,9 +106,9 @@ def diagnosis(
     first = stuck[min(stuck, key=lambda rank: (stuck[rank].any_of, rank))]  # the same in each run, whoever came first
     together = sorted(rank for rank, each in stuck.items() if met_in(each.wait) == met_in(first.wait))
     whom = sorted(first.needs)
-    called = first.wait.what if first.wait.call is None else in_group(first.wait.call, len(cases))
     where = " and ".join(dict.fromkeys(str(stuck[rank].wait.place) for rank in together))
     alone = len(together) == 1
+    called = wait_text(first.wait, len(cases))
     sentence = f"{name_ranks(together)} {'waits' if alone else 'wait'} in {called} at {where}"
     if first.wait.call is None:
         sentence += ", and no other rank can unblock it"
@@ -127,15 +127,16 @@ def diagnosis(
 
 def met_in(wait: Wait) -> object:
     """The same for all that wait in the same call of the same group."""
-    return (
-        (wait.call.group, wait.call.turn)
-        if wait.call is not None and wait.call.kind.op not in ("send", "recv")
-        else wait
-    )
+    if wait.call is None or wait.call.kind.op in ("send", "recv"):
+        return wait
+    return wait.call.group, wait.call.turn
 
 
-def in_group(call: Call, world_size: int) -> str:
-    """The call with its group."""
+def wait_text(wait: Wait, world_size: int) -> str:
+    """What is waited in, a call with its group."""
+    call = wait.call
+    if call is None:
+        return wait.what
     if call.kind.op in ("send", "recv"):
         return call_text(call)
     if call.group.instance == MADE:
@@ -165,9 +166,8 @@ def elsewhere(case: RankState, matching: Matching, waited: Wait, waits: dict[int
         return f"{who} has ended without it{before}"
     own = waits.get(case.rank)
     if own is not None:
-        called = own.wait.what if own.wait.call is None else in_group(own.wait.call, world_size)
         whom = "" if own.wait.call is None else f" for {name_ranks(sorted(own.needs))}"
-        return f"{who} waits in {called} at {own.wait.place}{whom}"
+        return f"{who} waits in {wait_text(own.wait, world_size)} at {own.wait.place}{whom}"
     return f"{who} is at {standing_at(case)}{before}"
 
 
@@ -201,18 +201,9 @@ def standing_at(case: RankState) -> str:
     return f"{mine.file.rpartition('/')[2]}:{mine.line}{below}"
 
 
-def how_over(case: RankState) -> str:
-    """How a script ended."""
-    if case.exit_code is not None:
-        return f"ended with code {case.exit_code}"
-    return how_it_ended(case.gone or 0)
-
-
 def library(frame: Frame) -> bool:
     """Whether it is no line of the user's."""
-    return any(
-        each in frame.file for each in ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "/distlab/")
-    )
+    return any(each in frame.file for each in LIBRARIES)
 
 
 def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[str]]:
@@ -221,10 +212,11 @@ def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[s
     for case in cases:
         own = waits.get(case.rank)
         if own is not None:
-            called = own.wait.what if own.wait.call is None else in_group(own.wait.call, len(cases))
+            called = wait_text(own.wait, len(cases))
             rows.append([f"rank {case.rank}", str(own.wait.place), called, f"for {name_ranks(sorted(own.needs))}"])
         elif case.over:
-            how = f"raised {case.raised.kind}" if case.raised is not None else how_over(case)
+            how = how_it_ended(case.gone or 0) if case.exit_code is None else f"ended with code {case.exit_code}"
+            how = f"raised {case.raised.kind}" if case.raised is not None else how
             last = f"{call_text(case.last)}, its last call" if case.last is not None else "no call"
             place = case.raised.place if case.raised is not None else str(case.last.place) if case.last else ""
             rows.append([f"rank {case.rank}", place, last, how])
@@ -336,7 +328,8 @@ def describe_exception(raised: Raised) -> str:
     if raised.kind == "SystemExit":
         what = f"called sys.exit with {raised.text}"
     else:
-        what = f"raised {raised.kind}: {first_line(raised.text)}".rstrip(": ")
+        first_line = (raised.text.splitlines() or [""])[0][:400]
+        what = f"raised {raised.kind}: {first_line}".rstrip(": ")
     return f"{what} at {raised.place}" if raised.place else what
 
 
@@ -389,8 +382,3 @@ def aborted(case: RankState) -> bool:
 def blameless(raised: Raised) -> bool:
     """Whether another rank's end may be behind an exception."""
     return raised.kind not in OWN_KINDS and any(word in raised.text.lower() for word in BLAMELESS)
-
-
-def first_line(text: str) -> str:
-    """The first line, not too long."""
-    return (text.splitlines() or [""])[0][:400]

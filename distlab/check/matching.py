@@ -5,6 +5,7 @@ error. Collectives are numbered by group, messages by their two ends and tag. Th
 is told, as all that follows in it is shifted by it.
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -70,13 +71,11 @@ class Lateness:
         for line in self.lines.values():
             rest = []
             for met in line.met:
-                ended = [call.ended_s for call in met.values()]
-                if None in ended:
+                ended = [call.ended_s for call in met.values() if call.ended_s is not None]
+                if len(ended) < len(met):
                     rest.append(met)
                 else:
-                    line.took_s += max(end for end in ended if end is not None) - max(
-                        call.began_s for call in met.values()
-                    )
+                    line.took_s += max(ended) - max(call.began_s for call in met.values())
             line.met = rest[-1000:]
 
 
@@ -129,7 +128,7 @@ class Matching:
         if sent is None or received is None or self._taken_from_any(call):
             return False
         del here["send"][call.turn], here["recv"][call.turn]
-        elements = [sum(map(product, each.kind.dims)) for each in (sent, received)]
+        elements = [sum(map(math.prod, each.kind.dims)) for each in (sent, received)]
         if elements[0] != elements[1] or sent.kind.dtypes != received.kind.dtypes:
             self._unfit.append((sent, received))
             return True
@@ -236,15 +235,10 @@ class Matching:
         wrong, right = odd[0], others[0]
         if len(odd) >= len(others) or wrong.group.instance < 0 or wrong.kind.op == right.kind.op:
             return ""
-        before = self._before_this(right)
-        if before is not None and before.kind == wrong.kind and before.place == wrong.place:
+        previous = right.group, right.turn - 1, wrong.kind, wrong.place
+        if any((each.group, each.turn, each.kind, each.place) == previous for each in self.lateness.recent):
             return f"; rank {wrong.rank} repeated the previous call"
         return ""
-
-    def _before_this(self, call: Call) -> Call | None:
-        return next(
-            (each for each in self.lateness.recent if each.group == call.group and each.turn == call.turn - 1), None
-        )
 
 
 def fault_of(met: dict[int, Call], *, whole: bool) -> str:
@@ -282,10 +276,8 @@ def alike(kind: Kind, fault: str) -> Kind:
     """The kind without what is no part of this fault."""
     if fault == "split":
         return kind
-    of = {"operation": ("op",), "reduce operation": ("reduce",), "root": ("root",), "type": ("dtypes",)}.get(
-        fault, ("dims",)
-    )
-    return Kind("")._replace(**{name: getattr(kind, name) for name in of})
+    of = {"operation": "op", "reduce operation": "reduce", "root": "root", "type": "dtypes"}.get(fault, "dims")
+    return Kind("")._replace(**{of: getattr(kind, of)})
 
 
 def detailed(kind: Kind, fault: str) -> str:
@@ -308,14 +300,6 @@ def content(kind: Kind) -> str:
     """Shapes and types."""
     shown = ", ".join(str(each) for each in kind.dims[:3]) + (", ..." if len(kind.dims) > 3 else "")
     return f"{shown} {', '.join(kind.dtypes)}"
-
-
-def product(dims: tuple[int, ...]) -> int:
-    """Elements of a shape."""
-    elements = 1
-    for each in dims:
-        elements *= each
-    return elements
 
 
 def places(calls: Iterable[Call]) -> str:

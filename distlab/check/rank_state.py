@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_origin, get_type_hints
 
-from distlab.check.script import Frame
 from distlab.cluster import name_ranks
 from distlab.measure.traffic import sent_bytes
 
@@ -68,6 +67,14 @@ class Call:
     thread: int
     began_s: float
     ended_s: float | None = None
+
+
+class Frame(NamedTuple):
+    """A line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
 
 
 class Wait(NamedTuple):
@@ -186,7 +193,6 @@ class RankState:
             self.facts.append(["written", self._known[number], self._places[place]])
 
     def _take_enter(self, name: str, what: list[Any], place: int, thread: int, at_s: float) -> None:
-        call: Call | None = None
         world = tuple(range(self.world_size))
         if name == "new_group":
             ranks = tuple(range(self.world_size) if what[0] is None else what[0])
@@ -245,11 +251,9 @@ class RankState:
             self.sockets[key] = max(sent, self.sockets.get(key, 0))
 
     def place(self, number: int) -> CallPlace:
-        """The place of this number."""
         return self._places[number]
 
     def group(self, number: int) -> GroupKey:
-        """The group of this number."""
         return self._groups[number]
 
     def _turn(self, key: Any) -> int:
@@ -270,10 +274,9 @@ class RankState:
         told = self.waits.get(self._main)
         if told is not None and (told.call is None or absent(told.call)):
             return told  # else it is over, and that is told with the next call
-        inner = self.stacks.get(self._main, [])[:1]
-        if not inner:
+        if not self.frames():
             return None
-        file = inner[0].file
+        file = self.frames()[0].file
         others = [wait for wait in self.waits.values() if wait.call is None or absent(wait.call)]
         if others and any(each in file for each in LIBRARY_WAITS):
             return others[0]
@@ -335,12 +338,8 @@ def ends(call: Call) -> tuple[int, int, GroupKey, int]:
 # What is looked for, in the order of the verdict; each is a check of the run, which holds where nothing was found.
 MATCH, HANG, END = "calls match", "nothing hangs", "the script ends well"
 WAITED, AT_REST = "handles are waited for", "tensors are at rest in flight"
-REPLICAS, DATA, DROPOUT, DEVICES = (
-    "replicas agree",
-    "ranks train on their own data",
-    "dropout agrees",
-    "a device a rank",
-)
+REPLICAS, DATA = "replicas agree", "ranks train on their own data"
+DROPOUT, DEVICES = "dropout agrees", "a device a rank"
 CHECKS = (MATCH, HANG, END, WAITED, AT_REST, REPLICAS, DATA, DROPOUT, DEVICES)
 
 

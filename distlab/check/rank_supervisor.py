@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 
 from distlab.check.coordinator import Doctor
-from distlab.check.options import Options
 from distlab.check.recorder import now
 from distlab.check.report import log_lines, spans_of, written
 from distlab.check.script import STORE_KEY, Job
@@ -115,8 +114,12 @@ class Rank:
 
     def _attend(self, watch: Watchdog, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:
         """Hear, pass on and look until rank 0 says that it is over; then bring all together."""
-        options = self.config.own(Options)
-        doctor = self._doctor(options) if (cluster.rank == 0) else None
+        doctor = None
+        if cluster.rank == 0:
+            doctor = Doctor(
+                cluster.world_size, self.job.hang_after_s, self.config.collective_timeout_s, self.journal.say,
+                self.job.mesh,
+            )  # fmt: skip
         taken = dict.fromkeys(range(cluster.world_size), 0)
         with (folder / f"rank{cluster.rank}.calls").open("wb") as kept:
             hearing = Hearing(self.bedside)
@@ -140,10 +143,6 @@ class Rank:
                         break
         self.bedside.let_go(LET_GO_S if well else 0.0)
         return self._close(watch, exchange, doctor, folder, outcome)
-
-    def _doctor(self, options: Options) -> Doctor:
-        bound_s = self.config.collective_timeout_s
-        return Doctor(self.config.world_size, options.hang_after_s, bound_s, self.journal.say, mesh_of(options))
 
     def _post(self, exchange: Exchange, lines: list[bytes]) -> None:
         if lines:
@@ -212,12 +211,6 @@ def contents(job: Job) -> dict[str, str]:
 
     digest = hashlib.sha256(job.script.read_bytes()).hexdigest()[:12]
     return {"the sha256 of the script": digest, "the words of the script": json.dumps(list(job.words))[:400]}
-
-
-def mesh_of(options: Options) -> list[tuple[str, int]]:
-    """LAB_MESH as names and sizes."""
-    parts = [each.partition(":") for each in (options.mesh or "").split(",") if each]
-    return [(name, int(size)) for name, _, size in parts]
 
 
 def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:

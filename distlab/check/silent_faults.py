@@ -4,7 +4,7 @@ A finding is certain; what only looks wrong is asked as a question, and decides 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -120,9 +120,7 @@ class Samples:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._inputs: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, int]]] = defaultdict(
-            lambda: defaultdict(dict)
-        )
+        self._inputs: dict[Group, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
         self._forwards: dict[str, str] = {}
         self._batches: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # by pass over a loader, and number
         self._counts: dict[int, dict[int, int]] = defaultdict(dict)  # by pass, and rank
@@ -187,8 +185,8 @@ class Step(NamedTuple):
     by_script: bool  # the all_reduce is the script's own, else DDP's
     untouched: bool  # since the all_reduce
     size: int  # of the group
-    reduced_at: str
-    stepped_at: str
+    reduced_at: Any
+    stepped_at: Any
 
 
 class Gradients:
@@ -198,19 +196,11 @@ class Gradients:
         self._world_size = world_size
         self._steps: dict[int, list[Step]] = defaultdict(list)
 
-    def take(
-        self,
-        case: RankState,
-        ratio: float,
-        by_script: bool,
-        untouched: bool,
-        size: int,
-        reduced_at: int,
-        stepped_at: int,
-    ) -> None:
-        """One step of one rank."""
-        places = case.place(reduced_at).line, case.place(stepped_at).line
-        self._steps[case.rank].append(Step(ratio, by_script, untouched, size, *places))
+    def take(self, case: RankState, *values: Any) -> None:
+        """One step of one rank, whose places come as numbers."""
+        step = Step(*values)
+        reduced_at, stepped_at = case.place(step.reduced_at).line, case.place(step.stepped_at).line
+        self._steps[case.rank].append(step._replace(reduced_at=reduced_at, stepped_at=stepped_at))
 
     def questions(self) -> Iterator[str]:
         """Whether they were divided never, or twice."""
@@ -238,7 +228,6 @@ class Gradients:
 # they are cut, and there each rank has to draw its own: so ranks are compared only where their inputs are equal.
 
 AXIS = "tp"
-Groups = list[list[int]]
 
 
 class Dropouts:
@@ -278,7 +267,7 @@ class Dropouts:
                     break
 
 
-def groups_of(axis: str, names: Sequence[str], sizes: Sequence[int], ranks: Sequence[int]) -> Groups:
+def groups_of(axis: str, names: Sequence[str], sizes: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
     """The groups along an axis of a mesh whose `ranks` stand in order, the outermost axis first; none without it."""
     if axis not in names or len(names) != len(sizes) or prod(sizes) != len(ranks):
         return []
@@ -299,9 +288,10 @@ class Quiet:
     def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]] = ()) -> None:
         self._replicas, self._samples = Replicas(), Samples(world_size)
         self._gradients, self._dropouts = Gradients(world_size), Dropouts(world_size, mesh)
-        self._handles: dict[tuple[str, CallPlace, CallPlace | None], tuple[str, list[int]]] = {}
+        self._handles: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
         self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
         self._takers = {
+            "module": self._replicas.take_module,
             "weights": self._replicas.take_weights,
             "input": self._samples.take_input,
             "batch": self._samples.take_batch,
@@ -310,34 +300,28 @@ class Quiet:
             "mesh": self._dropouts.take_mesh,
             "dropout": self._dropouts.take,
             "device": self._take_device,
-            "unwaited": self._take_unwaited,
-            "written": self._take_written,
+            "unwaited": self._take_handle,
+            "written": self._take_handle,
         }
 
-    def take(self, case: RankState, fact: list[Any]) -> Iterator[Finding]:
+    def take(self, case: RankState, fact: list[Any]) -> Iterable[Finding]:
         """One fact of one rank; what is wrong with it at once."""
         kind, *values = fact
-        if kind == "module":
-            yield from self._replicas.take_module(case, *values)
-        elif kind in self._takers:
-            taker: Any = self._takers[kind]
-            taker(case, *values)
+        taker: Any = self._takers.get(kind)
+        return (taker(case, *values) or ()) if taker is not None else ()
 
     def _take_device(self, case: RankState, device: int, host: str) -> None:
         self._devices[device, host].append(case.rank)
 
-    def _take_unwaited(self, case: RankState, call: Call) -> None:
-        self._handles.setdefault(("unwaited", call.place, None), (call_text(call), []))[1].append(case.rank)
-
-    def _take_written(self, case: RankState, call: Call, waited_at: CallPlace) -> None:
-        self._handles.setdefault(("written", call.place, waited_at), (call_text(call), []))[1].append(case.rank)
+    def _take_handle(self, case: RankState, call: Call, waited_at: CallPlace | None = None) -> None:
+        self._handles.setdefault((call.place, waited_at), (call_text(call), []))[1].append(case.rank)
 
     def handles(self) -> Iterator[Finding]:
         """Calls whose handles or tensors were not left alone, each line once."""
-        for (kind, place, waited_at), (called, of_ranks) in self._handles.items():
+        for (place, waited_at), (called, of_ranks) in self._handles.items():
             ranks = sorted(set(of_ranks))
             s = "s" if len(ranks) == 1 else ""
-            if kind == "unwaited":
+            if waited_at is None:
                 yield Finding(
                     WAITED,
                     f"{name_ranks(ranks)} never wait{s} for {called} of {place}: its tensor may be read or freed before"
@@ -359,12 +343,9 @@ class Quiet:
         yield from self._dropouts.apart()
         for (device, host), ranks in self._devices.items():
             if len(ranks) > 1:
-                yield Finding(
-                    DEVICES,
-                    f"{name_ranks(ranks)} compute on one device, cuda:{device} of {host}: call"
-                    " torch.cuda.set_device(LOCAL_RANK) before anything else",
-                    tuple(ranks),
-                )
+                what = f"{name_ranks(ranks)} compute on one device, cuda:{device} of {host}"
+                first = "call torch.cuda.set_device(LOCAL_RANK) before anything else"
+                yield Finding(DEVICES, f"{what}: {first}", tuple(ranks))
 
     def questions(self) -> Iterator[str]:
         """What looks wrong and may be right."""

@@ -1,7 +1,7 @@
 """From what is typed to the ranks: settings, the file and its words, then be a rank or start all of them.
 
-`check` and `prove` are two errands on one road. With RANK in the environment (a container, torchrun, Slurm) this
-process is that rank; else it starts WORLD_SIZE local ones.
+`check` and `prove` are two errands on one road, each with its own variables beside those that a run has too. With RANK
+in the environment (a container, torchrun, Slurm) this process is that rank; else it starts WORLD_SIZE local ones.
 """
 
 import os
@@ -13,13 +13,49 @@ from typing import Any, NamedTuple
 
 from distlab.cluster.launch import refuse_too_few
 from distlab.config import Config, ConfigError, commands, launchers
-from distlab.config.settings import ModeOptions, suggest
+from distlab.config.settings import Field, ModeOptions, suggest
 
 SHARED = {
     "rank", "world_size", "master_addr", "master_port", "key", "local_rank", "threads", "runs_dir", "run_id",
     "join_timeout_s", "lost_after_s", "collective_timeout_s", "cpus", "memory",
 }  # fmt: skip
-EVERY = 100  # optimizer steps between two comparisons of replicas, where nothing else is said
+
+
+class FileOptions(ModeOptions):
+    """What both commands can be told."""
+
+    hang_after_s: float = Field(
+        5, alias="LAB_HANG_AFTER_S", ge=0.5, le=10**6, allow_inf_nan=False,
+        description="seconds without progress after which ranks that wait for each other are called hung",
+    )  # fmt: skip
+
+
+class CheckOptions(FileOptions):
+    """The variables that `check` alone knows."""
+
+    every: int = Field(
+        100, alias="LAB_CHECK_EVERY", ge=1, le=10**9,
+        description="optimizer steps from one comparison of the replicas' weights to the next",
+    )  # fmt: skip
+    mesh: str | None = Field(
+        None, alias="LAB_MESH", pattern=r"^\w+:\d+(,\w+:\d+)*$",
+        description="axes of the ranks, the outermost first, such as dp:2,tp:2; unset: those of the script's mesh",
+    )  # fmt: skip
+    requirements: str | None = Field(
+        None, alias="LAB_REQUIREMENTS",
+        description="pip's list of what the script needs, beside it, such as requirements.txt (containers alone)",
+    )  # fmt: skip
+
+
+class ProofOptions(FileOptions):
+    """The variables of a proof, and the sizes of the lab's own model and batch where a file leaves them out."""
+
+    sizes = {"width": 32, "depth": 2, "heads": 4, "seq": 16, "microbatches": 2, "batch": 16}  # noqa: RUF012
+
+    requirements: str | None = Field(
+        None, alias="LAB_REQUIREMENTS",
+        description="pip's list of what the file needs, beside it, such as requirements.txt (containers alone)",
+    )  # fmt: skip
 
 
 class Errand(NamedTuple):
@@ -28,7 +64,7 @@ class Errand(NamedTuple):
     command: str
     help: str
     what: str  # the file, in a sentence
-    options: type[ModeOptions]
+    options: type[FileOptions]
     used: set[str]  # the fields of Config that it takes
     play: Callable[[Config], Any]  # what makes of the settings the function that a rank's process runs
 
@@ -58,9 +94,10 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     from distlab.cluster.launch import launch
 
     shown = os.environ.get("DISTLAB_TYPED", str(script))
-    own: Any = config.own(errand.options)
-    every: int = getattr(own, "every", EVERY)
-    job = Job(script.resolve(), shown, tuple(arguments), every, errand.command, errand.play(config))
+    own: FileOptions = config.own(errand.options)
+    job = Job(script.resolve(), shown, tuple(arguments), own.hang_after_s, errand.command, play=errand.play(config))
+    if isinstance(own, CheckOptions):
+        job = job._replace(every=own.every, mesh=axes_of(own.mesh))
 
     def be_rank() -> int:
         mine = Config.read(usable(os.environ), options=errand.options).model_copy(update={"run_mode": errand.command})
@@ -78,7 +115,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     return code
 
 
-def own_variables(options: type[ModeOptions]) -> list[str]:
+def own_variables(options: type[FileOptions]) -> list[str]:
     """The variables that one errand alone knows."""
     return [str(field.alias) for field in options.model_fields.values()]
 
@@ -95,6 +132,12 @@ def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Pa
     return given, Path(rest[0]), rest[1:]
 
 
+def axes_of(mesh: str | None) -> list[tuple[str, int]]:
+    """LAB_MESH as names and sizes."""
+    parts = [each.partition(":") for each in (mesh or "").split(",") if each]
+    return [(name, int(size)) for name, _, size in parts]
+
+
 def usable(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
     """The environment without what only a run of the lab's own takes."""
     return {name: value for name, value in environ.items() if name != "RUN_MODE"}
@@ -108,24 +151,20 @@ def configured(errand: Errand, environ: os._Environ[str], faults: Sequence[str],
         str(Config.model_fields[name].alias) for name in config.model_fields_set - errand.used - {"options"}
     )
     own: Any = config.own(errand.options)
+    command = errand.command
     if own.requirements and "DISTLAB_TYPED" not in environ:
-        command = errand.command
-        raise ConfigError(
-            [f"LAB_REQUIREMENTS is installed in containers alone: ./run {command}, or pip install it here"]
-        )
+        where = f"./run {command}, or pip install it here"
+        raise ConfigError([f"LAB_REQUIREMENTS is installed in containers alone: {where}"])
     if strange:
-        raise ConfigError(
-            [f"{name} is of the lab's own runs: {errand.command} runs your {errand.what}" for name in strange]
-        )
+        raise ConfigError([f"{name} is of the lab's own runs: {command} runs your {errand.what}" for name in strange])
     return config.model_copy(update={"run_mode": errand.command})
 
 
 def why_not(errand: Errand, script: Path) -> list[str]:
     """Why this file cannot be run."""
     if sys.platform != "linux":
-        return [
-            f"{errand.command} needs Linux: `./run {errand.command} {errand.what.upper()}` takes it into containers"
-        ]
+        command = errand.command
+        return [f"{command} needs Linux: `./run {command} {errand.what.upper()}` takes it into containers"]
     if not script.is_file():
         near = [each.name for each in script.parent.glob("*.py")] if script.parent.is_dir() else []
         return [f"{str(script)!r} is not there{suggest(script.name, near)}: expected the file of a Python script"]

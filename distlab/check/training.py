@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 
 from distlab.check.recorder import Call, Group, Recorder
+from distlab.measure.tensors import raw
 
 FIRST = 3  # steps, inputs and dropouts that are looked into
 NAMES = 500  # parameters that are told by name
 
 
-class Replica:
+class Replica(NamedTuple):
     """Parameters that a group of ranks should hold alike."""
 
-    def __init__(self, key: str, group: Group, named: list[tuple[str, torch.Tensor]]) -> None:
-        self.key, self.group, self.named = key, group, named
+    key: str
+    group: Group
+    named: list[tuple[str, torch.Tensor]]
 
 
 class Reduced(NamedTuple):
@@ -108,9 +110,8 @@ class Training:
         if self._steps < FIRST and call.op == "all_reduce":
             for tensor in call.tensors:
                 if tensor.is_floating_point() and not tensor.is_inference():
-                    self._reduced.append(
-                        Reduced(weakref.ref(tensor), tensor._version, call.by_script, call.size, call.place)
-                    )
+                    of_call = call.by_script, call.size, call.place
+                    self._reduced.append(Reduced(weakref.ref(tensor), tensor._version, *of_call))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Of the first steps: how long the gradient is beside what was reduced, and whether that was touched since."""
@@ -190,7 +191,6 @@ class Training:
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All that it updates."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
@@ -205,13 +205,10 @@ def checksum(values: Iterable[Any]) -> int:
     found = 0
     for value in values:
         if isinstance(value, torch.Tensor):
-            local = getattr(value, "_local_tensor", value).detach()
-            raw = local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            found = zlib.crc32(raw.data, found)
-        elif isinstance(value, dict):
-            found = zlib.crc32(repr(checksum(value.values())).encode(), found)
-        elif isinstance(value, (list, tuple)):
-            found = zlib.crc32(repr(checksum(value)).encode(), found)
+            found = zlib.crc32(raw(getattr(value, "_local_tensor", value)), found)
+        elif isinstance(value, (dict, list, tuple)):
+            inner = value.values() if isinstance(value, dict) else value
+            found = zlib.crc32(repr(checksum(inner)).encode(), found)
         else:
             found = zlib.crc32(repr(value).encode() if isinstance(value, (int, float, str)) else b"", found)
     return found

@@ -7,8 +7,7 @@ was lost.
 import sys
 from collections.abc import Sequence
 
-from distlab.check.options import Options
-from distlab.check.start import SHARED, Errand, start
+from distlab.check.start import SHARED, CheckOptions, Errand, start
 
 HELP = """usage: distlab check [NAME=VALUE ...] SCRIPT [ARGS ...]
 
@@ -23,7 +22,7 @@ exit codes  0 it ended well and nothing was found, 1 a finding or the script's o
 
 def main(words: Sequence[str]) -> int:
     """Check the script; returns the exit code."""
-    return start(Errand("check", HELP, "script", Options, SHARED, lambda config: None), words)  # noqa: ARG005
+    return start(Errand("check", HELP, "script", CheckOptions, SHARED, lambda config: None), words)  # noqa: ARG005
 
 
 if __name__ == "__main__":

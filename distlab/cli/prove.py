@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from distlab.check.start import SHARED, Errand, start
+from distlab.check.start import SHARED, Errand, ProofOptions, start
 from distlab.config import Config
-from distlab.prove.options import Options
 
 HELP = """usage: distlab prove [NAME=VALUE ...] FILE
 
@@ -34,7 +33,7 @@ USED = SHARED | {"model", "width", "depth", "heads", "seq", "tie", "text", "batc
 
 def main(words: Sequence[str]) -> int:
     """Prove the file; returns the exit code."""
-    return start(Errand("prove", HELP, "file", Options, USED, playing), words)
+    return start(Errand("prove", HELP, "file", ProofOptions, USED, playing), words)
 
 
 def playing(config: Config) -> Any:

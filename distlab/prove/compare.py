@@ -1,7 +1,7 @@
 """How far each tensor of a rank is from one process's, step by step, and whether the ranks together train all of it."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from distlab.cluster import name_ranks
 from distlab.measure import tensors
 from distlab.measure.tensors import NEAR, factor, hash_of
-from distlab.prove.reference import LEARNING_RATE, Dense, Rows, plain_name
-from distlab.prove.trainee import LocatedTensor
+from distlab.prove.reference import LEARNING_RATE, Dense, LocatedTensor, Rows, plain_name
 from distlab.prove.user_file import UserFile
 from distlab.workload.data import Microbatch
 from distlab.workload.reference import Snapshot
@@ -35,18 +34,20 @@ class Deviation(NamedTuple):
     difference: float  # the largest; infinite where it is missing or no number
     allowed: float
     factor: float | None  # of one process's, where it is a multiple of that
-    shape: tuple[int, ...]
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.difference > self.allowed
 
 
 class Step(NamedTuple):
-    """What a rank has kept of one step."""
+    """What a rank has kept of one step, by the names that its tensors have there."""
 
-    share: float | None
-    gradients: Mapping[str, LocatedTensor]
+    share: float | None  # the rank's share of the loss, None where it sees none
+    gradients: Mapping[str, LocatedTensor]  # as the optimizer saw them
     weights: Mapping[str, LocatedTensor]
 
     def of(self, kind: str) -> Mapping[str, LocatedTensor]:
-        """One kind."""
         return self.gradients if kind == GRADIENTS else self.weights
 
 
@@ -61,8 +62,7 @@ def compared(
             allowed = tolerance(wanted.values(), alone, clip) * (LEARNING_RATE if kind == WEIGHTS and clip else 1.0)
             for name, each in step.of(kind).items():
                 difference, times = difference_and_factor(each, wanted.get(canonical[name]))
-                shape = () if each.tensor is None else tuple(each.tensor.shape)
-                found.append(Deviation(number, kind, name, rank, difference, allowed, times, shape))
+                found.append(Deviation(number, kind, name, rank, difference, allowed, times))
     return found
 
 
@@ -89,22 +89,15 @@ def not_held(
     rows_by_rank: Sequence[Mapping[str, Rows]], canonical: Mapping[str, str], dense: Dense
 ) -> list[tuple[str, list[int]]]:
     """Parameters that no rank has, and of those that are cut the rows that none has; an empty list is all of it."""
-    held: dict[str, set[int] | None] = {}
-    dims: dict[str, int] = {}
+    held = defaultdict[str, list[Rows]](list)
     for rows in rows_by_rank:
         for name, each in rows.items():
-            target = canonical[name]
-            if each.dim < 0:
-                held[target] = None
-            elif held.setdefault(target, set()) is not None:
-                own = held[target]
-                assert own is not None
-                own.update(each.lines)
-                dims[target] = each.dim
+            held[canonical[name]].append(each)
     missing = [(name, list[int]()) for name in dense.start if name not in held]
-    for name, own in held.items():
-        if own is not None:
-            rest = sorted(set(range(dense.start[name].shape[dims[name]])) - own)
+    for name, parts in held.items():
+        if all(part.dim >= 0 for part in parts):
+            lines = {line for part in parts for line in part.lines}
+            rest = sorted(set(range(dense.start[name].shape[parts[0].dim])) - lines)
             missing += [(name, rest)] if rest else []
     return missing
 
@@ -133,7 +126,6 @@ class Draws:
 
     def __init__(self) -> None:
         self.drawn: list[Draw] = []
-        self.any = False
         self._inside: list[str] = []
 
     @contextmanager
@@ -162,7 +154,6 @@ class Draws:
         self._inside.pop()
 
     def _note(self, given: Tensor) -> None:
-        self.any = True
         name = next((each for each in reversed(self._inside) if each), "the model")
         turn = Counter(each.module for each in self.drawn)[name]
         local = getattr(given, "_local_tensor", given)
@@ -192,32 +183,22 @@ class Draws:
         return attention
 
 
-def wrong(
+def wrong_draws(
     by_rank: Sequence[Sequence[Draw]], neighbours: Callable[[int], Mapping[str, Sequence[int]]]
 ) -> Iterator[tuple[str, list[int]]]:
     """A sentence for each axis along which ranks draw alike where they must not, or not where they must; and which."""
     faults: dict[str, tuple[str, list[int], list[str]]] = {}
-    for rank, draws in enumerate(by_rank):
-        for axis, ranks in neighbours(rank).items():
-            for other in ranks:
-                if other <= rank:
-                    continue
-                for one, two in pairs(draws, by_rank[other]):
-                    fault = fault_of(axis, one, two)
-                    if fault:
-                        faults.setdefault(axis, (fault, [rank, other], []))[2].append(one.module)
+    by_dropout = [{(each.module, each.turn): each for each in draws} for draws in by_rank]
+    for rank, draws in enumerate(by_dropout):
+        sides = [(axis, other) for axis, ranks in neighbours(rank).items() for other in ranks if other > rank]
+        for axis, other in sides:
+            for dropout in [each for each in draws if each in by_dropout[other]]:
+                if fault := fault_of(axis, draws[dropout], by_dropout[other][dropout]):
+                    faults.setdefault(axis, (fault, [rank, other], []))[2].append(dropout[0])
     for axis, (fault, odd, modules) in faults.items():
         others = len(set(modules)) - 1
         which = f"dropout {modules[0]}" + (f" and {others} more" if others else "")
         yield f"{which} on {name_ranks(odd)}, side by side on {axis}: {fault}", odd
-
-
-def pairs(one: Sequence[Draw], other: Sequence[Draw]) -> Iterator[tuple[Draw, Draw]]:
-    """Draws of the same dropout on two ranks."""
-    theirs = {(each.module, each.turn): each for each in other}
-    for each in one:
-        if (each.module, each.turn) in theirs:
-            yield each, theirs[each.module, each.turn]
 
 
 def fault_of(axis: str, one: Draw, two: Draw) -> str:
@@ -228,9 +209,8 @@ def fault_of(axis: str, one: Draw, two: Draw) -> str:
     if same_given and not same_draw:
         return f"they hold the same activations and draw other numbers, so they part; seed the ranks of {axis} alike"
     if same_draw and not same_given:
-        return (
-            f"they hold other parts of the activations and draw the same numbers; seed each rank of {axis} by its own"
-        )
+        parts = "they hold other parts of the activations and draw the same numbers"
+        return f"{parts}; seed each rank of {axis} by its own"
     return ""
 
 
@@ -257,20 +237,18 @@ class Passes:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """Note them meanwhile."""
-        hooks = []
-        for name, module in model.named_modules():
-            note = partial(self._note, plain_name(f"{name}.").rstrip("."), type(module).__name__)
-            hooks.append(module.register_forward_hook(lambda _, given, found, note=note: note(given, found)))
+        names = [(plain_name(f"{name}.").rstrip("."), module) for name, module in model.named_modules()]
+        hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in names]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _note(self, name: str, kind: str, given: Any, found: Any) -> None:
+    def _note(self, name: str, module: nn.Module, given: Any, found: Any) -> None:
         if name and name not in self.calls:
             first = given[0] if isinstance(given, tuple) and given else None
-            self.calls[name] = Passed(kind, copied(first), copied(found))
+            self.calls[name] = Passed(type(module).__name__, copied(first), copied(found))
 
 
 def copied(value: Any) -> Tensor | None:

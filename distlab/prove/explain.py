@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distlab.cluster import name_ranks
 from distlab.measure.tensors import NEAR, factor
-from distlab.prove.trainee import LocatedTensor
+from distlab.prove.reference import LocatedTensor
 
 Part = tuple[str, int, int]  # the use of a tied parameter, the shard, the microbatch
 Key = TypeVar("Key", bound=Hashable)

@@ -29,10 +29,7 @@ class Dealing:
 
     def whole(self, step: int) -> Microbatch:
         """All samples, as one process takes them."""
-        if "batch" in self.theirs:
-            inputs, targets = self._own(step)
-        else:
-            inputs, targets, _ = self._batches.full(step)
+        inputs, targets = self._own(step) if "batch" in self.theirs else self._batches.full(step)[:2]
         terms = self.theirs.terms(targets)
         if terms < 1:
             raise Refused(f"batch({self.theirs.config.seed}, {step}) has no loss term: all of its targets are padding")
@@ -59,20 +56,18 @@ class Dealing:
             )
         if batch < shards:
             raise Refused(f"a batch of {batch} samples is smaller than its {shards} shards: every rank needs a sample")
-        found = []
-        for size in shard_sizes(batch, shards, uneven=not self.even):
-            count = min(parts, size)
-            found.append(shard_sizes(size, count, uneven=not self.even))
-        return found
+        uneven = not self.even
+        of_shards = shard_sizes(batch, shards, uneven=uneven)
+        return [shard_sizes(size, min(parts, size), uneven=uneven) for size in of_shards]
 
     def _own(self, step: int) -> tuple[Tensor, Tensor]:
         seed = self.theirs.config.seed
         found = self.theirs["batch"](seed, step)
-        two = isinstance(found, tuple | list) and len(found) == 2 and all(isinstance(each, Tensor) for each in found)
-        if not two or len(found[0]) != len(found[1]):
-            shown = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in found] if (
-                isinstance(found, tuple | list)
-            ) else type(found).__name__  # fmt: skip
+        given = found if isinstance(found, tuple | list) else []
+        two = len(given) == 2 and all(isinstance(each, Tensor) for each in given)
+        if not two or len(given[0]) != len(given[1]):
+            each_shown = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in given]
+            shown = each_shown if given is found else type(found).__name__
             raise Refused(
                 f"batch({seed}, {step}) returned {shown}: allowed are inputs and targets, two tensors of as many"
                 " samples"
@@ -104,6 +99,13 @@ class Rows(NamedTuple):
 WHOLE = Rows(-1, [])
 
 
+class LocatedTensor(NamedTuple):
+    """One tensor of a rank, and where in the dense model it lies."""
+
+    rows: Rows
+    tensor: Tensor | None  # None: a gradient that is not there
+
+
 class Misfit(Exception):
     """A rank's tensor is no part of the dense one; the message says how, to stand behind the tensor's name."""
 
@@ -132,14 +134,13 @@ def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
         if not torch.equal(found.to(dense.dtype), dense):
             raise Misfit("begins with other weights than the model's")
         return WHOLE
+    shapes = f"has shape {list(found.shape)} where the model's has {list(dense.shape)}"
     if found.dim() != dense.dim():
-        raise Misfit(f"has shape {list(found.shape)} where the model's has {list(dense.shape)}")
+        raise Misfit(shapes)
     dims = [dim for dim in range(dense.dim()) if found.shape[dim] != dense.shape[dim]]
     if len(dims) > 1:
-        raise Misfit(
-            f"has shape {list(found.shape)} where the model's has {list(dense.shape)}: what is cut along more than one"
-            " dim has to be a DTensor, or come from a strategy's full()"
-        )
+        rule = "what is cut along more than one dim has to be a DTensor, or come from a strategy's full()"
+        raise Misfit(f"{shapes}: {rule}")
     dim = dims[0]
     known = {row: index for index, row in enumerate(rows_as_bytes(dense, dim))}
     index = [known.get(row, -1) for row in rows_as_bytes(found.to(dense.dtype), dim)]
@@ -183,15 +184,15 @@ def wrong(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[
     """Sentences for what one process leaves as it was and ranks do not, each with the ranks."""
     for name, start in dense.start.items():
         held = {rank: mine for rank, mine in enumerate(ranks) if name in mine.start and name in mine.end}
-        other = [rank for rank, mine in held.items() if begins_otherwise(mine.start[name], start)]
-        if other:
-            wrong = held[other[0]].start[name].double()
-            sentence = (
-                f"{name}, a buffer, begins with other numbers on {name_ranks(other)} than the model's"
-                f" ({head_of(wrong)}, not {head_of(start)}): no state_dict has it where it is not persistent, and"
-                " to_empty leaves what was in memory"
+        whole = {rank: mine.start[name] for rank, mine in held.items() if mine.start[name].shape == start.shape}
+        other = [rank for rank, begun in whole.items() if not same(begun.to(start.dtype), start)]
+        if other:  # of the model's shape: one that is cut may be a rank's own
+            numbers = f"{head_of(whole[other[0]].double())}, not {head_of(start)}"
+            yield (
+                f"{name}, a buffer, begins with other numbers on {name_ranks(other)} than the model's ({numbers}): no"
+                " state_dict has it where it is not persistent, and to_empty leaves what was in memory",
+                other,
             )
-            yield sentence, other
             continue
         if same(start, dense.end[name]):
             moved = [rank for rank, mine in held.items() if not same(mine.start[name], mine.end[name])]
@@ -202,7 +203,10 @@ def wrong(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[
                     moved,
                 )
             continue
-        odd = [rank for rank, mine in held.items() if not mine.uncompared and not explained(name, mine, dense)]
+        odd = [
+            rank for rank, mine in held.items()
+            if not mine.uncompared and not any(near(mine.end[name], end[name]) for end in (dense.end, mine.own))
+        ]  # fmt: skip
         if odd:
             mine = held[odd[0]]
             yield (
@@ -227,22 +231,12 @@ def written(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[str]:
         yield f"{name} is written by the steps: {said}{more}"
 
 
-def explained(name: str, mine: Buffers, dense: Buffers) -> bool:
-    """Whether a rank ends with what one process has, or with what it would make of the rank's samples."""
-    return near(mine.end[name], dense.end[name]) or near(mine.end[name], mine.own[name])
-
-
 def times(start: Tensor, found: Tensor, wanted: Tensor) -> str:
     """How many times as far it went as it had to, where it is that."""
     if found.shape != wanted.shape or start.shape != wanted.shape:
         return ""
     far = factor(found.double() - start.double(), wanted.double() - start.double())
     return f": it moved {far:.4g} x as far" if far else ""
-
-
-def begins_otherwise(found: Tensor, dense: Tensor) -> bool:
-    """Whether a buffer of the model's shape has other numbers: one that is cut may be a rank's own."""
-    return found.shape == dense.shape and not same(found.to(dense.dtype), dense)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -273,7 +267,11 @@ class Dense(NamedTuple):
     start: dict[str, Tensor]
     steps: list[Snapshot]
     order: list[str]  # of the backward pass
-    carried: Buffers = Buffers({}, {}, {})  # buffers
+    carried: Buffers = Buffers({}, {}, {})
+
+    def before(self, step: int) -> dict[str, Tensor]:
+        """The weights that a step begins with."""
+        return self.steps[step - 1].weights if step else self.start
 
 
 def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
@@ -306,12 +304,11 @@ def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
 def by_own_samples(theirs: UserFile, dense: Dense, dealt: Sequence[Sequence[Microbatch]]) -> dict[str, Tensor]:
     """The buffers that one process would end with on these microbatches of each step alone, at the right weights."""
     model = theirs.model(theirs.config.seed)
-    starts = [dense.start, *(each.weights for each in dense.steps[:-1])]
-    for before, after, parts in zip(starts, dense.steps, dealt, strict=True):
-        fill(model, before)
+    for step, parts in enumerate(dealt):
+        fill(model, dense.before(step))
         for part in parts:
             theirs.loss(model, part.inputs, part.targets)
-        fill(model, after.weights)
+        fill(model, dense.steps[step].weights)
         theirs.after_step(model)
     return copy_buffers(model)
 

@@ -20,6 +20,7 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,12 +155,12 @@ def why_not_called(function: Any, name: str) -> str:
     wanted = f"{name}({', '.join(WORDS[name])})"
     if not callable(function):
         return f"{name} is a {type(function).__name__}: expected a function {wanted}"
-    try:
-        inspect.signature(function).bind(*WORDS[name])
-    except TypeError:
-        return f"{name}{inspect.signature(function)} cannot be called as {wanted}"
-    except ValueError:  # of C: its signature is unknown
-        return ""
+    with suppress(ValueError):  # of C: its signature is unknown
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*WORDS[name])
+        except TypeError:
+            return f"{name}{signature} cannot be called as {wanted}"
     return ""
 
 
@@ -186,10 +187,8 @@ def refuse(model: nn.Module) -> None:
     """Raises Refused for a model that sees which samples stand beside each other, or draws where nobody can look."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.training:
-            raise Refused(
-                f"{name} is a SyncBatchNorm, which torch runs on GPUs alone, and each microbatch would still be"
-                " normalised by itself: use GroupNorm, or put it into eval()"
-            )
+            why = "which torch runs on GPUs alone, and each microbatch would still be normalised by itself"
+            raise Refused(f"{name} is a SyncBatchNorm, {why}: use GroupNorm, or put it into eval()")
         if isinstance(module, _BatchNorm) and module.training:
             raise Refused(
                 f"{name} is a {type(module).__name__}, whose output depends on which samples stand beside each other:"

@@ -6,16 +6,17 @@ later may be off because of it.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from distlab.check.silent_faults import groups_of
 from distlab.cluster import name_ranks
 from distlab.measure.tensors import factor
 from distlab.prove import compare, reference
-from distlab.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Deviation, Step, not_held
+from distlab.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Deviation, not_held
 from distlab.prove.explain import UNEXPLAINED, Scene, near, why
-from distlab.prove.reference import LEARNING_RATE, STEPS, Dealing, Dense, Rows, contributions
-from distlab.prove.trainee import Grid, LocatedTensor
+from distlab.prove.reference import LEARNING_RATE, STEPS, Dealing, Dense, LocatedTensor, Rows, contributions
 from distlab.prove.user_file import UserFile
 from distlab.report import records
 from distlab.report.reading import to_line
@@ -26,11 +27,28 @@ DROPOUT, BEGINNING, WHOLE_MODEL = "dropout by axis", "ranks begin with the model
 MOST_MODULES = 40
 
 
-class Teller(Protocol):
-    """Who hears what is found."""
+Say = Callable[..., None]  # one thing that is found: its kind ("finding", "record", "said") and values
 
-    def say(self, kind: str, *values: Any) -> None:
-        """One thing: a "finding", a "record", what is "said"."""
+
+@dataclass(frozen=True)
+class Grid:
+    """Where each rank stands in the file's mesh, whose `axes` have sizes: the last innermost, as in a DeviceMesh."""
+
+    axes: Mapping[str, int]
+
+    def index(self, rank: int, axis: str) -> int:
+        """A rank's place along an axis; 0 along one that is not there."""
+        return self.neighbours(rank)[axis].index(rank) if axis in self.axes else 0
+
+    def neighbours(self, rank: int) -> dict[str, list[int]]:
+        """Along each axis the ranks that differ in it alone, this one among them."""
+        names, sizes, ranks = list(self.axes), list(self.axes.values()), range(self.size)
+        rows = {axis: groups_of(axis, names, sizes, ranks) for axis in names}
+        return {axis: next(row for row in rows[axis] if rank in row) for axis in names}
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.axes.values())
 
 
 class Mine(NamedTuple):
@@ -55,14 +73,13 @@ class Everything(NamedTuple):
     canonical: Mapping[str, str]
     ranks: Sequence[Mine]
 
-    def offs(self) -> Iterator[Deviation]:
-        """Of all ranks."""
-        for mine in self.ranks:
-            yield from mine.offs
+    def offs(self, step: int | None = None, kind: str = "") -> list[Deviation]:
+        """Of all ranks; with `step` those of a step, with `kind` those of a kind."""
+        offs = [each for mine in self.ranks for each in mine.offs]
+        return [each for each in offs if step in (None, each.step) and kind in ("", each.kind)]
 
     def wrong(self) -> list[Deviation]:
-        """Those that are off by more than is allowed."""
-        return [each for each in self.offs() if each.difference > each.allowed]
+        return [each for each in self.offs() if each.is_wrong]
 
     def first(self) -> Deviation | None:
         """Where it begins."""
@@ -73,10 +90,6 @@ class Everything(NamedTuple):
 
         return min(self.wrong(), key=turn, default=None)
 
-    def tensors_of(self, steps: Sequence[Step], off: Deviation) -> LocatedTensor | None:
-        """This rank's tensor of that name."""
-        return steps[off.step].of(off.kind).get(off.name)
-
     def _of_shard(self, shares: Sequence[float]) -> float:
         """The loss of one shard: what all of its ranks see (tensor parallelism), or the sum of their parts."""
         alike = max(shares) - min(shares) <= self.loss_tolerance()
@@ -84,7 +97,7 @@ class Everything(NamedTuple):
 
     def without_gradient(self) -> list[str]:
         """Parameters whose gradient no rank gave in some step, and one process has."""
-        given = {(each.step, self.canonical[each.name]) for each in self.offs() if each.kind == GRADIENTS}
+        given = {(each.step, self.canonical[each.name]) for each in self.offs(kind=GRADIENTS)}
         missing = [
             name for step, alone in enumerate(self.dense.steps) for name in alone.gradients if (step, name) not in given
         ]
@@ -93,9 +106,8 @@ class Everything(NamedTuple):
     def loss_tolerance(self) -> float:
         """What rounding may change of a loss, and by way of the weights a clip's epsilon."""
         clip = self.theirs.found.get("clip") or 0.0
-        return TOLERANCE * max(1.0, *(abs(each.loss) for each in self.dense.steps)) + (
-            STEPS * LEARNING_RATE * clip * CLIP_EPSILON
-        )
+        by_clip = STEPS * LEARNING_RATE * clip * CLIP_EPSILON
+        return TOLERANCE * max(1.0, *(abs(each.loss) for each in self.dense.steps)) + by_clip
 
     def is_wrong(self) -> bool:
         """Whether any tensor or loss is off."""
@@ -127,14 +139,14 @@ def tell(
     first: Deviation | None,
     tensors: Sequence[LocatedTensor | None],
     parted: Sequence[str],
-    telling: Teller,
+    say: Say,
 ) -> None:
     """Findings, checks and the table, to the doctor of rank 0."""
     sentences = defaultdict[str, list[str]](list)
 
     def find(check: str, sentence: str, ranks: Sequence[int]) -> None:
         sentences[check].append(sentence)
-        telling.say("finding", check, sentence, list(ranks))
+        say("finding", check, sentence, list(ranks))
 
     for name, rows in not_held([mine.rows for mine in all_.ranks], all_.canonical, all_.dense):
         which = f" rows {rows[0]} to {rows[-1]} of" if rows else ""
@@ -157,19 +169,19 @@ def tell(
     step = next((step for step, each in enumerate(losses) if each is not None and each > allowed), None)
     if step is not None and (first is None or step <= first.step):  # else it is off because of the weights
         find(LOSSES, loss_sentence(all_, step) + where, odd or range(len(all_.ranks)))
-    for sentence, odd in compare.wrong([mine.drawn for mine in all_.ranks], all_.grid.neighbours):
+    for sentence, odd in compare.wrong_draws([mine.drawn for mine in all_.ranks], all_.grid.neighbours):
         find(DROPOUT, sentence, odd)
     seen = [each for each in losses if each is not None]
     for check in written(all_, sentences, seen, allowed):
-        telling.say("record", to_line(check))
+        say("record", to_line(check))
     if first is not None:
-        telling.say("record", to_line(modules(all_, first)))
+        say("record", to_line(modules(all_, first)))
     if any(mine.drawn for mine in all_.ranks):
-        telling.say("said", "dropout", "nothing is dropped here; who draws what is compared along the axes")
+        say("said", "dropout", "nothing is dropped here; who draws what is compared along the axes")
     for sentence in reference.written([mine.carried for mine in all_.ranks], all_.dense.carried):
-        telling.say("said", "buffers", sentence)
+        say("said", "buffers", sentence)
     if not seen:
-        telling.say("said", "losses", "not compared: train_step returned none on any rank")
+        say("said", "losses", "not compared: train_step returned none on any rank")
 
 
 def written(
@@ -180,8 +192,7 @@ def written(
         said = "; ".join(sentences[LOSSES])
         yield records.Check("", LOSSES, max(losses), allowed, detail=said, control=CONTROL)
     for kind in (GRADIENTS, WEIGHTS):
-        offs = [each for each in all_.offs() if each.kind == kind]
-        worst = max(offs, key=lambda each: each.difference / each.allowed, default=None)
+        worst = max(all_.offs(kind=kind), key=lambda each: each.difference / each.allowed, default=None)
         if worst is not None:
             detail = "; ".join(sentences[kind])
             yield records.Check("", kind, worst.difference, worst.allowed, detail=detail, control=CONTROL)
@@ -198,7 +209,7 @@ def sentence_of(all_: Everything, off: Deviation, tensors: Sequence[LocatedTenso
     name = all_.canonical[off.name]
     others = [alias for alias, target in all_.canonical.items() if target == name and alias != off.name]
     shown = f"{off.name} (tied to {', '.join(others)})" if others else off.name
-    wrong = [each for each in all_.wrong() if (each.step, each.kind) == (off.step, off.kind)]
+    wrong = [each for each in all_.offs(off.step, off.kind) if each.is_wrong]
     names = {all_.canonical[each.name] for each in wrong}
     ranks = name_ranks(sorted({each.rank for each in wrong}))
     rest = f"the first of {len(names)} of {len(all_.dense.start)} parameters" if len(names) > 1 else "alone"
@@ -214,8 +225,7 @@ def reason(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | N
     name, dense = all_.canonical[off.name], all_.dense
     if name not in dense.steps[off.step].gradients:
         return "there, where one process has none: the loss does not depend on it"
-    before = dense.start if off.step == 0 else dense.steps[off.step - 1].weights
-    parts = contributions(all_.theirs, all_.dealing, before, off.step, name)
+    parts = contributions(all_.theirs, all_.dealing, dense.before(off.step), off.step, name)
     alone = dense.steps[off.step]
     clip = all_.theirs.found.get("clip")
     if clip is not None and alone.norm > clip:
@@ -237,8 +247,7 @@ def scene(all_: Everything, off: Deviation) -> Scene:
 def norm(all_: Everything, off: Deviation, wrong: Sequence[Deviation]) -> str:
     """With a clip: whether all gradients of a rank are off by one factor, so that it is the norm that is wrong."""
     clip = all_.theirs.found.get("clip")
-    mine = [each for each in all_.offs() if (each.rank, each.step, each.kind) == (off.rank, off.step, off.kind)]
-    factors = [each.factor for each in mine if each.factor]
+    factors = [each.factor for each in all_.offs(off.step, off.kind) if each.rank == off.rank and each.factor]
     if clip is None or off.factor is None or len(factors) < 2 or not all(near(each, off.factor) for each in factors):
         return ""
     alone = all_.dense.steps[off.step].norm
@@ -254,18 +263,16 @@ def update(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | N
     mine, name = tensors[off.rank], all_.canonical[off.name]
     if mine is None or mine.tensor is None:
         return "are missing"
-    before = all_.dense.start if off.step == 0 else all_.dense.steps[off.step - 1].weights
-    start, wanted = (mine.rows.of(each[name]) for each in (before, all_.dense.steps[off.step].weights))
+    both = all_.dense.before(off.step), all_.dense.steps[off.step].weights
+    start, wanted = (mine.rows.of(each[name]) for each in both)
     moved, right = mine.tensor - start, wanted - start
     if not moved.any():
         return "have not moved, though their gradient is there: the optimizer does not have this parameter"
     times = factor(moved, right)
     if times is not None:
         return f"moved {times:.4g} x as far as one process's, though their gradient is right: another learning rate"
-    return (
-        f"differ by {off.difference:.2g} after a step of plain SGD at {LEARNING_RATE:g}, though their gradient is"
-        " right: something else writes them"
-    )
+    after = f"a step of plain SGD at {LEARNING_RATE:g}"
+    return f"differ by {off.difference:.2g} after {after}, though their gradient is right: something else writes them"
 
 
 def loss_sentence(all_: Everything, step: int) -> str:
@@ -282,12 +289,11 @@ def modules(all_: Everything, first: Deviation) -> records.Table:
     """By module what is off in the first step that is, in the order of the backward pass."""
     place = {name: index for index, name in enumerate(all_.dense.order)}
     rows = defaultdict[str, list[Deviation]](list)
-    offs = [each for each in all_.offs() if (each.step, each.kind) == (first.step, first.kind)]
-    for each in sorted(offs, key=lambda each: place[all_.canonical[each.name]]):
+    for each in sorted(all_.offs(first.step, first.kind), key=lambda each: place[all_.canonical[each.name]]):
         rows[each.name.rpartition(".")[0] or "the model"].append(each)
     shown: list[list[Any]] = []
     for module, mine in list(rows.items())[:MOST_MODULES]:
-        wrong = [each for each in mine if each.difference > each.allowed]
+        wrong = [each for each in mine if each.is_wrong]
         names = sorted({each.name.rpartition(".")[2] for each in wrong})
         factors = {f"{each.factor:.4g}" for each in wrong if each.factor is not None}
         ranks = name_ranks(sorted({each.rank for each in wrong})) if wrong else ""

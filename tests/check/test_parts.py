@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from distlab.check.coordinator import Doctor
 from distlab.check.deadlock import Standing, Still, hung
 from distlab.check.matching import Matching
-from distlab.check.rank_state import DEVICES, HANG, CallPlace, RankState, Wait
+from distlab.check.rank_state import DEVICES, HANG, CallPlace, Frame, RankState, Wait
 from distlab.check.report import MOST, spans_of
-from distlab.check.script import Frame, parsed
-from distlab.check.script_process import how_it_ended
+from distlab.check.script_process import how_it_ended, parsed
 from distlab.check.silent_faults import Quiet, groups_of
 
 KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))

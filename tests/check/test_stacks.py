@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.check.script import STACKS, Look, Stacks, answer, parsed
+from distlab.check.script import STACKS, answer
+from distlab.check.script_process import Look, Stacks, parsed
 
 CALLING = """
 def called(n):

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+from distlab.check.start import ProofOptions
 from distlab.config import Config
 from distlab.prove import reference, user_file
 from distlab.prove.compare import Draw, difference_and_factor, fault_of, not_held
 from distlab.prove.explain import Scene, counted, in_parts, why
-from distlab.prove.options import Options
-from distlab.prove.reference import WHOLE, Dealing, Dense, Misfit, Rows, locate_in_dense, one_process
-from distlab.prove.trainee import Grid, LocatedTensor
+from distlab.prove.reference import WHOLE, Dealing, Dense, LocatedTensor, Misfit, Rows, locate_in_dense, one_process
 from distlab.prove.user_file import Refused, UserFile, load
+from distlab.prove.verdict import Grid
 
 
 def theirs(environ: dict[str, str] | None = None, **found: object) -> UserFile:
-    config = Config.read({"WORLD_SIZE": "2"} | (environ or {}), options=Options)
-    assert config.own(Options).hang_after_s == 5
+    config = Config.read({"WORLD_SIZE": "2"} | (environ or {}), options=ProofOptions)
+    assert config.own(ProofOptions).hang_after_s == 5
     return UserFile(found, config)
 
 
