@@ -17,7 +17,7 @@ from torch import nn
 from benchmarks import pp
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from distlab.collectives.by_hand import Collective
-from distlab.tensor_parallel.sequence import Sequence
+from distlab.tensor_parallel.layers import Sequence
 from distlab.transport.backend import TcpBackend
 
 SLEEP_S = 0.010  # LAB_SLEEP_MS of benchmarks.pp

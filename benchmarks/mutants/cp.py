@@ -67,9 +67,9 @@ MUTANTS = [
     ),
     Mutant(LESSON, "of(self.rank)[:, None] < torch", "of(self.rank)[:, None] <= torch", GPT + "gathered"),
     Mutant(
-        "distlab/tensor_parallel/sequence.py",
-        "        return reduce_scatter(gradients[0], ctx.region.scattering), None, None",
-        "        return reduce_scatter(gradients[0], ctx.region.scattering) / 3, None, None",
+        "distlab/tensor_parallel/layers.py",
+        "lambda gradient: reduce_scatter(gradient, self.scattering)",
+        "lambda gradient: reduce_scatter(gradient, self.scattering) / 3",
         GPT + "gathered",
     ),
     # sums of 16-bit rows

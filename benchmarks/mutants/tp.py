@@ -3,7 +3,7 @@
 from benchmarks.mutants import Mutant
 
 GPT = "RUN_MODE=tp LAB_DEPTH=1 LAB_WIDTH=16 LAB_HEADS=4 LAB_SEQ=8 LAB_VARIANT="
-TENSOR, SEQUENCE = "distlab/tensor_parallel/layers.py", "distlab/tensor_parallel/sequence.py"
+TENSOR = "distlab/tensor_parallel/layers.py"
 
 MUTANTS = [
     Mutant(
@@ -14,10 +14,9 @@ MUTANTS = [
     ),
     Mutant(TENSOR, "total.add_(self.bias)", "total", GPT + "megatron"),
     Mutant(
-        SEQUENCE,
-        "        return reduce_scatter(gradients[0], ctx.region.scattering), None, None",
-        "        rows = gradients[0].tensor_split(ctx.region.scattering.peers.world_size)\n"
-        "        return rows[ctx.region.scattering.peers.rank].contiguous(), None, None",
+        TENSOR,
+        "lambda gradient: reduce_scatter(gradient, self.scattering)",
+        "lambda gradient: self.own(gradient).contiguous()",
         GPT + "sequence",
     ),
     Mutant(
@@ -27,7 +26,7 @@ MUTANTS = [
         GPT + "sequence",
     ),
     Mutant(
-        "distlab/tensor_parallel/layers.py",
+        TENSOR,
         "        probabilities[own, columns] -= gradients[0]",
         "        probabilities[own, columns] += gradients[0]",
         GPT + "megatron",

@@ -30,8 +30,7 @@ from distlab.pipeline_parallel.strategy import Engine, Parts, sum_shared
 from distlab.precision.mixed_precision import Masters
 from distlab.sharded.strategy import as_many_as_all
 from distlab.sharded.zero import Zero
-from distlab.tensor_parallel.layers import Slice
-from distlab.tensor_parallel.sequence import sum_together
+from distlab.tensor_parallel.layers import Slice, sum_together
 from distlab.workload.data import Microbatch
 from distlab.workload.optimizer import make_optimizer, prime, tensors_of
 from distlab.workload.strategy import clip_gradients
@@ -39,7 +38,7 @@ from distlab.workload.strategy import clip_gradients
 # ZeRO over sequence parallelism: what was used on some rows is summed over the ranks that had the others.
 #
 # Between its slices a rank of sequence parallelism has its own rows alone, so a norm's gradient there is a part of
-# the whole one (sequence.py). ZeRO lays a layer's gradients end to end and sums that vector over the replicas; of the
+# the whole one (layers.py). ZeRO lays a layer's gradients end to end and sums that vector over the replicas; of the
 # sum a rank keeps a run, which begins and ends somewhere else on the rank beside it along the tensor axis, since
 # their slices are not of one size. After that sum the parts no longer lie opposite each other. So they are added up
 # before it, in the unit's vector, as soon as its last gradient is there.

@@ -27,8 +27,8 @@ from distlab.tensor_parallel.layers import (
     join,
     shares,
     slices_of,
+    sum_together,
 )
-from distlab.tensor_parallel.sequence import sum_together
 from distlab.workload.data import Microbatch
 from distlab.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
 from distlab.workload.strategy import HoldsLayers, clip_gradients, forward_backward
@@ -123,9 +123,8 @@ def local(tensor: Tensor) -> Tensor:
 
 # The lab's layers, sliced by tensor parallelism: a dense model, and in its place what one rank computes of it.
 #
-# The two linear layers of a slice stand in distlab/tensor_parallel/layers.py, the two ends of gpt in
-# distlab/tensor_parallel/layers.py; here they take the places of the model's own. What lies between two slices is the
-# caller's: everything on every rank, or a part of the rows (sequence.py).
+# The two linear layers of a slice and the two ends of gpt (layers.py) take the places of the model's own. What lies
+# between two slices is the caller's: everything on every rank, or a part of the rows.
 
 # Parts that a mistake replaces: a rank's own q, k and v, and what sums over slices.
 QKV: TypeAlias = Callable[[Attention, tuple[int, ...], int], dict[str, nn.Module]]

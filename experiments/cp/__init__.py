@@ -43,7 +43,7 @@ from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.contract import Mode, Strategy, Variant
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
-from distlab.tensor_parallel.sequence import Sequence
+from distlab.tensor_parallel.layers import Sequence
 from distlab.verify.run_all import measure
 from distlab.workload.model import Attend, Model
 

@@ -21,8 +21,7 @@ from distlab.pipeline_parallel.schedules import Action, gives, needs
 from distlab.pipeline_parallel.strategy import ByHand, Engine, parts_of
 from distlab.sharded.costs import Happening
 from distlab.sharded.strategy import as_many_as_all
-from distlab.tensor_parallel.layers import own_tokens, shares
-from distlab.tensor_parallel.sequence import Sequence, rows_inside
+from distlab.tensor_parallel.layers import LocalRegion, Sequence, own_tokens, rows_inside, shares
 from distlab.tensor_parallel.strategy import slice_layers
 from distlab.verify.counted import WARMUP_STEPS, Watch
 from distlab.workload.model import VOCABULARY, Model, causal
@@ -47,16 +46,6 @@ class FakeGroup:
 
     def size(self) -> int:
         return self._ranks
-
-
-class Unsummed:
-    """A Region whose other ranks add nothing."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    def leave(self, partial: Tensor) -> Tensor:
-        return partial
 
 
 class Zeros:
@@ -221,7 +210,7 @@ def engine_of(lab: Lab, rank: Rank, actions: list[Action]) -> tuple[ReducingPipe
 def sliced(model: Model, rank: Rank) -> None:
     """This rank's slices of all layers, in place."""
     place: Any = FakeGroup(rank, "tp")
-    region = RowsOfNobody(place, rank.seq) if rank.rows else Unsummed()
+    region = RowsOfNobody(place, rank.seq) if rank.rows else LocalRegion()
     slice_layers(model, place, region)
     if isinstance(region, RowsOfNobody):
         rows_inside(model, region)

@@ -31,8 +31,7 @@ from distlab.pipeline_parallel.strategy import (
     parts_of,
     pretend_compute,
 )
-from distlab.tensor_parallel.layers import Slice, Whole, slices_of
-from distlab.tensor_parallel.sequence import Sequence, rows_inside
+from distlab.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
 from distlab.tensor_parallel.strategy import slice_layers
 from distlab.workload.model import Attend, Dropouts, Model, recomputed
 

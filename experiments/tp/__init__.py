@@ -27,7 +27,7 @@ times too large train as well, under Adam (LAB_BUG=double_reduce).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distlab.checkpoint import bugs as checkpoints
+from distlab.collectives.autograd import linear
 from distlab.collectives.phases import phase
 from distlab.config import Config
 from distlab.contract import Measured, Mode, Strategy, Variant
 from distlab.lab import Lab
 from distlab.measure.prediction import Prediction
 from distlab.mesh.grid import Mesh
-from distlab.tensor_parallel.layers import ColumnParallelLinear, Region, RowParallelLinear, Whole, shares
-from distlab.tensor_parallel.sequence import Sequence, rows_first
+from distlab.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Region,
+    RowParallelLinear,
+    Sequence,
+    Whole,
+    rows_first,
+    shares,
+)
 from distlab.tensor_parallel.strategy import QKV, Row, TensorParallel, local, own_heads, slice_layers
 from distlab.verify.proof import check_same
 from distlab.verify.run_all import measure
@@ -50,10 +58,9 @@ from distlab.workload.model import Model
 from distlab.workload.user_model import is_own
 
 from .bugs import mistake
-from .checks import check_order, claims
-from .predictions import SAVED, called, cannot, holds, predict, refuse, summary, untied_linears
-from .pytorch import dtensor
-from .user_plans import check_between, cut, cuts_of
+from .checks import check_between, check_order, claims
+from .predictions import SAVED, cannot, holds, predict, refuse, summary
+from .user_plans import called, cut, cuts_of, dtensor, untied_linears
 
 # What a mistake replaces: f and g at the two ends of a slice.
 MakeRegion: TypeAlias = Callable[[dist.ProcessGroup], Region]
@@ -80,28 +87,22 @@ class GatheredLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         mine = super().forward(self.region.enter(x))  # f: every rank's outputs give the gradient of x a part
-        gathered: Tensor = Gather.apply(mine, self.slices["weight"].sizes, self.group)  # type: ignore[no-untyped-call]
-        return gathered
+        # `dist.all_gather` by itself records nothing for autograd: no layer before it would learn.
+        return linear(mine, self.gathered, self.own)
 
-
-class Gather(torch.autograd.Function):
-    """Forward: all ranks' outputs. Backward: this rank's slice, since behind it all ranks compute the same loss.
-
-    `dist.all_gather` by itself records nothing for autograd: no layer before it would learn.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.rank = sizes, group.rank()
+    def gathered(self, mine: Tensor) -> Tensor:
+        """All ranks' outputs."""
+        sizes = self.slices["weight"].sizes
         padded = F.pad(mine, (0, max(sizes) - mine.shape[-1]))  # gloo gathers tensors of one size alone
         parts = [torch.empty_like(padded) for _ in sizes]
         with phase("all_gather"):
-            dist.all_gather(parts, padded, group=group)
+            dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].split(ctx.sizes, -1)[ctx.rank], None, None
+    def own(self, gradient: Tensor) -> Tensor:
+        """This rank's slice of it, since behind the gather all ranks compute the same loss."""
+        mine: Tensor = gradient.split(self.slices["weight"].sizes, -1)[self.group.rank()]
+        return mine
 
 
 # --- megatron: two layers a slice, and nothing is sent between them ---
@@ -194,8 +195,8 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/tp/__init__.py: the variants, naive first, and what a run of them claims",
-        "distlab/tensor_parallel/layers.py: f and g, the two linear layers of a slice, and gpt's two ends",
-        "distlab/tensor_parallel/sequence.py: what is in place of f and g in `sequence`",
+        "distlab/tensor_parallel/layers.py: f and g, the two linear layers of a slice, gpt's two ends, and what is in"
+        " place of f and g in `sequence`",
         "distlab/tensor_parallel/strategy.py: the training step, and where the slices are in the model's layers",
     ),
 )

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from distlab.collectives.costs import all_gather_bytes, all_reduce_bytes, gloo_all_reduce_messages
 from distlab.config import Config
@@ -25,7 +24,7 @@ from distlab.workload.data import shard_sizes
 from distlab.workload.model import VOCABULARY, outline
 from distlab.workload.user_model import is_own
 
-from .user_plans import Cut, as_words, cuts_of, faults, linears, plan_of, planned, uses
+from .user_plans import Cut, as_words, called, cuts_of, faults, linears, plan_of, planned, untied_linears, uses
 
 # What tensor parallelism cannot run: sizes that it cannot slice, and those that PyTorch's own cannot.
 
@@ -102,11 +101,6 @@ class Sent(NamedTuple):
 
 
 # --- counted ---
-
-
-def called(config: Config) -> list[str]:
-    """The layers that `naive` cuts: all that can be."""
-    return [layer.ours for layer in linears(config).values()]
 
 
 def sent(variant: str, config: Config, samples: int) -> list[Sent]:
@@ -267,15 +261,6 @@ def total(*costs: Cost) -> Cost:
     """All of them together."""
     nbytes, calls, messages = zip(*costs, strict=True)
     return Cost(sum(nbytes), sum(calls), sum(messages))
-
-
-def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """All linear layers by name, but one whose weight is the embedding's: `naive` splits them, and not that one."""
-    names = {name for name, _ in model.named_parameters()}  # a tied weight has its first name alone
-    modules = dict(model.named_modules())
-    return {
-        name: module for name, module in modules.items() if isinstance(module, nn.Linear) and f"{name}.weight" in names
-    }
 
 
 def naive(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends the same

@@ -9,6 +9,7 @@ part of one. A plan of PyTorch's parallelize_module says the same by its styles,
 RowwiseParallel().
 """
 
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeGuard
@@ -17,16 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from distlab.config import Config
-from distlab.lab import Lab
+from distlab.contract import Strategy
+from distlab.mesh.grid import Mesh
 from distlab.tensor_parallel.layers import (
     ColumnParallelLinear,
+    LocalRegion,
     Region,
     RowParallelLinear,
+    Slice,
     VocabularyParallelEmbedding,
     shares,
 )
+from distlab.tensor_parallel.strategy import TensorParallel, plan, tie
 from distlab.workload import user_model
+from distlab.workload.data import Microbatch
 from distlab.workload.model import Model, build_model
+from distlab.workload.user_model import is_own
 
 # Layers of any model replaced by a rank's part of them, with f before and g after, and by DTensor's.
 #
@@ -40,16 +47,6 @@ class Cut(NamedTuple):
     by_outputs: bool
     sizes: tuple[int, ...]  # features of each rank, or an embedding's rows
     embeds: bool = False
-
-
-class LocalRegion:
-    """A region of one rank that sends nothing: to see whether its parts fit each other."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
-
-    def leave(self, partial: Tensor) -> Tensor:
-        return partial
 
 
 class Entered:
@@ -71,11 +68,7 @@ class Entered:
 
 
 def cut(
-    model: nn.Module,
-    cuts: dict[str, Cut],
-    rank: int,
-    region: Region,
-    row: type[RowParallelLinear] = RowParallelLinear,
+    model: nn.Module, cuts: dict[str, Cut], rank: int, region: Region, row: type[RowParallelLinear] = RowParallelLinear
 ) -> None:
     """Replace the named layers of a dense `model` by this rank's parts of them, in place; parameters keep their
     names."""
@@ -94,19 +87,6 @@ def cut(
             part = row(dense, each.sizes, rank, region)
         model.set_submodule(name, part)
     model.register_forward_hook(entered.forget)
-
-
-def styles(cuts: dict[str, Cut]) -> dict[str, Any]:
-    """The same as DTensor's plan."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    def style(each: Cut) -> Any:
-        if each.embeds:
-            return RowwiseParallel(input_layouts=Replicate())
-        return ColwiseParallel() if each.by_outputs else RowwiseParallel()
-
-    return {name: style(each) for name, each in cuts.items()}
 
 
 # The linear layers and embeddings of a model of one's own: which can be cut, and how a forward pass calls them.
@@ -173,6 +153,20 @@ def is_plain(part: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
         return type(part).forward is nn.Linear.forward
     looks_up = isinstance(part, nn.Embedding) and type(part).forward is nn.Embedding.forward
     return looks_up and part.padding_idx is None and part.max_norm is None and not part.sparse
+
+
+def called(config: Config) -> list[str]:
+    """The layers that `naive` cuts: all that can be."""
+    return [layer.ours for layer in linears(config).values()]
+
+
+def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """All linear layers by name, but one whose weight is the embedding's: `naive` splits them, and not that one."""
+    names = {name for name, _ in model.named_parameters()}  # a tied weight has its first name alone
+    modules = dict(model.named_modules())
+    return {
+        name: module for name, module in modules.items() if isinstance(module, nn.Linear) and f"{name}.weight" in names
+    }
 
 
 @lru_cache(maxsize=32)
@@ -352,65 +346,61 @@ def forward(model: nn.Module, inputs: Tensor) -> torch.Size:
     return outputs.shape
 
 
-# What stands between the columns and the rows of a plan: it may work on each feature by itself, or on whole heads.
+# PyTorch's own: `parallelize_module` over DTensor, with the same plan, or for the lab's layers that of its tutorial.
 #
-# An activation may, and attention does. A softmax or a norm over the features needs all of them, and what a rank
-# makes of its own has the same shape and other numbers. So what a row takes on this rank is held against its part of
-# what it takes in one process, with every row before it replaced by one process's outputs: nothing else can be off.
-
-TOLERANCE = 1e-12
-CONTROL = "tests/experiments/test_tp_plans.py::test_what_works_on_all_features_is_named_beside_the_proof_that_fails"
+# The embedding by rows and the loss over sharded scores too (`loss_parallel`), so that it does what `megatron` does.
+# One difference is the tutorial's: q, k and v each take an input of their own, whose gradients are summed three times,
+# not once.
 
 
-class Watched(nn.Module):
-    """Stands in for a row: one process's `calls` of it, inputs and outputs, and how far this rank's inputs are off."""
+def dtensor(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """PyTorch's parallelize_module, with ColwiseParallel and RowwiseParallel."""
+    # Not at the top: it takes a rank 0.7 s, and no other variant needs it.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import parallelize_module
 
-    def __init__(self, calls: list[tuple[Tensor, Tensor]], first: int, size: int) -> None:
-        super().__init__()
-        self.calls, self.first, self.size = calls, first, size
-        self.off = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        taken, given = self.calls.pop(0)
-        difference = x - taken.narrow(-1, self.first, self.size)
-        self.off = max(self.off, difference.abs().max().item())
-        return given
-
-
-def in_one_process(model: Model, name: str) -> list[tuple[Tensor, Tensor]]:
-    """Filled in as the model runs: what the layer takes and gives."""
-    calls = list[tuple[Tensor, Tensor]]()
-    model.get_submodule(name).register_forward_hook(lambda _, args, given: calls.append((args[0], given)))
-    return calls
+    devices = DeviceMesh.from_group(mesh.group, "cuda" if config.device == "cuda" else "cpu")
+    own = is_own(config.model)
+    parallelize_module(model, devices, styles(cuts_of(config, mesh.group.size())) if own else plan(model))
+    if config.tie and not own:
+        tie(model)
+    return OfDTensors(model, mesh.group, config, slices_of(model, mesh.group.size()))
 
 
-@torch.no_grad()
-def differences_by_row(config: Config, rank: int) -> dict[str, float]:
-    """By name of a row how far what it takes on `rank` is from one process's, in float64."""
-    inputs = user_model.first_inputs(config.model, config.seed, config.seq, 2)
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
-    dense, sliced = (build_model(config, config.seed).double() for _ in range(2))
-    planned = cuts_of(config, config.world_size).items()
-    cuts = {name: each for name, each in planned if not each.embeds}  # whose sum is made before anything takes it
-    rows = {name: each for name, each in cuts.items() if not each.by_outputs}
-    calls = {name: in_one_process(dense, name) for name in rows}
-    dense(inputs)
-    cut(sliced, cuts, rank, LocalRegion())
-    watched = {name: Watched(calls[name], sum(each.sizes[:rank]), each.sizes[rank]) for name, each in rows.items()}
-    for name, row in watched.items():
-        sliced.set_submodule(name, row)
-    sliced(inputs)
-    return {name: row.off for name, row in watched.items()}
+class OfDTensors(TensorParallel):
+    """One whose weights are DTensors, whose scores are one, too, and whose loss takes them so."""
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """The same, with both passes inside of `loss_parallel`."""
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel() if self.model.name == "gpt" else nullcontext():
+            share = super().backward(microbatches)
+        for parameter in map(self.model.get_parameter, self.slices):
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):  # the embedding's comes whole
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        return share
 
 
-def check_between(lab: Lab) -> None:
-    """What each row takes on this rank is its part of what it takes in one process."""
-    found = differences_by_row(lab.config, lab.rank)
-    wrong = next((name for name, each in found.items() if not each <= TOLERANCE), None)
-    said = f"what {len(found)} rows take is a part of one process's"
-    if wrong is not None:
-        said = (
-            f"what {wrong} takes on rank {lab.rank} is no part of one process's: between it and its columns stands what"
-            " works on more than a feature, as a softmax or a norm does, or heads are torn apart"
-        )
-    lab.check("between the slices", max(found.values(), default=0.0), TOLERANCE, "megatron", said, control=CONTROL)
+def slices_of(model: nn.Module, num_ranks: int) -> dict[str, Slice]:
+    """How each parameter is sliced that DTensor shards; it shards evenly, or `cannot` leaves it out."""
+    slices = {}
+    for name, parameter in model.named_parameters():
+        placement = getattr(parameter, "placements", [None])[0]
+        if placement is not None and placement.is_shard():
+            slices[name] = Slice(placement.dim, (parameter.shape[placement.dim] // num_ranks,) * num_ranks)
+    return slices
+
+
+def styles(cuts: dict[str, Cut]) -> dict[str, Any]:
+    """The same as DTensor's plan."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    def style(each: Cut) -> Any:
+        if each.embeds:
+            return RowwiseParallel(input_layouts=Replicate())
+        return ColwiseParallel() if each.by_outputs else RowwiseParallel()
+
+    return {name: style(each) for name, each in cuts.items()}

@@ -7,9 +7,8 @@ import pytest
 
 from distlab.config import Config
 from distlab.experiments.tp import MODE
-from distlab.experiments.tp.checks import expected_calls
+from distlab.experiments.tp.checks import differences_by_row, expected_calls
 from distlab.experiments.tp.predictions import cannot, priced, refuse, rest, sent
-from distlab.experiments.tp.user_plans import differences_by_row
 from tests.labs import Runs, failed
 
 pytestmark = pytest.mark.timeout(120)

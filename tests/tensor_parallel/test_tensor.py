@@ -14,8 +14,16 @@ from torch.nn import functional as F
 from distlab.collectives import autograd
 from distlab.collectives.phases import recorded
 from distlab.measure.traffic import Calls
-from distlab.tensor_parallel.layers import ColumnParallelLinear, Region, RowParallelLinear, Whole, shares, slices_of
-from distlab.tensor_parallel.sequence import Sequence, sum_together
+from distlab.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Region,
+    RowParallelLinear,
+    Sequence,
+    Whole,
+    shares,
+    slices_of,
+    sum_together,
+)
 from distlab.testing.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,8 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from distlab.measure.traffic import Calls
-from distlab.tensor_parallel.layers import VocabularyParallelCrossEntropy, VocabularyParallelEmbedding, Whole, shares
-from distlab.tensor_parallel.sequence import Sequence
+from distlab.tensor_parallel.layers import (
+    Sequence,
+    VocabularyParallelCrossEntropy,
+    VocabularyParallelEmbedding,
+    Whole,
+    shares,
+)
 from distlab.testing.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
