@@ -77,6 +77,16 @@ class Variant:
     by_torch: bool = False  # PyTorch's own, which the others are held against
     recomputes: bool = True  # whether LAB_RECOMPUTE is for it, and not a way of its own to what its layers drop
     timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (distlab/verify/run_all.py)
+    sentence: str = ""  # on it, for the report; empty: the docstring of what makes it
+
+    @property
+    def told(self) -> str:
+        """The sentence on it, without its line breaks; empty where nobody wrote one."""
+        build: Any = self.build
+        while isinstance(build, partial):  # with the parts of a mistake
+            build = build.func
+        words = self.sentence or (inspect.getdoc(build) if build is not None else "") or ""
+        return " ".join(words.split("\n\n")[0].split())
 
 
 WHOLE_RUN = ("",)

@@ -102,8 +102,7 @@ PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"
 
 def lesson(config: Config, mode: Mode) -> records.Lesson:
     """What a reader of the report should know before its numbers."""
-    sentences = {each.name: inspect.getdoc(each.build) or "" for each in mode.variants if each.build is not None}
-    variants = {name: first_sentence(told) for name, told in sentences.items() if told}
+    variants = {each.name: each.told for each in mode.variants if each.told}
     return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.predict(config)))
 
 
@@ -111,11 +110,6 @@ def paragraphs(idea: str) -> list[str]:
     """The text of a docstring without its tables, which are indented."""
     found = [" ".join(part.split()) for part in idea.split("\n\n") if not part.startswith("  ")]
     return [part for part in found if not part.endswith(":")]  # which announces a table
-
-
-def first_sentence(told: str) -> str:
-    """Of a docstring the first line, or two where a sentence is that long."""
-    return " ".join(told.split("\n\n")[0].split())
 
 
 def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
