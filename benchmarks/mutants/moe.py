@@ -4,11 +4,7 @@ from benchmarks.mutants import Mutant
 
 RUN = "RUN_MODE=moe LAB_MODEL=mlp LAB_BATCH=25 LAB_EXPERTS=5 LAB_VARIANT="
 MESH = "WORLD_SIZE=4 " + RUN
-ROUTING, DISPATCH, EXPERTS = (
-    "distlab/expert_parallel/layer.py",
-    "distlab/expert_parallel/dispatch.py",
-    "distlab/expert_parallel/layer.py",
-)
+ROUTING = DISPATCH = EXPERTS = "distlab/expert_parallel/layer.py"
 STRATEGY = "distlab/expert_parallel/strategy.py"
 
 MUTANTS = [
@@ -59,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(STRATEGY, "return rank < self.placement.ranks_of_a_copy", "return True", "LAB_CLIP=0.05 " + MESH + "ep_dp"),
     Mutant(
-        "distlab/expert_parallel/dispatch.py",
+        DISPATCH,
         "rank % self.ranks_of_a_copy // len(self.hidden)",
         "rank % len(self.experts)",
         MESH + "ep_tp",

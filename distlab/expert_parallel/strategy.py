@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from distlab.collectives.point_to_point import Peers
 from distlab.config import Config
 from distlab.data_parallel.buckets import GradientBuckets
-from distlab.expert_parallel.dispatch import Placement
-from distlab.expert_parallel.layer import Carries, MixtureOfExperts, Rules
+from distlab.expert_parallel.layer import Carries, MixtureOfExperts, Placement, Rules
 from distlab.workload.data import Microbatch
 from distlab.workload.experts import BIAS_RATE, Mixture, MixtureModel
 from distlab.workload.optimizer import tensors_of

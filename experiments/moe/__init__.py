@@ -30,6 +30,7 @@ LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE 
 take turns, whoever has more rows: LAB_ROW_US pretends compute that takes no core.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -43,22 +44,29 @@ from distlab.contract import Mode, Strategy, Variant
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.expert_parallel.costs import even_row_bytes, expert_places
-from distlab.expert_parallel.dispatch import AllToAll, Compute, Dispatch, Placement, Swap
-from distlab.expert_parallel.layer import MixtureOfExperts
+from distlab.expert_parallel.layer import (
+    AllToAll,
+    AllToAllSingle,
+    Compute,
+    Dispatch,
+    MixtureOfExperts,
+    Placement,
+    Swap,
+)
 from distlab.expert_parallel.strategy import ExpertParallel, distribute
 from distlab.lab import Lab
 from distlab.measure.event_order import Order
 from distlab.measure.tensors import digest_of
 from distlab.mesh.grid import Mesh
+from distlab.pipeline_parallel.strategy import Sleep
 from distlab.verify.run_all import measure
 from distlab.workload.data import PartedBatches
 from distlab.workload.experts import Mixing, MixtureModel, build_mixture, outline_mixture
 
 from .bugs import mistake
-from .checks import Routes, by_step, check_capacity, claims, compare_pace, draw, tokens_of
+from .checks import PASSES, Routes, by_step, check_capacity, claims, compare_pace, draw, tokens_of
 from .options import Options
 from .predictions import cannot, more_parameters, num_buckets, placements, predict, refuse
-from .pytorch import AllToAllSingle, pretend_compute
 
 BALANCE_WEIGHT = 0.01  # Switch Transformers, section 2.2
 
@@ -74,6 +82,7 @@ def mixing(config: Config) -> Mixing:
 Layer: TypeAlias = type[MixtureOfExperts]
 Step: TypeAlias = type[ExpertParallel]
 Way: TypeAlias = type[Dispatch]
+MakeSwap: TypeAlias = Callable[[dist.ProcessGroup], Swap]
 
 
 # --- naive: every expert on every rank ---
@@ -106,74 +115,58 @@ class Stays:
 # --- experts on ranks ---
 
 
-def ep(
-    model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts, step: Step = ExpertParallel,
-    way: Way = Dispatch,
-) -> Strategy:  # fmt: skip
-    """Some experts on each rank; tokens travel among all."""
-    return expert_parallel("ep", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
-
-
-def ep_dp(
-    model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts, step: Step = ExpertParallel,
-    way: Way = Dispatch,
-) -> Strategy:  # fmt: skip
-    """The ranks in a second grid: tokens travel along its rows, experts are copied along its columns."""
-    return copied("ep_dp", model, mesh, config, layer, step, way)
-
-
-def ep_tp(
-    model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts, step: Step = ExpertParallel,
-    way: Way = Dispatch,
-) -> Strategy:  # fmt: skip
-    """Some hidden units of some experts on each rank: a row goes to all that have a part of its expert, and what they
-    make of it is added up where it came from."""
-    return expert_parallel("ep_tp", model, mesh.group, config, AllToAll(mesh.group), layer, step, way)
-
-
-def ep_dp_tp(
-    model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts, step: Step = ExpertParallel,
-    way: Way = Dispatch,
-) -> Strategy:  # fmt: skip
-    """Copies of experts, each of which is cut."""
-    return copied("ep_dp_tp", model, mesh, config, layer, step, way)
-
-
-def ep_torch(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
-    """The same by PyTorch's collective."""
-    swap = AllToAllSingle(mesh.group)
-    return expert_parallel("ep_torch", model, mesh.group, config, swap, MixtureOfExperts, ExpertParallel, Dispatch)
-
-
-def copied(
-    name: str, model: MixtureModel, mesh: Mesh, config: Config, layer: Layer, step: Step, way: Way
-) -> Strategy:  # fmt: skip
-    """Tokens travel among the ranks of a copy, and gradients of experts are summed over the copies."""
-    placement = placements(config, mixing(config))[name]
-    sizes = {"edp": placement.copies, "ep": placement.ranks_of_a_copy}
-    grid = Mesh.grid(sizes, mesh.group, config.collective_timeout_s)
-    return expert_parallel(name, model, mesh.group, config, AllToAll(grid["ep"]), layer, step, way, grid["edp"])
-
-
 def expert_parallel(
-    name: str, model: MixtureModel, world: dist.ProcessGroup, config: Config, swap: Swap, layer: Layer, step: Step,
-    way: Way, copies: dist.ProcessGroup | None = None,
+    model: MixtureModel, mesh: Mesh, config: Config, *, name: str, layer: Layer = MixtureOfExperts,
+    step: Step = ExpertParallel, way: Way = Dispatch, swap: MakeSwap = AllToAll,
 ) -> Strategy:  # fmt: skip
-    """Each rank keeps its part of the experts, and its tokens travel by `swap`."""
-    placement = placements(config, mixing(config))[name]
+    """Each rank keeps its part of the experts; its tokens travel by `swap` among the ranks of its copy, and gradients
+    of experts are summed over the copies."""
+    world, placement = mesh.group, placements(config, mixing(config))[name]
+    among, copies = world, None
+    if placement.copies > 1:
+        sizes = {"edp": placement.copies, "ep": placement.ranks_of_a_copy}
+        grid = Mesh.grid(sizes, world, config.collective_timeout_s)
+        among, copies = grid["ep"], grid["edp"]
     members = placement.members(world.rank())
     held = [placement.experts_of(member) for member in members]
-    carries = way(held, members, members.index(world.rank()), swap)
+    carries = way(held, members, members.index(world.rank()), swap(among))
     distribute(model, placement, world, carries, layer)
     pretend(model, placement, config)
     return step(model, placement, world, config, copies)
 
 
+ON_RANKS = {  # variants that differ in the grid of the experts alone
+    "ep": "Some experts on each rank; tokens travel among all.",
+    "ep_dp": "The ranks in a second grid: tokens travel along its rows, experts are copied along its columns.",
+    "ep_tp": "Some hidden units of some experts on each rank: a row goes to all that have a part of its expert, and"
+    " what they make of it is added up where it came from.",
+    "ep_dp_tp": "Copies of experts, each of which is cut.",
+}
+
+
+def ep_torch(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
+    """The same by PyTorch's collective."""
+    return expert_parallel(model, mesh, config, name="ep_torch", swap=AllToAllSingle)
+
+
 def pretend(model: MixtureModel, placement: Placement, config: Config) -> None:
-    """With LAB_ROW_US a rank's experts, or its parts of them, sleep behind each row."""
-    row_us = config.own(Options).row_us
-    if row_us:
-        pretend_compute(model, row_us / 1e6 / len(placement.hidden) / config.slowed_to)
+    """With LAB_ROW_US a rank's experts sleep behind each row, or their parts a share of that, so that two cores can
+    show what four ranks pay for imbalance.
+
+    Ranks that compute on shared cores take turns, and the busiest one costs no more than the sum of all. Those that
+    sleep do not. LAB_ROW_US is the time of a row through a whole expert forward, twice that backward; the real experts
+    are still there, and what they take comes on top.
+    """
+    row_s = config.own(Options).row_us / 1e6 / len(placement.hidden) / config.slowed_to
+    for mixture in model.mixtures.values() if row_s else ():
+        mixture.compute = partial(slept, mixture.compute, row_s)
+
+
+def slept(compute: Compute, row_s: float, rows: Tensor, counts: list[int]) -> Tensor:
+    """What `compute` makes of the rows, later."""
+    forward_s = row_s * len(rows)
+    done: Tensor = Sleep.apply(compute(rows, counts), forward_s, (PASSES - 1) * forward_s)  # type: ignore[no-untyped-call]
+    return done
 
 
 # --- the run ---
@@ -250,10 +243,7 @@ def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:
 MODE = Mode(
     variants=(
         Variant("naive", naive),
-        Variant("ep", ep),
-        Variant("ep_dp", ep_dp),
-        Variant("ep_tp", ep_tp),
-        Variant("ep_dp_tp", ep_dp_tp),
+        *(Variant(name, partial(expert_parallel, name=name), sentence=told) for name, told in ON_RANKS.items()),
         Variant("ep_torch", ep_torch, by_torch=True),
     ),
     run=run,
@@ -269,8 +259,7 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/moe/__init__.py: the variants, naive first, and what a run of them claims",
-        "distlab/expert_parallel/layer.py: which token goes to which expert, and the layer around it",
-        "distlab/expert_parallel/dispatch.py: rows to the ranks of their experts, and back",
+        "distlab/expert_parallel/layer.py: routing, rows to their experts and back, the layer around it",
         "distlab/expert_parallel/strategy.py: the training step, and whose gradients are summed over whom",
     ),
 )

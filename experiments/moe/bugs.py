@@ -9,8 +9,7 @@ from torch import Tensor
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
 from distlab.expert_parallel import layer as routing
-from distlab.expert_parallel.dispatch import Dispatch
-from distlab.expert_parallel.layer import MixtureOfExperts
+from distlab.expert_parallel.layer import Dispatch, MixtureOfExperts
 from distlab.expert_parallel.strategy import ExpertParallel
 from distlab.workload.data import Microbatch
 

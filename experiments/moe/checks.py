@@ -13,17 +13,16 @@ from typing import Any, TypeAlias
 from distlab.config import Config
 from distlab.contract import Build, Claims, Mode, Strategy
 from distlab.expert_parallel.costs import expert_places
-from distlab.expert_parallel.dispatch import Placement
-from distlab.expert_parallel.layer import Routed
+from distlab.expert_parallel.layer import Placement, Routed
 from distlab.lab import Lab
 from distlab.verify.run_all import measured
 from distlab.workload.data import shard_sizes
 from distlab.workload.experts import Mixing
 
-from .pytorch import pretended_s
-
 COLUMNS = ["", "experts", "choices", "dropped", "rows", "x the mean", "ms own work", "ms waiting"]
 CONTROL = "tests/experiments/test_moe.py::test_choices_that_are_counted_wrong_fail"
+
+PASSES = 3  # through an expert, in time: a forward, and a backward that takes two
 
 Notes: TypeAlias = dict[str, list[Routed]]  # of each layer by name, a batch after the other
 
@@ -164,6 +163,12 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
         check_told(lab, name, rows, len(notes), mixing.top_k, len(placed[name].hidden))
     if curves:
         lab.chart("rows of the busiest rank over the mean, of all layers", "step", "x the mean", curves)
+
+
+def pretended_s(rows: Sequence[Sequence[int]], row_s: float) -> float:
+    """Seconds of a step in which every layer takes as long as its busiest rank; `rows` are each rank's of each
+    layer."""
+    return PASSES * row_s * sum(map(max, rows))
 
 
 def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_s: float) -> None:

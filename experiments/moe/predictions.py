@@ -16,7 +16,7 @@ from distlab.contract import untrainable
 from distlab.data_parallel.buckets import layout
 from distlab.data_parallel.strategy import is_step
 from distlab.expert_parallel.costs import row_bytes
-from distlab.expert_parallel.dispatch import Placement
+from distlab.expert_parallel.layer import Placement
 from distlab.measure.prediction import PYTORCHS, Prediction
 from distlab.sharded.costs import rest_bytes
 from distlab.workload.experts import Mixing, MixtureModel, outline_mixture

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.config import Config, ConfigError
-from distlab.experiments.moe import MODE, Stays, mixing
+from distlab.experiments.moe import MODE, Stays, mixing, slept
 from distlab.experiments.moe.checks import (
     Routes,
     busiest,
@@ -22,14 +22,13 @@ from distlab.experiments.moe.checks import (
     check_told,
     compare_pace,
     draw_experts,
+    pretended_s,
     rows_of,
     tokens_of,
 )
 from distlab.experiments.moe.options import Options
 from distlab.experiments.moe.predictions import grids, misfit, off_grid, placements, predict, proper_divisor, travels
-from distlab.experiments.moe.pytorch import pretend_compute, pretended_s
-from distlab.expert_parallel.dispatch import Placement
-from distlab.expert_parallel.layer import Routed
+from distlab.expert_parallel.layer import Placement, Routed
 from distlab.rank.preflight import refuse
 from distlab.report.records import Chart, Check, Table, select
 from distlab.testing.warm_ranks import Ranks
@@ -291,14 +290,12 @@ def test_each_experts_tokens_are_drawn_as_they_were_routed() -> None:
 
 
 def test_experts_pretend_to_compute_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    mixture = SimpleNamespace(compute=lambda rows, _: 2 * rows)
-    pretend_compute(SimpleNamespace(mixtures={"layers.0.mlp": mixture}), 0.5)  # type: ignore[arg-type]
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
     rows = torch.ones(3, 2, requires_grad=True)
-    done = mixture.compute(rows, [1, 2])
+    done = slept(lambda rows, _: 2 * rows, 0.5, rows, [1, 2])
     done.sum().backward()
-    assert slept == [1.5, 3.0]
+    assert seconds == [1.5, 3.0]
     assert bool((done == 2).all())
     assert rows.grad is not None
     assert bool((rows.grad == 2).all())

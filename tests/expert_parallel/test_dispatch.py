@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.expert_parallel.dispatch import AllToAll, Dispatch
+from distlab.expert_parallel.layer import AllToAll, Dispatch
 from distlab.testing.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.expert_parallel.dispatch import AllToAll, Dispatch, Placement
-from distlab.expert_parallel.layer import MixtureOfExperts, Routed, Rules
+from distlab.expert_parallel.layer import AllToAll, Dispatch, MixtureOfExperts, Placement, Routed, Rules
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.experts import BIAS_RATE, Mixing, Mixture
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.expert_parallel.dispatch import Placement
+from distlab.expert_parallel.layer import Placement
 
 pytestmark = pytest.mark.timeout(60)
 WIDTH = 3
