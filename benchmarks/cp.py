@@ -17,9 +17,8 @@ from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from distlab.config import Config
 from distlab.context_parallel.ring import RingAttention
 from distlab.context_parallel.ulysses import UlyssesAttention
-from distlab.experiments.cp import GatheredAttention
+from distlab.experiments.cp import GatheredAttention, TorchRing
 from distlab.experiments.cp.predictions import BY_HAND, layer_cost, positions_of
-from distlab.experiments.cp.pytorch import TorchRing
 from distlab.measure.activations import SavedActivations
 from distlab.workload.model import Attend
 
@@ -44,7 +43,7 @@ def attends(group: dist.ProcessGroup, config: Config) -> dict[str, Attend]:
         "ring": RingAttention(group, at["ring"]),
         "zigzag": RingAttention(group, at["zigzag"]),
         "ulysses": UlyssesAttention(group, at["ulysses"]),
-        TORCHS: TorchRing(group),
+        TORCHS: TorchRing(group, at[TORCHS]),
     }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from distlab.collectives.phases import COMPUTE, Span, recorded
 from distlab.config import Config
-from distlab.contract import Build, Strategy
+from distlab.contract import Strategy
 from distlab.experiments import pp
 from distlab.measure.activations import SavedActivations
 from distlab.mesh.grid import Mesh
@@ -65,24 +65,10 @@ class Alone(Boundaries):
 
 def alone(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The stages of 1f1b without its messages."""
-    schedule = one_forward_one_backward(RANKS, MICROBATCHES)
-    return pp.by_hand(model, mesh, config, schedule, boundaries=Alone)
+    return pp.by_hand(model, mesh, config, schedule=one_forward_one_backward, boundaries=Alone)
 
 
-BUILDERS: dict[str, Build] = {
-    "gpipe": pp.gpipe,
-    "1f1b": pp.one_forward_one_backward,
-    "interleaved": pp.interleaved,
-    "zb_h1": pp.zb_h1,
-    "zbv": pp.zbv,
-    "dualpipev": pp.dualpipev,
-    "torch_gpipe": pp.torch_gpipe,
-    "torch_1f1b": pp.torch_1f1b,
-    "torch_interleaved_zb": pp.torch_interleaved_zb,
-    "torch_zbv": pp.torch_zbv,
-    "torch_dualpipev": pp.torch_dualpipev,
-    "alone": alone,
-}
+BUILDERS = {each.name: each.build for each in pp.MODE.variants[1:] if each.build} | {"alone": alone}
 
 
 def settings(**sizes: str) -> Config:

@@ -4,17 +4,9 @@ from benchmarks.mutants import Mutant
 
 GPT = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_VARIANT="
 BF16 = "RUN_MODE=cp LAB_DEPTH=1 LAB_SEQ=30 LAB_STEPS=2 LAB_DTYPE=bfloat16 LAB_VARIANT="
-RING, BLOCKS, ULYSSES = (
-    "distlab/context_parallel/ring.py",
-    "distlab/context_parallel/ring.py",
-    "distlab/context_parallel/ulysses.py",
-)
-SHIFT = "distlab/context_parallel/ring.py"
-POSITIONS, STRATEGY, LESSON = (
-    "distlab/context_parallel/positions.py",
-    "distlab/context_parallel/strategy.py",
-    "experiments/cp/__init__.py",
-)
+RING = BLOCKS = SHIFT = "distlab/context_parallel/ring.py"
+POSITIONS = STRATEGY = "distlab/context_parallel/strategy.py"
+ULYSSES, LESSON = "distlab/context_parallel/ulysses.py", "experiments/cp/__init__.py"
 
 MUTANTS = [
     Mutant(RING, "        return own if theirs is None else own.add_(theirs)", "        return own", GPT + "ring"),

@@ -9,7 +9,7 @@ until the last one hands them home (Liu, Zaharia, Abbeel 2023, "Ring Attention w
     forward     N-1 turns of K, V
     backward    N-1 turns of K, V and N-1 of dK, dV: 3(N-1) rows of keys and values sent for each that a rank has
 
-Which positions a rank has is another matter (positions.py): contiguous runs, or the two of a zig-zag. A gradient takes
+Which positions a rank has is another matter (strategy.py): contiguous runs, or the two of a zig-zag. A gradient takes
 the same way whatever the mask, so ranks that see nothing of a key pass it on.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Message, Peers
-from distlab.context_parallel.positions import Positions, VisibleKeys
+from distlab.context_parallel.strategy import Positions, VisibleKeys
 
 # Attention in blocks: some rows with some of the keys, and how two such results become one.
 #
@@ -219,7 +219,7 @@ class Ring(torch.autograd.Function):
 # Ring attention without the ring: a rank sends its keys straight to each rank that looks at them, and no more of
 # them.
 #
-# In a ring every key goes all the way round, whoever looks at it. Under a causal mask folded parts (positions.py) see
+# In a ring every key goes all the way round, whoever looks at it. Under a causal mask folded parts (strategy.py) see
 # half of an earlier rank's keys and all of a later one's, so a quarter of what goes round is seen by nobody who takes
 # it. Here a rank sends in turn d what the rank d further on sees of its keys, and gets back what that one found for
 # their gradients: 9(c-1)/4c of K and V on average where the ring has 3(c-1)/c, at most 5(c-1)/2c and at least

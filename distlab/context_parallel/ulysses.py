@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from distlab.collectives.autograd import linear
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
-from distlab.context_parallel.positions import Positions
+from distlab.context_parallel.strategy import Positions
 from distlab.tensor_parallel.layers import shares
 
 

@@ -26,7 +26,7 @@ trains (LAB_BUG=local_positions, local_mask, stray_gradients).
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,23 +35,20 @@ from torch.nn import functional as F
 
 from distlab.checkpoint import bugs as checkpoints
 from distlab.config import Config
-from distlab.context_parallel.positions import Positions, contiguous
-from distlab.context_parallel.positions import zigzag as folded
-from distlab.context_parallel.ring import RingAttention, ShiftAttention
-from distlab.context_parallel.strategy import ContextParallel
+from distlab.context_parallel.ring import FLASH, FLASH_BACKWARD, RingAttention, ShiftAttention
+from distlab.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, zigzag
 from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.contract import Mode, Strategy, Variant
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
 from distlab.tensor_parallel.layers import Sequence
 from distlab.verify.run_all import measure
-from distlab.workload.model import Attend, Model
+from distlab.workload.model import Attend, Model, causal
 
 from .bugs import mistake
 from .checks import check_sums, claims, compare_balance, compare_kept, kept_by_length
 from .options import Options
 from .predictions import BY_HAND, cannot, predict, refuse, summary
-from .pytorch import by_context_parallel, torch_ring
 
 # Parts that a mistake replaces: who holds which positions, what attention is, and the step around it.
 Cut: TypeAlias = Callable[[int, int], Positions]
@@ -80,54 +77,94 @@ class GatheredAttention:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
 
 
-def gathered(
-    model: Model, mesh: Mesh, config: Config, cut: Cut = contiguous, attention: Attention = GatheredAttention,
-    steps: Steps = ContextParallel,
-) -> Strategy:  # fmt: skip
-    """Gather K and V."""
-    return by_hand(model, mesh, config, cut, attention, steps)
-
-
-# --- keys and values that travel, and heads that do ---
-
-
-def ring(
-    model: Model, mesh: Mesh, config: Config, cut: Cut = contiguous, attention: Attention = RingAttention,
-    steps: Steps = ContextParallel,
-) -> Strategy:  # fmt: skip
-    """Keys and values go round, in contiguous parts."""
-    return by_hand(model, mesh, config, cut, attention, steps)
-
-
-def zigzag(
-    model: Model, mesh: Mesh, config: Config, cut: Cut = folded, attention: Attention = RingAttention,
-    steps: Steps = ContextParallel,
-) -> Strategy:  # fmt: skip
-    """The same with an early and a late part on each rank."""
-    return by_hand(model, mesh, config, cut, attention, steps)
-
-
-def shift(
-    model: Model, mesh: Mesh, config: Config, cut: Cut = folded, attention: Attention = ShiftAttention,
-    steps: Steps = ContextParallel,
-) -> Strategy:  # fmt: skip
-    """Keys and values go where they are seen."""
-    return by_hand(model, mesh, config, cut, attention, steps)
-
-
-def ulysses(
-    model: Model, mesh: Mesh, config: Config, cut: Cut = contiguous, attention: Attention = UlyssesAttention,
-    steps: Steps = ContextParallel,
-) -> Strategy:  # fmt: skip
-    """All positions of some heads."""
-    return by_hand(model, mesh, config, cut, attention, steps)
-
-
-def by_hand(model: Model, mesh: Mesh, config: Config, cut: Cut, attention: Attention, steps: Steps) -> Strategy:
+def by_hand(
+    model: Model, mesh: Mesh, config: Config, *, cut: Cut, attention: Attention, steps: Steps = ContextParallel
+) -> Strategy:
     """The whole model on some positions; attention alone knows of the other ranks."""
     group = mesh["cp"]
     positions = cut(config.seq, group.size())
     return steps(model, positions, attention(group, positions), group, config, rank=group.rank())
+
+
+# PyTorch's own context parallelism: its ring functions given the CPU's kernel, and context_parallel around them.
+#
+# `context_parallel` replaces scaled_dot_product_attention by a ring over the mesh, for the kernels of a GPU alone. The
+# two functions that go round take any kernel, so that what they do can be held beside ours: K and V by an all_gather,
+# dK and dV by an all_to_all, positions folded as in `zigzag`, and equal runs alone.
+
+SEQUENCE_DIM = 2  # of [B, heads, rows, head_dim]
+
+
+def by_context_parallel(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """What its users write: plain attention, inside of its context."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = mesh["cp"]
+    positions, devices = zigzag(config.seq, group.size()), DeviceMesh.from_group(group, config.device)
+    rows = partial(InContext, devices)
+    return ContextParallel(model, positions, causal, group, config, rank=group.rank(), rows=rows)
+
+
+class TorchRing:
+    """q, k, v [B, heads, rows, head_dim] to as many."""
+
+    def __init__(self, group: dist.ProcessGroup, _positions: Positions) -> None:
+        self.group = group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dense = (each.contiguous() for each in (q, k, v))
+        return Templated.apply(*dense, self.group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Templated(torch.autograd.Function):
+    """Its forward and its backward, each with the CPU's kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # Not at the top: it takes a rank a second, and no other variant needs it.
+        from torch.distributed.tensor.experimental._context_parallel import _attention as own
+
+        own._cp_options.convert_to_f32 = q.dtype != torch.float64
+        found = own._templated_ring_attention(
+            group, SEQUENCE_DIM, FLASH, q, k, v, is_causal=True, dropout_p=0.0
+        )  # fmt: skip
+        ctx.group = group
+        ctx.save_for_backward(q, k, v, *found[:2])
+        out: Tensor = found[0]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as own
+
+        q, k, v, out, lse = ctx.saved_tensors
+        to_q, to_k, to_v, *_ = own._templated_ring_attention_backward(
+            ctx.group, SEQUENCE_DIM, kernel, gradients[0], "grad_out", q, k, v, out, lse, True
+        )
+        return to_q, to_k, to_v, None
+
+
+def kernel(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    """The backward of the CPU's, with what PyTorch's function gives by name."""
+    dense = [each.contiguous() for each in (given["grad_out"], query, key, value, given["out"])]
+    found: tuple[Tensor, ...] = FLASH_BACKWARD(*dense, given["logsumexp"], 0.0, given["is_causal"])
+    return found
+
+
+class InContext(OwnRows):
+    """`context_parallel` cuts the samples in their place, folded."""
+
+    def __init__(self, devices: Any, model: Model, positions: Positions, rank: int) -> None:
+        super().__init__(model, positions, rank)
+        self.devices = devices
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        from torch.distributed.tensor.experimental import context_parallel
+
+        cut = [inputs.clone(), targets.clone()]
+        with context_parallel(self.devices, buffers=cut, buffer_seq_dims=[1, 1]):
+            loss: Tensor = self.model(*cut)
+        return loss
 
 
 # --- the run ---
@@ -150,14 +187,19 @@ def run(lab: Lab) -> None:
     compare_balance(lab, list(measured))
 
 
+def variant(name: str, sentence: str, cut: Cut, attention: Attention, *, by_torch: bool = False) -> Variant:
+    """What differs is who holds which positions, and how attention sees those of others."""
+    return Variant(name, partial(by_hand, cut=cut, attention=attention), by_torch, sentence=sentence)
+
+
 MODE = Mode(
     variants=(
-        Variant("gathered", gathered),
-        Variant("ring", ring),
-        Variant("zigzag", zigzag),
-        Variant("shift", shift),
-        Variant("ulysses", ulysses),
-        Variant("torch_ring", torch_ring, by_torch=True),
+        variant("gathered", "Gather K and V.", contiguous, GatheredAttention),
+        variant("ring", "Keys and values go round, in contiguous parts.", contiguous, RingAttention),
+        variant("zigzag", "The same with an early and a late part on each rank.", zigzag, RingAttention),
+        variant("shift", "Keys and values go where they are seen.", zigzag, ShiftAttention),
+        variant("ulysses", "All positions of some heads.", contiguous, UlyssesAttention),
+        variant("torch_ring", "Its ring functions, called by hand.", zigzag, TorchRing, by_torch=True),
         Variant("context_parallel", by_context_parallel, by_torch=True),
     ),
     run=run,
@@ -170,9 +212,8 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/cp/__init__.py: the variants, naive first, and what a run of them claims",
-        "distlab/context_parallel/positions.py: which positions each rank has, and which keys they see",
         "distlab/context_parallel/ring.py: attention to some of the keys, and how two such results become one",
         "distlab/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
-        "distlab/context_parallel/strategy.py: the training step that all variants share",
+        "distlab/context_parallel/strategy.py: who has which positions, which keys they see, and the step",
     ),
 )

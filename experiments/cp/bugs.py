@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.config import Config
-from distlab.context_parallel.positions import Positions, contiguous
 from distlab.context_parallel.ring import Part, RingAttention, arrived
-from distlab.context_parallel.strategy import ContextParallel, OwnRows, set_positions
+from distlab.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, set_positions
 from distlab.context_parallel.ulysses import Swap, UlyssesAttention
 from distlab.contract import Mistakes, Needs
 from distlab.workload.model import Attend, Model

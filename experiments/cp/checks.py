@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.config import Config
 from distlab.context_parallel.costs import causal_share
-from distlab.context_parallel.positions import Positions
 from distlab.context_parallel.ring import RingAttention
+from distlab.context_parallel.strategy import Positions
 from distlab.contract import Claims, Mode, Strategy
 from distlab.lab import Lab
 from distlab.measure.prediction import PYTORCHS

@@ -14,7 +14,7 @@ from distlab.context_parallel.costs import (
     ulysses_bytes,
     ulysses_messages,
 )
-from distlab.context_parallel.positions import Positions, contiguous, zigzag
+from distlab.context_parallel.strategy import Positions, contiguous, zigzag
 from distlab.contract import untrainable
 from distlab.data_parallel.buckets import layout
 from distlab.measure.prediction import PYTORCHS, Prediction

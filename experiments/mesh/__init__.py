@@ -34,18 +34,13 @@ With LAB_DROPOUT masks belong to samples and positions: alike along tp where act
 and where rows are cut (distlab/workload/model.py). 16-bit weights have float32 masters.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from distlab.checkpoint import bugs as checkpoints
 from distlab.config import Config
-from distlab.context_parallel.positions import contiguous
-from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.contract import Mode, Strategy, Variant
 from distlab.lab import Lab
 from distlab.measure.prediction import Prediction
-from distlab.mesh.grid import Mesh
 from distlab.mesh.strategy import Stacked
 from distlab.pipeline_parallel import schedules
 from distlab.verify.counted import check_in_flight
@@ -56,88 +51,15 @@ from distlab.workload.model import Model, build_model, dropping
 from .bugs import mistake
 from .checks import check_gradients_first, check_order, check_overlap, claims, compare_axes, tell
 from .options import Options
-from .placement import HOW, How, Rank, at, axes
+from .placement import HOW, Rank, at, axes
 from .predictions import cannot, compare_peaks, predict, refuse
 from .pytorch import dtensor_fsdp2, pipelining_fsdp2
-from .stack import stack
+from .stack import scheduled, stack
 
 
 def trained(config: Config, seed: int) -> Model:
     """The model of LAB_MODEL, whose blocks drop LAB_DROPOUT of what they add."""
     return dropping(build_model(config, seed), config, config.own(Options).dropout)
-
-
-# --- the variants, in reading order ---
-
-
-def naive(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """A bucket of a byte is a gradient by itself."""
-    one_by_one = config.model_copy(update={"bucket_mib": 2.0**-20})
-    return stack(model, mesh, one_by_one, piped("naive", mesh, config), overlap=False, **parts)
-
-
-def gpipe(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """All forwards, then all backwards."""
-    return stack(model, mesh, config, piped("gpipe", mesh, config), **parts)
-
-
-def one_forward_one_backward(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """A backward as soon as there can be one."""
-    return stack(model, mesh, config, piped("1f1b", mesh, config), **parts)
-
-
-def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """Thinner stages, several a rank."""
-    schedule = piped("interleaved", mesh, config)
-    return stack(model, mesh, config, schedule, chunks=config.own(Options).chunks, **parts)
-
-
-def zb_h1(model: Model, mesh: Mesh, config: Config, order_of: str = "zb_h1", **parts: Any) -> Strategy:
-    """Gradients of weights where a rank would wait."""
-    return stack(model, mesh, config, piped(order_of, mesh, config), **parts)
-
-
-def sequence(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """Rows between the slices, and between the stages."""
-    return stack(model, mesh, config, piped("sequence", mesh, config), rows=True, **parts)
-
-
-def zero1(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """Optimizer state in shards."""
-    return stack(model, mesh, config, piped("zero1", mesh, config), rows=model.name == "gpt", zero=1, **parts)
-
-
-def zero2(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """And gradients."""
-    return stack(model, mesh, config, piped("zero2", mesh, config), rows=model.name == "gpt", zero=2, **parts)
-
-
-def zero3(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """And weights."""
-    return stack(model, mesh, config, piped("zero3", mesh, config), rows=model.name == "gpt", zero=3, **parts)
-
-
-def ulysses(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """Heads for positions, and back."""
-    schedule = piped("ulysses", mesh, config)
-    return stack(model, mesh, config, schedule, cut=contiguous, attention=UlyssesAttention, **parts)
-
-
-def piped(variant: str, mesh: Mesh, config: Config) -> schedules.Schedule:
-    """Who works on which microbatch when, along pp."""
-    return scheduled(HOW[variant], mesh.size("pp"), config)
-
-
-def scheduled(how: How, ranks: int, config: Config) -> schedules.Schedule:
-    """The same of so many stages' ranks."""
-    make: dict[str, Callable[[int, int], schedules.Schedule]] = {
-        "gpipe": schedules.gpipe,
-        "1f1b": schedules.one_forward_one_backward,
-        "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
-        "zb_h1": schedules.zb_h1,
-    }
-    made = make[how.schedule](ranks, config.num_microbatches)
-    return made if how.in_two(ranks, recompute=config.recompute) else schedules.in_one(made)
 
 
 # --- the run ---
@@ -164,9 +86,8 @@ def run(lab: Lab) -> None:
         check_order(lab, name, rank, measured[name])
         check_overlap(lab, name, measured[name])
         check_gradients_first(lab, name, rank, measured[name])
-    compare_peaks(
-        lab, ranks, {name: piped(name, lab.mesh, config)[rank.at["pp"]] for name, rank in ranks.items()}, measured
-    )
+    actions = {name: scheduled(rank.how, rank.p, config)[rank.at["pp"]] for name, rank in ranks.items()}
+    compare_peaks(lab, ranks, actions, measured)
     for each in predictions:
         seen = measured[each.variant]
         if each.name == "calls":
@@ -195,16 +116,7 @@ def on_paper(sizes: dict[str, int], config: Config, variant: str) -> schedules.S
 MODE = Mode(
     shards=True,
     variants=(
-        Variant("naive", naive),
-        Variant("gpipe", gpipe),
-        Variant("1f1b", one_forward_one_backward),
-        Variant("interleaved", interleaved),
-        Variant("zb_h1", zb_h1),
-        Variant("sequence", sequence),
-        Variant("zero1", zero1),
-        Variant("zero2", zero2),
-        Variant("zero3", zero3),
-        Variant("ulysses", ulysses),
+        *(Variant(name, partial(stack, name=name), sentence=how.sentence) for name, how in HOW.items()),
         Variant("dtensor_fsdp2", dtensor_fsdp2, by_torch=True),
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
     ),

@@ -5,7 +5,7 @@ Derived from the dense model's outline and the rules of the papers alone, and no
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import cycle
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from distlab.config import Config
-from distlab.context_parallel.positions import contiguous, zigzag
+from distlab.context_parallel.strategy import Positions, contiguous, zigzag
 from distlab.pipeline_parallel.strategy import runs_of
 from distlab.tensor_parallel.layers import shares
 from distlab.workload.data import shard_sizes
@@ -28,13 +28,19 @@ REPLICATED = ("dp", "cp")  # the axes along which all ranks hold the same
 
 
 class How(NamedTuple):
-    """What a variant is made of."""
+    """What a variant is made of, and a sentence on it."""
 
+    sentence: str
     schedule: str = "1f1b"
     rows: bool = False  # sequence parallelism, where there is a text and a tp
     zero: int = 0
     one_by_one: bool = False  # gradients, not in buckets
     swaps: bool = False  # positions for heads along cp (Ulysses), where others send keys round
+
+    @property
+    def cut(self) -> Callable[[int, int], Positions]:
+        """Which rank along cp holds which positions."""
+        return contiguous if self.swaps else zigzag
 
     def in_two(self, ranks: int, *, recompute: bool) -> bool:
         """Whether a stage of so many sends the gradient of its input before it computes those of its weights.
@@ -46,16 +52,16 @@ class How(NamedTuple):
 
 
 HOW = {
-    "naive": How("gpipe", one_by_one=True),
-    "gpipe": How("gpipe"),
-    "1f1b": How(),
-    "interleaved": How("interleaved"),
-    "zb_h1": How("zb_h1"),
-    "sequence": How(rows=True),
-    "zero1": How(rows=True, zero=1),
-    "zero2": How(rows=True, zero=2),
-    "zero3": How(rows=True, zero=3),
-    "ulysses": How(swaps=True),
+    "naive": How("A bucket of a byte is a gradient by itself.", "gpipe", one_by_one=True),
+    "gpipe": How("All forwards, then all backwards.", "gpipe"),
+    "1f1b": How("A backward as soon as there can be one."),
+    "interleaved": How("Thinner stages, several a rank.", "interleaved"),
+    "zb_h1": How("Gradients of weights where a rank would wait.", "zb_h1"),
+    "sequence": How("Rows between the slices, and between the stages.", rows=True),
+    "zero1": How("Optimizer state in shards.", rows=True, zero=1),
+    "zero2": How("And gradients.", rows=True, zero=2),
+    "zero3": How("And weights.", rows=True, zero=3),
+    "ulysses": How("Heads for positions, and back.", swaps=True),
 }
 
 
@@ -81,8 +87,7 @@ class Rank:
         self.drops: bool = getattr(config.options, "dropout", 0) > 0
         self.itemsize: int = getattr(torch, config.dtype).itemsize
         self.microbatches = shard_sizes(shard_sizes(config.batch, self.d)[self.at["dp"]], config.num_microbatches)
-        cut = (contiguous if how.swaps else zigzag)(config.seq if self.is_gpt else 1, self.c)
-        self.positions = cut.num_rows  # of each rank along cp
+        self.positions = how.cut(config.seq if self.is_gpt else 1, self.c).num_rows  # of each rank along cp
         self.seq = self.positions[self.at["cp"]]
 
     @cached_property

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.context_parallel.positions import contiguous, zigzag
 from distlab.context_parallel.strategy import OfOwnPositions, share_out
 from distlab.lab import Lab
 from distlab.pipeline_parallel.pipeline import ReducingPipeline
@@ -182,7 +181,7 @@ def engine_of(lab: Lab, rank: Rank, actions: list[Action]) -> tuple[ReducingPipe
     """This rank's pipeline with nobody beside it, and what gives it microbatches."""
     config, mesh = lab.config, lab.mesh
     model = lab.model(getattr(torch, config.dtype))
-    positions = (contiguous if rank.how.swaps else zigzag)(config.seq, rank.c) if rank.c > 1 else None
+    positions = rank.how.cut(config.seq, rank.c) if rank.c > 1 else None
     if positions is not None:
         share_out(model, positions, causal, rank.at["cp"])
     if rank.t > 1:

@@ -6,6 +6,7 @@ shards take whatever parameters a stage has.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.config import Config
-from distlab.context_parallel.positions import Positions, zigzag
 from distlab.context_parallel.ring import RingAttention
-from distlab.context_parallel.strategy import OfOwnPositions, share_out
+from distlab.context_parallel.strategy import OfOwnPositions, Positions, share_out
+from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.contract import Strategy
 from distlab.mesh.grid import Mesh
 from distlab.mesh.strategy import Clip, ParameterStore, Replicas, Stacked, clip_over_all, shards_of
+from distlab.pipeline_parallel import schedules
 from distlab.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.pipeline_parallel.schedules import Schedule
 from distlab.pipeline_parallel.strategy import (
@@ -33,10 +35,10 @@ from distlab.pipeline_parallel.strategy import (
 )
 from distlab.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
 from distlab.tensor_parallel.strategy import slice_layers
-from distlab.workload.model import Attend, Dropouts, Model, recomputed
+from distlab.workload.model import Dropouts, Model, recomputed
 
-Cut: TypeAlias = Callable[[int, int], Positions]
-Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
+from .options import Options
+from .placement import HOW, How
 
 # What a mistake replaces.
 Weighs: TypeAlias = Callable[[Mesh], Weigh]
@@ -61,17 +63,21 @@ def by_sample(dropouts: Dropouts, mesh: Mesh) -> None:
 
 
 def stack(
-    model: Model, mesh: Mesh, config: Config, schedule: Schedule, *, chunks: int = 1, rows: bool = False,
-    zero: int = 0, overlap: bool = True, cut: Cut = zigzag, attention: Attention = RingAttention,
+    model: Model, mesh: Mesh, config: Config, *, name: str, order_of: str = "", overlap: bool = True,
     weigh: Weighs = as_dealt, draws: Draws = by_sample, pipelined: Pipelines = ReducingPipeline,
     stacked: Stacks = Stacked, clip: Clip = clip_over_all, group_of: Groups = over_replicas, sums_rows: bool = True,
 ) -> Strategy:  # fmt: skip
     """Positions, then slices, then stages of them, then what is kept of each stage over the replicas, then one step
-    around all."""
-    rows = rows and mesh.size("tp") > 1
-    positions = cut(config.seq, mesh.size("cp")) if mesh.size("cp") > 1 else None
+    around all; as the variant `name` is made, by default in its own order."""
+    how, schedule = HOW[name], scheduled(HOW[order_of or name], mesh.size("pp"), config)
+    chunks = config.own(Options).chunks if how.schedule == "interleaved" else 1
+    rows = how.rows and model.name == "gpt" and mesh.size("tp") > 1
+    if how.one_by_one:  # a bucket of a byte is a gradient by itself
+        config, overlap = config.model_copy(update={"bucket_mib": 2.0**-20}), False
+    positions = how.cut(config.seq, mesh.size("cp")) if mesh.size("cp") > 1 else None
     if positions is not None:
-        share_out(model, positions, attention(mesh["cp"], positions), mesh.index("cp"))
+        attention = (UlyssesAttention if how.swaps else RingAttention)(mesh["cp"], positions)
+        share_out(model, positions, attention, mesh.index("cp"))
     num_rows = config.seq if positions is None else positions.num_rows[mesh.index("cp")]
     slices = sliced(model, mesh, num_rows if rows else None)
     dropouts = model.dropouts
@@ -79,7 +85,9 @@ def stack(
         own_masks(dropouts, positions, mesh, rows=rows)
         draws(dropouts, mesh)
     parts = parts_of(model, mesh["pp"], [*range(mesh.size("pp"))] * chunks)
-    keep = Keep(parts, slices, mesh, config, rows=rows and sums_rows, zero=zero, overlap=overlap, group=group_of(mesh))
+    keep = Keep(
+        parts, slices, mesh, config, rows=rows and sums_rows, zero=how.zero, overlap=overlap, group=group_of(mesh)
+    )
     kept = {number: keep.stage(number) for number in parts.stages}
     stages = {
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
@@ -93,6 +101,18 @@ def stack(
     if dropouts is not None:
         engine = OfDroppedSamples(engine, dropouts)
     return stacked(parts, slices, kept, engine, mesh, config, clip)
+
+
+def scheduled(how: How, ranks: int, config: Config) -> Schedule:
+    """Who works on which microbatch when, on so many ranks along pp."""
+    make: dict[str, Callable[[int, int], Schedule]] = {
+        "gpipe": schedules.gpipe,
+        "1f1b": schedules.one_forward_one_backward,
+        "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
+        "zb_h1": schedules.zb_h1,
+    }
+    made = make[how.schedule](ranks, config.num_microbatches)
+    return made if how.in_two(ranks, recompute=config.recompute) else schedules.in_one(made)
 
 
 def sliced(model: Model, mesh: Mesh, num_rows: int | None) -> dict[str, Slice]:

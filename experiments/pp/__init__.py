@@ -69,6 +69,13 @@ from .options import Options
 from .predictions import cannot, owners_of, passed_bytes, predict, refuse
 
 Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # of p ranks and m microbatches
+SCHEDULES: dict[str, Scheduled] = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_forward_one_backward,
+    "zb_h1": schedules.zb_h1,
+    "zbv": schedules.zbv,
+    "dualpipev": schedules.dualpipev,
+}
 
 
 # --- naive: one rank works at a time ---
@@ -129,81 +136,26 @@ class InTurn:
 # --- microbatches, in the order of a schedule ---
 
 
-def gpipe(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """All microbatches forward, then all backward."""
-    return by_hand(model, mesh, config, schedules.gpipe(mesh.group.size(), config.num_microbatches), **parts)
-
-
-def one_forward_one_backward(
-    model: Model, mesh: Mesh, config: Config, schedule: Scheduled = schedules.one_forward_one_backward, **parts: Any
-) -> Strategy:
-    """Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."""
-    return by_hand(model, mesh, config, schedule(mesh.group.size(), config.num_microbatches), **parts)
-
-
-def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """The same, with LAB_CHUNKS thinner stages a rank."""
-    chunks = config.own(Options).chunks
-    schedule = schedules.interleaved(mesh.group.size(), config.num_microbatches, chunks)
-    return by_hand(model, mesh, config, schedule, **parts)
-
-
-# --- gradients of weights where a rank would wait ---
-
-
-def zb_h1(model: Model, mesh: Mesh, config: Config, schedule: Scheduled = schedules.zb_h1, **parts: Any) -> Strategy:
-    """1f1b, whose rank r puts the gradients of weights off by r microbatches."""
-    return by_hand(model, mesh, config, schedule(mesh.group.size(), config.num_microbatches), **parts)
-
-
-def zbv(model: Model, mesh: Mesh, config: Config, schedule: Scheduled = schedules.zbv, **parts: Any) -> Strategy:
-    """Two stages a rank: the layers go down the ranks and up again."""
-    return by_hand(model, mesh, config, schedule(mesh.group.size(), config.num_microbatches), **parts)
-
-
-def dualpipev(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """The same stages, a forward and a backward in turn."""
-    return by_hand(model, mesh, config, schedules.dualpipev(mesh.group.size(), config.num_microbatches), **parts)
-
-
 def by_hand(
-    model: Model, mesh: Mesh, config: Config, schedule: schedules.Schedule, *,
-    boundaries: type[Boundaries] = Boundaries, weigh: Weigh = divided, piped: type[Pipeline] = Pipeline,
+    model: Model, mesh: Mesh, config: Config, *, schedule: Scheduled, boundaries: type[Boundaries] = Boundaries,
+    weigh: Weigh = divided, piped: type[Pipeline] = Pipeline,
 ) -> Strategy:  # fmt: skip
     """Our pipeline does this rank's part of `schedule` on its stages; the other parts a mistake replaces."""
-    owners = schedules.owners(schedule)
+    made = schedule(mesh.group.size(), config.num_microbatches)
+    owners = schedules.owners(made)
     parts = parts_of(model, mesh.group, owners)
-    pipeline = piped(parts.stages, schedule[mesh.group.rank()], mesh.group, boundaries, owners)
+    pipeline = piped(parts.stages, made[mesh.group.rank()], mesh.group, boundaries, owners)
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, pipeline.splits)
     return Pipelined(parts, ByHand(pipeline, model.loss, weigh), mesh.group, config)
 
 
-def torch_gpipe(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
-    """PyTorch's gpipe."""
-    return by_torch("torch_gpipe", model, mesh, config, weigh)
+def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
+    """The same, with LAB_CHUNKS thinner stages a rank."""
+    of_chunks = partial(schedules.interleaved, chunks=config.own(Options).chunks)
+    return by_hand(model, mesh, config, schedule=of_chunks, **parts)
 
 
-def torch_1f1b(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
-    """PyTorch's 1f1b: it sends and receives in one call, and waits for both."""
-    return by_torch("torch_1f1b", model, mesh, config, weigh)
-
-
-def torch_interleaved_zb(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
-    """PyTorch's interleaved schedule, whose gradients of weights fill what they can."""
-    return by_torch("torch_interleaved_zb", model, mesh, config, weigh)
-
-
-def torch_zbv(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
-    """PyTorch's zbv."""
-    return by_torch("torch_zbv", model, mesh, config, weigh)
-
-
-def torch_dualpipev(model: Model, mesh: Mesh, config: Config, weigh: Weigh = divided) -> Strategy:
-    """PyTorch's dualpipev."""
-    return by_torch("torch_dualpipev", model, mesh, config, weigh)
-
-
-def by_torch(name: str, model: Model, mesh: Mesh, config: Config, weigh: Weigh) -> Strategy:
+def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str, weigh: Weigh = divided) -> Strategy:
     """A schedule of PyTorch's on the same stages."""
     from .pytorch import ByTorch  # most of a second, for these alone
 
@@ -251,21 +203,13 @@ def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
 def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
     """The schedule of a variant, PyTorch's too where we know it; None of a strategy of one's own."""
     ranks, microbatches = config.world_size, config.num_microbatches
-    chunks = config.own(Options).chunks
-    known: dict[str, Callable[[], schedules.Schedule]] = {
-        "naive": lambda: schedules.naive(ranks),
-        "gpipe": lambda: schedules.gpipe(ranks, microbatches),
-        "torch_gpipe": lambda: schedules.gpipe(ranks, microbatches),
-        "1f1b": lambda: schedules.one_forward_one_backward(ranks, microbatches),
-        "torch_1f1b": lambda: schedules.in_one(schedules.one_forward_one_backward(ranks, microbatches)),
-        "interleaved": lambda: schedules.interleaved(ranks, microbatches, chunks),
-        "zb_h1": lambda: schedules.zb_h1(ranks, microbatches),
-        "zbv": lambda: schedules.zbv(ranks, microbatches),
-        "torch_zbv": lambda: schedules.zbv(ranks, microbatches),
-        "dualpipev": lambda: schedules.dualpipev(ranks, microbatches),
-        "torch_dualpipev": lambda: schedules.dualpipev(ranks, microbatches),
+    known: dict[str, Scheduled] = {
+        "naive": lambda ranks, _: schedules.naive(ranks),
+        "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
+        "torch_1f1b": lambda *sizes: schedules.in_one(schedules.one_forward_one_backward(*sizes)),
     }
-    return known[variant]() if variant in known else None
+    known |= SCHEDULES | {f"torch_{name}": SCHEDULES[name] for name in ("gpipe", "zbv", "dualpipev")}
+    return known[variant](ranks, microbatches) if variant in known else None
 
 
 def holds(config: Config, rank: int) -> str:
@@ -275,21 +219,33 @@ def holds(config: Config, rank: int) -> str:
     return f"holds      with one stage a rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
 
 
+def ours(name: str, sentence: str) -> Variant:
+    """What differs is the schedule."""
+    return Variant(name, partial(by_hand, schedule=SCHEDULES[name]), sentence=sentence)
+
+
+def torchs(name: str, sentence: str) -> Variant:
+    """PyTorch's of this name."""
+    return Variant(name, partial(by_torch, name=name), by_torch=True, sentence=sentence)
+
+
 MODE = Mode(
     shards=True,
     variants=(
         Variant("naive", naive),
-        Variant("gpipe", gpipe),
-        Variant("1f1b", one_forward_one_backward),
+        ours("gpipe", "All microbatches forward, then all backward."),
+        ours("1f1b", "Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."),
         Variant("interleaved", interleaved),
-        Variant("zb_h1", zb_h1),
-        Variant("zbv", zbv),
-        Variant("dualpipev", dualpipev),
-        Variant("torch_gpipe", torch_gpipe, by_torch=True),
-        Variant("torch_1f1b", torch_1f1b, by_torch=True),
-        Variant("torch_interleaved_zb", torch_interleaved_zb, by_torch=True),
-        Variant("torch_zbv", torch_zbv, by_torch=True),
-        Variant("torch_dualpipev", torch_dualpipev, by_torch=True),
+        ours("zb_h1", "1f1b, whose rank r puts the gradients of weights off by r microbatches."),
+        ours("zbv", "Two stages a rank: the layers go down the ranks and up again."),
+        ours("dualpipev", "The same stages, a forward and a backward in turn."),
+        torchs("torch_gpipe", "PyTorch's gpipe."),
+        torchs("torch_1f1b", "PyTorch's 1f1b: it sends and receives in one call, and waits for both."),
+        torchs(
+            "torch_interleaved_zb", "PyTorch's interleaved schedule, whose gradients of weights fill what they can."
+        ),
+        torchs("torch_zbv", "PyTorch's zbv."),
+        torchs("torch_dualpipev", "PyTorch's dualpipev."),
     ),
     run=run,
     claims=claims,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from distlab.context_parallel.positions import Positions
+from distlab.context_parallel.strategy import Positions
 from distlab.measure.traffic import Calls
 
 HEAD_DIM = 4

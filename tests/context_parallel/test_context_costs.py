@@ -16,7 +16,7 @@ from distlab.context_parallel.costs import (
     ulysses_bytes,
     ulysses_messages,
 )
-from distlab.context_parallel.positions import contiguous, zigzag
+from distlab.context_parallel.strategy import contiguous, zigzag
 from distlab.tensor_parallel.layers import shares
 
 RANKS = st.integers(1, 8)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.context_parallel.costs import ring_rows, shift_rows
-from distlab.context_parallel.positions import Positions, contiguous, zigzag
 from distlab.context_parallel.ring import Part, RingAttention, ShiftAttention
+from distlab.context_parallel.strategy import Positions, contiguous, zigzag
 from distlab.testing.warm_ranks import Ranks
 from tests.context_parallel.attending import all_of, differences
 

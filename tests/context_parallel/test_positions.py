@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.context_parallel.positions import Positions, VisibleKeys, contiguous, zigzag
+from distlab.context_parallel.strategy import Positions, VisibleKeys, contiguous, zigzag
 
 pytestmark = pytest.mark.timeout(60)
 CUTS = st.sampled_from([contiguous, zigzag])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distlab.collectives.point_to_point import Peers
 from distlab.context_parallel.costs import ulysses_messages
-from distlab.context_parallel.positions import contiguous
+from distlab.context_parallel.strategy import contiguous
 from distlab.context_parallel.ulysses import Swap, UlyssesAttention
 from distlab.tensor_parallel.layers import shares
 from distlab.testing.warm_ranks import Ranks

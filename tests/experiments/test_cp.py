@@ -11,9 +11,8 @@ from torch import Tensor
 
 from distlab.config import Config, ConfigError
 from distlab.context_parallel import ring
-from distlab.context_parallel.positions import contiguous, zigzag
 from distlab.context_parallel.ring import RingAttention
-from distlab.context_parallel.strategy import ContextParallel
+from distlab.context_parallel.strategy import ContextParallel, contiguous, zigzag
 from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.experiments.cp import MODE
 from distlab.experiments.cp.bugs import mistake as MISTAKES
