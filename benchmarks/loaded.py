@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import table
+from distlab.cluster.heartbeat import Verdict
 from distlab.cluster.launch import free_port
-from distlab.cluster.lost_ranks import Verdict
 from distlab.cluster.rendezvous import init_process_group, join
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog

@@ -283,7 +283,6 @@ def test_only_config_reads_the_environment() -> None:
     readers = {reader for reader in readers if not within(reader, "benchmarks")}
     assert readers <= {
         "distlab.cli.run", "distlab.config", "distlab.cluster.launch", "distlab.cluster.rendezvous",
-        "distlab.cluster.launcher_pipe",  # the launcher's end of a socket
         "distlab.rank.preflight",  # how many ranks a launcher put on this machine
         "distlab.testing.preloaded", "distlab.testing.rank",  # what torch and pytest read
         "distlab.check.start",  # sets what torch reads as it comes in

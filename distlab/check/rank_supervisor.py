@@ -23,9 +23,8 @@ from distlab.check.script import STORE_KEY, Job
 from distlab.check.script_process import Hearing, forked
 from distlab.cluster.address import interface_of
 from distlab.cluster.control_plane import Exchange
-from distlab.cluster.launch import free_port
-from distlab.cluster.launcher_pipe import LauncherPipe
-from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.heartbeat import Verdict
+from distlab.cluster.launch import LauncherPipe, free_port
 from distlab.cluster.message_signer import derive_name
 from distlab.cluster.rendezvous import Cluster, ClusterError, join
 from distlab.cluster.shutdown import Succession

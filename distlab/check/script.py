@@ -30,8 +30,7 @@ import torch.distributed as dist
 from distlab.check.handles import Handles, Waits
 from distlab.check.recorder import Places, Recorder, Telling, now
 from distlab.check.training import Training
-from distlab.cluster.address import resolve
-from distlab.cluster.rendezvous_server import listening_socket
+from distlab.cluster.address import listening_socket, resolve
 from distlab.transport.store import HostedStore, KeyedStore, Prefixed
 
 # The process tells its Python stacks to who asks (script_process.py).

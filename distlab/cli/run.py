@@ -16,8 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from distlab.cluster.launch import refuse_too_few
-from distlab.cluster.launcher_pipe import LauncherPipe
+from distlab.cluster.launch import LauncherPipe, refuse_too_few
 from distlab.config import Config, ConfigError, commands, launchers
 from distlab.report import standard_streams
 

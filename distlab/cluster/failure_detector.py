@@ -1,4 +1,11 @@
-"""When a silence becomes a verdict: once every table shows the same break, and by the lowest survivor first.
+"""Who is lost, and when a silence becomes a verdict: once every table shows the same break, and by the lowest survivor
+first.
+
+Who is lost is a pure function of who hears whom, so that every rank that sees the same comes to the same sentence. Lost
+is the rank that is heard by fewest, in a tie the higher; a rank hears itself, and silent ranks do not vote. Ranks that
+nobody hears are all lost. Where a cluster falls apart, the smaller side is the one that is cut off, on both sides'
+word; two halves name each other. Nobody goes on after a verdict, so it need not be right about whose fault it was: it
+has to be the same on every survivor, and to name both ends of a broken link.
 
 A rank that fell silent is missing in its neighbours' tables at moments that differ by a stamp, a beat and a look. Who
 judged at once might name one rank where two were lost, or another rank than its neighbour does. So a break has to stand
@@ -8,19 +15,72 @@ is late by a second hears a rank that was killed for a second longer than its ne
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distlab.cluster.heartbeat import Hearing, RunPosition
+from distlab.cluster import name_ranks
+from distlab.cluster.heartbeat import Hearing, LastReport, RunPosition, Verdict
 from distlab.cluster.heartbeat_helper import hops_of
-from distlab.cluster.lost_ranks import Verdict, diagnose
+from distlab.report.records import Lost
 
+OOM_SHARE = 0.85  # a container that was killed for memory had at least this share in its last heartbeat
 # A stamp, a beat and a look, a period each: then every table shows the same break; so much a hop of news. Of two deaths
 # 0.1 s apart all of 8 tables showed the same after 0.78 s at most, of 33 after 0.97, of 64 after 1.75.
 SETTLE_S = 0.75
 FOLLOW_S = 0.5  # how long the others leave the word to the lowest survivor
+
+
+def lost_ranks(hears: Mapping[int, Set[int]], present: Set[int]) -> frozenset[int]:
+    """The lost among `present`, from what each voter hears; empty where every rank votes and is heard by all."""
+    voters = set(hears)
+    heard_by = {rank: sum(rank in hears[voter] or rank == voter for voter in voters) for rank in present}
+    if voters == present and min(heard_by.values(), default=0) == len(voters):
+        return frozenset()
+    if 2 * len(voters) < len(present):
+        return frozenset(voters)
+    silent = {rank for rank, count in heard_by.items() if count == 0}
+    if silent:
+        return frozenset(silent)
+    fewest = min(heard_by.values())
+    return frozenset({max(rank for rank, count in heard_by.items() if count == fewest)})
+
+
+def diagnose(hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, LastReport]) -> Verdict | None:
+    """The verdict on `lost_ranks`, or None; `seen` has the last words of every rank.
+
+    A death that the kernel has told of is no matter of votes: one survivor of many is not the one that is cut off.
+    """
+    killed = frozenset(rank for rank in present if seen[rank].killed)
+    lost = killed or lost_ranks(hears, present)
+    if not lost:
+        return None
+    reasons = {rank: _reason(rank, lost, hears, present, seen) for rank in sorted(lost)}
+    kind = "is partitioned from the cluster" if lost == set(hears) else "lost"
+    sentence = "; ".join(f"rank {rank} {kind} {seen[rank].place}: {reason}" for rank, reason in reasons.items())
+    return Verdict(3, sentence, tuple(Lost(rank, seen[rank].step, reason) for rank, reason in reasons.items()))
+
+
+def _reason(
+    rank: int, lost: frozenset[int], hears: Mapping[int, Set[int]], present: Set[int], seen: Mapping[int, LastReport]
+) -> str:
+    if seen[rank].killed:
+        return "killed by the OOM killer: its container's limit is LAB_MEMORY"
+    if lost == set(hears):  # this side is the smaller one
+        others = present - lost
+        return f"no heartbeat from {name_ranks(others)} for {max(seen[other].silent_s for other in others):.1f} s"
+    if rank not in hears:
+        reason = f"no heartbeat for {seen[rank].silent_s:.1f} s"
+        share = seen[rank].memory_share
+        if share is not None and share >= OOM_SHARE:
+            reason += f", with memory at {share:.0%} of its limit in the last one: probably killed by the OOM killer"
+        return reason
+    deaf = {other for other in hears if rank not in hears[other] or other not in hears[rank]} - {rank}
+    return (
+        f"{name_ranks(deaf)} and rank {rank} lost heartbeats from each other, though both are alive: the link between"
+        " them is broken"
+    )
 
 
 class FailureDetector:

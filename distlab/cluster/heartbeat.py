@@ -12,15 +12,48 @@ import time
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
+
+from distlab.cluster.address import receive, send
 from distlab.cluster.authenticated_messages import MAX_GROUPS
 from distlab.cluster.heartbeat_helper import HeartbeatHelper, count_at, turn_of, turns_of
-from distlab.cluster.lost_ranks import LastReport, Verdict
 from distlab.cluster.message_signer import MessageSigner
 from distlab.cluster.rendezvous import Cluster
-from distlab.cluster.rendezvous_server import receive, send
+from distlab.report.records import Lost
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why this rank ends, and whom the cluster has lost."""
+
+    exit_code: int
+    sentence: str
+    lost: tuple[Lost, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"lost": [msgspec.structs.asdict(lost) for lost in self.lost]}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Verdict":
+        return cls(values["exit_code"], values["sentence"], tuple(Lost(**lost) for lost in values["lost"]))
+
+
+@dataclass(frozen=True)
+class LastReport:
+    """What a rank said of itself last."""
+
+    step: int
+    phase: str
+    memory_share: float | None = None
+    silent_s: float = 0.0
+    killed: bool = False  # by the kernel, because memory ran out
+
+    @property
+    def place(self) -> str:
+        return f"at step {self.step} in {self.phase}"
 
 
 @dataclass

@@ -1,15 +1,19 @@
-"""A small process beside each rank that beats for it while the rank's own interpreter does not come to it.
+"""Small processes beside a rank, of the standard library alone: one beats for it, one says its last words.
 
 The watch is a thread, and a thread needs the interpreter's lock: a call into C++ that keeps it, or a collector's pause,
 holds the heartbeats back, and after LAB_LOST_AFTER_S the others would give up a rank that computes. So each beat goes
-to this process too; when none has come for `LATE_S` it repeats the last one with a higher count, at the same period. It
-imports neither torch nor the lab (9 MB), ends with its rank (the kernel closes their socket), and says nothing for a
-rank that does not run: one that was stopped (SIGSTOP), one that has ended, one silent for STANDS_IN_S. If this process
-goes, nothing is lost: the rank beats itself as long as it can.
+to the heartbeat helper too; when none has come for `LATE_S` it repeats the last one with a higher count, at the same
+period. It imports neither torch nor the lab (9 MB), ends with its rank (the kernel closes their socket), and says
+nothing for a rank that does not run: one that was stopped (SIGSTOP), one that has ended, one silent for STANDS_IN_S. If
+it goes, nothing is lost: the rank beats itself as long as it can.
+
+    python -m distlab.cluster.heartbeat_helper                          the last words of a rank that the kernel killed
+    python -m distlab.cluster.heartbeat_helper PARENT MODULE WORDS...   `python -m MODULE WORDS`, which ends with PARENT
 """
 
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -149,3 +153,62 @@ def runs(process: int) -> bool:
     except OSError:
         return False
     return state not in (b"T", b"t", b"Z", b"X")
+
+
+# The kernel kills the largest process of a container whose memory is full, and gives it no time to speak; its last
+# heartbeat may be older than the growth that killed it. So the watch leaves the words, sealed, and the others'
+# addresses in a file, and the shell that started the rank (workers/entrypoint.sh) reads the kernel's count of such
+# kills when the rank is gone, and runs this module.
+
+# The entry point makes it, empty, where it stays behind; a rank without one leaves nothing.
+LAST_WORDS = Path("/tmp/distlab-last-words")
+
+
+def leave_last_words(
+    rank: int, words: list[bytes], family: int, addresses: list[tuple[str, int]], place: Path = LAST_WORDS
+) -> None:
+    """Write down what to tell and whom, for this user alone, if somebody will be there to read it."""
+    if place.exists():
+        written = place.with_suffix(".new")
+        will = {"rank": rank, "words": [word.hex() for word in words], "family": family, "addresses": addresses}
+        written.touch(mode=0o600)
+        written.write_text(json.dumps(will))
+        os.replace(written, place)
+
+
+def say_last_words(place: Path = LAST_WORDS) -> str:
+    """Tell the other ranks, if this one had come to know them; returns the sentence for its own log."""
+    try:
+        will: dict[str, Any] = json.loads(place.read_text())
+    except (OSError, ValueError):  # it had not met the others yet
+        return "this rank was killed by the OOM killer before it met the others"
+    with socket.socket(will["family"], socket.SOCK_DGRAM) as udp:  # which hears nothing
+        for word in will["words"]:
+            for ip, port in will["addresses"]:
+                with suppress(OSError):
+                    udp.sendto(bytes.fromhex(word), (ip, port))
+    return f"rank {will['rank']} was killed by the OOM killer: its container's limit is LAB_MEMORY"
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL at the death of process `parent`, which started this one; nothing elsewhere than on
+    Linux."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(137)
+
+
+if __name__ == "__main__":
+    if not sys.argv[1:]:
+        print(say_last_words(), flush=True)
+    else:  # a report that a rank of a broken cluster has drawn: it would outlive the rank, which ends by `os._exit`
+        die_with(int(sys.argv[1]))
+        sys.argv = sys.argv[2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

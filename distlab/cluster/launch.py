@@ -2,10 +2,16 @@
 
 Importing torch takes a core 3 to 4 s: this process does so once, and each rank is forked from it (8 ranks on two cores
 stood after 4 s where they took 17). What a rank prints is passed on line by line with the rank in front. Signals go to
-every rank, a rank that does not end is killed, and none outlives the launcher. A rank that dies is named at once, and
-the others end with it if they have not met it yet (launcher_pipe.py).
+every rank, a rank that does not end is killed, and none outlives the launcher.
+
+A rank that dies is named at once, and the others end with it if they have not met it yet: the launcher hands each rank
+one end of a socket and names it in the environment. A rank tells it that it has joined; until then it ends with 3 as
+soon as it is told who died, even while torch is being imported. After that the watch speaks. A rank that refused its
+settings or said why it broke has spoken for itself, and the others come to the same words by themselves while they
+can: they heed the launcher only when they begin to wait for the one that is gone.
 """
 
+import json
 import multiprocessing
 import os
 import resource
@@ -23,11 +29,13 @@ from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from types import FrameType
 
-from distlab.cluster.child import die_with
-from distlab.cluster.launcher_pipe import VARIABLE, Child
+import msgspec
+
+from distlab.cluster.heartbeat_helper import die_with
+from distlab.cluster.message_signer import MAX_TEXT, cut
 from distlab.cluster.shutdown import heeded
 from distlab.config import Config, ConfigError
-from distlab.report.standard_streams import passed_on
+from distlab.report.standard_streams import passed_on, printed
 
 STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
 FAILED_GRACE_S = 30.0  # beside LAB_JOIN_TIMEOUT_S, for the others once a rank has ended badly
@@ -38,6 +46,8 @@ CONTEXT: ForkContext | SpawnContext = (
 STOPPED, SPOKE = (130, 143), (2, 3)  # exit codes of a rank that was stopped, and of one that has said why it ends
 UNMET = "before all ranks had joined"
 POLL_S = 0.05
+VARIABLE = "DISTLAB_PARENT"  # the number of a rank's descriptor
+JOINED, MAY_LEAVE = b"joined", b"may leave"
 FIRST_PORT = 16384  # of those that a launcher chooses: below are the ports of well-known services
 
 
@@ -51,7 +61,7 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     def say(line: bytes) -> None:
         why = passed_on(line)
         if why:  # nobody reads: the ranks go on, and the log of the first says so
-            ranks[0].line.tell_unheard(why)
+            ranks[0].line.tell(Unheard(why))
 
     def forward(number: int, _: FrameType | None) -> None:
         stopped_at.append(time.monotonic())
@@ -78,6 +88,53 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     for each in ranks:
         each.process.join()
     return worst([each.process.exitcode or 0 for each in ranks])
+
+
+class Died(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A launcher's word: who died, and whether that rank has said why itself."""
+
+    sentence: str
+    spoke: bool
+
+
+class Unheard(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A launcher's word: what the ranks say is printed no more, and why."""
+
+    why: str
+
+
+WORD = msgspec.json.Decoder(Died | Unheard)
+
+
+class Child:
+    """The launcher's end of one rank's socket."""
+
+    def __init__(self) -> None:
+        self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._told: set[bytes] = set()
+
+    def joined(self) -> bool:
+        """Whether the rank has told that it has met the others."""
+        return JOINED in self._heard()
+
+    def may_leave(self) -> bool:
+        """Whether it has told that it goes on without those that die."""
+        return MAY_LEAVE in self._heard()
+
+    def _heard(self) -> set[bytes]:
+        with suppress(OSError):  # nothing more is there
+            while word := self._socket.recv(64):
+                self._told.add(word)
+        return self._told
+
+    def tell(self, word: Died | Unheard) -> None:
+        """Say it to the rank, unless that has ended too."""
+        with suppress(OSError):
+            self._socket.send(json.dumps(cut(msgspec.to_builtins(word), MAX_TEXT)).encode())
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class LocalRank:
@@ -116,8 +173,8 @@ class LocalRank:
         if self.process.exitcode is None and self.process.pid is not None:
             os.kill(self.process.pid, number)
 
-    def obituary(self) -> tuple[str, bool] | None:
-        """Who died and how, if nobody else says it, and whether the rank has said why itself."""
+    def obituary(self) -> Died | None:
+        """Who died and how, if nobody else says it."""
         code, joined = self.process.exitcode or 0, self.line.joined()
         if code < 0:
             how, spoke = f"was killed by {signal.Signals(-code).name}", False
@@ -127,7 +184,8 @@ class LocalRank:
             how, spoke = f"ended with exit code {code}", code in SPOKE
         when = "" if joined else f" {UNMET}"
         self.printer.join(timeout=0.5)
-        return f"rank {self.rank} {how}{when}" + (f": {self.last_words}" if spoke and self.last_words else ""), spoke
+        why = f": {self.last_words}" if spoke and self.last_words else ""
+        return Died(f"rank {self.rank} {how}{when}{why}", spoke)
 
 
 def free_port() -> int:
@@ -209,10 +267,10 @@ def _bury(ranks: list[LocalRank], say: Callable[[bytes], None]) -> None:
         dead.buried = True
         obituary = dead.obituary()
         if obituary is not None:
-            say(obituary[0].encode())
+            say(obituary.sentence.encode())
             for other in ranks:
                 if other.process.exitcode is None:
-                    other.line.tell(*obituary)
+                    other.line.tell(obituary)
                     other.told = True
 
 
@@ -226,18 +284,13 @@ def worst(return_codes: list[int]) -> int:
     return max(signalled) if signalled else 143 if 143 in codes else 0
 
 
-# How many descriptors a run of local ranks needs, so that too few are refused before a rank is started.
-#
-# Measured over the modes, as the highest number that a process ever had: a launcher holds 7 + 4N; a rank of dp 36 at
-# N=2 and 38 at N=4, of those that open most 68 at N=4 and 94 at N=8 (moe, whose grid has a group an axis) and 64 and
-# 84 (elastic). What is asked for is above each by 20 at least, for a mode or a machine with a few more.
-
-BASE, EACH = 56, 8
-
-
 def needed(world_size: int) -> int:
-    """Of each process of a run of so many local ranks."""
-    return BASE + EACH * world_size
+    """How many files each process of a run of so many local ranks may open.
+
+    A launcher has 7 + 4N at most, a rank 68 at N=4 and 94 at N=8 (moe, whose grid has a group an axis): this is above
+    each by 20 at least.
+    """
+    return 56 + 8 * world_size
 
 
 def refuse_too_few(world_size: int) -> None:
@@ -250,3 +303,73 @@ def refuse_too_few(world_size: int) -> None:
                 f" {needed(world_size)} each: set `ulimit -n {needed(world_size)}` or more"
             ]
         )
+
+
+class LauncherPipe:
+    """A rank's end; where no launcher has started it, nothing is ever heard."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits = self._joined = False
+        self._word: Died | None = None
+        self._unheard = ""
+        self._on_unheard: Callable[[str], None] | None = None
+        self._socket: socket.socket | None = None
+        number = os.environ.pop(VARIABLE, "")
+        if number:
+            with suppress(OSError, ValueError):  # a variable that somebody else has set
+                self._socket = socket.socket(fileno=int(number))
+        if self._socket is not None:
+            threading.Thread(target=self._listen, args=(self._socket,), name="parent", daemon=True).start()
+
+    def tell_unheard(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` once the launcher cannot print any more, with the reason; at once where it is so already."""
+        with self._lock:
+            self._on_unheard = tell
+            if self._unheard:
+                tell(self._unheard)
+
+    def begin_to_wait(self) -> None:
+        """From now on this rank waits for all others."""
+        with self._lock:
+            self._waits = True
+            self._heed()
+
+    def joined(self) -> None:
+        """All ranks have met: whoever dies from now on is missed by the watch."""
+        with self._lock:
+            self._joined = True
+        self._tell(JOINED)
+
+    def may_leave(self) -> None:
+        """From now on ranks that die end nobody else: the others need as long as they need."""
+        self._tell(MAY_LEAVE)
+
+    def _tell(self, word: bytes) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.send(word)
+
+    def _listen(self, from_parent: socket.socket) -> None:
+        with suppress(OSError):
+            while data := from_parent.recv(65536):
+                with suppress(ValueError), self._lock:  # it is no word: the descriptor may be another's
+                    word = WORD.decode(data)
+                    if isinstance(word, Unheard):
+                        self._hear_unheard(word.why)
+                    else:
+                        self._word = self._word or word  # what comes later comes of it
+                        self._heed()
+
+    def _hear_unheard(self, why: str) -> None:
+        first, self._unheard = not self._unheard, why
+        if first and self._on_unheard is not None:
+            with suppress(Exception):  # a full disk takes no line of it either
+                self._on_unheard(why)
+
+    def _heed(self) -> None:
+        """End, if there is a reason to."""
+        if self._word is None or self._joined or (self._word.spoke and not self._waits):
+            return
+        printed(f"broken     {self._word.sentence}")
+        os._exit(3)

@@ -21,22 +21,24 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from distlab.cluster import ClusterError, name_ranks
-from distlab.cluster.address import Address, bounded, interface_of, is_local, outward_ip, resolve, source_ip
+from distlab.cluster.address import (
+    Address,
+    bounded,
+    hearing_ip,
+    interface_of,
+    is_local,
+    listening_socket,
+    open_ports,
+    outward_ip,
+    own_ip,
+    resolve,
+    source_ip,
+    udp_socket,
+)
 from distlab.cluster.authenticated_messages import DERIVED, Dropped, MessageVerifier, key_of
 from distlab.cluster.message_signer import MessageSigner, derive_name
 from distlab.cluster.rendezvous_client import FOREIGN_S, Board, RendezvousClient
-from distlab.cluster.rendezvous_server import (
-    OTHER_KEY,
-    Claim,
-    Member,
-    RendezvousServer,
-    RendezvousSocket,
-    hearing_ip,
-    listening_socket,
-    open_ports,
-    own_ip,
-    udp_socket,
-)
+from distlab.cluster.rendezvous_server import OTHER_KEY, Claim, Member, RendezvousServer, RendezvousSocket
 from distlab.config import Config
 
 # Rank 0 as the host: it opens the ports, keeps the board until every rank is there, and tells all what is refused.

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distlab.cluster import ClusterError
-from distlab.cluster.address import Address, something_listens
+from distlab.cluster.address import Address, receive, send, something_listens
 from distlab.cluster.authenticated_messages import Dropped, MessageVerifier, fault
 from distlab.cluster.message_signer import ANYONE, MessageSigner
-from distlab.cluster.rendezvous_server import OTHER_KEY, Claim, receive, send
+from distlab.cluster.rendezvous_server import OTHER_KEY, Claim
 from distlab.config import Config
 
 ASK_EVERY_S = 0.1

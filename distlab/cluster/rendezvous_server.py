@@ -7,20 +7,19 @@ a stopped server), and a rank 0 that cannot open its store can still say so. A r
 asked for `ASKING_S` is gone, and a newcomer may take its place.
 """
 
-import errno
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distlab.cluster import name_ranks
-from distlab.cluster.address import Address, is_loopback, source_ip
+from distlab.cluster.address import AT_ONCE, is_loopback, receive, send
 from distlab.cluster.authenticated_messages import MAX_MEMBERS, Dropped, MessageVerifier
-from distlab.cluster.message_signer import ANYONE, HEAD, MAX_BYTES, MessageSigner
+from distlab.cluster.message_signer import ANYONE, HEAD, MessageSigner
 from distlab.config import Config
 
 ASKING_S = 1.5
@@ -271,69 +270,8 @@ class RendezvousServer:
 # number. Only a claim for that number counts, so that one which was recorded in another run does not. Nothing of the
 # lab's speaks TCP there: connections are closed as they come, and the port is held so that no other run can have it.
 
-AT_ONCE = 1024  # datagrams or connections that are taken in one go: no flood keeps anybody from its work
 RESEND_S = 0.5  # a lost reply is asked for again within this time
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OTHER_KEY = "sealed with another key"
-
-
-def send(udp: socket.socket, datagram: bytes, address: tuple[str, int]) -> int:
-    """Send one datagram; what the network loses is sent again by whoever needs it. Returns the bytes that left."""
-    try:
-        return udp.sendto(datagram, address)
-    except OSError:  # no route, a full buffer: as good as lost on the way
-        return 0
-
-
-def receive(udp: socket.socket) -> Iterator[tuple[bytes, tuple[str, int]]]:
-    """The datagrams that have come, AT_ONCE at most, with their senders."""
-    for _ in range(AT_ONCE):
-        try:
-            datagram, address = udp.recvfrom(MAX_BYTES + 1, socket.MSG_DONTWAIT)
-        except OSError:
-            return
-        yield datagram, (str(address[0]), int(address[1]))
-
-
-def udp_socket(family: int, ip: str = "", port: int = 0) -> socket.socket:
-    """A bound UDP socket; raises OSError where the port is taken."""
-    udp = socket.socket(family, socket.SOCK_DGRAM)
-    try:
-        udp.bind((ip, port))
-    except OSError:
-        udp.close()
-        raise
-    return udp
-
-
-def listening_socket(address: Address, port: int = 0) -> socket.socket:
-    """A TCP socket that listens; raises OSError where the port is taken.
-
-    It listens where `own_ip` says.
-    """
-    tcp = socket.socket(address.family, socket.SOCK_STREAM)
-    try:
-        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past the TIME_WAIT of an earlier run
-        tcp.bind((own_ip(address), port))
-        tcp.listen(128)
-    except OSError:
-        tcp.close()
-        raise
-    return tcp
-
-
-def own_ip(address: Address) -> str:
-    """Where rank 0 opens its ports: at its own address alone.
-
-    At all where that is a loopback's under another name, as Debian gives a host's own: others know it by another.
-    """
-    return address.ip if address.name in LOOPBACK_NAMES or not is_loopback(address.ip) else ""
-
-
-def hearing_ip(address: Address) -> str:
-    """Where a rank hears the others: at the address by which it reaches rank 0 at `address`."""
-    ip = own_ip(address)
-    return source_ip(address.family, ip) or "" if ip else ""
 
 
 class RendezvousSocket:
@@ -412,18 +350,3 @@ class RendezvousSocket:
             if told_at is not None and time.monotonic() - told_at > RESEND_S:
                 return
             time.sleep(0.02)
-
-
-def open_ports(address: Address, port: int) -> tuple[socket.socket, socket.socket] | None:
-    """Rank 0's sockets on `port`: TCP, which is only held, and UDP, for the board; None while one is taken."""
-    try:
-        tcp = listening_socket(address, port)
-        try:
-            return tcp, udp_socket(address.family, own_ip(address), port)
-        except OSError:
-            tcp.close()
-            raise
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise

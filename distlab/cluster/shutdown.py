@@ -2,7 +2,7 @@
 
 Any rank may die or be paused between any two lines, so no rank may act on the verdict while another could still end
 otherwise. Three rounds of beats, each a mask of ranks that all beats carry on (non-blocking commit: D. Skeen, SIGMOD
-1981; here every rank hears every other, and verdict.py says who is silent):
+1981; here every rank hears every other; failure_detector.py says who is silent):
 
     accepted   it has the verdict that rank 0 gave, and will return it
     bound      it knows that all have accepted: it gives up nobody by its own judgement any more
@@ -13,7 +13,6 @@ is bound at most, and learns that it was given up. Once a survivor is bound the 
 finish without it and return the verdict, and so does it, when it wakes and hears their beats.
 """
 
-import contextlib
 import errno
 import os
 import select
@@ -27,8 +26,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from distlab.cluster import ClusterError, name_ranks
-from distlab.cluster.heartbeat import SENT_TIMES, Hearing, Post, RunPosition, to_mask, to_ranks
-from distlab.cluster.lost_ranks import LastReport, Verdict
+from distlab.cluster.heartbeat import SENT_TIMES, Hearing, LastReport, Post, RunPosition, Verdict, to_mask, to_ranks
 from distlab.config import ConfigError
 from distlab.report.records import Lost
 
@@ -241,7 +239,7 @@ class Succession:
 # SIGTERM, SIGHUP and Ctrl-C as bytes on a socket: seen at once by a thread, though the main thread is blocked in C++.
 #
 # Python runs a signal's handler on the main thread, which does not come back from a collective while it waits for a
-# rank; the wake-up descriptor is written by the handler in C. Must be opened and closed on the main thread.
+# rank; the wake-up descriptor is written by the handler in C. Must be made and closed on the main thread.
 
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}  # a terminal that is gone stops a run, too
 
@@ -252,15 +250,12 @@ def heeded() -> list[signal.Signals]:
 
 
 class Signals:
-    """The stop signals of this process, from `open` to `close`."""
+    """The stop signals of this process, taken over from Python until `close`."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
-
-    def open(self) -> None:
-        """Take the signals over from Python."""
         self._previous = {number: signal.signal(number, lambda *_: None) for number in heeded()}
         self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
@@ -310,9 +305,9 @@ class Departure:
             while True:  # the other thread is ending the process, within LAST_WORDS_S
                 time.sleep(LAST_WORDS_S)
         threading.Thread(target=self._cut_short, args=(verdict.exit_code,), daemon=True).start()
-        with contextlib.suppress(Exception):  # nobody reads what is printed
+        with suppress(Exception):  # nobody reads what is printed
             self._say(verdict.sentence)
-        with contextlib.suppress(Exception):  # a full disk must not keep a rank of a broken cluster alive
+        with suppress(Exception):  # a full disk must not keep a rank of a broken cluster alive
             if succession is not None:
                 self._on_verdict(verdict, succession)
         exit_now(verdict.exit_code)
@@ -339,14 +334,14 @@ def exit_now(exit_code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             stream.flush()
 
 
 # Where ranks need not wait for each other, the loss of one is not the end of all: the others part from it and go on.
 #
 # Rank 0 stays needed as long as it hosts the store, and so does a majority: who hears too few ranks takes itself for
-# the one that is cut off (verdict.py). A rank that was given up and wakes learns it from the verdict, which names it,
+# the one that is cut off. A rank that was given up and wakes learns it from the verdict, which names it,
 # and ends.
 #
 # Where no rank hosts what the others need, each may be lost. Then it matters whether a rank is dead or silent: a

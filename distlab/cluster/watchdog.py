@@ -15,11 +15,10 @@ from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from distlab.cluster import name_ranks, oom_notice
+from distlab.cluster import name_ranks
 from distlab.cluster.failure_detector import FOLLOW_S, FailureDetector, MainThreadProgress, Slowness
-from distlab.cluster.heartbeat import SENT_TIMES, Hearing, Post
-from distlab.cluster.heartbeat_helper import PERIOD_S, hops_of
-from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.heartbeat import SENT_TIMES, Hearing, Post, Verdict
+from distlab.cluster.heartbeat_helper import PERIOD_S, hops_of, leave_last_words
 from distlab.cluster.rendezvous import LINGER_S, Cluster
 from distlab.cluster.rendezvous_server import Member, RendezvousServer
 from distlab.cluster.shutdown import (
@@ -63,7 +62,7 @@ class Watchdog(threading.Thread):
         self.cpu_seconds, self.woken = 0.0, 0
         self.post = Post(cluster)
         words = self.post.last_words(cluster.rank)
-        oom_notice.leave(cluster.rank, words, cluster.socket.family, list(self.post.addresses.values()))
+        leave_last_words(cluster.rank, words, cluster.socket.family, list(self.post.addresses.values()))
         self._parting = Parting(self.hearing, self.post, say)
         self._agreement = Agreement(self.hearing)
         self._failure: tuple[Verdict, Verdict] | None = None  # of the main thread: own, and to the others
@@ -77,7 +76,6 @@ class Watchdog(threading.Thread):
         self._end_by = self._hurry_until = self._forgiven_at = 0.0
         self._ending, self._ended = threading.Event(), threading.Event()
         self._signals = Signals()
-        self._signals.open()
         self._departure = Departure(self._signals, say, on_verdict)
 
     def let_leave(self, on_left: Callable[[Lost], None], hung_up: Callable[[], Set[int]] | None = None) -> None:

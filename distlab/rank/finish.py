@@ -18,8 +18,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from distlab.cluster.control_plane import Exchange
-from distlab.cluster.launcher_pipe import LauncherPipe
-from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.heartbeat import Verdict
+from distlab.cluster.launch import LauncherPipe
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
 from distlab.lab import Lab
@@ -195,7 +195,7 @@ def draw(folder: Path, page: Path, timeout_s: float) -> bool:
     The child ends with this process, however this one ends.
     """
     module = ["distlab.cli.report", "--page-only", "--page", str(page), str(folder)]
-    command = [sys.executable, "-m", "distlab.cluster.child", str(os.getpid()), *module]
+    command = [sys.executable, "-m", "distlab.cluster.heartbeat_helper", str(os.getpid()), *module]
     try:
         subprocess.run(command, check=True, timeout=timeout_s, stdout=subprocess.DEVNULL)
     except (subprocess.SubprocessError, OSError):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from distlab.cluster import link
 from distlab.cluster.control_plane import Exchange
-from distlab.cluster.launcher_pipe import LauncherPipe
-from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.heartbeat import Verdict
+from distlab.cluster.launch import LauncherPipe
 from distlab.cluster.message_signer import derive_name
 from distlab.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from distlab.cluster.shutdown import Succession
@@ -41,7 +41,7 @@ from distlab.report.log import mistake
 from distlab.report.progress import Heartbeat, Work
 from distlab.report.run_folder import FolderInUse, Journal, claim, has_claimed, put_aside, ranks_beyond
 from distlab.report.run_result import Outcome
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 from distlab.transport.store import Prefixed
 from distlab.verify.run_all import everything, expected
 from distlab.verify.statements import hold_what_is_shared

@@ -25,12 +25,12 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from distlab.cluster.address import source_ip
+from distlab.cluster.address import source_ip, udp_socket
 from distlab.cluster.authenticated_messages import Dropped, MessageVerifier, key_of
 from distlab.cluster.control_plane import Exchange
 from distlab.cluster.message_signer import MessageSigner
 from distlab.cluster.rendezvous import Cluster
-from distlab.cluster.rendezvous_server import Claim, Member, udp_socket
+from distlab.cluster.rendezvous_server import Claim, Member
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
 from distlab.contract import Mode

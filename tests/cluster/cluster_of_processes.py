@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distlab.cluster.address import udp_socket
 from distlab.cluster.launch import free_port
-from distlab.cluster.rendezvous_server import udp_socket
 from tests.warm import Warm
 
 TOP = Path(__file__).parents[2]

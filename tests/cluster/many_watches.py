@@ -9,8 +9,8 @@ import sys
 import time
 from multiprocessing.synchronize import Barrier
 
-from distlab.cluster.lost_ranks import Verdict
-from distlab.cluster.rendezvous_server import udp_socket
+from distlab.cluster.address import udp_socket
+from distlab.cluster.heartbeat import Verdict
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config

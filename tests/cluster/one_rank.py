@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.heartbeat import Verdict
 from distlab.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from distlab.cluster.authenticated_messages import Dropped, MessageVerifier
-from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.heartbeat import Verdict
 from distlab.cluster.message_signer import MessageSigner
 from distlab.cluster.rendezvous import Cluster
 from distlab.cluster.rendezvous_server import Member

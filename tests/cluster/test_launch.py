@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.cluster import launcher_pipe
-from distlab.cluster.launch import free_port, variables, worst
+from distlab.cluster.launch import VARIABLE, WORD, Child, Died, LauncherPipe, free_port, variables, worst
 from distlab.config import Config
 from tests.cluster.cluster_of_processes import Processes, Rank
 
 # A launcher whose ranks do one deed each.
 LAUNCH = """
 import os, signal, sys, time
-from distlab.cluster.launch import launch
-from distlab.cluster.launcher_pipe import LauncherPipe
+from distlab.cluster.launch import LauncherPipe, launch
 from distlab.config import Config
 
 def be_rank():
@@ -119,14 +117,14 @@ def test_a_rank_that_dies_before_it_has_joined_is_named_at_once_and_ends_the_oth
 
 
 def test_a_rank_that_has_joined_leaves_the_word_to_the_watch() -> None:
-    child = launcher_pipe.Child()
+    child = Child()
     assert not child.joined()
-    os.environ[launcher_pipe.VARIABLE] = str(child.theirs.detach())
-    rank = launcher_pipe.LauncherPipe()
-    assert launcher_pipe.VARIABLE not in os.environ, "no process of the rank's own takes the line for its own"
+    os.environ[VARIABLE] = str(child.theirs.detach())
+    rank = LauncherPipe()
+    assert VARIABLE not in os.environ, "no process of the rank's own takes the line for its own"
     rank.joined()
     rank.begin_to_wait()
-    child.tell("rank 1 was killed by SIGKILL", False)
+    child.tell(Died("rank 1 was killed by SIGKILL", spoke=False))
     time.sleep(0.2)  # this process is still here
     assert child.joined()
     assert not child.may_leave()
@@ -164,7 +162,6 @@ import signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from distlab.cluster.shutdown import Signals
 signals = Signals()
-signals.open()
 signal.raise_signal(signal.SIGHUP)
 print(signals.wait(0.2), flush=True)
 signal.raise_signal(signal.SIGTERM)
@@ -191,17 +188,18 @@ def test_a_rank_is_told_who_it_is() -> None:
 
 
 @given(st.binary(max_size=200) | st.from_type(dict).map(repr).map(str.encode) | st.sampled_from([
-    b"[]", b"[" * 100_000, b"9" * 5000, b'{"sentence": 1, "spoke": true}', b'{"sentence": "a"}',
-    rb'{"sentence": "\ud800", "spoke": false}', b'{"sentence": "a", "spoke": 1}',
+    b"[]", b"[" * 100_000, b"9" * 5000, b'{"type": "Died", "sentence": 1, "spoke": true}', b'{"type": "Unheard"}',
+    rb'{"type": "Unheard", "why": "\ud800"}', b'{"type": "Died", "sentence": "a", "spoke": 1}',
 ]))  # fmt: skip
-def test_what_is_no_word_of_a_launcher_is_none(data: bytes) -> None:
-    assert launcher_pipe.word_of(data) is None
+def test_what_is_no_word_of_a_launcher_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever is wrong with it
+        WORD.decode(data)
 
 
 def test_a_word_of_a_launcher_is_one() -> None:
-    ours, theirs = launcher_pipe.Child(), {"sentence": "rank 1 died: \udcff", "spoke": False}
-    ours.tell(str(theirs["sentence"]), spoke=False)
-    assert launcher_pipe.word_of(ours.theirs.recv(65536)) == {"sentence": "rank 1 died: ?", "spoke": False}
+    ours = Child()
+    ours.tell(Died("rank 1 died: \udcff", spoke=False))
+    assert WORD.decode(ours.theirs.recv(65536)) == Died("rank 1 died: ?", spoke=False)
     ours.close()
     ours.theirs.close()
 

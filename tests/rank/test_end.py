@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from distlab.cluster.heartbeat import Hearing, RunPosition
-from distlab.cluster.lost_ranks import Verdict
+from distlab.cluster.heartbeat import Hearing, RunPosition, Verdict
 from distlab.cluster.rendezvous_server import Member
 from distlab.lab import Lab
 from distlab.rank.finish import DRAWN_BY_S, Sections, draw_missing, finish_run, last_words, write_failure_report
@@ -129,7 +128,7 @@ def test_a_drawing_ends_with_the_rank_that_began_it(tmp_path: Path) -> None:
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 command = (process / "cmdline").read_bytes().split(b"\0")
-                if b"distlab.cluster.child" in command and os.fsencode(tmp_path) in command:
+                if b"distlab.cluster.heartbeat_helper" in command and os.fsencode(tmp_path) in command:
                     found.append(int(process.name))
         return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distlab.cluster import control_plane as exchange_module
+from distlab.cluster import control_plane
 from distlab.cluster.control_plane import Exchange
 
 
@@ -100,7 +100,7 @@ def test_64_ranks_ask_the_store_a_few_times_each() -> None:
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_a_wait_goes_on_past_the_looks_between(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(control_plane, "LOOK_S", 0.1)
     stores: dict[str, Callable[[], dist.Store]] = {
         "hash": lambda: dist.HashStore(),
         "file": lambda: dist.FileStore(

@@ -1,4 +1,5 @@
-"""The process that beats for a rank which cannot: when it speaks, when it keeps silent, and that it outlives nobody."""
+"""The processes beside a rank: when one speaks for a rank that cannot, when it keeps silent, what is said for a rank that the
+kernel has killed, and that none outlives its rank."""
 
 import json
 import os
@@ -14,10 +15,18 @@ from typing import Any
 
 import pytest
 
+from distlab.cluster.address import receive, udp_socket
 from distlab.cluster.authenticated_messages import Dropped, MessageVerifier
 from distlab.cluster.heartbeat import Hearing, RunPosition
-from distlab.cluster.heartbeat_helper import LATE_S, PERIOD_S, again, runs, start_heartbeat_helper
-from distlab.cluster.rendezvous_server import udp_socket
+from distlab.cluster.heartbeat_helper import (
+    LATE_S,
+    PERIOD_S,
+    again,
+    leave_last_words,
+    runs,
+    say_last_words,
+    start_heartbeat_helper,
+)
 from tests.cluster.cluster_of_processes import Processes, Rank
 
 KEY, TOKEN = b"k" * 32, b"the run."
@@ -137,3 +146,19 @@ def test_a_helper_is_small_and_knows_neither_torch_nor_the_lab(processes: Proces
     assert not any(word in mapped for word in ("torch", "numpy", "pydantic"))
     status = dict(line.split(":", 1) for line in Path(f"/proc/{helpers[0]}/status").read_text().splitlines())
     assert int(status["VmRSS"].split()[0]) < 24 * 1024
+
+
+def test_the_others_are_told_at_the_addresses_that_were_left(tmp_path: Path) -> None:
+    place = tmp_path / "words"
+    place.touch()
+    with udp_socket(socket.AF_INET, "127.0.0.1") as other:
+        leave_last_words(2, [b"one", b"two"], socket.AF_INET, [other.getsockname()], place)
+        assert place.stat().st_mode & 0o077 == 0
+        assert "rank 2 was killed by the OOM killer" in say_last_words(place)
+        assert [datagram for datagram, _ in receive(other)] == [b"one", b"two"]
+
+
+def test_nothing_is_left_where_nobody_would_read_it(tmp_path: Path) -> None:
+    leave_last_words(2, [], socket.AF_INET, [], tmp_path / "words")
+    assert list(tmp_path.iterdir()) == []
+    assert "before it met the others" in say_last_words(tmp_path / "words")
