@@ -18,7 +18,7 @@ from benchmarks import pp
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
 from distlab.collectives.by_hand import Collective
 from distlab.tensor_parallel.layers import Sequence
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 
 SLEEP_S = 0.010  # LAB_SLEEP_MS of benchmarks.pp
 LAYER_CALLS, SUM_CALLS = 40, 20

@@ -18,7 +18,7 @@ from distlab.config import Config
 from distlab.contract import Mode
 from distlab.experiments import dp, fsdp, mesh, tp
 from distlab.mesh.grid import Mesh
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 from distlab.workload.data import Batches
 from distlab.workload.model import build_model
 

@@ -18,7 +18,7 @@ from benchmarks.rounds import TIMEOUT_S, Ratio, Timing, interleave, on_ranks, ta
 from distlab.collectives import rooted
 from distlab.collectives.by_hand import Collective
 from distlab.collectives.point_to_point import Pending, split
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 
 KIB, MIB = 1 << 10, 1 << 20
 # Rounds, and calls in each: so many that it does not matter when each rank leaves the barrier before them.

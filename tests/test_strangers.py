@@ -138,12 +138,12 @@ def attacked(command: Sequence[str], folder: Path, **settings: str) -> tuple[int
 LISTENS_LONGER = """
 import sys, time
 from distlab.cli.run import main
-from distlab.transport import backend
-whole = backend.accepted
+from distlab.transport import process_group
+whole = process_group.accepted
 def accepted(*words):
     time.sleep(1)
     return whole(*words)
-backend.accepted = accepted
+process_group.accepted = accepted
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from distlab.collectives.point_to_point import Message
 from distlab.lab import Lab
-from distlab.transport.backend import TcpBackend, purpose
 from distlab.transport.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, Who, proof
-from distlab.transport.process_group import TcpGroup
+from distlab.transport.process_group import TcpBackend, TcpGroup, purpose
 from distlab.transport.tcp import Channel, LinkError
 
 DTYPES = (

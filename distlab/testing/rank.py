@@ -28,7 +28,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
 from distlab.check.recorder import Places, Recorder, Telling, now
 from distlab.check.script import PR_SET_PDEATHSIG, answer, described, recorded
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 from distlab.transport.store import KeyedStore
 
 # The test file on a rank, its asserts rewritten as pytest does in its own process.

@@ -6,7 +6,8 @@ rank 0 and back (rooted.py), larger ones straight from rank to rank (direct.py),
 sizes: parts may differ in length.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,10 +51,11 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def with_contiguous(places: Sequence[Tensor], make: Callable[[list[Tensor]], Steps]) -> Steps:
-    """Do to `places` what `make` does to flat tensors."""
+@contextmanager
+def contiguous(*places: Tensor) -> Iterator[list[Tensor]]:
+    """The places as flat tensors; what is written there stands in the places at the end."""
     pieces = [flat(place) for place in places]
-    yield from make(pieces)
+    yield pieces
     for place, piece in zip(places, pieces, strict=True):
         if piece.data_ptr() != place.data_ptr():
             place.copy_(piece.view(place.shape))
@@ -61,56 +63,48 @@ def with_contiguous(places: Sequence[Tensor], make: Callable[[list[Tensor]], Ste
 
 def all_reduce(peers: Peers, tensor: Tensor, op: Any) -> Steps:
     """Sum (or another operation) over all ranks, in place."""
-    return with_contiguous([tensor], lambda pieces: _all_reduce(peers, pieces[0], op))
+    with contiguous(tensor) as (piece,):
+        name = pick_over_tcp("all_reduce", piece.nbytes, peers.world_size)
+        if op in SUMS and peers.world_size > 1 and name != "server":
+            yield from (pairwise if name == "pairs" else direct).all_reduce(peers, piece)
+        else:
+            yield from rooted.all_reduce(peers, piece, fold_of(op))
+        average(peers, piece, op)
 
 
-def _all_reduce(peers: Peers, piece: Tensor, op: Any) -> Steps:
-    name = pick_over_tcp("all_reduce", piece.nbytes, peers.world_size)
-    if op in SUMS and peers.world_size > 1 and name != "server":
-        yield from (pairwise if name == "pairs" else direct).all_reduce(peers, piece)
-    else:
-        yield from rooted.all_reduce(peers, piece, fold_of(op))
-    _average(peers, piece, op)
-
-
-def _average(peers: Peers, piece: Tensor, op: Any) -> None:
+def average(peers: Peers, piece: Tensor, op: Any) -> None:
+    """Make a mean of the sum, if that is the operation."""
     if op == ReduceOp.AVG:
         piece.div_(peers.world_size)
 
 
 def reduce(peers: Peers, tensor: Tensor, op: Any, root: int) -> Steps:
     """The same, for the root alone."""
-
-    def make(pieces: list[Tensor]) -> Steps:
-        yield from rooted.reduce(peers, pieces[0], root, fold_of(op))
+    with contiguous(tensor) as (piece,):
+        yield from rooted.reduce(peers, piece, root, fold_of(op))
         if peers.rank == root:
-            _average(peers, pieces[0], op)
-
-    return with_contiguous([tensor], make)
+            average(peers, piece, op)
 
 
 def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], op: Any) -> Steps:
     """Everyone's part r, summed, in rank r's `place`."""
-    return with_contiguous(
-        [place], lambda pieces: _reduce_scatter(peers, pieces[0], [flat(each) for each in parts], op)
-    )
-
-
-def _reduce_scatter(peers: Peers, piece: Tensor, parts: list[Tensor], op: Any) -> Steps:
-    name = pick_over_tcp("reduce_scatter", sum(part.nbytes for part in parts), peers.world_size)
-    if peers.world_size == 1:
-        piece.copy_(parts[0])
-    elif op in SUMS and name == "pairs":
-        yield from pairwise.sum_own(peers, parts, piece)
-    else:
-        sent = yield from direct.sum_own(peers, parts, piece, fold_of(op))
-        yield from sent
-    _average(peers, piece, op)
+    chunks = [flat(part) for part in parts]
+    with contiguous(place) as (piece,):
+        name = pick_over_tcp("reduce_scatter", sum(chunk.nbytes for chunk in chunks), peers.world_size)
+        if peers.world_size == 1:
+            piece.copy_(chunks[0])
+        elif op in SUMS and name == "pairs":
+            yield from pairwise.sum_own(peers, chunks, piece)
+        else:
+            sent = yield from direct.sum_own(peers, chunks, piece, fold_of(op))
+            yield from sent
+        average(peers, piece, op)
 
 
 def broadcast(peers: Peers, tensor: Tensor, root: int) -> Steps:
     """The root's `tensor`, on every rank."""
-    return with_contiguous([tensor], lambda pieces: rooted.broadcast(peers, pieces[0], root))
+    with contiguous(tensor) as (piece,):
+        yield from rooted.broadcast(peers, piece, root)
 
 
 def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor) -> Steps:
@@ -120,16 +114,17 @@ def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor) -> Steps:
 
 def gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
     """Everyone's `tensor`, in the root's `places`; others have none."""
-    return with_contiguous(places, lambda pieces: rooted.gather(peers, pieces, flat(tensor), root))
+    with contiguous(*places) as pieces:
+        yield from rooted.gather(peers, pieces, flat(tensor), root)
 
 
 def scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], root: int) -> Steps:
     """The root's part r, in rank r's `place`."""
-    return with_contiguous(
-        [place], lambda pieces: rooted.scatter(peers, pieces[0], [flat(each) for each in parts], root)
-    )
+    with contiguous(place) as (piece,):
+        yield from rooted.scatter(peers, piece, [flat(part) for part in parts], root)
 
 
 def all_to_all(peers: Peers, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
     """Rank s's part r, in rank r's s-th place."""
-    return with_contiguous(places, lambda pieces: direct.all_to_all(peers, pieces, [flat(each) for each in parts]))
+    with contiguous(*places) as pieces:
+        yield from direct.all_to_all(peers, pieces, [flat(part) for part in parts])

@@ -31,7 +31,7 @@ from distlab.config import Config
 from distlab.contract import Mode, Variant, untrained
 from distlab.lab import Lab
 from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 from distlab.verify.records import draw, hold_drawn
 
 from . import benchmark, primitives, walkthrough

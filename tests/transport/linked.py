@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 from distlab.transport.tcp import Channel
 
 BOUND_S = 5.0

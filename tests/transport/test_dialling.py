@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 from distlab.transport.tcp import Channel, LinkError
 from tests.transport.linked import on_threads
 from tests.transport.strangers import FORGED, HERE, silent, told

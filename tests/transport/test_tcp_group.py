@@ -17,7 +17,7 @@ import distlab
 from distlab.collectives.by_hand import OVER_TCP, PAIRS_ABOVE_BYTES, Collective
 from distlab.collectives.point_to_point import split
 from distlab.measure.traffic import Calls
-from distlab.transport.backend import TcpBackend
+from distlab.transport.process_group import TcpBackend
 
 pytestmark = pytest.mark.timeout(120)
 LENGTHS = (0, 1, 5, 1000, 200_003)  # the last one goes straight, of three ranks
