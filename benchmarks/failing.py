@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flips import lab_of
+from distlab import faults
 from distlab.config import Config
 from distlab.config.fault_spec import FaultSpec, arrivals
 from distlab.elastic.membership import View
@@ -23,7 +24,6 @@ from distlab.elastic.strategy import Survivor
 from distlab.experiments.elastic import POLICIES
 from distlab.experiments.elastic.network import open_net, settle
 from distlab.experiments.elastic.recovery import COMPUTED, Course, Drill, Killed
-from distlab.faults import injectors
 from distlab.lab import Lab
 
 LEAST = 3  # members of whom one may be killed: two that die at once would leave nobody
@@ -67,7 +67,7 @@ class ByTheClock(Drill):
         while moment == COMPUTED and self._next is not None and (self._next.at_s or 0) < time.time() - self.began_at:
             event, self._next = self._next, next(self._coming, None)
             if event.kind == "pause":
-                injectors.pause(event.duration_s or 0.0)
+                faults.pause(event.duration_s or 0.0)
             elif self.num_members() >= LEAST:
                 self.killed += 1
                 raise Killed

@@ -21,7 +21,7 @@ from distlab.cluster.control_plane import Exchange
 from distlab.config import Config
 from distlab.config.fault_spec import BITS
 from distlab.contract import Strategy
-from distlab.faults.injectors import flip
+from distlab.faults import flip
 from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
 from distlab.rank.mode_loader import load

@@ -7,12 +7,11 @@ SWEEP = "RUN_MODE=comm LAB_SWEEP_MIB=0.25 LAB_VARIANT="
 RINGS, DIRECTS, TREES, SERVERS = (SWEEP + name for name in ("ring", "direct", "tree", "server"))
 FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
 SAVING = FLAT + " LAB_CHECKPOINT_EVERY=2"
-RING, DIRECT, TREE, ROOTED, PRIMITIVES, DIFFERENTIABLE = (
+RING, DIRECT, TREE, ROOTED, PRIMITIVES = (
     "distlab/collectives/ring.py",
     "distlab/collectives/direct.py",
     "distlab/collectives/tree.py",
     "distlab/collectives/rooted.py",
-    "distlab/collectives/functional.py",
     "distlab/collectives/autograd.py",
 )
 CALLS, LEDGER, SOCKETS = "distlab/measure/traffic.py", "distlab/measure/traffic.py", "distlab/measure/sockets.py"
@@ -30,9 +29,9 @@ MUTANTS = [
     Mutant(ROOTED, "copy_own(tensors[root], place)", "place.add_(tensors[root])", SERVERS),
     Mutant(PRIMITIVES, "return torch.stack(received)", "return rows.clone()", RINGS),
     Mutant(
-        DIFFERENTIABLE,
-        'return functional.all_reduce(gradient, group) if loss == "own" else gradient',
-        "return functional.all_reduce(gradient, group)",
+        PRIMITIVES,
+        'return linear(x, forward_map, forward_map if loss == "own" else lambda gradient: gradient)',
+        "return linear(x, forward_map, forward_map)",
         RINGS,
     ),
     Mutant(CALLS, "return 2 * others if", "return 1.5 * others if", FLAT),

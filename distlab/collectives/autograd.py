@@ -13,8 +13,9 @@ the parts of a loss differ from rank to rank, and one transpose serves both. Sou
 (2019), section 3, for f and g; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
 (2022), section 4.2, for all_gather and reduce_scatter as each other's transpose.
 
-Where a rank gets nothing (a gather's other ranks) its output is empty, so that every rank can call `backward` on the
-sum.
+Each is a tensor in on every rank and a new tensor out, nothing changed in place. "Rows" are tensors [N, ...] with a row
+a rank; ranks are those of the group. Where a rank gets nothing (a gather's other ranks) its output is empty, so that
+every rank can call `backward` on the sum.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.collectives import functional
+from distlab.collectives.by_hand import Collective
 
 Loss = Literal["own", "replicated"]
 Map = Callable[[Tensor], Tensor]
@@ -57,87 +58,130 @@ def on_root(x: Tensor, group: dist.ProcessGroup, root: int, shape: torch.Size) -
 
 
 def send(x: Tensor, group: dist.ProcessGroup, source: int, destination: int) -> Tensor:
-    """Forward: x of `source`, on `destination`. Backward: send the gradient the other way."""
+    """Forward: x of `source`, on `destination`; x has the same shape on both. Backward: send the gradient the other
+    way."""
+    rank = group.rank()
+
+    def forward_map(x: Tensor) -> Tensor:
+        if rank == destination and source != destination:
+            x = torch.empty_like(x)
+            group.recv([x], source, 0).wait()
+        elif rank == source and source != destination:
+            group.send([x.contiguous()], destination, 0).wait()
+        return x.clone() if rank == destination else x.new_empty(0)
 
     def backward_map(gradient: Tensor) -> Tensor:
         sent = on_root(gradient, group, destination, x.shape)
-        return on_root(functional.send(sent, group, destination, source), group, source, x.shape)
+        return on_root(send(sent, group, destination, source), group, source, x.shape)
 
-    return linear(x, lambda x: functional.send(x, group, source, destination), backward_map)
+    return linear(x, forward_map, backward_map)
 
 
 def broadcast(x: Tensor, group: dist.ProcessGroup, root: int = 0, loss: Loss = "own") -> Tensor:
     """Forward: the root's x, everywhere. Backward: own, reduce to the root; replicated, the root's own gradient."""
 
+    def forward_map(x: Tensor) -> Tensor:
+        copied = x.clone()
+        dist.broadcast(copied, group=group, group_src=root)
+        return copied
+
     def backward_map(gradient: Tensor) -> Tensor:
-        total = functional.reduce(gradient, group, root) if loss == "own" else gradient
+        total = reduce(gradient, group, root) if loss == "own" else gradient
         return on_root(total, group, root, x.shape)
 
-    return linear(x, lambda x: functional.broadcast(x, group, root), backward_map)
+    return linear(x, forward_map, backward_map)
 
 
 def scatter(rows: Tensor, group: dist.ProcessGroup, root: int = 0) -> Tensor:
     """Forward: row r of the root's `rows`, on rank r. Backward: gather."""
 
-    def backward_map(gradient: Tensor) -> Tensor:
-        return on_root(functional.gather(gradient, group, root), group, root, rows.shape)
+    def forward_map(rows: Tensor) -> Tensor:
+        row = torch.empty_like(rows[0])
+        dist.scatter(row, list(rows.unbind()) if group.rank() == root else None, group=group, group_src=root)
+        return row
 
-    return linear(rows, lambda rows: functional.scatter(rows, group, root), backward_map)
+    def backward_map(gradient: Tensor) -> Tensor:
+        return on_root(gather(gradient, group, root), group, root, rows.shape)
+
+    return linear(rows, forward_map, backward_map)
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, root: int = 0) -> Tensor:
     """Forward: everyone's x as rows, on the root. Backward: scatter."""
 
-    def backward_map(gradient: Tensor) -> Tensor:
-        return functional.scatter(on_root(gradient, group, root, torch.Size([group.size(), *x.shape])), group, root)
+    def forward_map(x: Tensor) -> Tensor:
+        rows = [torch.empty_like(x) for _ in range(group.size())] if group.rank() == root else None
+        dist.gather(x.contiguous(), rows, group=group, group_dst=root)
+        return torch.stack(rows) if rows is not None else x.new_empty(0)
 
-    return linear(x, lambda x: functional.gather(x, group, root), backward_map)
+    def backward_map(gradient: Tensor) -> Tensor:
+        return scatter(on_root(gradient, group, root, torch.Size([group.size(), *x.shape])), group, root)
+
+    return linear(x, forward_map, backward_map)
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup, root: int = 0) -> Tensor:
     """Forward: the sum of everyone's x, on the root. Backward: broadcast."""
 
-    def backward_map(gradient: Tensor) -> Tensor:
-        return functional.broadcast(on_root(gradient, group, root, x.shape), group, root)
+    def forward_map(x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.reduce(total, group=group, group_dst=root)
+        return total if group.rank() == root else x.new_empty(0)
 
-    return linear(x, lambda x: functional.reduce(x, group, root), backward_map)
+    def backward_map(gradient: Tensor) -> Tensor:
+        return broadcast(on_root(gradient, group, root, x.shape), group, root)
+
+    return linear(x, forward_map, backward_map)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, loss: Loss = "own") -> Tensor:
     """Forward: everyone's x as rows, everywhere. Backward: own, reduce_scatter; replicated, this rank's row."""
 
-    def backward_map(gradient: Tensor) -> Tensor:
-        return functional.reduce_scatter(gradient, group) if loss == "own" else gradient[group.rank()].clone()
+    def forward_map(x: Tensor) -> Tensor:
+        rows = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(rows, x.contiguous(), group=group)
+        return torch.stack(rows)
 
-    return linear(x, lambda x: functional.all_gather(x, group), backward_map)
+    def backward_map(gradient: Tensor) -> Tensor:
+        return reduce_scatter(gradient, group) if loss == "own" else gradient[group.rank()].clone()
+
+    return linear(x, forward_map, backward_map)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, loss: Loss = "own") -> Tensor:
     """Forward: the sum of everyone's x, everywhere. Backward: own, all_reduce; replicated, identity (Megatron's g)."""
 
-    def backward_map(gradient: Tensor) -> Tensor:
-        return functional.all_reduce(gradient, group) if loss == "own" else gradient
+    def forward_map(x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
-    return linear(x, lambda x: functional.all_reduce(x, group), backward_map)
+    return linear(x, forward_map, forward_map if loss == "own" else lambda gradient: gradient)
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: identity, on a tensor that all ranks hold. Backward: all_reduce, as every rank used it (Megatron's
     f)."""
-    return linear(x, Tensor.clone, lambda gradient: functional.all_reduce(gradient, group))
+    return linear(x, Tensor.clone, lambda gradient: all_reduce(gradient, group))
 
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: row r to rank r, from everyone to everyone. Backward: all_to_all, each row the way back."""
-    return linear(
-        rows, lambda rows: functional.all_to_all(rows, group), lambda gradient: functional.all_to_all(gradient, group)
-    )
+
+    def swapped(rows: Tensor) -> Tensor:
+        received = [torch.empty_like(row) for row in rows]
+        dist.all_to_all(received, [row.contiguous() for row in rows], group=group)
+        return torch.stack(received)
+
+    return linear(rows, swapped, swapped)
 
 
 def reduce_scatter(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: the sum of everyone's row r, on rank r. Backward: all_gather."""
-    return linear(
-        rows,
-        lambda rows: functional.reduce_scatter(rows, group),
-        lambda gradient: functional.all_gather(gradient, group),
-    )
+
+    def forward_map(rows: Tensor) -> Tensor:
+        row = torch.empty_like(rows[0])
+        Collective(group).reduce_scatter(row, rows.contiguous())
+        return row
+
+    return linear(rows, forward_map, lambda gradient: all_gather(gradient, group))

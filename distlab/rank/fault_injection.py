@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 
 from torch import Tensor
 
+from distlab import faults
 from distlab.checkpoint import locate
 from distlab.checkpoint.manifest import Unreadable, read
 from distlab.cluster.link import bits_s
@@ -20,8 +21,7 @@ from distlab.cluster.rendezvous import Cluster
 from distlab.config import Config
 from distlab.config.fault_spec import BITS, FaultSpec, arrivals, planned
 from distlab.contract import Mode
-from distlab.faults import injectors
-from distlab.faults.injectors import Messages, flipping
+from distlab.faults import Messages, flipping
 from distlab.report.records import Injected, Planned, Refused, Stood
 from distlab.report.run_folder import Journal
 from distlab.verify.silent_corruption import alike
@@ -81,7 +81,7 @@ class Flips:
             return
         bit, draw = self._drawn(event, variant, covered=bool(covered))
         name, tensor = draw.choice(sorted(candidates, key=lambda each: each[0]))
-        done = injectors.flip(tensor, bit, draw)
+        done = faults.flip(tensor, bit, draw)
         self.note(event, event.step or 0, variant, f"{kind}.{name}{done}", "named" if covered else "seen")
 
     def _shows(self, variant: str, *, covered: bool) -> bool:
@@ -93,7 +93,7 @@ class Flips:
         where of the first one, the embedding, no sample may need the row. A step may have none: then one that has."""
         assert event.step is not None
 
-        def told(op: str, done: injectors.Flip) -> None:
+        def told(op: str, done: faults.Flip) -> None:
             self._made.add((event.number, variant))
             self.note(event, step, variant, f"{op}{done}", "")
 
@@ -106,7 +106,7 @@ class Flips:
         """The kind of bit, and what draws the rest."""
         draw = draw_of(event, self.config.seed, variant)
         drawn = draw.choice(BITS)
-        return event.bits or (drawn if covered else injectors.HIGHEST), draw
+        return event.bits or (drawn if covered else faults.HIGHEST), draw
 
 
 def draw_of(event: FaultSpec, seed: int, variant: str = "") -> random.Random:
@@ -216,25 +216,25 @@ class Drills:
         elif mine:
             self._note(event, step)
             if event.kind == "kill":
-                injectors.kill()
+                faults.kill()
             elif event.kind == "pause":
-                injectors.pause(event.duration_s or 0.0)
+                faults.pause(event.duration_s or 0.0)
             elif event.kind == "slow_rank":
-                injectors.slow_down(event.share or 1.0)
+                faults.slow_down(event.share or 1.0)
             elif event.kind == "slow_link":
-                injectors.set_pace(round(bits_s(event.rate) / 8))
+                faults.set_pace(round(bits_s(event.rate) / 8))
             elif event.kind == "full_disk":
-                injectors.fill(self.journal.open_files)
+                faults.fill(self.journal.open_files)
                 self.journal.say("fault      disk-full fault injected")
 
     def _cut(self, event: FaultSpec, step: int, *, mine: bool) -> None:
         """The rank stops hearing, the others stop hearing it, or both."""
         if mine:
             self._hears_nobody = self._hears_nobody or event.way != "out"
-            whole = event.way == "out" or injectors.hear_nobody()
+            whole = event.way == "out" or faults.hear_nobody()
             self._note(event, step, detail="" if whole else DATAGRAMS)
             if event.way == "out" or not (whole or event.duration_s):
-                injectors.send_nothing()
+                faults.send_nothing()
         elif event.way != "in" and event.rank is not None:
             self._deaf_to.add(event.rank)
             self._deafen()
@@ -245,7 +245,7 @@ class Drills:
         """A cut is over; others may not be."""
         if event.rank == self.rank:
             self._hears_nobody = False
-            injectors.hear_again()
+            faults.hear_again()
         if event.rank is not None:
             self._deaf_to.discard(event.rank)
         self._deafen()
@@ -254,13 +254,13 @@ class Drills:
         """Of all who are cut off nothing is heard: a socket has one filter, which who hears nobody needs for that."""
         if not self._hears_nobody:
             members = [self.cluster.members[rank] for rank in sorted(self._deaf_to)]
-            injectors.deafen_to(self.cluster.socket, [(each.ip, each.udp_port) for each in members])
+            faults.deafen_to(self.cluster.socket, [(each.ip, each.udp_port) for each in members])
 
     def _damage(self, event: FaultSpec, step: int) -> None:
         """Flip a bit of the newest checkpoint, then look for one to go on from, as a resumed run does."""
         assert self.journal.folder is not None
         (newest, *_) = locate.candidates(self.journal.folder)
-        name = injectors.damage(newest, list(read(newest).files), draw_of(event, self.config.seed))
+        name = faults.damage(newest, list(read(newest).files), draw_of(event, self.config.seed))
         self._note(event, step, detail=f"{newest.name}/{name}")
         said: list[str] = []
         try:

@@ -1,4 +1,4 @@
-"""The formulas against the collectives themselves: to the byte, on every rank, at uneven lengths."""
+"""The formulas against the collectives themselves, to the byte; messages by what the sockets sent; a step by hand."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,20 +12,32 @@ from hypothesis import strategies as st
 from distlab.collectives.by_hand import PAIRS_ABOVE_BYTES, SERVER_OVER_TCP_BYTES, Collective
 from distlab.collectives.costs import (
     ALGORITHMS,
+    FRAMES_BYTES,
     TCP_PAIRS_BYTES,
     TCP_STAR_BYTES,
     algorithmic_factor,
     all_gather_bytes,
     all_reduce_bytes,
+    all_reduce_messages,
     all_reduce_rounds,
     all_reduce_seconds,
+    attention_flops,
     busbw_factor,
     chunk_bytes,
+    exposed_seconds,
+    gloo_all_reduce_messages,
+    half_messages,
+    message_seconds,
     reduce_scatter_bytes,
+    step_seconds,
+    training_flops,
+    wire_tolerance,
 )
 from distlab.collectives.point_to_point import Pending
+from distlab.measure.prediction import Prediction
 from distlab.measure.traffic import Calls
 from distlab.testing.warm_ranks import Ranks
+from tests.measure.test_ledger import ledger_of
 
 BY_HAND = [name for name in ALGORITHMS if name not in ("gloo", "tcp")]
 FORMULAS: dict[str, Callable[..., float]] = {
@@ -118,3 +130,97 @@ def test_time_has_a_latency_and_a_bandwidth_part() -> None:
     assert all_reduce_seconds("ring", 4, 10**9, 0, 1e9) == pytest.approx(1.5)
     assert all_reduce_seconds("server", 4, 10**9, 0, 1e9) == pytest.approx(6)
     assert all_reduce_seconds("tree", 3, 10**9, 0, 1e9) == pytest.approx(3)
+
+
+NAMES = ("gloo", "ring", "direct", "tree", "server")
+
+
+def beside_the_tensors(group: dist.ProcessGroup, length: int) -> dict[tuple[str, str], float]:
+    """{(operation, algorithm): wire bytes of a call on `length` floats, less the formula's}"""
+    size, rank, found = group.size(), group.rank(), {}
+    whole, chunk = torch.ones(length), torch.ones(length // size)
+    for name in NAMES:
+        collective = Collective(group, "backend" if name == "gloo" else name)
+        calls: dict[str, tuple[Callable[[], object], float]] = {
+            "all_reduce": (partial(collective.all_reduce, whole), all_reduce_bytes(name, size, 4 * length, rank)),
+            "reduce_scatter": (
+                partial(collective.reduce_scatter, chunk, whole),
+                reduce_scatter_bytes(name, size, 4 * length, rank),
+            ),
+            "all_gather": (
+                partial(collective.all_gather, whole, chunk),
+                all_gather_bytes(name, size, 4 * length, rank),
+            ),
+        }
+        for op, (call, nbytes) in calls.items():
+            with ledger_of(group).count(calls=False) as traffic:
+                call()
+            found[op, name] = traffic.wire_bytes - nbytes
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_gloo_adds_144_bytes_to_each_message(ranks: Ranks, world_size: int) -> None:
+    length = 64 * 2 * world_size
+    for rank, found in enumerate(ranks(world_size, beside_the_tensors, length)):
+        for (op, name), added in found.items():
+            counted = (
+                all_reduce_messages(name, world_size, 4 * length, rank)
+                if op == "all_reduce"
+                else half_messages(name, op, world_size, 4 * length, rank)
+            )
+            # Who receives more than it sends, or sends more, adds less: both ends frame a message.
+            assert added <= FRAMES_BYTES * counted, (op, name, rank)
+            exact = name != "tree" and (op, name) != ("all_gather", "server")
+            assert added == FRAMES_BYTES * counted or not exact, (op, name, rank)
+
+
+def test_a_long_all_reduce_of_gloo_is_cut_into_more_messages() -> None:
+    assert gloo_all_reduce_messages(4, 1) == gloo_all_reduce_messages(4, 8 << 20) == 12
+    assert gloo_all_reduce_messages(2, 8 << 20) == 8  # measured: 1152 B beside the tensor
+    assert gloo_all_reduce_messages(3, 12 << 20) == 16
+    assert gloo_all_reduce_messages(1, 12 << 20) == 0
+
+
+def test_an_empty_chunk_is_no_message() -> None:
+    assert half_messages("ring", "all_gather", 5, 4 * 2) == 2
+    assert all_reduce_messages("direct", 2, 4) == 1
+
+
+def test_the_tolerance_is_below_one_message_of_a_kilobyte() -> None:
+    assert wire_tolerance(1e6, 2) == 1e4 + 320
+    assert wire_tolerance(1024, 1) < 1024
+
+
+def test_a_prediction_without_messages_counts_each_call_as_a_short_all_reduce() -> None:
+    assert Prediction("flat", "wire bytes", "B", "", (0.0,) * 3, 2).messages_of(1) == 2 * gloo_all_reduce_messages(3, 1)
+    assert Prediction("flat", "wire bytes", "B", "", (0.0,) * 3, 2, messages=(5, 6, 7)).messages_of(1) == 6
+
+
+def test_gpt3_took_as_many_operations_as_its_paper_says() -> None:
+    """Brown et al. 2020, table D.1: 3.14e23 for 174.6 billion parameters and 300 billion tokens, at 6 a parameter and
+    token."""
+    assert training_flops(174.6e9, 300e9) == pytest.approx(3.14e23, rel=1e-3)
+    # Narayanan et al. 2021, section 5.1: recomputed, at 140 TFLOP/s on each of 1024 GPUs, 34 days.
+    assert round(training_flops(175e9, 300e9, "full") / (1024 * 140e12) / 86400) == 34
+    assert training_flops(1, 1, "full") / training_flops(1, 1, "selective") == 8 / 6
+
+
+def test_attention_is_half_of_what_it_is_without_a_mask() -> None:
+    """Narayanan et al. 2021, appendix: 96·B·s·L·h²(1 + s/6h + V/16Lh) with recomputation, of which s/6h is
+    attention's."""
+    layers, width, seq = 96, 12288, 2048
+    whole = 96 * seq * layers * width**2 * seq / (6 * width)
+    assert attention_flops(layers, width, seq, seq, "full") == pytest.approx(whole / 2)
+    assert attention_flops(1, 1, 1, 1) == 6
+
+
+def test_a_message_is_what_the_collectives_say() -> None:
+    ours = message_seconds(all_reduce_rounds("ring", 4), all_reduce_bytes("ring", 4, 4096), 1e-5, 1e9)
+    assert ours == pytest.approx(all_reduce_seconds("ring", 4, 4096, 1e-5, 1e9), rel=1e-12)
+
+
+def test_what_is_hidden_costs_nothing_and_a_bubble_stretches() -> None:
+    assert exposed_seconds(3.0, 2.0) == 1.0
+    assert exposed_seconds(2.0, 3.0) == 0.0
+    assert step_seconds(6.0, 0.25, 1.0) == 9.0
