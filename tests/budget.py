@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from distlab.collectives.by_hand import ALGORITHMS, OVER_TCP
 from distlab.config.settings import modes
-from distlab.elastic.sharded_strategy import ShardedSurvivor
-from distlab.elastic.strategy import Survivor
+from distlab.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.experiments.dp import line_lesson
 from distlab.experiments.elastic import POLICIES
 from distlab.experiments.elastic.recovery import Course

@@ -129,7 +129,7 @@ MUTANTS = [
     ),
     # A change of members.
     Mutant(
-        "experiments/elastic/display.py",
+        "experiments/elastic/checks.py",
         "(1000 * (at - event.began_at) for at in (event.agreed_at, event.next_step_at or event.agreed_at))",
         "(1000 * (at - of) for at, of in ((event.agreed_at, event.began_at), (event.next_step_at, event.agreed_at)))",
         ELASTIC,

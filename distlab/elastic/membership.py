@@ -46,7 +46,7 @@ class View(NamedTuple):
         return tuple(member.rank for member in self.members)
 
 
-class GivenUp(RuntimeError):
+class GivenUp(Exception):
     """The others go on without this process."""
 
 

@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -61,13 +61,7 @@ ASK_S = 0.3  # for a store's host to accept: torch's own client tries again and 
 FORM_S = 10.0
 LOOK_S = 0.02
 Result = TypeVar("Result")
-
-
-class Parcel(NamedTuple):
-    """A tensor that goes to the member number `peer`, or that is filled with what comes from it."""
-
-    peer: int
-    tensor: Tensor
+Addressed = tuple[int, Tensor]  # goes to the member of this number, or is filled with what comes from it
 
 
 class Regroup:
@@ -203,13 +197,9 @@ class Regroup:
         self.called_bytes += (self._size - 1) * mine.nbytes
         return whole
 
-    def exchange(self, sent: Sequence[Parcel], received: Sequence[Parcel]) -> None:
+    def exchange(self, sent: Iterable[Addressed], received: Iterable[Addressed]) -> None:
         """Send and fill all of these at once; between two members they are matched in their order."""
-        works = [
-            call([parcel.tensor], parcel.peer, 0)
-            for call, parcels in ((self._gloo.recv, received), (self._gloo.send, sent))
-            for parcel in parcels
-            if parcel.tensor.numel()
-        ]
-        self._wait_for(works)
-        self.called_bytes += sum(parcel.tensor.nbytes for parcel in sent)
+        sent = list(sent)
+        calls = [(self._gloo.recv, *each) for each in received] + [(self._gloo.send, *each) for each in sent]
+        self._wait_for([call([tensor], peer, 0) for call, peer, tensor in calls if tensor.numel()])
+        self.called_bytes += sum(tensor.nbytes for _, tensor in sent)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from distlab.elastic.process_group import Parcel, Regroup
+from distlab.elastic.process_group import Addressed, Regroup
 
 Range = tuple[int, int]
 
@@ -160,21 +160,20 @@ def move_shards(
     """A collective of `ranks`: this rank's parts of the new cut, new tensors like `like` [rows, ...], and the bytes
     that it was sent for them."""
     parts = {wanted: like.new_empty(len(like), wanted[1] - wanted[0]) for wanted in wants[rank]}
-    sent, received = list[Parcel](), list[tuple[Range, Parcel]]()
+    sent, received, pieces = list[Addressed](), list[Addressed](), list[tuple[Range, Tensor]]()
     for move in moves(has, wants):
         place = (move.begin, move.end)
         if move.source == rank:
             assert held is not None, "who has something holds the version"
-            sent.append(Parcel(ranks.index(move.target), held.of(place).contiguous()))
+            sent.append((ranks.index(move.target), held.of(place).contiguous()))
         if move.target == rank:
-            empty = like.new_empty(len(like), move.end - move.begin)
-            received.append((place, Parcel(ranks.index(move.source), empty)))
-    group.exchange(sent, [parcel for _, parcel in received])
-    come = {place: parcel.tensor for place, parcel in received}
+            pieces.append((place, like.new_empty(len(like), move.end - move.begin)))
+            received.append((ranks.index(move.source), pieces[-1][1]))
+    group.exchange(sent, received)
+    own = {} if held is None else held.parts
     for wanted, tensor in parts.items():
-        own = {} if held is None else held.parts
-        for (begin, end), piece in [*own.items(), *come.items()]:
+        for (begin, end), piece in [*own.items(), *pieces]:
             first, last = max(begin, wanted[0]), min(end, wanted[1])
             if first < last:
                 tensor[:, first - wanted[0] : last - wanted[0]] = piece[:, first - begin : last - begin]
-    return parts, sum(parcel.tensor.nbytes for _, parcel in received)
+    return parts, sum(tensor.nbytes for _, tensor in received)

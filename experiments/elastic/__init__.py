@@ -39,13 +39,11 @@ import torch
 from distlab.config import Config
 from distlab.contract import Mode, Variant, untrainable
 from distlab.elastic.membership import BEGIN, View
-from distlab.elastic.sharded_strategy import ShardedSurvivor
-from distlab.elastic.strategy import Survivor
+from distlab.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.lab import Lab
 
 from .bugs import mistake
-from .checks import check_claims, claims, count
-from .display import show
+from .checks import check_claims, claims, count, show
 from .network import Net, let_leave, open_net, settle, wish_back
 from .options import Options
 from .recovery import Audit, Course, Drill, Policy, draw_losses
@@ -165,8 +163,7 @@ MODE = Mode(
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",
         "experiments/elastic/recovery.py: what one rank does until all steps are done, and hashes that name a flip",
-        "distlab/elastic/strategy.py: a replica whose steps are kept or repeated",
-        "distlab/elastic/sharded_strategy.py: the same with shards, which move with the members, and their copies",
+        "distlab/elastic/strategy.py: a replica whose steps are kept or repeated, and one with shards and their copies",
         "distlab/elastic/shards.py: which rank has which part, who keeps whose copy, and what moves",
         "distlab/elastic/membership.py: how the remaining ranks agree on the members",
         "distlab/elastic/process_group.py: gloo groups that are left and made again in the same process",

@@ -1,6 +1,6 @@
 """The classic mistakes of training that survives, made on purpose by LAB_BUG."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -8,10 +8,9 @@ from torch import Tensor
 
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.elastic.process_group import Parcel, Regroup
-from distlab.elastic.sharded_strategy import ShardedSurvivor
+from distlab.elastic.process_group import Regroup
 from distlab.elastic.shards import Range, part, wards
-from distlab.elastic.strategy import Report, Survivor
+from distlab.elastic.strategy import Report, ShardedSurvivor, Survivor
 from distlab.sharded.flat_parameter import Piece
 
 from .options import Options
@@ -36,10 +35,15 @@ def unsaved(config: Config) -> str:
     return unlost(config)
 
 
+def needs_loss(variant: str, ranks: int = 2, unless: Callable[[Config], str] = unlost) -> Needs:
+    """A run of `variant` in which a rank dies where it shows."""
+    return Needs(ranks=ranks, proof=False, variants=(variant,), unless=unless)
+
+
 # --- the mistakes ---
 
 
-@mistake("stale_deal", check="samples", part="survivor", needs=Needs(proof=False, variants=("shrink",), unless=unlost))
+@mistake("stale_deal", check="samples", part="survivor", needs=needs_loss("shrink"))
 class StaleDeal(Survivor):
     """Survivors deal the batch among as many as there were at the start: the lost rank's samples are left out."""
 
@@ -50,12 +54,7 @@ class StaleDeal(Survivor):
         return super().computed(*self.first)
 
 
-@mistake(
-    "oldest_state",
-    check="updates kept",
-    part="survivor",
-    needs=Needs(ranks=3, proof=False, variants=("join",), unless=unlost),
-)
+@mistake("oldest_state", check="updates kept", part="survivor", needs=needs_loss("join", ranks=3))
 class Oldest(Survivor):
     """After a loss all go on from the rank that is behind: updates that others had applied are lost."""
 
@@ -67,7 +66,7 @@ class Oldest(Survivor):
         return {"applied": least, "source": source, "behind": [*ahead, *newcomers]}
 
 
-@mistake("unsent_state", check="replicas", part="survivor", needs=Needs(proof=False, variants=("join",), unless=unlost))
+@mistake("unsent_state", check="replicas", part="survivor", needs=needs_loss("join"))
 class Unsent(Survivor):
     """A newcomer is told the step and not sent the state: it goes on from the first weights.
 
@@ -80,9 +79,7 @@ class Unsent(Survivor):
         self.applied = int(plan["applied"])
 
 
-@mistake(
-    "weights_alone", check="optimizer", part="survivor", needs=Needs(proof=False, variants=("restart",), unless=unsaved)
-)
+@mistake("weights_alone", check="optimizer", part="survivor", needs=needs_loss("restart", unless=unsaved))
 class WeightsAlone(Survivor):
     """What is taken over has no moments of the optimizer: AdamW begins anew in the midst of the training."""
 
@@ -91,12 +88,7 @@ class WeightsAlone(Survivor):
         self.piece = self.piece._replace(moments=torch.zeros_like(self.piece.moments))
 
 
-@mistake(
-    "seldom_saved",
-    check="save interval",
-    part="survivor",
-    needs=Needs(proof=False, variants=("restart",), unless=unsaved),
-)
+@mistake("seldom_saved", check="save interval", part="survivor", needs=needs_loss("restart", unless=unsaved))
 class Seldom(Survivor):
     """Every second checkpoint is not written: a loss leads back further than LAB_SAVED_EVERY says."""
 
@@ -108,9 +100,7 @@ class Seldom(Survivor):
             super().save(path, group)
 
 
-@mistake(
-    "redone_twice", check="weights", part="survivor", needs=Needs(proof=False, variants=("shrink",), unless=unlost)
-)
+@mistake("redone_twice", check="weights", part="survivor", needs=needs_loss("shrink"))
 class Twice(Survivor):
     """After a change of members each applies its own gradient of the step once more."""
 
@@ -128,12 +118,7 @@ class StaleCopies(ShardedSurvivor):
         return before.moments.contiguous()
 
 
-@mistake(
-    "wrong_keeper",
-    check="optimizer",
-    part="sharded",
-    needs=Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
-)
+@mistake("wrong_keeper", check="optimizer", part="sharded", needs=needs_loss("peer_memory", ranks=3))
 class Upstream(ShardedSurvivor):
     """Copies go the other way round than the rule by which they are looked for: a rank's is taken for another's.
 
@@ -144,7 +129,7 @@ class Upstream(ShardedSurvivor):
         ranges = [part(self.total, each, size) for each in range(size)]
         after = (place + 1) % size
         come = moments.new_empty(len(moments), ranges[after][1] - ranges[after][0])
-        group.exchange([Parcel((place - 1) % size, moments)], [Parcel(after, come)])
+        group.exchange([((place - 1) % size, moments)], [(after, come)])
         copies = {}
         for ward in wards(place, size):
             begin, end = ranges[ward]
@@ -153,12 +138,7 @@ class Upstream(ShardedSurvivor):
         return copies
 
 
-@mistake(
-    "old_cut",
-    check="optimizer",
-    part="sharded",
-    needs=Needs(ranks=3, proof=False, variants=("peer_memory",), unless=unlost),
-)
+@mistake("old_cut", check="optimizer", part="sharded", needs=needs_loss("peer_memory", ranks=3))
 class OldCut(ShardedSurvivor):
     """When the members change each keeps the shard of the old cut: moments lie at other weights' places.
 

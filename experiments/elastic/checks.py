@@ -4,7 +4,8 @@ The process deals each step's batch to those who were in at it, adds up what eac
 takes the update. It shares no line with the ranks but the model, the data and the rule by which samples are dealt.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,14 @@ from distlab.collectives.costs import wire_tolerance
 from distlab.config import Config
 from distlab.contract import Claims, Mode
 from distlab.elastic.costs import STEP, copy_bytes, held_bytes, replica_step_bytes, sharded_step_bytes, step_messages
-from distlab.elastic.sharded_strategy import ShardedSurvivor
 from distlab.elastic.shards import Recut, keeper, part, wards
-from distlab.elastic.strategy import OWNERS, Survivor
+from distlab.elastic.strategy import OWNERS, ShardedSurvivor, Survivor
 from distlab.lab import Lab
 from distlab.measure.tensors import Worst
 from distlab.workload.reference import Reference, Snapshot
 
 from .network import Net
-from .recovery import Course, Policy
+from .recovery import Course, Event, Policy
 
 CONTROL = "tests/experiments/test_elastic.py::test_a_wrong_line_fails_by_name"
 SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_came_another_way_fails_by_name"
@@ -37,6 +37,11 @@ def members_at(record: list[list[Any]], step: int) -> list[int]:
     """Who was in at `step`, by the membership record."""
     members: list[int] = [ranks for first, ranks in record if first <= step][-1]
     return members
+
+
+def is_first(lab: Lab, course: Course) -> bool:
+    """Whether this rank is the first member at the end, which speaks for all."""
+    return course.finished and lab.rank == members_at(course.record, course.training.steps)[0]
 
 
 def replay(lab: Lab, record: list[list[Any]], steps: int) -> tuple[Snapshot, list[float]]:
@@ -69,7 +74,9 @@ def owners(lab: Lab, record: list[list[Any]], steps: int) -> Tensor:
 def check_claims(lab: Lab, course: Course) -> None:
     """What each member claims, and the first of them for all."""
     name, training = course.policy.name, course.training
-    hold_kept(lab, course)
+    if not course.policy.restarts:  # where all start again
+        detail = "updates that this rank had applied and that do not stand"
+        lab.check("updates kept", course.taken_back, 0, name, detail)
     if not course.finished:
         return
     lab.check("replicas", course.apart, 0, name, "this rank's weights, moments and history beside the first member's")
@@ -77,7 +84,7 @@ def check_claims(lab: Lab, course: Course) -> None:
     hold_redone(lab, course)
     hold_interval(lab, course)
     hold_shards(lab, course)
-    if lab.rank != members_at(course.record, training.steps)[0]:
+    if not is_first(lab, course):
         return
     alone, losses = replay(lab, course.record, training.steps)
     assert course.moments is not None
@@ -91,13 +98,6 @@ def check_claims(lab: Lab, course: Course) -> None:
     for check, off in found.found.items():
         lab.check(check, *off[:2], name, off.where, control=CONTROL if check == "losses" else "")
     hold_samples(lab, course)
-
-
-def hold_kept(lab: Lab, course: Course) -> None:
-    """No change of who is in took back what this rank had applied, save where all start again."""
-    if not course.policy.restarts:
-        detail = "updates that this rank had applied and that do not stand"
-        lab.check("updates kept", course.taken_back, 0, course.policy.name, detail)
 
 
 def hold_redone(lab: Lab, course: Course) -> None:
@@ -133,9 +133,8 @@ def hold_shards(lab: Lab, course: Course) -> None:
             f"16 B x what rank {lab.rank} lacked of its parts over ranks {recut.ranks}", control=SHARDS_CONTROL,
         )  # fmt: skip
     wrong = sum(recut.restored != died_with_its_copies(recut, copies=training.copies) for recut in training.recuts)
-    lab.check(
-        "from memory", wrong, 0, name, "checkpoints read where memory had all, or the reverse", control=SHARDS_CONTROL
-    )
+    detail = "checkpoints read where memory had all, or the reverse"
+    lab.check("from memory", wrong, 0, name, detail, control=SHARDS_CONTROL)
     if training.copies:
         lab.check("copies", course.copies_apart, 0, name, "that this rank keeps, beside what they are of, at the end")
 
@@ -177,9 +176,8 @@ def hold_samples(lab: Lab, course: Course) -> None:
         wrong += float((seen[rows].floor().sum(0) - wanted[rows].sum(0)).abs().sum())
     lab.check("samples", wrong, 0, name, f"of {per_epoch} epochs, left out or seen again; {RULE}")
     apart = int((seen != owners(lab, course.record, steps)).sum())
-    lab.check(
-        "record", apart, 0, name, "samples that others computed with than the membership record says", control=CONTROL
-    )
+    detail = "samples that others computed with than the membership record says"
+    lab.check("record", apart, 0, name, detail, control=CONTROL)
 
 
 # What a step sends and what is held between two steps, beside their formulas: before the first loss, with all ranks.
@@ -205,25 +203,20 @@ def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
     lab.exchange.barrier("all have counted")
     group.leave()
     predicted, formula = step_bytes(lab, policy, training)
-    lab.compare(
-        "called bytes", round(predicted, 3), round(called, 3), "B", 0.0, policy.name, formula, control=COUNTED_CONTROL
-    )  # fmt: skip
+    hold = partial(lab.compare, variant=policy.name)
+    hold("called bytes", round(predicted, 3), round(called, 3), formula=formula, control=COUNTED_CONTROL)
     if traffic.wire_error is None and size > 1:
-        messages = step_messages(
-            size, len(training.vectors.weights), training.epoch, sharded=policy.sharded, copies=policy.copies
-        )
-        tolerance = wire_tolerance(predicted, messages)
-        lab.compare(
-            "wire bytes", predicted, traffic.wire_bytes, "B", tolerance, policy.name, formula, control=COUNTED_CONTROL
+        total = len(training.vectors.weights)
+        messages = step_messages(size, total, training.epoch, sharded=policy.sharded, copies=policy.copies)
+        hold(
+            "wire bytes", predicted, traffic.wire_bytes, tolerance=wire_tolerance(predicted, messages), formula=formula,
+            control=COUNTED_CONTROL,
         )  # fmt: skip
     if isinstance(training, ShardedSurvivor):
         own, kept = parts(training, lab.rank, size)
-        rows = len(training.piece.moments)
-        held = sum(each.nbytes for each in training.held)
-        what = "16 B x (own + kept)" if training.copies else "16 B x own"
-        lab.compare(
-            "moments held", held_bytes(own, kept, rows), held, "B", 0.0, policy.name, what, control=HELD_CONTROL
-        )  # fmt: skip
+        wanted, held = held_bytes(own, kept, len(training.piece.moments)), sum(each.nbytes for each in training.held)
+        formula = "16 B x (own + kept)" if training.copies else "16 B x own"
+        hold("moments held", wanted, held, formula=formula, control=HELD_CONTROL)
 
 
 def step_bytes(lab: Lab, policy: Policy, training: Survivor) -> tuple[float, str]:
@@ -265,3 +258,83 @@ def claims(mode: Mode, config: Config, losses: int) -> Iterator[Claims]:
         yield Claims(("redone",), chosen, one=True)
         if config.audit_every == 1:
             yield Claims(("audited replicas",), chosen, one=True)
+
+
+# What the losses of a run did, in words and pictures: who was in when, what each change cost, and when steps stood, of
+# which the report draws samples a second.
+
+PLACEMENT = "members lie in pairs and keep each other's copy, of an odd number the last three do in a ring"
+AGREED, NEXT = "agreed after (ms)", "next step after (ms)"
+COLUMNS = [
+    "", "what", "step", "in before", "in after", "steps redone", "state from", AGREED, NEXT, "next step at (Unix s)",
+]  # fmt: skip
+TIMES_CONTROL = "tests/experiments/test_elastic.py::test_times_that_are_not_from_the_begin_of_a_change_fail"
+ROUNDED_S = 1e-4  # to tenths of a millisecond in a row
+
+
+def show(lab: Lab, courses: list[Course]) -> None:
+    """Each variant as its first member saw it; all who are left call it together."""
+    for course in courses:
+        lab.stood(course.policy.name, [at for at, _ in course.commits])
+        for event in course.events:
+            what = "asked" if event.why == "asked" else "restart" if event.restored else "lost"
+            lab.changed(course.policy.name, event.applied, event.began_at, what, event.after)
+        check_times(lab, course)
+    mine = [[list(map(event_row, each.events)), each.record] if is_first(lab, each) else None for each in courses]
+    everyone = lab.exchange.gather("elastic", mine)
+    if everyone is None:
+        return
+    lab.say(RULE, "rule")
+    rows: list[list[Any]] = []
+    for number, course in enumerate(courses):
+        name = course.policy.name
+        for changes, in_when in [of_rank[number] for of_rank in everyone if of_rank is not None and of_rank[number]]:
+            rows += [[name, *row] for row in changes]
+            record = ", ".join(f"from step {first}: {' '.join(map(str, ranks))}" for first, ranks in in_when)
+            lab.say(f"{name}: {record}", "members")
+            if course.policy.copies:
+                lab.say(f"{name}: {PLACEMENT}; {placed(in_when)}", "copies")
+    if rows:
+        lab.table("What each change of members cost, as the first member saw it", COLUMNS, rows)
+
+
+def check_times(lab: Lab, course: Course) -> None:
+    """What a row says of a change is from its begin on: agreed before the next step stood, which is the first one after
+    that, and both moments in their order."""
+    faults = [fault for event in course.events for fault in wrong(event, [at for at, _ in course.commits])]
+    if course.events:
+        detail = faults[0] if faults else f"{len(course.events)} changes on this rank"
+        lab.check("times of changes", len(faults), 0, course.policy.name, detail, control=TIMES_CONTROL)
+
+
+def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:
+    """A sentence for each thing that a change's times cannot be, of steps that stood then."""
+    told = dict(zip(COLUMNS, ["", *event_row(event)], strict=True))
+    began_at, agreed_s, next_s = event.began_at, told[AGREED] / 1000, told[NEXT] / 1000
+    if not began_at <= event.met_at <= event.agreed_at:
+        yield f"it began at {began_at}, all met at {event.met_at} and agreed at {event.agreed_at}"
+    if abs(began_at + agreed_s - event.agreed_at) > ROUNDED_S:
+        yield f"agreed {agreed_s:g} s after it began, where it is {event.agreed_at - began_at:g}"
+    next_at = next((at for at in stood_at if at >= event.agreed_at), None)
+    if event.next_step_at and (next_at != event.next_step_at or abs(began_at + next_s - next_at) > ROUNDED_S):
+        yield f"the next step {next_s:g} s after it began, where it is {(next_at or 0) - began_at:g}"
+
+
+def placed(record: list[list[Any]]) -> str:
+    """Which rank held whose copy, from which step on."""
+    found = []
+    for first, ranks in record:
+        keepers = [(rank, keeper(place, len(ranks))) for place, rank in enumerate(ranks)]
+        pairs = ", ".join(f"{rank}'s with {ranks[place]}" for rank, place in keepers if place is not None)
+        found.append(f"from step {first}: {pairs or 'none'}")
+    return "; ".join(found)
+
+
+def event_row(event: Event) -> list[Any]:
+    """An event as a row of the table."""
+    agreed, after = (1000 * (at - event.began_at) for at in (event.agreed_at, event.next_step_at or event.agreed_at))
+    redone = max(0, event.applied_before - event.applied)
+    members = [" ".join(map(str, ranks)) for ranks in (event.before, event.after)]
+    source = "checkpoint" if event.restored else "memory"
+    cells = [event.why.partition(":")[0], event.applied, *members, redone, source, round(agreed, 1), round(after, 1)]
+    return [*cells, round(event.next_step_at, 3)]

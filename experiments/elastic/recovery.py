@@ -9,16 +9,15 @@ assemble -> in the view: make a group, take over what is missing, train
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from distlab.elastic.membership import BEGIN, GivenUp, Member, View
+from distlab.elastic.membership import BEGIN, Member, View
 from distlab.elastic.process_group import Regroup
-from distlab.elastic.sharded_strategy import ShardedSurvivor
-from distlab.elastic.strategy import Report, Survivor
+from distlab.elastic.strategy import Report, ShardedSurvivor, Survivor
 from distlab.lab import Lab
 from distlab.verify.silent_corruption import KINDS, LEAST, Corruption, Hashes, Odd
 
@@ -167,17 +166,11 @@ class Drill:
 
     def at(self, step: int, moment: str) -> None:
         """Raise `Killed` where this rank dies now, `Torn` where it is left without the sum; each once."""
-        for loss in self._now(step, moment):
-            self._ahead.remove(loss)
-            if loss.rank == self.rank:
-                raise Killed
-            raise Torn("the sum did not come")
-
-    def _now(self, step: int, moment: str) -> Iterator[Loss]:
-        for loss in list(self._ahead):
+        for loss in self._ahead:
             place = "computed" if loss.moment == COMPUTED else "summed"
             if loss.step == step and place == moment and self.rank in (loss.rank, loss.without):
-                yield loss
+                self._ahead.remove(loss)
+                raise Killed if loss.rank == self.rank else Torn("the sum did not come")
 
     def waits_for(self, step: int) -> bool:
         """Whether at `step` the others wait for a rank that comes back, so that it shows however fast the steps are."""
@@ -260,8 +253,6 @@ class Course:
             return self.train(view)
         except Killed:
             return self.die()
-        except GivenUp:
-            raise
         except RuntimeError as error:
             why = str(error)
         self.net.leave()

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from distlab.config import Config
-from distlab.elastic import sharded_strategy, shards
+from distlab.elastic import shards, strategy
 from distlab.elastic.membership import Member, View
 from distlab.elastic.peer_connections import Lines
 from distlab.elastic.process_group import Regroup
-from distlab.elastic.sharded_strategy import ShardedSurvivor
 from distlab.elastic.shards import HeldVersion
-from distlab.elastic.strategy import Survivor
-from distlab.experiments.elastic.display import AGREED, COLUMNS, NEXT, event_row, wrong
+from distlab.elastic.strategy import ShardedSurvivor, Survivor
+from distlab.experiments.elastic.checks import AGREED, COLUMNS, NEXT, event_row, wrong
 from distlab.experiments.elastic.network import Net
 from distlab.experiments.elastic.recovery import COMPUTED, TORN, Course, Drill, Event, Killed, Loss, Torn, draw_losses
 from distlab.rank.mode_loader import load
@@ -119,7 +118,7 @@ def hoarding(right: Any) -> Any:
 
 FAULTS = {
     "moved bytes": (shards, "moves", sending_one_twice),
-    "from memory": (sharded_strategy, "gaps", reading_the_disk),
+    "from memory": (strategy, "gaps", reading_the_disk),
     "called bytes": (Regroup, "sum", summing_twice),
     "moments held": (ShardedSurvivor, "commit", hoarding),
     "redone": (Survivor, "computed", computing_twice),
@@ -228,5 +227,5 @@ def test_times_that_are_not_from_the_begin_of_a_change_fail(
     def told(event: Event) -> list[Any]:
         return [told_ms if name == column else cell for name, cell in zip(COLUMNS[1:], event_row(event), strict=True)]
 
-    monkeypatch.setattr("distlab.experiments.elastic.display.event_row", told)
+    monkeypatch.setattr("distlab.experiments.elastic.checks.event_row", told)
     assert len(list(wrong(event, [99.9, 100.25, 100.4]))) == 1
