@@ -134,7 +134,7 @@ VANISHED = [
         "RUN_MODE=precision LAB_MODEL=mlp LAB_VARIANT=bf16_master",
     ),
     Mutant(
-        "experiments/compress/properties.py",
+        "experiments/compress/reference.py",
         "    if method in CASTS:\n",
         "    if method not in CASTS and method in ():\n",
         "RUN_MODE=compress LAB_MODEL=mlp LAB_VARIANT=fp16",

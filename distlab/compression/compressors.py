@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.compression.costs import num_kept
+
 
 @dataclass(frozen=True)
 class Handle:
@@ -68,6 +70,8 @@ class OneMessage(Compressor):
     """A compressor whose ranks send once: it encodes, and while the message is on its way it finds what was left
     out."""
 
+    adds = True  # whether an all_reduce can add its messages
+
     def __call__(self, bucket: Tensor) -> Handle:
         values = self.with_residual(bucket)
         message = self.encode(values)
@@ -86,10 +90,6 @@ class OneMessage(Compressor):
         """The message for `values`, flat and of one size on all ranks."""
 
     @abstractmethod
-    def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
-        """Send it: a handle to wait for, and the tensor that then holds what `decode` reads."""
-
-    @abstractmethod
     def take_out(self, message: Tensor, values: Tensor) -> None:
         """Leave in `values` what this rank's message does not say."""
 
@@ -97,13 +97,12 @@ class OneMessage(Compressor):
     def decode(self, received: Tensor, bucket: Tensor) -> None:
         """Write the sum of all ranks' messages into `bucket`."""
 
-    def all_reduce(self, message: Tensor) -> tuple[Any, Tensor]:
-        """An `exchange` for messages that can be added: received is their sum, beside this rank's own."""
-        total = message.clone()
-        return dist.all_reduce(total, group=self.group, async_op=True), total
-
-    def all_gather(self, message: Tensor) -> tuple[Any, Tensor]:
-        """An `exchange` for those that cannot: received is [N, message], in rank order, so that all ranks add alike."""
+    def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
+        """Send it: a handle to wait for, and the tensor that then holds what `decode` reads: the sum of messages, or of
+        those that cannot be added [N, message], in rank order, so that all ranks add alike."""
+        if self.adds:
+            total = message.clone()
+            return dist.all_reduce(total, group=self.group, async_op=True), total
         received = message.new_empty(self.group.size(), len(message))
         return dist.all_gather(list(received), message, group=self.group, async_op=True), received
 
@@ -130,9 +129,6 @@ class Cast(OneMessage):
         if 2 * self.limit < torch.finfo(values.dtype).max / self.group.size():  # else a dense sum would end there too
             message.clamp_(-self.limit, self.limit)
         return message
-
-    def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
-        return self.all_reduce(message)
 
     def take_out(self, message: Tensor, values: Tensor) -> None:
         values.sub_(message.to(values.dtype))
@@ -189,14 +185,16 @@ class Quantised(OneMessage):
         scale = largest.item() / self.levels
         return scale if not scale < torch.finfo(values.dtype).tiny else 1.0
 
-    def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
-        return self.all_reduce(message)
-
     def take_out(self, message: Tensor, values: Tensor) -> None:
         values.sub_(message.to(values.dtype), alpha=self.scale)
 
     def decode(self, received: Tensor, bucket: Tensor) -> None:
         bucket.copy_(received).mul_(self.scale)
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """A seed of this rank's own."""
+    return 1_000_003 * seed + rank
 
 
 # A few of many numbers: the largest (top-k), or some that all ranks draw alike (random-k).
@@ -216,14 +214,11 @@ SAMPLED = 100  # one number in so many is looked at to guess the threshold
 PIECE = 1 << 16  # numbers that fit into a core's cache with their magnitudes
 
 
-def num_kept(numel: int, ratio: float) -> int:
-    """k, at least one."""
-    return max(1, round(ratio * numel))
-
-
 class TopK(OneMessage):
     """The k = ratio·n numbers of largest magnitude, of equal ones the first. The message is k int32 and k values, as
     bytes."""
+
+    adds = False
 
     def __init__(self, group: dist.ProcessGroup, ratio: float, *, feedback: bool) -> None:
         super().__init__(group, feedback=feedback)
@@ -232,9 +227,6 @@ class TopK(OneMessage):
     def encode(self, values: Tensor) -> Tensor:
         places = largest(values, num_kept(len(values), self.ratio))
         return torch.cat([places.int().view(torch.uint8), values[places].view(torch.uint8)])
-
-    def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
-        return self.all_gather(message)
 
     def take_out(self, message: Tensor, values: Tensor) -> None:
         places, _ = read_sparse(message, values.dtype)
@@ -288,9 +280,6 @@ class RandomK(OneMessage):
         self.places = draw_places(len(values), num_kept(len(values), self.ratio), self._generator).to(values.device)
         return values[self.places]
 
-    def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
-        return self.all_reduce(message)
-
     def take_out(self, message: Tensor, values: Tensor) -> None:  # noqa: ARG002  the places are here as well
         values[self.places] = 0
 
@@ -330,11 +319,10 @@ class Sign(OneMessage):
     """Eight signs a byte, the first number's in the lowest bit; zero counts as positive. The message ends with the
     scale."""
 
+    adds = False
+
     def encode(self, values: Tensor) -> Tensor:
         return torch.cat([packed(values >= 0), mean_magnitude(values).view(1).view(torch.uint8)])
-
-    def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
-        return self.all_gather(message)
 
     def take_out(self, message: Tensor, values: Tensor) -> None:
         _, scale = read_signs(message, values.dtype)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Size, Tensor
 
 from distlab.compression.compressors import Compressor, Handle
+from distlab.compression.costs import factors
 
 
 class LowRank(Compressor):
@@ -108,10 +109,7 @@ def flat_of(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list
 
 def pays(shape: Size, rank: int) -> bool:
     """Whether a gradient of this shape is smaller as two factors."""
-    if len(shape) < 2:
-        return False
-    height, width = shape[0], shape[1:].numel()
-    return min(rank, height, width) * (height + width) < height * width
+    return factors(shape, rank) < shape.numel()
 
 
 def first_factor(shape: Size, seed: int) -> Tensor:

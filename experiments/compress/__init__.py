@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
-from distlab.compression.compressors import Cast, Compressor, Quantised, RandomK, Sign, TopK
+from distlab.compression.compressors import Cast, Compressor, Quantised, RandomK, Sign, TopK, rank_seed
 from distlab.compression.powersgd import LowRank
 from distlab.config import Config
 from distlab.contract import Build, Mode, Strategy, Variant
@@ -53,12 +53,11 @@ from distlab.workload.model import Model
 from . import pytorch
 from .bugs import mistake
 from .checks import by_the_formula, claims
-from .display import show, summary
 from .options import Options
-from .predictions import OURS, cannot, compare_peak, predict, refuse
-from .reference import rank_seed
+from .predictions import OURS, cannot, compare_peak, predict, refuse, show, summary
 
-Buckets: TypeAlias = type[GradientBuckets]  # a part that a mistake replaces
+Group: TypeAlias = dist.ProcessGroup
+Shapes: TypeAlias = list[Size]  # of the gradients of a bucket
 
 
 # --- the variants ---
@@ -84,76 +83,71 @@ def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
     return Replica(model, config, one_by_one)
 
 
-def compressed(
-    model: Model, mesh: Mesh, config: Config, buckets: Buckets, compressor_of: Callable[[list[Size]], Compressor]
-) -> Strategy:
-    """A replica of which each bucket is summed through a compressor of its own, made for the shapes of its gradients.
-
-    Each does so: values = residual + bucket; a message of them travels; residual = values - what the message says.
-    """
-    begin_alike(model, mesh.group, config)
-    size = config.bucket_mib * 2**20
-    return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce_of=compressor_of))
-
-
 def dense(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Our buckets, whole."""
     begin_alike(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
 
 
-def bf16(model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets) -> Strategy:
+def compressed(compressor_of: Callable[..., Compressor]) -> Build:
+    """A replica of which each bucket is summed through a compressor of its own, made for the shapes of its gradients.
+
+    Each does so: values = residual + bucket; a message of them travels; residual = values - what the message says.
+    """
+
+    def build(
+        model: Model, mesh: Mesh, config: Config, buckets: type[GradientBuckets] = GradientBuckets, **parts: Any
+    ) -> Strategy:
+        begin_alike(model, mesh.group, config)
+        of_bucket = partial(compressor_of, mesh.group, config, config.own(Options), **parts)
+        size = config.bucket_mib * 2**20
+        return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce_of=of_bucket))
+
+    return build
+
+
+@compressed
+def bf16(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
     """8 bits of precision and float32's range."""
-    group, own = mesh.group, config.own(Options)
-    return compressed(model, mesh, config, buckets, lambda _: Cast(group, torch.bfloat16, feedback=own.error_feedback))
+    return Cast(group, torch.bfloat16, feedback=own.error_feedback)
 
 
-def fp16(model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets) -> Strategy:
+@compressed
+def fp16(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
     """11 bits of precision and a small range."""
-    group, own = mesh.group, config.own(Options)
-    return compressed(model, mesh, config, buckets, lambda _: Cast(group, torch.float16, feedback=own.error_feedback))
+    return Cast(group, torch.float16, feedback=own.error_feedback)
 
 
-def int8(
-    model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets,
-    compressor: type[Quantised] = Quantised,
-) -> Strategy:  # fmt: skip
+@compressed
+def int8(group: Group, config: Config, own: Options, _: Shapes, compressor: type[Quantised] = Quantised) -> Compressor:
     """Codes on one scale, rounded at random: each rank draws for itself."""
-    group, own, seed = mesh.group, config.own(Options), rank_seed(config.seed, mesh.group.rank())
-    return compressed(model, mesh, config, buckets, lambda _: compressor(group, seed, feedback=own.error_feedback))
+    return compressor(group, rank_seed(config.seed, group.rank()), feedback=own.error_feedback)
 
 
-def topk(model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets) -> Strategy:
+@compressed
+def topk(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
     """The largest."""
-    group, own = mesh.group, config.own(Options)
-    return compressed(model, mesh, config, buckets, lambda _: TopK(group, own.ratio, feedback=own.error_feedback))
+    return TopK(group, own.ratio, feedback=own.error_feedback)
 
 
-def randomk(
-    model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets, compressor: type[RandomK] = RandomK
-) -> Strategy:  # fmt: skip
+@compressed
+def randomk(group: Group, config: Config, own: Options, _: Shapes, compressor: type[RandomK] = RandomK) -> Compressor:
     """Some: all ranks draw the same."""
-    group, own = mesh.group, config.own(Options)
-    return compressed(
-        model, mesh, config, buckets, lambda _: compressor(group, own.ratio, config.seed, feedback=own.error_feedback)
-    )
+    return compressor(group, own.ratio, config.seed, feedback=own.error_feedback)
 
 
-def sign(model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets) -> Strategy:
+@compressed
+def sign(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
     """One bit."""
-    group, own = mesh.group, config.own(Options)
-    return compressed(model, mesh, config, buckets, lambda _: Sign(group, feedback=own.error_feedback))
+    return Sign(group, feedback=own.error_feedback)
 
 
+@compressed
 def powersgd(
-    model: Model, mesh: Mesh, config: Config, buckets: Buckets = GradientBuckets, compressor: type[LowRank] = LowRank
-) -> Strategy:  # fmt: skip
+    group: Group, config: Config, own: Options, shapes: Shapes, compressor: type[LowRank] = LowRank
+) -> Compressor:
     """Two thin factors."""
-    own = config.own(Options)
-    return compressed(
-        model, mesh, config, buckets,
-        lambda shapes: compressor(mesh.group, shapes, own.low_rank, config.seed, feedback=own.error_feedback),
-    )  # fmt: skip
+    return compressor(group, shapes, own.low_rank, config.seed, feedback=own.error_feedback)
 
 
 def plain(build: Build) -> Build:

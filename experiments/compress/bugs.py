@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.compression.compressors import Compressor, Handle, Quantised, RandomK
+from distlab.compression.compressors import Compressor, Handle, Quantised, RandomK, rank_seed
 from distlab.compression.powersgd import LowRank, first_factor, orthonormal
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
 from distlab.data_parallel.buckets import AllReduceOf, GradientBuckets
 
-from .predictions import METHODS, options_of
-from .reference import rank_seed
+from .options import Options
+from .predictions import METHODS
 
 mistake = Mistakes()
 
@@ -23,25 +23,25 @@ mistake = Mistakes()
 
 def nothing_to_forget(config: Config) -> str:
     """Where all is sent, or what is not sent is dropped on purpose."""
-    if not options_of(config).error_feedback:
+    if not config.own(Options).error_feedback:
         return "LAB_ERROR_FEEDBACK=0: there is none to forget"
     chosen = {name for name in METHODS if not config.variant or name in config.variant}
     return (
-        "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and options_of(config).ratio == 1 else ""
+        "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and config.own(Options).ratio == 1 else ""
     )
 
 
 def every_place(config: Config) -> str:
     """Where there is no choice of places, seeds do not matter."""
-    return "LAB_RATIO=1: all places are drawn" if options_of(config).ratio == 1 else ""
+    return "LAB_RATIO=1: all places are drawn" if config.own(Options).ratio == 1 else ""
 
 
 def few_rows(config: Config) -> str:
     """No gradient of a matrix has a higher rank than the batch has rows, so products of that rank are exact."""
     rows = config.batch * (config.seq if config.model == "gpt" else 1)
-    if options_of(config).low_rank < rows:
+    if config.own(Options).low_rank < rows:
         return ""
-    low_rank = options_of(config).low_rank
+    low_rank = config.own(Options).low_rank
     return f"LAB_LOW_RANK={low_rank}: gradients of {rows} rows have no higher rank, allowed: less than {rows}"
 
 

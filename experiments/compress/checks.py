@@ -1,8 +1,7 @@
 """How a compressor is proven that does not compute what one process computes.
 
 Four steps in float64, watched at every bucket. Rank 0 gets all ranks' gradients, keeps residuals of its own, and
-computes in one process what each should have sent (reference.py; for PowerSGD what its sum has to satisfy,
-properties.py). Then
+computes in one process what each should have sent (reference.py; for PowerSGD what its sum has to satisfy). Then
 
   gradients        what the ranks' gradients add up to, before anything is left out, is that of one process
   formula          the sum that all ranks hold is the sum of what each should have sent, by the paper's formula
@@ -10,9 +9,9 @@ properties.py). Then
   sent + residual  what was sent and what is left over all ranks is what came in: gradients, and residuals of before
   weights          the weights of all steps are those of one process that steps by these sums
   rank             PowerSGD: no matrix of the sum has more than rank r
-  limit            a gradient that the method can say whole comes out as the dense sum (properties.py)
-  range            a gradient beyond 16 bits: the sum stays a number (properties.py)
-  drawn            what is drawn at random has no side that it prefers (properties.py)
+  limit            a gradient that the method can say whole comes out as the dense sum
+  range            a gradient beyond 16 bits: the sum stays a number
+  drawn            what is drawn at random has no side that it prefers
   replicas         all ranks hold the same weights, to the bit
 """
 
@@ -32,9 +31,20 @@ from distlab.workload.model import Model
 from distlab.workload.optimizer import make_optimizer
 from distlab.workload.reference import backward
 
-from .predictions import METHODS, OURS, bucket_members, bucket_shapes, options_of
-from .properties import Projection, check_draws, check_limits, factored
-from .reference import ROUNDING, TINY, Reference, Witness, added, watch_buckets
+from .options import Options
+from .predictions import METHODS, OURS, bucket_members, bucket_shapes
+from .reference import (
+    ROUNDING,
+    TINY,
+    Projection,
+    Reference,
+    Witness,
+    added,
+    check_draws,
+    check_limits,
+    factored,
+    watch_buckets,
+)
 
 PROVEN_STEPS = 4
 LEARNING_RATE = 0.01
@@ -78,7 +88,7 @@ class OneProcess:
 def by_the_formula(lab: Lab, name: str, build: Build) -> None:
     """The proof of one of our variants."""
     config = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
-    method, feedback = OURS[name], options_of(config).error_feedback and name in METHODS
+    method, feedback = OURS[name], config.own(Options).error_feedback and name in METHODS
     strategy = build(lab.model(torch.float64), lab.mesh, config)
     _, witnesses = watch_buckets(strategy)
     shapes = bucket_shapes(config, 8, name)
@@ -143,7 +153,7 @@ def differences(
 
 def check_rank(lab: Lab, name: str, witnesses: list[Witness], shapes: list[list[Size]]) -> None:
     """No matrix of the last sum has a rank above LAB_LOW_RANK."""
-    low_rank = options_of(lab.config).low_rank
+    low_rank = lab.config.own(Options).low_rank
     ranks = [rank_of(witness.total, of, low_rank) for witness, of in zip(witnesses, shapes, strict=True)]
     detail = f"ranks above {low_rank} of a matrix of the sum"
     lab.check("rank", max(0, max(ranks) - low_rank), 0, name, detail)
@@ -175,6 +185,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield Claims(("drawn",), ("int8", "randomk"))
     yield Claims(("rank",), ("powersgd", "powersgd_plain"), one=True)
     yield Claims(("losses beside ours", "gradients beside ours"), BESIDE)
-    if options_of(config).error_feedback:
+    if config.own(Options).error_feedback:
         yield Claims(("sent + residual",), METHODS, one=True)
         yield Claims(("residuals",), METHODS)

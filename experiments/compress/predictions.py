@@ -1,4 +1,6 @@
-"""What compression predicts before it runs: bytes, calls and memory of each variant; and sizes that it cannot take."""
+"""What compression predicts before it runs: bytes, calls and memory of each variant; and sizes that it cannot take.
+After it bytes beside loss, and where top-k stops paying.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,10 +10,18 @@ import torch
 from torch import Size
 
 from distlab.collectives.costs import gloo_all_reduce_messages
-from distlab.compression.costs import FORMULAS, bucket_bytes, bucket_calls, factors, num_kept
+from distlab.compression.costs import (
+    FORMULAS,
+    bucket_bytes,
+    bucket_calls,
+    factors,
+    num_kept,
+    sign_pays_below,
+    topk_pays_below,
+)
 from distlab.compression.powersgd import pays
 from distlab.config import Config
-from distlab.contract import Measured, untrainable
+from distlab.contract import Counted, Measured, untrainable
 from distlab.data_parallel.buckets import layout
 from distlab.lab import Lab
 from distlab.measure.prediction import PYTORCHS, Prediction
@@ -34,11 +44,6 @@ OURS = {
 METHOD_OF = OURS | TORCHS  # of each variant
 
 
-def options_of(config: Config) -> Options:
-    """The settings that this mode alone knows."""
-    return config.own(Options)
-
-
 def refuse(config: Config) -> list[str]:
     """What this mode cannot run: a rank that was asked for and that no matrix can be factored by, before all else."""
     wants_low_rank = not config.variant or any(METHOD_OF.get(name) == "powersgd" for name in config.variant)
@@ -52,7 +57,7 @@ def cannot(config: Config) -> dict[str, str]:
     if config.dtype == "bfloat16":
         reason = "LAB_DTYPE=bfloat16: gradients are of 16 bits already"
         reasons |= dict.fromkeys(("bf16", "fp16", "ddp_fp16"), reason)
-    if not options_of(config).error_feedback:
+    if not config.own(Options).error_feedback:
         reasons |= {f"{name}_plain": f"LAB_ERROR_FEEDBACK=0: {name} is without it already" for name in PLAIN}
     if reason := no_factors(config):
         reasons |= {name: reason for name, method in METHOD_OF.items() if method == "powersgd"}
@@ -61,7 +66,7 @@ def cannot(config: Config) -> dict[str, str]:
 
 def no_factors(config: Config) -> str:
     """Why PowerSGD cannot factor with these settings; empty if it can."""
-    low_rank, side = options_of(config).low_rank, smallest_side(config)
+    low_rank, side = config.own(Options).low_rank, smallest_side(config)
     if low_rank > side:
         what = f"LAB_LOW_RANK={low_rank} is above the smallest side of a weight matrix of this model"
         return f"{what}, allowed: 1 to {side}"
@@ -91,7 +96,7 @@ def bucket_shapes(config: Config, itemsize: int, variant: str = "") -> list[list
 def sent_bytes(config: Config, variant: str, world_size: int) -> float:
     """Bytes that a rank sends in a step, by the formula."""
     itemsize: int = getattr(torch, config.dtype).itemsize
-    ratio, low_rank = options_of(config).ratio, options_of(config).low_rank
+    ratio, low_rank = config.own(Options).ratio, config.own(Options).low_rank
     return math.fsum(
         bucket_bytes(METHOD_OF[variant], world_size, shapes, itemsize, ratio=ratio, low_rank=low_rank)
         for shapes in bucket_shapes(config, itemsize, variant)
@@ -101,7 +106,7 @@ def sent_bytes(config: Config, variant: str, world_size: int) -> float:
 def calls(config: Config, variant: str) -> int:
     """Collectives in a step; `naive` sends numbers and places apart."""
     buckets = bucket_shapes(config, getattr(torch, config.dtype).itemsize, variant)
-    one_by_one = sum(bucket_calls(METHOD_OF[variant], shapes, options_of(config).low_rank) for shapes in buckets)
+    one_by_one = sum(bucket_calls(METHOD_OF[variant], shapes, config.own(Options).low_rank) for shapes in buckets)
     return 2 * one_by_one if variant == "naive" else one_by_one
 
 
@@ -136,18 +141,11 @@ def at_rest(config: Config, name: str) -> Prediction:
     itemsize: int = getattr(torch, config.dtype).itemsize
     adam = config.optimizer == "adamw"
     held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-    residual = options_of(config).error_feedback and name in METHODS
+    residual = config.own(Options).error_feedback and name in METHODS
     value = sum(held.values()) + residual * itemsize * sum(sizes)
     formula = f"{(2 + 2 * adam + residual) * itemsize} x P"
-    return Prediction(
-        name,
-        "rest bytes",
-        "B",
-        formula,
-        (float(value),) * config.world_size,
-        0,
-        shown=PYTORCHS if name in TORCHS else "",
-    )
+    shown = PYTORCHS if name in TORCHS else ""
+    return Prediction(name, "rest bytes", "B", formula, (float(value),) * config.world_size, 0, shown=shown)
 
 
 # The most that a step of a compressor holds, predicted: dp's replica, a residual, and the messages on their way.
@@ -244,9 +242,9 @@ def peak_bytes(name: str, config: Config, passes: list[Happening], *, all_pass: 
     sizes = [shape.numel() for shape in shapes]
     adam, total = config.optimizer == "adamw", sum(sizes)
     held = rest_bytes(0, total, total, itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-    constant = sum(held.values()) + itemsize * total * (options_of(config).error_feedback and name in METHODS)
+    constant = sum(held.values()) + itemsize * total * (config.own(Options).error_feedback and name in METHODS)
     if METHOD_OF[name] == "powersgd":
-        constant += itemsize * sum(factors(shape, options_of(config).low_rank) for shape in shapes)
+        constant += itemsize * sum(factors(shape, config.own(Options).low_rank) for shape in shapes)
     buckets = message_bytes(name, config, sizes, itemsize, all_pass=all_pass)
     alone = constant + max(each.written for _, each in buckets) if name == "naive" else 0.0  # after the passes
     holding = Compressed(constant, [] if name == "naive" else buckets, config.num_microbatches)
@@ -257,8 +255,8 @@ def message_bytes(
     name: str, config: Config, sizes: list[int], itemsize: int, *, all_pass: bool
 ) -> list[tuple[set[str], Message]]:
     """Of each bucket the names of its gradients, and its message."""
-    ranks, ratio = config.world_size, options_of(config).ratio
-    feedback, named, found = options_of(config).error_feedback and name in METHODS, names_of(config), []
+    ranks, ratio = config.world_size, config.own(Options).ratio
+    feedback, named, found = config.own(Options).error_feedback and name in METHODS, names_of(config), []
     for members in bucket_members(config, itemsize, name):
         numel = sum(sizes[index] for index in members)
         if name == "naive":
@@ -292,3 +290,90 @@ def compare_peak(lab: Lab, measured: Mapping[str, Measured]) -> None:
             shown=shown_on(lab.config.device) or (BY_GRADIENTS if most > (1 + TOLERANCE) * predicted else ""),
             control="tests/experiments/test_compress.py::test_a_message_that_is_copied_shows_in_the_peak",
         )  # fmt: skip
+
+
+# --- what is shown of a run: bytes beside loss, and where top-k stops paying ---
+
+WORLDS = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def summary(config: Config) -> str:
+    """One line of what is sent, before it is."""
+    dense = sent_bytes(config, "dense", config.world_size)
+    if not dense:
+        return "one rank has nobody to send to: what is left out and comes later shows all the same"
+    possible = [name for name in METHODS if name not in cannot(config)]
+    parts = [f"{name} {over_dense(config, name, config.world_size):.3f}" for name in possible]
+    return f"a rank sends {dense / 1e6:.3g} MB a step dense; as part of it: {', '.join(parts)}"
+
+
+def show(lab: Lab, measured: Mapping[str, Counted]) -> None:
+    """Tables and charts, from what rank 0 measured."""
+    sent = {name: bytes_of(each) for name, each in measured.items()}
+    by_variant(lab, sent, lab.losses())
+    by_world(lab, sent)
+
+
+def bytes_of(counted: Counted) -> float:
+    """On the wire, or as called where the system has no counters."""
+    traffic = counted.traffic
+    return traffic.wire_bytes if traffic.wire_error is None else traffic.called_bytes
+
+
+def by_variant(lab: Lab, sent: Mapping[str, float], losses: Mapping[str, list[float]]) -> None:
+    """What each variant sends and reaches, and the way there: loss against the bytes that it took."""
+    rows: list[list[str]] = []
+    config = lab.config
+    dense = sent_bytes(config, "dense", config.world_size)
+    samples = config.steps * config.batch
+    for name in sent:
+        formula = sent_bytes(config, name, config.world_size)
+        kilobytes = [f"{value / 1e3:.1f}" for value in (sent[name], formula)]
+        rows.append([name, *kilobytes, part_of(sent[name], dense), figure(losses.get(name, []))])
+    columns = ["variant", "kB a step", "by the formula", "of dense", f"loss after {samples} samples"]
+    lab.table("What each sends, and what it reaches", columns, rows)
+    curves = {
+        name: [[sent[name] * step / 1e6 for step in range(1, len(losses[name]) + 1)], losses[name]]
+        for name in sent
+        if losses.get(name)
+    }
+    lab.chart("Loss by bytes sent", "MB that a rank has sent", "loss", curves, log_x=True)
+
+
+def by_world(lab: Lab, sent: Mapping[str, float]) -> None:
+    """Bytes over dense as N grows, by the formulas, with the points of this run; and from where on top-k sends more."""
+    config, here = lab.config, lab.world_size
+    methods = [name for name in METHODS if name in sent]
+    lines = {name: [over_dense(config, name, worlds) for worlds in WORLDS] for name in methods}
+    points = {name: part_of(sent[name], sent_bytes(config, "dense", here)) for name in methods}
+    columns = ["variant", f"measured, N={here}", *(f"N={worlds}" for worlds in WORLDS)]
+    rows = [[name, points[name], *(f"{value:.3g}" for value in lines[name])] for name in methods]
+    lab.table(
+        f"Bytes sent over dense, with LAB_RATIO={config.own(Options).ratio:g} and"
+        f" LAB_LOW_RANK={config.own(Options).low_rank}",
+        columns,
+        rows,
+    )
+    itemsize = getattr(torch, config.dtype).itemsize
+    lab.say(
+        f"topk sends less than dense below N = {topk_pays_below(config.own(Options).ratio, itemsize):.4g}, "
+        f"sign below N = {sign_pays_below(itemsize)}", "all_gather",
+    )  # fmt: skip
+    series = {name: [[float(worlds) for worlds in WORLDS], values] for name, values in lines.items()}
+    if here > 1:
+        series |= {f"{name}, measured": [[float(here)], [float(points[name])]] for name in methods}
+    lab.chart("Bytes sent over dense", "ranks", "part of dense", series, log_x=True, log_y=True)
+
+
+def over_dense(config: Config, method: str, world_size: int) -> float:
+    """The formula's bytes of a step, as part of the dense sum's."""
+    return sent_bytes(config, method, world_size) / sent_bytes(config, "dense", world_size)
+
+
+def part_of(sent: float, dense: float) -> str:
+    """As part of the dense sum; nothing is sent by one rank alone."""
+    return f"{sent / dense:.4f}" if dense else "-"
+
+
+def figure(values: list[float]) -> str:
+    return f"{values[-1]:.4f}" if values else "-"

@@ -32,7 +32,7 @@ from distlab.mesh.grid import Mesh
 from distlab.verify.proof import check_replicas
 from distlab.workload.model import Model
 
-from .predictions import options_of
+from .options import Options
 
 DENSE_STEPS = 2
 STEPS = 3
@@ -56,8 +56,8 @@ def ddp_powersgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     state = PowerSGDState(
-        mesh.group, options_of(config).low_rank, start_powerSGD_iter=DENSE_STEPS, min_compression_rate=1,
-        use_error_feedback=options_of(config).error_feedback,
+        mesh.group, config.own(Options).low_rank, start_powerSGD_iter=DENSE_STEPS, min_compression_rate=1,
+        use_error_feedback=config.own(Options).error_feedback,
     )  # fmt: skip
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -72,7 +72,7 @@ def ddp_powersgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 def begin_with_ours(state: Any, bucket: dist.GradBucket, config: Config) -> None:
     """Fill the memory in which it looks for P and Q: those of one shape together, in the order of their first."""
-    rank = options_of(config).low_rank
+    rank = config.own(Options).low_rank
     factored = [gradient for gradient in bucket.gradients() if pays(gradient.shape, rank)]
     together = sorted(factored, key=lambda gradient: [other.shape for other in factored].index(gradient.shape))
     like = bucket.buffer()

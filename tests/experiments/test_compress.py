@@ -18,10 +18,17 @@ from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.experiments import compress
 from distlab.experiments.compress.bugs import PerRank
-from distlab.experiments.compress.display import summary
 from distlab.experiments.compress.options import Options
-from distlab.experiments.compress.predictions import METHODS, PLAIN, bucket_shapes, predict, sent_bytes, smallest_side
-from distlab.experiments.compress.properties import Projection
+from distlab.experiments.compress.predictions import (
+    METHODS,
+    PLAIN,
+    bucket_shapes,
+    predict,
+    sent_bytes,
+    smallest_side,
+    summary,
+)
+from distlab.experiments.compress.reference import Projection
 from distlab.rank.preflight import refuse
 from distlab.report import records
 from distlab.testing.warm_ranks import Ranks
