@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.compression.costs import num_kept
-
 
 @dataclass(frozen=True)
 class Handle:
@@ -212,6 +210,11 @@ def rank_seed(seed: int, rank: int) -> int:
 
 SAMPLED = 100  # one number in so many is looked at to guess the threshold
 PIECE = 1 << 16  # numbers that fit into a core's cache with their magnitudes
+
+
+def num_kept(numel: int, ratio: float) -> int:
+    """k, at least one."""
+    return max(1, round(ratio * numel))
 
 
 class TopK(OneMessage):

@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 
 from distlab.collectives.costs import algorithmic_factor
+from distlab.compression.compressors import num_kept
+from distlab.compression.powersgd import factors
 
 Shapes = Sequence[Sequence[int]]  # of the gradients of one bucket
 
@@ -51,20 +53,6 @@ def bucket_calls(method: str, shapes: Shapes, low_rank: int) -> int:
     if method == "powersgd":
         return 1 + any(factors(shape, low_rank) < math.prod(shape) for shape in shapes)
     return 2 if method == "int8" else 1
-
-
-def num_kept(numel: int, ratio: float) -> int:
-    """k of top-k and random-k."""
-    return max(1, round(ratio * numel))
-
-
-def factors(shape: Sequence[int], low_rank: int) -> int:
-    """Numbers that PowerSGD sends for a gradient: r(m + n), or all of it where that is no less."""
-    whole = math.prod(shape)
-    if len(shape) < 2:
-        return whole
-    height, width = shape[0], math.prod(shape[1:])
-    return min(min(low_rank, height, width) * (height + width), whole)
 
 
 def topk_pays_below(ratio: float, itemsize: int = 4) -> float:

@@ -11,6 +11,7 @@ gains, and matrices too small to gain by it, travel whole, in the message of P. 
 what is whole, and all Q.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Size, Tensor
 
 from distlab.compression.compressors import Compressor, Handle
-from distlab.compression.costs import factors
 
 
 class LowRank(Compressor):
@@ -105,6 +105,15 @@ def flat_of(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list
     sizes = [Size(shape).numel() for shape in shapes]
     flat = like.new_empty(sum(sizes))
     return flat, [piece.view(*shape) for shape, piece in zip(shapes, flat.split(sizes), strict=True)]
+
+
+def factors(shape: Sequence[int], low_rank: int) -> int:
+    """Numbers that PowerSGD sends for a gradient: r(m + n), or all of it where that is no less."""
+    whole = math.prod(shape)
+    if len(shape) < 2:
+        return whole
+    height, width = shape[0], math.prod(shape[1:])
+    return min(min(low_rank, height, width) * (height + width), whole)
 
 
 def pays(shape: Size, rank: int) -> bool:

@@ -2,15 +2,15 @@
 
 import pytest
 
+from distlab.compression.compressors import num_kept
 from distlab.compression.costs import (
     FORMULAS,
     bucket_bytes,
     bucket_calls,
-    factors,
-    num_kept,
     sign_pays_below,
     topk_pays_below,
 )
+from distlab.compression.powersgd import factors
 
 SHAPES = [(100, 50), (50,)]  # 5050 numbers
 
