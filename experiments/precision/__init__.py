@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.config import Config
-from distlab.contract import Build, Mode, Strategy, Variant
+from distlab.contract import Build, Mistakes, Mode, Needs, Strategy, Variant
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica, begin_alike
 from distlab.lab import Lab
@@ -47,14 +47,13 @@ from distlab.workload.model import Model
 from distlab.workload.optimizer import make_optimizer
 from distlab.workload.user_model import is_own
 
-from .bugs import mistake
-from .checks import observe, prove
-from .display import show_gradients, show_seen
+from .checks import check_draws, claims, prove, rehearse
+from .display import observe, show_formats, show_gradients, show_seen
 from .options import Options
-from .predictions import SCALED, compare_peak, converted, format_of, predict, refuse, show_formats
-from .rehearsal import check_draws, claims, rehearse
+from .predictions import SCALED, compare_peak, converted, format_of, predict, refuse
 
 Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
+mistake = Mistakes()
 
 
 # --- the variants: all of it in 16 bits ---
@@ -106,6 +105,15 @@ def unscale_then_clip(masters: Masters, scale: float, bound: float | None) -> No
     masters.deliver(scale)
     if bound is not None:
         nn.utils.clip_grad_norm_(masters.parameters, bound)
+
+
+@mistake("unscaled_clip", check="clipped gradients", part="deliver", of=SCALED, needs=Needs(ranks=1))
+def clip_then_unscale(masters: Masters, scale: float, bound: float | None) -> None:
+    """Gradients are clipped while they still carry the scale of the loss: their norm is 65536 times too large, so
+    that what is left after unscaling is far too small."""
+    if bound is not None:
+        nn.utils.clip_grad_norm_(masters.computing, bound)
+    masters.deliver(scale)
 
 
 class MixedPrecision(HalfPrecision):

@@ -5,124 +5,43 @@
   given              what the optimizer is given is what was summed, without the scale, to the bit
   clipped gradients  with LAB_CLIP: what the optimizer is given, unscaled and clipped, against what was summed, clipped
   update             weights against w - lr·g of the gradient that was given, from the weights that the last step left,
-                     in units in the last place: half a unit to the nearest, up to one at random (rehearsal.py)
+                     in units in the last place: half a unit to the nearest, up to one at random (below)
   first masters      masters begin as the float32 weights, to the bit
   copied back        the weights that compute are the masters, rounded
   unscaled           in float32, where nothing under- or overflows: scaled and unscaled again are the same to the bit
   replicas           the same weights on all ranks, to the bit
 
-Scaled variants are rehearsed beside that: overflows are made on purpose (rehearsal.py).
+Scaled variants are rehearsed beside that: overflows are made on purpose (below).
 
 Gradients are compared by the norm of the difference over the norm, in units of the format's epsilon; the tolerances are
 in those units. Plain SGD, as in every proof: Adam would divide an error of scale away.
 """
 
 import copy
+import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from distlab.contract import Build
+from distlab.config import Config
+from distlab.contract import Build, Claims, Mode
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
-from distlab.measure.tensors import largest, largest_difference
-from distlab.precision.mixed_precision import Masters, ulp
-from distlab.verify.proof import check_replicas, summed_losses
+from distlab.measure.tensors import Worst, largest, largest_difference
+from distlab.precision.mixed_precision import ulp
+from distlab.verify.model_statements import sampling_errors
+from distlab.verify.proof import check_replicas
+from distlab.verify.run_all import measured
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model
 from distlab.workload.optimizer import PlainSGD
 from distlab.workload.reference import backward as backward_alone
 
+from .display import flat, gradient_of, remembered
 from .predictions import SCALED, converted
-
-# What 16 bits lost on the way: gradients that became zero, that left the range, and updates that left no trace.
-#
-# Each variant is trained anew and looked at around each update, which the timed steps do not pay for. What underflows
-# is seen against the float32 gradient of the same samples at the same weights, element by element.
-
-
-@dataclass
-class TrainingTrace:
-    """One variant's training: a value a step, of all P elements."""
-
-    shares: list[float | None] = field(default_factory=list)  # of the loss, this rank's
-    losses: list[float] = field(default_factory=list)  # of the batch, on rank 0
-    scales: list[float] = field(default_factory=list)
-    overflowed: list[int] = field(default_factory=list)  # elements of the gradient that are inf or NaN
-    # Share that is zero, and is not in float32: first and last step.
-    underflowed: list[float] = field(default_factory=list)
-    # Share of nonzero gradients whose update left the weight as it was.
-    vanished: list[float] = field(default_factory=list)
-    skipped: int = 0
-
-
-def observe(lab: Lab, name: str, build: Build) -> TrainingTrace:
-    """Train LAB_STEPS steps, and look."""
-    batches, seen = lab.batches(torch.float32), TrainingTrace()
-    strategy = build(lab.model(torch.float32), lab.mesh, lab.config)
-    assert isinstance(strategy, Replica)
-    exact = exact_replica(lab)
-    for step in range(lab.config.steps):
-        lab.at(step, f"{name} observed")
-        parts = lab.dealt(batches, step)
-        seen.scales.append(strategy.scale)
-        seen.shares.append(strategy.backward(parts).item())
-        gradient = gradient_of(strategy)
-        seen.overflowed.append(int((~gradient.isfinite()).sum()))
-        if step in (0, lab.config.steps - 1):
-            lost = (gradient == 0) & (gradient_at(strategy, exact, parts) != 0)
-            seen.underflowed.append(math.nan if seen.overflowed[-1] else lost.double().mean().item())
-        before = flat(remembered(strategy))
-        strategy.update()
-        if strategy.scale < seen.scales[-1]:
-            seen.skipped += 1
-        elif not seen.overflowed[-1]:
-            moved = gradient != 0
-            unmoved = (flat(remembered(strategy)) == before) & moved
-            seen.vanished.append((unmoved.sum() / moved.sum().clamp(min=1)).item())
-        lab.work.advance()
-    seen.losses = summed_losses(lab, seen.shares)
-    return seen
-
-
-def exact_replica(lab: Lab) -> Replica:
-    """A replica in float32, for its gradients alone."""
-    model = lab.model(torch.float32)
-    return Replica(model, lab.config, GradientBuckets(model.parameters(), lab.group, float("inf"), overlap=False))
-
-
-@torch.no_grad()
-def copy_weights(source: Replica, target: Replica) -> None:
-    for theirs, ours in zip(source.model.parameters(), target.model.parameters(), strict=True):
-        ours.copy_(theirs)
-
-
-def gradient_at(strategy: Replica, exact: Replica, parts: list[Microbatch]) -> Tensor:
-    """The float32 gradient over all ranks, at the weights that `strategy` computes with."""
-    copy_weights(strategy, exact)
-    exact.backward(parts)
-    return gradient_of(exact)
-
-
-def gradient_of(replica: Replica) -> Tensor:
-    """The summed gradient as it stands, with its scale, as one vector."""
-    return flat(parameter.grad for parameter in replica.model.parameters())
-
-
-def remembered(replica: Replica) -> list[nn.Parameter]:
-    """The weights from which the next update starts: masters that are kept, or those that compute."""
-    masters: Masters | None = getattr(replica, "masters", None)
-    return masters.parameters if masters and masters.kept else list(replica.model.parameters())
-
-
-def flat(tensors: Iterable[Tensor | None]) -> Tensor:
-    """A copy of all numbers of some tensors as one vector in float64."""
-    return torch.cat([tensor.detach().double().flatten() for tensor in tensors if tensor is not None])
-
 
 SAME_ARITHMETIC, EXACT = 8.0, 16.0  # epsilons: sums in another order; all roundings of a forward and a backward pass
 # To the nearest: half a unit of the 16 bits, and half a unit of the float32 that is rounded, 2^-13 of them in fp16.
@@ -239,13 +158,8 @@ def check_unscaled(lab: Lab, name: str, build: Build, parts: list[Microbatch]) -
     assert isinstance(strategy, Replica)
     for each in (strategy, exact):
         each.backward(parts)
-    lab.check(
-        "unscaled",
-        largest_difference(summed_gradient(strategy), summed_gradient(exact)),
-        0.0,
-        name,
-        control=WRONG_GRADIENTS,
-    )
+    off = largest_difference(summed_gradient(strategy), summed_gradient(exact))
+    lab.check("unscaled", off, 0.0, name, control=WRONG_GRADIENTS)
 
 
 def one_process(model: Model, batch: Microbatch, dtype: torch.dtype, scale: float) -> Tensor:
@@ -269,3 +183,205 @@ def epsilons(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
     """The norm of the difference over the norm, in units of the epsilon of `dtype`."""
     off: float = (torch.linalg.vector_norm(found - wanted) / torch.linalg.vector_norm(wanted)).item()
     return off / torch.finfo(dtype).eps
+
+
+# Overflows made on purpose, and what has to follow: the scale, the step that is not taken, the weights.
+#
+# A run of a few steps may never overflow, and never takes 2000 good steps in a row. So a scaled variant is rehearsed: a
+# loss of one rank that is 2^40 times too large, a single inf and a single NaN in the summed gradient, and good steps
+# between them, two of which are made the 2000th. Of each step
+#
+#     loss scale         scale and count of good steps are those of torch's own rule (torch._amp_update_scale_, which
+#                        GradScaler calls), for the gradients that were seen
+#     skipped            where one is no number, no weight moves and the optimizer is not asked; else it is
+#     clipped gradients  what the optimizer is given is clip(g/S): the scale is gone before the norm is bound
+#     weights            over all steps that are taken, w - lr·clip(g/S) in float64 from the first weights on
+#
+# The norm is bound by LAB_CLIP or CLIP, so that every run sees in which order it clips and unscales.
+
+CLIP = 0.05
+TOO_LARGE = 2.0**40  # fp16 holds 2^-24 to 2^16: what is neither zero nor out of it before is out of it then
+SCALE, GROWTH, BACKOFF, INTERVAL = 65536.0, 2.0, 0.5, 2000  # torch.amp.GradScaler's defaults
+# What each step is, and how many good steps are made to have gone before it; None: those that have.
+REHEARSED_STEPS: tuple[tuple[str, int | None], ...] = (
+    ("a rank", None), ("good", None), ("one inf", INTERVAL - 1), ("good", None), ("good", INTERVAL - 1),
+    ("good", None), ("one nan", None), ("good", None),
+)  # fmt: skip
+CONTROL_OF = {
+    "loss scale": CONTROLS.format("test_a_scale_that_breaks_the_rule_fails_the_run"),
+    "skipped": CONTROLS.format("test_a_step_that_should_be_skipped_fails_the_run"),
+    "clipped gradients": "",  # LAB_BUG=unscaled_clip
+    "weights": WRONG_MASTERS,
+}
+
+
+class Rule:
+    """The scale as torch minds it."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.good = torch.tensor(scale), torch.tensor(0, dtype=torch.int32)
+
+    def adjust(self, *, overflowed: bool) -> None:
+        torch._amp_update_scale_(self.scale, self.good, torch.tensor(float(overflowed)), GROWTH, BACKOFF, INTERVAL)
+
+
+class Rehearsal:
+    """A scaled strategy, the rule, and the largest of each difference so far."""
+
+    def __init__(self, strategy: Replica, witness: Witness, clip: float) -> None:
+        self.strategy, self.witness, self.clip = strategy, witness, clip
+        self.mind = strategy.loss_scale  # type: ignore[attr-defined]
+        self.rule = Rule(strategy.scale)
+        self.exact = flat(remembered(strategy))  # by the formula
+        self.unit = torch.zeros_like(self.exact)  # in the last place, the largest on the way
+        self.taken = 0
+        self.seen = Worst(CONTROL_OF)
+
+    def pretend(self, good_steps: int) -> None:
+        """So many have gone without an overflow."""
+        self.mind.good_steps = good_steps
+        self.rule.good.fill_(good_steps)
+
+    def update(self, *, wanted: bool) -> None:
+        """One update of gradients that hold an overflow if it is `wanted`, and may hold one if not."""
+        gradient, before, scaled_by = summed_gradient(self.strategy), self.weights(), self.strategy.scale
+        self.witness.given = None
+        self.strategy.update()
+        overflowed = not bool(gradient.isfinite().all())
+        self.rule.adjust(overflowed=overflowed)
+        for scale in (self.strategy.scale, self.mind.value):
+            self.seen.note("loss scale", abs(math.log2(scale / self.rule.scale.item())) if scale > 0 else math.inf)
+        self.seen.note("loss scale", abs(self.mind.good_steps - int(self.rule.good)))
+        if overflowed:
+            self.seen.note("skipped", largest_difference(self.weights(), before))
+        if overflowed == (self.witness.given is not None) or (wanted and not overflowed) or scaled_by == 0:
+            self.seen.note("skipped", math.inf)  # a step is taken, or not, against the rule; or nothing was rehearsed
+        if self.witness.given is not None and not overflowed:
+            self.follow(gradient, self.witness.given)
+
+    def follow(self, gradient: Tensor, given: Tensor) -> None:
+        """The step of one process."""
+        off = epsilons(given, clipped(gradient, self.clip), dtype_of(self.strategy))
+        self.seen.note("clipped gradients", off)
+        self.exact = self.exact - LEARNING_RATE * given
+        self.taken += 1
+        held = remembered(self.strategy)
+        self.unit = torch.maximum(self.unit, ulp(self.exact, held[0].dtype))
+        self.seen.note("weights", largest((flat(held) - self.exact) / self.unit) / self.taken)
+
+    def weights(self) -> Tensor:
+        """All that an update may move: what computes, and masters."""
+        return torch.cat([flat(self.strategy.model.parameters()), flat(remembered(self.strategy))])
+
+
+def rehearse(lab: Lab, name: str, build: Build) -> None:
+    """All steps of one scaled variant, on every rank; nothing is sent but gradients."""
+    clip = lab.config.clip or CLIP
+    config = lab.config.model_copy(update={"optimizer": "sgd", "lr": LEARNING_RATE, "clip": clip})
+    strategy = build(lab.model(torch.float32), lab.mesh, config)
+    assert isinstance(strategy, Replica)
+    witness = Witness(strategy.optimizer.param_groups[0]["params"], LEARNING_RATE)
+    strategy.optimizer = witness
+    begins = abs(math.log2(strategy.scale / SCALE))
+    parts = lab.dealt(lab.batches(torch.float32, proof=True), 0)
+    backward(strategy, parts)  # down to a scale that good steps bear
+    found = Rehearsal(strategy, witness, clip)
+    found.seen.note("loss scale", begins)
+    for step, (kind, gone) in enumerate(REHEARSED_STEPS):
+        lab.at(step, f"overflows of {name}")
+        if gone is not None:
+            found.pretend(gone)
+        overflow(strategy, kind, parts, mine=step % lab.world_size == lab.rank)
+        found.update(wanted=kind != "good")
+    overflows = sum(kind != "good" for kind, _ in REHEARSED_STEPS)
+    told = {
+        "loss scale": (
+            0.0,
+            "powers of two and good steps",
+            f"after {len(REHEARSED_STEPS)} steps with {overflows} overflows",
+        ),
+        "skipped": (0.0, "", "of weights in steps that are not taken; infinite where the wrong ones are"),
+        "clipped gradients": (SAME_ARITHMETIC, of_type("epsilons", dtype_of(strategy)), ""),
+        "weights": (1.0, LAST_PLACE, f"a step taken, of {found.taken}"),
+    }
+    for check, (tolerance, unit, detail) in told.items():
+        lab.check(check, found.seen.found[check].value, tolerance, name, detail, unit=unit, control=CONTROL_OF[check])
+
+
+def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: bool) -> None:
+    """One backward pass, good or with something in it that is no number; `mine` if this rank is the one that errs."""
+    if kind == "a rank" and mine:
+        parts = [part._replace(share=part.share * TOO_LARGE) for part in parts]
+    strategy.backward(parts)
+    if kind.startswith("one"):
+        last = [parameter.grad for parameter in strategy.model.parameters() if parameter.grad is not None][-1]
+        last.view(-1)[-1] = float(kind.removeprefix("one "))
+
+
+# Rounding at random, held to what it claims: up with the probability of the way that is left, each time anew.
+#
+# All weights of a variant are set to 1 and are given a gradient whose update is a known share f of the way to bf16's
+# next number, through the variant's own update. Of n weights n·f have to arrive there, give or take the deviation of
+# n draws, √(nf(1 - f)), and two rounds have to agree on f² + (1 - f)² of them: who rounds always down, always to the
+# nearest or draws the same again is off by more than SIGMAS of these. Numbers come from the seed, so a run that holds
+# holds again; among all seeds, one in 10^9 would fail for each share.
+
+SHARES = (0.125, 0.5, 0.75)
+SIGMAS = 6.0
+DRAWS = 2000  # at least, of each share: rounding down is off by √(nf/(1 - f)) deviations, 17 for the smallest share
+STEP = 2.0**-7  # from 1 to bf16's next number
+CONTROL = "tests/experiments/test_precision.py::test_rounding_that_is_biased_fails_the_run"
+
+
+def check_draws(lab: Lab, name: str, build: Build) -> None:
+    """The largest deviation of any share, in sigmas; on every rank, and nothing is sent."""
+    config = lab.config.model_copy(update={"optimizer": "sgd", "lr": LEARNING_RATE, "clip": None})
+    strategy = build(lab.model(torch.float32), lab.mesh, config)
+    assert isinstance(strategy, Replica)
+    worst = 0.0
+    for share in SHARES:
+        rounds = max(2, -(-DRAWS // strategy.model.num_parameters()))
+        ups = [ups_of(strategy, share) for _ in range(rounds)]
+        agreed = torch.cat([one == other for one, other in itertools.pairwise(ups)])
+        worst = max(worst, deviation(torch.cat(ups), share), deviation(agreed, share**2 + (1 - share) ** 2))
+    detail = "the worst of three shares of a unit, of as many draws"
+    lab.check("rounded at random", worst, SIGMAS, name, detail, unit="deviations", control=CONTROL)
+
+
+@torch.no_grad()
+def ups_of(strategy: Replica, share: float) -> Tensor:
+    """Which weights went up, of all that were a share of the way; NaN where one went anywhere else."""
+    for parameter in strategy.model.parameters():
+        parameter.fill_(1.0)
+        parameter.grad = torch.full_like(parameter, -share * STEP / LEARNING_RATE)
+    strategy.update()
+    return (flat(strategy.model.parameters()) - 1.0) / STEP
+
+
+def deviation(happened: Tensor, probability: float) -> float:
+    """How far from its expectation, in standard deviations; infinite where there is something else than 0 and 1."""
+    outcomes = happened.double()
+    if not bool(((outcomes == 0) | (outcomes == 1)).all()):
+        return math.inf
+    return sampling_errors(outcomes.sum().item(), len(outcomes), probability)
+
+
+# What a run of precision has to claim, so that a check that vanishes is missed.
+
+
+def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+    """Of all variants bytes; of those in 16 bits what a format allows, and of scaled ones what an overflow does."""
+    in_16_bits = [name for name in mode.by_hand if name != "fp32"]
+    yield from measured(mode, config, apart=in_16_bits)
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes"), mode.by_hand)
+    if not config.proof:
+        return
+    given = "given" if config.clip is None else "clipped gradients"
+    yield Claims(("replicas",), mode.by_hand)
+    yield Claims(("gradients",), in_16_bits, one=True, times=STEPS)
+    yield Claims(("float64 gradients",), [name for name in in_16_bits if name != "fp16"], one=True, times=STEPS)
+    yield Claims((given, "update"), in_16_bits, times=STEPS)
+    yield Claims(("unscaled", "loss scale", "skipped", "clipped gradients", "weights"), SCALED)
+    yield Claims(("first masters",), ("bf16_master", "fp16_master"))
+    yield Claims(("copied back",), ("bf16_master", "fp16_master"), times=STEPS)
+    yield Claims(("rounded at random",), ("bf16_stochastic",))

@@ -1,9 +1,7 @@
 """What 16 bits predict before they run: bytes sent and held; and the settings that they cannot take."""
 
-import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,7 +11,6 @@ from distlab.contract import Measured, untrainable
 from distlab.data_parallel.buckets import layout
 from distlab.lab import Lab
 from distlab.measure.prediction import Prediction
-from distlab.precision.mixed_precision import LossScale
 from distlab.sharded.costs import Happening, Replicated, adamw_scratch_bytes, pass_peak, rest_bytes, shown_on
 from distlab.verify.counted import outlined
 from distlab.workload.data import Microbatch
@@ -34,75 +31,34 @@ def refuse(config: Config) -> list[str]:
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes of one step of each variant, and what stands in memory between two steps, a value a rank."""
-    numels = [parameter.numel() for parameter in outline(config).parameters()]
+    ranks, numels = config.world_size, [parameter.numel() for parameter in outline(config).parameters()]
     predictions = []
     for name in NAMES:
-        itemsize = 4 if name == "fp32" else 2
+        itemsize = format_of(name).itemsize
         sizes = [numel * itemsize for numel in numels]
         buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
-        messages = sum(gloo_all_reduce_messages(config.world_size, size) for size in buckets)
-        total = all_reduce_bytes("gloo", config.world_size, sum(numels) * itemsize)
-        value = (total,) * config.world_size
-        predictions.append(
-            Prediction(
-                name, "wire bytes", "B", f"2(N-1)/N x {itemsize}P", value, len(buckets),
-                messages=(messages,) * config.world_size,
-            )
-        )  # fmt: skip
+        value = (all_reduce_bytes("gloo", ranks, sum(sizes)),) * ranks
+        messages = (sum(gloo_all_reduce_messages(ranks, size) for size in buckets),) * ranks
+        formula = f"2(N-1)/N x {itemsize}P"
+        predictions.append(Prediction(name, "wire bytes", "B", formula, value, len(buckets), messages=messages))
     return predictions + [at_rest(config, name, numels) for name in NAMES]
 
 
-def at_rest(config: Config, name: str, numels: list[int]) -> Prediction:
-    """Weights, gradients, masters and moments; who steps float32 copies has its moments in float32, too."""
+def held_bytes(config: Config, name: str, numels: list[int]) -> dict[str, float]:
+    """Weights, gradients, masters and moments by class; who steps float32 copies has its moments in float32, too."""
     total, adam = sum(numels), config.optimizer == "adamw"
-    masters = name.endswith("_master") or name in COPIED
-    itemsize = 4 if name == "fp32" else torch.bfloat16.itemsize
-    like = {"itemsize": itemsize, "moments": 2 * adam, "num_tensors": adam * len(numels)}
-    held = sum(rest_bytes(0, total, total, masters=masters, **like).values())
-    if name in COPIED:
-        held -= 4 * total  # the copies themselves are gone by then
+    return rest_bytes(
+        0, total, total, masters=in_float32(name), itemsize=format_of(name).itemsize, moments=2 * adam,
+        num_tensors=adam * len(numels),
+    )  # fmt: skip
+
+
+def at_rest(config: Config, name: str, numels: list[int]) -> Prediction:
+    """What stands in memory: of float32 copies that are not kept nothing."""
+    total, adam = sum(numels), config.optimizer == "adamw"
+    held = sum(held_bytes(config, name, numels).values()) - (4 * total if name in COPIED else 0)
     formula = f"{round((held - 4 * adam * len(numels)) / total)} x P"
     return Prediction(name, "rest bytes", "B", formula, (float(held),) * config.world_size, 0)
-
-
-# The formats, from their own definitions, what each makes of a gradient of 1e-8, and samples in one of them.
-
-FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SMALL = 1e-8
-
-
-def show_formats(lab: Lab) -> None:
-    """Both tables."""
-    columns = [
-        "format",
-        "exponent bits",
-        "fraction bits",
-        "largest",
-        "smallest normal",
-        "smallest of all",
-        "1 and its next",
-    ]
-    lab.table("The formats", columns, [[name, *described(dtype)] for name, dtype in FORMATS.items()])
-    lab.table(
-        f"A gradient of {SMALL:g}",
-        ["kept in", "is read as"],
-        [[name, f"{value:.3g}"] for name, value in small_number_in_formats().items()],
-    )
-
-
-def described(dtype: torch.dtype) -> list[Any]:
-    """Bits, range and precision, from torch.finfo."""
-    limits = torch.finfo(dtype)
-    fraction = -round(math.log2(limits.eps))
-    powers = [f"2^{round(math.log2(value))}" for value in (limits.smallest_normal, limits.smallest_normal * limits.eps)]
-    return [limits.bits - 1 - fraction, fraction, f"{limits.max:.6g}", *powers, f"1 + 2^-{fraction}"]
-
-
-def small_number_in_formats() -> dict[str, float]:
-    """1e-8, written to each format and read again; scaled, it is divided by the scale in float32."""
-    gradient, scale = torch.tensor(SMALL), LossScale().value
-    values = {name: gradient.to(dtype).item() for name, dtype in FORMATS.items()}
-    return values | {f"fp16, scaled by {scale:g}": ((gradient * scale).to(torch.float16).float() / scale).item()}
 
 
 def converted(microbatch: Microbatch, dtype: torch.dtype) -> Microbatch:
@@ -126,19 +82,21 @@ def format_of(name: str) -> torch.dtype:
     return torch.float32 if name == "fp32" else torch.float16 if name.startswith("fp16") else torch.bfloat16
 
 
+def in_float32(name: str) -> bool:
+    """Whether a variant that computes in 16 bits is stepped in float32."""
+    return name.endswith("_master") or name in COPIED
+
+
 def peak_bytes(name: str, config: Config, passes: list[Happening]) -> float:
     """Weights, masters, moments and gradients of variant `name`, and the highest of the passes or of the update."""
     sizes = [parameter.numel() for parameter in outline(config).parameters()]
     adam, total, itemsize = config.optimizer == "adamw", sum(sizes), format_of(name).itemsize
-    in_float32 = name.endswith("_master") or name in COPIED
-    held = rest_bytes(
-        0, total, total, itemsize=itemsize, moments=2 * adam, masters=in_float32, num_tensors=adam * len(sizes)
-    )
+    held = held_bytes(config, name, sizes)
     copies = 4 * total if name in COPIED else 0  # which an update makes, and which are counted as masters above
     constant = held["parameters"] + held["optimizer"] - copies
     in_passes = pass_peak(passes, Replicated(constant, held["gradients"], itemsize, in_buckets=True))
-    update = constant + held["gradients"] + copies + (4 * total if in_float32 else 0)
-    stepped = update + adam * adamw_scratch_bytes(sizes, 4 if in_float32 else itemsize)
+    update = constant + held["gradients"] + copies + (4 * total if in_float32(name) else 0)
+    stepped = update + adam * adamw_scratch_bytes(sizes, 4 if in_float32(name) else itemsize)
     back = max(rounded_back(name, sizes), default=0.0)
     return max(in_passes, stepped, update + back)
 
