@@ -191,7 +191,6 @@ class Quantised(OneMessage):
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """A seed of this rank's own."""
     return 1_000_003 * seed + rank
 
 
@@ -243,7 +242,6 @@ class TopK(OneMessage):
 
 
 def read_sparse(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Places and values of a top-k message of bytes."""
     end = len(message) // (4 + dtype.itemsize) * 4
     return message[:end].clone().view(torch.int32), message[end:].clone().view(dtype)  # a copy starts where views may
 

@@ -62,7 +62,6 @@ class LowRank(Compressor):
         return Handle(end)
 
     def second_half(self, factors: "Factors", values: Tensor) -> None:
-        """Q from P', and its sum."""
         matrices, _ = self.members(values)
         for matrix, p, q in zip(matrices, factors.ps, factors.qs, strict=True):
             p.copy_(orthonormal(p))
@@ -71,7 +70,6 @@ class LowRank(Compressor):
             dist.all_reduce(factors.right, group=self.group)
 
     def decode(self, factors: "Factors", bucket: Tensor) -> None:
-        """Write the products, and what was sent whole."""
         matrices, whole = self.members(bucket)
         for matrix, p, q in zip(matrices, factors.ps, factors.qs, strict=True):
             torch.mm(p, q.T, out=matrix)

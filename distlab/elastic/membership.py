@@ -28,8 +28,6 @@ BEGIN = "begin"  # in front of why all are called: to something new
 
 
 class Member(NamedTuple):
-    """One process: a rank that comes back is another."""
-
     rank: int
     life: int
 
@@ -82,7 +80,6 @@ class MembershipMessages:
         self.asking, self._here, self._calls, self._views = {}, {}, {}, []
 
     def news(self) -> None:
-        """Take in what has come, without a wait."""
         while not self.lines.heard.empty():
             self._listen(0)
 
@@ -95,7 +92,6 @@ class MembershipMessages:
         return self._done >= self.view.number > 0 or bool(self.begun())
 
     def _listen(self, timeout_s: float) -> None:
-        """Take in all that has come, or what comes within `timeout_s`."""
         wait_s = timeout_s
         while True:
             try:
@@ -224,7 +220,6 @@ class Membership(MembershipMessages):
                 )
 
     def _lead(self, why: str, there: list[Member], called: set[Member], report: Report, decide: Decide) -> View | None:
-        """Call all, and decide once all have come."""
         newest = max(self._here.values(), key=lambda here: int(here["number"]), default=None)
         if newest is not None and newest["number"] > self.view.number:  # it knows of members that this one does not
             known = [Member(*each) for each in newest["members"]]

@@ -22,8 +22,6 @@ MAX_BYTES = 1 << 20  # of one message
 
 
 class Address(NamedTuple):
-    """Where a rank listens: for lines, and as the host of a store."""
-
     ip: str
     port: int
     store_port: int
@@ -62,7 +60,6 @@ def whole(value: Any) -> bool:
 
 
 def members(value: Any) -> bool:
-    """Ranks with their lives."""
     return isinstance(value, list) and all(
         isinstance(each, list) and len(each) == 2 and all(map(whole, each)) for each in value
     )
@@ -104,7 +101,6 @@ def is_right(message: Any) -> bool:
 
 
 def written(message: Message) -> bytes:
-    """A message as it goes over a line."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -151,7 +147,6 @@ class Lines:
 
     @property
     def me(self) -> Who:
-        """This process, in the life that it is in now."""
         return Who(self.rank, self.life)
 
     # --- what the main thread asks for ---
@@ -178,7 +173,6 @@ class Lines:
             return {rank: line.who.life for rank, line in self._lines.items()}
 
     def filenos(self) -> set[int]:
-        """The descriptors of all that is open here."""
         with self._lock:
             return {connection.fileno() for connection in (*self._connections, *self._door.sockets())}
 
@@ -195,7 +189,6 @@ class Lines:
             self.heard.get()
 
     def close(self) -> None:
-        """End the thread, and all lines."""
         self._closed = True
         self._thread.join()
         self.hang_up()
@@ -315,5 +308,4 @@ class Lines:
 
 
 def purpose(rank: int) -> str:
-    """What the port of a rank is for."""
     return f"line to rank {rank}"

@@ -33,14 +33,11 @@ from distlab.transport.store import KeyedStore
 
 
 class Open(NamedTuple):
-    """One socket of this process."""
-
     descriptor: int
     inode: int
 
 
 def sockets() -> set[Open]:
-    """All that are open."""
     found = set()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # that of the listing itself

@@ -49,7 +49,6 @@ def keeper(place: int, size: int) -> int | None:
 
 
 def wards(place: int, size: int) -> list[int]:
-    """The numbers of the members whose copies `place` keeps."""
     return [each for each in range(size) if keeper(each, size) == place]
 
 
@@ -76,7 +75,6 @@ def lacking(wanted: Range, has: Iterable[Range]) -> list[Range]:
 
 
 def gaps(has: Mapping[int, Sequence[Range]], total: int) -> list[Range]:
-    """What of `total` numbers nobody has."""
     return lacking((0, total), [each for ranges in has.values() for each in ranges])
 
 
@@ -118,7 +116,6 @@ class Version(NamedTuple):
 
     @classmethod
     def told(cls, words: Sequence[Any]) -> "Version":
-        """As it came over JSON."""
         return cls(int(words[0]), int(words[1]), tuple(words[2]))
 
 
@@ -138,7 +135,6 @@ class HeldVersion(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes."""
         storages = [tensor.untyped_storage() for tensor in self.parts.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

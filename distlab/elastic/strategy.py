@@ -146,7 +146,6 @@ class Survivor:
                 self.take(state, int(plan["applied"]))
 
     def state(self) -> Tensor:
-        """A copy of all that a newcomer needs, as one vector."""
         return torch.cat([self.piece.weights, self.piece.moments.flatten(), self.history.flatten()])
 
     def take(self, state: Tensor, applied: int) -> None:
@@ -160,11 +159,9 @@ class Survivor:
     # --- what a restart needs ---
 
     def save(self, path: Path, group: Regroup) -> None:  # noqa: ARG002  every replica has all
-        """Write all to a disk."""
         write_whole(path, {"applied": self.applied, "state": self.state()})
 
     def load(self, path: Path) -> None:
-        """Go on from what `save` wrote."""
         saved = torch.load(path)
         self.take(saved["state"], saved["applied"])
 
@@ -300,7 +297,6 @@ class ShardedSurvivor(Survivor):
         }  # fmt: skip
 
     def ranges(self, version: Version, rank: int) -> list[Range]:
-        """What `rank` has of a version."""
         if not version.ranks:
             return [(0, self.total)]
         return owned_ranges(self.total, version.ranks, copies=self.copies)[rank]
@@ -328,7 +324,6 @@ class ShardedSurvivor(Survivor):
         self.recuts.append(Recut(Version.told(plan["version"]), has, tuple(ranks), plan["restored"], received_bytes))
 
     def state(self) -> Tensor:
-        """A copy of what all members have alike: weights and history."""
         return torch.cat([self.piece.weights, self.history.flatten()])
 
     def moments(self, group: Regroup) -> Tensor:

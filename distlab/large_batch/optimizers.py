@@ -178,17 +178,14 @@ class Lamb(Layerwise):
 
 
 def unscaled(k: float) -> float:  # noqa: ARG001
-    """The base rate."""
     return 1.0
 
 
 def sqrt(k: float) -> float:
-    """√k times the base rate."""
     return math.sqrt(k)
 
 
 def linear(k: float) -> float:
-    """k times the base rate."""
     return float(k)
 
 

@@ -28,8 +28,6 @@ START, PUSH, LEAVE = "start", "push", "leave"
 
 
 class Event(NamedTuple):
-    """What happened to one worker."""
-
     kind: str  # START, PUSH or LEAVE
     worker: int
     steps: int  # granted, delivered or lost
@@ -52,7 +50,6 @@ class ParameterServer:
 
     @property
     def spent(self) -> bool:
-        """Whether no step is left to grant."""
         return self.budget <= 0
 
     def lead(self, worker: int) -> int:
@@ -204,7 +201,6 @@ class Server:
             return granted
 
     def push(self, worker: int, number: int, update: Tensor, loss: float) -> None:
-        """Apply an update."""
         with self._changed:
             self._wait(worker, lambda: self.rules.may_push(worker), "push")
             self.rules.push(worker, number, update)
@@ -247,8 +243,6 @@ class Client(Protocol):
 
 
 class Local:
-    """The client on the server's own rank."""
-
     def __init__(self, server: Server, worker: int) -> None:
         self.server, self.worker = server, worker
 
@@ -301,7 +295,6 @@ class Remote:
 
 
 def header(what: int = 0, number: int = 0, most: int = 0, loss: float = 0.0) -> Tensor:
-    """The first part of a message."""
     return torch.tensor([what, number, most, loss], dtype=torch.float64)
 
 

@@ -89,7 +89,6 @@ class LossScale:
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether there is neither an inf nor a NaN."""
     return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 

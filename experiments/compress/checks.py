@@ -86,7 +86,6 @@ class OneProcess:
 
 
 def by_the_formula(lab: Lab, name: str, build: Build) -> None:
-    """The proof of one of our variants."""
     config = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
     method, feedback = OURS[name], config.own(Options).error_feedback and name in METHODS
     strategy = build(lab.model(torch.float64), lab.mesh, config)
@@ -152,7 +151,6 @@ def differences(
 
 
 def check_rank(lab: Lab, name: str, witnesses: list[Witness], shapes: list[list[Size]]) -> None:
-    """No matrix of the last sum has a rank above LAB_LOW_RANK."""
     low_rank = lab.config.own(Options).low_rank
     ranks = [rank_of(witness.total, of, low_rank) for witness, of in zip(witnesses, shapes, strict=True)]
     detail = f"ranks above {low_rank} of a matrix of the sum"

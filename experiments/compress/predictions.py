@@ -51,7 +51,6 @@ def refuse(config: Config) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """The variants that these settings leave no sense, and a reason for each."""
     reasons: dict[str, str] = {}
     if config.dtype == "bfloat16":
         reason = "LAB_DTYPE=bfloat16: gradients are of 16 bits already"
@@ -75,7 +74,6 @@ def no_factors(config: Config) -> str:
 
 
 def smallest_side(config: Config) -> int:
-    """Of all weight matrices."""
     return min(min(p.shape[0], p.shape[1:].numel()) for p in outline(config).parameters() if p.dim() > 1)
 
 
@@ -87,13 +85,11 @@ def bucket_members(config: Config, itemsize: int, variant: str = "") -> list[lis
 
 
 def bucket_shapes(config: Config, itemsize: int, variant: str = "") -> list[list[Size]]:
-    """The shapes of the gradients in each bucket, in the order of the bucket."""
     shapes = [parameter.shape for parameter in outline(config).parameters()]
     return [[shapes[index] for index in bucket] for bucket in bucket_members(config, itemsize, variant)]
 
 
 def sent_bytes(config: Config, variant: str, world_size: int) -> float:
-    """Bytes that a rank sends in a step, by the formula."""
     itemsize: int = getattr(torch, config.dtype).itemsize
     ratio, low_rank = config.own(Options).ratio, config.own(Options).low_rank
     return math.fsum(
@@ -253,7 +249,6 @@ def peak_bytes(name: str, config: Config, passes: list[Happening], *, all_pass: 
 def message_bytes(
     name: str, config: Config, sizes: list[int], itemsize: int, *, all_pass: bool
 ) -> list[tuple[set[str], Message]]:
-    """Of each bucket the names of its gradients, and its message."""
     ranks, ratio = config.world_size, config.own(Options).ratio
     feedback, named, found = config.own(Options).error_feedback and name in METHODS, names_of(config), []
     for members in bucket_members(config, itemsize, name):
@@ -297,7 +292,6 @@ WORLDS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def summary(config: Config) -> str:
-    """One line of what is sent, before it is."""
     dense = sent_bytes(config, "dense", config.world_size)
     if not dense:
         return "one rank has nobody to send to: what is left out and comes later shows all the same"
@@ -307,14 +301,12 @@ def summary(config: Config) -> str:
 
 
 def show(lab: Lab, measured: Mapping[str, Counted]) -> None:
-    """Tables and charts, from what rank 0 measured."""
     sent = {name: bytes_of(each) for name, each in measured.items()}
     by_variant(lab, sent, lab.losses())
     by_world(lab, sent)
 
 
 def bytes_of(counted: Counted) -> float:
-    """On the wire, or as called where the system has no counters."""
     traffic = counted.traffic
     return traffic.wire_bytes if traffic.wire_error is None else traffic.called_bytes
 

@@ -102,14 +102,12 @@ class Reference:
 
 
 def masked(values: Tensor, places: Tensor) -> Tensor:
-    """`values` at `places`, zero elsewhere."""
     sparse = torch.zeros_like(values)
     sparse[places] = values[places]
     return sparse
 
 
 def added(tensors: list[Tensor]) -> Tensor:
-    """Their sum, in rank order."""
     return sum(tensors[1:], tensors[0])
 
 

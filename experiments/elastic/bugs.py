@@ -36,7 +36,6 @@ def unsaved(config: Config) -> str:
 
 
 def needs_loss(variant: str, ranks: int = 2, unless: Callable[[Config], str] = unlost) -> Needs:
-    """A run of `variant` in which a rank dies where it shows."""
     return Needs(ranks=ranks, proof=False, variants=(variant,), unless=unless)
 
 

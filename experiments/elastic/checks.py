@@ -34,7 +34,6 @@ RULE = (
 
 
 def members_at(record: list[list[Any]], step: int) -> list[int]:
-    """Who was in at `step`, by the membership record."""
     members: list[int] = [ranks for first, ranks in record if first <= step][-1]
     return members
 
@@ -55,7 +54,6 @@ def replay(lab: Lab, record: list[list[Any]], steps: int) -> tuple[Snapshot, lis
 
 
 def named(vector: Tensor, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """The numbers [P] of a model, parameter by parameter."""
     parts = vector.split([each.numel() for each in like.values()])
     return [(name, part.view_as(each)) for part, (name, each) in zip(parts, like.items(), strict=True)]
 
@@ -72,7 +70,6 @@ def owners(lab: Lab, record: list[list[Any]], steps: int) -> Tensor:
 
 
 def check_claims(lab: Lab, course: Course) -> None:
-    """What each member claims, and the first of them for all."""
     name, training = course.policy.name, course.training
     if not course.policy.restarts:  # where all start again
         detail = "updates that this rank had applied and that do not stand"
@@ -231,7 +228,6 @@ def step_bytes(lab: Lab, policy: Policy, training: Survivor) -> tuple[float, str
 
 
 def parts(training: ShardedSurvivor, place: int, size: int) -> tuple[int, int]:
-    """How many numbers are this member's own, and of how many it keeps copies."""
     lengths = [end - begin for begin, end in (part(training.total, each, size) for each in range(size))]
     return lengths[place], sum(lengths[each] for each in wards(place, size)) if training.copies else 0
 
@@ -331,7 +327,6 @@ def placed(record: list[list[Any]]) -> str:
 
 
 def event_row(event: Event) -> list[Any]:
-    """An event as a row of the table."""
     agreed, after = (1000 * (at - event.began_at) for at in (event.agreed_at, event.next_step_at or event.agreed_at))
     redone = max(0, event.applied_before - event.applied)
     members = [" ".join(map(str, ranks)) for ranks in (event.before, event.after)]

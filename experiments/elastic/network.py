@@ -80,7 +80,6 @@ class Net:
         self.membership.forget()
 
     def close(self) -> None:
-        """All is said: end the thread of the lines."""
         self.group.leave()
         self.lines.close()
 
@@ -90,7 +89,6 @@ class Net:
 
 
 def open_net(lab: Lab) -> Net:
-    """Lines between all ranks; one that has come back has none yet."""
     ip, secret, addresses = lab.hooks.own_ip, lab.hooks.secret, lab.hooks.addresses
     lines = Lines(lab.rank, ip, secret, lab.hooks.turned_away)
     store = HostedStore(ip, secret, STORE_S, turned_away=lab.hooks.turned_away)

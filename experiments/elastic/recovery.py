@@ -29,8 +29,6 @@ MEMBER, SPARE, NOBODY = "member", "spare", "nobody"  # what a rank outside asks 
 
 
 class Policy(NamedTuple):
-    """What a variant does about a loss."""
-
     name: str
     restarts: bool = False  # all begin again from the last checkpoint
     spares: int = 0  # ranks that wait outside from the start
@@ -45,7 +43,6 @@ class Policy(NamedTuple):
 
     @property
     def saves(self) -> bool:
-        """Whether there are checkpoints."""
         return self.restarts or self.sharded
 
     @property
@@ -64,8 +61,6 @@ NONE = -1  # in place of a hash, which is never negative
 
 
 class Audit(Corruption):
-    """The audits of one variant, in one rank."""
-
     def __init__(self, lab: Lab, name: str) -> None:
         super().__init__(lab, {}, lab.config.audited_every)
         self.name = name
@@ -73,7 +68,6 @@ class Audit(Corruption):
         self._ranks: list[int] = []
 
     def enter(self, group: Regroup, ranks: Sequence[int], training: Survivor) -> None:
-        """From here on these are in."""
         self._group, self._ranks = group, list(ranks)
         compared = training.alike("weights") if len(ranks) >= LEAST else []
         self.holders[self.name] = {parameter: sorted(ranks) for parameter, _ in compared}
@@ -95,12 +89,10 @@ class Audit(Corruption):
         ]
 
     def tell(self, name: str, step: int, odd: list[Odd], sentence: str) -> None:
-        """All know it; the first member tells."""
         if self.lab.rank == self._ranks[0]:
             super().tell(name, step, odd, sentence)
 
     def decide(self) -> None:
-        """Each member's check of what it saw."""
         if self.audits[self.name]:
             self.decide_one(self.name)
 
@@ -221,8 +213,6 @@ class Course:
         self.moments: torch.Tensor | None = None
 
     def fresh(self) -> Survivor:
-        """A training of which no step is done."""
-
         def at(moment: str) -> None:
             self.computed += moment == COMPUTED
             if len(self.net.membership.view.members) > 1:  # the last one dies only if you kill it
@@ -259,7 +249,6 @@ class Course:
         return self.regroup(f"lost: {why}", view)
 
     def enter(self, view: View) -> None:
-        """Make the view's group, and have what its members have."""
         self.record = view.plan["record"]
         self.net.form(view)
         self.training.enter(self.net.group, view.ranks, view.plan)

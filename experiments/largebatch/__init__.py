@@ -107,7 +107,6 @@ def distance_of_k_steps(dense: Model, stream: Stream, config: Config, rate: floa
 
 
 def run(lab: Lab, recipe: type[Recipe] = Recipe) -> None:
-    """The settings, the proof, the sweep, and what was found."""
     followed = {name: recipe(*each) for name, each in chosen(lab.config).items()}
     show_settings(lab, list(followed))
     if lab.config.proof:

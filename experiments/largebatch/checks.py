@@ -127,7 +127,6 @@ def lamb(w: Tensor, g: Tensor, m: Tensor, v: Tensor, rate: float, t: int) -> tup
 
 
 def length(tensor: Tensor) -> float:
-    """Its Euclidean norm."""
     return math.sqrt(float((tensor * tensor).sum()))
 
 
@@ -180,7 +179,6 @@ def check_step(lab: Lab, name: str, trainee: Trainee, before: State, step: int, 
 
 
 def relative(found: Tensor, wanted: Tensor, size: Tensor) -> float:
-    """The length of the difference as a share of `size`."""
     return float((found - wanted).norm() / size.clamp(min=torch.finfo(torch.float64).tiny))
 
 

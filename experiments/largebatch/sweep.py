@@ -47,7 +47,6 @@ def multiples(config: Config) -> list[int]:
 
 
 def refuse(config: Config, recipes: Mapping[str, Recipe]) -> list[str]:
-    """Sentences about settings that this mode cannot run."""
     if config.model == "line":
         return ["LAB_MODEL='line' has one batch of 32 points, of which there is no multiple, allowed: mlp, gpt"]
     if is_own(config.model):
@@ -107,8 +106,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
 
 
 class SweepResults(NamedTuple):
-    """The results of a sweep."""
-
     losses: dict[str, dict[int, list[float]]]  # held-out, by recipe and k, a value a seed
     untrained: float  # the mean held-out loss before the first step
     counted: Counted  # of one step at the largest k
@@ -141,7 +138,6 @@ def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
 
 
 def trainees(lab: Lab, recipes: Mapping[str, Recipe], streams: Mapping[int, Stream], k: int) -> Runs:
-    """A training for each recipe and each seed."""
     config, dtype = lab.config, getattr(torch, lab.config.dtype)
     return {
         (name, seed): Trainee(
@@ -153,7 +149,6 @@ def trainees(lab: Lab, recipes: Mapping[str, Recipe], streams: Mapping[int, Stre
 
 
 def in_lockstep(lab: Lab, runs: Runs) -> Lockstep:
-    """The trainings of one k, each named by recipe and seed."""
     return Lockstep({f"{name} {seed}": trainee for (name, seed), trainee in runs.items()}, lab.group)
 
 
@@ -235,7 +230,6 @@ def check_replicas(lab: Lab, lockstep: Lockstep) -> None:
 
 
 def show_settings(lab: Lab, recipes: Sequence[str]) -> None:
-    """The model, every k with its effective batch, and the base rates."""
     config, ks = lab.config, multiples(lab.config)
     total = config.steps * config.batch
     lab.say(f"{outline(config).describe()}: {total} samples for every k, {SEEDS} seeds, {config.dtype}", "model")
@@ -285,7 +279,6 @@ def learned(losses: list[float], untrained: float) -> bool:
 
 
 def cell(losses: list[float], untrained: float) -> str:
-    """Mean, least and most."""
     if not learned(losses, untrained):
         return "diverged"
     return f"{fmean(losses):.3g} ({min(losses):.3g} to {max(losses):.3g})"
@@ -299,7 +292,6 @@ def widest_spread(found: SweepResults) -> float:
 
 
 def broken(losses: dict[int, list[float]], spread: float, untrained: float) -> str:
-    """The break-down of one recipe, by the spread or because it diverged."""
     bound = fmean(losses[1]) * (1 + SPREADS * spread)
     worse = [k for k, values in sorted(losses.items()) if not (learned(values, untrained) and fmean(values) <= bound)]
     return f"k = {worse[0]}" if worse else f"none up to {max(losses)}"

@@ -51,7 +51,6 @@ def warmup_steps(steps: int) -> int:
 
 
 def base_rate(config: Config) -> float:
-    """LAB_LR, or this mode's own for SGD."""
     return config.lr or SGD_RATE
 
 
@@ -126,7 +125,6 @@ class Trainee:
             (self.model(inputs, targets) * share).backward()
 
     def update(self, step: int) -> None:
-        """One step at the recipe's rate."""
         set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, self.steps))
         self.optimizer.step()
 
@@ -154,7 +152,6 @@ class Lockstep:
         self.buckets.finish()
 
     def update(self, step: int) -> None:
-        """One step of every trainee."""
         for trainee in self.trainees.values():
             trainee.update(step)
 

@@ -80,13 +80,11 @@ class HalfPrecision(Replica):
 
 
 def bf16(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """In bf16."""
     begin_alike(model, mesh.group, config)
     return HalfPrecision(model, mesh.group, config, torch.bfloat16)
 
 
 def fp16(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """In fp16."""
     begin_alike(model, mesh.group, config)
     return HalfPrecision(model, mesh.group, config, torch.float16)
 
@@ -193,7 +191,6 @@ def prove_16_bit(lab: Lab, name: str, build: Build) -> None:
 
 
 def run(lab: Lab) -> None:
-    """The formats, proof and measure, then what was lost on the way."""
     config, predictions = lab.config, predict(lab.config)
     sizes = "line" if config.model == "line" else f"width {config.width}, depth {config.depth}"
     lab.say(f"{sizes}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict")

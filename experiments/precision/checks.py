@@ -69,7 +69,6 @@ class Witness(PlainSGD):
 
 
 def prove(lab: Lab, name: str, build: Build) -> None:
-    """Two steps of one variant."""
     config = lab.config.model_copy(update={"optimizer": "sgd", "lr": LEARNING_RATE})
     batches = lab.batches(torch.float32, proof=True)
     strategy = build(lab.model(torch.float32), lab.mesh, config)
@@ -141,7 +140,6 @@ def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start
 
 
 def clipped(gradient: Tensor, clip: float) -> Tensor:
-    """The gradient, no longer than `clip`."""
     return gradient.mul(min(1.0, clip / gradient.norm().item()))
 
 
@@ -170,7 +168,6 @@ def one_process(model: Model, batch: Microbatch, dtype: torch.dtype, scale: floa
 
 
 def dtype_of(strategy: Replica) -> torch.dtype:
-    """What it computes in."""
     return next(strategy.model.parameters()).dtype
 
 
@@ -260,7 +257,6 @@ class Rehearsal:
             self.follow(gradient, self.witness.given)
 
     def follow(self, gradient: Tensor, given: Tensor) -> None:
-        """The step of one process."""
         off = epsilons(given, clipped(gradient, self.clip), dtype_of(self.strategy))
         self.seen.note("clipped gradients", off)
         self.exact = self.exact - LEARNING_RATE * given
@@ -270,7 +266,6 @@ class Rehearsal:
         self.seen.note("weights", largest((flat(held) - self.exact) / self.unit) / self.taken)
 
     def weights(self) -> Tensor:
-        """All that an update may move: what computes, and masters."""
         return torch.cat([flat(self.strategy.model.parameters()), flat(remembered(self.strategy))])
 
 

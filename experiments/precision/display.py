@@ -24,7 +24,6 @@ SMALL = 1e-8
 
 
 def show_formats(lab: Lab) -> None:
-    """Both tables."""
     sizes = ["largest", "smallest normal", "smallest of all", "1 and its next"]
     columns = ["format", "exponent bits", "fraction bits", *sizes]
     lab.table("The formats", columns, [[name, *described(dtype)] for name, dtype in FORMATS.items()])
@@ -33,7 +32,6 @@ def show_formats(lab: Lab) -> None:
 
 
 def described(dtype: torch.dtype) -> list[Any]:
-    """Bits, range and precision, from torch.finfo."""
     limits = torch.finfo(dtype)
     fraction = -round(math.log2(limits.eps))
     powers = [f"2^{round(math.log2(value))}" for value in (limits.smallest_normal, limits.smallest_normal * limits.eps)]
@@ -117,7 +115,6 @@ def gradient_at(strategy: Replica, exact: Replica, parts: list[Microbatch]) -> T
 
 
 def gradient_of(replica: Replica) -> Tensor:
-    """The summed gradient as it stands, with its scale, as one vector."""
     return flat(parameter.grad for parameter in replica.model.parameters())
 
 
@@ -136,7 +133,6 @@ LEAST_EXPONENT = -50  # what is shown of a histogram that goes on
 
 
 def show_seen(lab: Lab, seen: dict[str, TrainingTrace]) -> None:
-    """The table, the losses and the scale over the steps."""
     if lab.rank != 0:
         return
     columns = ["variant", "underflow, first step", "last step", "inf or NaN", "skipped", "scale", "updates that vanish"]
@@ -196,7 +192,6 @@ def by_exponent(gradient: Tensor) -> dict[float, float]:
 
 
 def percent(share: float) -> str:
-    """A share for a table; none is known of gradients that are no numbers."""
     return f"{100 * share:.3g} %" if math.isfinite(share) else "-"
 
 

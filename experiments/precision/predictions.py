@@ -22,7 +22,6 @@ COPIED = ("fp16_scaled", "bf16_stochastic")  # stepped in float32, which is not 
 
 
 def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
     if config.dtype == "float32":
         return untrainable(config)
     chosen = f"LAB_DTYPE={config.dtype!r} is what the variants of precision choose, allowed: float32"
@@ -62,7 +61,6 @@ def at_rest(config: Config, name: str, numels: list[int]) -> Prediction:
 
 
 def converted(microbatch: Microbatch, dtype: torch.dtype) -> Microbatch:
-    """With inputs in `dtype`, where they are no tokens."""
     inputs = microbatch.inputs
     return microbatch._replace(inputs=inputs.to(dtype)) if inputs.is_floating_point() else microbatch
 
@@ -78,7 +76,6 @@ ROUNDED_AT_RANDOM = 4 + 4 + 1 + 4 + 1
 
 
 def format_of(name: str) -> torch.dtype:
-    """What a variant computes in."""
     return torch.float32 if name == "fp32" else torch.float16 if name.startswith("fp16") else torch.bfloat16
 
 

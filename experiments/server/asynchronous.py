@@ -298,7 +298,6 @@ def compute_s(spans: list[Span]) -> float:
 
 
 def samples_of(lab: Lab) -> list[int]:
-    """The samples of a step, by rank."""
     batches = lab.batches(torch.float32)
     sizes = [len(batches.sample_ids(0, rank, lab.world_size)) for rank in range(lab.world_size)]
     assert sum(sizes) == lab.config.batch
@@ -319,7 +318,6 @@ def measure_rate(lab: Lab, scheme: Scheme, reports: Mapping[int, Report], pushed
 
 
 def show_rates(lab: Lab, rates: list[Rate], schemes: list[Scheme]) -> None:
-    """Predicted beside measured, and what a straggler would cost each kind."""
     if not rates:
         return
     for rate in rates:

@@ -87,7 +87,6 @@ class OneProcess:
         return update.cpu(), losses / steps
 
     def digest(self, first_step: int, steps: int, rank: int) -> str:
-        """Of the samples of `steps` steps of `rank`."""
         parts = [part for step in range(first_step, first_step + steps) for part in self.dealt(step, rank)[0]]
         return digest_of(tensor for part in parts for tensor in part[:2])
 
@@ -98,7 +97,6 @@ def shallow(config: Config) -> Config:
 
 
 def model_of(lab: Lab, config: Config) -> Model:
-    """The model of `config`, as a proof trains it."""
     return build_model(config, config.seed).to(lab.device, torch.float64)
 
 

@@ -27,7 +27,6 @@ MOST_PROVEN = 12  # local steps of a proven round: two rounds of them are run, w
 
 
 def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
     refusals = untrainable(config)
     if config.trace and config.variant and set(config.variant) <= set(ASYNCHRONOUS):
         refusals.append(
@@ -38,7 +37,6 @@ def refuse(config: Config) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """The variants that cannot take these settings, and why."""
     adam = "LAB_OPTIMIZER=adamw would divide each worker's push by its own size, as if it were the gradient of all"
     clip = "LAB_CLIP bounds the norm of the gradient of all workers, which nobody ever holds"
     reasons = {adam: config.optimizer == "adamw", clip: config.clip is not None}

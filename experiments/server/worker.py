@@ -21,8 +21,6 @@ from distlab.workload.strategy import forward_backward
 
 
 class Scheme(NamedTuple):
-    """One way of being asynchronous."""
-
     name: str
     most: int  # steps between a fetch and its push
     staleness: int | None  # the bound, None where there is none
@@ -81,8 +79,6 @@ class Worker:
 
 
 class Audit(NamedTuple):
-    """What the events say of the rules."""
-
     lead: int  # the most finished steps that any worker was ahead of the slowest at a start
     staleness: list[int]  # of each push: updates of others since its worker took the weights
     steps: dict[int, list[int]]  # of each worker's pushes
