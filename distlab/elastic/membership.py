@@ -25,6 +25,8 @@ from distlab.elastic.peer_connections import ENDED, Lines, Message
 
 Report = dict[str, Any]
 BEGIN = "begin"  # in front of why all are called: to something new
+MEET = "meet"  # why members are called: one is gone or asks
+POLL_S = 0.05
 
 
 class Member(NamedTuple):
@@ -44,15 +46,19 @@ class View(NamedTuple):
         return tuple(member.rank for member in self.members)
 
 
+Decide = Callable[[list[Member], dict[Member, Report]], Report]
+
+
 class GivenUp(Exception):
     """The others go on without this process."""
 
 
-class MembershipMessages:
-    """Used by the main thread alone, but for `part`."""
+class Membership:
+    """What one process knows of who is in, and agrees on with the others, each wait for them at most `timeout_s`. Used
+    by the main thread alone, but for `part`."""
 
-    def __init__(self, lines: Lines, world: Iterable[int]) -> None:
-        self.lines, self.world = lines, set(world)
+    def __init__(self, lines: Lines, world: Iterable[int], timeout_s: float) -> None:
+        self.lines, self.world, self.timeout_s = lines, set(world), timeout_s
         self.view = View(0, (), {})
         self.asking: dict[Member, Message] = {}  # who wants to be let in
         self.parted: set[int] = set()
@@ -125,19 +131,6 @@ class MembershipMessages:
             raise GivenUp("the other ranks declared this rank dead, and continue without it")
         elif kind == "too late":
             raise GivenUp("the other ranks finished the run without this rank")
-
-
-POLL_S = 0.05
-MEET = "meet"  # why members are called: one is gone or asks
-Decide = Callable[[list[Member], dict[Member, Report]], Report]
-
-
-class Membership(MembershipMessages):
-    """What one process knows of who is in, and agrees on with the others, each wait for them at most `timeout_s`."""
-
-    def __init__(self, lines: Lines, world: Iterable[int], timeout_s: float) -> None:
-        super().__init__(lines, world)
-        self.timeout_s = timeout_s
 
     # --- to meet ---
 
