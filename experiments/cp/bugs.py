@@ -19,6 +19,7 @@ from distlab.workload.model import Attend, Model
 
 from .predictions import BY_HAND
 
+RINGS = ("ring", "zigzag", "shift")
 mistake = Mistakes()
 
 
@@ -42,10 +43,13 @@ def one_head_each(config: Config) -> str:
     return "" if few > 1 else "one head or one position: nothing can be in the wrong order"
 
 
+LONG, LONG_TIMED = Needs(unless=too_few), Needs(proof=False, unless=too_few)
+
+
 # --- the mistakes ---
 
 
-@mistake("local_positions", check="losses", part="steps", of=BY_HAND, needs=Needs(unless=too_few))
+@mistake("local_positions", check="losses", part="steps", of=BY_HAND, needs=LONG)
 def by_local_positions(
     model: Model, positions: Positions, attend: Attend, group: dist.ProcessGroup, config: Config, *, rank: int
 ) -> ContextParallel:
@@ -55,7 +59,7 @@ def by_local_positions(
     return strategy
 
 
-@mistake("local_mask", check="losses", part="attention", of=("zigzag",), needs=Needs(unless=too_few))
+@mistake("local_mask", check="losses", part="attention", of=("zigzag",), needs=LONG)
 def local_mask(group: dist.ProcessGroup, positions: Positions) -> Attend:
     """The mask of a folded part is made by local positions, as if it were one run: rows look at later keys, and
     miss earlier ones."""
@@ -64,9 +68,8 @@ def local_mask(group: dist.ProcessGroup, positions: Positions) -> Attend:
 
 
 @mistake(
-    "shifted_after_cut", check="losses", part="steps", of=BY_HAND,
-    put=lambda rows: partial(ContextParallel, rows=rows),
-)  # fmt: skip
+    "shifted_after_cut", check="losses", part="steps", of=BY_HAND, put=lambda rows: partial(ContextParallel, rows=rows)
+)
 class ShiftedRows(OwnRows):
     """Targets are made by shifting tokens after the sequence was cut: the last of each part has a wrong one."""
 
@@ -85,7 +88,7 @@ def loss_times_ranks(
     return ContextParallel(model, positions, attend, group, config, rank=rank, scale=group.size())
 
 
-@mistake("no_lse", check="losses", part="attention", of=("ring", "zigzag", "shift"), needs=Needs(unless=too_few))
+@mistake("no_lse", check="losses", part="attention", of=RINGS, needs=LONG)
 class PlainMean(RingAttention):
     """What two blocks of keys give is averaged, without their log-sum-exp: each weighs as much as the other."""
 
@@ -94,9 +97,7 @@ class PlainMean(RingAttention):
         part.out.add_(more.out).mul_(0.5)
 
 
-@mistake(
-    "stray_gradients", check="gradients", part="attention", of=("ring", "zigzag", "shift"), needs=Needs(unless=too_few)
-)
+@mistake("stray_gradients", check="gradients", part="attention", of=RINGS, needs=LONG)
 class StrayGradients(RingAttention):
     """dK and dV stay on the rank that computed them: keys learn from their own rank's rows alone."""
 
@@ -125,13 +126,7 @@ def contiguous_parts(num_positions: int, num_ranks: int) -> Positions:
     return contiguous(num_positions, num_ranks)
 
 
-@mistake(
-    "asks_late",
-    check="keys ahead",
-    part="attention",
-    of=("ring", "zigzag", "shift"),
-    needs=Needs(proof=False, unless=too_few),
-)
+@mistake("asks_late", check="keys ahead", part="attention", of=RINGS, needs=LONG_TIMED)
 class AsksLate(RingAttention):
     """A rank asks for the next keys when it is done with those that it has: nothing travels while it computes."""
 
@@ -157,13 +152,7 @@ class Keep(torch.autograd.Function):
         return gradients[0], *[None] * len(ctx.saved_tensors)
 
 
-@mistake(
-    "kept_blocks",
-    check="activation bytes",
-    part="attention",
-    of=("ring", "zigzag", "shift"),
-    needs=Needs(proof=False, unless=too_few),
-)
+@mistake("kept_blocks", check="activation bytes", part="attention", of=RINGS, needs=LONG_TIMED)
 class KeptBlocks(RingAttention):
     """A ring keeps all keys and values that came by for its backward pass: as much as if they had been gathered."""
 

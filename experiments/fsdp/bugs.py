@@ -17,7 +17,9 @@ from distlab.workload.strategy import CLIP_EPSILON
 
 from .predictions import units
 
-BY_HAND, GATHERING = ("zero1", "zero2", "zero3", "zero3_kept"), ("zero3", "zero3_kept")
+GATHERING = ("zero3", "zero3_kept")
+SUMMED_EARLY = ("zero2", *GATHERING)
+BY_HAND = ("zero1", *SUMMED_EARLY)
 mistake = Mistakes()
 
 
@@ -82,13 +84,7 @@ class LateSums(ReduceScatterScheduler):
         super().finish()
 
 
-@mistake(
-    "late_sums",
-    check="sums",
-    part="zero",
-    of=("zero2", "zero3", "zero3_kept"),
-    needs=Needs(proof=False, unless=one_unit),
-)
+@mistake("late_sums", check="sums", part="zero", of=SUMMED_EARLY, needs=Needs(proof=False, unless=one_unit))
 class SumLate(Zero):
     """Gradients are collected and summed when the backward pass is over: zero2 and zero3 hold all of them."""
 
@@ -153,9 +149,13 @@ class LostShardTail(Zero):
 
 
 @mistake(
-    "per_rank_norm", check="clipped gradients", part="sharded", of=BY_HAND, needs=Needs(clip=True),
+    "per_rank_norm",
+    check="clipped gradients",
+    part="sharded",
+    of=BY_HAND,
+    needs=Needs(clip=True),
     put=lambda clip: partial(Sharded, clip=clip),
-)  # fmt: skip
+)
 def clip_alone(gradients: list[Tensor], bound: float, group: dist.ProcessGroup | None = None) -> None:  # noqa: ARG001
     """Each rank clips by the norm of its own shard: shards are scaled differently, and the gradient turns."""
     norm = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm().item()

@@ -1,5 +1,6 @@
 """The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last two were found in public."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -29,11 +30,10 @@ mistake = Mistakes()
 # --- the settings that hide one ---
 
 
-def short(config: Config, *names: str) -> str:
-    """A sentence where one of these axes is one rank long."""
-    sizes = axes(config)
-    missing = [name for name in names if sizes[name] == 1]
-    return f"a mesh without {missing[0]}: give LAB_MESH a {missing[0]} of 2 or more" if missing else ""
+def short(axis: str) -> Callable[[Config], str]:
+    """A sentence where this axis is one rank long."""
+    sentence = f"a mesh without {axis}: give LAB_MESH a {axis} of 2 or more"
+    return lambda config: sentence if axes(config)[axis] == 1 else ""
 
 
 def unreplicated(config: Config) -> str:
@@ -46,41 +46,34 @@ def untied(config: Config) -> str:
     """Where no weight is on two stages."""
     if config.model != "gpt" or not config.tie:
         return "LAB_TIE=0 or another model than gpt: no two stages share a weight"
-    return short(config, "pp")
+    return short("pp")(config)
 
 
-def undropped(config: Config, *names: str) -> str:
-    """Where nothing is dropped, or one of these axes is short."""
-    return short(config, *names) if getattr(config.options, "dropout", 0) else "LAB_DROPOUT=0: nothing is dropped"
+def dropless(config: Config) -> str:
+    """Where nothing is dropped."""
+    return "" if getattr(config.options, "dropout", 0) else "LAB_DROPOUT=0: nothing is dropped"
+
+
+def undropped(axis: str) -> Callable[[Config], str]:
+    """Where nothing is dropped, or this axis is short."""
+    return lambda config: dropless(config) or short(axis)(config)
 
 
 def rowless(config: Config) -> str:
     """Where no rows are cut."""
-    return short(config, "tp") if config.model == "gpt" else f"LAB_MODEL={config.model}: its rows are not cut"
+    return short("tp")(config) if config.model == "gpt" else f"LAB_MODEL={config.model}: its rows are not cut"
 
 
 # --- the mistakes ---
 
 
-@mistake(
-    "norm_by_stage",
-    check="clipped gradients",
-    part="clip",
-    of=KEPT,
-    needs=Needs(clip=True, unless=lambda config: short(config, "pp")),
-)
+@mistake("norm_by_stage", check="clipped gradients", part="clip", of=KEPT, needs=Needs(clip=True, unless=short("pp")))
 def clip_by_stage(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
     """Each stage clips by a norm of its own, so the gradient turns (torchtitan issue 596)."""
     return clip_gradients(once, every, bound, mesh["dp"], mesh["tp"])
 
 
-@mistake(
-    "norm_by_all",
-    check="clipped gradients",
-    part="stacked",
-    of=KEPT,
-    needs=Needs(clip=True, unless=lambda config: short(config, "tp")),
-)
+@mistake("norm_by_all", check="clipped gradients", part="stacked", of=KEPT, needs=Needs(clip=True, unless=short("tp")))
 class CountedByAll(Stacked):
     """What all ranks of a slice hold whole is in the norm once a rank, t times (NeMo-RL pull request 3788)."""
 
@@ -106,26 +99,14 @@ class TiedTooEarly(Stacked):
             sum_shared(replace(self.parts, parameters=copies), self.stages)
 
 
-@mistake(
-    "wrong_group",
-    check="gradients",
-    part="group_of",
-    of=("gpipe", "1f1b"),
-    needs=Needs(unless=lambda config: short(config, "tp")),
-)
+@mistake("wrong_group", check="gradients", part="group_of", of=("gpipe", "1f1b"), needs=Needs(unless=short("tp")))
 def over_tp(mesh: Mesh) -> dist.ProcessGroup:
     """Gradients of replicas are summed over the ranks of a slice: another group than the batch was dealt along (as
     in VeOmni issue 1059)."""
     return mesh["tp"]
 
 
-@mistake(
-    "scaled_by_cp",
-    check="gradients",
-    part="weigh",
-    of=BY_POSITIONS,
-    needs=Needs(unless=lambda config: short(config, "cp")),
-)
+@mistake("scaled_by_cp", check="gradients", part="weigh", of=BY_POSITIONS, needs=Needs(unless=short("cp")))
 def times_cp(mesh: Mesh) -> Weigh:
     """The loss is multiplied by the ranks along cp, and its gradients are summed over them all the same: c times
     too large (Megatron-LM issue 906)."""
@@ -159,26 +140,14 @@ class ByPlace(Dropouts):
         return list(range(len(inputs)))
 
 
-@mistake(
-    "dropout_alike",
-    check="losses",
-    part="draws",
-    of=DROPPED,
-    needs=Needs(unless=lambda config: undropped(config, "dp")),
-)
+@mistake("dropout_alike", check="losses", part="draws", of=DROPPED, needs=Needs(unless=undropped("dp")))
 def drawn_alike(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
     """Generators of one seed on all replicas: dropout takes the same numbers of other samples (transformers issue
     31412)."""
     dropouts.__class__ = ByPlace
 
 
-@mistake(
-    "dropout_apart",
-    check="losses",
-    part="draws",
-    of=("1f1b", "zb_h1"),
-    needs=Needs(unless=lambda config: undropped(config, "tp")),
-)
+@mistake("dropout_apart", check="losses", part="draws", of=("1f1b", "zb_h1"), needs=Needs(unless=undropped("tp")))
 def drawn_apart(dropouts: Dropouts, mesh: Mesh) -> None:
     """Ranks of a slice draw apart, and drop other numbers of activations that all of them hold (Megatron-DeepSpeed
     pull request 276)."""
@@ -190,7 +159,7 @@ def drawn_apart(dropouts: Dropouts, mesh: Mesh) -> None:
     check="losses",
     part="draws",
     of=BY_ROWS,
-    needs=Needs(unless=lambda config: rowless(config) or undropped(config)),
+    needs=Needs(unless=lambda config: rowless(config) or dropless(config)),
 )
 def drawn_by_own_rows(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
     """Ranks with other rows of a sample draw alike (PaddleFleetX pull request 1005).
@@ -205,7 +174,7 @@ mistake["nothing_put_off"] = Mistake(
     "zb_h1 puts no gradients of weights off: on each row along pp the bubble of 1f1b",
     "schedule",
     Instead(("zb_h1",), {"order_of": "1f1b"}),
-    Needs(proof=False, unless=lambda config: short(config, "pp")),
+    Needs(proof=False, unless=short("pp")),
 )
 
 

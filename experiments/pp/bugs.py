@@ -54,6 +54,11 @@ def nothing_behind(config: Config) -> str:
     )
 
 
+AHEAD = Needs(microbatches=2, unless=nothing_behind)
+AHEAD_TIMED = Needs(proof=False, microbatches=2, unless=nothing_behind)
+SWAPS, IN_FLIGHT = Needs(microbatches=2, unless=none_to_swap), Needs(microbatches=2, unless=one_in_flight)
+
+
 # --- the mistakes ---
 
 
@@ -65,13 +70,7 @@ def all_ahead(ranks: int, microbatches: int) -> Schedule:
     return [in_two(actions) for actions in gpipe(ranks, microbatches)]
 
 
-@mistake(
-    "one_more_ahead",
-    check="in flight",
-    part="schedule",
-    of=("1f1b",),
-    needs=Needs(microbatches=2, unless=nothing_behind),
-)
+@mistake("one_more_ahead", check="in flight", part="schedule", of=("1f1b",), needs=AHEAD)
 def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
     """1f1b runs ahead by one microbatch more than there are ranks behind: it holds one more."""
     schedule = []
@@ -94,13 +93,7 @@ def retained() -> Iterator[None]:
         torch.autograd.backward = backward
 
 
-@mistake(
-    "clinging_passes",
-    check="activation bytes",
-    part="piped",
-    of=SPLIT[:4],
-    needs=Needs(proof=False, microbatches=2, unless=nothing_behind),
-)
+@mistake("clinging_passes", check="activation bytes", part="piped", of=SPLIT[:4], needs=AHEAD_TIMED)
 class Clinging(Pipeline):
     """A stage keeps what a microbatch saved until the step ends: the order of 1f1b, and the memory of gpipe."""
 
@@ -126,13 +119,7 @@ def none_put_off(ranks: int, microbatches: int) -> Schedule:
     return one_forward_one_backward(ranks, microbatches)
 
 
-@mistake(
-    "weights_at_once",
-    check="bubble on paper",
-    part="schedule",
-    of=("zbv",),
-    needs=Needs(proof=False, microbatches=2, unless=nothing_behind),
-)
+@mistake("weights_at_once", check="bubble on paper", part="schedule", of=("zbv",), needs=AHEAD_TIMED)
 def at_once(ranks: int, microbatches: int) -> Schedule:
     """zbv computes the gradients of weights right behind each input's: every rule of its order holds, and it
     waits."""
@@ -161,13 +148,7 @@ def undivided(share: float, num_samples: int, batch: int) -> float:
     return share * batch / num_samples
 
 
-@mistake(
-    "swapped_microbatches",
-    check="losses",
-    part="boundaries",
-    of=ONE_STAGE,
-    needs=Needs(microbatches=2, unless=none_to_swap),
-)
+@mistake("swapped_microbatches", check="losses", part="boundaries", of=ONE_STAGE, needs=SWAPS)
 class SwappedBoundaries(Boundaries):
     """The second stage takes two microbatches in the wrong order: their outputs meet each other's targets.
 
@@ -182,13 +163,7 @@ class SwappedBoundaries(Boundaries):
         return super().tag(action)
 
 
-@mistake(
-    "stale_activation",
-    check="gradients",
-    part="boundaries",
-    of=ONE_STAGE,
-    needs=Needs(microbatches=2, unless=one_in_flight),
-)
+@mistake("stale_activation", check="gradients", part="boundaries", of=ONE_STAGE, needs=IN_FLIGHT)
 class StaleBoundaries(Boundaries):
     """One receive buffer for all microbatches: an activation is overwritten before its backward pass."""
 
