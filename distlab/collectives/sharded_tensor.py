@@ -28,6 +28,11 @@ class LocalShard:
     boxes: list[Block]
 
 
+def whole_piece(tensor: Tensor) -> LocalShard:
+    """All of a tensor."""
+    return LocalShard(tensor.shape, [((0,) * tensor.dim(), tensor)])
+
+
 def flat_piece(run: Tensor, start: int, shape: torch.Size) -> LocalShard:
     """The piece that the 1-D `run` is, where `run[0]` is element `start` of the dense tensor, flattened."""
     return LocalShard(shape, boxes_of(run, start, shape))
@@ -69,29 +74,32 @@ class Place(NamedTuple):
     dense: torch.Size
     offset: tuple[int, ...]
     shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """What it sends."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
 def assembled(pieces: Sequence[Labelled], peers: Peers) -> Iterator[tuple[str, Tensor]]:
-    """The dense tensors of all ranks' `pieces`, of one dtype, on rank 0 of `peers`, by label in the order of their
-    first box; nothing elsewhere. A collective. Raises ValueError if the boxes of a tensor are not the whole of it."""
-    mine = [
-        (Place(label, piece.shape, offset, box.shape), box) for label, piece in pieces for offset, box in piece.boxes
-    ]
-    flat = torch.cat([box.reshape(-1) for _, box in mine]) if mine else torch.empty(0)
-    everyone = store.all_gather_plain(([place for place, _ in mine], flat.dtype), peers.group, [Place])
+    """The dense tensors of all ranks' `pieces` on rank 0 of `peers`, by label in the order of their first box; nothing
+    elsewhere. A collective. Raises ValueError if the boxes of a tensor are not the whole of it."""
+    boxes = [(label, piece.shape, *block) for label, piece in pieces for block in piece.boxes]
+    mine = [Place(label, dense, offset, box.shape, box.dtype) for label, dense, offset, box in boxes]
+    parts = [box.reshape(-1).view(torch.uint8) for *_, box in boxes]  # as bytes, since their types differ
+    flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    everyone = store.all_gather_plain(mine, peers.group, [Place])
     tag = peers.new_tag()
     if peers.rank:
         peers.post(tag, sends=[(0, sendable(flat, peers))])[1][0].wait()
         return
-    numels = [sum(place.shape.numel() for place in places) for places, _ in everyone]
-    buffers = {
-        rank: torch.empty(numels[rank], dtype=dtype, device=flat.device if peers.batched else "cpu")
-        for rank, (_, dtype) in enumerate(everyone)
-        if rank
-    }
+    sizes = [sum(place.nbytes for place in places) for places in everyone]
+    host = None if peers.batched else "cpu"
+    buffers = {rank: flat.new_empty(size, device=host) for rank, size in enumerate(sizes) if rank}
     for message in peers.post(tag, receives=list(buffers.items()))[0]:
         message.wait()
-    yield from put_together([places for places, _ in everyone], {0: flat} | buffers)
+    yield from put_together(everyone, {0: flat} | buffers)
 
 
 def put_together(places: Sequence[Sequence[Place]], flats: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -99,8 +107,9 @@ def put_together(places: Sequence[Sequence[Place]], flats: dict[int, Tensor]) ->
     dense: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
     for rank, of_rank in enumerate(places):
-        boxes = flats[rank].to(flats[0].device).split([place.shape.numel() for place in of_rank])
-        for place, box in zip(of_rank, boxes, strict=True):
+        parts = flats[rank].to(flats[0].device).split([place.nbytes for place in of_rank])
+        for place, part in zip(of_rank, parts, strict=True):
+            box = part.clone().view(place.dtype)  # a copy, which begins where numbers of this type may
             if place.label not in dense:
                 dense[place.label], filled[place.label] = box.new_empty(place.dense), 0
             ends = (slice(first, first + length) for first, length in zip(place.offset, place.shape, strict=True))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
-from distlab.collectives.sharded_tensor import LocalShard, assembled
+from distlab.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.config import Config
 from distlab.data_parallel.buckets import AllReduce, GradientBuckets
 from distlab.mesh.grid import Mesh
@@ -33,7 +33,7 @@ from distlab.sharded.zero import Zero
 from distlab.tensor_parallel.layers import Slice, sum_together
 from distlab.workload.data import Microbatch
 from distlab.workload.optimizer import make_optimizer, prime, tensors_of
-from distlab.workload.strategy import clip_gradients
+from distlab.workload.strategy import clip_gradients, in_order
 
 # ZeRO over sequence parallelism: what was used on some rows is summed over the ranks that had the others.
 #
@@ -192,11 +192,6 @@ class Rest(nn.Module):
         self.runs = (layer,)  # in a tuple, or its parameters were this module's
 
 
-def whole_piece(tensor: Tensor) -> LocalShard:
-    """All of a tensor."""
-    return LocalShard(tensor.shape, [((0,) * tensor.dim(), tensor)])
-
-
 def shards_of(
     stage: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, zero: int, *,
     names: Mapping[nn.Parameter, str], shared: Collection[nn.Parameter], whole: Collection[nn.Parameter],
@@ -339,10 +334,8 @@ class Stacked:
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Dense tensors on rank 0, in the model's order; nothing elsewhere."""
-        dense = dict(assembled([(held.label, held.piece) for held in self.once(kind)], self.ranks))
-        order = {name: place for place, name in enumerate(self.parts.holders)}
-        for label in sorted(dense, key=lambda label: order[label if kind != "optimizer" else label.split(".", 1)[1]]):
-            yield label, dense[label]
+        pieces = [(held.label, held.piece) for held in self.once(kind)]
+        return in_order(pieces, self.ranks, self.parts.holders)
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """What all replicas hold: along dp, and what is no slice along tp too; shards are of one rank each."""

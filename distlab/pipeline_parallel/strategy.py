@@ -5,7 +5,7 @@ stages, tied gradients summed over the ranks that hold them, one global norm to 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,8 +23,7 @@ from distlab.pipeline_parallel.pipeline import Pipeline, SplitBackward
 from distlab.pipeline_parallel.schedules import stages_of
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Dropouts, Model
-from distlab.workload.optimizer import live_state, make_optimizer, tensors_of
-from distlab.workload.strategy import clip_gradients
+from distlab.workload.strategy import HoldsParts
 
 # Stages: a model's layers cut into runs, and who holds which parameter afterwards.
 #
@@ -70,7 +69,6 @@ class Parts:
     stages: dict[int, Stage]  # this rank's, by their number
     parameters: dict[str, nn.Parameter]  # this rank's, by their dense name
     holders: dict[str, tuple[int, ...]]  # of every parameter of the model: the ranks that hold it, ascending
-    shapes: dict[str, torch.Size]  # of every parameter of the model
 
     @property
     def layers(self) -> dict[int, nn.Module]:
@@ -100,7 +98,6 @@ def cut(model: nn.Module, layers: Sequence[nn.Module], runs: list[range], rank: 
         {stage: Stage(dict(zip(runs[stage], modules[stage], strict=True))) for stage in stages_of(rank, owners)},
         {name: parameter for parameter, name in names.items() if parameter in held[rank]},
         {name: tuple(owner for owner in held if parameter in held[owner]) for parameter, name in names.items()},
-        {name: parameter.shape for parameter, name in names.items()},
     )
 
 
@@ -203,13 +200,12 @@ def joined(microbatches: list[Microbatch]) -> Microbatch:
     return Microbatch(inputs, targets, microbatches[0].share)
 
 
-class Pipelined:
+class Pipelined(HoldsParts):
     """A Strategy: `parts` are this rank's stages, `engine` what sends microbatches through them."""
 
     def __init__(self, parts: Parts, engine: Engine, group: dist.ProcessGroup, config: Config) -> None:
-        self.parts, self.engine, self.group, self.config = parts, engine, group, config
-        self.peers = Peers(group)
-        self.optimizer = make_optimizer(parts.parameters.values(), config)
+        super().__init__(parts.parameters, parts.layers, group, config)
+        self.parts, self.engine = parts, engine
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         """Every rank gets the whole batch: the first stage reads its inputs, the last one its targets."""
@@ -219,62 +215,12 @@ class Pipelined:
         sum_shared(self.parts, self.peers)
         return loss
 
-    @property
-    def layers(self) -> dict[int, nn.Module]:
-        """This rank's layers, by number in the model."""
-        return self.parts.layers
+    def counts(self, name: str, tensor: Tensor) -> bool:  # noqa: ARG002
+        """On the first of the ranks that hold it: of a tied one there are two."""
+        return self.parts.holders[name][0] == self.peers.rank
 
-    def update(self) -> None:
-        """Clip by the norm of all ranks' gradients, in which a tied one counts on the first of its ranks, and step."""
-        if self.config.clip is not None:
-            gradients = {name: p.grad for name, p in self.parts.parameters.items() if p.grad is not None}
-            once = [gradient for name, gradient in gradients.items() if self._owner(name) == self.peers.rank]
-            clip_gradients(once, gradients.values(), self.config.clip, self.group)
-        self.optimizer.step()
-
-    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Every rank sends what it holds to rank 0, which alone yields, the model's tensors in the dense order."""
-        for name in self.parts.holders:
-            for prefix, like in self._templates(kind).items():
-                tensor = self._to_first(kind, name, prefix, like)
-                if tensor is not None:
-                    yield f"{prefix}.{name}" if prefix else name, tensor
-
-    def _to_first(self, kind: str, name: str, prefix: str, like: Tensor) -> Tensor | None:
-        """One tensor of the parameter `name`, on rank 0."""
-        owner, tag = self._owner(name), self.peers.new_tag()
-        if self.peers.rank not in (0, owner):
-            return None
-        if owner == self.peers.rank:
-            tensor = tensors_of(kind, self.optimizer, self.parts.parameters[name])[prefix]
-            if owner == 0:
-                return tensor
-            self.peers.post(tag, sends=[(0, sendable(tensor, self.peers))])[1][0].wait()
-            return None
-        shape = self.parts.shapes[name] if like.dim() else like.shape  # AdamW counts its steps in a scalar
-        buffer = like.new_empty(shape, device=None if self.peers.batched else "cpu")
-        self.peers.post(tag, receives=[(owner, buffer)])[0][0].wait()
-        return buffer.to(like.device)
-
-    def _templates(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of one `kind` that this rank's first parameter has: every parameter has the same."""
-        return tensors_of(kind, self.optimizer, next(iter(self.parts.parameters.values())))
-
-    def _owner(self, name: str) -> int:
-        return self.parts.holders[name][0]
-
-    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """The layers of this rank: tied weights are on another rank too."""
-        for name, parameter in self.parts.parameters.items():
-            for tensor in tensors_of(kind, self.optimizer, parameter).values():
-                yield name, tensor
-
-    def state_dict(self) -> dict[str, Any]:
-        """The layers of this rank, under their dense names."""
-        return dict(live_state(self.parts.parameters.items(), self.optimizer))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is left to do: the state was filled in place."""
+    def dense_names(self) -> Iterable[str]:
+        return self.parts.holders
 
 
 def runs_of(name: str, num_layers: int, num_stages: int) -> list[range]:

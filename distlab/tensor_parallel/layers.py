@@ -29,7 +29,6 @@ from distlab.collectives import by_hand, direct
 from distlab.collectives.autograd import linear
 from distlab.collectives.by_hand import Collective
 from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Peers
 from distlab.collectives.sharded_tensor import LocalShard
 from distlab.pipeline_parallel.pipeline import Product
 from distlab.workload.model import Attention, Embedding, Model
@@ -84,24 +83,6 @@ def slices_of(model: nn.Module) -> dict[str, Slice]:
         for name, module in model.named_modules()
         for parameter, part in getattr(module, "slices", {}).items()
     }
-
-
-def join(piece: Tensor, place: Slice, peers: Peers) -> Tensor | None:
-    """The dense tensor of all ranks' pieces, on rank 0 of the group; None elsewhere. A collective."""
-    tag = peers.new_tag()
-    if peers.rank:
-        _, sent = peers.post(tag, sends=[(0, piece.contiguous())])
-        sent[0].wait()
-        return None
-    shape = list(piece.shape)
-    pieces = [
-        piece,
-        *(piece.new_empty([*shape[: place.dim], size, *shape[place.dim + 1 :]]) for size in place.sizes[1:]),
-    ]
-    received, _ = peers.post(tag, receives=list(enumerate(pieces))[1:])
-    for message in received:
-        message.wait()
-    return torch.cat(pieces, place.dim)
 
 
 class Region(Protocol):

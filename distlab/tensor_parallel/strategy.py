@@ -6,7 +6,7 @@ part of the rows alone, then the ranks' gradients are summed, once a step (Korth
 leaves that unsaid).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Peers
+from distlab.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.config import Config
 from distlab.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -24,17 +24,16 @@ from distlab.tensor_parallel.layers import (
     Slice,
     VocabularyParallelCrossEntropy,
     VocabularyParallelEmbedding,
-    join,
     shares,
     slices_of,
     sum_together,
 )
 from distlab.workload.data import Microbatch
 from distlab.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
-from distlab.workload.strategy import HoldsLayers, clip_gradients, forward_backward
+from distlab.workload.strategy import HoldsParts, forward_backward, local
 
 
-class TensorParallel(HoldsLayers):
+class TensorParallel(HoldsParts):
     """A Strategy over `model`, this rank's part of it.
 
     Args:
@@ -47,11 +46,10 @@ class TensorParallel(HoldsLayers):
         self, model: Model, group: dist.ProcessGroup, config: Config, slices: dict[str, Slice] | None = None, *,
         by_rows: bool = False, own_loss: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(model, config)
-        self.group, self.by_rows = group, by_rows
+        super().__init__(dict(model.named_parameters()), dict(enumerate(model.layers)), group, config)
+        self.model, self.by_rows = model, by_rows
         self.has_share = own_loss or group.rank() == 0
         self.slices = slices_of(model) if slices is None else slices
-        self.peers = Peers(group)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         """Forward and backward of all microbatches; whatever is sent, but the last sum, is sent inside of them."""
@@ -72,53 +70,24 @@ class TensorParallel(HoldsLayers):
         for parameter, total in zip(whole, sums, strict=True):
             parameter.grad = total
 
-    def update(self) -> None:
-        """Clip by the norm of all gradients, those that every rank holds counted on rank 0, and take a step."""
-        if self.config.clip is not None:
-            named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
-            once = [local(gradient) for name, gradient in named if name in self.slices or self.group.rank() == 0]
-            clip_gradients(once, [local(gradient) for _, gradient in named], self.config.clip, self.group)
-        self.optimizer.step()
-
     def whole(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that every rank holds whole, and must hold the same."""
-        return [(name, p) for name, p in self.model.named_parameters() if name not in self.slices]
+        return [(name, p) for name, p in self.named.items() if name not in self.slices]
 
-    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Dense tensors on rank 0, the ranks' parts joined one after the other; nothing elsewhere."""
-        for label, tensor in self.held(kind):
-            sliced = self.slices.get(label.partition(".")[2] if kind == "optimizer" else label)
-            piece: Tensor | None = local(tensor)
-            if sliced is not None and tensor.dim() > sliced.dim:  # AdamW's number of steps is one number for all parts
-                piece = join(local(tensor), sliced, self.peers)
-            if piece is not None and self.group.rank() == 0:
-                yield label, piece
+    def counts(self, name: str, tensor: Tensor) -> bool:
+        """Of a slice each rank's part, AdamW's number of steps once; all else on rank 0."""
+        return (name in self.slices and tensor.dim() > 0) or self.group.rank() == 0
 
-    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+    def piece(self, name: str, tensor: Tensor) -> LocalShard:
+        """The place of this rank's slice."""
+        if name in self.slices and tensor.dim():
+            return self.slices[name].place(local(tensor), self.group.rank())
+        return whole_piece(local(tensor))
+
+    def is_alike(self, name: str) -> bool:
         """What every rank holds whole; of DTensors those that are replicated."""
-        for name, tensor in self.held(kind):
-            if name not in self.slices and all(each.is_replicate() for each in getattr(tensor, "placements", ())):
-                yield name, local(tensor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of a sliced tensor this rank's piece, and a DTensor as it is."""
-        state = super().state_dict()
-        for label, tensor in state.items():
-            sliced = self.slices.get(dense_name(label))
-            if sliced is not None and tensor.dim() > sliced.dim and not hasattr(tensor, "placements"):
-                state[label] = sliced.place(tensor, self.group.rank())
-        return state
-
-
-def dense_name(label: str) -> str:
-    """The parameter of 'weights.<parameter>' or 'optimizer.<key>.<parameter>'."""
-    return label.split(".", 2 if label.startswith("optimizer.") else 1)[-1]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this rank holds; any other tensor is itself."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+        placements = getattr(self.named[name], "placements", ())
+        return name not in self.slices and all(each.is_replicate() for each in placements)
 
 
 # The lab's layers, sliced by tensor parallelism: a dense model, and in its place what one rank computes of it.

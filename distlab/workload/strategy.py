@@ -4,7 +4,7 @@ A rank may hold all of the model or a part of it; what it does hold, it holds un
 proof or a checkpoint reads it as it stands.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.collectives.phases import phase
+from distlab.collectives.point_to_point import Peers
+from distlab.collectives.sharded_tensor import LocalShard, assembled, whole_piece
 from distlab.config import Config
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Model
-from distlab.workload.optimizer import live_state, make_optimizer, named_tensors
+from distlab.workload.optimizer import live_state, make_optimizer, named_tensors, prime, tensors_of
 
 
 def forward_backward(
@@ -62,6 +64,87 @@ class HoldsLayers(StepsParameters):
     def layers(self) -> dict[int, nn.Module]:
         """All layers, by number."""
         return dict(enumerate(self.model.layers))
+
+
+class HoldsParts:
+    """A Strategy whose ranks hold the model together: each some parameters, `named` by their dense names, whole or a
+    piece of each, and an optimizer over what it has; `layers` are those that it runs, by number."""
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], layers: Mapping[int, nn.Module], group: dist.ProcessGroup,
+        config: Config,
+    ) -> None:  # fmt: skip
+        self.named, self.layers, self.group, self.config = dict(named), layers, group, config
+        self.peers = Peers(group)
+        self.optimizer = make_optimizer(self.named.values(), config)
+
+    def counts(self, name: str, tensor: Tensor) -> bool:
+        """Whether this rank is the first that holds what it has in `tensor` of the parameter `name`."""
+        raise NotImplementedError
+
+    def piece(self, name: str, tensor: Tensor) -> LocalShard:  # noqa: ARG002
+        """Where what this rank has of a parameter, or of its state, stands in the dense tensor."""
+        return whole_piece(tensor)
+
+    def is_alike(self, name: str) -> bool:  # noqa: ARG002
+        """Whether all ranks that hold the parameter hold the same of it."""
+        return True
+
+    def dense_names(self) -> Iterable[str]:
+        """Those of all parameters of the model, in its order."""
+        return self.named
+
+    def held(self, kind: str) -> Iterator[tuple[str, str, Tensor]]:
+        """This rank's "gradients", "weights" or "optimizer" state: label, parameter's name and tensor."""
+        for name, parameter in self.named.items():
+            for key, tensor in tensors_of(kind, self.optimizer, parameter).items():
+                yield f"{key}.{name}" if key else name, name, tensor
+
+    def update(self) -> None:
+        """Clip by the norm of all gradients, each counted on the first rank that holds it, and take a step."""
+        if self.config.clip is not None:
+            held = [(self.counts(name, tensor), local(tensor)) for _, name, tensor in self.held("gradients")]
+            once = [gradient for counts, gradient in held if counts]
+            clip_gradients(once, [gradient for _, gradient in held], self.config.clip, self.group)
+        self.optimizer.step()
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Dense tensors on rank 0, in the model's order; nothing elsewhere."""
+        pieces = [(label, self.piece(name, each)) for label, name, each in self.held(kind) if self.counts(name, each)]
+        return in_order(pieces, self.peers, self.dense_names())
+
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """What every rank that holds it holds alike."""
+        return ((label, local(tensor)) for label, name, tensor in self.held(kind) if self.is_alike(name))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of a parameter that this rank holds a part of its piece; a whole tensor, or a DTensor, as it is."""
+        prime(self.optimizer)
+        state: dict[str, Any] = {}
+        for kind in ("weights", "optimizer"):
+            for label, name, tensor in self.held(kind):
+                piece = self.piece(name, tensor)
+                state[f"{kind}.{label}"] = tensor if tensor.shape == piece.shape else piece
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: the state was filled in place."""
+
+
+def in_order(
+    pieces: Sequence[tuple[str, LocalShard]], peers: Peers, names: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The dense tensors of all ranks' `pieces` on rank 0, in the order of the parameters `names`; nothing elsewhere."""
+    dense = dict(assembled(pieces, peers))
+    order = {name: place for place, name in enumerate(names)}
+    for label in sorted(dense, key=lambda label: order[label if label in order else label.split(".", 1)[1]]):
+        yield label, dense[label]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds; any other tensor is itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 # Clipping by the global norm, where no rank holds all gradients.

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
-from distlab.collectives.sharded_tensor import assembled
+from distlab.collectives.sharded_tensor import assembled, whole_piece
 from distlab.config import Config
 from distlab.contract import Strategy
 from distlab.mesh.grid import Mesh
-from distlab.mesh.strategy import whole_piece
 from distlab.pipeline_parallel.strategy import Parts, joined, parts_of
 from distlab.sharded.strategy import FullySharded
 from distlab.tensor_parallel.strategy import plan, tie

@@ -51,10 +51,11 @@ from distlab.tensor_parallel.layers import (
     rows_first,
     shares,
 )
-from distlab.tensor_parallel.strategy import QKV, Row, TensorParallel, local, own_heads, slice_layers
+from distlab.tensor_parallel.strategy import QKV, Row, TensorParallel, own_heads, slice_layers
 from distlab.verify.proof import check_same
 from distlab.verify.run_all import measure
 from distlab.workload.model import Model
+from distlab.workload.strategy import local
 from distlab.workload.user_model import is_own
 
 from .bugs import mistake

@@ -103,6 +103,20 @@ def test_what_is_not_there_once_is_said(ranks: Ranks, fault: str, said: str) -> 
         ranks(2, gathered, fault)
 
 
+def types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
+    """Half of a vector of bfloat16 on each rank, in which one number of float64 would be another."""
+    half = torch.tensor([group.rank() + 0.5, 3.0, -1.0], dtype=torch.bfloat16)
+    pieces = [("halves", LocalShard(torch.Size([6]), [((3 * group.rank(),), half)]))]
+    if group.rank():
+        pieces.append(("number", LocalShard(torch.Size([]), [((), torch.tensor(1 / 3, dtype=torch.float64))])))
+    return [(each.dtype, each.flatten().tolist()) for each in dict(assembled(pieces, Peers(group))).values()]
+
+
+def test_each_tensor_keeps_its_type(ranks: Ranks) -> None:
+    first, _ = ranks(2, types)
+    assert first == [(torch.bfloat16, [0.5, 3.0, -1.0, 1.5, 3.0, -1.0]), (torch.float64, [1 / 3])]
+
+
 def test_a_piece_of_a_slice_stands_where_the_slice_does() -> None:
     part = Slice(0, (2, 3)).placed(LocalShard(torch.Size([3, 3]), [((1, 0), DENSE[3:4])]), 1)
     assert part.shape == (5, 3)

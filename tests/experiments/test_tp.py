@@ -18,11 +18,12 @@ from distlab.measure.activations import SavedActivations
 from distlab.measure.prediction import Prediction
 from distlab.measure.traffic import Calls
 from distlab.rank.preflight import refuse
-from distlab.tensor_parallel.strategy import TensorParallel, local
+from distlab.tensor_parallel.strategy import TensorParallel
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import Batches
 from distlab.workload.model import build_model, outline
 from distlab.workload.reference import train
+from distlab.workload.strategy import local
 from tests.labs import built, copy_state
 from tests.test_lab import held, lab_alone
 
@@ -158,7 +159,7 @@ def test_double_reduce_multiplies_gradients_by_the_number_of_ranks(ranks: Ranks)
 def gradient_of_up(group: dist.ProcessGroup, config: Config) -> Tensor:
     strategy = strategy_of("megatron", group, config)
     strategy.backward(batches_of(config).dealt(0, 0, 1))
-    return dict(strategy.held("gradients"))["layers.0.mlp.up.weight"]
+    return next(each for label, _, each in strategy.held("gradients") if label == "layers.0.mlp.up.weight")
 
 
 # --- what is sent, and what is held ---
@@ -284,7 +285,7 @@ def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
     for strategy in (first, second):
         strategy.backward(batches.dealt(1, 0, 1))
         strategy.update()
-    held = [{key: local(tensor) for key, tensor in strategy.held("weights")} for strategy in (first, second)]
+    held = [{key: local(tensor) for key, _, tensor in strategy.held("weights")} for strategy in (first, second)]
     return set(held[0]) == set(held[1]) and all(torch.equal(held[0][key], held[1][key]) for key in held[0])
 
 
@@ -296,7 +297,7 @@ def test_a_slice_goes_on_from_what_it_saved(ranks: Ranks, name: str) -> None:
 
 def held_numel(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
     strategy = strategy_of("megatron", group, config)
-    return sum(tensor.numel() for _, tensor in strategy.held("weights")), sum(p.numel() for _, p in strategy.whole())
+    return sum(tensor.numel() for *_, tensor in strategy.held("weights")), sum(p.numel() for _, p in strategy.whole())
 
 
 def test_slices_are_the_model_and_no_more(ranks: Ranks) -> None:

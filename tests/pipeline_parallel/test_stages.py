@@ -55,7 +55,6 @@ def test_every_rank_knows_who_holds_what() -> None:
         own = ["layers.1.weight", "layers.1.bias"] if rank == 1 else ["layers.0.weight"]
         assert list(parts.parameters) == own
         assert list(parts.stages) == [rank]
-        assert parts.shapes["layers.1.bias"] == (3,)
 
 
 def test_a_stage_keeps_the_dense_names() -> None:

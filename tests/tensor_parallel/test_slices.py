@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.collectives.point_to_point import Peers
-from distlab.tensor_parallel.layers import Slice, join, shares
+from distlab.collectives.sharded_tensor import assembled
+from distlab.tensor_parallel.layers import Slice, shares
 from distlab.testing.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,11 +37,12 @@ def test_a_piece_is_a_copy_of_its_own() -> None:
 def joined(group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> list[Any]:
     dense = torch.arange(float(3 * sum(sizes))).view([3, sum(sizes)] if dim else [sum(sizes), 3])
     cut = Slice(dim, sizes)
-    whole = join(cut.piece(dense, group.rank()), cut, Peers(group))
-    return [whole is not None, whole is not None and torch.equal(whole, dense)]
+    piece = cut.place(cut.piece(dense, group.rank()), group.rank())
+    whole = dict(assembled([("whole", piece)], Peers(group)))
+    return [len(whole), bool(whole) and torch.equal(whole["whole"], dense)]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("sizes", [(4,), (2, 1), (2, 2, 1, 0), (3, 3, 2)])
 def test_pieces_join_to_the_dense_tensor_on_rank_0_alone(ranks: Ranks, dim: int, sizes: tuple[int, ...]) -> None:
-    assert ranks(len(sizes), joined, dim, sizes) == [[True, True], *[[False, False]] * (len(sizes) - 1)]
+    assert ranks(len(sizes), joined, dim, sizes) == [[1, True], *[[0, False]] * (len(sizes) - 1)]
