@@ -13,7 +13,7 @@ READ = {  # by a person, from each `def` on: the lesson's own folder and distlab
     ("dp", "bucketed"): "data_parallel/buckets.py data_parallel/strategy.py",
     ("tp", "megatron"): "tp/user_plans.py tensor_parallel/layers.py tensor_parallel/strategy.py",
     ("pp", "1f1b"): ("pipeline_parallel/pipeline.py pipeline_parallel/schedules.py pipeline_parallel/strategy.py"),
-    ("fsdp", "zero3"): "sharded/flat_parameter.py sharded/strategy.py sharded/zero.py",
+    ("fsdp", "zero3"): "sharded/flat_parameter.py sharded/zero.py",
     ("comm", "ring"): "collectives/point_to_point.py collectives/ring.py",
     ("moe", "ep"): "moe/predictions.py expert_parallel/layer.py expert_parallel/strategy.py",
 }

@@ -146,7 +146,7 @@ def test_the_wheel_holds_one_package_with_all_of_its_files(installed: Installed)
     assert sorted(names) == sorted(wanted)
     assert {
         "distlab/report/templates/report.html", "distlab/engines/kubernetes/jobset.yaml", "distlab/experiments/dp/__init__.py",
-        "distlab/experiments/dp/bugs.py", "distlab/py.typed",
+        "distlab/experiments/dp/checks.py", "distlab/py.typed",
     } <= set(names)  # fmt: skip
 
 

@@ -19,8 +19,9 @@ MUTANTS = [
     Mutant(BUCKETS, "handle.wait()", "handle.is_completed()", RING),
     Mutant(
         PARAMETERS,
-        "        self.optimizer.step()",
-        "        self.optimizer = make_optimizer(self.model.parameters(), self.config)\n        self.optimizer.step()",
+        "self.config.clip)\n        self.optimizer.step()\n\n    def held",
+        "self.config.clip)\n        self.optimizer = make_optimizer(self.model.parameters(), self.config)\n"
+        "        self.optimizer.step()\n\n    def held",
         BUCKETED + " LAB_OPTIMIZER=adamw",
     ),
     Mutant(PARAMETERS, "= forward(inputs, targets) * share", "= forward(inputs, targets)", BUCKETED),

@@ -49,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         STRATEGY,
-        "if name in self.parts else rank == 0",
-        "if name in self.parts else True",
+        "if name in self.parts and tensor.dim() else rank == 0",
+        "if name in self.parts and tensor.dim() else True",
         "LAB_CLIP=0.05 " + RUN + "ep",
     ),
     Mutant(STRATEGY, "return rank < self.placement.ranks_of_a_copy", "return True", "LAB_CLIP=0.05 " + MESH + "ep_dp"),

@@ -12,7 +12,8 @@ MUTANTS = [
     Mutant(TIMED, "if course.done[name] == step < ends[name]:", "if course.done[name] == step != 2:", FLAT),
     Mutant(
         STRATEGY,
-        "        self.optimizer.step()\n",
+        "self.model.parameters(), self.config.clip)\n        self.optimizer.step()\n",
+        "self.model.parameters(), self.config.clip)\n"
         "        self.optimizer = make_optimizer(self.model.parameters(), self.config)\n"
         "        self.optimizer.step()\n",
         ADAMW,

@@ -11,6 +11,34 @@ used below:
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    """What a rank sends."""
+
+    nbytes: float = 0.0
+    calls: int = 0
+    messages: int = 0
+
+    def times(self, number: int) -> "Cost":
+        return Cost(number * self.nbytes, number * self.calls, number * self.messages)
+
+
+def total_cost(*costs: Cost) -> Cost:
+    """All of them together."""
+    return Cost(*(sum(parts) for parts in zip(Cost(), *costs, strict=True)))
+
+
+def all_reduce_cost(world_size: int, nbytes: int) -> Cost:
+    """An all_reduce of gloo's."""
+    return Cost(all_reduce_bytes("gloo", world_size, nbytes), 1, gloo_all_reduce_messages(world_size, nbytes))
+
+
+def norm_cost(world_size: int, clip: float | None) -> Cost:
+    """Where gradients are clipped, the sum of their squares: one number in float64."""
+    return all_reduce_cost(world_size, 8) if clip is not None else Cost()
+
 
 ALGORITHMS = ("gloo", "ring", "direct", "tree", "server", "tcp")
 TCP_STAR_BYTES = 512 << 10  # up to which plain TCP sums by rank 0 (distlab/collectives/rooted.py), of two ranks none

@@ -197,6 +197,11 @@ class Config(BaseSettings):
         return self.lr or {"sgd": 0.1, "adamw": 0.001}[self.optimizer]
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a number of LAB_DTYPE."""
+        return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
     def num_microbatches(self) -> int:
         """LAB_MICROBATCHES, or one."""
         return self.microbatches or 1

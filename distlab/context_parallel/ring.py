@@ -166,7 +166,6 @@ class RingAttention:
 
 
 def arrived(messages: list[Message]) -> None:
-    """Return when all are."""
     with phase("receive"):
         for message in messages:
             message.wait()
@@ -270,5 +269,4 @@ class ShiftAttention(RingAttention):
         return own
 
     def room(self, like: Tensor, num_keys: int) -> Tensor:
-        """For so many keys and values."""
         return like.new_empty(*like.shape[:3], num_keys, like.shape[4])

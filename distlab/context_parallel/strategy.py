@@ -167,7 +167,6 @@ class OfOwnPositions:
 
 
 def set_positions(model: Model, positions: Positions, rank: int) -> None:
-    """Tell the embedding where the tokens of `rank` stand."""
     first = model.layers[0]
     assert isinstance(first, Embedding)
     first.positions = positions.of(rank, first.position.weight.device)

@@ -22,6 +22,7 @@ from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
 from distlab.collectives.sharded_tensor import LocalShard
 from distlab.tensor_parallel.layers import shares
+from distlab.workload.experts import BIAS_RATE, Experts, Mixing, Router
 
 # Dispatch: rows to the ranks that hold their experts, and what came of them back, by an uneven all_to_all.
 #
@@ -138,7 +139,6 @@ class Placement:
 
     @classmethod
     def spread(cls, num_experts: int, hidden: int, *, copies: int = 1, ep: int = 1, tp: int = 1) -> "Placement":
-        """As even as it goes."""
         return cls(shares(num_experts, ep), shares(hidden, tp), copies)
 
     @property
@@ -280,17 +280,6 @@ def grouped(rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor
     return torch.cat(done) if done else rows
 
 
-@dataclass(frozen=True)
-class Rules:
-    """How tokens find experts, and what balances them (below)."""
-
-    top_k: int
-    capacity_factor: float
-    balance: float
-    z: float
-    bias_rate: float
-
-
 class Routed(NamedTuple):
     """What one batch did in one layer, on all ranks."""
 
@@ -307,21 +296,6 @@ class Carries(Protocol):
     def __call__(self, rows: Tensor, admitted: list[list[int]], compute: Compute) -> Tensor: ...
 
 
-class Scores(Protocol):
-    """A router: tokens [T, D] to scores [T, E]; a `bias` [E] moves the choice, where there is one."""
-
-    bias: nn.Parameter | None
-
-    def __call__(self, tokens: Tensor) -> Tensor: ...
-
-
-class Weights(Protocol):
-    """What a rank holds of all experts: up [e, D, h], down [e, h, D]."""
-
-    up: nn.Parameter
-    down: nn.Parameter
-
-
 class MixtureOfExperts(nn.Module):
     """[..., D] to [..., D] for this rank's tokens; those without a place get zeros, and go on by the residual.
 
@@ -334,7 +308,7 @@ class MixtureOfExperts(nn.Module):
     """
 
     def __init__(
-        self, router: Scores, experts: Weights, rules: Rules, world: dist.ProcessGroup, carries: Carries
+        self, router: Router, experts: Experts, rules: Mixing, world: dist.ProcessGroup, carries: Carries
     ) -> None:
         super().__init__()
         self.router, self.experts = router, experts
@@ -394,4 +368,4 @@ class MixtureOfExperts(nn.Module):
     def move_bias(self, table: Tensor) -> None:
         """By what the tokens of all ranks want, so that it stays the same on all."""
         if self.router.bias is not None:
-            self.router.bias.copy_(moved_bias(self.router.bias, table, self.rules.bias_rate))
+            self.router.bias.copy_(moved_bias(self.router.bias, table, BIAS_RATE))

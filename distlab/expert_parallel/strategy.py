@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from distlab.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.config import Config
 from distlab.data_parallel.buckets import GradientBuckets
-from distlab.expert_parallel.layer import Carries, MixtureOfExperts, Placement, Rules
+from distlab.expert_parallel.layer import Carries, MixtureOfExperts, Placement
 from distlab.workload.data import Microbatch
-from distlab.workload.experts import BIAS_RATE, Mixture, MixtureModel
+from distlab.workload.experts import Mixture, MixtureModel
 from distlab.workload.strategy import HoldsParts, forward_backward
 
 
@@ -30,9 +30,7 @@ def distribute(
         for key, dense in list(mixture.experts.named_parameters()):
             part = dense.detach()[placement.box(key, world.rank())].clone(memory_format=torch.contiguous_format)
             setattr(mixture.experts, key, nn.Parameter(part))
-        mixing = mixture.mixing
-        rules = Rules(mixing.top_k, mixing.capacity_factor, mixing.balance, mixing.z, BIAS_RATE)
-        model.set_submodule(name, layer(mixture.router, mixture.experts, rules, world, carries))
+        model.set_submodule(name, layer(mixture.router, mixture.experts, mixture.mixing, world, carries))
 
 
 class ExpertParallel(HoldsParts):

@@ -28,7 +28,7 @@ from distlab.mesh.grid import Mesh
 from distlab.pipeline_parallel.pipeline import Reducer
 from distlab.pipeline_parallel.strategy import Engine, Parts, sum_shared
 from distlab.precision.mixed_precision import Masters
-from distlab.sharded.strategy import as_many_as_all
+from distlab.sharded.flat_parameter import as_many_as_all
 from distlab.sharded.zero import Zero
 from distlab.tensor_parallel.layers import Slice, sum_together
 from distlab.workload.data import Microbatch
@@ -123,7 +123,6 @@ class Replicas(GradientBuckets):
         self.masters = Masters(computing, [p.detach().float() for p in computing], kept=True) if lower else None
 
     def begin(self) -> None:
-        """Begin a step: no gradients."""
         self.zero()
 
     microbatch = GradientBuckets.accumulate
@@ -270,7 +269,6 @@ class Stacked:
 
     @property
     def layers(self) -> dict[int, nn.Module]:
-        """This rank's layers, by number in the model."""
         return self.parts.layers
 
     def update(self) -> None:
@@ -288,7 +286,6 @@ class Stacked:
     # --- where everything stands in the dense model ---
 
     def entries(self) -> list[Entry]:
-        """All that this rank steps."""
         return [entry for each in self.kept for entry in each.entries()]
 
     def held(self, kind: str) -> Iterator[StageShard]:
@@ -316,16 +313,13 @@ class Stacked:
         return (held.name in self.slices and bool(held.piece.shape)) or self.mesh.index("tp") == 0
 
     def first_replica(self, held: StageShard) -> bool:
-        """Of the replicas."""
         sharded = not held.everywhere and bool(held.piece.shape)
         return sharded or self.mesh.index("dp") == self.mesh.index("cp") == 0
 
     def first_stage(self, held: StageShard) -> bool:
-        """Of the stages that share a weight."""
         return self.parts.holders[held.name][0] == self.mesh.index("pp")
 
     def in_norm(self, held: StageShard) -> bool:
-        """Whether its elements are in this rank's part of the norm."""
         return self.counts(held)
 
     def once(self, kind: str) -> Iterator[StageShard]:
@@ -362,5 +356,4 @@ class Stacked:
 
 
 def scalars(names: Sequence[str], value: Tensor) -> list[tuple[str, LocalShard]]:
-    """One number for all of these parameters."""
     return [(name, LocalShard(value.shape, [((), value)])) for name in names]

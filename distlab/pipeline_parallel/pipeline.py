@@ -105,7 +105,6 @@ class SplitBackward:
 
 
 def linear(product: Product, layer: nn.Linear, inputs: Tensor) -> Tensor:
-    """The forward pass of a linear layer, by `product`."""
     return product(inputs, layer.weight, layer.bias)
 
 

@@ -118,13 +118,11 @@ def in_one(schedule: Schedule) -> Schedule:
 
 
 def owners(schedule: Schedule) -> list[int]:
-    """The rank of each stage."""
     found = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
     return [found[stage] for stage in sorted(found)]
 
 
 def stages_of(rank: int, owners: Sequence[int]) -> list[int]:
-    """The stages of one rank, by the rank of each stage."""
     return [stage for stage, owner in enumerate(owners) if owner == rank]
 
 

@@ -269,7 +269,6 @@ class DeferredSleep(NamedTuple):
     seconds: float
 
     def finish(self) -> None:
-        """Sleep it."""
         time.sleep(self.seconds)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from distlab.collectives.costs import algorithmic_factor
+from distlab.config import Config
 
 # Adam in mixed precision, bytes a parameter, in float32 but for the first two. "Four times the half-precision weights",
 # 56 GB for 7 billion, forgets what the optimizer keeps.
@@ -62,6 +63,13 @@ def rest_bytes(
         "gradients": (gradient_itemsize or itemsize) * gradients,
         "optimizer": remembered * stepped + 4 * num_tensors,
     }
+
+
+def whole_rest_bytes(sizes: Sequence[int], config: Config) -> dict[str, float]:
+    """The same of parameters of these sizes that a rank holds whole, and steps by LAB_OPTIMIZER."""
+    adam, total = config.optimizer == "adamw", sum(sizes)
+    tensors = adam * len(sizes)
+    return rest_bytes(0, total, total, itemsize=config.itemsize, moments=2 * adam, num_tensors=tensors)
 
 
 # The most that a step holds: what one process's passes hold by themselves, and on top of it what a strategy keeps.

@@ -66,7 +66,6 @@ class Slice:
         return LocalShard(torch.Size(shape), moved)
 
     def first(self, rank: int) -> int:
-        """Where the part of `rank` begins."""
         return sum(self.sizes[:rank])
 
 
@@ -152,7 +151,6 @@ class Reduce(torch.autograd.Function):
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x, summed over the ranks in place."""
     with phase("all_reduce"):
         dist.all_reduce(x, group=group)
     return x
@@ -324,7 +322,6 @@ class Sequence:
 
 
 def all_gather(chunk: Tensor, collective: Collective, num_rows: int) -> Tensor:
-    """All ranks' chunks, one after the other."""
     rows = chunk.new_empty(num_rows, *chunk.shape[1:])
     with phase("all_gather"):
         collective.all_gather(rows, chunk.contiguous())

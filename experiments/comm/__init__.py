@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.collectives import ring as ring_by_hand
 from distlab.collectives.by_hand import ALGORITHMS, Algorithm, Collective
 from distlab.collectives.costs import all_reduce_bytes
 from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import split
+from distlab.collectives.point_to_point import Addressed, Message, Peers, Pending, split
 from distlab.config import Config
 from distlab.contract import Mode, Variant, untrained
 from distlab.lab import Lab
@@ -34,7 +35,7 @@ from distlab.measure.prediction import PYTORCHS, Prediction
 from distlab.transport.process_group import TcpBackend
 from distlab.verify.records import draw, hold_drawn
 
-from . import benchmark, primitives, walkthrough
+from . import benchmark, primitives
 from .bugs import mistake
 from .checks import claims
 from .options import Options
@@ -70,13 +71,90 @@ def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
     rows, control = [], "tests/experiments/test_comm.py::test_a_sum_that_rank_0_keeps_is_seen"
     for name, all_reduce in ways.items():
         lab.at(0, f"the sum by {name}")
-        tensor, wanted = walkthrough.marked(lab)
+        tensor, wanted = marked(lab)
         all_reduce(tensor)
-        held = walkthrough.digits(split(tensor, lab.world_size))
+        held = digits(split(tensor, lab.world_size))
         lab.check("sum", float((tensor - wanted).abs().max()), 0.0, name, f"{held} in the end", control=control)
         rows.append([name, held])
     title = "One all_reduce in every way: in chunk c rank r puts in (c+1)·10^r"
     lab.table(title, ["by", "rank 0 then holds, chunk by chunk"], rows)
+
+
+# Two small programs to follow number by number: the lesson's broadcast, slice and gather, and a ring all_reduce.
+#
+# The demo slices with `tensor_split`: the lesson's `len // N` loses the remainder where N does not divide 4, and gives
+# ranks beyond 4 nothing to say. The ring is the variant's own (distlab/collectives/ring.py): its messages tell by their
+# digits which chunk they are and whose parts they hold.
+
+
+def broadcast_slice_gather(lab: Lab) -> None:
+    """Rank 0's four numbers to all, each rank works on its slice, and everyone gets all results."""
+    lab.at(0, "demo")
+    # The lesson draws the first number; its printed run drew 37, which is what the default seed of 1 gives here.
+    full_data = torch.arange(4) + 36 + lab.config.seed if lab.rank == 0 else torch.zeros(4, dtype=torch.long)
+    full_data = full_data.to(lab.device)
+    dist.broadcast(full_data, group=lab.group, group_src=0)
+    slices = split(full_data.float(), lab.world_size)
+    local_result = slices[lab.rank] * (lab.rank + 1)
+    full_result = torch.empty(4, device=lab.device)
+    Collective(lab.group).all_gather(full_result, local_result)
+    lab.say(f"rank {lab.rank} full data: {full_data.tolist()}", all_ranks=True)
+    lab.say(f"rank {lab.rank} received data: {slices[lab.rank].tolist()}", all_ranks=True)
+    lab.say(f"rank {lab.rank} local result: {local_result.tolist()}, shape {list(local_result.shape)}", all_ranks=True)
+    lab.say(f"rank {lab.rank} final gathered result: {full_result.tolist()}", all_ranks=True)
+    numbers = torch.arange(4) + 36 + lab.config.seed
+    wanted = torch.cat([part * (rank + 1) for rank, part in enumerate(split(numbers, lab.world_size))])
+    wrong = float((full_result.cpu() - wanted).abs().max())
+    control = "tests/experiments/test_comm.py::test_a_wrong_primitive_is_seen"
+    lab.check("demo", wrong, 0.0, detail=f"gathered {full_result.tolist()}", control=control)
+
+
+class RecordingPeers(Peers):
+    """Peers that note the messages of each round: (receiver, first number of what is sent)."""
+
+    def __init__(self, group: dist.ProcessGroup, chunks: list[Tensor]) -> None:
+        super().__init__(group)
+        self.chunks, self.sent, self.held = chunks, list[tuple[int, int]](), list[str]()
+
+    def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
+        """As `Peers.post`; what the chunks hold now is what the round before left."""
+        sends = list(sends)
+        self.held.append(digits(self.chunks))
+        self.sent += [(peer, int(tensor[0])) for peer, tensor in sends]
+        return super().post(tag, receives, sends)
+
+
+def marked(lab: Lab) -> tuple[Tensor, Tensor]:
+    """2N + 1 numbers to sum, and their sum: in chunk c rank r puts in (c+1)·10^r, so the digit names the chunk, and its
+    places the ranks whose parts are in it."""
+    ranks, digit = range(lab.world_size), torch.empty(2 * lab.world_size + 1, dtype=torch.long, device=lab.device)
+    for number, chunk in enumerate(split(digit, lab.world_size), 1):
+        chunk.fill_(number)
+    return digit * 10**lab.rank, digit * sum(10**rank for rank in ranks)
+
+
+def ring(lab: Lab, algorithm: Algorithm = ring_by_hand) -> None:
+    """The ring all_reduce of the variant `ring`, told round by round."""
+    tensor, wanted = marked(lab)
+    chunks = split(tensor, lab.world_size)
+    peers = RecordingPeers(lab.group, chunks)
+    lab.at(0, "ring")
+    Pending(algorithm.all_reduce(peers, tensor)).wait()
+    held = [*peers.held, digits(chunks)]
+    rows: list[list[object]] = [["", "", "", held[0]]]
+    finished = set(wanted.tolist())
+    for number, moves in enumerate(zip(*lab.exchange.everyone("ring", peers.sent), strict=True), 1):
+        told = ", ".join(f"{sender} -> {receiver}: {value}" for sender, (receiver, value) in enumerate(moves))
+        action = "copy" if {value for _, value in moves} <= finished else "add"
+        rows.append([number, action, told, held[number]])
+    columns = ["round", "receivers", "who sends what to whom", "rank 0 then holds"]
+    lab.table("A ring all_reduce, round by round: the digit is the chunk, its places are the ranks", columns, rows)
+    lab.check("ring", float((tensor - wanted).abs().max()), 0.0, detail=f"{digits(chunks)} in the end")
+
+
+def digits(chunks: list[Tensor]) -> str:
+    """The first number of each chunk."""
+    return " ".join(str(int(chunk[0])) for chunk in chunks)
 
 
 # --- the run ---
@@ -113,7 +191,7 @@ def run(
     primitives.forward(lab)
     primitives.backward(lab, backward_of)
     lab.finished("proof")
-    walkthrough.broadcast_slice_gather(lab)
+    broadcast_slice_gather(lab)
     with groups_of(lab) as groups:
         compare(lab, algorithms, groups)
 
@@ -126,7 +204,7 @@ def compare(lab: Lab, algorithms: Mapping[str, Algorithm], groups: Mapping[str, 
         if lab.wants(name) and (name in groups or name not in (GLOO, TCP))
     }
     everyones_sum(lab, collectives)
-    walkthrough.ring(lab, algorithms["ring"])
+    ring(lab, algorithms["ring"])
     draw_all(lab, collectives)
     benchmark.run(lab, collectives, int(lab.config.own(Options).sweep_mib * benchmark.MIB))
 
@@ -187,9 +265,9 @@ MODE = Mode(
     mistakes=mistake,
     unsaved="trains nothing that could be saved",
     reading=(
-        "experiments/comm/__init__.py: an all_reduce made of sends and receives, naive first, and what a run does",
+        "experiments/comm/__init__.py: an all_reduce made of sends and receives, naive first, a ring message by"
+        " message, and what a run does",
         "experiments/comm/primitives.py: who has what before and after each primitive, and what its backward returns",
-        "experiments/comm/walkthrough.py: broadcast, slice and gather, and the ring message by message",
         "distlab/collectives/point_to_point.py, then ring.py, direct.py, tree.py or rooted.py: a variant is the two",
         "distlab/transport/tcp.py: what a small sum costs over plain TCP",
         "experiments/comm/checks.py: what goes in and has to come out, by rank, place and repeat",

@@ -176,7 +176,6 @@ def wall(lab: Lab, costs: Costs, variants: list[str], largest: int) -> None:
 
 
 def three_digits(value: float) -> float:
-    """Three digits, however slow the link is."""
     return float(f"{value:.3g}")
 
 
@@ -274,7 +273,6 @@ def calls(op: str, nbytes: int, variants: Iterable[str]) -> int:
 
 
 def timed(op: str, variants: Iterable[str]) -> list[str]:
-    """The variants whose time is shown."""
     return [name for name in variants if op == "all_reduce" or name in TIMED_HALVES]
 
 
@@ -324,7 +322,6 @@ def prepare(trials: list[Trial], collective: Collective, first: int) -> None:
 
 
 def run_next(trials: Iterator[Trial], collective: Collective) -> None:
-    """One of several calls in a row."""
     next(trials).run(collective)
 
 
@@ -353,7 +350,6 @@ def compare(lab: Lab, costs: Costs) -> None:
 
 
 def messages(op: str, name: str, world_size: int, nbytes: int, rank: int) -> int:
-    """Messages of `rank` in `op` by the algorithm `name`."""
     if op == "all_reduce":
         return all_reduce_messages(name, world_size, nbytes, rank)
     return half_messages(name, op, world_size, nbytes, rank)

@@ -171,7 +171,6 @@ class InContext(OwnRows):
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure."""
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
     measured = measure(lab, also=partial(check_sums, lab))

@@ -26,7 +26,7 @@ from distlab.verify.run_all import measured
 from distlab.workload.data import Microbatch
 from distlab.workload.model import outline
 
-from .predictions import BY_HAND, itemsize_of, positions_of
+from .predictions import BY_HAND, positions_of
 
 # What a rank computes of attention, seen where PyTorch's kernel is called, forward and backward.
 #
@@ -48,7 +48,6 @@ class Kernels(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler for this class."""
         return False
 
     def __torch_dispatch__(
@@ -147,7 +146,6 @@ def twice(config: Config) -> int:
 
 
 def tell(lab: Lab, told: list[BalanceFinding]) -> None:
-    """As a table and a chart."""
     needed = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * twice(lab.config)
     rows, shares_of = [], dict[str, list[list[float]]]()
     for name, wanted, pairs, cpu_s in told:
@@ -165,7 +163,6 @@ def busiest(amounts: tuple[float, ...]) -> float:
 
 
 def watch_second_step(lab: Lab, name: str) -> Kernels:
-    """The second of two steps."""
     (build,) = [each.build for each in lab.mode.variants if each.name == name]
     assert build is not None
     dtype = getattr(torch, lab.config.dtype)
@@ -245,7 +242,7 @@ def predicted_activation_bytes(lab: Lab, variant: str, config: Config, microbatc
 
 def more(variant: str, config: Config, positions: Positions, samples: int, rank: int) -> int:
     """What attention keeps in all layers, less what one process keeps of this rank's rows."""
-    itemsize, whole, rows = itemsize_of(config), positions.length, positions.num_rows[rank]
+    itemsize, whole, rows = config.itemsize, positions.length, positions.num_rows[rank]
     row_bytes = samples * config.width * itemsize
     if variant == "gathered" and rows:
         return 2 * config.depth * (whole - rows) * row_bytes + rows * whole * itemsize
@@ -317,7 +314,6 @@ class Additions(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler for this class."""
         return False
 
     def __torch_dispatch__(

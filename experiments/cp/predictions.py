@@ -1,10 +1,6 @@
 """What each variant sends in a step, in how many calls, and what it holds between two: formulas to numbers."""
 
-from typing import NamedTuple
-
-import torch
-
-from distlab.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
+from distlab.collectives.costs import Cost, all_reduce_cost, total_cost
 from distlab.config import Config
 from distlab.context_parallel.costs import (
     gathered_bytes,
@@ -17,8 +13,8 @@ from distlab.context_parallel.costs import (
 from distlab.context_parallel.strategy import Positions, contiguous, zigzag
 from distlab.contract import untrainable
 from distlab.data_parallel.buckets import layout
-from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.sharded.costs import rest_bytes
+from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
+from distlab.sharded.costs import whole_rest_bytes
 from distlab.tensor_parallel.layers import shares
 from distlab.workload.data import shard_sizes
 from distlab.workload.model import outline
@@ -69,30 +65,16 @@ FORMULAS = {
 }
 
 
-class Cost(NamedTuple):
-    """What a rank sends in a step."""
-
-    nbytes: float
-    calls: int
-    messages: int
-
-
 def positions_of(variant: str, config: Config) -> Positions:
     """Who holds which positions in a variant."""
     folded = variant in ("zigzag", "shift", "torch_ring")
     return (zigzag if folded else contiguous)(config.seq, config.world_size)
 
 
-def itemsize_of(config: Config) -> int:
-    """Bytes of a number."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    return itemsize
-
-
 def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
     """One layer's attention, forward and backward, over so many samples."""
     rows = positions_of(variant, config).num_rows
-    row_bytes = 2 * samples * config.width * itemsize_of(config)  # of K and V
+    row_bytes = 2 * samples * config.width * config.itemsize  # of K and V
     if variant == "gathered":
         calls = gathered_calls(rows, rank, config.backend)
         messages = (config.world_size - 1) * (3 if len(set(rows)) == 1 else 2)
@@ -114,30 +96,25 @@ def seen_by_all(variant: str, config: Config) -> list[list[int]]:
 
 def gradients_cost(config: Config) -> Cost:
     """The sum of all gradients, a bucket at a time."""
-    sizes = [parameter.numel() * itemsize_of(config) for parameter in outline(config).parameters()]
+    sizes = [parameter.numel() * config.itemsize for parameter in outline(config).parameters()]
     buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
-    nbytes = sum(all_reduce_bytes("gloo", config.world_size, size) for size in buckets)
-    return Cost(nbytes, len(buckets), sum(gloo_all_reduce_messages(config.world_size, size) for size in buckets))
+    return total_cost(*(all_reduce_cost(config.world_size, size) for size in buckets))
 
 
 def cost(variant: str, config: Config, rank: int) -> Cost:
     """A step: every layer of every microbatch, and the gradients once."""
     samples = shard_sizes(config.batch, config.num_microbatches)
     layers = [layer_cost(variant, config, each, rank) for each in samples for _ in range(config.depth)]
-    nbytes, calls, messages = zip(gradients_cost(config), *layers, strict=True)
-    return Cost(sum(nbytes), sum(calls), sum(messages))
+    return total_cost(gradients_cost(config), *layers)
 
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes and calls of one step of each variant that can run, and what it holds between two, a value a rank."""
-    predictions = []
+    predictions: list[Prediction] = []
     for variant in [name for name in FORMULAS if name not in cannot(config)]:
         costs = [cost(variant, config, rank) for rank in range(config.world_size)]
-        nbytes, calls, messages = zip(*costs, strict=True)
-        formula, shown = FORMULAS[variant], "" if variant in BY_HAND else PYTORCHS
-        predictions.append(Prediction(variant, "wire bytes", "B", formula, nbytes, max(calls), shown, messages))
-        if variant in BY_HAND:
-            predictions.append(Prediction(variant, "calls", "calls", "messages and buckets", calls, max(calls)))
+        shown, of_calls = ("", "messages and buckets") if variant in BY_HAND else (PYTORCHS, "")
+        predictions += of_a_step(variant, FORMULAS[variant], costs, shown, of_calls)
         predictions.append(at_rest(variant, config, shown))
     return predictions
 
@@ -145,10 +122,8 @@ def predict(config: Config) -> list[Prediction]:
 def at_rest(variant: str, config: Config, shown: str) -> Prediction:
     """Weights, gradients and optimizer state: all of them on every rank, and which positions are its own; gathered has
     a mask, too."""
-    sizes = [parameter.numel() for parameter in outline(config).parameters()]
-    adam, itemsize = config.optimizer == "adamw", itemsize_of(config)
-    held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-    masked = variant == "gathered"
+    held = whole_rest_bytes([parameter.numel() for parameter in outline(config).parameters()], config)
+    adam, itemsize, masked = config.optimizer == "adamw", config.itemsize, variant == "gathered"
     num_rows = positions_of(variant, config).num_rows
     value = tuple(sum(held.values()) + rows * (POSITION_BYTES + masked * config.seq * itemsize) for rows in num_rows)
     formula = f"{(4 if adam else 2) * itemsize} x P + {POSITION_BYTES} x S/c" + f" + {itemsize} x S²/c" * masked
@@ -156,8 +131,7 @@ def at_rest(variant: str, config: Config, shown: str) -> Prediction:
 
 
 def summary(config: Config) -> str:
-    """One line of what is sent."""
-    both = 2 * config.batch * config.seq * config.width * itemsize_of(config) / 1e6
+    both = 2 * config.batch * config.seq * config.width * config.itemsize / 1e6
     rows = sorted(set(contiguous(config.seq, config.world_size).num_rows), reverse=True)
     return (
         f"{' or '.join(map(str, rows))} of {config.seq} positions a rank; K and V of a layer are {both:.3g} MB, of"

@@ -50,8 +50,7 @@ from distlab.verify.run_all import measure
 from distlab.workload.model import Model
 
 from . import line_lesson
-from .bugs import mistake
-from .checks import check_overlap, claims
+from .checks import check_overlap, claims, mistake
 from .predictions import cannot, compare_peak, gradient_bytes, in_unit, predict
 from .slow_link import sweep, tell
 

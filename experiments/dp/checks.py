@@ -6,18 +6,23 @@ registration, which is roughly that of the backward pass (Li et al. 2020, sectio
 wait.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import takewhile
 
-import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from distlab.config import Config
-from distlab.contract import WHOLE_RUN, Claims, Measured, Mode
+from distlab.contract import WHOLE_RUN, Claims, Measured, Mistakes, Mode, Needs
+from distlab.data_parallel.buckets import GradientBuckets, layout, set_gradient_view
+from distlab.data_parallel.strategy import begin_apart
 from distlab.lab import Lab
 from distlab.measure.event_order import Order
 from distlab.verify.run_all import measured
-from distlab.workload.model import outline
+from distlab.workload.data import Batches, permutation, shard_sizes
+from distlab.workload.model import Model, outline
 
 from .predictions import bucket_sizes
 
@@ -52,7 +57,7 @@ def waiting(order: Order, sizes: Mapping[str, int]) -> int:
 def gradient_sizes(config: Config) -> dict[str, int]:
     """The bytes of each gradient, by its name in an `Order`, in order of registration; a tied one is the first
     layer's."""
-    itemsize, found = getattr(torch, config.dtype).itemsize, dict[nn.Parameter, tuple[str, int]]()
+    itemsize, found = config.itemsize, dict[nn.Parameter, tuple[str, int]]()
     for index, layer in enumerate(outline(config).layers):
         for name, parameter in layer.named_parameters():
             found.setdefault(parameter, (f"{index}.{name}", parameter.numel() * itemsize))
@@ -104,3 +109,134 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "launched early"), mode.by_hand)
     yield Claims(("calls",), ("naive", "flat", "bucketed"))
     yield Claims(("launch order",), ("bucketed",))  # ring's too, but of buckets of fewer numbers than ranks
+
+
+# The classic mistakes of data parallelism, made by LAB_BUG: three deal the samples wrongly, six are in the variants.
+
+EVERY = ("naive", "flat", "bucketed", "ring", "ddp")
+mistake = Mistakes()
+
+
+# --- the settings that hide one ---
+
+
+def equal_shards(config: Config) -> str:
+    """Means of equal shards are the mean."""
+    equal = len(set(shard_sizes(config.batch, config.world_size, uneven=True))) == 1
+    return "as many samples on every rank: shards must differ in size, raise LAB_BATCH" if equal else ""
+
+
+def equal_epochs(config: Config) -> str:
+    """Where the second epoch begins as the first did, nothing is repeated by mistake."""
+    if config.model == "line":
+        return "LAB_MODEL=line: its batch is the whole data set"
+    orders = (permutation(config.seed, epoch, 2 * config.batch) for epoch in (0, 1))
+    first, second = (set(order[: config.batch].tolist()) for order in orders)
+    return "these sizes: two epochs begin alike, change LAB_SEED or raise LAB_BATCH" if first == second else ""
+
+
+def begins_at_zero(config: Config) -> str:
+    """The line's weights are drawn by nobody."""
+    return "LAB_MODEL=line: all its ranks begin at zero" if config.model == "line" else ""
+
+
+def one_bucket(config: Config) -> str:
+    """The only bucket is launched by the last gradient either way."""
+    sizes = [parameter.numel() * parameter.itemsize for parameter in outline(config).parameters()]
+    single = len(layout(sizes, config.bucket_mib * 2**20)) == 1
+    return "LAB_BUCKET_MIB: all gradients are in one bucket, lower it" if single else ""
+
+
+# --- the mistakes ---
+
+
+@mistake("means_of_shards", check="gradients", part="batches", needs=Needs(unless=equal_shards))
+class MeansOfShards(Batches):
+    """Each rank divides by its own count: the mean of means weighs a small shard's samples more."""
+
+    def share(self, num_samples: int, num_shards: int) -> float:
+        """One over the shard's own terms, and over the shards."""
+        return 1 / (num_samples * self.samples.terms * num_shards)
+
+
+@mistake("no_sampler", check="samples", part="batches")
+class NoSampler(Batches):
+    """Every rank takes its samples from the start of the batch: some count N times, others never."""
+
+    def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
+        """As many as are its own, the same for all."""
+        return self.full_ids(step)[: len(super().sample_ids(step, shard, num_shards))]
+
+
+@mistake("no_set_epoch", check="losses", part="batches", needs=Needs(ranks=1, unless=equal_epochs))
+class NoSetEpoch(Batches):
+    """Every epoch repeats the order of the first one."""
+
+    def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
+        """Those of the same step of the first epoch."""
+        return super().sample_ids(step % self.num_batches, shard, num_shards)
+
+
+@mistake("unwrapped_forward", check="replicas", part="through", of=("ddp",))
+def bare(model: Model, wrapped: nn.Module) -> Model:  # noqa: ARG001
+    """The forward pass runs through the bare model, so that DDP never sums: replicas drift apart."""
+    return model
+
+
+@mistake("stale_bucket", check="gradients", part="buckets", of=("flat", "bucketed", "ring"), needs=Needs(ranks=1))
+class StaleBuckets(GradientBuckets):
+    """The buckets are not emptied between steps: each gradient has all former ones in it."""
+
+    def zero(self) -> None:
+        """Leave the last step's sums where this step's gradients are added."""
+
+
+@mistake("hook_race", check="gradients", part="buckets", of=("bucketed", "ring"))
+class RacingBuckets(GradientBuckets):
+    """A bucket is launched by a hook that runs before the gradient is written to it.
+
+    It waits for the sum at once, so that the race is always lost: each bucket's last gradient stays this rank's
+    own.
+    """
+
+    def _watch(self, parameter: nn.Parameter, view: Tensor, index: int) -> None:
+        buckets = weakref.proxy(self)
+        parameter.register_hook(lambda _: buckets._complete(index))
+        parameter.register_post_accumulate_grad_hook(partial(set_gradient_view, view=view))
+
+    def _launch_next(self) -> None:
+        super()._launch_next()
+        if self._handles[-1] is not None:
+            self._handles[-1].wait()
+
+
+@mistake("late_launch", check="launched early", part="buckets", of=("bucketed", "ring"), needs=Needs(proof=False))
+class LateBuckets(GradientBuckets):
+    """All buckets are launched after the backward pass: every sum is right, and the link idles meanwhile."""
+
+    def _complete(self, index: int) -> None:
+        """Leave it to `finish`."""
+
+
+@mistake(
+    "hoarded_buckets",
+    check="launch order",
+    part="buckets",
+    of=("bucketed", "ring"),
+    needs=Needs(proof=False, unless=one_bucket),
+)
+class HoardingBuckets(GradientBuckets):
+    """No bucket is launched before the last one is full: within the backward pass still, and nothing is hidden."""
+
+    def _complete(self, index: int) -> None:
+        if self._armed:
+            self._missing[index] -= 1
+        if not any(self._missing):
+            while self._next < len(self.buckets):
+                self._launch_next()
+
+
+@mistake("no_broadcast", check="replicas", part="begin", of=EVERY, needs=Needs(unless=begins_at_zero))
+def unbroadcast(model: Model, group: dist.ProcessGroup, config: Config) -> None:
+    """Every rank begins from weights of its own."""
+    begin_apart(model, group, config)

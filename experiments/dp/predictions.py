@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 
-import torch
-
-from distlab.collectives.costs import all_reduce_bytes, all_reduce_messages, gloo_all_reduce_messages
+from distlab.collectives.costs import Cost, all_reduce_bytes, all_reduce_cost, all_reduce_messages, total_cost
 from distlab.config import Config
 from distlab.contract import Measured
 from distlab.data_parallel.buckets import layout, swaps_buckets
 from distlab.lab import Lab
-from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.sharded.costs import Happening, Replicated, adamw_scratch_bytes, pass_peak, rest_bytes, shown_on
+from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
+from distlab.sharded.costs import Happening, Replicated, adamw_scratch_bytes, pass_peak, shown_on, whole_rest_bytes
 from distlab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
 from distlab.workload.model import outline
 
@@ -26,8 +24,7 @@ def cannot(config: Config) -> dict[str, str]:
 
 def gradient_bytes(config: Config) -> int:
     """S: the bytes of all gradients."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    return outline(config).num_parameters() * itemsize
+    return outline(config).num_parameters() * config.itemsize
 
 
 def in_unit(nbytes: int) -> tuple[float, str]:
@@ -38,40 +35,31 @@ def in_unit(nbytes: int) -> tuple[float, str]:
 def bucket_sizes(config: Config) -> list[int]:
     """Numbers in each bucket."""
     sizes = [parameter.numel() for parameter in outline(config).parameters()]
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    nbytes = [size * itemsize for size in sizes]
+    nbytes = [size * config.itemsize for size in sizes]
     return [sum(sizes[index] for index in bucket) for bucket in layout(nbytes, config.bucket_mib * 2**20)]
 
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
-    ranks, itemsize = config.world_size, getattr(torch, config.dtype).itemsize
+    ranks, itemsize, formula = config.world_size, config.itemsize, "2(N-1)/N x S"
     sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
     buckets = [size * itemsize for size in bucket_sizes(config)]
-    total = all_reduce_bytes("gloo", ranks, sum(sizes))
-    own = tuple(sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks))
     passed_on = sum(all_reduce_messages("ring", ranks, size, itemsize=itemsize) for size in buckets)
+    own = [sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks)]
+    total = (all_reduce_bytes("gloo", ranks, sum(sizes)),) * ranks
 
     def summed(variant: str, tensors: list[int]) -> Prediction:
-        messages = sum(gloo_all_reduce_messages(ranks, size) for size in tensors)
-        return prediction(variant, len(tensors), (messages,) * ranks)
-
-    def prediction(
-        variant: str,
-        calls: int,
-        messages: tuple[int, ...],
-        value: tuple[float, ...] = (total,) * ranks,
-        *,
-        shown: str = "",
-    ) -> Prediction:
-        return Prediction(variant, "wire bytes", "B", "2(N-1)/N x S", value, calls, shown, messages)
+        cost = total_cost(*(all_reduce_cost(ranks, size) for size in tensors))
+        return Prediction(variant, "wire bytes", "B", formula, total, cost.calls, messages=(cost.messages,) * ranks)
 
     return [
         summed("naive", sizes),
         summed("flat", [sum(sizes)]),
         summed("bucketed", buckets),
-        prediction("ring", 2 * (ranks - 1) * len(buckets), (passed_on,) * ranks, own),
-        prediction("ddp", len(buckets) + 1, (), shown=PYTORCHS),  # its first bucket is of 1 MiB
+        *of_a_step("ring", formula, [Cost(each, 2 * (ranks - 1) * len(buckets), passed_on) for each in own]),
+        Prediction(
+            "ddp", "wire bytes", "B", formula, total, len(buckets) + 1, PYTORCHS
+        ),  # its first bucket is of 1 MiB
         *at_rest(config),
     ]
 
@@ -79,11 +67,8 @@ def predict(config: Config) -> list[Prediction]:
 def at_rest(config: Config) -> list[Prediction]:
     """Weights, gradients and optimizer state: all of them on every rank."""
     sizes = [parameter.numel() for parameter in outline(config).parameters()]
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    adam = config.optimizer == "adamw"
-    held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-    formula = f"{(4 if adam else 2) * itemsize} x P"
-    value = (float(sum(held.values())),) * config.world_size
+    formula = f"{(4 if config.optimizer == 'adamw' else 2) * config.itemsize} x P"
+    value = (float(sum(whole_rest_bytes(sizes, config).values())),) * config.world_size
     return [
         Prediction(name, "rest bytes", "B", formula, value, 0, shown=PYTORCHS if name == "ddp" else "")
         for name in ("naive", "flat", "bucketed", "ring", "ddp")
@@ -96,24 +81,21 @@ def at_rest(config: Config) -> list[Prediction]:
 def peak_bytes(name: str, config: Config, passes: list[Happening], *, swapped: bool = False) -> float:
     """Weights, optimizer state, gradients and messages of variant `name`, and the highest of the passes; or, if it
     holds more, the update."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
     sizes = [parameter.numel() for parameter in outline(config).parameters()]
-    adam, total = config.optimizer == "adamw", sum(sizes)
-    held = rest_bytes(0, total, total, itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
+    held, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
     constant = held["parameters"] + held["optimizer"] + message_bytes(name, config, swapped=swapped)
-    holding = Replicated(constant, held["gradients"], itemsize, in_buckets=name != "naive")
-    update = constant + held["gradients"] + adam * adamw_scratch_bytes(sizes, itemsize)
+    holding = Replicated(constant, held["gradients"], config.itemsize, in_buckets=name != "naive")
+    update = constant + held["gradients"] + adam * adamw_scratch_bytes(sizes, config.itemsize)
     return max(pass_peak(passes, holding), update)
 
 
 def message_bytes(name: str, config: Config, *, swapped: bool) -> float:
     """What comes from other ranks: of a ring two chunks for each bucket, since all buckets are under way at once; of a
     swap the bucket; the backend's own all_reduce keeps what it needs to itself."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
     sizes, ranks = bucket_sizes(config), config.world_size
     if name == "ring" and ranks > 1:
-        return float(sum(2 * -(-size // ranks) for size in sizes) * itemsize)
-    return float(sum(sizes) * itemsize) if name == "bucketed" and swapped else 0.0
+        return float(sum(2 * -(-size // ranks) for size in sizes) * config.itemsize)
+    return float(sum(sizes) * config.itemsize) if name == "bucketed" and swapped else 0.0
 
 
 def compare_peak(lab: Lab, measured: Mapping[str, Measured]) -> None:

@@ -49,7 +49,6 @@ def replica(lab: Lab, bucket_bytes: float, all_reduce: AllReduce | None = None) 
 
 
 def step(strategy: Replica, microbatches: list[Microbatch]) -> None:
-    """One step of training."""
     strategy.backward(microbatches)
     strategy.update()
 
@@ -136,13 +135,11 @@ def price(lab: Lab, bucket_bytes: float) -> dict[str, float]:
 
 
 def buckets_of(strategy: Replica) -> GradientBuckets:
-    """The buckets of a replica."""
     assert isinstance(strategy.gradients, GradientBuckets)
     return strategy.gradients
 
 
 def verdict(rows: list[list[float]]) -> str:
-    """What the table says, in a sentence."""
     best = min(rows, key=lambda row: row[2])
     one, all_at_once = rows[0], rows[-1]
     others = [

@@ -38,8 +38,7 @@ from distlab.contract import Mode, Strategy, Variant, untrainable
 from distlab.lab import Lab
 from distlab.measure.prediction import Prediction
 from distlab.mesh.grid import Mesh
-from distlab.sharded.flat_parameter import FlatParameter, FlatUnits
-from distlab.sharded.strategy import FullySharded, Sharded
+from distlab.sharded.flat_parameter import FlatParameter, FlatUnits, FullySharded, Sharded
 from distlab.sharded.zero import Zero
 from distlab.verify.run_all import measure
 from distlab.workload.model import Model
@@ -162,12 +161,10 @@ def fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 def predicted(config: Config) -> list[Prediction]:
-    """Bytes and calls of a step, and bytes between two steps."""
     return predict(config, reshard=config.own(Options).reshard)
 
 
 def refuse(config: Config) -> list[str]:
-    """What this mode cannot run."""
     refusals = untrainable(config)
     if config.own(Options).offload and config.device != "cuda":
         refusals.append("LAB_OFFLOAD=1 moves shards from the GPU's memory to the host's: it needs LAB_DEVICE=cuda")
@@ -181,7 +178,6 @@ def cannot(config: Config) -> dict[str, str]:
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure."""
     predictions = predicted(lab.config)
     lab.say(summary(lab.config), "predict")
     lab.say(holds(lab.config, lab.rank), all_ranks=True)
@@ -223,8 +219,7 @@ MODE = Mode(
     recomputes=True,
     reading=(
         "experiments/fsdp/__init__.py: the variants, naive first, and what a run of them claims",
-        "distlab/sharded/flat_parameter.py: a layer as one vector, of which every rank owns a part",
+        "distlab/sharded/flat_parameter.py: a layer as one vector, of which each rank owns a part, and the step around",
         "distlab/sharded/zero.py: the three stages, and when weights are gathered and gradients summed",
-        "distlab/sharded/strategy.py: the training step that all variants share, and how shards get to rank 0",
     ),
 )

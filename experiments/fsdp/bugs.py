@@ -9,8 +9,7 @@ from torch import Tensor
 from distlab.collectives.by_hand import Collective
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.sharded.flat_parameter import FlatParameter
-from distlab.sharded.strategy import Sharded
+from distlab.sharded.flat_parameter import FlatParameter, Sharded
 from distlab.sharded.zero import ReduceScatterScheduler, Unshard, Zero
 from distlab.workload.model import Model, outline
 from distlab.workload.strategy import CLIP_EPSILON

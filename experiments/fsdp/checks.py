@@ -102,22 +102,18 @@ def unsummed(order: Order, config: Config, stage: int) -> list[str]:
 
 
 def written(events: list[Event]) -> dict[int, Event]:
-    """Gradients by their place."""
     return {place: event for place, event in enumerate(events) if event.what == "gradient"}
 
 
 def is_sum(event: Event, weights: Mapping[str, int]) -> bool:
-    """Whether something is sent that is no weight."""
     return event.what == "call" and event.name != "receive" and not event.storages & set(weights.values())
 
 
 def way(backward: bool) -> str:
-    """In words."""
     return "backward" if backward else "forward"
 
 
 def format_layers(layers: set[int]) -> str:
-    """`1, 2`, or none."""
     return ", ".join(map(str, sorted(layers))) or "none"
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
+from torch import nn
 
-from distlab.collectives.costs import algorithmic_factor, all_reduce_bytes, gloo_all_reduce_messages
+from distlab.collectives.costs import algorithmic_factor, gloo_all_reduce_messages, norm_cost
 from distlab.config import Config
 from distlab.contract import Measured
 from distlab.lab import Lab
@@ -22,7 +22,7 @@ from distlab.sharded.costs import (
     shown_on,
     zero_bytes,
 )
-from distlab.sharded.strategy import as_many_as_all
+from distlab.sharded.flat_parameter import as_many_as_all
 from distlab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
 from distlab.workload.model import outline
 
@@ -34,27 +34,35 @@ def tied(config: Config) -> bool:
     return config.tie and config.model == "gpt"
 
 
+def laid_out(config: Config) -> Units:
+    """A flat unit of each layer, one of both ends where LAB_TIE makes them share a weight."""
+    layers = outline(config).layers
+    laid, seen = Units([], {}, {}), set[nn.Parameter]()
+    for index, layer in enumerate(layers):
+        shares = tied(config) and index == len(layers) - 1
+        unit = laid.of_layer[index] = 0 if shares else index
+        laid.numels.extend([] if shares else [0])
+        for name, parameter in layer.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                laid.numels[unit] += parameter.numel()
+                laid.of_name[f"{index}.{name}"] = unit
+    return laid
+
+
 def units(config: Config) -> tuple[int, ...]:
-    """Parameters of each flat unit: a layer, and one of both ends where LAB_TIE makes them share a weight."""
-    layers = list(outline(config).layers)
-    if tied(config):
-        first, *blocks, last = layers
-        groups = [[first, last], *([block] for block in blocks)]
-    else:
-        groups = [[layer] for layer in layers]
-    return tuple(sum(p.numel() for p in {p for layer in group for p in layer.parameters()}) for group in groups)
+    """Parameters of each."""
+    return tuple(laid_out(config).numels)
 
 
 def chunks(config: Config) -> list[int]:
     """Parameters in a rank's chunk of each unit, padding included: what is sent is of one size."""
-    return [-(-numel // config.world_size) for numel in units(config)]
+    return laid_out(config).chunks(config.world_size)
 
 
 def owned(config: Config, rank: int) -> int:
     """Parameters that `rank` owns of all units."""
-    return sum(
-        max(0, min(chunk, numel - rank * chunk)) for numel, chunk in zip(units(config), chunks(config), strict=True)
-    )
+    return sum(laid_out(config).own(rank, config.world_size))
 
 
 def predict(config: Config, *, reshard: bool) -> list[Prediction]:
@@ -68,35 +76,25 @@ def predict(config: Config, *, reshard: bool) -> list[Prediction]:
 def naively(config: Config) -> Prediction:
     """Of every layer two gathers and an all_reduce, which moves as much as two more, in each microbatch."""
     ranks, parts = config.world_size, config.num_microbatches
-    itemsize: int = getattr(torch, config.dtype).itemsize
     moved = chunks(config)
     moved += moved[:1] * tied(config)  # both ends move the unit that they share
-    norm_bytes, norm_messages, norm_calls = clipping(config)
-    total = 4 * parts * algorithmic_factor("all_gather", ranks) * ranks * sum(moved) * itemsize + norm_bytes
-    calls = 3 * parts * len(moved) + norm_calls
+    norm = norm_cost(ranks, config.clip)
+    total = 4 * parts * algorithmic_factor("all_gather", ranks) * ranks * sum(moved) * config.itemsize + norm.nbytes
+    calls = 3 * parts * len(moved) + norm.calls
     gathered = 2 * 2 * (ranks - 1) * len(moved)
-    summed = sum(gloo_all_reduce_messages(ranks, ranks * chunk * itemsize) for chunk in moved)
-    messages = (parts * (gathered + summed) + norm_messages,) * ranks
+    summed = sum(gloo_all_reduce_messages(ranks, ranks * chunk * config.itemsize) for chunk in moved)
+    messages = (parts * (gathered + summed) + norm.messages,) * ranks
     formula = f"{4 * parts}(N-1)/N x S"
     return Prediction("naive", "wire bytes", "B", formula, (total,) * ranks, calls, messages=messages)
-
-
-def clipping(config: Config) -> tuple[float, int, int]:
-    """Bytes, messages and calls of the global norm, with LAB_CLIP: one number in float64."""
-    if config.clip is None:
-        return 0.0, 0, 0
-    ranks = config.world_size
-    return all_reduce_bytes("gloo", ranks, 8), gloo_all_reduce_messages(ranks, 8), 1
 
 
 def by_stage(config: Config, name: str, gathers: int) -> Prediction:
     """The moves of ours: every rank sends the same."""
     ranks, parts, stage = config.world_size, config.num_microbatches, BY_HAND[name]
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    total, messages, calls = clipping(config)
+    total, calls, messages = norm_cost(ranks, config.clip)
     for index, chunk in enumerate(chunks(config)):
         times = 1 if index == 0 and tied(config) else gathers  # a shared unit stays from its first use to its last
-        total += zero_bytes(stage, ranks, ranks * chunk * itemsize, parts, times)
+        total += zero_bytes(stage, ranks, ranks * chunk * config.itemsize, parts, times)
         moves = {1: 2, 2: parts + 1, 3: parts * (times + 1)}[stage]
         calls += moves * (1 if config.backend == "nccl" else ranks - 1)
         messages += moves * (ranks - 1)
@@ -108,8 +106,7 @@ def by_stage(config: Config, name: str, gathers: int) -> Prediction:
 def by_torch(config: Config, gathers: int) -> Prediction:
     """fully_shard's: gathers as zero3's, and sums as the backend has them."""
     ranks, parts = config.world_size, config.num_microbatches
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    total = fully_shard_bytes(ranks, sum(units(config)) * itemsize, parts, gathers, config.backend)
+    total = fully_shard_bytes(ranks, sum(units(config)) * config.itemsize, parts, gathers, config.backend)
     moves = parts * (gathers + (2 if config.backend == "gloo" else 1))
     wrapped = len(outline(config).layers) - (config.model == "gpt")  # both ends are one unit
     calls = parts * (gathers + 1) * wrapped
@@ -120,7 +117,7 @@ def at_rest(config: Config, name: str) -> Prediction:
     """Weights, gradients and optimizer state of what a rank owns; whole units and chunks have their padding too."""
     ranks, stage, total = config.world_size, BY_HAND.get(name, 3), sum(units(config))
     adam, masters = config.optimizer == "adamw", config.dtype == "bfloat16" and name in BY_HAND
-    itemsize = 4 if config.dtype == "bfloat16" and name == "fsdp2" else getattr(torch, config.dtype).itemsize
+    itemsize = 4 if config.dtype == "bfloat16" and name == "fsdp2" else config.itemsize
     like: dict[str, Any] = {
         "itemsize": itemsize,
         "moments": 2 * adam,
@@ -142,7 +139,6 @@ def at_rest(config: Config, name: str) -> Prediction:
 
 
 def summary(config: Config) -> str:
-    """One line of what is kept."""
     total, zero3 = outline(config).num_parameters(), at_rest(config, "zero3")
     everything = at_rest(config.model_copy(update={"world_size": 1}), "zero3").value[0]
     return (
@@ -185,30 +181,15 @@ TERMS = {
 }
 
 
-def laid_out(config: Config) -> Units:
-    """A unit of each layer, one of both ends where they share a weight."""
-    layers = list(outline(config).layers)
-    last = len(layers) - 1
-    of_layer = {index: 0 if tied(config) and index == last else index for index in range(len(layers))}
-    names: dict[str, int] = {}
-    seen = set()
-    for index, layer in enumerate(layers):
-        fresh = {name: parameter for name, parameter in layer.named_parameters() if parameter not in seen}
-        names |= {f"{index}.{name}": of_layer[index] for name in fresh}
-        seen |= set(fresh.values())
-    return Units(list(units(config)), of_layer, names)
-
-
 def holding_of(name: str, config: Config, rank: int, *, reshard: bool) -> Sharding:
     """What a rank of variant `name` holds beside the passes."""
     stage, laid, ranks = BY_HAND[name], laid_out(config), config.world_size
-    itemsize: int = getattr(torch, config.dtype).itemsize
     kept = sum(laid.chunks(ranks)) * (ranks if stage < 3 else 1)
     kept += sum(laid.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
-    constant = kept * itemsize + remembered(config, rank)
+    constant = kept * config.itemsize + remembered(config, rank)
     kind = Naively if name == "naive" else Sharding
     microbatches = config.num_microbatches
-    return kind(stage, laid, rank, ranks, itemsize, constant, microbatches=microbatches, reshard=reshard)
+    return kind(stage, laid, rank, ranks, config.itemsize, constant, microbatches=microbatches, reshard=reshard)
 
 
 class Naively(Sharding):
@@ -237,19 +218,17 @@ class Naively(Sharding):
 
 def remembered(config: Config, rank: int) -> float:
     """Bytes of optimizer state and master weights."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
     masters, adam = config.dtype == "bfloat16", config.optimizer == "adamw"
-    number = (2 * adam * (4 if masters else itemsize) + 4 * masters) * owned(config, rank)
+    number = (2 * adam * (4 if masters else config.itemsize) + 4 * masters) * owned(config, rank)
     return number + 4.0 * adam * len(units(config))
 
 
 def peak_bytes(name: str, config: Config, rank: int, passes: list[Happening], *, reshard: bool) -> float:
     """The highest moment of the passes of variant `name`; or, if it holds more, the update."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
     holding = holding_of(name, config, rank, reshard=reshard)
     masters, adam = config.dtype == "bfloat16", config.optimizer == "adamw"
     update = at_rest(config, name).value[rank] + 4 * masters * owned(config, rank)
-    update += adam * adamw_scratch_bytes(holding.own, 4 if masters else itemsize)
+    update += adam * adamw_scratch_bytes(holding.own, 4 if masters else config.itemsize)
     return max(pass_peak(passes, holding), update)
 
 

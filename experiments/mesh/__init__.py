@@ -66,13 +66,11 @@ def trained(config: Config, seed: int) -> Model:
 
 
 def predicted(config: Config) -> list[Prediction]:
-    """Bytes and calls of a step, bytes between two, and the bubble."""
     sizes, chunks = axes(config), config.own(Options).chunks
     return predict(config, sizes, chunks, cannot(config, sizes, chunks))
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure; then axis by axis."""
     config, sizes, chunks = lab.config, axes(lab.config), lab.config.own(Options).chunks
     tell(lab, sizes, chunks)
     measured = measure(lab, also=partial(held_in_flight, lab))
@@ -106,7 +104,6 @@ def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
 
 
 def on_paper(sizes: dict[str, int], config: Config, variant: str) -> schedules.Schedule | None:
-    """The schedule of every rank of the grid."""
     if variant not in HOW:
         return None
     along = scheduled(HOW[variant], sizes["pp"], config)

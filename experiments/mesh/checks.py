@@ -8,7 +8,7 @@ its calls are its own, and on the wire both axes are held as one.
 
 from collections.abc import Iterator, Mapping
 
-from distlab.collectives.costs import wire_tolerance
+from distlab.collectives.costs import Cost, total_cost, wire_tolerance
 from distlab.config import Config
 from distlab.contract import Claims, Measured, Mode
 from distlab.lab import Lab
@@ -17,7 +17,7 @@ from distlab.verify.pipeline_checks import Piped, check_schedule
 from distlab.verify.run_all import measured
 
 from .placement import HOW, Rank, at
-from .traffic import FORMULAS, Cost, by_axis, total
+from .traffic import FORMULAS, by_axis
 
 TESTS = "tests/experiments/test_mesh.py::"
 
@@ -62,11 +62,10 @@ def on_the_wire(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     found: dict[str, list[Cost]] = {}
     for axis, cost in costs.items():
         found.setdefault(within.get(axis, axis), []).append(cost)
-    return {axis: total(parts) for axis, parts in found.items()}
+    return {axis: total_cost(*parts) for axis, parts in found.items()}
 
 
 def differing_axes(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
-    """The axes along which two ranks differ."""
     here, there = at(one, sizes), at(other, sizes)
     return {axis for axis in sizes if here[axis] != there[axis]}
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import cycle
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from distlab.config import Config
@@ -85,7 +84,7 @@ class Rank:
         self.is_gpt = config.model == "gpt"
         self.rows = how.rows and self.is_gpt and self.t > 1
         self.drops: bool = getattr(config.options, "dropout", 0) > 0
-        self.itemsize: int = getattr(torch, config.dtype).itemsize
+        self.itemsize = config.itemsize
         self.microbatches = shard_sizes(shard_sizes(config.batch, self.d)[self.at["dp"]], config.num_microbatches)
         self.positions = how.cut(config.seq if self.is_gpt else 1, self.c).num_rows  # of each rank along cp
         self.seq = self.positions[self.at["cp"]]

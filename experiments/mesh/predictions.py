@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 
+from distlab.collectives.costs import total_cost
 from distlab.config import Config
 from distlab.contract import Measured, untrainable
 from distlab.lab import Lab
-from distlab.measure.prediction import Prediction
+from distlab.measure.prediction import Prediction, of_a_step
 from distlab.pipeline_parallel.costs import idle_share
 from distlab.pipeline_parallel.schedules import Action
 from distlab.sharded.costs import (
@@ -24,7 +25,7 @@ from distlab.workload.user_model import is_own
 
 from .placement import HOW, Rank, misfit, sizes_of
 from .single_rank_run import passes_of
-from .traffic import by_axis, owned, stage_of, total
+from .traffic import by_axis, owned, stage_of
 
 # What a mesh cannot run: settings that are no grid, and sizes that an axis cannot take.
 
@@ -153,17 +154,14 @@ IN_TWO = {"1f1b": "2(p-1)/(3m+2(p-1))", "interleaved": "2(p-1)/(3v·m+2(p-1))", 
 
 def predict(config: Config, sizes: Mapping[str, int], chunks: int, excluded: Mapping[str, str]) -> list[Prediction]:
     """Bytes and calls of a step, bytes at rest and the bubble of each variant that can run, a value a rank."""
-    found = []
+    found: list[Prediction] = []
     for name, how in HOW.items():
         if name in excluded:
             continue
         ranks = [Rank(config, sizes, rank, how, chunks) for rank in range(config.world_size)]
-        costs = [total(list(by_axis(rank).values())) for rank in ranks]
-        nbytes, calls, messages = (tuple(column) for column in zip(*costs, strict=True))
-        most = int(max(calls))
+        costs = [total_cost(*by_axis(rank).values()) for rank in ranks]
         found += [
-            Prediction(name, "wire bytes", "B", "of each axis", nbytes, most, messages=messages),
-            Prediction(name, "calls", "calls", "of each axis", tuple(map(float, calls)), most),
+            *of_a_step(name, "of each axis", costs, formula_of_calls="of each axis"),
             Prediction(name, "rest bytes", "B", f"P/(t·p), zero{how.zero}", tuple(map(at_rest, ranks)), 0),
             idle(name, config, ranks),
         ]

@@ -17,7 +17,7 @@ from distlab.config import Config
 from distlab.contract import Strategy
 from distlab.mesh.grid import Mesh
 from distlab.pipeline_parallel.strategy import Parts, joined, parts_of
-from distlab.sharded.strategy import FullySharded
+from distlab.sharded.flat_parameter import FullySharded
 from distlab.tensor_parallel.strategy import plan, tie
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Model
@@ -52,7 +52,6 @@ class OfShardedDTensors(FullySharded):
         self.mesh = mesh
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:  # type: ignore[override]
-        """The same, inside of `loss_parallel`; all ranks of a slice have the same loss."""
         from torch.distributed.tensor.parallel import loss_parallel
 
         with loss_parallel():
@@ -100,7 +99,6 @@ class OfShardedStages:
         self.optimizer = make_optimizer(stage.parameters(), config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """All microbatches of this replica."""
         self.stage.zero_grad()
         inputs, targets, self.share = joined(microbatches)
         losses: list[Tensor] = []
@@ -114,7 +112,6 @@ class OfShardedStages:
         return weighed
 
     def update(self) -> None:
-        """Step this rank's shards."""
         self.optimizer.step()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from distlab.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.pipeline_parallel.schedules import Action, gives, needs
 from distlab.pipeline_parallel.strategy import ByHand, Engine, parts_of
 from distlab.sharded.costs import Happening
-from distlab.sharded.strategy import as_many_as_all
+from distlab.sharded.flat_parameter import as_many_as_all
 from distlab.tensor_parallel.layers import LocalRegion, Sequence, own_tokens, rows_inside, shares
 from distlab.tensor_parallel.strategy import slice_layers
 from distlab.verify.counted import WARMUP_STEPS, Watch
@@ -154,7 +154,6 @@ class RecordingReducer:
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """A pass of one microbatch."""
         yield
         self._watch.note("passed")
 

@@ -150,7 +150,6 @@ class Keep:
         self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
 
     def stage(self, number: int) -> list[ParameterStore]:
-        """Of one stage."""
         stage, tp = self.parts.stages[number], self.mesh["tp"] if self.whole else None
         own = set(stage.parameters())
         named = {name: p for name, p in self.parts.parameters.items() if p in own}

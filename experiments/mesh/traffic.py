@@ -1,14 +1,15 @@
 """What sending costs a rank: bytes, calls and messages, that add up over whatever is sent."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from distlab.collectives.costs import (
+    Cost,
     all_gather_bytes,
-    all_reduce_bytes,
+    all_reduce_cost,
     chunk_bytes,
-    gloo_all_reduce_messages,
+    norm_cost,
     reduce_scatter_bytes,
+    total_cost,
 )
 from distlab.context_parallel.costs import ring_rows, ulysses_messages
 from distlab.data_parallel.buckets import layout
@@ -18,28 +19,6 @@ from distlab.tensor_parallel.costs import scatter_calls
 from distlab.tensor_parallel.layers import shares
 
 from .placement import Local, Rank
-
-
-class Cost(NamedTuple):
-    """What a rank sends."""
-
-    nbytes: float = 0.0
-    calls: int = 0
-    messages: int = 0
-
-    def times(self, number: int) -> "Cost":
-        return Cost(number * self.nbytes, number * self.calls, number * self.messages)
-
-
-def total(costs: list[Cost]) -> Cost:
-    """All of them together."""
-    return Cost(*(sum(parts) for parts in zip(Cost(), *costs, strict=True)))
-
-
-def all_reduce_traffic(ranks: int, nbytes: int) -> Cost:
-    """An all_reduce of gloo's."""
-    return Cost(all_reduce_bytes("gloo", ranks, nbytes), 1, gloo_all_reduce_messages(ranks, nbytes))
-
 
 # What the ranks of a slice send each other in a step: sums at the ends of their slices, or gathers and scatters of
 # rows.
@@ -52,8 +31,8 @@ def over_tp(rank: Rank) -> Cost:
         costs.append(in_rows(rank, samples) if rank.rows else in_sums(rank, samples))
         if rank.is_last and rank.is_gpt:
             scores = samples * rank.seq * max(rank.itemsize, 4)  # maxima; then sums, and the targets' scores
-            costs += [all_reduce_traffic(rank.t, scores), all_reduce_traffic(rank.t, 2 * scores)]
-    return total(costs)
+            costs += [all_reduce_cost(rank.t, scores), all_reduce_cost(rank.t, 2 * scores)]
+    return total_cost(*costs)
 
 
 def ends_of_slices(rank: Rank) -> int:
@@ -67,7 +46,7 @@ def in_sums(rank: Rank, samples: int) -> Cost:
     mask of what its MLP gives is kept."""
     again = rank.num_blocks * (1 + rank.drops) if rank.config.recompute and rank.is_gpt else 0
     nbytes = samples * rank.seq * rank.config.width * rank.itemsize
-    return all_reduce_traffic(rank.t, nbytes).times(ends_of_slices(rank) + again)
+    return all_reduce_cost(rank.t, nbytes).times(ends_of_slices(rank) + again)
 
 
 def in_rows(rank: Rank, samples: int) -> Cost:
@@ -77,11 +56,9 @@ def in_rows(rank: Rank, samples: int) -> Cost:
     both = ends_of_slices(rank)
     again = rank.num_blocks if rank.config.recompute else 0
     head = int(rank.is_last and rank.config.recompute)
-    return total(
-        [
-            gathered(rank, row_bytes).times(both + 2 * again + head),
-            scattered(rank, row_bytes).times(both + again * (1 + rank.drops)),
-        ]
+    return total_cost(
+        gathered(rank, row_bytes).times(both + 2 * again + head),
+        scattered(rank, row_bytes).times(both + again * (1 + rank.drops)),
     )
 
 
@@ -108,14 +85,13 @@ def rows_at_rest(rank: Rank) -> Cost:
         wholes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units(stage)]
         times = len(rank.microbatches) if rank.how.zero > 1 else 1
         sums = [nbytes for nbytes in wholes if nbytes] if rank.how.zero else [sum(wholes)]
-        costs += [all_reduce_traffic(rank.t, nbytes).times(times) for nbytes in sums]
-    return total(costs)
+        costs += [all_reduce_cost(rank.t, nbytes).times(times) for nbytes in sums]
+    return total_cost(*costs)
 
 
 # What each variant sends along each axis in a step: the formulas of one axis, with what the others leave of the model
 # and of the batch.
 
-NORM_BYTES = 8  # clipping sums one number along each axis
 FORMULAS = {
     "dp": "2(d-1)/d x P/(t·p), in ZeRO of chunks",
     "cp": "3(c-1)/c x K and V a layer, in ulysses 4(c-1)/c²; and gradients as over dp",
@@ -134,7 +110,7 @@ def over_replicas(rank: Rank) -> Cost:
     for stage in rank.stages:
         units = rank.units(stage)
         costs += [in_buckets(rank, units)] if not rank.how.zero else [in_shards(rank, unit) for unit in units]
-    return total(costs)
+    return total_cost(*costs)
 
 
 def in_buckets(rank: Rank, units: list[list[Local]]) -> Cost:
@@ -143,7 +119,7 @@ def in_buckets(rank: Rank, units: list[list[Local]]) -> Cost:
     sizes = [local.numel * rank.itemsize for local in ordered]
     limit = 1.0 if rank.how.one_by_one else rank.config.bucket_mib * 2**20
     buckets = layout(sizes, limit)
-    return total([all_reduce_traffic(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets])
+    return total_cost(*(all_reduce_cost(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets))
 
 
 def in_shards(rank: Rank, unit: list[Local]) -> Cost:
@@ -183,7 +159,7 @@ def over_cp(rank: Rank) -> Cost:
         Cost(samples * sum(sent) * row_bytes, sum(number > 0 for number in sent) * (samples > 0), len(sent))
         for samples in rank.microbatches
     ]
-    return total(costs).times(rank.num_blocks)
+    return total_cost(*costs).times(rank.num_blocks)
 
 
 # --- over the stages ---
@@ -198,7 +174,7 @@ def over_pp(rank: Rank) -> Cost:
     for unit in shared:
         numel = owned(rank, unit) if rank.how.zero else unit[0].numel
         costs += [Cost(numel * rank.itemsize, 1, 1)] if numel else []
-    return total(costs)
+    return total_cost(*costs)
 
 
 def owned(rank: Rank, unit: list[Local]) -> int:
@@ -217,7 +193,7 @@ def by_axis(rank: Rank) -> dict[str, Cost]:
     long = {axis: ranks for axis, ranks in rank.sizes.items() if ranks > 1}
     costs = {axis: [OVER[axis](rank)] if axis in OVER else [] for axis in long}
     for axis, ranks in long.items():
-        costs[axis] += [] if rank.config.clip is None else [all_reduce_traffic(ranks, NORM_BYTES)]
+        costs[axis].append(norm_cost(ranks, rank.config.clip))
     if rank.replicas > 1:
         costs.setdefault(rank.replicated, []).append(over_replicas(rank))
-    return {axis: total(parts) for axis, parts in costs.items()}
+    return {axis: total_cost(*parts) for axis, parts in costs.items()}

@@ -43,7 +43,6 @@ from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
-from distlab.expert_parallel.costs import even_row_bytes, expert_places
 from distlab.expert_parallel.layer import (
     AllToAll,
     AllToAllSingle,
@@ -66,13 +65,21 @@ from distlab.workload.experts import Mixing, MixtureModel, build_mixture, outlin
 from .bugs import mistake
 from .checks import PASSES, Routes, by_step, check_capacity, claims, compare_pace, draw, tokens_of
 from .options import Options
-from .predictions import cannot, more_parameters, num_buckets, placements, predict, refuse
+from .predictions import (
+    cannot,
+    even_row_bytes,
+    expert_places,
+    more_parameters,
+    num_buckets,
+    placements,
+    predict,
+    refuse,
+)
 
 BALANCE_WEIGHT = 0.01  # Switch Transformers, section 2.2
 
 
 def mixing(config: Config) -> Mixing:
-    """How tokens find experts with these settings."""
     own = config.own(Options)
     weight = BALANCE_WEIGHT if own.balance == "loss" else 0.0
     return Mixing(own.experts, own.top_k, own.capacity, weight, own.router_z, by_bias=own.balance == "bias")
@@ -202,8 +209,7 @@ def run(lab: Lab) -> None:
 
 
 def summary(config: Config, mixed: Mixing) -> str:
-    """One line of what a token costs, and what an expert takes."""
-    tokens, itemsize = max(tokens_of(config)), getattr(torch, config.dtype).itemsize
+    tokens, itemsize = max(tokens_of(config)), config.itemsize
     places = expert_places(tokens, mixed.top_k, mixed.num_experts, mixed.capacity_factor)
     bound = f"takes {places} at most" if mixed.capacity_factor else "drops none"
     sent = even_row_bytes(config.world_size, tokens, mixed.top_k, config.width, itemsize)

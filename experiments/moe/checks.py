@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 
 from distlab.config import Config
 from distlab.contract import Build, Claims, Mode, Strategy
-from distlab.expert_parallel.costs import expert_places
 from distlab.expert_parallel.layer import Placement, Routed
 from distlab.lab import Lab
 from distlab.verify.run_all import measured
 from distlab.workload.data import shard_sizes
 from distlab.workload.experts import Mixing
+
+from .predictions import expert_places
 
 COLUMNS = ["", "experts", "choices", "dropped", "rows", "x the mean", "ms own work", "ms waiting"]
 CONTROL = "tests/experiments/test_moe.py::test_choices_that_are_counted_wrong_fail"

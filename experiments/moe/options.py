@@ -35,5 +35,4 @@ class Options(ModeOptions):
     )  # fmt: skip
 
     def untimed(self) -> "Options":
-        """Without pretended compute."""
         return self.model_copy(update={"row_us": 0})

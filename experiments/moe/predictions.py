@@ -8,17 +8,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from distlab.collectives.costs import all_gather_bytes, all_reduce_bytes, gloo_all_reduce_messages, half_messages
 from distlab.config import Config
 from distlab.contract import untrainable
 from distlab.data_parallel.buckets import layout
 from distlab.data_parallel.strategy import is_step
-from distlab.expert_parallel.costs import row_bytes
 from distlab.expert_parallel.layer import Placement
 from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.sharded.costs import rest_bytes
+from distlab.sharded.costs import whole_rest_bytes
 from distlab.workload.experts import Mixing, MixtureModel, outline_mixture
 from distlab.workload.user_model import is_own
 
@@ -66,7 +63,6 @@ def sizes_of(mesh: str) -> dict[str, int]:
 
 
 def long(sizes: dict[str, int]) -> set[str]:
-    """The axes of more than one rank."""
     return {axis for axis, ranks in sizes.items() if ranks > 1}
 
 
@@ -103,6 +99,35 @@ def another(mesh: str, axes: set[str]) -> str:
     """Why LAB_MESH is no grid of a variant with these axes."""
     wanted = " and ".join(axis for axis in AXES if axis in axes)
     return f"LAB_MESH={mesh} is another grid than it takes: {wanted} of two ranks or more, and nothing else"
+
+
+# Experts: places, and the bytes of tokens that travel to them and back.
+#
+# T are the tokens of a batch on all N ranks, each of which chooses k of E experts and is a row of D numbers. Sources:
+# Lepikhin et al. 2020, "GShard", section 2.2 (places); Fedus et al. 2021, "Switch Transformers", section 5.5 (what
+# moves).
+
+
+def expert_places(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """C = ceil(factor·k·T/E), the choices that an expert takes; with a factor of 0 all that want it, at most one a
+    token."""
+    if not factor:
+        return num_tokens
+    return math.ceil(factor * top_k * num_tokens / num_experts)
+
+
+def row_bytes(given: int, taken: int, width: int, itemsize: int = 4) -> int:
+    """What a rank sends of rows that it gives to other ranks and takes from them: 2D(given + taken) numbers.
+
+    Forward it gives rows, and gives back what it made of those that it took; backward the gradients of both.
+    """
+    return 2 * (given + taken) * width * itemsize
+
+
+def even_row_bytes(world_size: int, num_tokens: int, top_k: int, width: int, itemsize: int = 4) -> float:
+    """The same if all experts are wanted alike, with as many on each rank: 4(N-1)/N x k·T/N·D numbers."""
+    away = top_k * num_tokens / world_size * (world_size - 1) / world_size
+    return 4 * away * width * itemsize
 
 
 Admitted = Sequence[Sequence[int]]  # [n][E]: the rows of each rank for each expert
@@ -148,7 +173,7 @@ def traffic(
     shown: str,
 ) -> list[Prediction]:  # fmt: skip
     """Rows there and back, forward and backward; the tables of what is wanted; gradients of what several ranks hold."""
-    ranks, itemsize = config.world_size, getattr(torch, config.dtype).itemsize
+    ranks, itemsize = config.world_size, config.itemsize
     table = ranks * mixing.top_k * mixing.num_experts * NUMBER_BYTES
     nbytes, calls, messages = [], [], []
     for rank in range(ranks):
@@ -192,7 +217,6 @@ def summed_buckets(
 
 
 def num_buckets(name: str, config: Config, mixing: Mixing, rank: int) -> int:
-    """How many sums of gradients a step has on `rank`."""
     return len(summed_buckets(name, config, placements(config, mixing)[name], outline_mixture(config, mixing), rank))
 
 
@@ -224,7 +248,7 @@ def expert_sizes(placement: Placement, model: MixtureModel, rank: int) -> list[i
 
 def bucket_bytes(config: Config, sizes: list[int]) -> list[int]:
     """Bytes of the buckets of parameters of these sizes."""
-    nbytes = [size * getattr(torch, config.dtype).itemsize for size in sizes]
+    nbytes = [size * config.itemsize for size in sizes]
     return [sum(nbytes[index] for index in bucket) for bucket in layout(nbytes, config.bucket_mib * 2**20)]
 
 
@@ -236,15 +260,14 @@ def more_parameters(config: Config, experts: int) -> float:
 
 def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel, shown: str) -> Prediction:
     """Weights, gradients and optimizer state: all that is no expert on every rank, of the experts its own."""
-    itemsize, adam = getattr(torch, config.dtype).itemsize, config.optimizer == "adamw"
     untrained = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     value = []
     for rank in range(config.world_size):
         sizes = dense_sizes(model) + expert_sizes(placement, model, rank)
-        held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-        value.append(float(sum(held.values())) + untrained * itemsize)
-    formula = f"{(4 if adam else 2) * itemsize} x {'P' if name == 'naive' else 'what a rank holds'}"
-    return Prediction(name, "rest bytes", "B", formula, tuple(value), 0, shown)
+        value.append(float(sum(whole_rest_bytes(sizes, config).values())) + untrained * config.itemsize)
+    number = (4 if config.optimizer == "adamw" else 2) * config.itemsize
+    held = "P" if name == "naive" else "what a rank holds"
+    return Prediction(name, "rest bytes", "B", f"{number} x {held}", tuple(value), 0, shown)
 
 
 # What a mixture of experts cannot run.

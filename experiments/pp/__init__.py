@@ -168,7 +168,6 @@ def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str, weigh: Weig
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure."""
     config, ranks, microbatches = lab.config, lab.world_size, lab.config.num_microbatches
     share = bubble(ranks, microbatches)
     lab.say(
@@ -220,12 +219,10 @@ def holds(config: Config, rank: int) -> str:
 
 
 def ours(name: str, sentence: str) -> Variant:
-    """What differs is the schedule."""
     return Variant(name, partial(by_hand, schedule=SCHEDULES[name]), sentence=sentence)
 
 
 def torchs(name: str, sentence: str) -> Variant:
-    """PyTorch's of this name."""
     return Variant(name, partial(by_torch, name=name), by_torch=True, sentence=sentence)
 
 

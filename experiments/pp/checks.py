@@ -37,13 +37,13 @@ def check_messages(lab: Lab, name: str, measured: Measured, done: list[Pass], ow
         lab.check("posted ahead", max(off, default=0), 0, name, detail, control=CONTROL)
     number = 1 if name == "naive" else lab.config.num_microbatches
     # A tied gradient is summed when all messages between stages are gone.
-    tied, _, _ = tied_weight_traffic(lab.config.model_copy(update={"clip": None}), folded=owners[0] == owners[-1])
+    tied = tied_weight_traffic(lab.config.model_copy(update={"clip": None}), folded=owners[0] == owners[-1])
     most = measured.most["communication"]
-    allowed = max(tied[lab.rank], most_under_way(done, ends_of(lab, owners, number)))
+    allowed = max(tied[lab.rank].nbytes, most_under_way(done, ends_of(lab, owners, number)))
     detail = f"{most} B of messages held at most, {allowed} by the order of passes"
     lab.check("messages", max(0, most - allowed), 0, name, detail, control=CONTROL)
     if not is_own(lab.config.model):
-        numbers = 2 * owners.count(lab.rank) * getattr(torch, lab.config.dtype).itemsize
+        numbers = 2 * owners.count(lab.rank) * lab.config.itemsize
         left = measured.rest["activations"]
         detail = f"{left} B that are no weight, gradient, moment or message, {numbers} allowed"
         lab.check("left of a step", max(0, left - numbers), 0, name, detail, control=CONTROL)

@@ -2,14 +2,14 @@
 
 import torch
 
-from distlab.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
+from distlab.collectives.costs import Cost, norm_cost, total_cost
 from distlab.config import Config
 from distlab.contract import untrainable
-from distlab.measure.prediction import PYTORCHS, Prediction
+from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.pipeline_parallel import schedules
 from distlab.pipeline_parallel.costs import FOLDED, idle_share, pipeline_ends
 from distlab.pipeline_parallel.strategy import runs_of
-from distlab.sharded.costs import rest_bytes
+from distlab.sharded.costs import whole_rest_bytes
 from distlab.workload import model, user_model
 from distlab.workload.model import outline
 from distlab.workload.user_model import is_own
@@ -92,14 +92,10 @@ def cannot(config: Config, chunks: int) -> dict[str, str]:
     return reasons
 
 
-NORM_BYTES = 8  # clipping sums one number over all ranks
-
-
 def passed_bytes(config: Config) -> int:
     """A: the bytes of a whole batch between two stages."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
     seq = config.seq if config.model == "gpt" or is_own(config.model) else 1
-    return config.batch * seq * config.width * itemsize
+    return config.batch * seq * config.width * config.itemsize
 
 
 OURS = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")
@@ -133,21 +129,18 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
     """Bytes, calls and bubble of one step of each variant that can run, a value a rank; `chunks` is LAB_CHUNKS."""
     ranks, microbatches = config.world_size, config.num_microbatches
     excluded = cannot(config, chunks)
-    predictions = []
+    predictions: list[Prediction] = []
     for name in [name for name in (*OURS, *TORCHS) if name not in excluded]:
         ours, plain, idle = name in OURS, name.removeprefix("torch_"), bubble_formula(name, ranks, microbatches)
         number, stages = 1 if name == "naive" else microbatches, chunks if "interleaved" in name else 1
         ends = [pipeline_ends(ranks, stages, rank, folded=plain in FOLDED) for rank in range(ranks)]
-        more_bytes, more_calls, more_messages = tied_weight_traffic(config, folded=plain in FOLDED)
-        sent = tuple(end * passed_bytes(config) + more for end, more in zip(ends, more_bytes, strict=True))
-        calls = tuple(float(end * number + more) for end, more in zip(ends, more_calls, strict=True))
-        messages = tuple(end * number + more for end, more in zip(ends, more_messages, strict=True))
-        most = int(max(calls))
+        passed = [Cost(end * passed_bytes(config), end * number, end * number) for end in ends]
+        costs = list(map(total_cost, passed, tied_weight_traffic(config, folded=plain in FOLDED)))
+        most = max(cost.calls for cost in costs)
         of_chunks = "v·" if stages > 1 else "2·" if plain in FOLDED else ""
         formula, shown = f"2{of_chunks}A, the ends A less", "" if ours else PYTORCHS
-        predictions.append(Prediction(name, "wire bytes", "B", formula, sent, most, shown, messages))
-        if ours:
-            predictions.append(Prediction(name, "calls", "calls", f"2{of_chunks}m, the ends m less", calls, most))
+        of_calls = f"2{of_chunks}m, the ends m less" if ours else ""
+        predictions += of_a_step(name, formula, costs, shown, of_calls)
         kept = tuple(rest(config, owners_of(name, ranks, chunks), rank) for rank in range(ranks))
         stages_of = "weights, gradients, moments and buffers of its stages"
         predictions.append(Prediction(name, "rest bytes", "B", stages_of, kept, 0, shown))
@@ -158,7 +151,6 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
 
 
 def owners_of(name: str, ranks: int, chunks: int) -> list[int]:
-    """The rank of each stage of a variant."""
     if name.removeprefix("torch_") in FOLDED:
         return schedules.folded(ranks)
     return [*range(ranks)] * (chunks if "interleaved" in name else 1)
@@ -171,24 +163,13 @@ def rest(config: Config, owners: list[int], rank: int) -> float:
     own = [layers[index] for run, owner in zip(runs, owners, strict=True) if owner == rank for index in run]
     # A tied weight counts once, on each of its ranks.
     sizes = [each.numel() for each in dict.fromkeys(each for layer in own for each in layer.parameters())]
-    adam, total = config.optimizer == "adamw", sum(sizes)
-    held = rest_bytes(0, total, total, itemsize=dtype.itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-    return sum(held.values()) + sum(model.carried_bytes(layer, dtype) for layer in own)
+    return sum(whole_rest_bytes(sizes, config).values()) + sum(model.carried_bytes(layer, dtype) for layer in own)
 
 
-def tied_weight_traffic(config: Config, *, folded: bool = False) -> tuple[list[float], list[int], list[int]]:
-    """Bytes, calls and messages of each rank that are not a pipeline's own: a tied gradient, of which folded stages
+def tied_weight_traffic(config: Config, *, folded: bool = False) -> list[Cost]:
+    """What each rank sends that is not a pipeline's own: a tied gradient, of which folded stages
     have one copy, and the norm to clip by."""
-    ranks = config.world_size
-    nbytes, calls, messages = [0.0] * ranks, [0] * ranks, [0] * ranks
-    if ranks > 1 and config.tie and config.model == "gpt" and not folded:
-        tied: int = model.VOCABULARY * config.width * getattr(torch, config.dtype).itemsize
-        for rank in (0, ranks - 1):
-            nbytes[rank] += tied
-            calls[rank] += 1
-            messages[rank] += 1
-    if config.clip is not None:
-        nbytes = [value + all_reduce_bytes("gloo", ranks, NORM_BYTES) for value in nbytes]
-        calls = [value + 1 for value in calls]
-        messages = [value + gloo_all_reduce_messages(ranks, NORM_BYTES) for value in messages]
-    return nbytes, calls, messages
+    ranks, norm = config.world_size, norm_cost(config.world_size, config.clip)
+    tied = ranks > 1 and config.tie and config.model == "gpt" and not folded
+    shared = Cost(model.VOCABULARY * config.width * config.itemsize, 1, 1)
+    return [total_cost(norm, *[shared] * (tied and rank in (0, ranks - 1))) for rank in range(ranks)]

@@ -33,17 +33,14 @@ class MarkedStage(PipelineStage):
     """Marks when it computes, so that its bubble can be measured as ours is."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one microbatch, received before."""
         with phase("forward", str(fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Backward of one microbatch, received before, or the gradient of its input."""
         with phase("backward" if kwargs.get("full_backward", True) else "input", str(bwd_chunk_id)):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The gradients of weights of one microbatch."""
         with phase("weight", str(bwd_chunk_id)):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 

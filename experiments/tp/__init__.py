@@ -58,8 +58,7 @@ from distlab.workload.model import Model
 from distlab.workload.strategy import local
 from distlab.workload.user_model import is_own
 
-from .bugs import mistake
-from .checks import check_between, check_order, claims
+from .checks import check_between, check_order, claims, mistake
 from .predictions import SAVED, cannot, holds, predict, refuse, summary
 from .user_plans import called, cut, cuts_of, dtensor, untied_linears
 
@@ -92,7 +91,6 @@ class GatheredLinear(ColumnParallelLinear):
         return linear(mine, self.gathered, self.own)
 
     def gathered(self, mine: Tensor) -> Tensor:
-        """All ranks' outputs."""
         sizes = self.slices["weight"].sizes
         padded = F.pad(mine, (0, max(sizes) - mine.shape[-1]))  # gloo gathers tensors of one size alone
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -140,7 +138,6 @@ def sequence(model: Model, mesh: Mesh, config: Config, qkv: QKV = own_heads, row
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure."""
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
     lab.say(holds(lab.config, lab.rank), all_ranks=True)

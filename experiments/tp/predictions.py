@@ -3,13 +3,18 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import torch
-
-from distlab.collectives.costs import all_gather_bytes, all_reduce_bytes, gloo_all_reduce_messages
+from distlab.collectives.costs import (
+    Cost,
+    all_gather_bytes,
+    all_reduce_cost,
+    gloo_all_reduce_messages,
+    norm_cost,
+    total_cost,
+)
 from distlab.config import Config
 from distlab.contract import untrainable
-from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.sharded.costs import rest_bytes
+from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
+from distlab.sharded.costs import whole_rest_bytes
 from distlab.tensor_parallel.costs import (
     column_split_bytes,
     parallel_loss_bytes,
@@ -129,17 +134,12 @@ def sent(variant: str, config: Config, samples: int) -> list[Sent]:
 
 def predict_user_plan(config: Config, cannot: Iterable[str]) -> list[Prediction]:
     """Bytes and calls of one step of each variant that can run; every rank sends the same."""
-    found = []
+    found: list[Prediction] = []
     for variant, (formula, of_calls) in FORMULAS.items():
         if variant in cannot:
             continue
-        nbytes, calls, messages = priced(variant, config)
         ranks, shown = config.world_size, PYTORCHS if variant == "dtensor" else ""
-        found.append(
-            Prediction(variant, "wire bytes", "B", formula, (nbytes,) * ranks, calls, shown, (messages,) * ranks)
-        )
-        if of_calls:
-            found.append(Prediction(variant, "calls", "calls", of_calls, (calls,) * ranks, calls))
+        found += of_a_step(variant, formula, [priced(variant, config)] * ranks, shown, of_calls)
         kept = tuple(rest(variant, config, rank) for rank in range(ranks))
         found.append(
             Prediction(variant, "rest bytes", "B", "weights, gradients and moments of its parts", kept, 0, shown)
@@ -161,32 +161,24 @@ def rest(variant: str, config: Config, rank: int) -> float:
         if each is not None and (each.by_outputs or own == "weight"):  # all ranks have the whole bias of a row
             numel = numel // sum(each.sizes) * each.sizes[rank]
         sizes.append(numel)
-    adam, itemsize = config.optimizer == "adamw", getattr(torch, config.dtype).itemsize
-    held = rest_bytes(0, sum(sizes), sum(sizes), itemsize=itemsize, moments=2 * adam, num_tensors=adam * len(sizes))
-    return float(sum(held.values()))
+    return float(sum(whole_rest_bytes(sizes, config).values()))
 
 
-def priced(variant: str, config: Config) -> tuple[float, int, int]:
+def priced(variant: str, config: Config) -> Cost:
     """Bytes, calls and messages of a rank in one step."""
-    ranks, itemsize = config.world_size, getattr(torch, config.dtype).itemsize
-    calls = [(each.op, each.numel * itemsize) for size in microbatches(config) for each in sent(variant, config, size)]
-    if config.clip:
-        calls.append(("all_reduce", 8))  # the sum of squares, in float64
-    price = {"all_reduce": all_reduce_bytes, "all_gather": all_gather_bytes}
-    messages = [gloo_all_reduce_messages(ranks, n) if op == "all_reduce" else 2 * (ranks - 1) for op, n in calls]
-    return sum(price[op]("gloo", ranks, nbytes) for op, nbytes in calls), len(calls), sum(messages)
-
-
-def microbatches(config: Config) -> list[int]:
-    """Samples of each."""
-    return shard_sizes(config.batch, config.num_microbatches)
+    ranks, costs = config.world_size, [norm_cost(config.world_size, config.clip)]
+    for samples in shard_sizes(config.batch, config.num_microbatches):
+        for each in sent(variant, config, samples):
+            nbytes = each.numel * config.itemsize
+            gathered = Cost(all_gather_bytes("gloo", ranks, nbytes), 1, 2 * (ranks - 1))
+            costs.append(all_reduce_cost(ranks, nbytes) if each.op == "all_reduce" else gathered)
+    return total_cost(*costs)
 
 
 # --- in words ---
 
 
 def summarise_user_plan(config: Config) -> str:
-    """One line of what is sent."""
     nbytes, calls, _ = priced("megatron", config)
     return f"{calls} all_reduces a step, 2(t-1)/t of their bytes: {nbytes / 1e6:.3g} MB a rank"
 
@@ -204,20 +196,12 @@ def user_plan_bytes_at_rest(config: Config, rank: int) -> str:
 SAVED = "activation bytes"
 
 
-class Cost(NamedTuple):
-    """What a rank sends in a step."""
-
-    nbytes: float
-    calls: int
-    messages: int
-
-
 class Sizes:
     """The numbers that the formulas take."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.ranks, self.is_gpt = config, config.world_size, config.model == "gpt"
-        self.itemsize: int = getattr(torch, config.dtype).itemsize
+        self.itemsize = config.itemsize
         self.microbatches = shard_sizes(config.batch, config.num_microbatches)  # samples of each
         self.num_slices = 2 * config.depth + 1 if self.is_gpt else config.depth  # each behind a norm, and before a sum
         self.tokens = sum(self.microbatches) * (config.seq if self.is_gpt else 1)
@@ -251,16 +235,7 @@ class Sizes:
         return Cost(nbytes, calls * len(self.microbatches), messages) if self.is_gpt else Cost(0, 0, 0)
 
     def clip(self) -> Cost:
-        """With LAB_CLIP the sum of squares, one number in float64."""
-        if not self.config.clip:
-            return Cost(0, 0, 0)
-        return Cost(all_reduce_bytes("gloo", self.ranks, 8), 1, gloo_all_reduce_messages(self.ranks, 8))
-
-
-def total(*costs: Cost) -> Cost:
-    """All of them together."""
-    nbytes, calls, messages = zip(*costs, strict=True)
-    return Cost(sum(nbytes), sum(calls), sum(messages))
+        return norm_cost(self.ranks, self.config.clip)
 
 
 def naive(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends the same
@@ -273,37 +248,35 @@ def naive(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends th
     gathers = len(linears) * len(sizes.microbatches)
     messages = 2 * (sizes.ranks - 1) * gathers
     messages += sum(sizes.all_reduced(linear.in_features * sizes.itemsize) for linear in linears)
-    return total(Cost(nbytes, 2 * gathers, messages), sizes.clip())
+    return total_cost(Cost(nbytes, 2 * gathers, messages), sizes.clip())
 
 
 def megatron(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
     """Two slices a layer of gpt, one of mlp; gpt's ends are another."""
-    return total(sizes.slices(sizes.num_slices), sizes.loss(), sizes.clip())
+    return total_cost(sizes.slices(sizes.num_slices), sizes.loss(), sizes.clip())
 
 
 def sequence(sizes: Sizes, rank: int) -> Cost:
     """The same as chunks of rows, each sent by itself; at last the gradients of what every rank holds whole."""
-    whole_bytes, calls = sizes.whole_numel() * sizes.itemsize, 1
-    nbytes = all_reduce_bytes("gloo", sizes.ranks, whole_bytes)
-    messages = gloo_all_reduce_messages(sizes.ranks, whole_bytes)
+    nbytes, calls, messages = all_reduce_cost(sizes.ranks, sizes.whole_numel() * sizes.itemsize)
     for num_rows, numel in sizes.rows():
         nbytes += sequence_parallel_bytes(sizes.ranks, sizes.num_slices, num_rows, numel * sizes.itemsize, rank)
         calls += sequence_parallel_calls(sizes.ranks, sizes.num_slices, num_rows, rank, sizes.config.backend)
         messages += sequence_parallel_messages(sizes.ranks, sizes.num_slices, num_rows)
-    return total(Cost(nbytes, calls, messages), sizes.loss(), sizes.clip())
+    return total_cost(Cost(nbytes, calls, messages), sizes.loss(), sizes.clip())
 
 
 def dtensor(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
     """q, k and v each sum the gradient of their input, as if they were three slices; the loss makes three calls."""
     num_all_reduces = 6 * sizes.config.depth + 2 if sizes.is_gpt else 2 * sizes.config.depth
-    return total(sizes.slices(num_all_reduces // 2), sizes.loss(3), sizes.clip())
+    return total_cost(sizes.slices(num_all_reduces // 2), sizes.loss(3), sizes.clip())
 
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes and calls of one step of each variant that can run and what `sequence` saves, a value a rank."""
     if is_own(config.model):
         return predict_user_plan(config, cannot(config))
-    sizes, predictions = Sizes(config), []
+    sizes, predictions = Sizes(config), list[Prediction]()
     layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
     formulas: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
         ("naive", naive, "(t-1)/t x b·s x (out + 2·in) a linear layer", "2 a linear layer"),
@@ -312,11 +285,9 @@ def predict(config: Config) -> list[Prediction]:
         ("dtensor", dtensor, "12(t-1)/t x b·s·h x (L+1/3) + loss" if sizes.is_gpt else layers, ""),
     ]
     for variant, cost_of, formula, formula_of_calls in formulas:
-        nbytes, calls, messages = zip(*(cost_of(sizes, rank) for rank in range(sizes.ranks)), strict=True)
+        costs = [cost_of(sizes, rank) for rank in range(sizes.ranks)]
         shown = PYTORCHS if variant == "dtensor" else ""
-        predictions.append(Prediction(variant, "wire bytes", "B", formula, nbytes, max(calls), shown, messages))
-        if formula_of_calls:
-            predictions.append(Prediction(variant, "calls", "calls", formula_of_calls, calls, max(calls)))
+        predictions += of_a_step(variant, formula, costs, shown, formula_of_calls)
     return [prediction for prediction in (*predictions, saved(sizes)) if prediction.variant not in cannot(config)]
 
 
@@ -340,7 +311,6 @@ def saved(sizes: Sizes) -> Prediction:
 
 
 def summary(config: Config) -> str:
-    """One line of what is sent."""
     if is_own(config.model):
         return summarise_user_plan(config)
     sizes = Sizes(config)

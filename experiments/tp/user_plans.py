@@ -136,7 +136,6 @@ def cuttable(config: Config) -> dict[str, Layer]:
 
 
 def linears(config: Config) -> dict[str, Layer]:
-    """The linear layers among them."""
     return {name: each for name, each in cuttable(config).items() if not each.embeds}
 
 
@@ -216,7 +215,6 @@ class Planned(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What is shared out, in words."""
         features = "outputs" if self.way == COLUMN else "rows" if self.embeds else "inputs"
         return features if self.unit == 1 else f"parts of {self.unit} {features}"
 
@@ -341,7 +339,6 @@ def unrunnable(config: Config) -> list[str]:
 
 @torch.no_grad()
 def forward(model: nn.Module, inputs: Tensor) -> torch.Size:
-    """The shape of what it gives."""
     outputs: Tensor = model(inputs)
     return outputs.shape
 
@@ -394,7 +391,6 @@ def slices_of(model: nn.Module, num_ranks: int) -> dict[str, Slice]:
 
 
 def styles(cuts: dict[str, Cut]) -> dict[str, Any]:
-    """The same as DTensor's plan."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

@@ -17,7 +17,7 @@ from distlab.contract import Instead, Mistake
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.experiments import dp
 from distlab.experiments.dp import line_lesson
-from distlab.experiments.dp.bugs import MeansOfShards, NoSampler, NoSetEpoch
+from distlab.experiments.dp.checks import MeansOfShards, NoSampler, NoSetEpoch
 from distlab.experiments.dp.predictions import gradient_bytes, predict
 from distlab.experiments.dp.slow_link import send_nothing, verdict
 from distlab.measure.memory import MemoryLedger

@@ -27,7 +27,18 @@ from distlab.experiments.moe.checks import (
     tokens_of,
 )
 from distlab.experiments.moe.options import Options
-from distlab.experiments.moe.predictions import grids, misfit, off_grid, placements, predict, proper_divisor, travels
+from distlab.experiments.moe.predictions import (
+    even_row_bytes,
+    expert_places,
+    grids,
+    misfit,
+    off_grid,
+    placements,
+    predict,
+    proper_divisor,
+    row_bytes,
+    travels,
+)
 from distlab.expert_parallel.layer import Placement, Routed
 from distlab.rank.preflight import refuse
 from distlab.report.records import Chart, Check, Table, select
@@ -389,3 +400,23 @@ def test_defaults_are_refused_nowhere() -> None:
             refuse(config, MODE)
             apart = {"ep_dp", "ep_tp"} if world_size in (1, 2, 3, 5, 7) else set()
             assert set(MODE.cannot(config)) == apart | ({"ep_dp_tp"} if world_size < 8 else set())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "factor", "places"),
+    [(1024, 2, 8, 1.25, 320), (1024, 1, 8, 1.0, 128), (37, 1, 5, 1.0, 8), (3, 1, 8, 0.5, 1), (11, 2, 4, 0, 11)],
+)
+def test_places(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
+    assert expert_places(tokens, top_k, experts, factor) == places
+
+
+def test_a_row_goes_there_and_back_twice() -> None:
+    """One that leaves: itself, and backward the gradient of what came back; one that comes: the other two."""
+    assert row_bytes(1, 0, 5) == row_bytes(0, 1, 5) == 2 * 5 * 4
+    assert row_bytes(3, 4, 5, itemsize=8) == 14 * 5 * 8
+
+
+def test_even_rows_are_rows_that_all_ranks_give_alike() -> None:
+    """64 tokens on 4 ranks choose 2 of 8 experts: 8 rows from each rank to each."""
+    assert even_row_bytes(4, 64, 2, 5) == row_bytes(3 * 8, 3 * 8, 5)
+    assert even_row_bytes(1, 64, 2, 5) == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.config import Config, ConfigError
 from distlab.experiments.tp import MODE, compare
-from distlab.experiments.tp.bugs import mistake as MISTAKES
+from distlab.experiments.tp.checks import mistake as MISTAKES
 from distlab.experiments.tp.predictions import SAVED
 from distlab.measure.activations import SavedActivations
 from distlab.measure.prediction import Prediction

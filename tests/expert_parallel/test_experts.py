@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.expert_parallel.layer import AllToAll, Dispatch, MixtureOfExperts, Placement, Routed, Rules
+from distlab.expert_parallel.layer import AllToAll, Dispatch, MixtureOfExperts, Placement, Routed
 from distlab.testing.warm_ranks import Ranks
-from distlab.workload.experts import BIAS_RATE, Mixing, Mixture
+from distlab.workload.experts import Mixing, Mixture
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH, HIDDEN = 4, 6
@@ -32,8 +32,7 @@ def on_ranks(mixing: Mixing, group: dist.ProcessGroup) -> MixtureOfExperts:
         setattr(layer.experts, key, torch.nn.Parameter(part))
     held = [placement.experts_of(rank) for rank in range(group.size())]
     carries = Dispatch(held, range(group.size()), group.rank(), AllToAll(group))
-    rules = Rules(mixing.top_k, mixing.capacity_factor, mixing.balance, mixing.z, BIAS_RATE)
-    return MixtureOfExperts(layer.router, layer.experts, rules, group, carries)
+    return MixtureOfExperts(layer.router, layer.experts, mixing, group, carries)
 
 
 def compared(group: dist.ProcessGroup, mixing: Mixing, dealt: list[int]) -> tuple[dict[str, float], list[Routed]]:

@@ -24,8 +24,7 @@ from distlab.mesh.grid import Mesh
 from distlab.report.progress import Work
 from distlab.report.reading import from_line
 from distlab.report.verdict import judge
-from distlab.sharded.flat_parameter import FlatParameter
-from distlab.sharded.strategy import Sharded
+from distlab.sharded.flat_parameter import FlatParameter, Sharded
 from distlab.sharded.zero import Zero
 from distlab.testing.warm_ranks import Ranks
 from distlab.verify import timed

@@ -4,6 +4,7 @@ Pure functions of sizes, a file for each part of the lab. N is `world_size`, S i
 against them, and `python -m distlab plan` adds them up for models that fit into no laptop.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PYTORCHS = "PyTorch's own, which ours stand beside"
@@ -34,3 +35,15 @@ class Prediction:
     def messages_of(self, rank: int) -> float:
         """What `rank` sends."""
         return self.messages[rank] if self.messages else 4 * (len(self.value) - 1) * self.calls
+
+
+def of_a_step(
+    variant: str, formula: str, costs: Sequence[tuple[float, int, int]], shown: str = "", formula_of_calls: str = ""
+) -> list[Prediction]:
+    """What each rank sends in a step, its (bytes, calls, messages); the calls decide where they have a formula."""
+    nbytes, calls, messages = zip(*costs, strict=True)
+    most = max(calls)
+    found = [Prediction(variant, "wire bytes", "B", formula, nbytes, most, shown, messages)]
+    if formula_of_calls:
+        found.append(Prediction(variant, "calls", "calls", formula_of_calls, tuple(map(float, calls)), most))
+    return found
