@@ -19,7 +19,7 @@ from distlab.context_parallel.ring import RingAttention
 from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.experiments.cp import GatheredAttention, TorchRing
 from distlab.experiments.cp.predictions import BY_HAND, layer_cost, positions_of
-from distlab.measure.activations import SavedActivations
+from distlab.measure.storages import SavedActivations
 from distlab.workload.model import Attend
 
 HEADS, HEAD_DIM = 8, 32

@@ -22,13 +22,14 @@ from distlab.collectives.phases import COMPUTE, Span, recorded
 from distlab.config import Config
 from distlab.contract import Strategy
 from distlab.experiments import pp
-from distlab.measure.activations import SavedActivations
+from distlab.measure.storages import SavedActivations
 from distlab.mesh.grid import Mesh
 from distlab.pipeline_parallel.costs import IN_ONE, idle_share
 from distlab.pipeline_parallel.pipeline import Boundaries
 from distlab.pipeline_parallel.schedules import Action, one_forward_one_backward
 from distlab.workload.data import Batches
-from distlab.workload.model import Model, SquaredError, build_model
+from distlab.workload.model import Model, build_model
+from distlab.workload.user_model import SummedLoss
 
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 BUBBLE_TARGET, ACTIVATIONS_TARGET = 0.03, 0.55
@@ -95,7 +96,7 @@ def measure(group: dist.ProcessGroup, rounds: int) -> dict[str, Seen]:
 
 def thin_model(config: Config) -> Model:
     """Two linear layers a rank."""
-    model = Model("mlp", [nn.Linear(config.width, config.width) for _ in range(config.depth)], SquaredError())
+    model = Model("mlp", [nn.Linear(config.width, config.width) for _ in range(config.depth)], SummedLoss())
     model.initialise(config.seed)
     return model
 

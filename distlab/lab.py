@@ -2,7 +2,7 @@
 
 An experiment reads top to bottom like its lesson because what is around the lesson is here: the model and this rank's
 part of the batch, checks and comparisons that decide the verdict, and words and tables that reach both the log and the
-report. It holds no clock, no print, no file and no os.environ; what is done to every variant is in passes/.
+report. It holds no clock, no print, no file and no os.environ; what is done to every variant is in verify/.
 """
 
 import statistics

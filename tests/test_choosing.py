@@ -14,7 +14,7 @@ from tests.documents import TOP, faults, spans, tables
 PAGE = (TOP / "docs" / "choosing.md").read_text()
 ROWS = list(tables(PAGE))
 FORMULAS = (
-    "measure.activations",
+    "measure.storages",
     *(f"{technique}.costs" for technique in (
         "collectives", "compression", "context_parallel", "pipeline_parallel", "sharded", "tensor_parallel"
     )),

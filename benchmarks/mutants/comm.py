@@ -14,7 +14,7 @@ RING, DIRECT, TREE, ROOTED, PRIMITIVES = (
     "distlab/collectives/rooted.py",
     "distlab/collectives/autograd.py",
 )
-CALLS, LEDGER, SOCKETS = "distlab/measure/traffic.py", "distlab/measure/traffic.py", "distlab/measure/sockets.py"
+CALLS = LEDGER = SOCKETS = "distlab/measure/traffic.py"
 POSITION = "distlab/checkpoint/manifest.py"
 
 MUTANTS = [

@@ -9,12 +9,8 @@ PP = "RUN_MODE=pp LAB_MODEL=mlp LAB_DEPTH=3 LAB_VARIANT=1f1b"
 MOE = "RUN_MODE=moe LAB_MODEL=mlp LAB_BATCH=25 LAB_EXPERTS=5 LAB_VARIANT=ep"
 COMM = "RUN_MODE=comm LAB_SWEEP_MIB=0.25 LAB_VARIANT=ring"
 ELASTIC = "RUN_MODE=elastic LAB_MODEL=mlp LAB_STEPS=6 LAB_VARIANT=shrink"
-PURPOSES, STORAGES, MEMORY, ACTIVATIONS = (
-    "distlab/measure/memory.py",
-    "distlab/measure/memory.py",
-    "distlab/measure/memory.py",
-    "distlab/measure/activations.py",
-)
+PURPOSES = MEMORY = "distlab/measure/memory.py"
+STORAGES = ACTIVATIONS = "distlab/measure/storages.py"
 LAP = "distlab/measure/timeline.py"
 TIMED, TIMELINE = "distlab/verify/timed.py", "distlab/verify/records.py"
 SPANS, JUDGE = "distlab/measure/timeline.py", "distlab/report/verdict.py"

@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant("distlab/measure/traffic.py", "entry.calls += 1", "entry.calls += 2", FLAT),
     Mutant(LEDGER, "if peer != self.rank:\n", "if peer != self.rank and peer != 1:\n", FLAT),
     Mutant(
-        "distlab/measure/sockets.py", "sent - retransmitted + waiting", "(sent - retransmitted + waiting) // 2", FLAT
+        "distlab/measure/traffic.py", "sent - retransmitted + waiting", "(sent - retransmitted + waiting) // 2", FLAT
     ),
     Mutant(
         "distlab/measure/tensors.py",

@@ -16,6 +16,7 @@ MODEL, DATA, DROPOUT, RECOMPUTE, OPTIMIZER, EXPERTS = (
     "distlab/workload/optimizer.py",
     "distlab/workload/experts.py",
 )
+LOSS = "distlab/workload/user_model.py"
 NORM = """        self.mlp_norm = nn.LayerNorm(width)
         self.mlp = MLP(width)
 
@@ -52,11 +53,11 @@ MUTANTS = [
         'for _ in range(config.depth - 1)]\n    return Model("gpt"',
         FLAT,
     ),
+    Mutant(LOSS, "ignore_index=IGNORED)", "ignore_index=IGNORED, label_smoothing=0.1)", FLAT),
+    Mutant(LOSS, "    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))\n", "", BF16),
     Mutant(
-        MODEL, 'targets.flatten(), reduction="sum")', 'targets.flatten(), reduction="sum", label_smoothing=0.1)', FLAT
+        LOSS, 'targets.to(outputs.dtype), reduction="sum")', 'targets.to(outputs.dtype), reduction="sum") / 2', LINE
     ),
-    Mutant(MODEL, "        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))\n", "", BF16),
-    Mutant(MODEL, 'targets.to(dtype), reduction="sum")', 'targets.to(dtype), reduction="sum") / 2', LINE),
     # its first weights
     Mutant(MODEL, "deviation = 0.02 if", "deviation = 0.2 if", FLAT),
     Mutant(MODEL, "else 1 / math.sqrt(parameter.shape[1])", "else 1 / parameter.shape[1]", MLP),

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.check.recorder import Call, Recorder, now
-from distlab.measure import sockets
-from distlab.measure.sockets import Endpoint, NoDiagnostics
+from distlab.measure import traffic
+from distlab.measure.traffic import Connection, Endpoint, NoDiagnostics
 
 CALLS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
@@ -209,14 +209,10 @@ class Waits:
 
     def sent(self) -> dict[tuple[Endpoint, Endpoint], int]:
         """The bytes that each connection has sent, by its two ends; none where the system does not tell."""
-        found = []
+        found: dict[int, Connection] = {}
         with suppress(NoDiagnostics):
-            found = list(sockets.connections().values())
-        return {
-            (each.local, each.remote): each.sent_bytes
-            for each in found
-            if self._store_port not in (each.local[1], each.remote[1])
-        }
+            found = traffic.connections(self._store_port)
+        return {(each.local, each.remote): each.sent_bytes for each in found.values()}
 
     def _on_gloo(self, args: tuple[Any, ...], named: dict[str, Any], position: int) -> tuple[tuple[Any, ...], Any]:
         """The same call with gloo where NCCL is asked for and no GPU is there."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from distlab.config import Config
-from distlab.measure.activations import SavedActivations
+from distlab.measure.storages import SavedActivations
 from distlab.report.reading import BrokenRecord, read_run
 from distlab.report.records import Losses, select
 from distlab.report.verdict import judge

@@ -33,7 +33,7 @@ from distlab.cluster.shutdown import (
     may_be_a_loss,
 )
 from distlab.config import Config
-from distlab.measure.process_memory import ContainerMemory
+from distlab.measure.memory import ContainerMemory
 from distlab.report.records import Lost
 
 FROZEN_S = 1.0  # the longest gap between two beats under four times as many busy threads as cores was 0.33 s

@@ -10,17 +10,21 @@
 Overlap, a schedule and "a layer at a time" are claims about order, so they are decided from here: a loaded machine
 changes every duration, and none of these. What is recorded comes from hooks of torch's own and its dispatcher, but for
 the phases, which the mechanisms mark; a claim that needs none of these marks should use none.
+
+`Messages` notes what is sent in a step, with times, for what is drawn.
 """
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.measure.traffic import OPERATIONS, RESULT, nbytes_of
+from distlab.measure.traffic import BELOW, HERE, OPERATIONS, RESULT, SHAPES, Shape, nbytes_of, sent_by_call
 
 RECEIVES = ("c10d::recv_", "c10d::recv_any_source_")
 
@@ -56,7 +60,6 @@ class Order:
                 seen.add(parameter)
 
     def mark(self, what: str, name: str, label: str) -> None:
-        """A phase begins or ends."""
         self.events.append(Event(what, name, label))
 
     def called(self, name: str, args: Any, result: Any, tensors: list[Tensor]) -> None:
@@ -68,7 +71,6 @@ class Order:
         self.events.append(Event("call", op, "", nbytes, frozenset(map(key_of, tensors))))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage got another size."""
         if storage._cdata in self.weights.values():
             self.events.append(Event("held", "", "", storage.nbytes(), frozenset({storage._cdata})))
 
@@ -100,7 +102,6 @@ class Order:
     # --- questions ---
 
     def where(self, what: str, name: str = "", label: str | None = None) -> list[int]:
-        """The places of all such events."""
         return [
             place
             for place, event in enumerate(self.events)
@@ -142,7 +143,96 @@ class Order:
         return found
 
 
-def key_of(tensor: Tensor) -> int:
-    """The storage behind a tensor, a DTensor's local one."""
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory behind a tensor; a DTensor's is that of its local part."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return int(local.untyped_storage()._cdata)
+    return local.untyped_storage()
+
+
+def key_of(tensor: Tensor) -> int:
+    return int(storage_of(tensor)._cdata)
+
+
+# --- messages: every collective, send and receive of a step, and when it began and ended ---
+#
+# A kernel of ours stands at BackendSelect while it is recorded, and only then, since it takes some 10 microseconds a
+# call: it sees what DDP's reducer, fully_shard and DTensor send as well as what is sent by hand. When a call has
+# ended nobody tells: it is looked for with the next call and at each mark of a phase (`look`), so an end is drawn
+# late by up to the time between two of these, and never early. Whether a send or receive of gloo is over is known
+# once it was waited for.
+
+LEAST_RANKS = 2  # a group of one sends nothing
+
+
+class Message(NamedTuple):
+    """One call on this rank, in seconds of `time.perf_counter`."""
+
+    op: str
+    ranks: tuple[int, ...]  # of a send or receive from whom to whom, else all of the group; global ranks
+    sent_bytes: float  # what this rank sends by the best algorithm (`Calls`); of a receive nothing
+    nbytes: int  # of the tensors
+    tag: int  # of a send or receive
+    start_s: float
+    end_s: float
+
+
+class Messages:
+    """`with Messages().recorded() as messages: step()`, then `messages.found`."""
+
+    def __init__(self) -> None:
+        self.found: list[Message] = []
+        self._open: list[tuple[int, dist.Work]] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator["Messages"]:
+        """Hear of all calls inside the block; what is still open at its end ends there."""
+        library = torch.library.Library("c10d", "IMPL")
+        for name, shape in SHAPES.items():
+            pass_on = getattr(torch.ops.c10d, name).default.redispatch
+            library.impl(name, self._noted(name, shape, pass_on), HERE.name, with_keyset=True)
+        try:
+            yield self
+        finally:
+            library._destroy()
+            self.look()
+            self._open.clear()
+
+    def look(self) -> None:
+        """Note the end of all calls that are over by now."""
+        now, still = time.perf_counter(), []
+        for index, work in self._open:
+            self.found[index] = self.found[index]._replace(end_s=now)
+            if not work.is_completed():
+                still.append((index, work))
+        self._open = still
+
+    def _noted(self, name: str, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(keys: Any, *args: Any) -> Any:
+            self.look()
+            message = message_of(name, shape, args)
+            result = pass_on(keys & BELOW, *args)
+            if message is not None:
+                work = result[-1] if isinstance(result, tuple) else result
+                # A group that is written in Python only tells of its calls here, and says which it does now.
+                told = getattr(dist.ProcessGroup.unbox(args[shape.group]), "told", None)
+                self._open.append((len(self.found), told or dist.Work.unbox(work)))
+                self.found.append(message)
+            return result
+
+        return noted
+
+
+def message_of(name: str, shape: Shape, args: tuple[Any, ...]) -> Message | None:
+    """What a call is; None of a barrier, and in a group of one."""
+    group = dist.ProcessGroup.unbox(args[shape.group])
+    if "barrier" in name or group.size() < LEAST_RANKS:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    own, nbytes, now = ranks[group.rank()], nbytes_of(args[shape.compared]), time.perf_counter()
+    if shape.op in ("send", "recv"):
+        peer = ranks[args[shape.peer]] if shape.peer >= 0 else -1
+        pair = (own, peer) if shape.op == "send" else (peer, own)
+        return Message(shape.op, pair, float(nbytes if shape.op == "send" else 0), nbytes, args[-1], now, now)
+    whole = nbytes if shape.whole is None else nbytes_of(args[shape.whole])
+    sent = sent_by_call(shape.op, whole, f"c10d::{name}", args, group)
+    return Message(shape.op, ranks, sent, whole, 0, now, now)

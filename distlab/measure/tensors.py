@@ -76,7 +76,6 @@ def differences(
 
 
 def difference(found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None) -> float:
-    """The largest of all `differences`."""
     return max((value for _, value in differences(found, wanted)), default=0.0)
 
 
@@ -113,13 +112,10 @@ def larger(one: float, other: float) -> float:
     return math.inf if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
-# A hash of a tensor's bytes that costs little more than reading them, so that replicas may be compared every few
-# steps.
-#
-# CRC-32 (Peterson and Brown 1961, "Cyclic Codes for Error Detection") is made for bits that change by themselves: a
-# flip of one bit always shows, so do two, and any number within 32 in a row; of all else one change in four billion
-# does not. It reads 2.7 GB/s on one busy core where SHA-256 reads 1.4 (`python -m benchmarks.audit`). It hides
-# nothing from who means harm: a checkpoint has SHA-256 for that, and so have final weights, which are compared once.
+# Replicas are compared every few steps by CRC-32 (Peterson and Brown 1961, "Cyclic Codes for Error Detection"), made
+# for bits that change by themselves: a flip of one bit always shows, so do two, and any number within 32 in a row; of
+# all else one change in four billion does not. It reads 2.7 GB/s on one busy core where SHA-256 reads 1.4 (`python -m
+# benchmarks.audit`). Against who means harm a checkpoint has SHA-256, and so have final weights.
 
 
 def hash_of(tensor: Tensor) -> int:

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -68,7 +67,6 @@ def _ask(group: dist.ProcessGroup, rank: int, read: Callable[[], float]) -> None
 
 
 def _answer(group: dist.ProcessGroup, read: Callable[[], float]) -> Clock:
-    """The other rank's side."""
     message = _times(group)
     for _ in range(ROUNDS):
         dist.recv(message, group=group, group_src=0)
@@ -81,7 +79,6 @@ def _answer(group: dist.ProcessGroup, read: Callable[[], float]) -> Clock:
 
 
 def _times(group: dist.ProcessGroup) -> torch.Tensor:
-    """Room for two times, where the group can send from."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     return torch.zeros(2, dtype=torch.float64, device=device)
 
@@ -126,7 +123,6 @@ def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 
@@ -254,17 +250,12 @@ def _us(seconds: float) -> float:
     return round(1e6 * seconds, 1)
 
 
-# A lap: wall and CPU seconds of what runs inside a block.
-#
-#     with Lap() as lap: step()
-#     lap.wall_s, lap.cpu_s
-#
-# CPU seconds are those of all threads of this process. They are read inside of the wall's, so that however a rank is
-# interrupted they are no more than cores x `wall_s`.
-
-
 class Lap:
-    """From `began_s` to `ended_s` of `time.perf_counter`."""
+    """Wall and CPU seconds of what runs inside the block, from `began_s` to `ended_s` of `time.perf_counter`.
+
+    CPU seconds are those of all threads of this process. They are read inside of the wall's, so that however a rank is
+    interrupted they are no more than cores x `wall_s`.
+    """
 
     __slots__ = ("_busy_s", "began_s", "cpu_s", "ended_s")
 
@@ -273,9 +264,7 @@ class Lap:
         self._busy_s = time.process_time()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.cpu_s = time.process_time() - self._busy_s
         self.ended_s = time.perf_counter()
 

@@ -1,14 +1,17 @@
 """The ledger: what a stretch of the program called, and what its sockets sent meanwhile, by operation, axis and peer.
 
-Two of the three sources of every byte count stand here side by side: called (`Calls`) and wire (sockets.py); the third
-is the prediction (formulas/). Each rank counts what it sends itself. To name the rank at the other end of a connection,
-all ranks tell each other the ends of theirs: so the names are right between containers, and between local ranks, which
-all have one address. Row r of the matrix "who sent how much to whom" is rank r's `wire`.
+Two of the three sources of every byte count stand here side by side: called (`Calls`) and wire (`connections`); the
+third is the prediction (each technique's costs.py). Each rank counts what it sends itself. To name the rank at the
+other end of a connection, all ranks tell each other the ends of theirs: so the names are right between containers, and
+between local ranks, which all have one address. Row r of the matrix "who sent how much to whom" is rank r's `wire`.
 """
 
-import time
+import ipaddress
+import os
+import socket
+import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,40 +19,63 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.measure import sockets
-from distlab.measure.sockets import Connection, Endpoint, NoDiagnostics
-
 # The calls: a dispatch mode that sees every collective and every send while it is on.
 #
 # PyTorch hands each c10d call through its dispatcher, so a TorchDispatchMode sees it whoever made it: the lesson, a
 # gradient hook in the backward pass, DDP's reducer in C++, fully_shard, DTensor, a functional collective. Called
 # bytes are what the best algorithm sends of the whole tensor (`sent_bytes`; `given_bytes` of an all_to_all), worked
-# out here and not by formulas/: what is predicted is held against them exactly, so neither may come from the other.
+# out here and not by a costs.py: what is predicted is held against them exactly, so neither may come from the other.
 # Barriers and receives send nothing of their own, and are not counted.
 #
 # A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward
 # pass runs on the caller's thread; on CUDA autograd hands its threads the mode (at::ThreadLocalState), as the sources
 # say: not measured.
 
+# A kernel at BackendSelect sees every call just before its device's own kernel, whoever makes it, and passes it on
+# with the keys that are left (`BELOW`).
+
+HERE = torch._C.DispatchKey.BackendSelect
+BELOW = torch._C._dispatch_keyset_full_after(HERE)
+
+
+class Shape(NamedTuple):
+    """Where in a c10d operation's arguments stands what ranks give alike, and what is sent; -1 for what it has not."""
+
+    op: str
+    compared: int  # the tensors
+    group: int
+    whole: int | None = None  # the tensor, or all its parts, of which bytes are sent
+    reduce: bool = False
+    root: int = -1
+    peer: int = -1
+
+
+# Of torch's c10d, whose schemas are in torch/csrc/distributed/c10d/Ops.cpp.
+SHAPES = {
+    "allreduce_": Shape("all_reduce", 0, 1, 0, reduce=True),
+    "allreduce_coalesced_": Shape("all_reduce", 0, 1, 0, reduce=True),
+    "broadcast_": Shape("broadcast", 0, 1, 0, root=2),
+    "reduce_": Shape("reduce", 0, 1, 0, reduce=True, root=3),
+    "allgather_": Shape("all_gather", 1, 2, 0),
+    "_allgather_base_": Shape("all_gather", 1, 2, 0),
+    "allgather_coalesced_": Shape("all_gather", 1, 2, 0),
+    "allgather_into_tensor_coalesced_": Shape("all_gather", 1, 2, 0),
+    "reduce_scatter_": Shape("reduce_scatter", 0, 2, 1, reduce=True),
+    "_reduce_scatter_base_": Shape("reduce_scatter", 0, 2, 1, reduce=True),
+    "reduce_scatter_tensor_coalesced_": Shape("reduce_scatter", 0, 2, 1, reduce=True),
+    "scatter_": Shape("scatter", 0, 2, 1, root=3),
+    "gather_": Shape("gather", 1, 2, 1, root=3),
+    "alltoall_": Shape("all_to_all", 1, 2, 1),
+    "alltoall_base_": Shape("all_to_all", 1, 2, 1),
+    "barrier": Shape("barrier", -1, 1),
+    "monitored_barrier_": Shape("monitored_barrier", -1, 1),
+    "send": Shape("send", 0, 1, 0, peer=2),
+    "recv_": Shape("recv", 0, 1, peer=2),
+    "recv_any_source_": Shape("recv", 0, 1),
+}
 # Schema name -> the operation, and which argument is (or lists) the whole tensor; RESULT: it is what the call returns.
 RESULT = -1
-OPERATIONS = {
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0),
-    "c10d::broadcast_": ("broadcast", 0),
-    "c10d::reduce_": ("reduce", 0),
-    "c10d::allgather_": ("all_gather", 0),
-    "c10d::allgather_coalesced_": ("all_gather", 0),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::reduce_scatter_": ("reduce_scatter", 1),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::alltoall_": ("all_to_all", 1),
-    "c10d::alltoall_base_": ("all_to_all", 1),
-    "c10d::scatter_": ("scatter", 1),
-    "c10d::gather_": ("gather", 1),
-    "c10d::send": ("send", 0),
+OPERATIONS = {f"c10d::{name}": (shape.op, shape.whole) for name, shape in SHAPES.items() if shape.whole is not None} | {
     "_c10d_functional::all_reduce": ("all_reduce", 0),
     "_c10d_functional::all_reduce_": ("all_reduce", 0),
     "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
@@ -78,7 +104,15 @@ class CalledOp:
     called_bytes: float = 0.0
 
 
-class Calls(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """One that costs no import of torch's compiler, 822 modules, to leave it out of what nobody compiles here."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Calls(DispatchMode):
     """`with Calls() as calls: ...` then `calls.ops()`."""
 
     def __init__(self) -> None:
@@ -88,11 +122,6 @@ class Calls(TorchDispatchMode):
     def ops(self) -> list[CalledOp]:
         """What was called so far, by operation and axis in the order of their first call."""
         return list(self._ops.values())
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler for this class, 822 modules, to leave out what nobody compiles here."""
-        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -108,16 +137,20 @@ class Calls(TorchDispatchMode):
 
     def _count(self, op: str, raw_bytes: int, name: str, args: tuple[Any, ...]) -> None:
         group = _group(args)
-        if op == "gather":  # the argument is this rank's part; all send theirs but the root, args[3]
-            called_bytes = float(raw_bytes if args[3] != group.rank() else 0)
-        elif op == "all_to_all":
-            called_bytes = given_bytes(name, args, group)
-        else:
-            called_bytes = sent_bytes(op, raw_bytes, group.size())
+        called_bytes = sent_by_call(op, raw_bytes, name, args, group)
         entry = self._ops.setdefault((op, axis_of(group)), CalledOp(op, axis_of(group)))
         entry.calls += 1
         entry.raw_bytes += raw_bytes
         entry.called_bytes += called_bytes
+
+
+def sent_by_call(op: str, nbytes: int, name: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+    """What this rank sends in one call of the operation that torch's schema calls `name`."""
+    if op == "gather":  # the argument is this rank's part; all send theirs but the root, args[3]
+        return float(nbytes if args[3] != group.rank() else 0)
+    if op == "all_to_all":
+        return given_bytes(name, args, group)
+    return sent_bytes(op, nbytes, group.size())
 
 
 def sent_bytes(op: str, nbytes: int, group_size: int) -> float:
@@ -157,8 +190,7 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The process group of a call: the first boxed object of a c10d call, the last argument of a functional
-    collective."""
+    """The first boxed object of a c10d call, the last argument of a functional collective."""
     boxed = [value for value in args if isinstance(value, torch.ScriptObject)]
     return dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(args[-1])
 
@@ -168,6 +200,119 @@ def nbytes_of(tensors: Any) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(map(nbytes_of, tensors))
+
+
+# The wire: what this process's TCP sockets have sent, from the kernel's own counters (Linux socket diagnostics).
+#
+# One netlink dump (sock_diag(7), INET_DIAG_INFO) lists every TCP socket of the network namespace with its `tcp_info`;
+# those whose inode stands in /proc/self/fd are ours. No privilege is needed, in a container either. Spoken by hand:
+# pyroute2's DiagSocket answers the same, but costs each rank 0.15 s to import.
+
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLMSG_ERROR, NLMSG_DONE = 4, 20, 2, 3
+REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_ROOT | NLM_F_MATCH
+INET_DIAG_INFO = 2
+STATES = 1 << 1 | 1 << 8  # ESTABLISHED, and CLOSE_WAIT: the peer has hung up, we still hold the socket
+TIMEOUT_S = 5.0
+
+HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, pid
+REQUEST = struct.Struct("=BBBxI48x")  # inet_diag_req_v2: family, protocol, extensions, states, any socket
+MESSAGE = struct.Struct("=B3x2s2s16s16s28xI")  # inet_diag_msg: family, both ports and addresses, ..., inode
+ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
+NOT_SENT, SENT, RETRANSMITTED = 144, 200, 208  # offsets of these counters in struct tcp_info (linux/tcp.h)
+
+Endpoint = tuple[str, int]  # address, port
+
+
+class NoDiagnostics(Exception):
+    """The kernel does not tell what sockets sent; the message says why, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """One TCP connection of this process and what it has sent since it was opened."""
+
+    local: Endpoint
+    remote: Endpoint
+    sent_bytes: int  # handed to the connection, each byte once, those that still wait in the send buffer included
+    retransmitted_bytes: int
+
+
+def connections(store_port: int | None = None) -> dict[int, Connection]:
+    """This process's TCP connections by inode, but for the store's, which have `store_port` at either end; raises
+    NoDiagnostics where the kernel does not give them."""
+    try:
+        mine = {os.stat(f"/proc/self/fd/{name}").st_ino for name in _open_files()}
+        families = (socket.AF_INET, socket.AF_INET6)
+        found = {inode: connection for family in families for inode, connection in _dump(family, mine)}
+    except (OSError, AttributeError) as error:  # AttributeError: a system without AF_NETLINK
+        raise NoDiagnostics(
+            f"wire bytes are not measured: this system has no TCP socket diagnostics ({error})"
+        ) from error
+    return {inode: each for inode, each in found.items() if store_port not in (each.local[1], each.remote[1])}
+
+
+def _open_files() -> Iterator[str]:
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself is closed by now
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                yield name
+
+
+def _dump(family: int, mine: set[int]) -> Iterator[tuple[int, Connection]]:
+    """The TCP connections of one address family whose inode is among `mine`; the kernel lists all of the namespace."""
+    request = REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), STATES)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
+        netlink.settimeout(TIMEOUT_S)
+        netlink.send(HEADER.pack(HEADER.size + len(request), SOCK_DIAG_BY_FAMILY, REQUEST_DUMP, 0, 0) + request)
+        while True:
+            batch = netlink.recv(1 << 16)
+            while batch:
+                length, kind, *_ = HEADER.unpack_from(batch)
+                body, batch = batch[HEADER.size : length], batch[length + -length % 4 :]
+                if kind == NLMSG_DONE:
+                    return
+                if kind == NLMSG_ERROR:
+                    code = -struct.unpack_from("=i", body)[0]
+                    raise OSError(code, os.strerror(code))
+                _, *ends, inode = MESSAGE.unpack_from(body)
+                if inode in mine:
+                    yield inode, _decode(family, ends, body)
+
+
+def _decode(family: int, ends: list[bytes], body: bytes) -> Connection:
+    local_port, remote_port, local, remote = ends
+    info = _attribute(body[MESSAGE.size :], INET_DIAG_INFO)
+    if len(info) < RETRANSMITTED + 8:
+        raise OSError("tcpi_bytes_sent came with Linux 4.19")
+    sent, retransmitted = struct.unpack_from("=QQ", info, SENT)
+    # tcpi_bytes_sent counts a segment when it leaves, and again when it leaves again. A rank may read this while its
+    # last bytes still wait in the send buffer: they belong to the step that wrote them.
+    (waiting,) = struct.unpack_from("=I", info, NOT_SENT)
+    near, far = (
+        (_address(family, raw), int.from_bytes(port, "big"))
+        for raw, port in ((local, local_port), (remote, remote_port))
+    )
+    return Connection(near, far, sent - retransmitted + waiting, retransmitted)
+
+
+def _attribute(attributes: bytes, wanted: int) -> bytes:
+    while len(attributes) >= ATTRIBUTE.size:
+        length, kind = ATTRIBUTE.unpack_from(attributes)
+        if kind == wanted:
+            return attributes[ATTRIBUTE.size : length]
+        attributes = attributes[length + -length % 4 :]
+    return b""
+
+
+def _address(family: int, raw: bytes) -> str:
+    """As text; an IPv4 address that an IPv6 socket speaks to (::ffff:127.0.0.1) as the IPv4 address it is."""
+    if family == socket.AF_INET:
+        return socket.inet_ntoa(raw[:4])
+    address = ipaddress.IPv6Address(raw)
+    return str(address.ipv4_mapped or address)
+
+
+# The ledger: both side by side, by operation, axis and peer.
 
 
 @dataclass(frozen=True)
@@ -211,11 +356,7 @@ class Traffic:
 
 
 class Ledger:
-    """Counts a rank's traffic. `exchange(key, value)` returns all ranks' values in rank order, and must not use the
-    group.
-
-    Connections that have `store_port` at either end are the store's and are left out.
-    """
+    """`exchange(key, value)` returns all ranks' values in rank order, and must not use the group."""
 
     def __init__(
         self, rank: int, world_size: int, exchange: Callable[[str, Any], list[Any]], store_port: int | None = None
@@ -247,19 +388,14 @@ class Ledger:
 
     def _connections(self) -> dict[int, Connection] | str:
         try:
-            found = sockets.connections()
+            return connections(self.store_port)
         except NoDiagnostics as error:
             return str(error)
-        ends_of = (
-            (inode, connection, (connection.local[1], connection.remote[1])) for inode, connection in found.items()
-        )
-        return {inode: connection for inode, connection, ports in ends_of if self.store_port not in ports}
 
     def _name_peers(
         self, traffic: Traffic, before: dict[int, Connection] | str, after: dict[int, Connection] | str
     ) -> None:
-        """Fill in `wire` and `wire_error`: only what all ranks can measure is measured, or the matrix would lack
-        rows."""
+        """Fill in the wire: only what all ranks can measure is measured, or the matrix would lack rows."""
         self._count += 1
         mine: Any = after
         if not isinstance(before, str) and not isinstance(after, str):
@@ -299,138 +435,3 @@ def _add(total: WireBytes, now: Connection, then: Connection | None) -> WireByte
     """`total` and what a connection sent since `then`, or since it was opened."""
     sent, retransmitted = (then.sent_bytes, then.retransmitted_bytes) if then else (0, 0)
     return WireBytes(total.sent + now.sent_bytes - sent, total.retransmitted + now.retransmitted_bytes - retransmitted)
-
-
-# The operations of torch's c10d, and where in their arguments stands what a recorder asks for.
-#
-# A kernel at BackendSelect sees every call just before its device's own kernel, whoever makes it, and passes it on
-# with the keys that are left (`BELOW`).
-
-HERE = torch._C.DispatchKey.BackendSelect
-BELOW = torch._C._dispatch_keyset_full_after(HERE)
-
-
-class Shape(NamedTuple):
-    """Where in a c10d operation's arguments stands what all ranks have to give alike; -1 for what it has not."""
-
-    op: str
-    compared: int  # the tensors
-    group: int
-    reduce: bool = False
-    root: int = -1
-    peer: int = -1
-
-
-# The schemas are in torch/csrc/distributed/c10d/Ops.cpp.
-SHAPES = {
-    "allreduce_": Shape("all_reduce", 0, 1, reduce=True),
-    "allreduce_coalesced_": Shape("all_reduce", 0, 1, reduce=True),
-    "broadcast_": Shape("broadcast", 0, 1, root=2),
-    "reduce_": Shape("reduce", 0, 1, reduce=True, root=3),
-    "allgather_": Shape("all_gather", 1, 2),
-    "_allgather_base_": Shape("all_gather", 1, 2),
-    "allgather_coalesced_": Shape("all_gather", 1, 2),
-    "allgather_into_tensor_coalesced_": Shape("all_gather", 1, 2),
-    "reduce_scatter_": Shape("reduce_scatter", 0, 2, reduce=True),
-    "_reduce_scatter_base_": Shape("reduce_scatter", 0, 2, reduce=True),
-    "reduce_scatter_tensor_coalesced_": Shape("reduce_scatter", 0, 2, reduce=True),
-    "scatter_": Shape("scatter", 0, 2, root=3),
-    "gather_": Shape("gather", 1, 2, root=3),
-    "alltoall_": Shape("all_to_all", 1, 2),
-    "alltoall_base_": Shape("all_to_all", 1, 2),
-    "barrier": Shape("barrier", -1, 1),
-    "monitored_barrier_": Shape("monitored_barrier", -1, 1),
-    "send": Shape("send", 0, 1, peer=2),
-    "recv_": Shape("recv", 0, 1, peer=2),
-    "recv_any_source_": Shape("recv", 0, 1),
-}
-
-
-# Messages: every collective, send and receive of a step, with its ranks, its bytes, and when it began and ended.
-#
-# A kernel of ours stands at BackendSelect while it is recorded, and only then, since it takes some 10 microseconds a
-# call: it sees what DDP's reducer, fully_shard and DTensor send as well as what is sent by hand. When a call has
-# ended nobody tells: it is looked for with the next call and at each mark of a phase (`look`), so an end is drawn
-# late by up to the time between two of these, and never early. Whether a send or receive of gloo is over is known
-# once it was waited for.
-
-LEAST_RANKS = 2  # a group of one sends nothing
-
-
-class Message(NamedTuple):
-    """One call on this rank, in seconds of `time.perf_counter`."""
-
-    op: str
-    ranks: tuple[int, ...]  # of a send or receive from whom to whom, else all of the group; global ranks
-    sent_bytes: float  # what this rank sends by the best algorithm (`Calls`); of a receive nothing
-    nbytes: int  # of the tensors
-    tag: int  # of a send or receive
-    start_s: float
-    end_s: float
-
-
-class Messages:
-    """`with Messages().recorded() as messages: step()`, then `messages.found`."""
-
-    def __init__(self) -> None:
-        self.found: list[Message] = []
-        self._open: list[tuple[int, dist.Work]] = []
-
-    @contextmanager
-    def recorded(self) -> Iterator["Messages"]:
-        """Hear of all calls inside the block; what is still open at its end ends there."""
-        library = torch.library.Library("c10d", "IMPL")
-        for name, shape in SHAPES.items():
-            pass_on = getattr(torch.ops.c10d, name).default.redispatch
-            library.impl(name, self._noted(name, shape, pass_on), HERE.name, with_keyset=True)
-        try:
-            yield self
-        finally:
-            library._destroy()
-            self.look()
-            self._open.clear()
-
-    def look(self) -> None:
-        """Note the end of all calls that are over by now."""
-        now, still = time.perf_counter(), []
-        for index, work in self._open:
-            self.found[index] = self.found[index]._replace(end_s=now)
-            if not work.is_completed():
-                still.append((index, work))
-        self._open = still
-
-    def _noted(self, name: str, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(keys: Any, *args: Any) -> Any:
-            self.look()
-            message = message_of(name, shape, args)
-            result = pass_on(keys & BELOW, *args)
-            if message is not None:
-                work = result[-1] if isinstance(result, tuple) else result
-                # A group that is written in Python only tells of its calls here, and says which it does now.
-                told = getattr(dist.ProcessGroup.unbox(args[shape.group]), "told", None)
-                self._open.append((len(self.found), told or dist.Work.unbox(work)))
-                self.found.append(message)
-            return result
-
-        return noted
-
-
-def message_of(name: str, shape: Shape, args: tuple[Any, ...]) -> Message | None:
-    """What a call is; None of a barrier, and in a group of one."""
-    group = dist.ProcessGroup.unbox(args[shape.group])
-    if "barrier" in name or group.size() < LEAST_RANKS:
-        return None
-    ranks = tuple(dist.get_process_group_ranks(group))
-    own, nbytes, now = ranks[group.rank()], nbytes_of(args[shape.compared]), time.perf_counter()
-    if shape.op in ("send", "recv"):
-        peer = ranks[args[shape.peer]] if shape.peer >= 0 else -1
-        pair = (own, peer) if shape.op == "send" else (peer, own)
-        return Message(shape.op, pair, float(nbytes if shape.op == "send" else 0), nbytes, args[-1], now, now)
-    _, position = OPERATIONS.get(f"c10d::{name}", ("", RESULT))
-    whole = nbytes_of(args[position]) if position != RESULT else nbytes
-    sent = sent_bytes(shape.op, whole, group.size())
-    if shape.op == "gather":  # the argument is this rank's part; all send theirs but the root
-        sent = float(whole if args[3] != group.rank() else 0)
-    elif shape.op == "all_to_all":
-        sent = given_bytes(f"c10d::{name}", args, group)
-    return Message(shape.op, ranks, sent, whole, 0, now, now)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Message, Peers, sendable
 from distlab.pipeline_parallel.schedules import Action, gives, needs
-from distlab.workload.autograd import fast_backward, save_for_backward
+from distlab.workload.model import fast_backward, save_for_backward
 
 # A backward pass in two: the gradient of a stage's input first, those of its weights whenever there is time.
 #

@@ -26,8 +26,7 @@ from distlab.report.records import Injected, Planned, Refused, Stood
 from distlab.report.run_folder import Journal
 from distlab.verify.silent_corruption import alike
 
-# Bits that flip within a step, by LAB_FAULTS: in a gradient once it is summed, in a weight once it is updated, in a
-# message on its way.
+# Bits flip in a gradient once it is summed, in a weight once it is updated, in a message on its way.
 #
 # Where ranks hold copies the bit is of one of those, and the audit has to name it. Elsewhere a check of the timed
 # steps, or one that the mode names (`Mode.watched`), has to fail, which may allow for roundings: so unless the text
@@ -103,7 +102,6 @@ class Flips:
         self._messages = Messages(known, change)
 
     def _drawn(self, event: FaultSpec, variant: str, *, covered: bool) -> tuple[str, random.Random]:
-        """The kind of bit, and what draws the rest."""
         draw = draw_of(event, self.config.seed, variant)
         drawn = draw.choice(BITS)
         return event.bits or (drawn if covered else faults.HIGHEST), draw
@@ -169,7 +167,6 @@ class Drills:
     # --- what comes at a second ---
 
     def _by_the_clock(self) -> None:
-        """Each event at its second, on every rank at about the same moment."""
         began = time.monotonic()
         for event in self._timed():
             time.sleep(max(0.0, began + (event.at_s or 0.0) - time.monotonic()))
@@ -190,7 +187,6 @@ class Drills:
     # --- making them ---
 
     def _plan(self, event: FaultSpec) -> None:
-        """Write down what should come of it; of a flipped bit the bound is in steps."""
         bound = NAMED_S + self.config.lost_after_s
         bound = float(self.config.audited_every or 1) if event.flipped else bound
         assert event.rank is not None
@@ -206,7 +202,6 @@ class Drills:
         self.journal.say(f"fault      {event.label}{f' in {variant}' if variant else ''}{told}")
 
     def _make(self, event: FaultSpec, step: int) -> None:
-        """This rank's part of an event."""
         self._made.add(event.number)
         mine = event.rank == self.rank
         if event.kind == "cut":

@@ -33,11 +33,8 @@ from distlab.report.run_result import Outcome, Unpublished
 from distlab.report.sentences import missed, unseen_sentence
 from distlab.report.verdict import EXIT_CODES, exit_code, judge
 
-# The sections of rank 0's log, each told as soon as it is finished, from what all ranks have written until then.
-#
-# Records go to rank 0 over the store, since nodes need not share a disk: at the end of a section each rank gives
-# those since the last one, some kilobytes, outside of all timed steps. What was told then is not told again at the
-# end.
+# Each section of rank 0's log is told as soon as it is finished: each rank gives the records since the last one, some
+# kilobytes over the store, outside of all timed steps. What was told then is not told again at the end.
 
 
 class Sections:
@@ -86,7 +83,7 @@ class Sections:
 
 
 REPORT_TIMEOUT_S = 60.0
-CONTROL = "tests/rank/test_end.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
+CONTROL = "tests/rank/test_finish.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
 LAST_WORDS_S = 1.0  # survivors write theirs within a heartbeat of each other
 DRAWN_BY_S = 4.5  # after the loss was named: then the report of a broken run is left to whoever wants it
 
@@ -110,7 +107,6 @@ def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[
 
 
 def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]:
-    """The run as it is judged, with the checks that only a judged run can have, which `rank` adds to its records."""
     run, added = judge(by_rank), list[records.Check]()
     if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
         made = run["mistake"]
@@ -190,10 +186,7 @@ def move(watch: Watchdog, exchange: Exchange, sections: Sections, store: dist.St
 
 
 def draw(folder: Path, page: Path, timeout_s: float) -> bool:
-    """Draw the report in a child process, so that no rank imports the charts' library; whether it was written.
-
-    The child ends with this process, however this one ends.
-    """
+    """Draw the report in a child, which ends with this process, so that no rank imports the charts' library."""
     module = ["distlab.cli.report", "--page-only", "--page", str(page), str(folder)]
     command = [sys.executable, "-m", "distlab.cluster.heartbeat_helper", str(os.getpid()), *module]
     try:

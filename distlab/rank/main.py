@@ -221,7 +221,6 @@ class RankRun:
         return finish_run(lab, self.outcome, self.sections, self.watch.agree)
 
     def leave(self) -> None:
-        """A normal end, at which the verdict of a writer that was lost after all had agreed is put in place."""
         self.watch.finish()
         if self.exchange.host in self.watch.goodbye.outlived:
             publish_for(self.exchange.host, self.outcome, self.journal)
@@ -243,7 +242,6 @@ class RankRun:
         write_failure_report(verdict, succession, self.journal, self.outcome)
 
     def _write_dropped(self) -> None:
-        """Write down what came to this rank and was not believed, if anything did."""
         dropped = self.cluster.dropped
         if dropped.total:
             self.journal.write(records.Dropped(dict(dropped.by_fault), dict(dropped.by_source)))
@@ -264,10 +262,7 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
 
 
 def import_for_ranks(config: Config) -> None:
-    """Import in the launcher what each rank of this run would beside this module; ranks are forked from it.
-
-    A lesson from outside is not ours: what it does as it is imported, each rank does for itself.
-    """
+    """Import in the launcher, from which ranks are forked, what each would; a lesson from outside each does itself."""
     if not is_path(config.run_mode):
         import_and_freeze(config, load(config.run_mode))
 
@@ -300,8 +295,7 @@ def lock_folder(folder: Path, cluster: Cluster, config: Config) -> None:
 
 
 def source_version(config: Config) -> str:
-    """A hash of the sources of the package, and of a mode from elsewhere: ranks of different code must
-    not train together."""
+    """A hash of all sources, those of a mode from elsewhere too: ranks of different code must not train together."""
     top = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted({*top.glob("**/*.py"), *top.glob("experiments/**/*.py")}):
@@ -350,7 +344,6 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
 
 
 def mistake_of(config: Config, mode: Mode) -> dict[str, str]:
-    """The mistake that is made on purpose, as the records have it; nothing where none is."""
     made = mode.mistakes.get(config.bug or "")
     return {"name": config.bug or "", "what": made.what, "check": made.check} if made else {}
 

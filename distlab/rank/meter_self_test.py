@@ -25,8 +25,8 @@ from distlab.collectives.costs import TOLERATED_BYTES
 from distlab.collectives.phases import Span
 from distlab.collectives.point_to_point import Peers
 from distlab.lab import Lab
-from distlab.measure.activations import SavedActivations
 from distlab.measure.memory import MemoryLedger
+from distlab.measure.storages import SavedActivations
 from distlab.measure.timeline import Lap, bubble, hidden_seconds, profile
 from distlab.measure.traffic import Traffic
 from distlab.rank.transport_self_test import finish, neighbours
@@ -51,14 +51,8 @@ class Remembering(torch.optim.Optimizer):
 
 
 def check_meters(lab: Lab) -> None:
-    """Try them all, by all ranks; 10 ms."""
     lab.at(0, "the meters")
-    faults = [
-        *memory_faults(lab.device, lab.group),
-        *seconds_faults(),
-        *span_faults(),
-        *rank_faults(),
-    ]
+    faults = [*memory_faults(lab.device, lab.group), *seconds_faults(), *span_faults(), *rank_faults()]
     detail = faults[0] if faults else "memory, seconds, spans and ranks of known cases"
     lab.check("meters", len(faults), 0, detail=detail, control=CONTROL)
 
@@ -126,7 +120,6 @@ def span_faults() -> Iterator[str]:
 
 
 def rank_faults() -> Iterator[str]:
-    """What the judge and the log make of three ranks' steps."""
     taken = [[1.0, 9.0, 2.0], [3.0, 3.0, 8.0], [1.0, 1.0, 1.0]]
     written: records.Ranks = {
         rank: [
@@ -147,13 +140,11 @@ def rank_faults() -> Iterator[str]:
 
 
 def unlike(what: str, wanted: object, found: object) -> Iterator[str]:
-    """A sentence where they differ."""
     if found != wanted:
         yield f"{what}: {found} where it is {wanted}"
 
 
 def out_of_bounds(what: str, least: float, found: float, most: float) -> Iterator[str]:
-    """A sentence where it is less or more."""
     if not least <= found <= most:
         yield f"{what}: {found:g} s where it is {least:g} to {most:g}"
 
@@ -170,7 +161,6 @@ def amount(sender: int, receiver: int) -> int:
 
 
 def check_ledger(lab: Lab) -> None:
-    """Send it, and find it; a few messages, 20 ms."""
     if lab.world_size == 1:
         lab.say("one rank sends nothing, so there is nothing to count", "ledger")
         return

@@ -43,8 +43,7 @@ def load(run_mode: str) -> Mode:
 
 
 def load_for(config: Config) -> Mode:
-    """The mode of these settings, with the strategies of one's own that LAB_VARIANT names as FILE:name; raises
-    ConfigError."""
+    """The mode, with the strategies of one's own that LAB_VARIANT names as FILE:name; raises ConfigError."""
     mode = load(config.run_mode)
     faults, variants = [], []
     for spec in config.variant:
@@ -142,21 +141,18 @@ def import_and_freeze(config: Config, mode: Mode) -> None:
 
 
 def needed(config: Config, mode: Mode) -> list[str]:
-    """The modules that torch would import by itself later."""
     wanted = [variant for variant in mode.variants if not config.variant or variant.name in config.variant]
     compiler = config.optimizer == "adamw" or any(each.by_torch and each.build is not None for each in wanted)
     checkpoints = config.checkpoint_every is not None or config.resume is not None
     return [COMPILER] * compiler + [CHECKPOINTS] * checkpoints
 
 
-# Where a rank's tensors live: the processor, or the graphics card that is this rank's.
-#
-# NCCL wants a card of its own for each rank: rank r takes card LOCAL_RANK, or r where no launcher numbered the ranks
-# of a machine. Ranks over gloo may share cards: r modulo their number.
-
-
 def pick_device(config: Config) -> torch.device:
-    """The device of this rank; raises ConfigError if the card that it needs is not there."""
+    """The device of this rank; raises ConfigError if the card that it needs is not there.
+
+    NCCL wants a card of its own for each rank: LOCAL_RANK, or RANK where no launcher numbered the ranks of a machine.
+    Ranks over gloo may share cards: RANK modulo their number.
+    """
     if config.backend in ("gloo", "tcp") and config.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -10,13 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from distlab.cluster.control_plane import Exchange
 from distlab.collectives.costs import training_flops
 from distlab.config import Config, ConfigError
 from distlab.config.settings import quoted, suggest
 from distlab.contract import Mode
 from distlab.data_parallel.strategy import is_step
-from distlab.measure.process_memory import ContainerMemory
+from distlab.measure.memory import ContainerMemory
 from distlab.rank.mode_loader import modes_that
 from distlab.report import run_folder
 from distlab.report.run_folder import LATEST
@@ -169,7 +171,7 @@ def _no_folder_in(nearest: Path) -> str:
 #     training     in LAB_DTYPE, all variants side by side: weights, gradients, moments; beside them the reference on
 #                  rank 0
 #     activations  of a rank's samples, on rank 0 of the whole batch in float64 (Korthikanti et al. 2022, see
-#                  distlab/measure/activations.py)
+#                  distlab/measure/storages.py)
 #     time         6·P FLOP a token (Kaplan et al. 2020), and what a call costs however small it is
 #
 # A dp run of 14.4 million parameters on 2 ranks (LAB_WIDTH=384, flat and ddp) held 2.91 GB, where this says 2.88 GB.
@@ -177,7 +179,6 @@ def _no_folder_in(nearest: Path) -> str:
 
 HOUR_S = 3600.0
 VOCABULARY = 256
-ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2}
 BASE_BYTES = 200e6  # Python, torch and its buffers
 PROOF_STEPS = 3
 FLOPS_A_CORE = 1e11  # float32, assumed; half of it in float64, a fifth in 16 bits, which most CPUs convert
@@ -214,7 +215,6 @@ def num_trained(config: Config, mode: Mode) -> int:
 
 
 def num_parameters(config: Config, mode: Mode) -> float:
-    """P: numbers that are trained."""
     return outline(config).num_parameters() + mode.more_parameters(config)
 
 
@@ -223,7 +223,8 @@ def needed_bytes(config: Config, mode: Mode, here: int) -> float:
     num_variants = num_trained(config, mode)
     if not num_variants:  # a mode that trains nothing
         return here * BASE_BYTES
-    item, parts = ITEMSIZE[config.dtype], config.world_size if mode.shards else 1
+    item: int = getattr(torch, config.dtype).itemsize
+    parts = config.world_size if mode.shards else 1
     count = num_parameters(config, mode)
     state = 4 if config.optimizer == "adamw" else 2  # weights, gradients, two moments
     trained = num_variants * state * item * count / parts + 4 * count
@@ -284,19 +285,15 @@ def free_bytes() -> float | None:
 
 
 def ranks_here(config: Config) -> int:
-    """Ranks that share this machine or container: all where the launcher starts them, as many as torchrun's agent
-    has, or this one."""
+    """Ranks that share this machine: all where the launcher starts them, as many as torchrun's agent has, or one."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if config.rank is None or (config.master_addr or "").startswith(("127.", "localhost", "::1")):
         return config.world_size
     return min(int(local), config.world_size) if local.isdecimal() and int(local) else 1
 
 
-# One folder of runs: whether every rank sees the one of rank 0. Machines need not share a disk; checkpoints need one.
-#
-# Rank 0 leaves a file in the run's folder and each rank looks for it by name, which no rank has asked for before: so
-# a network file system has to ask its server. Where machines share nothing all works but checkpoints: records reach
-# rank 0 over the store, and each machine keeps the logs of its own ranks.
+# Machines need not share a disk; checkpoints need one. Rank 0 leaves a file in the run's folder and each rank looks for
+# it by name, which no rank has asked for before: so a network file system has to ask its server.
 
 
 class SeparateDisks(NamedTuple):

@@ -136,7 +136,6 @@ def find_cluster(config: Config, addresses: Addresses, say: Callable[[str], None
 
 
 def own_ip(addresses: Addresses, family: int) -> str:
-    """This rank's address on the way to the others."""
     others = [member.ip for rank, member in addresses.members.items() if rank != addresses.rank]
     return next(filter(None, (source_ip(family, ip) for ip in others)), addresses.members[addresses.rank].ip)
 

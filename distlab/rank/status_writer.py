@@ -25,8 +25,8 @@ from distlab.collectives.phases import heard
 from distlab.config import Config
 from distlab.contract import Build, Mode, Strategy
 from distlab.lab import Lab
-from distlab.measure import sockets
-from distlab.measure.sockets import NoDiagnostics
+from distlab.measure import traffic
+from distlab.measure.traffic import NoDiagnostics
 from distlab.report.run_folder import Journal
 from distlab.report.status import PERIOD_S, LiveState, write_status
 from distlab.verify.run_all import everything
@@ -68,7 +68,6 @@ class Notes:
         return replace(mode, variants=told, run=run_heard)
 
     def mark(self, event: str, kind: str, label: str) -> None:  # noqa: ARG002  as phases.heard calls it
-        """A phase begins or ends."""
         if event == "begin":
             self.phases.append((time.monotonic(), kind))
         elif self.phases:
@@ -107,7 +106,7 @@ class Showing(threading.Thread):
         assert journal.folder is not None
         self._folder, self._say, self._store_port = journal.folder, journal.say, cluster.store_port
         self._watch, self._notes, self._names = watch, notes, sorted(names, key=len, reverse=True)
-        self._sent: dict[tuple[sockets.Endpoint, sockets.Endpoint], int] = {}
+        self._sent: dict[tuple[traffic.Endpoint, traffic.Endpoint], int] = {}
         self._losses: dict[str, list[list[Any]]] = {}
         self._every: dict[str, int] = {}  # steps between two points of a curve
         self._turn, self._still_since = (0, 0), 0.0
@@ -117,7 +116,6 @@ class Showing(threading.Thread):
         )  # fmt: skip
 
     def run(self) -> None:
-        """Write until the end; where the folder takes no more, say so and stop."""
         while True:
             try:
                 self._state = self.state(time.monotonic())
@@ -128,7 +126,6 @@ class Showing(threading.Thread):
             time.sleep(PERIOD_S)
 
     def state(self, now: float) -> LiveState:
-        """What there is to show now."""
         step, work = self._watch.main.work
         place = self._watch.main.place
         since, phase = max([(place.since, "" if place.phase == work else place.phase), *self._notes.phases[-1:]])
@@ -166,10 +163,8 @@ class Showing(threading.Thread):
     def _sent_bytes(self) -> tuple[list[list[Any]], str]:
         """What each connection has sent, those of before too: a group of ranks that is gone has sent what it sent."""
         try:
-            found = sockets.connections().values()
+            found = traffic.connections(self._store_port).values()
         except NoDiagnostics as error:
             return [], str(error)
-        for each in found:
-            if self._store_port not in (each.local[1], each.remote[1]):
-                self._sent[each.local, each.remote] = each.sent_bytes
+        self._sent |= {(each.local, each.remote): each.sent_bytes for each in found}
         return [[[*near], [*far], sent] for (near, far), sent in self._sent.items() if sent], ""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,12 +58,19 @@ class Numbers:
 
     @property
     def all(self) -> Tensor:
-        """[N, length], of all ranks."""
         return torch.stack([self.of(rank) for rank in range(self.world_size)])
 
     def parts(self, rank: int) -> list[Tensor]:
-        """What a rank has for each other."""
         return [self.of(rank, shift) for shift in range(self.world_size)]
+
+    @property
+    def due(self) -> Tensor:
+        """[N, length], what all have for this rank."""
+        return torch.stack([self.of(rank, self.rank) for rank in range(self.world_size)])
+
+    @property
+    def place(self) -> Tensor:
+        return self.blank()[0]
 
     def blank(self) -> list[Tensor]:
         """A place for each rank's, in which nothing is right."""
@@ -70,7 +78,6 @@ class Numbers:
 
 
 def check_sums(lab: Lab) -> None:
-    """Make them all; a collective of all ranks, for LAB_BACKEND=tcp."""
     lab.at(0, "known sums")
     wrong = list(differing(lab.rank, lab.world_size))
     detail = f"of {len(CALLS)} operations in {len(DTYPES)} types: {', '.join(wrong[:4]) or 'all as they should be'}"
@@ -86,7 +93,6 @@ def differing(rank: int, world_size: int) -> Iterator[str]:
 
 
 def tried(numbers: Numbers, names: Iterable[str]) -> Iterator[str]:
-    """Those of some of them, at one length and type."""
     for name in names:
         found, wanted = CALLS[name](numbers)
         if not torch.equal(found, wanted):
@@ -100,10 +106,15 @@ def finish(works: Iterable[Message | dist.Work | None]) -> None:
         work.wait()
 
 
+def done(found: Tensor | list[Tensor], call: Callable[[Any], object], wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The place that `call` has filled, or all places in one, beside what has to be there."""
+    call(found)
+    found = found if isinstance(found, Tensor) else torch.stack(found)
+    return found, wanted.to(found.dtype)
+
+
 def all_reduce(numbers: Numbers, op: dist.ReduceOp.RedOpType, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    found = numbers.mine
-    dist.all_reduce(found, op)
-    return found, wanted.to(numbers.dtype)
+    return done(numbers.mine, lambda place: dist.all_reduce(place, op), wanted)
 
 
 def mean(numbers: Numbers) -> tuple[Tensor, Tensor]:
@@ -135,64 +146,16 @@ def reduce(numbers: Numbers) -> tuple[Tensor, Tensor]:
     return (found, numbers.all.sum(0).to(numbers.dtype)) if numbers.rank == numbers.last else (found, found)
 
 
-def broadcast(numbers: Numbers) -> tuple[Tensor, Tensor]:
-    found = numbers.mine
-    dist.broadcast(found, numbers.last)
-    return found, numbers.of(numbers.last)
-
-
-def all_gather(numbers: Numbers) -> tuple[Tensor, Tensor]:
-    places = numbers.blank()
-    dist.all_gather(places, numbers.mine)
-    return torch.stack(places), numbers.all
-
-
-def all_gather_single(numbers: Numbers) -> tuple[Tensor, Tensor]:
-    found = torch.cat(numbers.blank())
-    dist.all_gather_into_tensor(found, numbers.mine)
-    return found, numbers.all.flatten()
-
-
-def reduce_scatter(numbers: Numbers) -> tuple[Tensor, Tensor]:
-    found = numbers.blank()[0]
-    dist.reduce_scatter(found, numbers.parts(numbers.rank))
-    return found, summed_for(numbers)
-
-
-def reduce_scatter_single(numbers: Numbers) -> tuple[Tensor, Tensor]:
-    found = numbers.blank()[0]
-    dist.reduce_scatter_tensor(found, torch.cat(numbers.parts(numbers.rank)))
-    return found, summed_for(numbers)
-
-
-def summed_for(numbers: Numbers) -> Tensor:
-    """What all have for this rank."""
-    parts = [numbers.of(rank, numbers.rank) for rank in range(numbers.world_size)]
-    return torch.stack(parts).sum(0).to(numbers.dtype)
-
-
 def gather(numbers: Numbers) -> tuple[Tensor, Tensor]:
     places = numbers.blank() if numbers.rank == numbers.last else None
     dist.gather(numbers.mine, places, numbers.last)
     return (torch.stack(places), numbers.all) if places is not None else (numbers.mine, numbers.mine)
 
 
-def scatter(numbers: Numbers) -> tuple[Tensor, Tensor]:
-    found, root = numbers.blank()[0], numbers.last
-    dist.scatter(found, numbers.parts(root) if numbers.rank == root else None, root)
-    return found, numbers.of(root, numbers.rank)
-
-
-def all_to_all(numbers: Numbers) -> tuple[Tensor, Tensor]:
-    places = numbers.blank()
-    dist.all_to_all(places, numbers.parts(numbers.rank))
-    return torch.stack(places), torch.stack([numbers.of(rank, numbers.rank) for rank in range(numbers.world_size)])
-
-
 def passed_on(numbers: Numbers) -> tuple[Tensor, Tensor]:
     """To the next rank, two messages of one tag, which come in their order."""
     before, after = neighbours(numbers.rank, numbers.world_size)
-    first, second = numbers.blank()[0], numbers.blank()[0]
+    first, second = numbers.place, numbers.place
     works = [dist.isend(each, after, tag=1) for each in (numbers.mine, numbers.mine + 1)]
     for place in (first, second):
         dist.recv(place, before, tag=1)
@@ -202,21 +165,29 @@ def passed_on(numbers: Numbers) -> tuple[Tensor, Tensor]:
 
 
 CALLS: dict[str, Call] = {
-    "all_reduce": lambda numbers: all_reduce(numbers, dist.ReduceOp.SUM, numbers.all.sum(0)),
-    "the least": lambda numbers: all_reduce(numbers, dist.ReduceOp.MIN, numbers.all.amin(0)),
-    "the most": lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, numbers.all.amax(0)),
+    "all_reduce": lambda n: all_reduce(n, dist.ReduceOp.SUM, n.all.sum(0)),
+    "the least": lambda n: all_reduce(n, dist.ReduceOp.MIN, n.all.amin(0)),
+    "the most": lambda n: all_reduce(n, dist.ReduceOp.MAX, n.all.amax(0)),
     "the mean": mean,
     "every second": every_second,
     "two all_reduces": waited_for_later,
     "reduce": reduce,
-    "broadcast": broadcast,
-    "all_gather": all_gather,
-    "all_gather_into_tensor": all_gather_single,
-    "reduce_scatter": reduce_scatter,
-    "reduce_scatter_tensor": reduce_scatter_single,
+    "broadcast": lambda n: done(n.mine, lambda place: dist.broadcast(place, n.last), n.of(n.last)),
+    "all_gather": lambda n: done(n.blank(), lambda places: dist.all_gather(places, n.mine), n.all),
+    "all_gather_into_tensor": lambda n: done(
+        torch.cat(n.blank()), lambda place: dist.all_gather_into_tensor(place, n.mine), n.all.flatten()
+    ),
+    "reduce_scatter": lambda n: done(n.place, lambda place: dist.reduce_scatter(place, n.parts(n.rank)), n.due.sum(0)),
+    "reduce_scatter_tensor": lambda n: done(
+        n.place, lambda place: dist.reduce_scatter_tensor(place, torch.cat(n.parts(n.rank))), n.due.sum(0)
+    ),
     "gather": gather,
-    "scatter": scatter,
-    "all_to_all": all_to_all,
+    "scatter": lambda n: done(
+        n.place,
+        lambda place: dist.scatter(place, n.parts(n.last) if n.rank == n.last else None, n.last),
+        n.of(n.last, n.rank),
+    ),
+    "all_to_all": lambda n: done(n.blank(), lambda places: dist.all_to_all(places, n.parts(n.rank)), n.due),
     "send and recv": passed_on,
 }
 # What moves bytes alone is alike in all types, and each call costs what the slowest rank takes to be scheduled: all in
@@ -232,7 +203,6 @@ MESSAGES_CONTROL = "tests/rank/test_transport_self_test.py::test_messages_that_a
 
 
 def check_transport(lab: Lab) -> None:
-    """Send them, and look at what came; a few messages, 10 ms."""
     if lab.world_size == 1 or not isinstance(lab.group, TcpGroup):
         return
     lab.at(0, "the transport")

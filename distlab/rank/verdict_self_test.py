@@ -80,7 +80,6 @@ def misjudged(case: Case) -> str:
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
     yield Case("a run in which everything passes", made_up(), PASS)
     yield Case("a run whose proof was made", made_up(HELD), PASS, {"max_abs_diff": 1e-13, "passed": True})
     yield from of_checks()
@@ -142,7 +141,6 @@ def of_claims() -> Iterator[Case]:
 
 
 def of_ends() -> Iterator[Case]:
-    """How ranks ended."""
     for rank in RANKS:
         whole = made_up(HELD)
         gone = {other: of_rank for other, of_rank in whole.items() if other != rank}

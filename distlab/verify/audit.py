@@ -35,10 +35,10 @@ from distlab.workload.reference import Losses
 # Ranks add up in another order than one process does, so their losses part by rounding, and what parts grows from step
 # to step: by how much depends on the type, the number of terms and steps, the learning rate and the loss's curvature.
 # No formula in these alone bounds it tightly enough to see a mistake in 16 bits. So a twin is trained beside it, on
-# rank 1, while rank 0 would work alone anyway: it begins with every weight moved by one unit in its last place, and
-# adds each batch up in as many parts as the ranks do. By what that changes, up to a step, MARGIN times, may the ranks
-# be off there; and by the rounding of the loss itself, a sum of n terms, which Higham and Mary (2019, "A New Approach
-# to Probabilistic Rounding Error Analysis", theorem 2.4) bound by sqrt(n) units.
+# rank 1: it begins with every weight moved by one unit in its last place, and adds each batch up in as many parts as
+# the ranks do. By what that changes, MARGIN times, may the ranks be off; and by the rounding of the loss, a sum of n
+# terms, which Higham and Mary (2019, "A New Approach to Probabilistic Rounding Error Analysis", theorem 2.4) bound by
+# sqrt(n) units.
 
 # Ranks were off by up to twice what the twin is, in all modes, models and types; mistakes by 100 times that and more.
 MARGIN = 8.0
@@ -57,8 +57,7 @@ class ReferenceRun:
 def one_process(
     lab: Lab, batches: Batches, dtype: torch.dtype, train: OneProcess = reference.losses
 ) -> ReferenceRun | None:
-    """The one process on rank 0, its twin on rank 1; None on all other ranks, or without the proof, since a model may
-    not fit into one process."""
+    """The one process on rank 0; None elsewhere, or without the proof, since a model may not fit into one process."""
     lab.at(0, "one process")
     steps = lab.config.steps if lab.config.proof else 0
     parts = max(2, lab.world_size * lab.config.num_microbatches)
@@ -89,15 +88,13 @@ def trained(lab: Lab, dtype: torch.dtype, batches: Batches, train: OneProcess) -
 
 
 def moved_by_one_unit(lab: Lab, dtype: torch.dtype) -> Model:
-    """The model, and every weight one unit away."""
     model = lab.model(dtype)
     reference.move_by_a_unit(model, lab.config.seed)
     return model
 
 
 def allowed(losses: Sequence[float], twin: Sequence[float], unit: float) -> list[float]:
-    """Of each step, until one of both is no number: what the twin has been off so far, MARGIN times, and `unit` of the
-    loss."""
+    """MARGIN times what the twin has been off up to each step, and `unit` of the loss, until one is no number."""
     bounds: list[float] = []
     apart = largest = 0.0
     for ours, theirs in zip(losses, twin, strict=True):
@@ -200,8 +197,7 @@ class Audit:
 
     @contextmanager
     def around(self, name: str, strategy: Strategy, step: int, data_step: int) -> Iterator[list[float | None]]:
-        """Around one step of a variant, which works on the batch `data_step`; its share of the loss goes into what is
-        yielded."""
+        """Around one step of a variant on the batch `data_step`; its share of the loss goes into what is yielded."""
         shares: list[float | None] = []
         if step not in self.steps.get(name, ()):
             yield shares
@@ -219,7 +215,6 @@ class Audit:
             self._judge(name, step, data_step, loss, before, after)
 
     def _judge(self, name: str, step: int, data_step: int, loss: float, before: State, after: State) -> None:
-        """Note how far loss, weights and state are off, each where it is worst."""
         found, alone = self.found[name], self.alone[name]
         assert alone is not None
         wanted, gradients = self._gradient(before, data_step)
@@ -243,7 +238,6 @@ class Audit:
     def _parameter(
         self, step: int, gradient: Tensor, rounding: float, before: Tensors, after: Tensors
     ) -> dict[str, Off]:  # fmt: skip
-        """How far one parameter is off, and its state."""
         config, weight, found = self.lab.config, before.pop("weights"), after.pop("weights")
         gradient = gradient.to(weight.dtype)  # of float32 masters
         if config.optimizer == "sgd":
@@ -281,7 +275,6 @@ def of_parameter(before: State, after: State, label: str) -> tuple[Tensors, Tens
 
 
 def norm(tensors: Tensors) -> float:
-    """Of all together."""
     return math.hypot(*(tensor.double().norm().item() for tensor in tensors.values()))
 
 
@@ -314,8 +307,7 @@ CONTROLS = {
 
 
 class TimedPassChecks:
-    """What the timed steps of `strategies` are held to. All ranks call every method; without the proof none decides
-    but the number of steps and replicas."""
+    """All ranks call every method; without the proof none decides but the number of steps and replicas."""
 
     def __init__(
         self, lab: Lab, course: TrainingPosition, strategies: Mapping[str, Strategy], ends: Mapping[str, int],
@@ -359,7 +351,6 @@ class TimedPassChecks:
                 check_alike(self.lab, name, strategy)
 
     def _count(self, name: str, done: int) -> None:
-        """Every step that was to be done, and every one that was to be audited."""
         steps, audit = self.ends[name], self.audit
         planned = [step for step in audit.steps.get(name, []) if step >= self.starts[name]]
         missing = abs(max(0, steps - self.starts[name]) - done) + len(set(planned) ^ set(audit.done.get(name, [])))
@@ -368,7 +359,6 @@ class TimedPassChecks:
         self.lab.check("timed steps", missing, 0, variant=name, detail=detail, control=CONTROLS["steps"])
 
     def _losses(self, name: str, curve: list[float | None]) -> None:
-        """The step whose loss is farthest off for what is allowed there."""
         alone = self.alone[self.against.get(name, ONE)]
         assert alone is not None
         if name not in self.against or name in self.lab.mode.by_torch:

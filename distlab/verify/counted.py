@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from distlab.collectives.phases import heard
 from distlab.contract import Build, Counted, Strategy
 from distlab.lab import Lab
-from distlab.measure.activations import SavedActivations
 from distlab.measure.event_order import Order
-from distlab.measure.memory import MemoryLedger, Storages, label_before
+from distlab.measure.memory import MemoryLedger
+from distlab.measure.storages import SavedActivations, Storages, label_before
 from distlab.measure.traffic import Traffic
 from distlab.pipeline_parallel.costs import in_flight
 from distlab.report import records
@@ -126,11 +126,7 @@ def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
 
 
 def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
-    """What one forward pass of `microbatch` through the layers `run` leaves for its backward pass; behind the last
-    layer the loss, too.
-
-    What comes in from the layer before is made up: as many numbers, of the same type.
-    """
+    """The same by kind; behind the last layer the loss, too. What comes in from the layer before is made up."""
     dtype = getattr(torch, lab.config.dtype)
     model = lab.model(dtype)
     hidden, targets, share = microbatch
@@ -162,16 +158,14 @@ def checks_recomputed(lab: Lab) -> bool:
 
 
 def check_recomputed(lab: Lab, name: str, peak_bytes: float, again_bytes: float, layer_bytes: int) -> None:
-    """With LAB_RECOMPUTE a step holds at most what one does in which every layer keeps its input alone and is run again
-    as a whole (`again`), and beside it what one layer saves. What is predicted elsewhere is outlined by the very code
-    that computes again."""
+    """With LAB_RECOMPUTE a step holds at most what one does in which every layer keeps its input alone (`again`), and
+    what one layer saves. What is predicted elsewhere is outlined by the very code that computes again."""
     bound = again_bytes + layer_bytes
     detail = f"{peak_bytes:.0f} B held at most, {bound:.0f} where every layer is run again"
     lab.check("recomputed peak", max(0.0, peak_bytes - bound), 0, name, detail, control=ACTIVATIONS_CONTROL)
 
 
 def storage_bytes(tensor: Tensor) -> dict[int, int]:
-    """The bytes of a tensor's storage, by its address."""
     storage = tensor.untyped_storage()
     return {storage._cdata: storage.nbytes()}
 
@@ -213,13 +207,11 @@ class Watch:
         self.happenings: list[Happening] = []
 
     def begin(self) -> None:
-        """All that is alive now does not count."""
         label_before(self.storages)
         self.before = self.storages.live_bytes
         self.storages.peak_bytes = self.before
 
     def note(self, what: str, layer: int = -1, name: str = "", numel: int = 0) -> None:
-        """Something happens."""
         live, highest = self.storages.live_bytes, self.storages.peak_bytes
         self.happenings.append(Happening(what, layer, name, numel, highest - self.before, live - self.before))
         self.storages.peak_bytes = live
@@ -290,14 +282,7 @@ def most_kept(strategy: Strategy, microbatches: list[Microbatch]) -> int:
 IN_FLIGHT_CONTROL = "tests/verify/test_counted.py::test_too_many_in_flight_fail"
 
 
-class OfStages(Protocol):
-    """A strategy with an `engine` that runs the stages among its `parts` (pipelines and the mesh)."""
-
-    engine: Any
-    parts: Any
-
-
-def check_in_flight(lab: Lab, name: str, strategy: OfStages, schedule: str) -> None:
+def check_in_flight(lab: Lab, name: str, strategy: Any, schedule: str) -> None:
     """No rank holds more than `schedule` says; of an engine that does not count them nothing is claimed."""
     held, mesh, chunks = strategy.engine.most_in_flight, lab.mesh, len(strategy.parts.stages)
     if held is None:
@@ -323,7 +308,6 @@ class Passes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Count inside the block."""
         hooks = [layer.register_forward_pre_hook(partial(self._passed, index)) for index, layer in self.layers.items()]
         try:
             yield
@@ -343,11 +327,9 @@ class Passes:
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def check_passes(lab: Lab, name: str, passes: Passes) -> None:
-    """Of a step of one variant on this rank."""
     told = f"of {passes.first.total()} passes through a layer on this rank"
     lab.check("computed again", passes.missing(), 0, variant=name, detail=told, control=PASSES_CONTROL)

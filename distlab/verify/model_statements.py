@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from distlab.config import Config
 from distlab.lab import Lab
-from distlab.measure.memory import Storages, label_before
+from distlab.measure.storages import Storages, label_before
 from distlab.measure.tensors import largest_difference
 from distlab.verify.counted import in_backward
 from distlab.workload.data import Batches
@@ -93,7 +93,6 @@ def num_weights(config: Config, mixing: Any = None) -> int:
 
 
 def block(weights: Weights, name: str, before: Computed, config: Config, mixing: Any) -> Computed:
-    """A layer of gpt, or without its attention one of mlp."""
     x, extra = before.scores, before.extra
     if config.model == "gpt":
         x = x + attention(weights, f"{name}.attention", norm(weights, f"{name}.attention_norm", x), config.heads)
@@ -106,7 +105,6 @@ def block(weights: Weights, name: str, before: Computed, config: Config, mixing:
 
 
 def norm(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """Each vector with mean 0 and variance 1, then gain and bias."""
     off = x - x.mean(-1, keepdim=True)
     return off / (off.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights(f"{name}.weight") + weights(
         f"{name}.bias"
@@ -114,12 +112,10 @@ def norm(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """x·W' + b."""
     return x @ weights(f"{name}.weight").T + weights(f"{name}.bias")
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x times the share of a normal distribution below it."""
     return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
@@ -172,7 +168,8 @@ def hold_model(lab: Lab, batches: Batches) -> None:
     whole = batches.full(0)
     seen = slice(POSITIONS if config.model == "gpt" else None)
     inputs, targets = (each[:SAMPLES, seen].cpu() for each in (whole.inputs, whole.targets))
-    weights, mixing = Weights(model), mixing_of(model)
+    weights = Weights(model)
+    mixing = next((part.mixing for part in model.modules() if hasattr(part, "mixing")), None)
     try:
         wanted = computed(weights, inputs, config, mixing)
     except KeyError as error:
@@ -193,11 +190,6 @@ def hold_model(lab: Lab, batches: Batches) -> None:
         hold_positions(lab, model, inputs, mixing is None)
 
 
-def mixing_of(model: Model) -> object | None:
-    """How tokens find experts, where the model has any."""
-    return next((part.mixing for part in model.modules() if hasattr(part, "mixing")), None)
-
-
 def lab_weights(model: Model, weights: Weights) -> dict[str, Tensor]:
     """The weights as they are now; those in the model are put back to what they were."""
     now = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -206,15 +198,13 @@ def lab_weights(model: Model, weights: Weights) -> dict[str, Tensor]:
 
 
 def scores_of(model: Model, inputs: Tensor) -> Tensor:
-    """What its last layer gives."""
     for layer in model.layers:
         inputs = layer(inputs)
     return inputs
 
 
 def hold_positions(lab: Lab, model: Model, inputs: Tensor, alone: bool) -> None:
-    """Scores do not depend on what comes later, and a byte is another one elsewhere. `alone`: no token takes the place
-    of another at an expert."""
+    """Scores do not depend on what comes later, where tokens are `alone`; a byte is another one elsewhere."""
     half = inputs.shape[1] // 2
     if alone:
         others = inputs.clone()
@@ -297,8 +287,7 @@ def hold_dropout(lab: Lab, batches: Batches) -> None:
 
 
 def masks_of(lab: Lab, inputs: Tensor, seed: int) -> tuple[list[Tensor], bool]:
-    """[samples, ...] of each part, true where it drops, by the model of `seed`; and whether all else is 1/(1-p) times
-    what it is without dropout."""
+    """[samples, ...] of each part, true where it drops; and whether all else is 1/(1-p) times what it is without."""
     config = lab.config.model_copy(update={"seed": seed})
     model, share = lab.mode.model(config, seed).double(), lab.config.options.dropout  # type: ignore[attr-defined]
     shape = (lab.config.seq, lab.config.width) if model.name == "gpt" else (lab.config.width,)
@@ -317,7 +306,6 @@ def masks_of(lab: Lab, inputs: Tensor, seed: int) -> tuple[list[Tensor], bool]:
 
 
 def parts_of(model: Model) -> list[torch.nn.Module]:
-    """What the first blocks add: attention and MLP."""
     blocks = [layer for layer in model.layers if hasattr(layer, "mlp")][:LAYERS]
     return [getattr(block, name) for block in blocks for name in ("attention", "mlp") if hasattr(block, name)]
 
@@ -347,8 +335,7 @@ MOST_BESIDE = 4.0
 
 
 def hold_recomputation(lab: Lab) -> None:
-    """One pass of the model forward and back: whenever a layer is computed again, the inputs of those before it are
-    alive, and next to nothing else."""
+    """Whenever a layer is computed again, the inputs of those before it are alive, and next to nothing else."""
     dtype = getattr(torch, lab.config.dtype)
     model, whole = lab.model(dtype), lab.batches(dtype).full(0)
     inputs, targets = whole.inputs[:SAMPLES], whole.targets[:SAMPLES]
@@ -373,7 +360,6 @@ class Alive:
                 parameter.register_post_accumulate_grad_hook(drop)
 
     def begin(self, *given: Tensor) -> None:
-        """All that is alive now does not count."""
         label_before(self.storages)
         for tensor in given:
             self.storages.add(tensor)
@@ -390,5 +376,4 @@ class Alive:
 
 
 def drop(parameter: Tensor) -> None:
-    """Let go of a gradient as soon as it is there."""
     parameter.grad = None

@@ -19,6 +19,7 @@ Both parts of a split backward pass count: in 1f1b and interleaved the weights c
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple, get_args
 
@@ -41,13 +42,14 @@ class Pass(NamedTuple):
 
 
 def passes(order: Order) -> list[Pass]:
-    """The passes of a step in their order."""
     runs: list[tuple[int, Kind, Counter[str], int]] = []
     for kind in get_args(Kind):
         for place, (label, events) in zip(order.where("begin", kind), order.within(kind), strict=True):
             runs.append((place, kind, Counter(filter(None, map(layer_of, events))), int(label)))
     chunks = sorted({frozenset(seen) for _, kind, seen, _ in runs if kind == "forward"}, key=lambda c: min(map(int, c)))
-    done = [Pass(kind, chunk_of(seen, chunks), microbatch) for _, kind, seen, microbatch in sorted(runs, key=first)]
+    done = [
+        Pass(kind, chunk_of(seen, chunks), microbatch) for _, kind, seen, microbatch in sorted(runs, key=itemgetter(0))
+    ]
     return told_apart(done, len(chunks))
 
 
@@ -62,11 +64,6 @@ def told_apart(done: list[Pass], chunks: int) -> list[Pass]:
         else each
         for each in done
     ]
-
-
-def first(run: tuple[int, Kind, Counter[str], int]) -> int:
-    """Its place."""
-    return run[0]
 
 
 def layer_of(event: Event) -> str | None:
@@ -124,8 +121,7 @@ def broken(
 
 
 def untimely(done: list[Pass], late: int) -> list[str]:
-    """A sentence if weights do not come right behind the input's gradient of `late` microbatches later, or in their
-    order at the end."""
+    """A sentence if weights do not come right behind the input's gradient of `late` microbatches later, or last."""
     inputs, wanted = [each for each in done if each.kind == "input"], []
     for each in done:
         if each.kind != "weight":
@@ -143,24 +139,14 @@ def group_of(microbatches: int, ranks: int) -> list[int]:
     return [group for group, size in enumerate(sizes) for _ in range(size)]
 
 
-# A schedule as it ran, held against its rules and against its formula.
-#
-# The order of each rank keeps the rules of its schedule (below). The orders of all ranks of a pipeline,
-# put on paper with passes of one length, idle for what the formula says: an order that keeps all rules and waits
-# where it need not is found so. On a mesh each row of ranks along pp is a pipeline of its own.
+# The orders of all ranks of a pipeline, put on paper with passes of one length, idle for what the formula says: one
+# that keeps all rules and waits where it need not is found so. On a mesh each row of ranks along pp is a pipeline.
 
 CONTROL = "tests/verify/test_pipeline_checks.py::"
-THIRDS: dict[Kind, float] = {
-    "forward": 1,
-    "input": 1,
-    "weight": 1,
-    "backward": 2,
-}  # of a microbatch's work on one stage
+THIRDS: dict[Kind, float] = {"forward": 1, "input": 1, "weight": 1, "backward": 2}  # of a microbatch's work on a stage
 
 
 class Piped(NamedTuple):
-    """What the pipelines of a variant should do."""
-
     schedule: str
     microbatches: int
     owners: list[int]  # the rank along pp of each stage
@@ -185,7 +171,6 @@ def check_schedule(lab: Lab, name: str, order: Order, piped: Piped) -> list[Pass
 
 
 def along_pp(lab: Lab, name: str, done: list[Pass]) -> list[list[Any]]:
-    """The passes of all ranks of this rank's pipeline, by their place in it."""
     row = [lab.mesh.index(axis) for axis in lab.mesh.groups if axis != "pp"]
     everyone = lab.exchange.everyone(f"order of {name}", [row, done])
     return [theirs for of_row, theirs in everyone if of_row == row]
@@ -208,14 +193,8 @@ def check_on_paper(lab: Lab, name: str, everyone: list[list[Any]], piped: Piped)
     )
 
 
-# Schedules on paper: as long as this run's own passes took, and as if no message took time.
-#
-# The report shows them beside the step that ran; their idle share is the formula's.
-
-
 def draw_on_paper(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> None:
-    """Write the ideal of each variant that recorded a step and has a schedule; on rank 0, whose passes give the
-    lengths."""
+    """On rank 0 the ideal of each variant that recorded a step: its own passes' lengths, and messages of no time."""
     for drawn in [each for each in lab.journal.records if isinstance(each, records.Timeline)]:
         schedule = schedule_of(drawn.variant)
         if schedule is None or lab.rank:

@@ -147,7 +147,6 @@ def events(profiled: Profiled, clock: Clock) -> list[Event]:
 
 
 def timed_s(lab: Lab, variant: str) -> float:
-    """The median of this rank's timed steps."""
     timed = [r for r in lab.journal.records if isinstance(r, records.Steps) and r.variant == variant]
     return median(timed[-1].step_seconds)
 

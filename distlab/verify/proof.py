@@ -32,18 +32,16 @@ from distlab.workload.user_model import is_own
 # rank's own samples.
 
 BUFFERS = "buffers"
-BUFFERS_CONTROL = "tests/workload/test_own.py::test_a_buffer_that_a_step_writes_fails_by_name"
+BUFFERS_CONTROL = "tests/workload/test_user_model.py::test_a_buffer_that_a_step_writes_fails_by_name"
 
 Hashes = dict[str, int]
 
 
 def carried(model: nn.Module) -> Hashes:
-    """A hash of each buffer, by name."""
     return {name: hash_of(buffer) for name, buffer in model.named_buffers()}
 
 
 def changed(before: Hashes, after: Hashes) -> set[str]:
-    """The names of those that are others."""
     return {name for name, value in after.items() if before.get(name) != value}
 
 
@@ -99,10 +97,7 @@ def prove(
     lab: Lab, variants: Mapping[str, Build], also: AlsoCheck | None, apart: Mapping[str, Callable[[str, Build], None]],
     checkpoints: "Checkpoints | None" = None,
 ) -> None:  # fmt: skip
-    """Check each variant against one process; `also(name, strategy)` adds the mode's own checks at its end.
-
-    Those in `apart` are not compared to one process, but proven by what stands there.
-    """
+    """Check each variant against one process, or by what stands in `apart`; `also(name, strategy)` adds checks."""
     config = lab.config.untimed()
     lr = config.learning_rate if config.model == "line" else LEARNING_RATE  # the line lesson's own: all of it is proven
     plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": lr})
@@ -127,7 +122,6 @@ def prove(
 
 
 def train_reference(lab: Lab, configs: list[Config], batches: Batches) -> tuple[list[list[Snapshot]], Carried]:
-    """What one process comes to by each config, and which buffers it writes."""
     models = [lab.model(torch.float64) if lab.rank == 0 else None for _ in configs]
     counts = (batches.proof_steps, TUNED_STEPS)
     runs = zip(models, configs, counts, strict=False)
@@ -139,12 +133,12 @@ def compare(
     lab: Lab, name: str, build: Build, configs: list[Config], batches: Batches, dense: list[list[Snapshot]],
     buffers: Carried, also: AlsoCheck | None,
 ) -> None:  # fmt: skip
-    """Check one variant, with plain SGD and, where another `config` was asked for, with that, each against its `dense`
-    run."""
+    """Check one variant, with plain SGD and with what was asked for, each against its `dense` run."""
     lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
     model = lab.model(torch.float64)
     strategy = build(model, lab.mesh, configs[0])
-    planned = dict.fromkeys(PLAIN, steps_of_a_proof(lab.config))
+    # Of which the third begins another epoch; of a line all steps of the lesson's table.
+    planned = dict.fromkeys(PLAIN, 201 if lab.config.model == "line" else 3)
     planned |= dict.fromkeys(TUNED, TUNED_STEPS) if configs[1:] else {}
     found = Worst(planned)
     against(lab, strategy, name, batches, dense[0], found)
@@ -205,8 +199,7 @@ def against(
 def tuned_against(
     lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst
 ) -> None:  # fmt: skip
-    """Two steps with the clipping and the optimizer that were asked for: the second goes on from the first one's
-    state."""
+    """Two steps with the optimizer that was asked for: the second goes on from the first one's state."""
     for step in range(TUNED_STEPS):
         lab.at(batches.proof_steps + step, f"proof of {name}")
         strategy.backward(lab.dealt(batches, step))
@@ -215,11 +208,6 @@ def tuned_against(
         for check, kind in TUNED.items():
             found.compare(check, strategy.full(kind), wanted and getattr(wanted, kind), where=f"step {step}")
         lab.work.advance()
-
-
-def steps_of_a_proof(config: Config) -> int:
-    """Three, of which the third begins another epoch; of a line all steps of the lesson's table, 0 to 200."""
-    return 201 if config.model == "line" else 3
 
 
 def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:
@@ -261,7 +249,6 @@ def check_samples(lab: Lab) -> None:
 
 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
-    """All ranks hold the same weights, to the bit."""
     check_same(lab, name, [weight for _, weight in strategy.full("weights")])
 
 

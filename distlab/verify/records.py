@@ -15,20 +15,17 @@ from distlab.collectives.costs import gloo_all_reduce_messages, wire_tolerance
 from distlab.collectives.phases import COMPUTE, Span, heard, phase, recorded, slowed
 from distlab.contract import Counted, Strategy
 from distlab.lab import Lab
+from distlab.measure.event_order import Message, Messages
 from distlab.measure.prediction import PYTORCHS
 from distlab.measure.timeline import Clock, align, bubble, profile
-from distlab.measure.traffic import Message, Messages
 from distlab.report import records
 from distlab.report.tables import DRAWN, ON_WIRE
 from distlab.verify.counted import alike, repeats_after
 from distlab.workload.data import Microbatch
 from distlab.workload.user_model import is_own
 
-# The chronicle: from the marks of the timed steps to where a rank's time went, and the bubble.
-#
-# Marks are cheap enough to stay in for the timed steps (distlab/collectives/phases.py), so both are of the very steps
-# whose time is reported; the bubble is the median of all that were kept. What is drawn was recorded after them
-# (below).
+# Marks are cheap enough to stay in for the timed steps (distlab/collectives/phases.py), so where a rank's time went and
+# the bubble, the median of all that were kept, are of the very steps whose time is reported.
 
 KEPT_STEPS = 20  # of a long run the last ones: what goes to rank 0 does not grow with LAB_STEPS
 
@@ -46,7 +43,6 @@ class Chronicle:
         self.steps[variant].append((step, spans))
 
     def profile(self, variant: str) -> dict[str, float]:
-        """The median seconds of a step by class."""
         profiles = [profile(spans) for _, spans in self.steps[variant]]
         return {kind: median(each[kind] for each in profiles) for kind in profiles[0]}
 
@@ -56,7 +52,6 @@ class Chronicle:
         return [(number - len(steps) + index, spans) for index, (_, spans) in enumerate(steps)]
 
     def bubbles(self, lab: Lab, clock: Clock) -> dict[str, float | None]:
-        """The bubble of each variant, on rank 0."""
         mine = {name: [bounds(spans, clock.offset_s)[2] for _, spans in steps] for name, steps in self.steps.items()}
         everyone = lab.exchange.gather("spans", mine)
         return {} if everyone is None else bubbles(everyone)
@@ -75,7 +70,6 @@ def bounds(spans: list[Span], offset_s: float) -> Bounds:
 
 
 def placed(span: Span, shift_s: float) -> list[Any]:
-    """A span as the records hold it, to the microsecond."""
     return [span.kind, span.label, round(span.start_s + shift_s, 6), round(span.end_s + shift_s, 6)]
 
 
@@ -106,18 +100,10 @@ class Drawn(NamedTuple):
     alike: bool = True  # whether its steps send the same
 
     def per(self, steps: int) -> "Drawn":
-        """The same a step."""
         return self._replace(nbytes=self.nbytes / steps, messages=self.messages / steps)
 
 
-class Recorded(NamedTuple):
-    """One step on this rank."""
-
-    step: int
-    spans: list[Span]
-    messages: list[Message]
-
-
+Recorded: TypeAlias = tuple[int, list[Span], list[Message]]  # one step on this rank, by its number
 Prepare: TypeAlias = Callable[[int], Callable[[], object]]  # of a step's number what makes it
 
 
@@ -140,7 +126,6 @@ def record(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
 
 
 def train(strategy: Strategy, steps: list[list[Microbatch]]) -> None:
-    """Steps of training, one after the other."""
     for microbatches in steps:
         strategy.backward(microbatches)
         with phase("optimizer"):
@@ -153,7 +138,7 @@ def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, Drawn]:
     taken = {
         name: [one(lab, name, prepare, number) for number in range(RECORDED_STEPS)] for name, prepare in steps.items()
     }
-    mine = {name: [bounds(each.spans, clock.offset_s)[:2] for each in of] for name, of in taken.items()}
+    mine = {name: [bounds(spans, clock.offset_s)[:2] for _, spans, _ in of] for name, of in taken.items()}
     everyone = lab.exchange.gather("recorded steps", mine)
     chosen = {} if everyone is None else {name: median_step([of[name] for of in everyone]) for name in taken}
     drawn = {}
@@ -171,18 +156,12 @@ def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, Drawn]:
 
 
 def one(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
-    """One step; all ranks begin together."""
     make, messages = prepare(number), Messages()
     lab.exchange.barrier(f"recorded step {number} of {name}")
     lab.at(lab.config.steps, f"recorded step {number} of {name}")
-    with (
-        messages.recorded(),
-        heard(lambda *_: messages.look()),
-        recorded() as spans,
-        slowed(lab.config.slowed_to),
-    ):
+    with messages.recorded(), heard(lambda *_: messages.look()), recorded() as spans, slowed(lab.config.slowed_to):
         make()
-    return Recorded(lab.config.steps + number, spans, messages.found)
+    return lab.config.steps + number, spans, messages.found
 
 
 def median_step(of_ranks: list[list[list[float]]]) -> tuple[int, float]:
@@ -194,20 +173,17 @@ def median_step(of_ranks: list[list[list[float]]]) -> tuple[int, float]:
 
 
 def written(message: Message, shift_s: float) -> list[object]:
-    """A message as the records hold it, to the microsecond."""
     start_s, end_s = round(message.start_s + shift_s, 6), round(message.end_s + shift_s, 6)
     return [message.op, list(message.ranks), round(message.sent_bytes), message.nbytes, message.tag, start_s, end_s]
 
 
 def number_of(messages: list[Message]) -> int:
-    """How many messages these are on the wire: each send one, or each receive where these are more; of a collective
-    gloo's."""
+    """Messages on the wire: of sends or receives what is more, of collectives gloo's."""
     ways = [sum(message.op == op for message in messages) for op in ("send", "recv")]
     return max(ways) + sum(gloo_messages(message) for message in messages if message.op not in ("send", "recv"))
 
 
 def gloo_messages(message: Message) -> int:
-    """Those of a collective."""
     if message.op in ("all_reduce", "reduce_scatter"):
         return gloo_all_reduce_messages(len(message.ranks), message.nbytes)
     return (len(message.ranks) - 1) * (1 if message.op == "all_to_all" else 2)

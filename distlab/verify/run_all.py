@@ -20,13 +20,10 @@ from distlab.verify.timed import time_steps
 from distlab.workload.data import effective_batch
 from distlab.workload.user_model import is_own
 
-# How many timed steps each variant takes: LAB_STEPS, or its share of them.
-#
 # Some variants are in a run for what they show, not for their speed: naive dp's 133 small all_reduces over gloo took
-# 26 of the 53 s of the default run's timed steps. Beside others such a variant takes one of `timed_part` steps
-# (contract.py), and the run says so. By a rule and not by a clock, so that a run is repeatable to the bit. Whoever
-# asks for a variant alone gets all of its steps, and so does who saves, resumes or drills, where all have to have
-# done the same ones.
+# half of the default run's timed steps. Beside others such a variant takes one of `timed_part` steps (contract.py), by
+# a rule and not by a clock, so that a run is repeatable to the bit. Whoever asks for a variant alone gets all of its
+# steps, and so does who saves, resumes or drills, where all have to have done the same ones.
 
 LEAST_STEPS = 5  # two that are not timed, and three for a median
 
@@ -41,7 +38,6 @@ def timed_ends(lab: Lab, chosen: Collection[str], *, alike: bool) -> dict[str, i
 
 
 def say_shares(lab: Lab, ends: dict[str, int]) -> None:
-    """Tell who takes fewer, and how to have all."""
     for name, end in ends.items():
         if end < lab.config.steps:
             lab.say(
@@ -151,21 +147,16 @@ TUNED = ("clipped gradients", "optimizer state", "weights after two steps")
 
 def expected(config: Config, mode: Mode) -> Expected:
     """All claims that a run of these settings needs, of the variants that are asked for and that can run."""
-    own = mode.claims or (measured if mode.run is None else nothing)
+    own = mode.claims or (measured if mode.run is None else None)
     impossible = mode.cannot(config)
     wanted = [
         [variant, name, each.times, each.one]
-        for each in (*every_run(mode, config), *own(mode, config))
+        for each in (*every_run(mode, config), *(own(mode, config) if own is not None else ()))
         for variant in each.of
         for name in each.names
         if variant not in impossible and (variant not in mode.names or not config.variant or variant in config.variant)
     ]
     return Expected(wanted)
-
-
-def nothing(mode: Mode, config: Config) -> Iterator[Claims]:  # noqa: ARG001
-    """Of a lesson that has a run and no list."""
-    yield from ()
 
 
 def every_run(mode: Mode, config: Config) -> Iterator[Claims]:

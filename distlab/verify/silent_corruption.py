@@ -38,7 +38,6 @@ class Odd(NamedTuple):
     majority: bool
 
     def sentence(self, holders: list[int], step: int) -> str:
-        """Who differs from whom."""
         kind, _, name = self.label.partition(".")
         what = f"{kind.removesuffix('s')} of {name} at step {step}"
         if self.majority:
@@ -66,11 +65,9 @@ class Corruption:
             self.holders[name] = self._held(name, strategy)
 
     def shared(self, name: str) -> Collection[str]:
-        """The parameters of a variant that are compared."""
         return self.holders.get(name, {})
 
     def _held(self, name: str, strategy: object) -> dict[str, list[int]]:
-        """The parameters that two ranks or more hold alike, and these ranks."""
         mine = [parameter for parameter, _ in alike(strategy, "weights")]
         everyone = self.lab.exchange.everyone(f"what {name} holds alike", mine)
         names = dict.fromkeys(parameter for of_rank in everyone for parameter in of_rank)
@@ -81,7 +78,6 @@ class Corruption:
         return shared
 
     def due(self, name: str, step: int) -> bool:
-        """Whether this step of this variant is audited."""
         return self.every is not None and (step + 1) % self.every == 0 and bool(self.holders.get(name))
 
     def hash(self, kind: str, name: str, strategy: object, step: int) -> None:

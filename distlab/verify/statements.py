@@ -90,7 +90,6 @@ def hold_loss(lab: Lab, parts: list[Microbatch]) -> None:
 
 
 def hold_data(lab: Lab, batches: Batches) -> None:
-    """Samples, how they are dealt, and in which order."""
     parts = everyones(lab, batches)
     terms = sum(each.targets.numel() * each.share for each in parts)
     lab.check("shares", abs(terms - 1), TOLERANCE, detail="a batch's, added up over all terms", control=CONTROL)
@@ -103,10 +102,9 @@ def hold_data(lab: Lab, batches: Batches) -> None:
         hold_points(lab, batches)
 
 
-def everyones(lab: Lab, batches: Batches, step: int = 0) -> list[Microbatch]:
-    """The microbatches of all shards."""
+def everyones(lab: Lab, batches: Batches) -> list[Microbatch]:
     shards = lab.mesh.size("dp")
-    return [part for shard in range(shards) for part in batches.dealt(step, shard, shards)]
+    return [part for shard in range(shards) for part in batches.dealt(0, shard, shards)]
 
 
 def hold_shards(lab: Lab, batches: Batches, parts: list[Microbatch]) -> None:
@@ -126,7 +124,6 @@ def hold_shards(lab: Lab, batches: Batches, parts: list[Microbatch]) -> None:
 
 
 def rows_of(parts: Iterable[Microbatch]) -> Counter[bytes]:
-    """Inputs and targets of each sample."""
     return Counter(
         one.double().numpy().tobytes() + other.double().numpy().tobytes()
         for part in parts

@@ -7,7 +7,6 @@ inherits what the proof left.
 import hashlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -94,11 +93,9 @@ def time_steps(
     lab: Lab, variants: Mapping[str, Build], ends: Mapping[str, int], held: Mapping[str, Held],
     checkpoints: "Checkpoints | None" = None,
 ) -> tuple[dict[str, float | None], dict[str, Drawn]]:  # fmt: skip
-    """Train all variants side by side, each up to the step where it `ends`; the first two steps are not timed where
-    there are more.
+    """Train all variants side by side, each up to where it `ends`, held against one process or to what `held` says.
 
-    They are held against one process, or to what `held` says instead. Returns the bubble of each variant, on rank 0,
-    and what this rank sends in the step of each that is drawn.
+    Returns the bubble of each variant, on rank 0, and what this rank sends in the step of each that is drawn.
     """
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
@@ -160,8 +157,7 @@ def saving(
     lab: Lab, strategies: dict[str, Strategy], course: TrainingPosition, shares: dict[str, list[float | None]],
     checkpoints: "Checkpoints | None",
 ) -> Iterator[Callable[[int], None]]:  # fmt: skip
-    """Around the steps: what to call after each. It saves every LAB_CHECKPOINT_EVERY of them and where one fails, and
-    counts the samples seen."""
+    """Around the steps: what to call after each, which saves as LAB_CHECKPOINT_EVERY says, and where one fails."""
     if checkpoints is None:
         yield lambda step: None  # noqa: ARG005
         return
@@ -174,16 +170,16 @@ def saving(
         nonlocal stood_s
         course.passed(step)
         if saver is not None:
-            began_at = time.perf_counter()
-            saver.after(step)
-            stood_s += time.perf_counter() - began_at
+            with Lap() as lap:
+                saver.after(step)
+            stood_s += lap.wall_s
 
     try:
         yield passed
         if saver is not None:
-            began_at = time.perf_counter()
-            saver.finish()
-            saver.check_standing(stood_s + time.perf_counter() - began_at)
+            with Lap() as lap:
+                saver.finish()
+            saver.check_standing(stood_s + lap.wall_s)
     except BaseException as error:
         if saver is not None and not isinstance(error, ConfigError | ClusterError):
             rescue(saver)
@@ -269,7 +265,6 @@ def check_seconds(lab: Lab, timed: Mapping[str, Timed]) -> None:
 
 
 def wrong(timed: Timed) -> Iterator[str]:
-    """A sentence for each identity that is broken."""
     left_out = LEFT_OUT if len(timed.around) > LEFT_OUT else 0
     around = timed.around[left_out:]
     kept = [len(timed.steps.step_seconds), len(timed.steps.cpu_seconds)]
@@ -288,7 +283,6 @@ def wrong(timed: Timed) -> Iterator[str]:
 
 
 def misplaced(spans: Sequence[Span], lap: Lap) -> Iterator[str]:
-    """What is wrong with the marks of a step."""
     fetched = max((span.end_s for span in spans if span.kind == "data"), default=None)
     if fetched is None or fetched > lap.began_s:
         yield "data is fetched while the step is timed, or unmarked"

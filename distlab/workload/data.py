@@ -23,12 +23,9 @@ from distlab.config.settings import quoted
 from distlab.workload import user_model
 from distlab.workload.user_model import reads_text
 
-# The text that gpt reads: bytes of real files, no download.
-#
-# By default the sources of Python's own standard library, which every image has; LAB_TEXT names a file or a folder
+# The text that gpt reads is by default the sources of Python's standard library; LAB_TEXT names a file or a folder
 # instead. Files are read in sorted order and cut at `MAX_BYTES`, so that every rank sees the same bytes in well under
 # 0.3 s. Regular files alone are read: a pipe or a device waits, never ends, or gives each rank another text.
-# `refusals` answers before the ranks join whether there is anything to read, and `digest` is what ranks compare.
 
 MAX_BYTES = 4 * 2**20  # 20 steps of 16 samples of 64 bytes read 20 KiB: more text only costs time
 MAX_ENTRIES = 20_000  # of a folder, until MAX_BYTES are read: a tree without end is said, and not walked
@@ -105,8 +102,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _regular_bytes(path: Path, most: int) -> bytes:
-    """At most so many bytes of a file, and no more than it says that it has: what a kernel writes as it is read has
-    none."""
+    """At most so many bytes, and no more than the file says: what a kernel writes as it is read has none."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     with os.fdopen(descriptor, "rb") as file:
         state = os.fstat(descriptor)
@@ -215,14 +211,12 @@ class Batches:
         return 1 / (self.batch * self.samples.terms)
 
     def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
-        """The numbers of the samples that `shard` gets at `step`."""
         sizes = shard_sizes(self.batch, num_shards, uneven=self.uneven)
         start = sum(sizes[:shard])
         ids: list[int] = self._order(step)[start : start + sizes[shard]].tolist()
         return ids
 
     def full_ids(self, step: int) -> list[int]:
-        """The numbers of all samples of the global batch at `step`."""
         ids: list[int] = self._order(step).tolist()
         return ids
 
@@ -242,7 +236,6 @@ class Batches:
 
 
 def _data_set(config: Config, batch: int, proof: bool) -> tuple[Samples, int]:
-    """The samples, and how many global batches an epoch holds."""
     if user_model.is_own(config.model) and not user_model.reads_text(config.model):
         num_batches = 2 if proof else OWN_BATCHES
         return UserBatches(config.model, config.seed, num_batches), num_batches
@@ -303,15 +296,12 @@ def refusals(config: Config, num_shards: int) -> list[str]:
     return []
 
 
-# A batch whose microbatches are worked on by all shards together, one after the other.
-#
-# A gradient does not mind how samples are put together. Experts do: what finds a place, and what balance asks for, is
-# a matter of all tokens that are routed at once. So a batch is parted first and dealt then, each shard some samples
-# of each microbatch, and one process takes the same microbatches whole.
-
-
 class PartedBatches(Batches):
-    """In LAB_MICROBATCHES parts, each of which is dealt to all shards."""
+    """In LAB_MICROBATCHES parts, each of which is dealt to all shards.
+
+    Experts mind how samples are put together: what finds a place, and what balance asks for, is a matter of all tokens
+    that are routed at once. So one process takes the same microbatches whole.
+    """
 
     def alone(self, step: int) -> list[Microbatch]:
         """The microbatches of a step, as one process takes them."""
@@ -324,7 +314,6 @@ class PartedBatches(Batches):
         return [self._microbatch(torch.tensor(part), share) for part in self._parts(step, shard, num_shards)]
 
     def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
-        """The numbers of the samples that `shard` gets at `step`."""
         return [number for part in self._parts(step, shard, num_shards) for number in part]
 
     def sizes(self) -> list[int]:

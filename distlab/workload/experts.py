@@ -107,7 +107,6 @@ class Mixture(nn.Module):
         return queues
 
     def _weigh(self, scores: Tensor, probabilities: Tensor, chosen: Tensor) -> None:
-        """The auxiliary losses, as sums over tokens; and the bias of the next batch."""
         mixing = self.mixing
         wanted = chosen.flatten().bincount(minlength=mixing.num_experts).to(scores.dtype)
         balance = mixing.num_experts * (wanted / wanted.sum() * probabilities).sum()

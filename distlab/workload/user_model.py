@@ -24,7 +24,6 @@ IGNORED = -100  # the target that torch's cross_entropy leaves out
 
 
 def is_own(spec: str) -> bool:
-    """Whether LAB_MODEL names a function of a file."""
     return ":" in spec
 
 
@@ -95,10 +94,10 @@ def passed_on(spec: str, seed: int, seq: int) -> list[tuple[int, ...]]:
     return shapes
 
 
-class OwnLoss(nn.Module):
-    """The file's loss of what the last layer gives, or cross entropy, or squares where targets are no classes."""
+class SummedLoss(nn.Module):
+    """The file's loss of what the last layer gives, or what is usual, as of the lab's own models."""
 
-    def __init__(self, own: Callable[..., Tensor] | None) -> None:
+    def __init__(self, own: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
         self.own = own
 
@@ -109,7 +108,7 @@ class OwnLoss(nn.Module):
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum over all terms of what is usual: cross entropy where targets are classes, else squares."""
+    """The sum over all terms, in float32 at least: cross entropy where targets are classes, else squares."""
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     if targets.is_floating_point():
         return F.mse_loss(outputs, targets.to(outputs.dtype), reduction="sum")

@@ -37,7 +37,7 @@ from distlab.collectives.point_to_point import Pending
 from distlab.measure.prediction import Prediction
 from distlab.measure.traffic import Calls
 from distlab.testing.warm_ranks import Ranks
-from tests.measure.test_ledger import ledger_of
+from tests.measure.test_traffic import ledger_of
 
 BY_HAND = [name for name in ALGORITHMS if name not in ("gloo", "tcp")]
 FORMULAS: dict[str, Callable[..., float]] = {

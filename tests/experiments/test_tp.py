@@ -14,8 +14,8 @@ from distlab.config import Config, ConfigError
 from distlab.experiments.tp import MODE, compare
 from distlab.experiments.tp.checks import mistake as MISTAKES
 from distlab.experiments.tp.predictions import SAVED
-from distlab.measure.activations import SavedActivations
 from distlab.measure.prediction import Prediction
+from distlab.measure.storages import SavedActivations
 from distlab.measure.traffic import Calls
 from distlab.rank.preflight import refuse
 from distlab.tensor_parallel.strategy import TensorParallel

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from distlab.config import Config
-from distlab.measure.activations import SavedActivations
-from distlab.measure.memory import CLASSES, COMMUNICATION, MemoryLedger, total
+from distlab.measure.memory import CLASSES, ContainerMemory, MemoryLedger, total
+from distlab.measure.storages import COMMUNICATION, SavedActivations
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.model import outline
 
@@ -286,3 +287,41 @@ def test_weights_are_no_masters_of_an_outline() -> None:
             model(torch.ones(5, 8, dtype=torch.float64))
     assert (memory.rest["parameters"], memory.rest["optimizer"]) == (8 * P, 0)
     assert outline(Config.read({"LAB_MODEL": "mlp", "LAB_DEPTH": "1"})) is outlined
+
+
+# A container's memory and its limit, read from both kinds of cgroup.
+
+
+def test_version_2_without_the_cache(tmp_path: Path) -> None:
+    for name, text in {
+        "memory.max": "1000\n",
+        "memory.current": "950\n",
+        "memory.stat": "anon 5\ninactive_file 150\nactive_file 100\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    memory = ContainerMemory(tmp_path)
+    assert (memory.limit_bytes, memory.used_bytes(), memory.kept_bytes(), memory.share()) == (1000, 800, 700, 0.8)
+    (tmp_path / "memory.max").write_text("max\n")
+    unlimited = ContainerMemory(tmp_path)
+    assert (unlimited.limit_bytes, unlimited.used_bytes(), unlimited.share()) == (None, 800, None)
+
+
+def test_version_1_without_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    files = {
+        "memory.limit_in_bytes": "1000",
+        "memory.usage_in_bytes": "950",
+        "memory.stat": "cache 9\ntotal_inactive_file 50\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "memory" / name).write_text(text)
+    assert ContainerMemory(tmp_path).share() == 0.9
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712")
+    unlimited = ContainerMemory(tmp_path)
+    assert (unlimited.used_bytes(), unlimited.share()) == (None, None)  # it may be the whole machine
+
+
+def test_no_limit_is_no_share(tmp_path: Path) -> None:
+    assert (ContainerMemory(tmp_path).used_bytes(), ContainerMemory(tmp_path).share()) == (None, None)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert ContainerMemory(tmp_path).share() is None

@@ -9,9 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from distlab.measure import activations, memory, sockets, timeline, traffic
-from distlab.measure.sockets import Connection, NoDiagnostics
-from distlab.measure.traffic import WireBytes
+from distlab.measure import memory, storages, timeline, traffic
+from distlab.measure.traffic import Connection, NoDiagnostics, WireBytes
 from distlab.rank import meter_self_test
 from distlab.rank.meter_self_test import (
     LEAST_MESSAGE_BYTES,
@@ -51,7 +50,7 @@ FAULTS: dict[str, Any] = {
     "": (meter_self_test, "LENGTH_S", meter_self_test.LENGTH_S),
     "gradients": (memory, "Owners", NoGradients),
     "communication": (memory, "_STRONGEST_FIRST", ("parameters", "optimizer", "gradients", memory.SAVED)),
-    "saved": (activations, "max", lambda *_: 0),
+    "saved": (storages, "max", lambda *_: 0),
     "cpu": (meter_self_test, "Lap", SinceTheStart),
     "spans": (timeline, "CLASSES", timeline.CLASSES | {"all_reduce": "forward"}),
     "median": (verdict, "median", mean),
@@ -104,7 +103,7 @@ def nothing(total: WireBytes, *_: Any) -> WireBytes:
     return total
 
 
-def refused() -> dict[int, Connection]:
+def refused(_: int | None) -> dict[int, Connection]:
     raise NoDiagnostics("wire bytes are not measured: refused")
 
 
@@ -113,7 +112,7 @@ LEDGER_FAULTS: dict[str, Any] = {
     "called at 75 %": (traffic, "sent_bytes", lambda op, nbytes, size: 0.75 * nbytes),
     "a peer's bytes at 75 %": (traffic, "_add", quarter_of_a_peer),
     "bytes lost": (traffic, "_add", nothing),
-    "no diagnostics": (sockets, "connections", refused),
+    "no diagnostics": (traffic, "connections", refused),
     "": (traffic, "RESULT", traffic.RESULT),
 }
 

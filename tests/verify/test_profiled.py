@@ -15,7 +15,7 @@ from distlab.report.records import Overlap, Said, select
 from distlab.testing.warm_ranks import Ranks
 from distlab.verify.profiled import MOST_EVENTS, Profiled, events, overlap, sorted_out, unix_ahead_ns
 from tests.labs import run_experiment
-from tests.measure.test_chrome import faults
+from tests.measure.test_timeline import faults
 
 pytestmark = pytest.mark.timeout(120)
 

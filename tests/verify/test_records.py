@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distlab.collectives.phases import Span
-from distlab.measure.traffic import Message
+from distlab.measure.event_order import Message
 from distlab.report import records
 from distlab.report.timeline_data import arrows_of, bands_of
 from distlab.testing.warm_ranks import Ranks

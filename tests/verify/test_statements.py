@@ -16,6 +16,7 @@ from distlab.verify.statements import hold_what_is_shared
 from distlab.workload import data, experts, model
 from distlab.workload.model import Dropouts
 from distlab.workload.optimizer import PlainSGD
+from distlab.workload.user_model import SummedLoss
 from tests.labs import TINY
 
 Said = dict[str, tuple[float, float]]  # the worst of each check, and its tolerance
@@ -88,10 +89,6 @@ def without_residual(self: Any, hidden: Tensor) -> Tensor:
     return out
 
 
-def without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
-
-
 def ten_times(right: Callable[..., None]) -> Callable[..., None]:
     def initialise(self: Any, seed: int) -> None:
         right(self, seed)
@@ -114,14 +111,6 @@ def rounded(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda self, scores, targets: right(self, scores, targets).bfloat16()
 
 
-def unshifted(right: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, ids: (right(self, ids)[0],) * 2
-
-
-def overlapping(right: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, ids: right(self, ids // 2)
-
-
 def noisy(right: Callable[..., Any]) -> Callable[..., Any]:
     def take(self: Any, ids: Tensor) -> Any:
         x, y = right(self, ids)
@@ -130,16 +119,8 @@ def noisy(right: Callable[..., Any]) -> Callable[..., Any]:
     return take
 
 
-def of_epoch_0(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda seed, epoch, num_samples: right(seed, 0, num_samples)
-
-
 def of_any_seed(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda seed, epoch, num_samples: right(1, epoch, num_samples)
-
-
-def with_repeats(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args: right(*args) // 2 * 2
 
 
 def even(right: Callable[..., list[int]]) -> Callable[..., list[int]]:
@@ -188,22 +169,22 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], dict[str, str], str]] = 
     "no position": (model.Embedding, "forward", instead(without_position), {}, "positions"),
     "no position, by definition": (model.Embedding, "forward", instead(without_position), {}, "model"),
     "no residual": (model.Block, "forward", instead(without_residual), {}, "model"),
-    "not causal": (model, "causal", instead(without_mask), {}, "causal"),
+    "not causal": (model, "causal", instead(F.scaled_dot_product_attention), {}, "causal"),
     "another gelu": (F, "gelu", lambda right: lambda x: right(x, approximate="tanh"), MLP, "model"),
     "router": (experts.Router, "forward", doubled, MOE, "model"),
     "rate of a bias": (experts, "BIAS_RATE", instead(0.01), MOE | {"LAB_BALANCE": "bias"}, "model"),
     "deviation": (model.Model, "initialise", ten_times, {}, "first weights"),
     "one seed": (model.Model, "initialise", one_seed, {"LAB_SEED": "2"}, "first weights"),
-    "loss": (model.CrossEntropy, "forward", doubled, {}, "loss"),
-    "loss in 16 bits": (model.CrossEntropy, "forward", rounded, {"LAB_DTYPE": "bfloat16"}, "loss"),
-    "squares": (model.SquaredError, "forward", doubled, LINE, "loss"),
+    "loss": (SummedLoss, "forward", doubled, {}, "loss"),
+    "loss in 16 bits": (SummedLoss, "forward", rounded, {"LAB_DTYPE": "bfloat16"}, "loss"),
+    "squares": (SummedLoss, "forward", doubled, LINE, "loss"),
     "share": (data.Batches, "share", doubled, {}, "shares"),
-    "not shifted": (data.Text, "take", unshifted, {}, "targets"),
-    "overlapping": (data.Text, "take", overlapping, {}, "targets"),
+    "not shifted": (data.Text, "take", lambda right: lambda *args: (right(*args)[0],) * 2, {}, "targets"),
+    "overlapping": (data.Text, "take", lambda right: lambda self, ids: right(self, ids // 2), {}, "targets"),
     "noise": (data.Points, "take", noisy, MLP, "targets"),
-    "one order": (data, "permutation", of_epoch_0, {}, "epochs"),
+    "one order": (data, "permutation", lambda right: lambda seed, epoch, number: right(seed, 0, number), {}, "epochs"),
     "one order for all seeds": (data, "permutation", of_any_seed, {}, "epochs"),
-    "no permutation": (data, "permutation", with_repeats, {}, "epochs"),
+    "no permutation": (data, "permutation", lambda right: lambda *args: right(*args) // 2 * 2, {}, "epochs"),
     "even shards": (data, "shard_sizes", even, {}, "shards"),
     "even shards of microbatches": (data, "shard_sizes", even, MOE, "shards"),
     "the first shard for all": (data.Batches, "dealt", to_the_first, {}, "shards"),

@@ -1,6 +1,9 @@
 """Batches: dealt disjoint and complete, weighed by samples, repeatable, and each mistake's trace in them."""
 
+import os
 import random
+import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from distlab.config import Config
 from distlab.workload import data
-from distlab.workload.data import Batches, shard_sizes
+from distlab.workload.data import Batches, PartedBatches, shard_sizes
 
 SIZES = {"LAB_WIDTH": "8", "LAB_SEQ": "5"}
 
@@ -106,3 +109,184 @@ def test_faults_of_sizes() -> None:
     assert data.refusals(config, 3) == []
     assert "smaller than WORLD_SIZE=7" in data.refusals(config, 7)[0]
     assert "allowed: 1 to 1" in data.refusals(config, 4)[0]
+
+
+# A batch that is parted before it is dealt: each shard has some of each microbatch, and one process all of it.
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def parted_of(kind: type[Batches], world_size: int, batch: int, microbatches: int, *, proof: bool) -> Batches:
+    config = Config.read(
+        {
+            "WORLD_SIZE": str(world_size),
+            "LAB_MODEL": "mlp",
+            "LAB_WIDTH": "4",
+            "LAB_BATCH": str(batch),
+            "LAB_MICROBATCHES": str(microbatches),
+        }
+    )
+    return kind(config, proof=proof, device=torch.device("cpu"), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("proof", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "batch", "microbatches"), [(3, 13, 4), (4, 16, 4), (4, 17, 2), (1, 5, 5), (2, 9, 1)]
+)
+def test_shards_of_a_microbatch_are_what_one_process_takes_at_once(
+    world_size: int, batch: int, microbatches: int, proof: bool
+) -> None:
+    batches = parted_of(PartedBatches, world_size, batch, microbatches, proof=proof)
+    for step in range(3):
+        whole = batches.alone(step)
+        dealt = [batches.dealt(step, shard, world_size) for shard in range(world_size)]
+        assert {len(parts) for parts in dealt} == {len(whole)} == {microbatches}
+        for number, one in enumerate(whole):
+            parts = [of_shard[number] for of_shard in dealt]
+            assert all(len(part.inputs) > 0 for part in parts)
+            assert torch.equal(torch.cat([part.inputs for part in parts]), one.inputs)
+            assert {part.share for part in parts} == {one.share}
+        ids = [batches.sample_ids(step, shard, world_size) for shard in range(world_size)]
+        assert sorted(number for of_shard in ids for number in of_shard) == sorted(batches.full_ids(step))
+        taken, _ = batches.samples.take(torch.tensor(ids[0]))
+        assert torch.equal(torch.cat([part.inputs for part in dealt[0]]), taken)
+
+
+def test_in_one_part_it_is_dealt_like_any_other_batch() -> None:
+    parted, plain = (parted_of(kind, 3, 10, 1, proof=True) for kind in (PartedBatches, Batches))
+    assert torch.equal(parted.alone(0)[0].inputs, plain.full(0).inputs)
+    for shard in range(3):
+        assert parted.sample_ids(0, shard, 3) == plain.sample_ids(0, shard, 3)
+
+
+def test_microbatches_are_uneven_where_every_rank_still_gets_a_sample() -> None:
+    assert len({len(part.inputs) for part in parted_of(PartedBatches, 2, 16, 4, proof=True).alone(0)}) > 1
+    assert {len(part.inputs) for part in parted_of(PartedBatches, 4, 16, 4, proof=True).alone(0)} == {4}
+
+
+# The text of gpt: read the same everywhere, and refused in one sentence where there is none.
+
+
+def config_of(path: Path | None = None, **settings: str) -> Config:
+    return Config.read(settings | ({"LAB_TEXT": str(path)} if path else {}))
+
+
+def test_the_default_is_pythons_own_source() -> None:
+    first = data.read_text(config_of())
+    assert 2**20 < len(first) <= data.MAX_BYTES
+    assert first == data.read_text(config_of())
+    assert b"import" in first
+    assert data.text_refusals(config_of()) == []
+
+
+def test_a_folder_is_read_in_order(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_bytes(b"second ")
+    (tmp_path / "a.txt").write_bytes(b"first ")
+    (tmp_path / "sub" / "c").write_bytes(b"third")
+    assert data.read_text(config_of(tmp_path)) == b"first second third"
+
+
+def test_no_file_is_opened_once_there_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode() * 60)
+    opened: list[str] = []
+    plain = os.open
+
+    def counted(path: Path, flags: int) -> int:
+        opened.append(path.name)
+        return plain(path, flags)
+
+    monkeypatch.setattr(data, "MAX_BYTES", 100)
+    monkeypatch.setattr(os, "open", counted)
+    assert data.read_text(config_of(tmp_path)) == b"a" * 60 + b"b" * 40
+    assert opened == ["a", "b"]
+
+
+def test_a_long_file_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x" * (data.MAX_BYTES + 10))
+    assert len(data.read_text(config_of(tmp_path / "long"))) == data.MAX_BYTES
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        (b"", "is empty"),
+        (b"x" * 64, "holds 64 bytes, and a sample of LAB_SEQ=64 needs 65 or more"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    faults = data.text_refusals(config_of(path))
+    assert len(faults) == 1
+    assert words in faults[0]
+    assert str(path) in faults[0]
+    assert data.text_refusals(config_of(path, LAB_MODEL="mlp")) == []
+
+
+def test_one_sample_is_enough(tmp_path: Path) -> None:
+    import torch
+
+    from distlab.workload.data import Batches
+
+    (tmp_path / "text").write_bytes(bytes(range(65)))
+    config = config_of(tmp_path / "text")
+    assert data.text_refusals(config) == []
+    inputs, targets, _ = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64).full(2)
+    assert inputs[3].tolist() == list(range(64))
+    assert targets[3].tolist() == list(range(1, 65))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (fault,) = data.text_refusals(config_of(tmp_path / "pipe"))
+    assert "is neither a file nor a folder: a pipe or a device gives each rank another text" in fault
+    assert data.digest(config_of(tmp_path / "pipe")) == ""
+
+
+@pytest.mark.parametrize("device", ["/dev/urandom", "/dev/zero", "/dev/null"])
+def test_a_device_is_refused(device: str) -> None:
+    (fault,) = data.text_refusals(config_of(Path(device)))
+    assert "is neither a file nor a folder" in fault
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "/x" * 3000, "/proc/self/environ", "/proc/kmsg"])
+def test_what_has_no_bytes_of_its_own_is_refused(path: str) -> None:
+    (fault,) = data.text_refusals(config_of(Path(path)))
+    assert fault.startswith("LAB_TEXT=")
+    assert len(fault) < 400
+
+
+def test_in_a_folder_only_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"text")
+    os.mkfifo(tmp_path / "a.txt")
+    (tmp_path / "c").symlink_to("/dev/urandom")
+    (tmp_path / "d").symlink_to(tmp_path / "d")
+    (tmp_path / "e").symlink_to(tmp_path)  # a folder within itself
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "f"))
+        assert data.read_text(config_of(tmp_path)) == b"text"
+
+
+def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (fault,) = data.text_refusals(config_of(tmp_path / "loop"))
+    assert "cannot be read: Too many levels of symbolic links" in fault
+
+
+def test_a_folder_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_ENTRIES", 5)
+    for number in range(6):
+        (tmp_path / str(number)).touch()
+    (fault,) = data.text_refusals(config_of(tmp_path))
+    assert "holds more than 5 files and folders" in fault
+
+
+def test_ranks_compare_a_checksum_of_what_they_read(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"one")
+    before = data.digest(config_of(tmp_path / "text"))
+    (tmp_path / "text").write_bytes(b"two")
+    assert before != data.digest(config_of(tmp_path / "text"))

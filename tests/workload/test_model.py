@@ -1,14 +1,22 @@
 """Models: the same numbers everywhere, sums as losses, and the handles that strategies hold them by."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from distlab.config import Config
+from distlab.measure.storages import SavedActivations
+from distlab.testing.warm_ranks import Ranks
 from distlab.workload import model as models
 from distlab.workload.data import Batches
-from distlab.workload.model import build_model, outline
+from distlab.workload.model import Dropouts, Model, build_model, dropping, outline, recomputed
+from distlab.workload.user_model import SummedLoss
+from tests.experiments.test_dp import TOLERANCE, differences
+from tests.experiments.test_dp import config_of as dp_config
 
 SIZES = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "6", "LAB_BATCH": "4"}
 
@@ -117,7 +125,7 @@ def test_the_loss_can_be_replaced() -> None:
 
 def test_16_bit_scores_are_summed_in_float32() -> None:
     scores = torch.zeros(300, 256, dtype=torch.bfloat16)
-    loss = models.CrossEntropy()(scores, torch.zeros(300, dtype=torch.long))
+    loss = SummedLoss()(scores, torch.zeros(300, dtype=torch.long))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(300 * math.log(256), rel=1e-6)
 
@@ -132,3 +140,126 @@ def test_width_that_heads_cannot_share_is_refused() -> None:
         "LAB_WIDTH=16 is not a multiple of LAB_HEADS=5: heads share the width equally"
     ]
     assert models.refusals(config_of(LAB_HEADS="5", LAB_MODEL="mlp")) == []
+
+
+# Masks by sample and position: what is dropped, how often, and that no cut of a batch changes it.
+
+pytestmark = pytest.mark.timeout(60)
+
+DROPPING = {"LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "2", "LAB_SEQ": "8"}
+
+
+def text(samples: int) -> Tensor:
+    return torch.randint(256, (samples, 8), generator=torch.Generator().manual_seed(3))
+
+
+def loss_of(batches: list[Tensor], share: float = 0.3) -> float:
+    """The loss of these batches, one after the other, in one model."""
+    config = Config.read(DROPPING)
+    model = dropping(build_model(config, 1).double(), config, share)
+    return sum(float(model(batch, batch.roll(-1, 1)).item()) for batch in batches)
+
+
+def test_a_batch_in_parts_drops_what_it_drops_whole() -> None:
+    batch = text(5)
+    assert loss_of([batch[:2], batch[2:]]) == pytest.approx(loss_of([batch]), rel=1e-12)
+    assert loss_of([batch]) != pytest.approx(loss_of([batch], 0.0), rel=1e-9)
+
+
+def test_a_share_is_dropped_and_the_sum_stays() -> None:
+    mask = Dropouts([], 0.25, 1, (64, 64)).mask("1.mlp", 7)
+    assert (mask == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert mask.mean().item() == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize(("part", "sample", "seed"), [("2.mlp", 7, 1), ("1.mlp", 8, 1), ("1.mlp", 7, 2)])
+def test_another_layer_sample_or_run_draws_anew(part: str, sample: int, seed: int) -> None:
+    mask = Dropouts([], 0.5, 1, (8, 8)).mask("1.mlp", 7)
+    assert torch.equal(mask, Dropouts([], 0.5, 1, (8, 8)).mask("1.mlp", 7))
+    assert not torch.equal(mask, Dropouts([], 0.5, seed, (8, 8)).mask(part, sample))
+
+
+def test_own_rows_are_rows_of_the_whole_mask() -> None:
+    config = Config.read(DROPPING)
+    layer = build_model(config, 1).layers[1]
+    dropouts = Dropouts([layer], 0.5, 1, (8, 16))
+    dropouts.samples, hidden = [7, 9], torch.ones(2, 8, 16)
+    whole = dropouts._drop("0.mlp", layer, (), hidden)
+    dropouts.rows = torch.tensor([1, 6])
+    own = dropouts._drop("0.mlp", layer, (), hidden[:, :2])
+    assert torch.equal(own, whole[:, [1, 6]])
+    dropouts.rows_first = True
+    assert torch.equal(dropouts._drop("0.mlp", layer, (), hidden[:, :2].transpose(0, 1)), own.transpose(0, 1))
+    dropouts.samples = []
+    assert torch.equal(dropouts._drop("0.mlp", layer, (), hidden), hidden)
+
+
+# Layers that compute themselves again: the same gradients to the bit, and only their inputs kept in between.
+
+SMALL = {"LAB_WIDTH": "16", "LAB_DEPTH": "5", "LAB_HEADS": "2", "LAB_SEQ": "7", "LAB_BATCH": "5"}
+
+
+def passed(**settings: str) -> tuple[Model, Tensor, SavedActivations]:
+    """A model after forward and backward of one batch, the loss, and what was held for the backward pass."""
+    config = Config.read(SMALL | settings)
+    model = build_model(config, 1)
+    inputs, targets, _ = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32).full(0)
+    with SavedActivations() as saved:
+        loss = model(inputs, targets)
+        loss.backward()
+    return model, loss, saved
+
+
+@pytest.mark.parametrize("settings", [{}, {"LAB_TIE": "1"}, {"LAB_MODEL": "mlp"}, {"LAB_MODEL": "line"}])
+def test_gradients_are_the_same_to_the_bit(settings: dict[str, str]) -> None:
+    kept, loss, _ = passed(**settings)
+    again, same_loss, saved = passed(LAB_RECOMPUTE="1", **settings)
+    assert torch.equal(loss, same_loss)
+    for one, other in zip(kept.parameters(), again.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert saved.live_bytes == 0
+
+
+def test_a_layer_more_costs_its_input_alone() -> None:
+    hidden = 5 * 7 * 16 * 4
+    deep, deeper = (passed(LAB_RECOMPUTE="1", LAB_DEPTH=depth)[2].peak_bytes for depth in ("5", "6"))
+    assert deeper - deep == hidden
+    deep, deeper = (passed(LAB_DEPTH=depth)[2].peak_bytes for depth in ("5", "6"))
+    assert deeper - deep > 10 * hidden
+
+
+def test_a_layer_runs_twice_and_stops_at_what_it_saved_last() -> None:
+    runs: list[str] = []
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            runs.append("begins")
+            hidden = self.inner(hidden).exp()  # saves what it returns
+            runs.append("ends")
+            return hidden + 1  # saves nothing
+
+    layer, hidden = Noting(), torch.ones(2, 3, requires_grad=True)
+    out = recomputed(layer, hidden)
+    assert runs == ["begins", "ends"]
+    out.sum().backward()
+    assert runs == ["begins", "ends", "begins"]
+
+
+def test_nothing_is_left_of_a_pass() -> None:
+    layer, hidden = nn.Sequential(nn.Linear(3, 3), nn.GELU()), torch.ones(2, 3)
+    gone = weakref.ref(hidden)
+    recomputed(layer, hidden).sum().backward()
+    del hidden
+    gc.collect()
+    assert gone() is None
+
+
+def test_every_variant_of_dp_is_proven(ranks: Ranks) -> None:
+    for of_rank in ranks(3, differences, dp_config(3, LAB_RECOMPUTE="1", LAB_MICROBATCHES="2", LAB_TIE="1")):
+        for name, worst in of_rank.items():
+            assert max(worst.values()) <= TOLERANCE, (name, worst)

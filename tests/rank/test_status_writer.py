@@ -15,7 +15,7 @@ from distlab.cluster.heartbeat import RunPosition
 from distlab.collectives.phases import phase
 from distlab.config import Config
 from distlab.contract import Mode, Variant
-from distlab.measure.sockets import connections
+from distlab.measure.traffic import connections
 from distlab.rank import status_writer as rank_live
 from distlab.rank.status_writer import Notes, Showing
 from distlab.report.status import places

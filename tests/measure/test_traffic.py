@@ -1,11 +1,14 @@
 """Called and wire bytes side by side, by peer, and what is said where the wire cannot be seen."""
 
+import contextlib
+import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +16,8 @@ import torch.distributed as dist
 
 from distlab.collectives.by_hand import Collective
 from distlab.collectives.costs import all_reduce_bytes, all_reduce_messages, wire_tolerance
-from distlab.measure import sockets
-from distlab.measure.sockets import Connection, NoDiagnostics
-from distlab.measure.traffic import Ledger, Traffic
+from distlab.measure import traffic as module
+from distlab.measure.traffic import Connection, Ledger, NoDiagnostics, Traffic, connections
 from distlab.testing.warm_ranks import Ranks
 
 MIB = 1 << 20
@@ -147,53 +149,40 @@ def test_what_was_sent_before_is_not_counted(ranks: Ranks) -> None:
         assert set(traffic.wire) == {0, 1, 2} - {rank}
 
 
-def refused_on_rank_1(group: dist.ProcessGroup) -> Traffic:
-    def refuse() -> dict[int, Connection]:
-        raise NoDiagnostics("wire bytes are not measured: refused")
-
-    original = sockets.connections
-    if group.rank() == 1:
-        sockets.connections = refuse
-    try:
-        with ledger_of(group).count() as traffic:
+def counted_with(group: dist.ProcessGroup, on_rank_1: Callable[[Any], dict[int, Connection]], sends: bool) -> Traffic:
+    instead = on_rank_1 if group.rank() == 1 else module.connections
+    with patch.object(module, "connections", instead), ledger_of(group).count() as traffic:
+        if sends:
             dist.all_reduce(torch.ones(8), group=group)
-    finally:
-        sockets.connections = original
     return traffic
 
 
+def refuse(_: int | None) -> dict[int, Connection]:
+    raise NoDiagnostics("wire bytes are not measured: refused")
+
+
 def test_diagnostics_refused_on_one_rank_are_said_on_all(ranks: Ranks) -> None:
-    for traffic in ranks(2, refused_on_rank_1):
+    for traffic in ranks(2, counted_with, refuse, True):
         assert traffic.wire_error == "wire bytes are not measured: refused on rank 1"
         assert traffic.wire == {}
         assert traffic.called_bytes == 32  # what was called is still known
 
 
-def translated_on_rank_1(group: dist.ProcessGroup, sends: bool) -> Traffic:
+def translated(store_port: int | None) -> dict[int, Connection]:
     """The way to rank 1 changes addresses, so it knows its own end by another than its peers do."""
-    original = sockets.connections
-
-    def translated() -> dict[int, Connection]:
-        return {inode: replace(each, local=("10.1.2.3", each.local[1])) for inode, each in original().items()}
-
-    if group.rank() == 1:
-        sockets.connections = translated
-    try:
-        with ledger_of(group).count() as traffic:
-            if sends:
-                dist.all_reduce(torch.ones(8), group=group)
-    finally:
-        sockets.connections = original
-    return traffic
+    found = connections(store_port)
+    return {inode: replace(each, local=("10.1.2.3", each.local[1])) for inode, each in found.items()}
 
 
 def test_a_connection_of_which_nobody_has_the_other_end_is_said_and_not_dropped(ranks: Ranks) -> None:
-    for traffic in ranks(2, translated_on_rank_1, True):
+    for traffic in ranks(2, counted_with, translated, True):
         assert traffic.wire_error is not None and traffic.wire == {}
         assert re.match(
             r"wire bytes are not known: rank \d has a connection from .* of which no rank", traffic.wire_error
         )
-    assert [traffic.wire_error for traffic in ranks(2, translated_on_rank_1, False)] == [None] * 2  # nothing was sent
+    assert [traffic.wire_error for traffic in ranks(2, counted_with, translated, False)] == [
+        None
+    ] * 2  # nothing was sent
 
 
 def test_an_error_inside_passes_through() -> None:
@@ -202,3 +191,77 @@ def test_an_error_inside_passes_through() -> None:
 
     with pytest.raises(KeyError), Ledger(0, 1, never).count():
         raise KeyError("inside")
+
+
+# The kernel's counters: exact to the byte, for both families, and a clear word where there are none.
+
+
+@pytest.fixture(params=["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection; in the last case an IPv4 client of an IPv6 listener, as gloo and the store make
+    them."""
+    family = socket.AF_INET if request.param == "127.0.0.1" else socket.AF_INET6
+    mapped = request.param.startswith("::ffff")
+    with socket.create_server(
+        ("::", 0) if mapped else (request.param, 0), family=family, dualstack_ipv6=mapped
+    ) as listener:
+        client = socket.create_connection((request.param.removeprefix("::ffff:"), listener.getsockname()[1]))
+        server, _ = listener.accept()
+        with client, server:
+            yield client, server
+
+
+def connection_of(end: socket.socket) -> Connection:
+    return module.connections()[os.fstat(end.fileno()).st_ino]
+
+
+def test_each_end_counts_what_it_sent(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, server = pair
+    assert connection_of(client).sent_bytes == 0
+    client.sendall(b"x" * 100_000)
+    server.sendall(b"y" * 7)
+    assert connection_of(client).sent_bytes == 100_000
+    assert connection_of(server).sent_bytes == 7
+    client.sendall(b"x")
+    assert connection_of(client).sent_bytes == 100_001
+
+
+def test_bytes_that_still_wait_in_the_send_buffer_count(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, _ = pair
+    client.setblocking(False)
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sent += client.send(b"z" * 100_000)  # nobody reads: the buffers of both ends fill up
+    assert connection_of(client).sent_bytes == sent
+
+
+def test_both_ends_name_each_other(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, server = (connection_of(end) for end in pair)
+    assert client.remote == server.local
+    assert server.remote == client.local
+    assert client.local[0] in ("127.0.0.1", "::1")  # never ::ffff:127.0.0.1
+
+
+def test_only_this_process_is_counted(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, _ = pair
+    inode = os.fstat(client.fileno()).st_ino
+    assert inode in module.connections()
+    client.close()
+    assert inode not in module.connections()
+
+
+def refused(*_: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_a_kernel_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "send", refused)
+    with pytest.raises(NoDiagnostics, match=r"wire bytes are not measured.*Operation not permitted"):
+        module.connections()
+
+
+def test_a_system_without_netlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(socket, "AF_NETLINK")
+    with pytest.raises(NoDiagnostics, match="no TCP socket diagnostics"):
+        module.connections()
