@@ -303,7 +303,7 @@ def test_the_report_imports_neither_torch_nor_what_draws(module: str) -> None:
 def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
     """The launcher's part of the live page is there too: local ranks are forked from it."""
     program = (
-        "import sys, distlab.live.server_process, distlab.rank.main, distlab.verify.timed, distlab.experiments.dp;"
+        "import sys, distlab.cli.live, distlab.rank.main, distlab.verify.timed, distlab.experiments.dp;"
         f" print({module!r} in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

@@ -10,7 +10,7 @@ BIG = FLAT + " LAB_CHECKPOINT_EVERY=2 LAB_WIDTH=768 LAB_PROOF=0"
 RESUMED = SAVED + " LAB_RUN_ID=again then " + SAVED + " LAB_RUN_ID=again LAB_RESUME=auto LAB_STEPS=6"
 
 HOLDING, PROOF, CORRUPTION = "distlab/verify/audit.py", "distlab/verify/proof.py", "distlab/verify/silent_corruption.py"
-CLAIMS, JUDGE, END = "distlab/report/claims.py", "distlab/report/verdict.py", "distlab/rank/finish.py"
+JUDGE, END = "distlab/report/verdict.py", "distlab/rank/finish.py"
 EXPECTED, SAVER, FINDING = "distlab/report/verdict.py", "distlab/checkpoint/save.py", "distlab/checkpoint/locate.py"
 
 VANISHED = [
@@ -142,19 +142,19 @@ VANISHED = [
 ]
 
 VERDICTS = [
-    Mutant(CLAIMS, "if key not in merged or _excess(check) > _excess(merged[key]):", "if True:", FLAT),
-    Mutant(CLAIMS, "if key not in merged or _excess(check) > _excess(merged[key]):", "if key not in merged:", FLAT),
-    Mutant(CLAIMS, "if key not in merged or _farness(entry) > _farness(merged[key][1]):", "if True:", FLAT),
+    Mutant(JUDGE, "if key not in merged or _excess(check) > _excess(merged[key]):", "if True:", FLAT),
+    Mutant(JUDGE, "if key not in merged or _excess(check) > _excess(merged[key]):", "if key not in merged:", FLAT),
+    Mutant(JUDGE, "if key not in merged or _farness(entry) > _farness(merged[key][1]):", "if True:", FLAT),
     Mutant(
-        CLAIMS,
+        JUDGE,
         "return math.isfinite(difference) and abs(difference)",
         "return not abs(difference) > tolerance or abs(difference)",
         FLAT,
     ),
-    Mutant(CLAIMS, "and abs(difference) <= tolerance", "and difference <= tolerance", FLAT),
-    Mutant(CLAIMS, "return entry.decides and not", "return not", FLAT),
+    Mutant(JUDGE, "and abs(difference) <= tolerance", "and difference <= tolerance", FLAT),
+    Mutant(JUDGE, "return entry.decides and not", "return not", FLAT),
     Mutant(
-        CLAIMS,
+        JUDGE,
         "_within(abs(entry.measured - entry.predicted), entry.tolerance)",
         "_within(entry.measured - entry.predicted - entry.tolerance, entry.tolerance)",
         FLAT,

@@ -10,12 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.report.claims import Run
 from distlab.report.compare import incomparable
-from distlab.report.junit import write_junit
 from distlab.report.log import verdict_lines
 from distlab.report.reading import MISFITS, BrokenRecord, read_run
-from distlab.report.records import Ranks
+from distlab.report.records import Ranks, Run
 from distlab.report.verdict import exit_code, judge, write_run
 
 
@@ -108,8 +106,7 @@ def draw_together(folders: Sequence[Path]) -> int:
 
 def draw_figures(folder: Path, run: Run, records: Ranks, into: Path) -> int:
     """Write the figures and say where; 2 where there is none."""
-    from distlab.report.export import write_figures
-    from distlab.report.picture import Untimed
+    from distlab.report.export import Untimed, write_figures
 
     try:
         drawn = write_figures(into, run, records)
@@ -129,6 +126,8 @@ def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_onl
         return 0
     write_run(folder, run)
     if junit is not None:
+        from distlab.report.export import write_junit
+
         write_junit(junit, run)
     print("\n".join(verdict_lines(run, records, page)))
     return exit_code(run)

@@ -82,7 +82,7 @@ def page_of(config: Config) -> AbstractContextManager[None]:
     """Around a run of local ranks: with LAB_LIVE=1 the page that shows it."""
     if not config.live:
         return nullcontext()
-    from distlab.live.server_process import served
+    from distlab.cli.live import served
 
     return served(config)
 

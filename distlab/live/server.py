@@ -9,6 +9,8 @@ read the page by a name that it points to 127.0.0.1.
 """
 
 import asyncio
+import base64
+import hashlib
 import json
 import os
 import socket
@@ -29,11 +31,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from distlab.config import ConfigError
-from distlab.live.page import POLICY, page
 from distlab.live.state import Reader, Snapshot, clock_s
-from distlab.report import status
+from distlab.report import progress
+from distlab.report.html import asset, render
+from distlab.report.progress import PERIOD_S
 from distlab.report.reading import BrokenRecord
-from distlab.report.status import PERIOD_S
 
 # Which run is shown: the one that was named, or of a folder of runs the newest, and after it the next.
 #
@@ -58,7 +60,7 @@ class Runs:
         self._shown = Snapshot(0.0)
         self._looked_at = -LOOK_S
         if is_run(self._folder):
-            if not status.places(self._folder):
+            if not progress.places(self._folder):
                 raise ConfigError([f"{str(folder)!r} shows nothing: its ranks ran without LAB_LIVE=1"])
             self._reader, self._looked_at = Reader(self._folder), float("inf")
 
@@ -78,21 +80,36 @@ class Runs:
         written: list[tuple[float, Path]] = []
         for folder in self._folder.iterdir() if self._folder.is_dir() else []:
             if not folder.is_symlink():  # runs/latest
-                for path in status.places(folder).values():
+                for path in progress.places(folder).values():
                     with suppress(OSError):
                         written.append((path.stat().st_mtime, path))
         for written_at, path in sorted(written, reverse=True):
             with suppress(BrokenRecord):
-                if written_at >= self._since and status.read_status(path).began_at >= self._since:
+                if written_at >= self._since and progress.read_status(path).began_at >= self._since:
                     return path.parent
         return None
 
 
 def is_run(folder: Path) -> bool:
     """Whether it is the folder of one run, and not of all runs."""
-    return (folder / ".run").exists() or any(folder.glob("rank*.jsonl")) or bool(status.places(folder))
+    return (folder / ".run").exists() or any(folder.glob("rank*.jsonl")) or bool(progress.places(folder))
 
 
+# The page: one document that fetches nothing but snapshots of its own server, and holds nothing that acts on a run. The
+# policy names its script and its style by their hashes, so that nothing else on it could run.
+
+STYLE = asset("page.css") + asset("live.css")
+
+
+def hashed(text: str) -> str:
+    """How a policy names an inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+POLICY = (
+    f"default-src 'none'; script-src {hashed(asset('live.js'))}; style-src {hashed(STYLE)}; img-src data:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 HOSTS = ["127.0.0.1", "localhost"]
 MOST_CLIENTS = 32
 END_S = 2  # for those who look, to take in the last snapshot
@@ -147,7 +164,7 @@ def application(feed: Feed, ending: Callable[[], bool]) -> Starlette:
         yield f"event: end\ndata: {await feed.read()}\n\n"
 
     async def root(_: Request) -> Response:
-        return HTMLResponse(page())
+        return HTMLResponse(render("live.html", style=STYLE))
 
     async def state(_: Request) -> Response:
         return Response(await feed.read(), media_type="application/json")

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.report import status
+from distlab.report import progress
+from distlab.report.progress import LiveState
 from distlab.report.reading import MOST_RECORD_BYTES, BrokenRecord, from_line, regular
 from distlab.report.records import End, Failed, Left, Losses, Lost, Record
 from distlab.report.run_folder import RUN_FILE, read_judged
 from distlab.report.sentences import headline
-from distlab.report.status import LiveState
 
 # The records of one rank as they are written: only what is new is read, and only those that a live page needs.
 
@@ -175,9 +175,9 @@ class Reader:
     def _read_states(self, now: float) -> list[str]:
         """Take in what the ranks have written; a file that cannot be read leaves what was known, and is named."""
         faults = []
-        for rank, path in sorted(status.places(self.folder).items()):
+        for rank, path in sorted(progress.places(self.folder).items()):
             try:
-                state = status.read_status(path)
+                state = progress.read_status(path)
             except BrokenRecord as error:
                 faults.append(str(error))
                 continue

@@ -27,8 +27,8 @@ from distlab.contract import Build, Mode, Strategy
 from distlab.lab import Lab
 from distlab.measure import traffic
 from distlab.measure.traffic import NoDiagnostics
+from distlab.report.progress import PERIOD_S, LiveState, write_status
 from distlab.report.run_folder import Journal
-from distlab.report.status import PERIOD_S, LiveState, write_status
 from distlab.verify.run_all import everything
 from distlab.workload.data import Microbatch
 

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 from distlab.report import charts
 from distlab.report.charts import Drawing
-from distlab.report.claims import Run
 from distlab.report.html import render
 from distlab.report.page import curves as losses
 from distlab.report.page import setting_text
 from distlab.report.reading import write_atomically
-from distlab.report.records import Ranks
+from distlab.report.records import Ranks, Run
 from distlab.report.sentences import claim_name, headline, repeat_command
 from distlab.report.table import Column, Table, Verdict
 from distlab.report.tables import verdict

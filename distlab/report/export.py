@@ -1,10 +1,12 @@
-"""Each figure of a report as a file: SVG, and PNG for what takes no SVG. `./run report RUN --figures DIR` writes them.
+"""A run as files for other programs: each figure of its report as SVG, and as PNG for what takes no SVG
+(`./run report RUN --figures DIR`); its checks as JUnit XML, which every CI can show (`--junit FILE`).
 
 A figure is what stands on the page, on a white ground and with the light page's colours put in, since a file has no
 style sheet of its own. PNGs are drawn with a font that comes with the lab, so that all machines draw the same.
 """
 
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
@@ -13,13 +15,16 @@ from typing import Any
 
 from markupsafe import Markup
 
-from distlab.report.charts import WIDTH, Drawing
-from distlab.report.claims import Run
+from distlab.report import charts
+from distlab.report.charts import Drawing
 from distlab.report.html import asset, render
 from distlab.report.page import contents
-from distlab.report.picture import Untimed, picture, resolved
 from distlab.report.reading import write_atomically, write_bytes_atomically
-from distlab.report.records import Ranks
+from distlab.report.records import Ranks, Run
+from distlab.report.sentences import claim_name, failure_sentence, lost_sentence
+from distlab.report.timeline_view import Rows, timeline
+from distlab.report.units import allowed, difference, quantity
+from distlab.report.verdict import first
 
 PNG_ZOOM = 2  # pixels of a PNG for each of the SVG: sharp on a slide
 LEGEND = 24  # pixels above a chart for its legend
@@ -67,7 +72,7 @@ def chart_alone(drawing: Drawing) -> str:
     places = accumulate((22 + 7 * len(name) + 16 for name in series), initial=8)
     marks = re.sub(r'style="--hue:(#\w+);([^"]*)"', r'style="\2" data-hue="\1"', str(drawing.svg))
     return render(
-        "figure.svg", title=drawing.title, width=WIDTH, height=drawing.height, marks=Markup(marks),
+        "figure.svg", title=drawing.title, width=charts.WIDTH, height=drawing.height, marks=Markup(marks),
         style=style_of(marks),
         legend=[*zip(places, series.items(), strict=False)] if len(series) > 1 else [], legend_height=LEGEND,
     )  # fmt: skip
@@ -97,3 +102,114 @@ def png(drawing: str) -> bytes:
             sans_serif_family="Open Sans",
         )
     )  # fmt: skip
+
+
+# The timeline of a run as a file of its own, on a ground of its own, so that it reads in a light page and in a dark
+# one: templates/picture.svg. On the page it can be played, zoomed and asked (templates/timeline.js).
+
+WIDTH, LEFT, RIGHT, TOP, BELOW = 960, 82, 28, 98, 88  # pixels, of all and of what is free around the bars
+HEADING, GAP = 26, 14  # pixels of the line above a variant's rows, and below them
+LIGHT = {
+    "--card": "#ffffff", "--ink": "#18202b", "--soft": "#566274", "--line": "#dfe4eb", "--hatch": "#c3ccd8",
+}  # fmt: skip
+
+
+class Untimed(Exception):
+    """A run that nothing can be drawn of: the sentence to end with."""
+
+
+def picture(run: Run, records: Ranks) -> str:
+    """The whole SVG; raises Untimed where no rank marked its steps."""
+    rows, width = Rows(21, 7), WIDTH - LEFT - RIGHT
+    drawn = timeline(run, records, rows)
+    if drawn is None:
+        raise Untimed("holds no timeline: its mode marks none, or the run ended before its timed steps")
+    whole = rows.whole(drawn.num_ranks)
+    tops = [TOP + index * (HEADING + whole + GAP) for index in range(len(drawn.panels) + 1)]
+    *key_x, last_x = accumulate((19 + 7 * len(name) + 18 for _, name in drawn.key), initial=24)
+    start = first(records)
+    return render(
+        "picture.svg",
+        title=f"What {drawn.num_ranks} rank{'s' if drawn.num_ranks > 1 else ''} do in one training step:"
+        f" {', '.join(panel.variant for panel in drawn.panels)}",
+        style=resolved(asset("marks.css") + asset("picture.css")),
+        width=WIDTH, height=tops[-1] + BELOW, left=LEFT, right=WIDTH - RIGHT, top=TOP, bottom=tops[-1],
+        panel_width=width, panel_height=whole, heading=HEADING,
+        key=[*zip(key_x, drawn.key, strict=True)], key_end=last_x,
+        ticks=[(LEFT + width * float(place.rstrip("%")) / 100, name) for place, name in drawn.ticks],
+        panels=[(top, panel, shown_at(panel.marks, width)) for top, panel in zip(tops, drawn.panels, strict=False)],
+        middles=[rows.middle(rank) for rank in range(drawn.num_ranks)],
+        what=start.title, settings=" ".join(f"{name}={value}" for name, value in start.repeat.items()),
+    )  # fmt: skip
+
+
+def shown_at(marks: str, width_px: float) -> Markup:
+    """Without the numbers that an axis of this width has no room for: nothing hides them in a file."""
+
+    def kept(text: re.Match[str]) -> str:
+        return f'<text class="{text[1]}"{text[3]}' if int(text[2]) <= width_px else ""
+
+    return Markup(re.sub(r'<text class="(\w+) w(\d+)"([^>]*>[^<]*</text>)', kept, str(marks)))
+
+
+def resolved(style: str) -> Markup:
+    """With the colours of the light page in the place of its variables, which a file has not."""
+    return Markup(re.sub(r"var\((--\w+)\)", lambda name: LIGHT[name[1]], str(style)))
+
+
+# The run as JUnit XML: a test case a check and a comparison, one a rank that is gone.
+
+UNPRINTABLE = re.compile(
+    "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
+)  # XML 1.0, section 2.2: no words for these
+
+
+def write_junit(path: Path, run: Run) -> None:
+    """Write the run to `path`; raises OSError where that cannot be."""
+    tree = junit(run)
+    ET.indent(tree)
+    write_atomically(path, [ET.tostring(tree, encoding="unicode", xml_declaration=False), "\n"])
+
+
+def junit(run: Run) -> ET.Element:
+    """<testsuites> with one suite: failed checks are failures, lost ranks errors, what is informational is skipped."""
+    suite = ET.Element("testsuite", name=_clean(f"{run['run_mode']} {run['run_id']}"))
+    for claim in run["checks"] + run["comparisons"]:
+        case = _case(suite, run, claim["variant"], claim["name"])
+        if not claim["passed"]:
+            ET.SubElement(case, "failure", message=_clean(failure_sentence(claim)), type=claim["name"])
+        elif not claim.get("decides", True):
+            ET.SubElement(case, "skipped", message=_clean(f"informational: {_told(claim)}"))
+        else:
+            ET.SubElement(case, "system-out").text = _clean(_told(claim))
+    for skip in run["skipped"]:
+        ET.SubElement(_case(suite, run, skip["variant"], "variant"), "skipped", message=_clean(skip["reason"]))
+    gone = [(lost["rank"], lost_sentence(lost)) for lost in run["lost"]]
+    for rank, sentence in gone + [(error["rank"], error["error"]) for error in run["errors"]]:
+        ET.SubElement(_case(suite, run, "", f"rank {rank}"), "error", message=_clean(sentence), type=run["verdict"])
+    for kind, tag in (
+        ("tests", "testcase"),
+        ("failures", ".//failure"),
+        ("errors", ".//error"),
+        ("skipped", ".//skipped"),
+    ):
+        suite.set(kind, str(len(suite.findall(tag))))
+    suites = ET.Element("testsuites")
+    suites.append(suite)
+    return suites
+
+
+def _case(suite: ET.Element, run: Run, variant: str, name: str) -> ET.Element:
+    place = ".".join(part for part in ("distlab", run["run_mode"], variant) if part)
+    return ET.SubElement(suite, "testcase", classname=_clean(place), name=_clean(name))
+
+
+def _told(claim: Run) -> str:
+    if "max_abs_diff" in claim:
+        return f"{claim_name(claim)} differs by {difference(claim['max_abs_diff'])}, {allowed(claim)} allowed"
+    measured, predicted = (quantity(claim[kind], claim["unit"]) for kind in ("measured", "predicted"))
+    return f"{claim_name(claim)} predicted {predicted}, measured {measured}"
+
+
+def _clean(text: str) -> str:
+    return UNPRINTABLE.sub("?", text)

@@ -16,8 +16,10 @@ A drill is no verdict of its own: a killed rank ends a run with 3 as any loss do
 not come, because the run had ended.
 """
 
-from distlab.report.claims import Run, merge_checks
-from distlab.report.records import Corrupted, Failed, Injected, Left, Lost, Planned, Ranks, Refused, Start, select
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from distlab.report.records import Corrupted, Failed, Injected, Left, Lost, Planned, Ranks, Refused, Run, Start, select
 
 CONTROL = "tests/report/test_drills.py::test_a_drill_that_did_not_come_as_planned_does_not_hold"
 LOST_CODE, FULL_CODE = 3, 1
@@ -36,14 +38,23 @@ SHOULD = {
 }
 
 
-def drills(records: Ranks) -> list[Run]:
+class Case(NamedTuple):
+    """One fault that was made, and all that can tell what came of it."""
+
+    records: Ranks
+    checks: Sequence[Run]  # of the run, merged over ranks
+    plan: Planned
+    made: Injected
+
+
+def drills(records: Ranks, checks: Sequence[Run]) -> list[Run]:
     """An entry a planned fault, of flipped bits one a variant: event, should, did, held."""
     planned = {each.number: each for _, each in select(records, Planned)}
     made = [each for _, each in select(records, Injected)]
     entries = []
-    for number in sorted(planned):
-        of_this: list[Injected | None] = [each for each in made if each.number == number]
-        entries += [_entry(records, planned[number], each) for each in of_this or [None]]
+    for number, plan in sorted(planned.items()):
+        cases = [Case(records, checks, plan, each) for each in made if each.number == number]
+        entries += [_entry(case) for case in cases] or [_missing(records, plan)]
     return entries
 
 
@@ -53,68 +64,74 @@ def fault_sentence(drill: Run) -> str:
     return f"{drill['event']}: {drill['did']} ({how})"
 
 
-def _entry(records: Ranks, plan: Planned, made: Injected | None) -> Run:
-    outcome = (made.outcome if made else "") or plan.outcome
-    event = (
-        f"{plan.event} in {made.variant}"
-        if made and made.variant and outcome in ("named", "seen", "unseen")
-        else plan.event
-    )
-    held, did = _missing(records, plan) if made is None else _JUDGES[outcome](records, plan, made)
-    detail = made.detail if made else ""
-    should = SHOULD[outcome].format(bound=plan.bound_s, steps="training" if plan.checks else "timed steps")
-    return {"event": event, "detail": detail, "should": should, "did": did, "held": held}
+def _entry(case: Case) -> Run:
+    plan, made = case.plan, case.made
+    outcome = made.outcome or plan.outcome
+    event = f"{plan.event} in {made.variant}" if made.variant and outcome in ("named", "seen", "unseen") else plan.event
+    held, did = _JUDGES[outcome](case)
+    return {"event": event, "detail": made.detail, "should": _should(plan, outcome), "did": did, "held": held}
 
 
-def _missing(records: Ranks, plan: Planned) -> tuple[bool | None, str]:
+def _missing(records: Ranks, plan: Planned) -> Run:
     """A fault that did not come: no wonder where the run broke before, or its second was after the end."""
-    broke = any(True for _ in select(records, Failed))
-    return (None if broke or plan.step is None else False), "did not occur"
+    excused = plan.step is None or any(True for _ in select(records, Failed))
+    did, held = "did not occur", None if excused else False
+    return {"event": plan.event, "detail": "", "should": _should(plan, plan.outcome), "did": did, "held": held}
 
 
-def _lost(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
-    if any(each.rank == plan.rank for _, each in select(records, Left)):
-        return True, f"rank {plan.rank} left, and the remaining ranks continued"
-    ends = {rank: end for rank, end in select(records, Failed) if rank != plan.rank}
+def _should(plan: Planned, outcome: str) -> str:
+    return SHOULD[outcome].format(bound=plan.bound_s, steps="training" if plan.checks else "timed steps")
+
+
+# Each judge says whether what should have come of the fault did, and what came of it.
+
+
+def _lost(case: Case) -> tuple[bool, str]:
+    rank = case.plan.rank
+    if any(each.rank == rank for _, each in select(case.records, Left)):
+        return True, f"rank {rank} left, and the remaining ranks continued"
+    ends = list({of: end for of, end in select(case.records, Failed) if of != rank}.values())
     if not ends:
         return False, "nobody was named"
-    said = {end.error for end in ends.values()}
-    codes = sorted({end.exit_code for end in ends.values()})
-    took_s = max(end.at for end in ends.values()) - made.at
-    named = all(f"rank {plan.rank} " in each or f"rank {plan.rank}:" in each for each in said) or _apart(records, plan)
-    held = named and (len(said) == 1 or _apart(records, plan)) and codes == [LOST_CODE] and took_s <= plan.bound_s
-    whom = f"rank {plan.rank} named" if named else "another named"
+    said = {end.error for end in ends}
+    codes = sorted({end.exit_code for end in ends})
+    took_s = max(end.at for end in ends) - case.made.at
+    apart = _apart(case)
+    named = apart or all(f"rank {rank} " in each or f"rank {rank}:" in each for each in said)
+    held = named and (apart or len(said) == 1) and codes == [LOST_CODE] and took_s <= case.plan.bound_s
+    whom = f"rank {rank} named" if named else "another named"
     return held, f"{whom} by {len(ends)} after {took_s:.1f} s, exit code {', '.join(map(str, codes))}: {min(said)}"
 
 
-def _apart(records: Ranks, plan: Planned) -> bool:
+def _apart(case: Case) -> bool:
     """A cut between two ranks alone: each side names the other."""
-    (start, *_) = (each for _, each in select(records, Start))
-    return plan.kind == "cut" and start.world_size == 2 and any(True for _ in select(records, Lost))
+    (start, *_) = (each for _, each in select(case.records, Start))
+    return case.plan.kind == "cut" and start.world_size == 2 and any(True for _ in select(case.records, Lost))
 
 
-def _survived(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:  # noqa: ARG001
-    gone = [each.reason for _, each in select(records, Lost) if each.rank == plan.rank]
-    gone += [each.reason for _, each in select(records, Left) if each.rank == plan.rank]
-    return not gone, f"rank {plan.rank} was lost: {gone[0]}" if gone else "nobody was lost by it"
+def _survived(case: Case) -> tuple[bool, str]:
+    gone = [each.reason for _, each in select(case.records, Lost) if each.rank == case.plan.rank]
+    gone += [each.reason for _, each in select(case.records, Left) if each.rank == case.plan.rank]
+    return not gone, f"rank {case.plan.rank} was lost: {gone[0]}" if gone else "nobody was lost by it"
 
 
-def _full(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:  # noqa: ARG001
-    ends = [end for _, end in select(records, Failed)]
+def _full(case: Case) -> tuple[bool, str]:
+    ends = [end for _, end in select(case.records, Failed)]
     said = {end.error for end in ends}
     held = len(said) == 1 and FULL in min(said) and {end.exit_code for end in ends} == {FULL_CODE}
     return held, "; ".join(sorted(said)) or "no rank reported it"
 
 
-def _refused(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
-    said = [each.sentence for _, each in select(records, Refused) if each.number == plan.number]
-    folder, _, file = made.detail.partition("/")
+def _refused(case: Case) -> tuple[bool, str]:
+    said = [each.sentence for _, each in select(case.records, Refused) if each.number == case.plan.number]
+    folder, _, file = case.made.detail.partition("/")
     held = bool(said) and f"{folder} is damaged ({file}" in said[0]
     return held, said[0] if said else "it was taken"
 
 
-def _named(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
-    found = [each for _, each in select(records, Corrupted) if each.variant == made.variant]
+def _named(case: Case) -> tuple[bool, str]:
+    plan, made = case.plan, case.made
+    found = [each for _, each in select(case.records, Corrupted) if each.variant == made.variant]
     if not found:
         return False, "nothing differed"
     tensor = made.detail.partition("[")[0]
@@ -125,25 +142,14 @@ def _named(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, 
     return bool(right) and right_rank, f"{who} named with {first.tensor} at step {first.step}"
 
 
-def _seen(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
-    watched = plan.checks or WATCHED
-    failed = [
-        check["name"]
-        for check in merge_checks(records)
-        if check["variant"] == made.variant and check["name"] in watched and not check["passed"]
-    ]
+def _seen(case: Case) -> tuple[bool, str]:
+    watched = case.plan.checks or WATCHED
+    of_variant = [check for check in case.checks if check["variant"] == case.made.variant and not check["passed"]]
+    failed = [check["name"] for check in of_variant if check["name"] in watched]
     return bool(failed), f"{' and '.join(failed)} failed" if failed else "no check failed"
 
 
-def _unseen(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:  # noqa: ARG001
-    return None, "not made"
-
-
-def _open(records: Ranks, plan: Planned, made: Injected) -> tuple[bool | None, str]:
-    return None, _survived(records, plan, made)[1]
-
-
-_JUDGES = {
+_JUDGES: dict[str, Callable[[Case], tuple[bool | None, str]]] = {
     "lost": _lost,
     "broken": _lost,
     "survived": _survived,
@@ -151,6 +157,6 @@ _JUDGES = {
     "refused": _refused,
     "named": _named,
     "seen": _seen,
-    "unseen": _unseen,
-    "open": _open,
+    "unseen": lambda _: (None, "not made"),
+    "open": lambda case: (None, _survived(case)[1]),
 }

@@ -8,8 +8,7 @@ from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup as Markup
-from markupsafe import escape
+from markupsafe import Markup
 
 TEMPLATES = resources.files("distlab.report") / "templates"
 
@@ -34,15 +33,3 @@ ENVIRONMENT.globals["asset"] = asset
 def render(template: str, **values: Any) -> str:
     """The whole page."""
     return ENVIRONMENT.get_template(template).render(values)
-
-
-# --- of the gallery alone, whose pages are no template ---
-
-
-def document(title: str, body: list[str]) -> str:
-    """A page of parts that are HTML already."""
-    return render("page.html", title=title, body=list(map(Markup, body)))
-
-
-text = escape
-chip = ENVIRONMENT.get_template("parts.html").module.chip  # type: ignore[attr-defined]

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from distlab.report import fault_checks, tables
-from distlab.report.claims import Run
-from distlab.report.records import Ranks
+from distlab.report.records import Ranks, Run
 from distlab.report.sentences import (
     FINDINGS,
     dropped_sentence,

@@ -4,8 +4,7 @@ import math
 
 from distlab.report import charts
 from distlab.report.charts import Drawing
-from distlab.report.claims import Run
-from distlab.report.records import MemoryLine, Ranks, select
+from distlab.report.records import MemoryLine, Ranks, Run, select
 from distlab.report.table import Column, Table
 from distlab.report.tables import fullest, ranks
 from distlab.report.units import byte_unit, human_bytes

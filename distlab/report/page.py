@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from distlab.report import charts, memory_table, tables, throughput
 from distlab.report.charts import Drawing
-from distlab.report.claims import Run
 from distlab.report.html import render
 from distlab.report.reading import write_atomically
-from distlab.report.records import Chart, Comparison, End, Lesson, Losses, Ranks, Said, Start, Steps, Wire, select
+from distlab.report.records import Chart, Comparison, End, Lesson, Losses, Ranks, Run, Said, Start, Steps, Wire, select
 from distlab.report.records import Table as OwnTable
 from distlab.report.sentences import (
     error_sentences,

@@ -453,6 +453,7 @@ Record = (
 )
 Kind = TypeVar("Kind")
 Ranks = dict[int, list[Record]]  # the records of each rank of a run
+Run = dict[str, Any]  # run.json, or an entry in one of its lists
 
 
 def select(records: Ranks, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:

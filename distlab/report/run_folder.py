@@ -20,9 +20,8 @@ from typing import Literal, NamedTuple, TypedDict
 
 import msgspec
 
-from distlab.report.claims import Run
 from distlab.report.reading import BrokenRecord, from_json, read_regular, record_files, regular, to_line
-from distlab.report.records import Record, WorldSize
+from distlab.report.records import Record, Run, WorldSize
 from distlab.report.standard_streams import UNHEARD, printed
 from distlab.report.table import printable
 

@@ -11,8 +11,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from distlab.report.claims import Run
 from distlab.report.reading import write_atomically
+from distlab.report.records import Run
 from distlab.report.run_folder import point_latest
 from distlab.report.verdict import as_lines
 

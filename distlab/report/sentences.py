@@ -3,8 +3,7 @@
 import shlex
 
 from distlab.config import ON_ONE_MACHINE
-from distlab.report.claims import Run
-from distlab.report.records import Ranks
+from distlab.report.records import Ranks, Run
 from distlab.report.units import allowed, difference, quantity
 from distlab.report.verdict import PROOF, SCRIPT, first
 

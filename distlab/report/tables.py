@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from distlab.report import timeline_data
-from distlab.report.claims import Run
-from distlab.report.records import Comparison, Overlap, Ranks, select
+from distlab.report.records import Comparison, Overlap, Ranks, Run, select
 from distlab.report.sentences import claim_name
 from distlab.report.table import Column, Kind, Table, Verdict, Wrong
 from distlab.report.timeline_data import Span, bubble_sentence, step_seconds, timelines

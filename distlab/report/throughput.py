@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from distlab.report import charts
 from distlab.report.charts import Drawing, Mark, marked
-from distlab.report.claims import Run
-from distlab.report.records import Changed, Failed, Injected, Planned, Ranks, Stood, select
+from distlab.report.records import Changed, Failed, Injected, Planned, Ranks, Run, Stood, select
 from distlab.report.table import Column, Table
 from distlab.report.verdict import first
 

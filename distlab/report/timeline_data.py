@@ -10,8 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from distlab.report.claims import Run
-from distlab.report.records import Ideal, Messages, Profile, Ranks, Timeline, select
+from distlab.report.records import Ideal, Messages, Profile, Ranks, Run, Timeline, select
 
 OWN_WORK = ("data", "forward", "backward", "input", "weight", "optimizer")
 CLASSES = ("data", "forward", "backward", "communication", "optimizer", "waiting")

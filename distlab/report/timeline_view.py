@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from distlab.report.claims import Run
-from distlab.report.records import Ranks
+from distlab.report.records import Ranks, Run
 from distlab.report.timeline_data import KINDS, NUMBERED, Arrow, Band, OfRanks, Scene, Span, chunk_of, scenes
 from distlab.report.units import human_bytes, milliseconds, round_step
 from distlab.report.verdict import PROOF, SCRIPT

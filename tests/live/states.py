@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distlab.report import status
+from distlab.report import progress
+from distlab.report.progress import LiveState
 from distlab.report.reading import to_line
 from distlab.report.records import Record
-from distlab.report.status import LiveState
 from tests.report.made_up import start
 
 BEGAN_AT = 1_000_000.0
@@ -26,7 +26,7 @@ def run_of(folder: Path, *states: LiveState) -> Path:
     """The folder of a run with these states."""
     folder.mkdir(parents=True, exist_ok=True)
     for each in states:
-        status.write_status(folder, each)
+        progress.write_status(folder, each)
     return folder
 
 

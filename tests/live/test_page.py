@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from distlab.cluster.launch import free_port
-from distlab.report.status import places
+from distlab.report.progress import places
 from tests.live.states import run_of, state
 from tests.live.test_server import serving
 from tests.report.test_browser import FAINT, WIDTHS, complaints, keep, resize

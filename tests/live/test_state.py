@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distlab.live.state import Reader, Shown, Snapshot
-from distlab.report import status
+from distlab.report import progress
 from distlab.report.records import End, Failed, Left, Losses, Lost
 from distlab.report.verdict import judge, write_run
 from tests.live.states import BEGAN_AT, recorded, run_of, state
@@ -30,7 +30,7 @@ def test_a_rank_that_stops_writing_is_lost_within_three_seconds_and_no_other(tmp
     for tick in range(1, 12):  # of a quarter of a second: rank 1 says nothing any more
         beat += 1
         run_of(tmp_path, state(0, beat), state(2, beat))
-        snapshot = reader.snapshot(100.0 + tick * status.PERIOD_S)
+        snapshot = reader.snapshot(100.0 + tick * progress.PERIOD_S)
         if tick == 6:
             assert hows(snapshot) == ["running"] * 3
     assert hows(snapshot) == ["running", "lost", "running"]
@@ -50,7 +50,7 @@ def test_a_rank_that_was_held_up_comes_back(tmp_path: Path) -> None:
 def test_a_broken_file_is_named_and_what_was_known_stays(tmp_path: Path) -> None:
     reader = Reader(run_of(tmp_path, state(0), state(1), state(2)))
     before = reader.snapshot(100.0)
-    status.status_path(tmp_path, 1).write_text('{"rank": 1, "wor')
+    progress.status_path(tmp_path, 1).write_text('{"rank": 1, "wor')
     (tmp_path / "rank2.jsonl").write_text('{"record": "lost", "ra\n')
     snapshot = reader.snapshot(101.0)
     assert hows(snapshot) == hows(before) == ["running"] * 3

@@ -18,7 +18,7 @@ from distlab.contract import Mode, Variant
 from distlab.measure.traffic import connections
 from distlab.rank import status_writer as rank_live
 from distlab.rank.status_writer import Notes, Showing
-from distlab.report.status import places
+from distlab.report.progress import places
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,7 +9,7 @@ import pytest
 from distlab.lab import Lab
 from distlab.rank import finish, verdict_self_test
 from distlab.rank.verdict_self_test import Misjudged, cases, check_verdicts, misjudged
-from distlab.report import claims, verdict
+from distlab.report import verdict
 from distlab.report.records import Check, Start
 
 
@@ -34,11 +34,11 @@ def test_the_judge_of_this_lab_is_right() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (claims, "_excess", lambda check: (False, 0.0)),
-        (claims, "_within", lambda difference, tolerance: True),
-        (claims, "_within", lambda difference, tolerance: not difference > tolerance),
-        (claims, "_misses", lambda entry: False),
-        (claims, "_farness", lambda entry: (False, 0.0)),
+        (verdict, "_excess", lambda check: (False, 0.0)),
+        (verdict, "_within", lambda difference, tolerance: True),
+        (verdict, "_within", lambda difference, tolerance: not difference > tolerance),
+        (verdict, "_misses", lambda entry: False),
+        (verdict, "_farness", lambda entry: (False, 0.0)),
         (verdict, "missing", lambda records: []),
         (verdict, "_lost", lambda records, world_size, errors, left: []),
         (verdict, "EXIT_CODES", {"pass": 0, "fail": 0, "refused": 2, "lost": 3}),

@@ -14,7 +14,7 @@ from distlab.cli import clean
 from distlab.cli.report import main as report
 from distlab.live.server import Runs
 from distlab.live.state import Reader
-from distlab.report import status
+from distlab.report import progress
 from distlab.report.run_folder import point_latest
 from distlab.report.verdict import judge, write_run
 from tests.live.states import state
@@ -75,7 +75,7 @@ def run_in(runs: Path, name: str) -> Path:
     folder = written(runs / name, good_run(3))
     write_run(folder, judge(good_run(3)))
     for rank in range(3):
-        status.write_status(folder, state(rank))
+        progress.write_status(folder, state(rank))
     (folder / ".run").write_text("token")
     return folder
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from distlab.report.fault_checks import SHOULD, drills, fault_sentence
+from distlab.report.fault_checks import SHOULD, fault_sentence
 from distlab.report.reading import from_line, to_line
 from distlab.report.records import (
     Check,
@@ -54,7 +54,7 @@ def ended(code: int = 3, said: str = SAID, after_s: float = 3.4) -> list[Record]
 
 
 def held(records: Ranks) -> bool | None:
-    (drill,) = drills(records)
+    (drill,) = judge(records)["drills"]
     result: bool | None = drill["held"]
     return result
 
@@ -181,7 +181,7 @@ def test_a_fault_that_never_came() -> None:
 def test_either_way_holds_nothing_and_every_outcome_has_its_words() -> None:
     assert held(run(plan("open", "pause"), made())) is None
     for outcome in SHOULD:
-        assert SHOULD[outcome] in fault_sentence(drills(run(plan(outcome)))[0]) or "{" in SHOULD[outcome]
+        assert SHOULD[outcome] in fault_sentence(judge(run(plan(outcome)))["drills"][0]) or "{" in SHOULD[outcome]
 
 
 def test_a_drill_is_in_run_json_with_what_should_and_what_did() -> None:
@@ -197,6 +197,6 @@ def test_the_line_of_the_page_is_that_of_the_report() -> None:
     """Of a killed rank no two runs print the same: which step each heartbeat told is a matter of moments."""
     said = "rank 1 lost at step 2 in naive: no heartbeat for 3.3 s"
     records = run(plan("lost"), made(), said={rank: ended(said=said) for rank in (0, 2)})
-    (drill,) = drills({rank: of_rank for rank, of_rank in records.items() if rank < 3})
+    (drill,) = judge({rank: of_rank for rank, of_rank in records.items() if rank < 3})["drills"]
     shown = (TOP / "docs" / "reliability.md").read_text()
     assert f"\nrank 0 | fault      {fault_sentence(drill)}\n" in shown

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from distlab.report.claims import Run
 from distlab.report.compare import differing, incomparable, scaling
+from distlab.report.records import Run
 from distlab.report.verdict import judge
 from tests.report.made_up import good_run
 

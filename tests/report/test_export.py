@@ -1,5 +1,6 @@
-"""The picture of a run: what it shows of a real run's records, and that the picture in docs/ is one of this code's."""
+"""Figures as files: each of the page, that can be read by itself, as SVG and as pixels."""
 
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -10,11 +11,66 @@ from xml.etree import ElementTree
 import pytest
 
 from distlab.cli.report import main
+from distlab.report.export import figures, png
 from distlab.report.records import Ranks as Records
 from distlab.report.timeline_data import NUMBERED, timelines
 from distlab.report.timeline_view import PRIME
+from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
 from tests.labs import run_experiment
+from tests.report.made_up import good_run, pipeline_run, start, written
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_every_chart_of_the_page_and_the_picture_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run", pipeline_run())
+    assert main([str(run), "--figures", str(tmp_path / "figures")]) == 0
+    names = sorted(path.stem for path in (tmp_path / "figures").glob("*.svg"))
+    assert names == sorted(path.stem for path in (tmp_path / "figures").glob("*.png"))
+    assert {"picture", "losses-by-step", "time-of-a-step-by-variant", "memory-over-a-step-of-1f1b"} <= set(names)
+    assert f"figures    {len(names)} in {tmp_path / 'figures'}, as SVG and PNG: picture, " in capsys.readouterr().out
+    assert not (run / "report.html").exists()
+    for path in (tmp_path / "figures").glob("*.png"):
+        head = path.read_bytes()[:24]
+        width, height = struct.unpack(">II", head[16:24])
+        assert head.startswith(b"\x89PNG") and width >= 900 and height >= 200
+
+
+def test_a_file_needs_no_style_sheet_of_a_page() -> None:
+    for name, drawing in figures(judge(pipeline_run()), pipeline_run()):
+        assert "var(" not in drawing and "href" not in drawing, name
+        ElementTree.fromstring(drawing)  # it is XML by itself
+
+
+def test_a_series_has_its_colour_and_its_name_beside_it() -> None:
+    drawing = dict(figures(judge(good_run()), good_run()))["memory-by-class-at-rest-and-at-the-peak"]
+    root = ElementTree.fromstring(drawing)
+    series = {
+        part.get("data-n"): part.get("data-hue") for part in root.iter(f"{SVG}g") if part.get("class") == "series"
+    }
+    assert list(series) == ["parameters", "gradients", "activations"]
+    assert [text.text for text in root.findall(f"{SVG}text")] == list(series)
+    assert [mark.get("fill") for mark in root.findall(f"{SVG}rect")[1:]] == list(series.values())
+    assert all(f'[data-hue="{hue}"] .rect' in drawing for hue in series.values())
+
+
+def test_pixels_are_those_of_the_drawing_with_a_font_of_its_own() -> None:
+    blank = png('<svg xmlns="http://www.w3.org/2000/svg" width="40" height="20"/>')
+    told = png('<svg xmlns="http://www.w3.org/2000/svg" width="40" height="20"><text y="14">abc</text></svg>')
+    assert told != blank  # text is drawn where a machine has no font
+
+
+def test_a_run_without_a_figure_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run", {0: [start(world_size=1)]})
+    assert main([str(run), "--figures", str(tmp_path / "figures")]) == 2
+    assert "has no figure: it ended before anything was measured" in capsys.readouterr().err
+    assert main([str(tmp_path / "absent"), "--figures", str(tmp_path / "figures")]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+# The picture of a run: what it shows of a real run's records, and that the picture in docs/ is one of this code's.
+
 
 TOP = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -134,7 +190,7 @@ def test_the_picture_in_docs_is_of_this_form(drawn: tuple[dict[str, Any], Record
     ]  # fmt: skip
 
 
-def test_it_needs_neither_torch_nor_pygal() -> None:
-    program = "import sys, distlab.report.picture; print([name for name in ('torch', 'pygal') if name in sys.modules])"
+def test_it_needs_no_torch() -> None:
+    program = "import sys, distlab.report.export; print([name for name in ('torch',) if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
