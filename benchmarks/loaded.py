@@ -37,7 +37,7 @@ from distlab.cluster.rendezvous import init_process_group, join
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
-from distlab.report.run_result import Outcome
+from distlab.report.run_folder import Outcome
 
 RUNS, AT_ONCE, BUSY, WORLD_SIZE = 200, 2, 20, 4
 STEPS, STEP_S = 40, 0.05

@@ -62,7 +62,7 @@ def test_a_check_names_the_mistake_that_it_sees_before_any_test() -> None:
     lab = lab_alone(lost_shard="gradients")
     lab.check("gradients", 0, 0, control="tests/a.py::test_b")
     lab.check("weights", 0, 0, control="tests/a.py::test_b")
-    assert [entry.control for entry in lab.journal.records] == ["LAB_BUG=lost_shard", "tests/a.py::test_b"]  # type: ignore[union-attr]
+    assert [entry.control for entry in lab.journal.records] == ["LAB_BUG=lost_shard", "tests/a.py::test_b"]  # type: ignore[attr-defined]
 
 
 def test_what_is_shown_says_why_and_decides_nothing() -> None:

@@ -22,7 +22,7 @@ from distlab.sharded.costs import MIXED_PRECISION, mixed_precision_bytes
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import Microbatch, shard_sizes
 from distlab.workload.optimizer import PlainSGD
-from tests.report.test_scaling import run as timed_run
+from tests.report.test_compare import run as timed_run
 
 # --- the exercises: each rank is one of the lesson's workers ---
 

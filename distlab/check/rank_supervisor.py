@@ -33,8 +33,7 @@ from distlab.config import Config
 from distlab.rank.finish import Sections, everything_written, publish_for, settle, write_failure_report
 from distlab.rank.main import lock_folder, source_version
 from distlab.report import records
-from distlab.report.run_folder import Journal
-from distlab.report.run_result import Outcome
+from distlab.report.run_folder import Journal, Outcome
 from distlab.report.verdict import judge
 from distlab.transport.store import Prefixed
 

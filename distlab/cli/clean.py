@@ -5,24 +5,96 @@
     --all               every run
     --yes               without asking, as where there is no terminal to ask in
 
-A run is a folder in LAB_RUNS_DIR as distlab/report/run_folder.py finds it; nothing else is touched. The run of
-runs/latest goes with --all alone, and one that may still be running with none of them.
+A run is a folder in LAB_RUNS_DIR with records or a verdict in it, or one that a run has claimed; a link to a run
+elsewhere is none, and nothing else is touched. The run of runs/latest goes with --all alone, and one that may still be
+running with none of them.
 """
 
 import argparse
+import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from distlab.config import Config, ConfigError
-from distlab.report.run_folder import Stored, point_latest, stored_runs, surveyed
+from distlab.report.reading import record_files
+from distlab.report.run_folder import FILE, LATEST, is_held, point_latest
 from distlab.report.table import aligned, printable
 from distlab.report.units import human_bytes
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86400}
+# A run whose ranks hold its folder is going on; on another machine none can be seen to. There one whose last record no
+# verdict followed is going on, or was killed; its ranks wait LAB_COLLECTIVE_TIMEOUT_S for
+# each other, by default half of this.
+SILENT_S = 600
+
+
+class Stored(NamedTuple):
+    """A finished, broken or running run: its folder, when it last wrote a record, its bytes on the disk, and what else
+    is to be said of it."""
+
+    folder: Path
+    written_at: float
+    nbytes: int
+    checkpoints: int
+    latest: bool
+    running: bool  # its ranks are alive, or may be so on another machine
+
+    @property
+    def note(self) -> str:
+        """What somebody has to know who removes it."""
+        notes = ["latest"] * self.latest + ["may be running"] * self.running
+        return ", ".join(notes + [f"{self.checkpoints} checkpoints"] * bool(self.checkpoints))
+
+
+def stored_runs(runs: Path, now: float) -> tuple[list[Stored], list[str]]:
+    """Every run in this folder, the newest first, and a sentence for each folder of which nothing can be known; raises
+    OSError where `runs` cannot be read."""
+    if not runs.is_dir():
+        return [], []
+    found, faults = [], []
+    for folder in sorted(runs.iterdir()):
+        try:
+            stored = stored_run(folder, now)
+        except OSError as error:
+            faults.append(f"{printable(folder.name)} cannot be read: {error.strerror}")
+            continue
+        if stored:
+            found.append(stored)
+    return sorted(found, key=lambda stored: (-stored.written_at, stored.folder.name)), faults
+
+
+def stored_run(folder: Path, now: float) -> Stored | None:
+    """The run in this folder, or None where it holds none; raises OSError where it cannot be read."""
+    verdict, records = folder / "run.json", list(record_files(folder).values())
+    marks = records or [path for path in (verdict, folder / FILE) if path.is_file()]
+    if folder.is_symlink() or not marks:
+        return None
+    written_at = max(path.lstat().st_mtime for path in marks)
+    checkpoints = len(list(folder.glob("checkpoints/step-*")))
+    judged = verdict.is_file() and verdict.stat().st_mtime >= written_at
+    running = is_held(folder) or (not judged and now - written_at < SILENT_S)
+    latest = os.path.realpath(folder.parent / LATEST) == os.path.realpath(folder)  # a link may lead to itself
+    return Stored(folder, written_at, bytes_in(folder), checkpoints, latest, running)
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files below it that can be seen; links are not followed, and a run that goes on may remove some."""
+    num_bytes, left = 0, [str(folder)]
+    while left:
+        with suppress(OSError), os.scandir(left.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(entry.path)
+                else:
+                    with suppress(OSError):
+                        num_bytes += entry.stat(follow_symlinks=False).st_size
+    return num_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     now = time.time()
     try:
-        found, faults = surveyed(runs, now)
+        found, faults = stored_runs(runs, now)
     except OSError as error:
         print(f"refused    {runs} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
@@ -70,7 +142,7 @@ def agreed(question: str) -> bool:
 def remove(runs: Path, named: Sequence[Stored]) -> int:
     """Remove these runs, but for one that goes on again since they were listed; returns the exit code."""
     now = time.time()
-    there = {stored.folder: stored for stored in stored_runs(runs, now)}
+    there = {stored.folder: stored for stored in stored_runs(runs, now)[0]}
     gone = []
     asked = [stored for stored in named if stored.folder in there and not there[stored.folder].running]
     for stored in asked:
@@ -80,7 +152,7 @@ def remove(runs: Path, named: Sequence[Stored]) -> int:
         except (OSError, RecursionError) as error:
             what = error.strerror if isinstance(error, OSError) else "its folders are nested too deeply"
             print(f"broken     {printable(str(stored.folder))} cannot be removed: {what}", file=sys.stderr)
-    mend_latest(runs, stored_runs(runs, now))
+    mend_latest(runs, stored_runs(runs, now)[0])
     print(total(gone, f" removed from {runs}/, {len(there) - len(gone)} left"))
     return 0 if gone == asked else 2
 
@@ -149,7 +221,7 @@ def human_age(seconds: float) -> str:
 
 def mend_latest(runs: Path, left: Sequence[Stored]) -> None:
     """Let runs/latest name the newest run that has a verdict, where the one that it named is gone."""
-    latest = runs / "latest"
+    latest = runs / LATEST
     if not latest.is_symlink() or latest.exists():
         return
     newest = next((old.folder.name for old in left if (old.folder / "run.json").is_file()), None)

@@ -12,13 +12,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
+
+import msgspec
 
 from distlab.report import progress
 from distlab.report.progress import LiveState
-from distlab.report.reading import MOST_RECORD_BYTES, BrokenRecord, from_line, regular
-from distlab.report.records import End, Failed, Left, Losses, Lost, Record
-from distlab.report.run_folder import RUN_FILE, read_judged
+from distlab.report.reading import MOST_RECORD_BYTES, BrokenRecord, from_json, from_line, read_regular, regular
+from distlab.report.records import End, Failed, Left, Losses, Lost, Record, Run, WorldSize
 from distlab.report.sentences import headline
 
 # The records of one rank as they are written: only what is new is read, and only those that a live page needs.
@@ -57,6 +58,62 @@ class Tail:
             self.found.append(from_line(line, f"a line of {self.path.name}"))
         except BrokenRecord as error:
             self.faults.append(str(error))
+
+
+# `run.json`: the fields that a headline needs, each as it has to be.
+
+RUN_FILE = "run.json"
+MOST_RUN_BYTES = 64 << 20  # a few hundred bytes a check and a rank
+
+
+class Claim(TypedDict):
+    """A check or a comparison."""
+
+    variant: str
+    name: str
+    passed: bool
+
+
+class Gone(TypedDict):
+    """A rank that was lost, or left."""
+
+    rank: int
+    step: int | None
+    reason: str
+
+
+class Error(TypedDict):
+    """What ended a rank."""
+
+    error: str
+
+
+class Needed(TypedDict):
+    """The fields that a headline needs."""
+
+    run_mode: str
+    world_size: WorldSize
+    verdict: Literal["pass", "fail", "lost", "refused"]
+    proven: bool
+    lost: list[Gone]
+    errors: list[Error]
+    checks: list[Claim]
+    comparisons: list[Claim]
+
+
+def read_judged(folder: Path) -> Run:
+    """The verdict in the folder of a run; raises BrokenRecord with the reason, and FileNotFoundError where there is
+    none."""
+    try:
+        run: Run = from_json(read_regular(folder / RUN_FILE, MOST_RUN_BYTES))
+        msgspec.convert(run, Needed)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BrokenRecord(str(error.strerror)) from None
+    except (ValueError, msgspec.ValidationError) as error:
+        raise BrokenRecord(f"it is no verdict of the lab ({error})") from None
+    return run
 
 
 # What the ranks' states say together, which none of them knows alone: losses of the whole batch, and bytes by peer.

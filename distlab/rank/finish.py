@@ -27,8 +27,7 @@ from distlab.report import fault_checks, records
 from distlab.report.log import SECTIONS, rows_not_yet_printed, verdict_lines, words_of_row
 from distlab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
 from distlab.report.records import Ranks, Run
-from distlab.report.run_folder import LATEST, Journal, Unwritable
-from distlab.report.run_result import Outcome, Unpublished
+from distlab.report.run_folder import LATEST, Journal, Outcome, Unpublished, Unwritable
 from distlab.report.sentences import missed, unseen_sentence
 from distlab.report.verdict import EXIT_CODES, exit_code, judge
 

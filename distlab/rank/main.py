@@ -39,8 +39,7 @@ from distlab.rank.verdict_self_test import check_verdicts
 from distlab.report import records
 from distlab.report.log import mistake
 from distlab.report.progress import Heartbeat, Work
-from distlab.report.run_folder import FolderInUse, Journal, claim, has_claimed, put_aside, ranks_beyond
-from distlab.report.run_result import Outcome
+from distlab.report.run_folder import FolderInUse, Journal, Outcome, claim, has_claimed, put_aside, ranks_beyond
 from distlab.transport.process_group import TcpBackend
 from distlab.transport.store import Prefixed
 from distlab.verify.run_all import everything, expected

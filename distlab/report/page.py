@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.report import charts, memory_table, tables, throughput
+from distlab.report import charts, cost_charts, tables
 from distlab.report.charts import Drawing
 from distlab.report.html import render
 from distlab.report.reading import write_atomically
-from distlab.report.records import Chart, Comparison, End, Lesson, Losses, Ranks, Run, Said, Start, Steps, Wire, select
+from distlab.report.records import Chart, End, Lesson, Losses, Ranks, Run, Said, Start, select
 from distlab.report.records import Table as OwnTable
 from distlab.report.sentences import (
     error_sentences,
@@ -27,100 +27,9 @@ from distlab.report.sentences import (
 )
 from distlab.report.table import Column, Table, Verdict, numeric
 from distlab.report.timeline_view import timeline
-from distlab.report.units import allowed, byte_unit, difference, human_bytes, milliseconds
+from distlab.report.units import allowed, difference, human_bytes, milliseconds
 from distlab.report.verdict import PROOF as PROVEN
 from distlab.report.verdict import SCRIPT, first, pytorch_own, slowest
-
-# What a run cost, as the page draws it: bytes by rank and from rank to rank, and the time of a step.
-
-MATRIX_RANKS = 16  # rows and columns of who sends to whom: of 64 ranks three figures had 230 kB of cells
-SOURCES = {"predicted": charts.PREDICTED, "called": charts.CALLED, "wire": charts.WIRE}
-
-
-class Matrix(NamedTuple):
-    """Bytes from each rank to each other, in one unit: (what is written, how strong its ground is in per cent)."""
-
-    unit: str
-    rows: list[list[tuple[str, int]]]
-    least_rem: float  # its least width
-
-
-class Traffic(NamedTuple):
-    """Bytes of one variant: by rank, and who sent how much to whom where that was counted."""
-
-    variant: str
-    chart: Drawing
-    matrix: Matrix | None
-
-
-def traffic(run: Run, records: Ranks) -> list[Traffic]:
-    """Predicted, called and wire bytes of each rank, and who sent how much to whom, by variant."""
-    bars = {variant["name"]: _bars(variant, run, records) for variant in run["variants"]}
-    bars = {
-        name: rows for name, rows in bars.items() if any(value is not None for row in rows.values() for value in row)
-    }
-    top = max((value or 0 for rows in bars.values() for row in rows.values() for value in row), default=0)
-    sent = _sent(records)
-    most = max((value for cells in sent.values() for value in cells.values()), default=0)
-    shown = min(run["world_size"], MATRIX_RANKS)
-    return [
-        Traffic(
-            name,
-            charts.render_chart(charts.rank_bars(rows, SOURCES, top), f"bytes a step by rank, {name}", 190),
-            _matrix(sent[name], shown, most) if name in sent else None,
-        )
-        for name, rows in bars.items()
-    ]
-
-
-def _bars(variant: Run, run: Run, records: Ranks) -> dict[str, list[float | None]]:
-    """Predicted, called and wire bytes of a variant, by rank."""
-    predicted: dict[int, float] = {}
-    for rank, entry in select(records, Comparison):
-        if entry.variant == variant["name"] and entry.name in ("called bytes", "wire bytes"):
-            predicted[rank] = entry.predicted
-    return {
-        "predicted": [predicted.get(rank) for rank in range(run["world_size"])],
-        "called": variant["called_bytes"],
-        "wire": variant["wire_bytes"],
-    }
-
-
-def _sent(records: Ranks) -> dict[str, dict[tuple[int, int], float]]:
-    """Wire bytes a step from rank to rank, by variant."""
-    found: dict[str, dict[tuple[int, int], float]] = {}
-    for rank, wire in select(records, Wire):
-        cells = found.setdefault(wire.variant, {})
-        cells[rank, wire.peer] = cells.get((rank, wire.peer), 0) + wire.sent_bytes
-    return found
-
-
-def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -> Matrix:
-    """Rows send, columns receive; the stronger the ground, the more bytes."""
-    scale, unit = byte_unit(most)
-
-    def cell(sent: float | None) -> tuple[str, int]:
-        if not sent:
-            return "" if sent is None else "·", 0
-        digits = 0 if sent >= 100 * scale or scale == 1 else 1 if sent >= 10 * scale else 2
-        return f"{sent / scale:.{digits}f}", round(35 * sent / most)
-
-    ranks = range(world_size)
-    # Eight ranks still fit into a phone of 390 px.
-    return Matrix(unit, [[cell(cells.get((sender, to))) for to in ranks] for sender in ranks], 2.4 + 2.2 * world_size)
-
-
-def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
-    """How long a step took with each variant, and its spread; None where no step was timed."""
-    taken: dict[str, list[list[float]]] = {}
-    for _, steps in select(records, Steps):
-        taken.setdefault(steps.variant, []).append(steps.step_seconds)
-    samples = {name: [1000 * max(step) for step in zip(*of_ranks, strict=False)] for name, of_ranks in taken.items()}
-    samples = {name: values for name, values in samples.items() if values}
-    if not samples:
-        return None
-    return charts.render_chart(charts.spreads(samples, colour, "ms a step"), "time of a step by variant", 220)
-
 
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
 
@@ -154,7 +63,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),
         "said": list(dict.fromkeys(said for _, said in select(records, Said))),
         "own": list(mode_tables_and_charts(records, colour)),
-        "pace": throughput.pace(run, records),
+        "pace": cost_charts.pace(run, records),
         "drills": drills(run),
         **claims(run),
         **costs_of(run, records, colour),
@@ -187,19 +96,19 @@ def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]
     return {
         "losses": loss_chart(losses, colour),
         "first_and_last": first_and_last(losses),
-        "sources": SOURCES,
-        "matrix_ranks": MATRIX_RANKS,
-        "traffic": traffic(run, records),
-        "step_times": step_times(records, colour),
+        "sources": cost_charts.SOURCES,
+        "matrix_ranks": cost_charts.MATRIX_RANKS,
+        "traffic": cost_charts.traffic(run, records),
+        "step_times": cost_charts.step_times(records, colour),
         "measured": tables.measured(run, records),
         "profile": tables.profile(run, records, slowest_only=True) if many else profile,
         "many_profiles": many,
         "hidden": tables.hidden(run, records),
-        "classes": memory_table.COLOURS,
-        "memory_by_class": memory_table.by_class(run),
-        "memory_over_the_step": memory_table.over_the_step(records),
+        "classes": cost_charts.MEMORY_COLOURS,
+        "memory_by_class": cost_charts.memory_by_class(run),
+        "memory_over_the_step": cost_charts.memory_over_the_step(records),
         "memory": tables.memory(run, records),
-        "memory_by_rank": memory_table.by_rank(run),
+        "memory_by_rank": cost_charts.memory_by_rank(run),
     }
 
 

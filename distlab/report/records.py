@@ -5,8 +5,8 @@ judged again. Lengths of bytes and seconds carry their unit in the field's name.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypeVar, Union
 
 import msgspec
 from msgspec import field
@@ -28,6 +28,12 @@ Axes = tuple[list[float | None], list[float | None]]  # [x values, y values]
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="record", tag=str.lower):
     """A record: in its file it has the name of its type under "record"."""
 
+    INSIDE: ClassVar[Mapping[str, Any]] = {}  # of fields that are declared as lists or mappings: of what exactly
+
+    def __post_init__(self) -> None:
+        for name, kind in self.INSIDE.items():
+            msgspec.convert(getattr(self, name), kind)
+
 
 class Start(Line, frozen=True):
     """The first record of a rank: who it is and with what it runs."""
@@ -45,8 +51,7 @@ class Start(Line, frozen=True):
     mistake: dict[str, str] = field(default_factory=dict)  # that LAB_BUG makes: name, what, check; empty without one
     says_claims: bool = False  # whether an Expected follows; False in the records of a lab that had none
 
-    def __post_init__(self) -> None:
-        msgspec.convert(self.config, dict[str, Setting])
+    INSIDE = {"config": dict[str, Setting]}
 
 
 class Expected(Line, frozen=True):
@@ -194,8 +199,7 @@ class Timeline(Line, frozen=True):
     step: int
     spans: list[list[Any]]  # each a Span, in the order of their ends; they may nest
 
-    def __post_init__(self) -> None:
-        msgspec.convert(self.spans, list[Span])
+    INSIDE = {"spans": list[Span]}
 
 
 class Messages(Line, frozen=True):
@@ -204,8 +208,7 @@ class Messages(Line, frozen=True):
     variant: str
     calls: list[list[Any]]  # each a Call, in the order of their starts
 
-    def __post_init__(self) -> None:
-        msgspec.convert(self.calls, list[Call])
+    INSIDE = {"calls": list[Call]}
 
 
 class Ideal(Line, frozen=True):
@@ -214,8 +217,7 @@ class Ideal(Line, frozen=True):
     variant: str
     spans: list[list[list[Any]]]  # of each rank
 
-    def __post_init__(self) -> None:
-        msgspec.convert(self.spans, list[list[Span]])
+    INSIDE = {"spans": list[list[Span]]}
 
 
 class Profile(Line, frozen=True):
@@ -272,8 +274,7 @@ class Table(Line, frozen=True):
     columns: list[str]
     rows: list[list[Any]]  # each cell a Scalar
 
-    def __post_init__(self) -> None:
-        msgspec.convert(self.rows, list[list[Scalar]])
+    INSIDE = {"rows": list[list[Scalar]]}
 
 
 class Chart(Line, frozen=True):
@@ -286,8 +287,7 @@ class Chart(Line, frozen=True):
     log_x: bool = False
     log_y: bool = False
 
-    def __post_init__(self) -> None:
-        msgspec.convert(self.series, dict[str, Axes])
+    INSIDE = {"series": dict[str, Axes]}
 
 
 class Finding(Line, frozen=True):
@@ -409,49 +409,11 @@ class End(Line, frozen=True):
     watch_cpu_s: float  # what the heartbeats took of a core in all
 
 
-Record = (
-    Start
-    | Expected
-    | Waived
-    | Lesson
-    | Said
-    | Check
-    | Comparison
-    | Losses
-    | Steps
-    | Called
-    | Wire
-    | Memory
-    | Classes
-    | MemoryLine
-    | Activations
-    | Clock
-    | Timeline
-    | Messages
-    | Ideal
-    | Profile
-    | Overlap
-    | Resumed
-    | Saved
-    | Digest
-    | Skipped
-    | Table
-    | Chart
-    | Finding
-    | Dropped
-    | Corrupted
-    | Planned
-    | Injected
-    | Refused
-    | Stood
-    | Changed
-    | Unshared
-    | Lost
-    | Left
-    | Failed
-    | End
-)
-Kind = TypeVar("Kind")
+if TYPE_CHECKING:
+    Record: TypeAlias = Line
+else:
+    Record = Union[tuple(Line.__subclasses__())]  # noqa: UP007
+Kind = TypeVar("Kind", bound=Line)
 Ranks = dict[int, list[Record]]  # the records of each rank of a run
 Run = dict[str, Any]  # run.json, or an entry in one of its lists
 

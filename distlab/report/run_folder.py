@@ -1,4 +1,4 @@
-"""What a rank leaves behind while it runs: its log and its records, in the folder of the run.
+"""What ranks leave in the folder of a run: each its log and its records, and together one `run.json`.
 
 A run that is refused before its ranks have joined leaves nothing, so lines that are said earlier wait in memory until
 `open` names the folder. Every line is one write to the file: what a killed rank had said can be read, and no line is
@@ -16,14 +16,11 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple, TypedDict
 
-import msgspec
-
-from distlab.report.reading import BrokenRecord, from_json, read_regular, record_files, regular, to_line
-from distlab.report.records import Record, Run, WorldSize
+from distlab.report.reading import regular, to_line, write_atomically
+from distlab.report.records import Record, Run
 from distlab.report.standard_streams import UNHEARD, printed
-from distlab.report.table import printable
+from distlab.report.verdict import as_lines
 
 
 class Unwritable(Exception):
@@ -225,142 +222,95 @@ def point_latest(folder: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-# The runs in a folder: which there are, when each last wrote, its bytes on the disk, and which may be going on.
+# `run.json` is written once for each attempt of a run, by whoever comes first, and by nobody after that.
 #
-# A run is a folder with records or a verdict in it, or one that a run has claimed; a link to a run elsewhere is none.
-
-# A run whose ranks hold its folder is going on; on another machine none can be seen to. There one whose last record no
-# verdict followed is going on, or was killed; its ranks wait LAB_COLLECTIVE_TIMEOUT_S for
-# each other, by default half of this.
-SILENT_S = 600
+# A rank that was paused while it wrote and declared dead meanwhile may wake at any line. So what became of an attempt
+# is claimed by a hard link, which the file system makes for one rank alone, with all of its content; `run.json` then
+# only shows what was claimed. Rank 0 lays its verdict and report ready before the ranks agree on them: should it die
+# after that, another rank that shares the disk puts them in place.
 
 
-class Stored(NamedTuple):
-    """A finished, broken or running run: its folder, when it last wrote a record, its bytes on the disk, and what else
-    is to be said of it."""
-
-    folder: Path
-    written_at: float
-    nbytes: int
-    checkpoints: int
-    latest: bool
-    running: bool  # its ranks are alive, or may be so on another machine
-
-    @property
-    def note(self) -> str:
-        """What somebody has to know who removes it."""
-        notes = ["latest"] * self.latest + ["may be running"] * self.running
-        return ", ".join(notes + [f"{self.checkpoints} checkpoints"] * bool(self.checkpoints))
+class Unpublished(Exception):
+    """What all ranks agreed on could not be put in place: the sentence to end with."""
 
 
-def stored_runs(runs: Path, now: float) -> list[Stored]:
-    """Every run in this folder, the newest first."""
-    return surveyed(runs, now)[0]
+class Outcome:
+    """What became of one attempt of the run in `folder`; `token` is the same on all of its ranks, and in no other.
 
+    What is laid ready bears the rank that laid it: one that was declared dead and wakes shares no file with the others.
+    """
 
-def surveyed(runs: Path, now: float) -> tuple[list[Stored], list[str]]:
-    """The same, and a sentence for each folder of which nothing can be known; raises OSError where `runs` cannot be
-    read."""
-    if not runs.is_dir():
-        return [], []
-    found, faults = [], []
-    for folder in sorted(runs.iterdir()):
+    def __init__(self, folder: Path, token: str) -> None:
+        self.folder = folder
+        self._token = token
+        self._laid: str | None = None  # by this rank
+        self._claim = folder / f".run.{token}.json"
+
+    def page(self, rank: int) -> Path:
+        """Where `rank` draws its report until the ranks have agreed."""
+        return self.folder / f".report.{self._token}.{rank}.html"
+
+    def claimed(self) -> bool:
+        """Whether a rank that shares this disk has written it."""
+        return self._claim.exists()
+
+    def lay_ready(self, run: Run, rank: int) -> None:
+        """Write what `publish` of the same rank will claim."""
+        self._laid = "".join(as_lines(run))
+        write_atomically(self._ready(rank), [self._laid])
+
+    def publish(self, rank: int) -> None:
+        """Put in place what `rank` laid ready, once: a second call changes nothing.
+
+        Raises Unpublished where it is not there, or another outcome came first.
+        """
         try:
-            stored = stored_run(folder, now)
-        except OSError as error:
-            faults.append(f"{printable(folder.name)} cannot be read: {error.strerror}")
-            continue
-        if stored:
-            found.append(stored)
-    return sorted(found, key=lambda stored: (-stored.written_at, stored.folder.name)), faults
+            laid = self._ready(rank).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if not self.claimed():
+                raise Unpublished(
+                    f"the verdict of rank {rank} is not in {self.folder}: run.json was not written"
+                ) from None
+            if self._laid is None:
+                return  # by another call
+            laid = self._laid  # which another survivor has put in place, or removed for an outcome of its own
+        self._take(self._ready(rank))
+        if self._claim.read_text(encoding="utf-8") != laid:
+            raise Unpublished(f"another verdict than that of rank {rank} stands in {self.folder / 'run.json'}")
+        with suppress(FileNotFoundError):  # where it could not be drawn, or another call has moved it
+            os.replace(self.page(rank), self.folder / "report.html")
+        self._ready(rank).unlink(missing_ok=True)
 
+    def write(self, run: Run) -> bool:
+        """Make `run` the outcome; False if there is one already."""
+        draft = self.folder / f".{secrets.token_hex(8)}.json"  # processes of two containers have the same numbers
+        write_atomically(draft, as_lines(run))
+        mine = self._take(draft)
+        draft.unlink(missing_ok=True)
+        return mine
 
-def stored_run(folder: Path, now: float) -> Stored | None:
-    """The run in this folder, or None where it holds none; raises OSError where it cannot be read."""
-    verdict, records = folder / "run.json", list(record_files(folder).values())
-    marks = records or [path for path in (verdict, folder / FILE) if path.is_file()]
-    if folder.is_symlink() or not marks:
-        return None
-    written_at = max(path.lstat().st_mtime for path in marks)
-    checkpoints = len(list(folder.glob("checkpoints/step-*")))
-    judged = verdict.is_file() and verdict.stat().st_mtime >= written_at
-    running = is_held(folder) or (not judged and now - written_at < SILENT_S)
-    latest = os.path.realpath(folder.parent / LATEST) == os.path.realpath(folder)  # a link may lead to itself
-    return Stored(folder, written_at, bytes_in(folder), checkpoints, latest, running)
+    def discard(self) -> None:
+        """Remove what any rank laid ready: for the one whose `write` has become the outcome in its place."""
+        for kind in ("ready", "report"):
+            for path in self.folder.glob(f".{kind}.{self._token}.*"):
+                with suppress(OSError):
+                    path.unlink()
 
+    def _ready(self, rank: int) -> Path:
+        return self.folder / f".ready.{self._token}.{rank}.json"
 
-def bytes_in(folder: Path) -> int:
-    """Of all files below it that can be seen; links are not followed, and a run that goes on may remove some."""
-    num_bytes, left = 0, [str(folder)]
-    while left:
-        with suppress(OSError), os.scandir(left.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    left.append(entry.path)
-                else:
-                    with suppress(OSError):
-                        num_bytes += entry.stat(follow_symlinks=False).st_size
-    return num_bytes
-
-
-# `run.json` as a page of a run that goes on reads it: the fields that it needs, each as it has to be.
-
-RUN_FILE = "run.json"
-MOST_RUN_BYTES = 64 << 20  # a few hundred bytes a check and a rank
-
-
-class Claim(TypedDict):
-    """A check or a comparison."""
-
-    variant: str
-    name: str
-    passed: bool
-
-
-class Gone(TypedDict):
-    """A rank that was lost, or left."""
-
-    rank: int
-    step: int | None
-    reason: str
-
-
-class Error(TypedDict):
-    """What ended a rank."""
-
-    error: str
-
-
-class Variant(TypedDict):
-    """What was measured of one; here its name alone is needed."""
-
-    name: str
-
-
-class Needed(TypedDict):
-    """The fields that a headline needs."""
-
-    run_mode: str
-    world_size: WorldSize
-    verdict: Literal["pass", "fail", "lost", "refused"]
-    proven: bool
-    variants: list[Variant]
-    lost: list[Gone]
-    errors: list[Error]
-    checks: list[Claim]
-    comparisons: list[Claim]
-
-
-def read_judged(folder: Path) -> Run:
-    """The verdict in the folder of a run; raises BrokenRecord with the reason, and FileNotFoundError where there is
-    none."""
-    try:
-        run: Run = from_json(read_regular(folder / RUN_FILE, MOST_RUN_BYTES))
-        msgspec.convert(run, Needed)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise BrokenRecord(str(error.strerror)) from None
-    except (ValueError, msgspec.ValidationError) as error:
-        raise BrokenRecord(f"it is no verdict of the lab ({error})") from None
-    return run
+    def _take(self, draft: Path) -> bool:
+        """Claim the attempt with `draft`, whose file stays; False where it is claimed. Either way `run.json` shows the
+        claim afterwards, though the rank that claimed it had ended in between."""
+        mine = True
+        try:
+            os.link(draft, self._claim)
+        except (FileExistsError, FileNotFoundError):
+            mine = False
+        except OSError:  # a file system without hard links
+            mine = not self.claimed()
+            if mine:
+                write_atomically(self._claim, [draft.read_text(encoding="utf-8")])
+        write_atomically(self.folder / "run.json", [self._claim.read_text(encoding="utf-8")])
+        point_latest(self.folder)
+        return mine

@@ -25,7 +25,7 @@ from distlab.cluster.rendezvous_server import Member
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
-from distlab.report.run_result import Outcome
+from distlab.report.run_folder import Outcome
 
 KEY, TOKEN = b"k" * 32, b"the run."
 

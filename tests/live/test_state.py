@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distlab.live.state import Reader, Shown, Snapshot
+from distlab.live.state import Reader, Shown, Snapshot, Tail, curves, matrix
 from distlab.report import progress
-from distlab.report.records import End, Failed, Left, Losses, Lost
+from distlab.report.reading import to_line
+from distlab.report.records import End, Failed, Left, Losses, Lost, Said
 from distlab.report.verdict import judge, write_run
 from tests.live.states import BEGAN_AT, recorded, run_of, state
 from tests.report.made_up import good_run
@@ -125,3 +126,71 @@ def test_curves_that_rank_0_has_written_take_the_place_of_the_live_ones(tmp_path
 
 def test_a_folder_without_states_waits(tmp_path: Path) -> None:
     assert Reader(tmp_path).snapshot(100.0) == Snapshot(100.0)
+
+
+# The records of a rank while it writes them: no line twice, none by half, and another attempt anew.
+
+
+LOST, FAILED = Lost(2, 17, "no heartbeat for 2.6 s"), Failed(3, "rank 2 lost")
+
+
+def test_lines_are_taken_when_they_are_whole_and_once(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    half = to_line(FAILED)
+    path.write_text(to_line(Said("predict", "much")) + "\n" + to_line(LOST) + "\n" + half[:9])
+    assert tail.read() == tail.read() == [LOST]
+    with path.open("a") as file:
+        file.write(half[9:] + "\n")
+    assert tail.read() == [LOST, FAILED]
+
+
+def test_another_attempt_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(to_line(LOST) + "\n")
+    tail = Tail(path)
+    assert tail.read() == [LOST]
+    path.rename(tmp_path / "rank0.attempt1.jsonl")
+    assert tail.read() == []
+    path.write_text(to_line(FAILED) + "\n")
+    assert tail.read() == [FAILED]
+
+
+def test_a_broken_line_is_named_and_the_next_one_read(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"record": "lost", "rank": tw\n' + to_line(LOST) + "\n")
+    tail = Tail(path)
+    assert tail.read() == [LOST]
+    (fault,) = tail.faults
+    assert fault.startswith("a line of rank0.jsonl is not a record of the lab")
+
+
+# What several ranks' states say together: losses of the batch, and who sent how much to whom.
+
+
+def test_a_loss_is_the_sum_of_all_shares_at_steps_that_all_have_noted() -> None:
+    states = {
+        0: state(0, losses={"ring": [[0, 1.0], [2, 0.5], [4, 0.25]], "flat": [[0, 9.0]]}),
+        1: state(1, losses={"ring": [[0, 2.0], [2, 1.5]], "flat": [[0, None]]}),
+        2: state(2),  # a stage that sees no loss
+    }
+    assert curves(states) == {"ring": [[0, 3.0], [2, 2.0]], "flat": [[0, None]]}
+
+
+A, B, C = (["10.0.0.1", 500], ["10.0.0.2", 500], ["10.0.0.3", 500])
+
+
+def test_a_peer_is_named_by_both_ends_of_a_connection() -> None:
+    """Local ranks share an address, and a port may be that of two connections that lead to different places."""
+    states = {
+        0: state(0, sent=[[A, B, 100], [A, C, 30], [["10.0.0.1", 501], B, 5]]),
+        1: state(1, sent=[[B, A, 7], [B, ["10.0.0.1", 501], 1], [B, ["10.0.0.9", 29500], 1000]]),
+        2: state(2, sent=[[C, A, 2]]),
+    }
+    assert matrix(states, 3) == [[None, 105, 30], [8, None, 0], [2, 0, None]]
+
+
+def test_a_rank_that_measures_nothing_has_no_numbers() -> None:
+    states = {0: state(0, unmeasured="no counters here"), 1: state(1, sent=[[B, A, 7]])}
+    assert matrix(states, 3) == [[None] * 3] * 3

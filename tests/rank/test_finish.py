@@ -33,8 +33,7 @@ from distlab.rank.finish import (
 from distlab.rank.rejoin import UNNOTICED, readmit
 from distlab.report.reading import read_records, read_run
 from distlab.report.records import Check, End, Failed, Left, Lost, Ranks, Skipped, Start, Steps, Unshared, select
-from distlab.report.run_folder import Journal
-from distlab.report.run_result import Outcome
+from distlab.report.run_folder import Journal, Outcome
 from distlab.report.verdict import judge
 from tests.labs import failed
 from tests.report.made_up import good_run

@@ -73,7 +73,6 @@ def test_a_run_without_a_figure_is_refused_in_a_sentence(tmp_path: Path, capsys:
 
 
 TOP = Path(__file__).parents[2]
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")

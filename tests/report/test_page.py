@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from distlab.report import charts, memory_table
+from distlab.report import charts, cost_charts
 from distlab.report.html import asset
 from distlab.report.page import page, write_page
 from distlab.report.records import (
@@ -95,7 +95,7 @@ def test_memory_is_drawn_by_class_from_the_fullest_rank() -> None:
     bars = shown[shown.index("memory by class") : shown.index("Over the counted step")]
     classes = re.findall(r'class="series" data-n="\w+" style="--hue:(#\w+)', bars)
     assert classes == [
-        memory_table.COLOURS[kind] for kind in ("parameters", "gradients", "activations")
+        cost_charts.MEMORY_COLOURS[kind] for kind in ("parameters", "gradients", "activations")
     ]  # plain SGD: no more
     values = re.findall(r"<title>(.*?)</title>", bars[bars.index(classes[2]) :])
     # From the bottom: rest and peak of each variant, on rank 3.
@@ -222,9 +222,9 @@ def test_the_picture_stands_right_below_the_verdict() -> None:
 
 def test_a_coarser_line_keeps_its_peak() -> None:
     held = {"parameters": [4] * 10, "activations": [0, 1, 2, 9, 4, 3, 2, 1, 0, 0]}
-    coarse = memory_table.coarser(held, 4)
+    coarse = cost_charts.coarser(held, 4)
     assert coarse == {"parameters": [4] * 4, "activations": [2, 9, 2, 0]}
-    assert memory_table.coarser(held, 10) == held
+    assert cost_charts.coarser(held, 10) == held
 
 
 @pytest.mark.parametrize("left", [Start, End, Check, Wire, Losses])

@@ -5,9 +5,9 @@ import re
 import pytest
 from msgspec.structs import replace
 
+from distlab.report.cost_charts import Course, courses, covered, curve, events, pace
 from distlab.report.page import page
 from distlab.report.records import Changed, Failed, Planned
-from distlab.report.throughput import Course, courses, covered, curve, events, pace
 from distlab.report.verdict import judge
 from tests.report.made_up import BEGAN, drilled_run, good_run, plus, stood
 
