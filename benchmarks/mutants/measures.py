@@ -75,7 +75,7 @@ MUTANTS = [
         '"cpu_seconds": a_rank(Steps, lambda steps: steps.step_seconds',
         DP,
     ),
-    Mutant("distlab/report/timeline_data.py", '"weight", "optimizer")', '"weight", "waiting")', DP),
+    Mutant("distlab/report/timeline.py", '"weight", "optimizer")', '"weight", "waiting")', DP),
     # Bandwidth.
     Mutant(
         "experiments/comm/benchmark.py",

@@ -31,8 +31,7 @@ from distlab.measure.timeline import Lap, bubble, hidden_seconds, profile
 from distlab.measure.traffic import Traffic
 from distlab.rank.transport_self_test import finish, neighbours
 from distlab.report import records
-from distlab.report.tables import measured
-from distlab.report.timeline_data import slowest_rank
+from distlab.report.tables import measured, slowest_rank
 from distlab.report.units import human_bits, milliseconds
 from distlab.report.verdict import judge, slowest
 

@@ -73,27 +73,24 @@ def points(by_size: dict[int, list[MeasuredVariant]]) -> Iterable[Point]:
 
 def middle(seen: Sequence[MeasuredVariant]) -> MeasuredVariant:
     """The median of each number."""
-    return MeasuredVariant(
-        median(each.step_s for each in seen),
-        median(each.samples_per_s for each in seen),
-        _median(each.wire_bytes for each in seen),
-        _median(each.peak_bytes for each in seen),
-    )
+    known = ([value for value in values if value is not None] for values in zip(*seen, strict=True))
+    return MeasuredVariant(*(median(values) if values else None for values in known))  # type: ignore[arg-type]
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return median(found) if found else None
+def unlike(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """The settings ("config") and "versions" in which these runs are not all alike, by kind and name."""
+    return [
+        (kind, name)
+        for kind in ("config", "versions")
+        for name in dict.fromkeys(name for run in runs for name in run[kind])
+        if any(run[kind].get(name) != runs[0][kind].get(name) for run in runs)
+    ]
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings, and the versions by their names, in which these runs are not all alike."""
-    return [
-        name if kind == "config" else f"the version of {name}"
-        for kind in ("config", "versions")
-        for name in dict.fromkeys(name for run in runs for name in run[kind])
-        if name not in OF_NO_ACCOUNT and any(run[kind].get(name) != runs[0][kind].get(name) for run in runs)
-    ]
+    """The same in words, without those that say nothing of what is run."""
+    named = [(kind, name) for kind, name in unlike(runs) if name not in OF_NO_ACCOUNT]
+    return [name if kind == "config" else f"the version of {name}" for kind, name in named]
 
 
 def incomparable(judged: Sequence[tuple[Path, Run, Ranks]]) -> list[str]:
@@ -143,23 +140,6 @@ def named(judged: Sequence[tuple[Path, Run, Ranks]]) -> list[Judged]:
     return [(name, run, records) for name, (_, run, records) in zip(names, judged, strict=True)]
 
 
-class Summary(NamedTuple):
-    """A run among others."""
-
-    name: str
-    verdict: str
-    what: str
-    headline: str
-    command: str
-
-
-def summary(judged: Judged) -> Summary:
-    """Of one run: under which name, what it was and what came of it."""
-    name, run, records = judged
-    what = f"{run['run_mode']} · {run['world_size']} ranks · {first(records).title}"
-    return Summary(name, run["verdict"].upper(), what, headline(run), repeat_command(records))
-
-
 def together(judged: Sequence[Judged]) -> str:
     """The whole page as HTML."""
     ordered = sorted(judged, key=lambda each: int(each[1]["world_size"]))
@@ -191,16 +171,7 @@ def rows_of_runs(judged: Sequence[Judged]) -> Table:
     return Table([Column("run"), Column(""), Column("WORLD_SIZE", "number"), *map(Column, settings), Column("")], rows)
 
 
-class Curves(NamedTuple):
-    """What variants cost over WORLD_SIZE."""
-
-    note: str
-    charts: list[Drawing]
-    points: Table
-    skipped: Table
-
-
-def over_world_size(runs: Sequence[Run]) -> Curves:
+def over_world_size(runs: Sequence[Run]) -> dict[str, Any]:
     """What each variant costs over WORLD_SIZE: four charts where there are two sizes at least, and the table."""
     found = scaling(runs)
     sizes = sorted({run["world_size"] for run in runs})
@@ -211,7 +182,7 @@ def over_world_size(runs: Sequence[Run]) -> Curves:
     )
     note += f" Several runs of one WORLD_SIZE, here up to {most}, count by their median." if most > 1 else ""
     shown = list(drawings(found, sizes)) if len(sizes) > 1 else []
-    return Curves(note, shown, points_table(found), skipped(runs))
+    return {"note": note, "charts": shown, "points": points_table(found), "skipped": skipped(runs)}
 
 
 def drawings(found: dict[str, list[Point]], sizes: list[int]) -> Iterator[Drawing]:
@@ -283,7 +254,16 @@ def comparison(old: Judged, new: Judged) -> str:
     return render(
         "compare.html",
         names=[old[0], new[0]],
-        runs=[summary(each) for each in both],
+        runs=[
+            {
+                "name": name,
+                "verdict": run["verdict"].upper(),
+                "what": f"{run['run_mode']} · {run['world_size']} ranks · {first(records).title}",
+                "headline": headline(run),
+                "command": repeat_command(records),
+            }
+            for name, run, records in both
+        ],
         differing=differing_settings(both),
         curves=over_world_size(runs) if curved else None,
         losses=loss_chart(both, variants),
@@ -297,9 +277,7 @@ def differing_settings(both: Both) -> Table:
     (old_name, old, _), (new_name, new, _) = both
     rows = [
         [name, setting_text(old[kind].get(name)), setting_text(new[kind].get(name))]
-        for kind in ("config", "versions")
-        for name in dict.fromkeys([*old[kind], *new[kind]])
-        if old[kind].get(name) != new[kind].get(name)
+        for kind, name in unlike([old, new])
     ]
     return Table([Column("setting"), Column(old_name), Column(new_name)], rows)
 
@@ -316,17 +294,9 @@ def loss_chart(both: Both, variants: list[str]) -> Drawing | None:
     return charts.render_chart(figure, "losses of both runs by step", 380)
 
 
-class Bars(NamedTuple):
-    """One number a variant and run: the chart, and the table with the ratio."""
-
-    title: str
-    note: str
-    chart: Drawing
-    table: Table
-
-
-def bars(title: str, note: str, kind: str, scale: float, variants: list[str], both: Both) -> Bars | None:
-    """Of one field of run.json; None where neither run measured it."""
+def bars(title: str, note: str, kind: str, scale: float, variants: list[str], both: Both) -> dict[str, Any] | None:
+    """One field of run.json, a number a variant and run, as a chart and as a table with the ratio; None where neither
+    run measured it."""
     found = [{variant["name"]: slowest(variant[kind]) for variant in run["variants"]} for _, run, _ in both]
     names = [name for name in variants if found[0].get(name) or found[1].get(name)]
     if not names:
@@ -342,7 +312,7 @@ def bars(title: str, note: str, kind: str, scale: float, variants: list[str], bo
     }
     chart = charts.render_chart(charts.pairs(names, values), f"{title} of both runs", 110 + 52 * len(names))
     columns = [Column("variant"), *(Column(name, "number") for name in (both[0][0], both[1][0], "ratio"))]
-    return Bars(title, note, chart, Table(columns, rows))
+    return {"title": title, "note": note, "chart": chart, "table": Table(columns, rows)}
 
 
 def checks(both: Both) -> Table:
@@ -358,12 +328,12 @@ def checks(both: Both) -> Table:
     return Table(columns, rows)
 
 
-def seen(claim: dict[str, Any] | None) -> Iterator[Any]:
+def seen(claim: Run | None) -> tuple[Any, Any]:
     """What a claim measured, and whether it held; blanks of one that was not made."""
     if claim is None:
-        yield from ("", "")
-    elif "max_abs_diff" in claim:
-        yield from (difference(claim["max_abs_diff"]), Verdict(verdict([claim])))
+        return "", ""
+    if "max_abs_diff" in claim:
+        value = difference(claim["max_abs_diff"])
     else:
         value = human_bytes(claim["measured"]) if claim["unit"] == "B" else f"{claim['measured']:.4g} {claim['unit']}"
-        yield from (value, Verdict(verdict([claim])))
+    return value, Verdict(verdict([claim]))

@@ -22,7 +22,7 @@ from distlab.report.page import contents
 from distlab.report.reading import write_atomically, write_bytes_atomically
 from distlab.report.records import Ranks, Run
 from distlab.report.sentences import claim_name, failure_sentence, lost_sentence
-from distlab.report.timeline_view import Rows, timeline
+from distlab.report.timeline import Rows, timeline
 from distlab.report.units import allowed, difference, quantity
 from distlab.report.verdict import first
 
@@ -131,25 +131,15 @@ def picture(run: Run, records: Ranks) -> str:
     return render(
         "picture.svg",
         title=f"What {drawn.num_ranks} rank{'s' if drawn.num_ranks > 1 else ''} do in one training step:"
-        f" {', '.join(panel.variant for panel in drawn.panels)}",
+        f" {', '.join(panel.scene.variant for panel in drawn.panels)}",
         style=resolved(asset("marks.css") + asset("picture.css")),
         width=WIDTH, height=tops[-1] + BELOW, left=LEFT, right=WIDTH - RIGHT, top=TOP, bottom=tops[-1],
         panel_width=width, panel_height=whole, heading=HEADING,
         key=[*zip(key_x, drawn.key, strict=True)], key_end=last_x,
         ticks=[(LEFT + width * float(place.rstrip("%")) / 100, name) for place, name in drawn.ticks],
-        panels=[(top, panel, shown_at(panel.marks, width)) for top, panel in zip(tops, drawn.panels, strict=False)],
-        middles=[rows.middle(rank) for rank in range(drawn.num_ranks)],
+        panels=[*zip(tops, drawn.panels, strict=False)], rows=rows, axis=drawn.axis,
         what=start.title, settings=" ".join(f"{name}={value}" for name, value in start.repeat.items()),
     )  # fmt: skip
-
-
-def shown_at(marks: str, width_px: float) -> Markup:
-    """Without the numbers that an axis of this width has no room for: nothing hides them in a file."""
-
-    def kept(text: re.Match[str]) -> str:
-        return f'<text class="{text[1]}"{text[3]}' if int(text[2]) <= width_px else ""
-
-    return Markup(re.sub(r'<text class="(\w+) w(\d+)"([^>]*>[^<]*</text>)', kept, str(marks)))
 
 
 def resolved(style: str) -> Markup:

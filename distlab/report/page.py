@@ -5,7 +5,7 @@ What it says and in which order stands in templates/report.html; here is what it
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distlab.report import charts, cost_charts, tables
 from distlab.report.charts import Drawing
@@ -26,7 +26,7 @@ from distlab.report.sentences import (
     unseen_sentence,
 )
 from distlab.report.table import Column, Table, Verdict, numeric
-from distlab.report.timeline_view import timeline
+from distlab.report.timeline import timeline
 from distlab.report.units import allowed, difference, human_bytes, milliseconds
 from distlab.report.verdict import PROOF as PROVEN
 from distlab.report.verdict import SCRIPT, first, pytorch_own, slowest
@@ -148,24 +148,16 @@ def tiles(run: Run) -> Iterator[tuple[str, str]]:
         yield human_bytes(sent[least]), f"on the wire a step, from the rank that sends most ({least})"
 
 
-class Told(NamedTuple):
-    """The idea in paragraphs, the variants in a sentence each, the predictions with their numbers."""
-
-    idea: list[str]
-    variants: Table
-    predictions: Table
-
-
-def lesson_of(run: Run, lesson: Lesson) -> Told:
-    """The lesson, of the variants that ran."""
+def lesson_of(run: Run, lesson: Lesson) -> dict[str, Any]:
+    """The idea in paragraphs, the variants that ran in a sentence each, the predictions with their numbers."""
     ran = {variant["name"] for variant in run["variants"]}
     variants = [[name, sentence] for name, sentence in lesson.variants.items() if name in ran]
     predicted = [Column(title) for title in ("variant", "predicted", "formula", "a rank and step", "calls")]
-    return Told(
-        lesson.idea,
-        Table([Column("variant"), Column("what it does")], variants),
-        Table(predicted, lesson.predictions),
-    )
+    return {
+        "idea": lesson.idea,
+        "variants": Table([Column("variant"), Column("what it does")], variants),
+        "predictions": Table(predicted, lesson.predictions),
+    }
 
 
 def mode_tables_and_charts(

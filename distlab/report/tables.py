@@ -6,11 +6,10 @@ Log and page are both made of them; the log leaves out some columns.
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from distlab.report import timeline_data
-from distlab.report.records import Comparison, Overlap, Ranks, Run, select
+from distlab.report.records import Comparison, Overlap, Profile, Ranks, Run, select
 from distlab.report.sentences import claim_name
 from distlab.report.table import Column, Kind, Table, Verdict, Wrong
-from distlab.report.timeline_data import Span, bubble_sentence, step_seconds, timelines
+from distlab.report.timeline import OWN_WORK, Span, bubble_of, step_seconds, timelines
 from distlab.report.units import (
     allowed,
     byte_unit,
@@ -237,23 +236,52 @@ def _memory_cell(values: Sequence[float], scale: float) -> str:
     return " / ".join(dict.fromkeys(numbers)) or "-"
 
 
+# Where the time of a step went, and who is slowest: the rank with the most time in work of its own. Time in
+# communication does not tell: a collective ends for all at once, so the ranks that wait for a slow one spend it inside
+# the call, and a total with communication would name any of them. (DDP waits unmarked inside its backward pass: there
+# ranks come out alike.)
+
+CLASSES = ("data", "forward", "backward", "communication", "optimizer", "waiting")
+Profiles = list[dict[str, float] | None]  # seconds of a step by class, of each rank
+
+
+def profiles(records: Ranks, world_size: int) -> dict[str, Profiles]:
+    """By variant where the time of a step went on each rank; None where a rank wrote nothing."""
+    found: dict[str, Profiles] = {}
+    for rank, profile in select(records, Profile):
+        found.setdefault(profile.variant, [None] * world_size)[rank] = profile.seconds
+    return found
+
+
+def own_work(seconds: dict[str, float]) -> float:
+    """Seconds of a step in which no other rank can hold this one up."""
+    return sum(seconds.get(kind, 0.0) for kind in OWN_WORK)
+
+
+def slowest_rank(of_ranks: Profiles) -> tuple[int, float]:
+    """The rank with the most work of its own, and its ratio to the rank with the least (infinite if that has none)."""
+    work = {rank: own_work(seconds) for rank, seconds in enumerate(of_ranks) if seconds is not None}
+    slowest, least = max(work, key=lambda rank: work[rank]), min(work.values())
+    return slowest, work[slowest] / least if least else float("inf")
+
+
 def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
     """Where the time of a step went: a row a variant and rank, or a variant's slowest rank alone."""
     rows = []
-    for variant, of_ranks in timeline_data.profiles(records, run["world_size"]).items():
-        slowest_rank, ratio = timeline_data.slowest_rank(of_ranks)
+    for variant, of_ranks in profiles(records, run["world_size"]).items():
+        most, ratio = slowest_rank(of_ranks)
         for rank, seconds in enumerate(of_ranks):
-            if seconds is None or (slowest_only and rank != slowest_rank):
+            if seconds is None or (slowest_only and rank != most):
                 continue
             total_s = sum(seconds.values())
-            cells = [share(seconds.get(kind, 0.0), total_s) for kind in timeline_data.CLASSES]
-            remark = f"{ratio:.2f} ×" if rank == slowest_rank and len(of_ranks) > 1 else ""
+            cells = [share(seconds.get(kind, 0.0), total_s) for kind in CLASSES]
+            remark = f"{ratio:.2f} ×" if rank == most and len(of_ranks) > 1 else ""
             rows.append([variant, f"rank {rank}", milliseconds(total_s), *cells, remark])
     columns = [
         Column("ms a step (per cent) on"),
         Column("the slowest" if slowest_only else "rank", "value"),
         Column("ms", "number", in_log=False),
-        *(Column(kind, "number") for kind in timeline_data.CLASSES),
+        *(Column(kind, "number") for kind in CLASSES),
         Column("slowest", "value", in_log=False),
     ]
     return Table(columns, rows)
@@ -303,8 +331,9 @@ def staircases(run: Run, records: Ranks) -> Iterator[str]:
     """The chart of each variant whose bubble was compared, without the log's first column; a legend at the end."""
     drawn = False
     for variant, of_ranks in timelines(records, run["world_size"]).items():
-        if sentence := bubble_sentence(run, variant):
-            yield f"{variant}: {sentence}"
+        if claim := bubble_of(run, variant):
+            formula = claim["formula"] or "the formula"
+            yield f"{variant}: bubble {claim['measured']:.2f} measured, {claim['predicted']:.2f} by {formula}"
             yield from rows(of_ranks)
             drawn = True
     if drawn:

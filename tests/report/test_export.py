@@ -13,8 +13,7 @@ import pytest
 from distlab.cli.report import main
 from distlab.report.export import figures, png
 from distlab.report.records import Ranks as Records
-from distlab.report.timeline_data import NUMBERED, timelines
-from distlab.report.timeline_view import PRIME
+from distlab.report.timeline import NUMBERED, PRIME, timelines
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
 from tests.labs import run_experiment

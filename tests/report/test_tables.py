@@ -10,7 +10,7 @@ from distlab.report.page import page
 from distlab.report.records import Check, Comparison, Ranks
 from distlab.report.table import Column, Table, Verdict, Wrong, table_lines
 from distlab.report.tables import LEGEND, rows, sign, staircases
-from distlab.report.timeline_data import Span
+from distlab.report.timeline import Span
 from distlab.report.verdict import judge
 from tests.report.made_up import good_run, pipeline_run, plus, with_check, without
 

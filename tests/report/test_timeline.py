@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from distlab.report import tables
 from distlab.report.page import page
 from distlab.report.records import Ideal, Messages, Overlap, Profile, Record, Timeline
-from distlab.report.timeline_data import (
+from distlab.report.timeline import (
     KINDS,
     Arrow,
     Band,
@@ -14,15 +14,13 @@ from distlab.report.timeline_data import (
     Span,
     arrows_of,
     bands_of,
-    bubble_sentence,
+    bubble_of,
     chunk_of,
     coarse,
     fitted,
     largest,
-    own_work,
     scene,
     scenes,
-    slowest_rank,
     timelines,
 )
 from distlab.report.verdict import judge
@@ -158,10 +156,10 @@ def test_what_was_hidden_in_per_cent() -> None:
 def test_the_slowest_rank_has_the_most_work_of_its_own() -> None:
     """Rank 1 computes longest; rank 0 spends more in all, waiting for it inside its all-reduce."""
     waits, works = SECONDS | {"communication": 0.9}, SECONDS | {"backward": 0.055}
-    assert own_work(SECONDS) == pytest.approx(0.035)
-    rank, ratio = slowest_rank([waits, works, None])
+    assert tables.own_work(SECONDS) == pytest.approx(0.035)
+    rank, ratio = tables.slowest_rank([waits, works, None])
     assert (rank, round(ratio, 9)) == (1, 2.0)
-    assert slowest_rank([dict.fromkeys(SECONDS, 0.0)]) == (0, float("inf"))
+    assert tables.slowest_rank([dict.fromkeys(SECONDS, 0.0)]) == (0, float("inf"))
 
 
 def test_the_profile_names_the_slowest_rank() -> None:
@@ -187,9 +185,9 @@ def test_the_profile_of_too_many_is_that_of_the_slowest_ranks(monkeypatch: pytes
 
 
 def test_a_bubble_is_told_only_where_it_was_compared() -> None:
-    run = judge(pipeline_run())
-    assert bubble_sentence(run, "gpipe") == "bubble 0.31 measured, 0.27 by (p-1)/(m+p-1)"
-    assert bubble_sentence(run, "naive") == ""
+    records = pipeline_run()
+    assert "gpipe: bubble 0.31 measured, 0.27 by (p-1)/(m+p-1)" in tables.staircases(judge(records), records)
+    assert bubble_of(judge(records), "naive") is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import pytest
 from distlab.collectives.phases import Span
 from distlab.measure.event_order import Message
 from distlab.report import records
-from distlab.report.timeline_data import arrows_of, bands_of
+from distlab.report.timeline import arrows_of, bands_of
 from distlab.testing.warm_ranks import Ranks
 from distlab.verify.counted import alike, repeats_after
 from distlab.verify.records import (
