@@ -7,7 +7,6 @@ made of them.
 """
 
 import argparse
-import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pydantic import BaseModel
 
 from distlab.config import Config, ConfigError
 from distlab.config.settings import aliases, declared, modes
+from distlab.report.reading import write_atomically
 
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
 WIDEST = 120  # columns of a line that is no table
@@ -108,15 +108,11 @@ def written(text: str) -> str:
 
 def write_block(path: Path) -> int:
     """Put the block into the file at `path`, all of it or nothing; returns the exit code."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(written(path.read_text()))
-        draft.replace(path)
+        write_atomically(path, [written(path.read_text())])
     except (OSError, ValueError) as error:
         print(f"refused    {path}: {getattr(error, 'strerror', None) or error}; a checkout has one that can be written")
         return 2
-    finally:
-        draft.unlink(missing_ok=True)
     return 0
 
 

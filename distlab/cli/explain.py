@@ -14,32 +14,24 @@ from distlab.report.table import aligned
 
 def explain(config: Config, mode: Mode) -> list[str]:
     """The lines of the lesson; in the end the files that it is read in."""
-    lines = [mode.idea, ""]
-    lines += [f"With {', '.join(f'{name}={value}' for name, value in settings(config).items())}:", ""]
+    settings = {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size)} | config.environ()
+    lines = [mode.idea, "", f"With {', '.join(f'{name}={value}' for name, value in settings.items())}:", ""]
     lines += aligned(PREDICTED, prediction_rows(mode.predict(config)))
     if config.bug is not None:
         mistake = mode.mistakes[config.bug]
         return [*lines, "", f"LAB_BUG={config.bug}: {mistake.what}. The check that catches it: {mistake.check}."]
     if mode.mistakes:
         lines += ["", "Injected bugs (LAB_BUG), and the check that catches each:", *mistake_lines(mode)]
-    return [*lines, *reading_lines(mode)]
-
-
-def settings(config: Config) -> dict[str, str]:
-    return {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size)} | config.environ()
+    if mode.reading:
+        lines += ["", "Read it in this order:"]
+        lines += [f"  {number}. {place}" for number, place in enumerate(mode.reading, 1)]
+    return lines
 
 
 def mistake_lines(mode: Mode) -> list[str]:
     """A row a mistake."""
     rows = [[name, mistake.what, mistake.check] for name, mistake in mode.mistakes.items()]
     return aligned(["bug", "what breaks", "check"], rows)
-
-
-def reading_lines(mode: Mode) -> list[str]:
-    """Which files to open, in which order."""
-    if not mode.reading:
-        return []
-    return ["", "Read it in this order:", *(f"  {number}. {place}" for number, place in enumerate(mode.reading, 1))]
 
 
 def main() -> int:

@@ -83,14 +83,8 @@ def base() -> int:
         }  # fmt: skip
         log = Path(folder) / "log"
         with log.open("w") as output:
-            command = [
-                "env",
-                *(f"{name}={value}" for name, value in tiny.items()),
-                sys.executable,
-                "-m",
-                "distlab",
-                "run",
-            ]
+            settings = [f"{name}={value}" for name, value in tiny.items()]
+            command = ["env", *settings, sys.executable, "-m", "distlab", "run"]
             rank = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         most = 0
         while rank.poll() is None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.report.compare import incomparable
+from distlab.report.compare import incomparable, write_comparison, write_together
 from distlab.report.log import verdict_lines
 from distlab.report.reading import MISFITS, BrokenRecord, read_run
 from distlab.report.records import Ranks, Run
@@ -92,15 +92,7 @@ def draw_together(folders: Sequence[Path]) -> int:
     if faults:
         print("\n".join(f"refused    {fault}" for fault in faults), file=sys.stderr)
         return 2
-    if len(judged) == 2:
-        from distlab.report.compare import write_comparison
-
-        page = write_comparison(*judged)
-    else:
-        from distlab.report.compare import write_together
-
-        page = write_together(judged)
-    print(f"report     {page}")
+    print(f"report     {write_comparison(*judged) if len(judged) == 2 else write_together(judged)}")
     return 0
 
 

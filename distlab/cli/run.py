@@ -70,21 +70,17 @@ def start_all(config: Config) -> int:
     from distlab.rank.finish import draw_missing
     from distlab.rank.main import import_for_ranks
 
-    with page_of(config):
+    page: AbstractContextManager[None] = nullcontext()
+    if config.live:
+        from distlab.cli.live import served
+
+        page = served(config)
+    with page:
         if sys.platform == "linux":  # where ranks are forked from this process
             import_for_ranks(config)
         code = launch(config, main)
     draw_missing(code, config.runs_dir)
     return code
-
-
-def page_of(config: Config) -> AbstractContextManager[None]:
-    """Around a run of local ranks: with LAB_LIVE=1 the page that shows it."""
-    if not config.live:
-        return nullcontext()
-    from distlab.cli.live import served
-
-    return served(config)
 
 
 def be_module(module: str, words: Sequence[str]) -> int:

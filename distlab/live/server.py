@@ -31,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from distlab.config import ConfigError
-from distlab.live.state import Reader, Snapshot, clock_s
+from distlab.live.state import Reader, Snapshot
 from distlab.report import progress
 from distlab.report.html import asset, render
 from distlab.report.progress import PERIOD_S
@@ -66,7 +66,7 @@ class Runs:
 
     def snapshot(self) -> Snapshot:
         """What is to be shown now."""
-        now = clock_s()
+        now = time.monotonic()
         if now - self._looked_at >= LOOK_S and self._shown.verdict != "running":
             self._looked_at = now
             newest = self._newest()
@@ -132,9 +132,9 @@ class Feed:
     async def read(self) -> str:
         """The run now."""
         async with self._lock:
-            if not self._text or clock_s() - self._read_at > PERIOD_S / 2:
+            if not self._text or time.monotonic() - self._read_at > PERIOD_S / 2:
                 self._text = await asyncio.to_thread(self._snapshot)
-                self._read_at = clock_s()
+                self._read_at = time.monotonic()
             return self._text
 
     def _snapshot(self) -> str:

@@ -8,7 +8,6 @@ all, as one whose interpreter was held up, is not lost any more.
 
 import math
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,13 @@ import msgspec
 from distlab.report import progress
 from distlab.report.progress import LiveState
 from distlab.report.reading import MOST_RECORD_BYTES, BrokenRecord, from_json, from_line, read_regular, regular
-from distlab.report.records import End, Failed, Left, Losses, Lost, Record, Run, WorldSize
+from distlab.report.records import End, Failed, Left, Losses, Lost, Record, WorldSize
 from distlab.report.sentences import headline
 
 # The records of one rank as they are written: only what is new is read, and only those that a live page needs.
 
 KINDS = (Lost, Left, Failed, Losses, End)
-WANTED = tuple(f'{{"record": "{kind.__name__.lower()}"'.encode() for kind in KINDS)  # as lines.to_line begins
+WANTED = tuple(f'{{"record": "{kind.__name__.lower()}"'.encode() for kind in KINDS)  # as reading.to_line begins
 
 
 class Tail:
@@ -50,14 +49,11 @@ class Tail:
         self._read += len(whole + newline)
         for line in whole.splitlines():
             if line.startswith(WANTED):
-                self._take(line)
+                try:
+                    self.found.append(from_line(line, f"a line of {self.path.name}"))
+                except BrokenRecord as error:
+                    self.faults.append(str(error))
         return self.found
-
-    def _take(self, line: bytes) -> None:
-        try:
-            self.found.append(from_line(line, f"a line of {self.path.name}"))
-        except BrokenRecord as error:
-            self.faults.append(str(error))
 
 
 # `run.json`: the fields that a headline needs, each as it has to be.
@@ -101,21 +97,6 @@ class Needed(TypedDict):
     comparisons: list[Claim]
 
 
-def read_judged(folder: Path) -> Run:
-    """The verdict in the folder of a run; raises BrokenRecord with the reason, and FileNotFoundError where there is
-    none."""
-    try:
-        run: Run = from_json(read_regular(folder / RUN_FILE, MOST_RUN_BYTES))
-        msgspec.convert(run, Needed)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise BrokenRecord(str(error.strerror)) from None
-    except (ValueError, msgspec.ValidationError) as error:
-        raise BrokenRecord(f"it is no verdict of the lab ({error})") from None
-    return run
-
-
 # What the ranks' states say together, which none of them knows alone: losses of the whole batch, and bytes by peer.
 
 Curve = list[list[Any]]  # [step, loss] each; None where it is no number
@@ -124,17 +105,12 @@ States = Mapping[int, LiveState]
 
 def curves(states: States) -> dict[str, Curve]:
     """The loss of the global batch by variant, at the steps that every rank has noted which knows losses at all."""
-    names = list(dict.fromkeys(name for state in states.values() for name in state.losses))
-    return {
-        name: add_shares([dict(state.losses[name]) for state in states.values() if name in state.losses])
-        for name in names
-    }
-
-
-def add_shares(of_ranks: list[dict[int, float | None]]) -> Curve:
-    """Shares of the same steps added up."""
-    steps = sorted(set.intersection(*(set(shares) for shares in of_ranks)))
-    return [[step, added([shares[step] for shares in of_ranks])] for step in steps]
+    found = {}
+    for name in dict.fromkeys(name for state in states.values() for name in state.losses):
+        of_ranks = [dict(state.losses[name]) for state in states.values() if name in state.losses]
+        steps = sorted(set.intersection(*map(set, of_ranks)))
+        found[name] = [[step, added([shares[step] for shares in of_ranks])] for step in steps]
+    return found
 
 
 def added(shares: list[float | None]) -> float | None:
@@ -149,7 +125,7 @@ def matrix(states: States, world_size: int) -> list[list[int | None]]:
     The rank at the other end is the one that names the same connection from there. Bytes to an end that nobody names
     are left out: the store's, or those of a rank that has not written yet.
     """
-    owner = {ends(near, far): rank for rank, state in states.items() for near, far, _ in state.sent}
+    owner = {(*near, *far): rank for rank, state in states.items() for near, far, _ in state.sent}
     measured = {rank for rank, state in states.items() if not state.unmeasured}
     sent: list[list[int | None]] = [
         [0 if rank != peer and {rank, peer} <= measured else None for peer in range(world_size)]
@@ -157,14 +133,9 @@ def matrix(states: States, world_size: int) -> list[list[int | None]]:
     ]
     for rank, state in states.items():
         for near, far, num_bytes in state.sent:
-            peer = owner.get(ends(far, near), rank)
+            peer = owner.get((*far, *near), rank)
             sent[rank][peer] = None if peer == rank else (sent[rank][peer] or 0) + num_bytes
     return sent
-
-
-def ends(near: list[Any], far: list[Any]) -> tuple[Any, ...]:
-    """Both ends of a connection, which name it together."""
-    return (*near, *far)
 
 
 STALE_S = 2.0  # eight writings
@@ -224,9 +195,10 @@ class Reader:
         ranks = self._rows(states, newest.world_size, now, faults, over=bool(verdict))
         if not verdict:
             verdict, sentence = so_far(ranks)
+        faults += dict.fromkeys(state.unmeasured for state in states.values() if state.unmeasured)
         return Snapshot(
             now, self.folder.name, newest.run_mode, verdict, sentence, ranks, self._curves(states),
-            matrix(states, newest.world_size), faults + unmeasured(states),
+            matrix(states, newest.world_size), faults,
         )  # fmt: skip
 
     def _read_states(self, now: float) -> list[str]:
@@ -250,15 +222,20 @@ class Reader:
 
     def _verdict(self, began_at: float, faults: list[str]) -> tuple[str, str]:
         """What `run.json` says, if it is of this attempt; empty where there is none."""
+        path = self.folder / RUN_FILE
         try:
-            if (self.folder / RUN_FILE).stat().st_mtime < began_at:
+            if path.stat().st_mtime < began_at:
                 return "", ""
-            run = read_judged(self.folder)
+            run = from_json(read_regular(path, MOST_RUN_BYTES))
+            msgspec.convert(run, Needed)
             return str(run["verdict"]), headline(run)
         except FileNotFoundError:
             return "", ""
-        except (BrokenRecord, OSError) as error:
-            faults.append(f"{RUN_FILE} is not the verdict of a run ({error})")
+        except OSError as error:
+            why = str(error.strerror)
+        except (ValueError, msgspec.ValidationError) as error:
+            why = f"it is no verdict of the lab ({error})"
+        faults.append(f"{RUN_FILE} is not the verdict of a run ({why})")
         return "", ""
 
     def _rows(
@@ -326,18 +303,8 @@ def so_far(ranks: list[Shown]) -> tuple[str, str]:
     return "lost", f"{who} lost"
 
 
-def unmeasured(states: dict[int, LiveState]) -> list[str]:
-    """Why no bytes are shown, said once."""
-    return list(dict.fromkeys(state.unmeasured for state in states.values() if state.unmeasured))
-
-
 def thinned(values: list[float]) -> Curve:
     """A whole curve by as many points as a live one has."""
     every = -(-len(values) // POINTS) or 1
     shown = ((step, values[step]) for step in range(0, len(values), every))
     return [[step, round(value, 6) if math.isfinite(value) else None] for step, value in shown]
-
-
-def clock_s() -> float:
-    """Now, for `snapshot`."""
-    return time.monotonic()

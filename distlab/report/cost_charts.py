@@ -30,38 +30,21 @@ MATRIX_RANKS = 16  # rows and columns of who sends to whom: of 64 ranks three fi
 SOURCES = {"predicted": charts.PREDICTED, "called": charts.CALLED, "wire": charts.WIRE}
 
 
-class Matrix(NamedTuple):
-    """Bytes from each rank to each other, in one unit: (what is written, how strong its ground is in per cent)."""
-
-    unit: str
-    rows: list[list[tuple[str, int]]]
-    least_rem: float  # its least width
-
-
-class Traffic(NamedTuple):
-    """Bytes of one variant: by rank, and who sent how much to whom where that was counted."""
-
-    variant: str
-    chart: Drawing
-    matrix: Matrix | None
-
-
-def traffic(run: Run, records: Ranks) -> list[Traffic]:
-    """Predicted, called and wire bytes of each rank, and who sent how much to whom, by variant."""
-    bars = {variant["name"]: _bars(variant, run, records) for variant in run["variants"]}
-    bars = {
-        name: rows for name, rows in bars.items() if any(value is not None for row in rows.values() for value in row)
-    }
+def traffic(run: Run, records: Ranks) -> list[dict[str, Any]]:
+    """By variant predicted, called and wire bytes of each rank, and who sent how much to whom where that was
+    counted."""
+    every = {variant["name"]: _bars(variant, run, records) for variant in run["variants"]}
+    bars = {name: rows for name, rows in every.items() if any(slowest(row) is not None for row in rows.values())}
     top = max((value or 0 for rows in bars.values() for row in rows.values() for value in row), default=0)
     sent = _sent(records)
     most = max((value for cells in sent.values() for value in cells.values()), default=0)
     shown = min(run["world_size"], MATRIX_RANKS)
     return [
-        Traffic(
-            name,
-            charts.render_chart(charts.rank_bars(rows, SOURCES, top), f"bytes a step by rank, {name}", 190),
-            _matrix(sent[name], shown, most) if name in sent else None,
-        )
+        {
+            "variant": name,
+            "chart": charts.render_chart(charts.rank_bars(rows, SOURCES, top), f"bytes a step by rank, {name}", 190),
+            "matrix": _matrix(sent[name], shown, most) if name in sent else None,
+        }
         for name, rows in bars.items()
     ]
 
@@ -88,8 +71,9 @@ def _sent(records: Ranks) -> dict[str, dict[tuple[int, int], float]]:
     return found
 
 
-def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -> Matrix:
-    """Rows send, columns receive; the stronger the ground, the more bytes."""
+def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -> dict[str, Any]:
+    """Rows send, columns receive: (what is written, how strong its ground is in per cent), the more bytes the
+    stronger."""
     scale, unit = byte_unit(most)
 
     def cell(sent: float | None) -> tuple[str, int]:
@@ -99,8 +83,8 @@ def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -
         return f"{sent / scale:.{digits}f}", round(35 * sent / most)
 
     ranks = range(world_size)
-    # Eight ranks still fit into a phone of 390 px.
-    return Matrix(unit, [[cell(cells.get((sender, to))) for to in ranks] for sender in ranks], 2.4 + 2.2 * world_size)
+    rows = [[cell(cells.get((sender, to))) for to in ranks] for sender in ranks]
+    return {"unit": unit, "rows": rows, "least_rem": 2.4 + 2.2 * world_size}  # 8 ranks fit into a phone of 390 px
 
 
 def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
@@ -146,23 +130,15 @@ class Course(NamedTuple):
     until: float = math.inf
 
 
-class Pace(NamedTuple):
-    """A course as the page shows it: its variants, its chart, and what happened."""
-
-    name: str
-    chart: Drawing
-    events: Table
-
-
-def pace(run: Run, records: Ranks) -> list[Pace]:
+def pace(run: Run, records: Ranks) -> list[dict[str, Any]]:
     """Every course; none where no rank wrote when its steps stood."""
     found = courses(records)
     samples = int(first(records).config["LAB_BATCH"]) if found else 0
     return [draw_throughput(each, samples, events(run, records, each)) for each in found]
 
 
-def draw_throughput(course: Course, samples: int, happened: Sequence[Event]) -> Pace:
-    """One chart, and its events as a table."""
+def draw_throughput(course: Course, samples: int, happened: Sequence[Event]) -> dict[str, Any]:
+    """Its variants, its chart, and what happened as a table."""
     began = course.times[0]
     ended = max([course.times[-1], *(each.at for each in happened)])
     x, y = curve(course.times, samples, len(course.variants), ended)
@@ -176,7 +152,7 @@ def draw_throughput(course: Course, samples: int, happened: Sequence[Event]) -> 
     title = f"samples a second of {name}, with {len(happened)} events"
     rows = [[number, f"{each.at - began:.2f}", each.told] for number, each in enumerate(happened, 1)]
     columns = [Column("", "number"), Column("s", "number"), Column("what happened")]
-    return Pace(name, charts.render_chart(figure, title, 220), Table(columns, rows))
+    return {"name": name, "chart": charts.render_chart(figure, title, 220), "events": Table(columns, rows)}
 
 
 def curve(times: Sequence[float], samples: int, every: int, ended: float) -> tuple[list[float], list[float]]:
@@ -251,8 +227,8 @@ def changes(records: Ranks, variants: Sequence[str]) -> Iterator[Event]:
 
 # Memory, by class at rest, at the peak and over a step, and rank by rank.
 
-CLASSES = ("parameters", "gradients", "optimizer", "activations", "communication")
-MEMORY_COLOURS = dict(zip(CLASSES, (charts.PALETTE[index] for index in (0, 2, 3, 1, 5)), strict=True))
+COLOUR_OF_CLASS = {"parameters": 0, "gradients": 2, "optimizer": 3, "activations": 1, "communication": 5}
+MEMORY_COLOURS = {name: charts.PALETTE[place] for name, place in COLOUR_OF_CLASS.items()}
 MOST_PARTS = 600  # of all lines over a step together: 14 variants of 200 parts each took a fifth of the page
 HELD = {
     "rest_bytes": "At rest",
@@ -281,13 +257,13 @@ def memory_over_the_step(records: Ranks) -> dict[str, Drawing]:
     lines: dict[str, MemoryLine] = {}
     for _, line in select(records, MemoryLine):
         lines[line.variant] = max(line, lines.get(line.variant, line), key=_most)
-    scale, unit = byte_unit(max(map(_most, lines.values()), default=0))
-    top = max(map(_most, lines.values()), default=0) / scale
+    most = max(map(_most, lines.values()), default=0)
+    scale, unit = byte_unit(most)
     figures = {}
     for name, line in lines.items():
         coarse = coarser(line.held_bytes, MOST_PARTS // len(lines))
         held = {kind: [nbytes / scale for nbytes in values] for kind, values in coarse.items() if any(values)}
-        figure = charts.stacked(held, 1000 * line.step_s, MEMORY_COLOURS, unit, top)
+        figure = charts.stacked(held, 1000 * line.step_s, MEMORY_COLOURS, unit, most / scale)
         figures[name] = charts.render_chart(figure, f"memory over a step of {name}", 220)
     return figures
 

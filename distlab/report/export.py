@@ -177,12 +177,8 @@ def junit(run: Run) -> ET.Element:
     gone = [(lost["rank"], lost_sentence(lost)) for lost in run["lost"]]
     for rank, sentence in gone + [(error["rank"], error["error"]) for error in run["errors"]]:
         ET.SubElement(_case(suite, run, "", f"rank {rank}"), "error", message=_clean(sentence), type=run["verdict"])
-    for kind, tag in (
-        ("tests", "testcase"),
-        ("failures", ".//failure"),
-        ("errors", ".//error"),
-        ("skipped", ".//skipped"),
-    ):
+    tags = {"tests": "testcase", "failures": ".//failure", "errors": ".//error", "skipped": ".//skipped"}
+    for kind, tag in tags.items():
         suite.set(kind, str(len(suite.findall(tag))))
     suites = ET.Element("testsuites")
     suites.append(suite)

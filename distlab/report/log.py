@@ -7,44 +7,27 @@ the last line alone says all that a script needs: the verdict, the report's path
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from distlab.report import fault_checks, tables
+from distlab.report import fault_checks, sentences, tables
 from distlab.report.records import Ranks, Run
-from distlab.report.sentences import (
-    FINDINGS,
-    dropped_sentence,
-    error_sentences,
-    explanation,
-    failure_sentence,
-    failures,
-    headline,
-    lost_sentence,
-    mistake_sentence,
-    proof_note,
-    repeat_command,
-    unseen_sentence,
-)
 from distlab.report.table import log_line, table_lines
 from distlab.report.tables import staircases
 
 DIGITS = len("2.8e-17")  # as wide as a difference gets
 
 
-def skipped(run: Run) -> list[str]:
-    """A line a variant that was left out."""
-    return [log_line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]]
-
-
 def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
     """The proof, row by row: `names` are all variants that will be proven, so that those that are told one by one stand
     in line."""
     least = [max(map(len, ("", *names))), *[DIGITS] * len(tables.PROOF)]
-    lines = table_lines("proof", tables.proof(run), least)
-    return lines or ([log_line("proof", proof_note(run))] if proof_note(run) else [])
+    note = sentences.proof_note(run)
+    return table_lines("proof", tables.proof(run), least) or ([log_line("proof", note)] if note else [])
 
 
 # What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
 SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
-    "skipped": lambda run, _records, _rows: skipped(run),
+    "skipped": lambda run, _records, _rows: [
+        log_line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]
+    ],
     "proof": lambda run, _records, rows: proof(run, rows),
     "timed": lambda run, _records, _rows: table_lines("timed", tables.timed(run)),
     "profile": lambda run, records, _rows: table_lines("profile", tables.profile(run, records, slowest_only=True)),
@@ -56,7 +39,7 @@ SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
 
 def mistake(run: Run) -> list[str]:
     """The first line of a run with an injected bug: which one, by name."""
-    return [log_line("bug", mistake_sentence(run))] if run["mistake"] else []
+    return [log_line("bug", sentences.mistake_sentence(run))] if run["mistake"] else []
 
 
 def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:
@@ -67,29 +50,27 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
     lines = [
         *rows_not_yet_printed(mistake(run), told),
         *(each for section in SECTIONS.values() for each in rows_not_yet_printed(section(run, records, ()), told)),
-        *(log_line("FAILED", failure_sentence(claim)) for claim in failures(run)),
+        *(log_line("FAILED", sentences.failure_sentence(claim)) for claim in sentences.failures(run)),
         *more_checks(run),
         *compared(run),
         *(log_line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
         *(log_line("fault", fault_checks.fault_sentence(each)) for each in run.get("drills", [])),
-        *([log_line("dropped", dropped_sentence(run))] if run.get("dropped") else []),
-        *(log_line("error", sentence) for sentence in error_sentences(run)),
-        *(log_line("lost", lost_sentence(lost)) for lost in run["lost"]),
-        *([log_line("unseen", unseen_sentence(run))] if run["unseen"] else []),
+        *([log_line("dropped", sentences.dropped_sentence(run))] if run.get("dropped") else []),
+        *(log_line("error", sentence) for sentence in sentences.error_sentences(run)),
+        *(log_line("lost", sentences.lost_sentence(lost)) for lost in run["lost"]),
+        *([log_line("unseen", sentences.unseen_sentence(run))] if run["unseen"] else []),
     ]
     where = f"report {report}" if report else "no report written"
-    why = [explanation(run)] if run["mistake"] else []
-    return [
-        *lines,
-        log_line(run["verdict"].upper(), " · ".join([headline(run), *why, where, f"rerun: {repeat_command(records)}"])),
-    ]
+    why = [sentences.explanation(run)] if run["mistake"] else []
+    last = [sentences.headline(run), *why, where, f"rerun: {sentences.repeat_command(records)}"]
+    return [*lines, log_line(run["verdict"].upper(), " · ".join(last))]
 
 
 def more_checks(run: Run) -> list[str]:
     """The checks that passed and that no table above has."""
     held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)]
-    found = [check["name"] for check in held if check["unit"] == FINDINGS]
-    lines = table_lines("checks", tables.checks(check for check in held if check["unit"] != FINDINGS))
+    found = [check["name"] for check in held if check["unit"] == sentences.FINDINGS]
+    lines = table_lines("checks", tables.checks(check for check in held if check["unit"] != sentences.FINDINGS))
     return lines + ([log_line("checks", f"passed: {', '.join(found)}")] if found else [])
 
 

@@ -7,24 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distlab.report import charts, cost_charts, tables
+from distlab.report import charts, cost_charts, sentences, tables
 from distlab.report.charts import Drawing
 from distlab.report.html import render
 from distlab.report.reading import write_atomically
 from distlab.report.records import Chart, End, Lesson, Losses, Ranks, Run, Said, Start, select
 from distlab.report.records import Table as OwnTable
-from distlab.report.sentences import (
-    error_sentences,
-    failure_sentence,
-    failures,
-    headline,
-    lost_sentence,
-    mistake_sentence,
-    proof_note,
-    repeat_command,
-    seen_sentence,
-    unseen_sentence,
-)
 from distlab.report.table import Column, Table, Verdict, numeric
 from distlab.report.timeline import timeline
 from distlab.report.units import allowed, difference, human_bytes, milliseconds
@@ -53,9 +41,9 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
     return {
         "run": run,
         "start": start,
-        "headline": headline(run),
-        "proof_note": proof_note(run),
-        "mistake": [mistake_sentence(run), seen_sentence(run)] if run["mistake"] else [],
+        "headline": sentences.headline(run),
+        "proof_note": sentences.proof_note(run),
+        "mistake": [sentences.mistake_sentence(run), sentences.seen_sentence(run)] if run["mistake"] else [],
         "wrong": list(wrong(run)),
         "timeline": timeline(run, records),
         "tiles": list(tiles(run)),
@@ -69,7 +57,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         **costs_of(run, records, colour),
         "ranks": ranks(run, records),
         "skipped": skipped(run),
-        "command_line": repeat_command(records),
+        "command_line": sentences.repeat_command(records),
         "settings": [(name, setting_text(value), name in start.repeat) for name, value in start.config.items()],
         "versions": [(name, version, False) for name, version in start.versions.items()],
     }
@@ -114,11 +102,11 @@ def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]
 
 def wrong(run: Run) -> Iterator[str]:
     """What failed, and what ended a rank."""
-    yield from map(failure_sentence, failures(run))
-    yield from map(lost_sentence, run["lost"])
-    yield from error_sentences(run)
+    yield from map(sentences.failure_sentence, sentences.failures(run))
+    yield from map(sentences.lost_sentence, run["lost"])
+    yield from sentences.error_sentences(run)
     if run["unseen"]:
-        yield unseen_sentence(run)
+        yield sentences.unseen_sentence(run)
 
 
 def tiles(run: Run) -> Iterator[tuple[str, str]]:

@@ -9,11 +9,10 @@ buffers. While less than a tenth is done, or where nobody knows how many units t
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 import msgspec
 from msgspec import field
@@ -107,36 +106,19 @@ class Heartbeat:
         self._journal.say(f"working    {phase}{self._work.told() or unknown}")
 
 
-class Progress:
-    """Counts to `total` under a `label`, as a bar where there is a terminal; a log has the heartbeat."""
+@contextmanager
+def progress_bar(
+    total: int, label: str, stream: TextIO | None = None, *, shown: bool = True
+) -> Iterator[Callable[[int], object]]:
+    """A bar up to `total` where there is a terminal; a log has the heartbeat. What it gives counts more as done."""
+    stream = stream or sys.stderr
+    if not (shown and stream.isatty()):
+        yield lambda _: None
+        return
+    from tqdm import tqdm  # here, since ranks in containers have no terminal and need not wait for it
 
-    def __init__(
-        self, total: int, label: str, stream: TextIO | None = None, *, shown: bool = True
-    ) -> None:  # fmt: skip
-        self.total, self.label = total, label
-        self.done = 0
-        self.shown = shown
-        self._stream = stream or sys.stderr
-        self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        if self.shown and self._stream.isatty():
-            from tqdm import tqdm  # here, since ranks in containers have no terminal and need not wait for it
-
-            self._bar = tqdm(total=self.total, desc=self.label, file=self._stream, leave=False)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self, steps: int = 1) -> None:
-        """Count `steps` more as done."""
-        self.done += steps
-        if self._bar is not None:
-            self._bar.update(steps)
+    with tqdm(total=total, desc=label, file=stream, leave=False) as bar:
+        yield bar.update
 
 
 # What a rank shows of itself while it runs, put in place anew each time.

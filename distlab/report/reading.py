@@ -5,11 +5,12 @@ Files are written whole or not at all, and one that is broken is refused with it
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,7 +69,7 @@ def to_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
-        return json.dumps(_worded(value), allow_nan=False)
+        return json.dumps(replace_not_finite(value, lambda number: {FLOAT: str(number)}), allow_nan=False)
 
 
 def from_json(content: str | bytes) -> Any:
@@ -83,12 +84,13 @@ def from_json(content: str | bytes) -> Any:
     return value
 
 
-def _worded(value: Any) -> Any:
+def replace_not_finite(value: Any, instead: Callable[[float], Any]) -> Any:
+    """The value with what `instead` makes of each number in it that is not finite."""
     if isinstance(value, dict):
-        return {key: _worded(entry) for key, entry in value.items()}
+        return {key: replace_not_finite(entry, instead) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_worded(entry) for entry in value]
-    return {FLOAT: str(value)} if isinstance(value, float) and value - value != 0 else value
+        return [replace_not_finite(entry, instead) for entry in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _whole(digits: str) -> int:

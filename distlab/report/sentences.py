@@ -68,10 +68,9 @@ def dropped_sentence(run: Run) -> str:
 
 def unseen_sentence(run: Run) -> str:
     """Whose records the verdict does not rest on, and where they are."""
-    who = ", ".join(
-        f"rank {each['rank']} (on {each['host']})" if each["host"] else f"rank {each['rank']}" for each in run["unseen"]
-    )
-    elsewhere = any(each["host"] for each in run["unseen"])
+    hosts = {each["rank"]: each["host"] for each in run["unseen"]}
+    who = ", ".join(f"rank {rank} (on {host})" if host else f"rank {rank}" for rank, host in hosts.items())
+    elsewhere = any(hosts.values())
     why = "their records are on that host, not here" if elsewhere else "they ended before they wrote any"
     return f"no records of {who}: {why}; what was measured and checked there is not part of this verdict"
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from distlab.report.fault_checks import drills
-from distlab.report.reading import BrokenRecord, write_atomically
+from distlab.report.reading import BrokenRecord, replace_not_finite, write_atomically
 from distlab.report.records import (
     Activations,
     Called,
@@ -182,22 +182,17 @@ def judge(records: Ranks) -> Run:
         "by_torch": list(start.by_torch),
         "mistake": start.mistake or None,
         "variants": [_variant(name, records, start.world_size) for name in _variant_names(records)],
-        "resumed": next(
-            ({"epoch": r.epoch, "step": r.step, "path": r.path} for _, r in select(records, Resumed)), None
-        ),
+        "resumed": next((asdict(each) for _, each in select(records, Resumed)), None),
         "checkpoints": [
             {"step": s.step, "seconds": s.seconds, "held_seconds": s.held_s, "bytes": s.num_bytes, "error": s.error}
             for _, s in select(records, Saved)
         ],
-        "skipped": _unique({"variant": skip.variant, "reason": skip.reason} for _, skip in select(records, Skipped)),
+        "skipped": [asdict(skip) for skip in dict.fromkeys(skip for _, skip in select(records, Skipped))],
         "checks": checks,
         "comparisons": comparisons,
         "lost": sorted([*lost, *left.values()], key=lambda entry: entry["rank"]),
         "errors": errors,
-        "findings": [
-            {"check": each.check, "sentence": each.sentence, "ranks": each.ranks}
-            for _, each in select(records, Finding)
-        ],
+        "findings": [asdict(each) for _, each in select(records, Finding)],
         "drills": drills(records, checks),
         "unseen": _unseen(records, start.world_size),
         "dropped": _dropped(records),
@@ -214,11 +209,11 @@ def exit_code(run: Run) -> int:
 
 def as_lines(run: Run) -> list[str]:
     """The text of `run.json`; NaN and infinity become null, since JSON has no word for them."""
-    return [json.dumps(_finite(run), indent=1, allow_nan=False), "\n"]
+    return [json.dumps(replace_not_finite(run, lambda _: None), indent=1, allow_nan=False), "\n"]
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json` in place of the one that is there: for a run that is over (run_result.py)."""
+    """Write `run.json` in place of the one that is there: for a run that is over (run_folder.py)."""
     write_atomically(folder / "run.json", as_lines(run))
 
 
@@ -331,19 +326,3 @@ def _variant(name: str, records: Ranks, world_size: int) -> Run:
         "activation_bytes": a_rank(Activations, lambda held: [held.peak_bytes], max),
         "weights_sha256": next((entry.sha256 for _, entry in select(records, Digest) if entry.variant == name), None),
     }
-
-
-def _unique(entries: Iterable[Run]) -> list[Run]:
-    seen: list[Run] = []
-    for entry in entries:
-        if entry not in seen:
-            seen.append(entry)
-    return seen
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from distlab.report.progress import EVERY_S, Heartbeat, Progress, Work, places, read_status, status_path, write_status
+from distlab.report.progress import (
+    EVERY_S,
+    Heartbeat,
+    Work,
+    places,
+    progress_bar,
+    read_status,
+    status_path,
+    write_status,
+)
 from distlab.report.reading import BrokenRecord
 from distlab.report.run_folder import Journal
 from tests.live.states import state
@@ -37,17 +46,17 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_a_bar_and_the_log_nothing() -> None:
     terminal = Terminal()
-    with Progress(3, "measured", terminal) as shown:
-        shown.advance(3)
+    with progress_bar(3, "measured", terminal) as advance:
+        advance(3)
     assert "measured" in terminal.getvalue() and "0/3" in terminal.getvalue()
-    with Progress(3, "measured", io.StringIO()) as shown:
-        shown.advance(3)
+    with progress_bar(3, "measured", io.StringIO()) as advance:
+        advance(3)
 
 
 def test_what_is_not_shown_is_silent_everywhere() -> None:
     terminal = Terminal()
-    with Progress(3, "measured", terminal, shown=False) as shown:
-        shown.advance(3)
+    with progress_bar(3, "measured", terminal, shown=False) as advance:
+        advance(3)
     assert terminal.getvalue() == ""
 
 
