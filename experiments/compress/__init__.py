@@ -31,7 +31,7 @@ The variants; from bf16 on each bucket goes through an all_reduce that sends les
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeAlias
 
 import torch
@@ -95,6 +95,7 @@ def compressed(compressor_of: Callable[..., Compressor]) -> Build:
     Each does so: values = residual + bucket; a message of them travels; residual = values - what the message says.
     """
 
+    @wraps(compressor_of)
     def build(
         model: Model, mesh: Mesh, config: Config, buckets: type[GradientBuckets] = GradientBuckets, **parts: Any
     ) -> Strategy:
@@ -181,15 +182,7 @@ def run(lab: Lab) -> None:
 
 MODE = Mode(
     variants=(
-        Variant("naive", naive),
-        Variant("dense", dense),
-        Variant("bf16", bf16),
-        Variant("fp16", fp16),
-        Variant("int8", int8),
-        Variant("topk", topk),
-        Variant("randomk", randomk),
-        Variant("sign", sign),
-        Variant("powersgd", powersgd),
+        *(Variant(each.__name__, each) for each in (naive, dense, bf16, fp16, int8, topk, randomk, sign, powersgd)),
         Variant("topk_plain", plain(topk)),
         Variant("sign_plain", plain(sign)),
         Variant("powersgd_plain", plain(powersgd)),

@@ -21,14 +21,13 @@ mistake = Mistakes()
 # --- the settings that hide one ---
 
 
-def nothing_to_forget(config: Config) -> str:
-    """Where all is sent, or what is not sent is dropped on purpose."""
-    if not config.own(Options).error_feedback:
+def all_sent(config: Config) -> str:
+    """Or what is not sent is dropped on purpose."""
+    own = config.own(Options)
+    if not own.error_feedback:
         return "LAB_ERROR_FEEDBACK=0: there is none to forget"
     chosen = {name for name in METHODS if not config.variant or name in config.variant}
-    return (
-        "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and config.own(Options).ratio == 1 else ""
-    )
+    return "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and own.ratio == 1 else ""
 
 
 def every_place(config: Config) -> str:
@@ -39,9 +38,9 @@ def every_place(config: Config) -> str:
 def few_rows(config: Config) -> str:
     """No gradient of a matrix has a higher rank than the batch has rows, so products of that rank are exact."""
     rows = config.batch * (config.seq if config.model == "gpt" else 1)
-    if config.own(Options).low_rank < rows:
-        return ""
     low_rank = config.own(Options).low_rank
+    if low_rank < rows:
+        return ""
     return f"LAB_LOW_RANK={low_rank}: gradients of {rows} rows have no higher rank, allowed: less than {rows}"
 
 
@@ -62,11 +61,7 @@ class Forgetful:
 
 
 @mistake(
-    "no_error_feedback",
-    check="sent + residual",
-    part="buckets",
-    of=METHODS,
-    needs=Needs(ranks=1, unless=nothing_to_forget),
+    "no_error_feedback", check="sent + residual", part="buckets", of=METHODS, needs=Needs(ranks=1, unless=all_sent)
 )
 class ForgetfulBuckets(GradientBuckets):
     """What is not sent is dropped, although error feedback is on: it never reaches the weights."""

@@ -11,13 +11,7 @@ from torch import Size
 
 from distlab.collectives.costs import gloo_all_reduce_messages
 from distlab.compression.compressors import num_kept
-from distlab.compression.costs import (
-    FORMULAS,
-    bucket_bytes,
-    bucket_calls,
-    sign_pays_below,
-    topk_pays_below,
-)
+from distlab.compression.costs import FORMULAS, bucket_bytes, bucket_calls, sign_pays_below, topk_pays_below
 from distlab.compression.powersgd import factors, pays
 from distlab.config import Config
 from distlab.contract import Counted, Measured, untrainable

@@ -27,7 +27,7 @@ decide. The model is small unless sizes are set, since 16-bit arithmetic is slow
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -79,14 +79,10 @@ class HalfPrecision(Replica):
         self.optimizer.step()
 
 
-def bf16(model: Model, mesh: Mesh, config: Config) -> Strategy:
+def half(model: Model, mesh: Mesh, config: Config, dtype: torch.dtype) -> Strategy:
+    """All of it in `dtype`."""
     begin_alike(model, mesh.group, config)
-    return HalfPrecision(model, mesh.group, config, torch.bfloat16)
-
-
-def fp16(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    begin_alike(model, mesh.group, config)
-    return HalfPrecision(model, mesh.group, config, torch.float16)
+    return HalfPrecision(model, mesh.group, config, dtype)
 
 
 def fp32(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -150,32 +146,10 @@ class MixedPrecision(HalfPrecision):
             self.scale = self.loss_scale.value
 
 
-def fp16_scaled(
-    model: Model, mesh: Mesh, config: Config, deliver: Deliver = unscale_then_clip, dtype: torch.dtype = torch.float16
-) -> Strategy:
-    """A scaled loss; float32 for as long as the update takes."""
+def mixed(model: Model, mesh: Mesh, config: Config, **how: Any) -> Strategy:
+    """In 16 bits with what `MixedPrecision` has for what they lack."""
     begin_alike(model, mesh.group, config)
-    return MixedPrecision(model, mesh.group, config, dtype, scaled=True, deliver=deliver)
-
-
-def bf16_master(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """float32 master weights."""
-    begin_alike(model, mesh.group, config)
-    return MixedPrecision(model, mesh.group, config, torch.bfloat16, kept=True)
-
-
-def fp16_master(
-    model: Model, mesh: Mesh, config: Config, deliver: Deliver = unscale_then_clip, dtype: torch.dtype = torch.float16
-) -> Strategy:
-    """A scaled loss and float32 master weights."""
-    begin_alike(model, mesh.group, config)
-    return MixedPrecision(model, mesh.group, config, dtype, scaled=True, kept=True, deliver=deliver)
-
-
-def bf16_stochastic(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """Updates in float32, rounded at random."""
-    begin_alike(model, mesh.group, config)
-    return MixedPrecision(model, mesh.group, config, torch.bfloat16, stochastic=True)
+    return MixedPrecision(model, mesh.group, config, **how)
 
 
 # --- the run ---
@@ -214,13 +188,13 @@ def run(lab: Lab) -> None:
 
 MODE = Mode(
     variants=(
-        Variant("bf16", bf16),
-        Variant("fp16", fp16),
+        Variant("bf16", partial(half, dtype=torch.bfloat16)),
+        Variant("fp16", partial(half, dtype=torch.float16)),
         Variant("fp32", fp32),
-        Variant("fp16_scaled", fp16_scaled),
-        Variant("bf16_master", bf16_master),
-        Variant("fp16_master", fp16_master),
-        Variant("bf16_stochastic", bf16_stochastic),
+        Variant("fp16_scaled", partial(mixed, dtype=torch.float16, scaled=True)),
+        Variant("bf16_master", partial(mixed, dtype=torch.bfloat16, kept=True)),
+        Variant("fp16_master", partial(mixed, dtype=torch.float16, scaled=True, kept=True)),
+        Variant("bf16_stochastic", partial(mixed, dtype=torch.bfloat16, stochastic=True)),
     ),
     run=run,
     claims=claims,
