@@ -8,7 +8,7 @@ after 0.2 s with nothing, but for `shrink`; of the last two nobody is killed. Go
 undisturbed over the time that they took.
 
 `restart` runs with a checkpoint every 1, 2, 4, ... steps, up to the time between two kills. Each stands beside the
-formula (distlab/elastic/costs.py) for the rate of the text and what was measured: a step, in runs without
+formula (benchmarks/useful.py) for the rate of the text and what was measured: a step, in runs without
 faults before and after all others, a checkpoint and a restart, the medians of all runs. The best interval is told by
 Young, by Daly and by measure. Then `join` and `shrink` run, which save nothing.
 """

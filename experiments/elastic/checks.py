@@ -14,9 +14,18 @@ from torch import Tensor
 from distlab.collectives.costs import wire_tolerance
 from distlab.config import Config
 from distlab.contract import Claims, Mode
-from distlab.elastic.costs import STEP, copy_bytes, held_bytes, replica_step_bytes, sharded_step_bytes, step_messages
 from distlab.elastic.shards import Recut, keeper, part, wards
-from distlab.elastic.strategy import OWNERS, ShardedSurvivor, Survivor
+from distlab.elastic.strategy import (
+    OWNERS,
+    STEP,
+    ShardedSurvivor,
+    Survivor,
+    copy_bytes,
+    held_bytes,
+    replica_step_bytes,
+    sharded_step_bytes,
+    step_messages,
+)
 from distlab.lab import Lab
 from distlab.measure.tensors import Worst
 from distlab.workload.reference import Reference, Snapshot

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from distlab.elastic.costs import daly_s, goodput, young_s
+from benchmarks.useful import daly_s, goodput, young_s
 
 pytestmark = pytest.mark.timeout(60)
 
