@@ -24,8 +24,7 @@ from distlab.experiments.elastic import POLICIES
 from distlab.experiments.elastic.recovery import Course
 from distlab.experiments.largebatch import RECIPES
 from distlab.experiments.largebatch.training import Trainee
-from distlab.experiments.server.worker import Worker
-from distlab.parameter_server.server import ParameterServer
+from distlab.parameter_server.server import ParameterServer, Worker
 from distlab.rank.mode_loader import load
 
 TOP = Path(__file__).parent.parent

@@ -73,7 +73,7 @@ FLOORS: dict[str, list[str]] = {
     f"{D}.compression": COMMON,
     f"{D}.precision": COMMON,
     f"{D}.large_batch": COMMON,
-    f"{D}.parameter_server": COMMON,
+    f"{D}.parameter_server": [*COMMON, f"{MEASURE}.tensors", f"{D}.data_parallel"],
     f"{D}.elastic": [*COMMON, TRANSPORT, f"{D}.data_parallel", f"{D}.sharded"],
     CONTRACT: [CONFIG, MEASURE, WORKLOAD],
     LAB: BELOW_LAB,

@@ -24,6 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.config import Config
+from distlab.data_parallel.buckets import Vectors
+from distlab.measure.tensors import digest_of
+from distlab.workload.data import Batches
+from distlab.workload.model import Model
+from distlab.workload.strategy import forward_backward
+
 START, PUSH, LEAVE = "start", "push", "leave"
 
 
@@ -347,3 +354,65 @@ class Threads:
                 thread.join(JOIN_S)
         if self._errors:
             raise self._errors[0]
+
+
+# A worker of an asynchronous run: it asks to start, takes some steps from the weights that come, and pushes the sum of
+# their gradients.
+
+
+class Scheme(NamedTuple):
+    name: str
+    most: int  # steps between a fetch and its push
+    staleness: int | None  # the bound, None where there is none
+
+
+class Worker:
+    """One worker's model and data, and what it did; `noted(step)` is called before each step."""
+
+    def __init__(
+        self, model: Model, config: Config, batches: Batches, rank: int, lr: float,
+        noted: Callable[[int], None] = lambda step: None,  # noqa: ARG005
+    ) -> None:  # fmt: skip
+        self.model, self.vectors = model, Vectors(model.parameters())
+        self.batches, self.rank, self.num_workers, self.lr, self.noted = batches, rank, config.world_size, lr, noted
+        self.steps = 0
+        self.samples: list[str] = []  # digests of those behind each push
+        self._taken: list[Tensor] = []  # inputs and targets since the last push
+
+    def train(self, client: Client, most: int) -> None:
+        """Work until the server has no more steps to grant; the weights are the final ones then."""
+        update = torch.zeros_like(self.vectors.weights)
+        while granted := self.fetch(client, most):
+            loss = self.accumulate(update, granted)
+            client.push(len(self.samples), update, loss)
+        client.finish(self.vectors.weights)
+
+    def fetch(self, client: Client, most: int) -> int:
+        """Take the server's weights, for up to `most` steps; returns how many it grants."""
+        return client.start(most, self.vectors.weights)
+
+    def accumulate(self, update: Tensor, steps: int) -> float:
+        """Fill `update` with the sum of the gradients of `steps` steps, and return the mean loss.
+
+        Each gradient is taken at weights that those before it have moved.
+        """
+        update.zero_()
+        losses = []
+        for _ in range(steps):
+            self.noted(self.steps)
+            losses.append(self.backward())
+            update += self.vectors.gradients
+            self.vectors.weights.add_(self.vectors.gradients, alpha=-self.lr)
+            self.steps += 1
+        self.samples.append(digest_of(self._taken))
+        self._taken = []
+        return sum(losses) / len(losses)
+
+    def backward(self) -> float:
+        """The gradient of this worker's next samples, weighed by their share of the batch; returns their mean loss."""
+        self.vectors.zero()
+        microbatches, summed = self.batches.dealt(self.steps, self.rank, self.num_workers), 0.0
+        for index, part in enumerate(microbatches):
+            summed += forward_backward(self.model, part, index).item()
+            self._taken += part[:2]
+        return summed / sum(part.share * part.targets.numel() for part in microbatches)

@@ -44,7 +44,7 @@ from distlab.data_parallel.strategy import Replica, begin_alike
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
 from distlab.parameter_server.local_sgd import OuterStep
-from distlab.parameter_server.server import ParameterServer
+from distlab.parameter_server.server import ParameterServer, Scheme, Worker
 from distlab.verify.proof import check_replicas, check_samples
 from distlab.verify.run_all import measure
 from distlab.workload.data import Microbatch
@@ -56,7 +56,6 @@ from .bugs import mistake
 from .checks import Rounds, hold_timed, prove_rounds
 from .options import Options
 from .predictions import cannot, claims, predict, refuse, show_bytes, show_staleness
-from .worker import Scheme, Worker
 
 SERVER = 0
 AVERAGE, DILOCO = (1.0, 0.0), (0.7, 0.9)  # learning rate and momentum of the outer step; DiLoCo's own (section 3.1)
@@ -196,7 +195,7 @@ class RoundsWorker(Replica):
 
 
 def schemes(config: Config) -> list[Scheme]:
-    """`ssp` fetches and pushes every step, bounded; `downpour` every H steps, and nobody waits (worker.py)."""
+    """`ssp` fetches and pushes every step, bounded; `downpour` every H steps, and nobody waits."""
     own = config.own(Options)
     return [Scheme("ssp", 1, own.staleness), Scheme("downpour", own.local_steps, None)]
 
@@ -249,8 +248,7 @@ MODE = Mode(
         "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run claims",
         "distlab/data_parallel/strategy.py: the loop that the variants in step and in rounds share",
         "distlab/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
-        "experiments/server/worker.py: what a worker of ssp and downpour does, which waits for no step",
-        "distlab/parameter_server/server.py: the server's rules of who may go on",
+        "distlab/parameter_server/server.py: the rules of who may go on, and a worker of ssp and downpour, which does",
         "experiments/server/checks.py: one process that computes what a worker should",
     ),
 )

@@ -37,13 +37,14 @@ from distlab.parameter_server.server import (
     ParameterServer,
     Recorder,
     Remote,
+    Scheme,
     Server,
     Threads,
+    Worker,
 )
 
-from .checks import prove_asynchronous
+from .checks import Audit, audit, prove_asynchronous
 from .predictions import weight_bytes
-from .worker import Audit, Scheme, Worker, audit
 
 TESTS = "tests/experiments/test_server_asynchronous.py::{}"
 PACE = "tests/experiments/test_server_pace.py::test_a_rate_of_some_samples_alone_fails"

@@ -9,11 +9,10 @@ from torch import Tensor
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
 from distlab.parameter_server.local_sgd import OuterStep
-from distlab.parameter_server.server import Client, ParameterServer
+from distlab.parameter_server.server import Client, ParameterServer, Worker
 
 from .options import Options
 from .predictions import ASYNCHRONOUS, ROUNDS
-from .worker import Worker
 
 mistake = Mistakes()
 of_a_worker = partial(mistake, part="worker", needs=Needs(variants=ASYNCHRONOUS))

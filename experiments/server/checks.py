@@ -19,7 +19,7 @@ workers in one process. The first rounds of the timed pass are held against the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ from distlab.contract import Build
 from distlab.lab import Lab
 from distlab.measure.tensors import digest_of, larger, largest_difference
 from distlab.parameter_server.server import (
+    PUSH,
+    START,
     Client,
     Event,
     Link,
@@ -40,8 +42,10 @@ from distlab.parameter_server.server import (
     ParameterServer,
     Recorder,
     Remote,
+    Scheme,
     Server,
     Threads,
+    Worker,
     draw_order,
 )
 from distlab.verify.proof import LEARNING_RATE, TOLERANCE, check_replicas, summed_losses
@@ -50,7 +54,6 @@ from distlab.workload.model import Model, build_model
 from distlab.workload.reference import Reference, backward
 
 from .predictions import MOST_PROVEN
-from .worker import Scheme, Worker, audit
 
 # Learning rate and momentum of the outer step: the mean (Stich 2019, algorithm 1), and Nesterov's with the paper's own
 # (Douillard et al. 2023, section 3.1). Written down once more, since what is proven takes the variants' own numbers.
@@ -98,6 +101,39 @@ def shallow(config: Config) -> Config:
 
 def model_of(lab: Lab, config: Config) -> Model:
     return build_model(config, config.seed).to(lab.device, torch.float64)
+
+
+# --- what the events at a server say of it ---
+
+
+class Audit(NamedTuple):
+    lead: int  # the most finished steps that any worker was ahead of the slowest at a start
+    staleness: list[int]  # of each push: updates of others since its worker took the weights
+    steps: dict[int, list[int]]  # of each worker's pushes
+    granted: int  # steps that the server let anybody begin
+    wrong_numbers: int  # pushes that are not their worker's next
+
+
+def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
+    """Read the events of `workers` from the first on."""
+    clocks = dict.fromkeys(workers, 0)
+    steps: dict[int, list[int]] = {worker: [] for worker in clocks}
+    staleness: list[int] = []
+    lead, granted, wrong_numbers, taken_at = 0, 0, 0, {}
+    for event in seen:
+        worker = event.worker
+        if event.kind == START:
+            lead = max(lead, clocks[worker] - min(clocks.values()))
+            taken_at[worker] = len(staleness)
+            granted += event.steps
+        elif event.kind == PUSH:
+            staleness.append(len(staleness) - taken_at[worker])
+            steps[worker].append(event.steps)
+            wrong_numbers += event.number != len(steps[worker])
+            clocks[worker] += event.steps
+        else:
+            del clocks[worker]
+    return Audit(lead, staleness, steps, granted, wrong_numbers)
 
 
 # --- pushes in a drawn order ---

@@ -15,9 +15,18 @@ from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
 from distlab.experiments.server.checks import OneProcess, Rounds, in_one_process
 from distlab.experiments.server.predictions import curvature, drawn_line, largest_rate, late_losses
-from distlab.experiments.server.worker import Worker
 from distlab.parameter_server.costs import largest_stable_rate
-from distlab.parameter_server.server import Client, Link, Local, ParameterServer, Recorder, Remote, Server, Threads
+from distlab.parameter_server.server import (
+    Client,
+    Link,
+    Local,
+    ParameterServer,
+    Recorder,
+    Remote,
+    Server,
+    Threads,
+    Worker,
+)
 from distlab.rank.preflight import refuse
 from distlab.report.reading import from_line
 from distlab.report.records import Chart, Said, Table, select

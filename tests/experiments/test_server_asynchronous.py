@@ -19,9 +19,8 @@ from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
 from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
 from distlab.experiments.server.bugs import Forgetful, OneShard, Repeating, Unheard
-from distlab.experiments.server.checks import OneProcess, Replay, differences, misordered
-from distlab.experiments.server.worker import Worker, audit
-from distlab.parameter_server.server import PUSH, START, Client, Event, ParameterServer, Recorder, draw_order
+from distlab.experiments.server.checks import OneProcess, Replay, audit, differences, misordered
+from distlab.parameter_server.server import PUSH, START, Client, Event, ParameterServer, Recorder, Worker, draw_order
 from distlab.report.reading import from_line
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
