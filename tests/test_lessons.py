@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import distlab.large_batch as optimizers
 from distlab.collectives.by_hand import ALGORITHMS, Collective
 from distlab.collectives.costs import all_reduce_rounds
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.experiments.dp import OneByOne, line_lesson
-from distlab.large_batch import optimizers
 from distlab.rank.mode_loader import load
 from distlab.report.compare import scaling
 from distlab.sharded.costs import MIXED_PRECISION, mixed_precision_bytes

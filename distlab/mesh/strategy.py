@@ -27,7 +27,7 @@ from distlab.data_parallel.buckets import AllReduce, GradientBuckets
 from distlab.mesh.grid import Mesh
 from distlab.pipeline_parallel.pipeline import Reducer
 from distlab.pipeline_parallel.strategy import Engine, Parts, sum_shared
-from distlab.precision.mixed_precision import Masters
+from distlab.precision import Masters
 from distlab.sharded.flat_parameter import as_many_as_all
 from distlab.sharded.zero import Zero
 from distlab.tensor_parallel.layers import Slice, sum_together

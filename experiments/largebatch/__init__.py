@@ -34,10 +34,10 @@ import copy
 import torch
 from torch.nn.utils import parameters_to_vector
 
+import distlab.large_batch as optimizers
 from distlab.config import Config
 from distlab.contract import Mistakes, Mode, Needs, Variant
 from distlab.lab import Lab
-from distlab.large_batch import optimizers
 from distlab.measure.tensors import distance
 from distlab.workload.model import Model, build_model
 
@@ -138,7 +138,7 @@ MODE = Mode(
     reading=(
         "experiments/largebatch/__init__.py: the recipes, and what a run of them claims",
         "experiments/largebatch/training.py: a step of a recipe, and many trainings with one all_reduce a step",
-        "distlab/large_batch/optimizers.py: the learning rate by k, and LARS and LAMB with a rate for each layer",
+        "distlab/large_batch/__init__.py: the learning rate by k, and LARS and LAMB with a rate for each layer",
         "experiments/largebatch/checks.py: the formulas once more, and each step compared with them",
     ),
 )

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import distlab.large_batch as optimizers
 from distlab.config import Config
 from distlab.data_parallel.buckets import GradientBuckets
-from distlab.large_batch import optimizers
-from distlab.large_batch.optimizers import Lamb, Lars, Layerwise, decayed_apart, set_rates
+from distlab.large_batch import Lamb, Lars, Layerwise, decayed_apart, set_rates
 from distlab.workload.data import Batches, Microbatch, Points, Samples, Text, permutation
 from distlab.workload.model import Model
 from distlab.workload.optimizer import PlainSGD

@@ -39,7 +39,7 @@ from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica, begin_alike
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
-from distlab.precision.mixed_precision import LossScale, Masters, all_finite, stochastic_bf16
+from distlab.precision import LossScale, Masters, all_finite, stochastic_bf16
 from distlab.verify.proof import check_replicas
 from distlab.verify.run_all import measure
 from distlab.workload.data import Microbatch
@@ -205,7 +205,7 @@ MODE = Mode(
     unsaved="saves neither the scale of the loss nor the state of its random rounding",
     reading=(
         "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
-        "distlab/precision/mixed_precision.py: float32 master weights, loss scaling, and stochastic rounding",
+        "distlab/precision/__init__.py: float32 master weights, loss scaling, and stochastic rounding",
         "experiments/precision/checks.py: what of it can be exact, and how far off the rest may be",
     ),
 )

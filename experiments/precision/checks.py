@@ -31,7 +31,7 @@ from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
 from distlab.measure.tensors import Worst, largest, largest_difference
-from distlab.precision.mixed_precision import ulp
+from distlab.precision import ulp
 from distlab.verify.model_statements import sampling_errors
 from distlab.verify.proof import check_replicas
 from distlab.verify.run_all import measured

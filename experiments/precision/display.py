@@ -13,7 +13,7 @@ from distlab.contract import Build
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
-from distlab.precision.mixed_precision import LossScale, Masters
+from distlab.precision import LossScale, Masters
 from distlab.verify.proof import summed_losses
 from distlab.workload.data import Microbatch
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import distlab.large_batch as optimizers
 from distlab.config import Config, ConfigError
 from distlab.experiments.largebatch import MODE, SMALL, distance_of_k_steps, training
 from distlab.experiments.largebatch.checks import K
 from distlab.experiments.largebatch.sweep import SweepResults, broken, cell, multiples, sampled, widest_spread
 from distlab.experiments.largebatch.training import Lockstep, Stream, Trainee, base_rate
-from distlab.large_batch import optimizers
-from distlab.large_batch.optimizers import Lamb, Lars, Layerwise
+from distlab.large_batch import Lamb, Lars, Layerwise
 from distlab.rank.mode_loader import load
 from distlab.rank.preflight import refuse
 from distlab.report import records

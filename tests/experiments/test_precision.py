@@ -15,7 +15,7 @@ from distlab.experiments.precision import MODE, MixedPrecision
 from distlab.experiments.precision.checks import EXACT, MOST_HALVINGS, backward, epsilons, summed_gradient
 from distlab.experiments.precision.display import described, small_number_in_formats
 from distlab.experiments.precision.predictions import SCALED, at_rest
-from distlab.precision.mixed_precision import LossScale, Masters, stochastic_bf16
+from distlab.precision import LossScale, Masters, stochastic_bf16
 from distlab.rank.preflight import refuse
 from distlab.report import records
 from distlab.testing.warm_ranks import Ranks

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.large_batch.optimizers import Group
+from distlab.large_batch import Group
 
 SHAPES = [(7, 5), (5,), (4, 6), (1, 3)]  # a bias among them, and a matrix of which the third rank holds nothing
 STEPS = 4

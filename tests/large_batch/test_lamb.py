@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.large_batch.optimizers import Lamb, decayed_apart
+from distlab.large_batch import Lamb, decayed_apart
 from distlab.testing.warm_ranks import Ranks
 from tests.large_batch.sharded import groups, trained_in_parts, weights
 

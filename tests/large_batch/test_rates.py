@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from distlab.large_batch import optimizers
+import distlab.large_batch as optimizers
 
 
 @pytest.mark.parametrize("k", [1, 2, 8, 32])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.precision.mixed_precision import Masters
+from distlab.precision import Masters
 from distlab.workload.optimizer import PlainSGD
 
 SCALE, STEPS = 1024.0, 64

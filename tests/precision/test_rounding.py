@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distlab.precision.mixed_precision import stochastic_bf16, ulp
+from distlab.precision import stochastic_bf16, ulp
 
 
 def drawn(value: float, count: int = 20_000) -> torch.Tensor:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from distlab.precision.mixed_precision import LossScale, all_finite
+from distlab.precision import LossScale, all_finite
 
 INTERVAL = 3
 
