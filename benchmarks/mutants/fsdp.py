@@ -16,7 +16,7 @@ MUTANTS = [
         RUN + "zero3",
     ),
     Mutant(ZERO, "            del self._gradients[index]", "            pass", RUN + "zero2"),
-    Mutant("distlab/sharded/zero.py", "        self.collective.peers.release()", "        None", RUN + "zero2"),
+    Mutant("distlab/sharded/zero.py", "        self.collective.peers.memory.release()", "        None", RUN + "zero2"),
     Mutant(
         "distlab/sharded/zero.py",
         "        self.finish()\n        own =",

@@ -28,20 +28,6 @@ from distlab.cluster.message_signer import (
 from distlab.config import MAX_WORLD_SIZE, Config, ConfigError
 from distlab.config.settings import MIN_KEY, read_key
 
-# What ranks send each other by UDP, sealed with the key of the run: who has no key is not believed.
-#
-# A datagram is a head, its HMAC-SHA256 (RFC 2104) over head and body, and a body of JSON:
-#
-#     b"rkl1" | hint of the key, 4 | sender, 8 | audience, 8 | number, 8 | HMAC, 32 | JSON, at most MAX_BODY_BYTES
-#
-# The *sender* is a random number of each Seal, and its messages are *numbered*: each counts once, and none that is
-# WINDOW older than the newest. The *audience* is what the message is for, a number that was drawn for this run (its
-# token, an asker, a board): so words of another run are none here, though the key be the same. What is wrong is
-# dropped and counted (below), before a byte of JSON is read; the JSON then has to be as its kind is written
-# below. Nothing is hidden by this: who listens on the wire reads all. Sealing or opening takes some tens of
-# microseconds.
-
-
 MAX_MEMBERS = 64  # in one message: 10 kB at most
 SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_GROUPS = 8  # of ranks that hear alike, in one heartbeat
@@ -200,6 +186,10 @@ class Dropped:
         if says:
             advice = f": {ADVICE[fault]}" if fault in ADVICE else ""
             self._say(f"dropped    {what} {fault}, from {source[0]} port {source[1]}{advice}; more are only counted")
+
+    def turned_away(self, fault: str, source: tuple[str, int]) -> None:
+        """Count a connection of who has not the key."""
+        self.add(fault, source, "a connection")
 
     @property
     def total(self) -> int:

@@ -300,7 +300,6 @@ class Post:
         return [self._come.popleft() for _ in range(len(self._come))]
 
     def _take_on(self) -> None:
-        """Take what comes, on a thread of its own."""
         while not self._closed:
             try:
                 select.select([self._socket], [], [], 1.0)

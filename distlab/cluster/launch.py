@@ -260,7 +260,6 @@ def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float
 
 
 def _bury(ranks: list[LocalRank], say: Callable[[bytes], None]) -> None:
-    """Say who has died, and tell those that wait for them."""
     for dead in ranks:
         if dead.buried or dead.process.exitcode is None:
             continue

@@ -159,12 +159,6 @@ def _strangers(arrival: RendezvousClient) -> str:
     )
 
 
-def seal(desk: RendezvousSocket, token: str, store_port: int) -> None:
-    """Fix the members, and tell those who ask; only who has the key hears where the store is."""
-    desk.board.seal(token, store_port, time.monotonic())
-    desk.serve()
-
-
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -189,10 +183,6 @@ class Cluster:
     opener: MessageVerifier
     dropped: Dropped  # what came to this rank and was not believed
     desk: RendezvousSocket | None = None  # on rank 0: latecomers are answered by its watch
-
-    def turned_away(self, fault: str, source: tuple[str, int]) -> None:
-        """Count a connection of who has not the key."""
-        self.dropped.add(fault, source, "a connection")
 
 
 def join(
@@ -260,10 +250,14 @@ def _host(arrival: RendezvousClient, address: Address, desk: RendezvousSocket) -
     token = secrets.token_hex(8)
     with answering(desk):
         store = HostedStore(
-            listening_socket(address), store_key(arrival.key, token), STORE_TIMEOUT_S, turned_away=arrival.turned_away
+            listening_socket(address),
+            store_key(arrival.key, token),
+            STORE_TIMEOUT_S,
+            turned_away=arrival.dropped.turned_away,
         )
     gather(arrival, desk)  # this rank may have been paused meanwhile, and given up
-    seal(desk, token, store.port)
+    desk.board.seal(token, store.port, time.monotonic())  # only who has the key hears where the store is
+    desk.serve()
     assert desk.board.sealed is not None
     return _cluster(arrival, address, desk.board.sealed, desk, store)
 
@@ -296,7 +290,6 @@ def in_an_agents_store(key: bytes, board: str) -> str:
 
 
 def _keyed_store(ip: str, port: int, key: bytes) -> "dist.Store":
-    """The store that rank 0 hosts."""
     from distlab.transport.store import KeyedStore
 
     try:
@@ -306,7 +299,6 @@ def _keyed_store(ip: str, port: int, key: bytes) -> "dist.Store":
 
 
 def _open_store(ip: str, port: int) -> "dist.Store":
-    """An agent's store."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=STORE_TIMEOUT_S)

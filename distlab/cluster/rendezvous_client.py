@@ -54,10 +54,6 @@ class RendezvousClient:
             self.said_at = time.monotonic()
             self.say(sentence)
 
-    def turned_away(self, fault: str, source: tuple[str, int]) -> None:
-        """Count a connection of who has not the key."""
-        self.dropped.add(fault, source, "a connection")
-
     @property
     def expired(self) -> bool:
         return time.monotonic() > self.deadline
@@ -158,7 +154,6 @@ class RendezvousClient:
         return let_in_at
 
     def _silence(self, board: Address, port: int, listens: bool) -> str:
-        """What to say while nobody answers."""
         where = f"{board.name} ({board.ip}):{port}"
         if self.claim.rank == 0:
             return (

@@ -20,7 +20,7 @@ from distlab.cluster import name_ranks
 from distlab.cluster.address import AT_ONCE, is_loopback, receive, send
 from distlab.cluster.authenticated_messages import MAX_MEMBERS, Dropped, MessageVerifier
 from distlab.cluster.message_signer import ANYONE, HEAD, MessageSigner
-from distlab.config import Config
+from distlab.config import Config, text_of
 
 ASKING_S = 1.5
 # A rank that restarts fast is no double of its dead predecessor: that one has to give a sign of life so long after the
@@ -86,19 +86,13 @@ def _shared(config: Config) -> dict[str, str]:
             value = getattr(part, name)
             paths = isinstance(value, Path) or isinstance(entry.default, Path)
             if entry.alias and name not in OWN and not paths and value != entry.default:
-                shared[entry.alias] = _text(value)
+                shared[entry.alias] = text_of(value)
     return shared
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _default(alias: str) -> str:
     defaults = [entry.default for entry in Config.model_fields.values() if entry.alias == alias]
-    return _text(defaults[0]) if defaults and defaults[0] is not None else "unset"
+    return text_of(defaults[0]) if defaults and defaults[0] is not None else "unset"
 
 
 def twice(first: Claim, second: Claim) -> str:
@@ -337,7 +331,7 @@ class RendezvousSocket:
                 except OSError:
                     continue
             if said:
-                self._dropped.add("not sealed", (str(address[0]), int(address[1])), "a connection")
+                self._dropped.turned_away("not sealed", (str(address[0]), int(address[1])))
 
     def linger(self, at_most_s: float) -> None:
         """Stay until every rank has heard the refusal, or for `at_most_s`."""

@@ -177,10 +177,13 @@ class Watchdog(threading.Thread):
             if self._failure is not None and self._all_listen():
                 self._end(*self._failure)
             if self._ending.is_set():
-                self._end_when_heard()
+                if self.goodbye.heard(time.monotonic(), self._end_by, committed=self._agreement.committed):
+                    self._send_last_beats()
+                    self._ended.set()
             elif not self._agreement.committed:
                 self._judge()
-                self._name_slow()
+                if slow := self._slowness.sentence(self.hearing, self.main.here(), time.monotonic()):
+                    self.say(slow)
                 self.on_period(*self.main.work)
             self.cpu_seconds = time.thread_time()
             if self._ended.is_set():
@@ -291,16 +294,6 @@ class Watchdog(threading.Thread):
         if self._parting.part(verdict):
             self._judging.settled()
 
-    def _name_slow(self) -> None:
-        sentence = self._slowness.sentence(self.hearing, self.main.here(), time.monotonic())
-        if sentence:
-            self.say(sentence)
-
-    def _end_when_heard(self) -> None:
-        if self.goodbye.heard(time.monotonic(), self._end_by, committed=self._agreement.committed):
-            self._send_last_beats()
-            self._ended.set()
-
     def _end(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
         """An end of this rank's own. If it is bound to the verdict it changes that for nobody else."""
         if self._agreement.bound:
@@ -310,7 +303,6 @@ class Watchdog(threading.Thread):
         self._leave(own, to_others, stopped)
 
     def _leave(self, own: Verdict, to_others: Verdict, stopped: bool = False, given_up: bool = False) -> NoReturn:
-        """Tell the others and end the process."""
         self.post.tell_verdict(to_others, stopped)
         lost = {entry.rank for entry in to_others.lost}
         survivors = sorted(self.hearing.heard(time.monotonic()) & self.hearing.present() - lost)

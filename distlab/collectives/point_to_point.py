@@ -64,19 +64,14 @@ class Scratch:
         return buffer, buffer[:nbytes].view(like.dtype)
 
     def spoil(self) -> None:
-        """Overwrite what is kept with bytes that are NaN in every floating type."""
+        """Overwrite what is kept with bytes that are NaN in every floating type: who reads it before it is written is
+        seen."""
         for buffer, _ in self._free:
             buffer.fill_(255)
 
     def release(self) -> None:
         """Keep nothing."""
         self._free = []
-
-
-class Work(Protocol):
-    """What was begun, as torch's own `Work`."""
-
-    def wait(self) -> object: ...
 
 
 class Message(Protocol):
@@ -98,7 +93,7 @@ TAGS_A_CALL = 256  # of a call that runs beside others
 class GroupMessage:
     """One that a process group carries. A world of one, and an empty chunk, send nothing: `work` is None then."""
 
-    work: Work | None
+    work: dist.Work | None
     what: str  # "receive from": an error names whom it waited for
     whom: str
 
@@ -160,7 +155,7 @@ class Peers:
         self.world_size = group.size()
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
         self.batched = dist.get_backend(group) == "nccl"
-        self._scratch = Scratch()
+        self.memory = Scratch()
         self._tags: Iterator[int] = cycle(range(1, 2**20))
 
     def new_tag(self) -> int:
@@ -174,7 +169,7 @@ class Peers:
     def of_call(self, number: int) -> "Peers":
         """The same for one call of several under way: its tags are its own, in whatever order they take turns, and its
         scratch memory goes with it."""
-        return self._with(_tags=count(-number * TAGS_A_CALL), _scratch=Scratch())
+        return self._with(_tags=count(-number * TAGS_A_CALL), memory=Scratch())
 
     def _with(self, **changed: object) -> "Peers":
         own = object.__new__(type(self))
@@ -217,16 +212,7 @@ class Peers:
 
     def scratch(self, numel: int, like: Tensor) -> AbstractContextManager[Tensor]:
         """`numel` elements of unknown content, on the device and of the dtype of `like`, until the block ends."""
-        return self._scratch.lent(numel, like)
-
-    def spoil(self) -> None:
-        """Overwrite the scratch memory that no call uses now with bytes that are NaN in every floating type: its
-        content is unknown, and who reads it before it is written is seen."""
-        self._scratch.spoil()
-
-    def release(self) -> None:
-        """Let go of the scratch memory that no call uses now."""
-        self._scratch.release()
+        return self.memory.lent(numel, like)
 
 
 def copy_own(tensor: Tensor, place: Tensor) -> None:

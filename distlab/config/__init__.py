@@ -148,7 +148,9 @@ class Config(BaseSettings):
         ]
         unprintable = [name for name in given if not given[name].isprintable()]
         faults += [f"{named_value(name, given[name])} is not printable text in UTF-8" for name in unprintable]
-        typed = _typed({name: given[name] for name in given if name not in unprintable})
+        typed: dict[str, Any] = {name: given[name] for name in given if name not in unprintable}
+        if "LAB_VARIANT" in typed:
+            typed["LAB_VARIANT"] = tuple(filter(None, (part.strip() for part in typed["LAB_VARIANT"].split(","))))
         found: dict[str, Any] = {}
         for model, names in ((cls, common), (kind, own)):
             try:
@@ -294,23 +296,15 @@ def _own_of(mode: str) -> type[ModeOptions]:
         raise ConfigError([f"RUN_MODE={mode!r} has an options.py that cannot be imported: {why}"]) from error
 
 
+def text_of(value: Any) -> str:
+    """The value of a setting as its variable has it."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
 def _set_in(part: BaseModel) -> dict[str, str]:
-    written = {}
-    for name in part.model_fields_set:
-        entry = type(part).model_fields[name]
-        if entry.exclude:  # the key: a run is repeated with another
-            continue
-        value, alias = getattr(part, name), entry.alias or name
-        if isinstance(value, tuple):
-            value = ",".join(value)
-        elif isinstance(value, bool):
-            value = int(value)
-        written[alias] = str(value)
-    return written
-
-
-def _typed(given: dict[str, str]) -> dict[str, Any]:
-    typed: dict[str, Any] = dict(given)
-    if "LAB_VARIANT" in given:
-        typed["LAB_VARIANT"] = tuple(part.strip() for part in given["LAB_VARIANT"].split(",") if part.strip())
-    return typed
+    set_fields = {name: type(part).model_fields[name] for name in part.model_fields_set}
+    return {  # without the key: a run is repeated with another
+        entry.alias or name: text_of(getattr(part, name)) for name, entry in set_fields.items() if not entry.exclude
+    }

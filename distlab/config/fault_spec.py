@@ -126,7 +126,6 @@ def _entry(text: str) -> FaultSpec:
 
 
 def _part(part: str, kind: Kind) -> tuple[str, Any]:
-    """One part between colons, as a field and its value."""
     if re.fullmatch(r"rank[0-9]{1,9}", part):
         return "rank", int(part.removeprefix("rank"))
     if part.startswith("1/"):

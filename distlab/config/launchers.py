@@ -133,16 +133,6 @@ def kubernetes(given: Mapping[str, str]) -> tuple[str, str]:
     return f"{job}-0.{domain}" if domain and index == given.get("JOB_COMPLETION_INDEX") else "", ""
 
 
-def skypilots(given: Mapping[str, str]) -> tuple[str, str]:
-    """The addresses of all nodes, a line each, the head first."""
-    return given.get("SKYPILOT_NODE_IPS", "").partition("\n")[0].strip(), ""
-
-
-def dstacks(given: Mapping[str, str]) -> tuple[str, str]:
-    """It says so."""
-    return given.get("DSTACK_MASTER_NODE_IP", ""), ""
-
-
 # mpirun starts its daemons by srun inside of a Slurm job, so its own variables come first.
 ENGINES = (
     Engine(
@@ -158,11 +148,13 @@ ENGINES = (
         "an Indexed Job whose pods have WORLD_SIZE",
     ),
     Engine(
-        "SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", skypilots,
+        "SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+        lambda given: (given.get("SKYPILOT_NODE_IPS", "").partition("\n")[0].strip(), ""),  # the head first
         "a task that runs python -m workers on each node",
     ),
     Engine(
-        "dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "LOCAL_RANK", "LOCAL_WORLD_SIZE", dstacks,
+        "dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+        lambda given: (given.get("DSTACK_MASTER_NODE_IP", ""), ""),
         "a task with nodes, which runs python -m workers on each",
     ),
 )  # fmt: skip

@@ -13,7 +13,7 @@ import signal
 import socket
 import struct
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +167,8 @@ def hear_again() -> None:
 def deafen_to(post: socket.socket, sources: Collection[Address]) -> None:
     """Drop the heartbeats that come from any of `sources`, and from nobody else."""
     if sources:
-        attach(post, from_any_of(sources))
+        steps = (step for source in sources for step in from_address(*source))
+        attach(post, [*steps, (RETURN, 0, 0, KEEP)])
     else:
         _detach(post)
 
@@ -180,11 +181,6 @@ def send_nothing() -> None:
 def set_pace(bytes_s: int) -> None:
     """The most that each connection of this process sends in a second."""
     _each(lambda each: each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", min(bytes_s, UNBOUND))))
-
-
-def from_any_of(sources: Iterable[Address]) -> Instructions:
-    """A filter of UDP that drops what these addresses sent."""
-    return [*(step for source in sources for step in from_address(*source)), (RETURN, 0, 0, KEEP)]
 
 
 def from_address(ip: str, port: int) -> Instructions:

@@ -179,7 +179,7 @@ class RankRun:
     def register_transport(self) -> None:
         """With LAB_BACKEND=tcp: make the lab's own transport the backend of all groups of this process."""
         if self.config.backend == "tcp":
-            TcpBackend(self.own_ip, self.key, self.cluster.turned_away).register()
+            TcpBackend(self.own_ip, self.key, self.cluster.dropped.turned_away).register()
 
     def open_lab(self, addresses: Addresses | None, drills: "Drills | None" = None) -> Lab:
         """The Lab on the default group, with a word of who is in it."""
@@ -198,7 +198,7 @@ class RankRun:
         watch, exchange, journal, timeout_s = self.watch, self.exchange, self.journal, self.config.collective_timeout_s
         hooks = RunHooks(
             at=watch.main.at, work=self.work, finished=self.sections.finished,
-            own_ip=self.own_ip, secret=self.key, turned_away=self.cluster.turned_away,
+            own_ip=self.own_ip, secret=self.key, turned_away=self.cluster.dropped.turned_away,
             let_leave=partial(let_leave, watch, exchange, journal, self.parent),
             move=partial(move, watch, exchange, self.sections),
         )  # fmt: skip

@@ -125,7 +125,7 @@ class ReduceScatterScheduler:
         with phase("wait"):
             pending.wait()
         unit.add_gradient(flat[unit.rank * unit.chunk :][: unit.length], keeps=keeps_flat)
-        self.collective.peers.release()  # (N-1)/N of a unit, which would stand beside the weights of the next one
+        self.collective.peers.memory.release()  # (N-1)/N of a unit, which would stand beside the next one's weights
 
 
 class FlatGradient(NamedTuple):

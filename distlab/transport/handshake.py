@@ -86,7 +86,6 @@ def prove(connection: socket.socket, key: bytes, purpose: str, me: Who, timeout_
 
 
 def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Exactly so many bytes."""
     received = b""
     while len(received) < count:
         connection.settimeout(max(0.01, deadline - time.monotonic()))

@@ -74,12 +74,12 @@ class Running(dist.Work):
             if not is_async:
                 self._pending.wait()
         if is_async and not self.advance():
-            self._transport.background.append(self)
+            self._transport.background.append(self.advance)
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
         if self._pending is not None:
             # Its messages are awaited one by one here, so nobody else may go on with it meanwhile.
-            self._transport.background = [each for each in self._transport.background if each is not self]
+            self._transport.background = [each for each in self._transport.background if each != self.advance]
             with unseen():
                 self._pending.wait()
         return True
@@ -316,7 +316,6 @@ class TcpBackend:
         return found
 
     def _dial(self, store: dist.Store, rank: int, own: int, deadline: float) -> socket.socket:
-        """A connection to a rank that listens."""
         try:
             store.wait([f"tcp/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
             host, port = store.get(f"tcp/{rank}").decode().split()

@@ -95,7 +95,6 @@ class KeyedStore(dist.Store):
         return bound.total_seconds()
 
     def _ask(self, op: int, fields: Sequence[bytes], timeout: timedelta | None = None) -> bytes:
-        """The answer of the host."""
         bound_s = max(0.001, self._timeout_s if timeout is None else timeout.total_seconds())
         request = packed(op, min(int(bound_s * 1000) or 1, 2**32 - 1), fields)
         with self._lock:

@@ -16,8 +16,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -30,10 +29,7 @@ MEMORY = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, 
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
 PYBUF_WRITE = 0x200  # of CPython's API: it may be written to
-
-
-class Waits(Protocol):
-    def wait(self, message: "Message", /) -> None: ...
+Wait = Callable[["Message"], None]  # returns once it is done
 
 
 class Message:
@@ -43,17 +39,17 @@ class Message:
     when this message had begun to come: it gets a copy. Who holds a message holds its memory.
     """
 
-    __slots__ = ("_transport", "done", "head", "heir", "memory", "peer", "rest")
+    __slots__ = ("_wait", "done", "head", "heir", "memory", "peer", "rest")
 
-    def __init__(self, transport: Waits, peer: int, head: bytes, memory: object, rest: list[memoryview]) -> None:
-        self._transport, self.peer, self.head, self.memory, self.rest = transport, peer, head, memory, rest
+    def __init__(self, wait: Wait, peer: int, head: bytes, memory: object, rest: list[memoryview]) -> None:
+        self._wait, self.peer, self.head, self.memory, self.rest = wait, peer, head, memory, rest
         self.done = False
         self.heir: Message | None = None
 
     def wait(self) -> None:
         """Return once it is done; raises RuntimeError where the connection has ended."""
         if not self.done:
-            self._transport.wait(self)
+            self._wait(self)
 
 
 def inherit(early: Message) -> None:
@@ -104,12 +100,12 @@ LOOKED_FOR_BYTES = 64 << 10  # of a larger one a part would be seen, and the res
 class Stream:
     """One connection, its socket blocking: what goes, what is awaited, and what came unasked."""
 
-    def __init__(self, transport: Waits, rank: int, connection: socket.socket) -> None:
+    def __init__(self, wait: Wait, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
         self.ended = ""  # why
         self.going: deque[Message] = deque()
-        self._transport = transport
-        self._over = Message(transport, rank, b"", None, [])  # what the kernel took at once, or had
+        self._wait = wait
+        self._over = Message(wait, rank, b"", None, [])  # what the kernel took at once, or had
         self._over.done = True
         self._posted: list[Message] = []
         self._early: list[Message] = []
@@ -129,14 +125,14 @@ class Stream:
             rest = [memoryview(head)[count:], memory[max(0, count - len(head)) :]]
         else:
             rest = [memoryview(head), memory]
-        message = Message(self._transport, self.rank, head, tensor, rest)
+        message = Message(self._wait, self.rank, head, tensor, rest)
         self.going.append(message)
         return message
 
     def receive(self, key: bytes, tensor: Tensor) -> Message:
         """Let the next message of `key` come to `tensor`; at once, if it is here."""
         memory = memory_of(tensor)
-        awaited = Message(self._transport, self.rank, HEAD.pack(key, len(memory)), tensor, [memory])
+        awaited = Message(self._wait, self.rank, HEAD.pack(key, len(memory)), tensor, [memory])
         for index, early in enumerate(self._early):
             if early.head[:KEY_BYTES] == key:
                 del self._early[index]
@@ -217,7 +213,6 @@ class Stream:
             self._sort(bytes(self._head[:count]) + bytes(place[: max(0, count - HEAD.size)]))
 
     def _sort(self, data: bytes) -> None:
-        """Lay each message in `data` where it belongs."""
         at, end = 0, len(data)
         while end - at >= HEAD.size:
             message = self._whose(data[at : at + HEAD.size])
@@ -248,7 +243,7 @@ class Stream:
             if awaited.head[:KEY_BYTES] == head[:KEY_BYTES]:
                 raise wrong_size(awaited, head)
         memory = bytearray(HEAD.unpack(head)[1])
-        early = Message(self._transport, self.rank, head, memory, [memoryview(memory)])
+        early = Message(self._wait, self.rank, head, memory, [memoryview(memory)])
         self._early.append(early)
         return early
 
@@ -262,19 +257,13 @@ class LinkError(RuntimeError):
     """The connection to a rank has ended, or nothing came over it in time."""
 
 
-class Goes(Protocol):
-    """What is moved on with everything else."""
-
-    def advance(self) -> bool:
-        """Go on as far as messages have come; whether it is at its end."""
-
-
 class Transport:
     """This rank's connections, by the rank at their other end; no wait is longer than `timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.background: list[Goes] = []  # what was begun and not awaited
+        # What was begun and not awaited: goes on as far as messages have come; whether it is at its end.
+        self.background: list[Callable[[], bool]] = []
         self.groups = 0  # that use the connections
         self._streams: dict[int, Stream] = {}
         self._by_descriptor: dict[int, Stream] = {}
@@ -289,7 +278,7 @@ class Transport:
     def add(self, rank: int, connection: socket.socket) -> None:
         """Send to and receive from `rank` by this connection from now on."""
         tune(connection)
-        stream = self._streams[rank] = self._by_descriptor[connection.fileno()] = Stream(self, rank, connection)
+        stream = self._streams[rank] = self._by_descriptor[connection.fileno()] = Stream(self.wait, rank, connection)
         self._poll.register(stream.connection, select.POLLIN)
 
     def send(self, peer: int, key: bytes, tensor: Tensor) -> Message:
@@ -367,7 +356,7 @@ class Transport:
             except OSError as error:
                 self._lose(stream, error)
         if self.background:
-            self.background = [each for each in self.background if not each.advance()]
+            self.background = [advance for advance in self.background if not advance()]
 
     def _ask(self, stream: Stream) -> None:
         """Have the poll say when a connection takes more, as long as something is going."""

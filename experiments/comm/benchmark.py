@@ -318,7 +318,7 @@ def prepare(trials: list[Trial], collective: Collective, first: int) -> None:
     """New numbers for each call, from repeat `first` on, and scratch memory that holds none of the last ones."""
     for repeat, trial in enumerate(trials, first):
         trial.prepare(repeat)
-    collective.peers.spoil()
+    collective.peers.memory.spoil()
 
 
 def run_next(trials: Iterator[Trial], collective: Collective) -> None:

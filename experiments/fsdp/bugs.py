@@ -95,7 +95,7 @@ class KeptScratch(ReduceScatterScheduler):
 
     def __init__(self, collective: Collective) -> None:
         super().__init__(collective)
-        collective.peers.release = lambda: None  # type: ignore[method-assign]
+        collective.peers.memory.release = lambda: None  # type: ignore[method-assign]
 
 
 @mistake("kept_scratch", check="scratch", part="zero", of=BY_HAND, needs=Needs(proof=False))

@@ -28,8 +28,7 @@ from distlab.cluster.heartbeat_helper import (
     start_heartbeat_helper,
 )
 from tests.cluster.cluster_of_processes import Processes, Rank
-
-KEY, TOKEN = b"k" * 32, b"the run."
+from tests.cluster.one_watch import KEY, TOKEN
 
 
 def beat(now: float = 1.0) -> dict[str, Any]:

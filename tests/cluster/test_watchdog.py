@@ -18,16 +18,15 @@ import pytest
 
 from distlab.cluster import watchdog as watches
 from distlab.cluster.address import send, udp_socket
-from distlab.cluster.authenticated_messages import Dropped, MessageVerifier
 from distlab.cluster.failure_detector import FOLLOW_S
 from distlab.cluster.heartbeat import SENT_TIMES, Verdict
 from distlab.cluster.heartbeat_helper import PERIOD_S
 from distlab.cluster.message_signer import MessageSigner
-from distlab.cluster.rendezvous import Cluster
-from distlab.cluster.rendezvous_server import STRANGER_S, Claim, Member, RendezvousServer, RendezvousSocket
+from distlab.cluster.rendezvous_server import STRANGER_S, Claim, RendezvousServer, RendezvousSocket
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
 from tests.cluster.cluster_of_processes import Processes, Rank
+from tests.cluster.one_watch import KEY, TOKEN, met
 from tests.labs import TINY
 
 NAMED_WITHIN_S = 5.0
@@ -205,7 +204,6 @@ def test_who_meets_an_error_beside_a_silent_rank_waits_longer_for_the_verdict(si
 
 
 CONFIG = Config(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1")  # type: ignore[call-arg]
-KEY, TOKEN = b"k" * 32, b"the run."
 HOST, MEMBER = [Claim(rank, 2, "dp", "v1", uid=f"uid{rank}") for rank in (0, 1)]
 
 
@@ -215,14 +213,11 @@ class Started:
     def __init__(self) -> None:
         self.own, self.of_member, at_desk = [udp_socket(socket.AF_INET, "127.0.0.1") for _ in range(3)]
         self.board = RendezvousServer(HOST, "127.0.0.1", self.own.getsockname()[1], "dp-1", window_s=60.0)
-        dropped = Dropped(print)
-        self.desk = RendezvousSocket(self.board, at_desk, KEY, dropped)
         ip, port = self.of_member.getsockname()
         self.board.answer(MEMBER, ip, port, 0.0)
-        members: dict[int, Member] = self.board.seal(TOKEN.hex(), 29501, 0.0)
-        opener = MessageVerifier(KEY, TOKEN, dropped)
-        signer = MessageSigner(KEY)
-        cluster = Cluster(0, 2, None, 29501, members, self.own, "dp-1", TOKEN, signer, opener, dropped, self.desk)  # type: ignore[arg-type]
+        self.board.seal(TOKEN.hex(), 29501, 0.0)
+        cluster = met(CONFIG, self.own, [self.own.getsockname()[1], port])
+        self.desk = cluster.desk = RendezvousSocket(self.board, at_desk, KEY, cluster.dropped)
         self.watch = Watchdog(cluster, CONFIG, print, lambda *_: None)
         self.ended, self.verdict = threading.Event(), Verdict(0, "")
         self.watch._departure.leave = self._leave  # type: ignore[assignment, method-assign]

@@ -81,7 +81,7 @@ class FabricPeers(Peers):
     def __init__(self, fabric: Fabric, rank: int, world_size: int) -> None:
         self.fabric, self.rank, self.world_size = fabric, rank, world_size
         self.batched = False
-        self._scratch = Scratch()
+        self.memory = Scratch()
         self._tags = count(1)
 
     def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:

@@ -105,10 +105,10 @@ def test_scratch_memory_is_used_again() -> None:
     fabric = Fabric(3, late=False)
     for _ in range(4):
         fabric.run(lambda peers: ALGORITHMS["ring"].all_reduce(peers, torch.ones(30)))
-    assert [len(peers._scratch._free) for peers in fabric.peers] == [2, 2, 2]
-    before = [buffer.data_ptr() for buffer, _ in fabric.peers[0]._scratch._free]
+    assert [len(peers.memory._free) for peers in fabric.peers] == [2, 2, 2]
+    before = [buffer.data_ptr() for buffer, _ in fabric.peers[0].memory._free]
     fabric.run(lambda peers: ALGORITHMS["ring"].all_reduce(peers, torch.ones(30)))
-    assert sorted(buffer.data_ptr() for buffer, _ in fabric.peers[0]._scratch._free) == sorted(before)
+    assert sorted(buffer.data_ptr() for buffer, _ in fabric.peers[0].memory._free) == sorted(before)
 
 
 def sends_before_it_receives(peers: Peers) -> Steps:

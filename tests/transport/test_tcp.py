@@ -15,11 +15,9 @@ from tests.transport.linked import on_threads
 A, B = b"a".ljust(16), b"b".ljust(16)
 
 
-class Nobody:
-    """A transport that is never asked."""
-
-    def wait(self, message: Message) -> None:
-        raise AssertionError(f"waited for {message}")
+def wait(message: Message) -> None:
+    """It is never asked."""
+    raise AssertionError(f"waited for {message}")
 
 
 @pytest.fixture
@@ -27,7 +25,7 @@ def ends() -> Iterator[tuple[Stream, Stream]]:
     """Both ends of a connection."""
     here, there = socket.socketpair()
     with here, there:
-        yield Stream(Nobody(), 1, here), Stream(Nobody(), 0, there)
+        yield Stream(wait, 1, here), Stream(wait, 0, there)
 
 
 def read_all(stream: Stream) -> None:
