@@ -15,8 +15,7 @@ from distlab.tensor_parallel.costs import scatter_calls
 
 
 def gathered_bytes(num_rows: Sequence[int], row_bytes: int, rank: int) -> float:
-    """Forward an all_gather of K and V, by the backend where parts are equal; backward a reduce_scatter of dK and
-    dV."""
+    """Forward an all_gather of K and V, by the backend where parts are equal; backward a reduce_scatter."""
     nbytes, ranks = sum(num_rows) * row_bytes, len(num_rows)
     gather = "gloo" if len(set(num_rows)) == 1 else "direct"
     return all_gather_bytes(gather, ranks, nbytes, rank, row_bytes) + reduce_scatter_bytes(
@@ -61,8 +60,7 @@ def even_ring_turns(ranks: int, *, again: bool = False) -> int:
 
 
 def even_ring_bytes(nbytes: float, ranks: int, *, again: bool = False) -> float:
-    """What a rank sends of K and V of `nbytes` in all, where all ranks have as many rows: `ring_bytes` of any number of
-    ranks at once."""
+    """`ring_bytes` of any number of ranks at once, which have as many rows; `nbytes` are all of K and V."""
     return even_ring_turns(ranks, again=again) * nbytes / ranks
 
 

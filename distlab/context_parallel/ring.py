@@ -53,8 +53,7 @@ class Part(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Part:
-    """Rows with keys, [B, heads, rows, head_dim] and [B, heads, keys, head_dim]; `causal` where both are the same
-    positions."""
+    """Rows with keys, [B, heads, rows or keys, head_dim]; `causal` where both are the same positions."""
     if not (q.numel() and k.numel()):  # flash attention divides by zero
         return Part(torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf, dtype=sum_type(q)))
     return Part(*FLASH(q, k, v, 0.0, causal)) if q.device.type == "cpu" else by_formula(q, k, v, causal=causal)
@@ -63,8 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Part:
 def attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, *, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v by this block, where `whole` is what the rows have from all keys, and `gradient` its
-    gradient."""
+    """The gradients of q, k and v by this block; `whole` is what the rows have from all keys."""
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.device.type != "cpu":
@@ -143,8 +141,7 @@ class RingAttention:
             yield source, there
 
     def pass_on(self, tag: int, what: Tensor, source: int) -> tuple[Tensor, list[Message]]:
-        """Send what belongs to `source` to the next rank, and take from the one before what belongs to the one before
-        `source`."""
+        """Send what is `source`'s to the next rank, and take from the one before what is the rank's before it."""
         rows = self.positions.num_rows[(source - 1) % self.peers.world_size]
         incoming = what.new_empty(*what.shape[:3], rows, what.shape[4])
         if self.peers.world_size == 1:
@@ -172,8 +169,7 @@ def arrived(messages: list[Message]) -> None:
 
 
 class Ring(torch.autograd.Function):
-    """q [B, heads, rows, head_dim], kv [2, B, heads, rows, head_dim]. Forward: K and V once round. Backward: both
-    again, and their gradients."""
+    """q [B, heads, rows, head_dim], kv [2, ...]. Forward: K and V once round. Backward: and their gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, ring: RingAttention) -> Tensor:

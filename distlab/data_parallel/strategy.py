@@ -131,8 +131,7 @@ def maker(spec: str) -> Callable[..., Any]:
 
 
 def is_step(spec: str) -> bool:
-    """Whether LAB_VARIANT names a whole training step, of a rank that holds the whole model and has samples of its
-    own."""
+    """Whether LAB_VARIANT names a whole training step, of a rank with the whole model and its own samples."""
     return tuple(inspect.signature(find_in_file(spec, spec.rpartition(":")[2])).parameters) == STEP
 
 

@@ -220,8 +220,7 @@ def choose(scores: Tensor, top_k: int, bias: Tensor | None = None) -> Choices:
 
 
 def capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """The places of an expert: `factor` times its even share of the choices of all `num_tokens`; a factor of 0 gives
-    every token one."""
+    """The places of an expert: `factor` times its even share of all choices; of a factor 0 one a token."""
     return math.ceil(factor * top_k * num_tokens / num_experts) if factor else num_tokens
 
 

@@ -60,8 +60,7 @@ class ExpertParallel(HoldsParts):
             self.sums.append(GradientBuckets(held, copies, bucket_bytes))
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """Forward and backward of this rank's part of each microbatch, of which all ranks have as many; tokens travel
-        inside of both."""
+        """Forward and backward of as many microbatches on all ranks; tokens travel inside of both."""
         self.model.zero_grad()
         losses = [
             self.routed(number, microbatch, last=number == len(microbatches) - 1)

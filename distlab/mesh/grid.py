@@ -31,8 +31,7 @@ class Mesh:
 
     @classmethod
     def grid(cls, sizes: Mapping[str, int], world: dist.ProcessGroup, timeout_s: float = 300.0) -> "Mesh":
-        """Lay the ranks of `world` out in rows of these `sizes`; a collective. Raises ValueError if they are not as
-        many."""
+        """Lay the ranks of `world` out in rows; a collective. Raises ValueError if they are not as many."""
         if math.prod(sizes.values()) != world.size():
             product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise ValueError(

@@ -141,8 +141,7 @@ class Boundaries:
         self._samples: dict[tuple[str, int], Tensor] = {}  # what a stage takes forward and back: one sample of it
 
     def agree(self, stages: Mapping[int, nn.Module], sample: Tensor) -> None:
-        """Learn all shapes, once: `sample` [1, ...] goes through the first stage, and its shape alone on to the
-        next."""
+        """Learn all shapes, once: `sample` [1, ...] goes through the first stage, its shape alone to the next."""
         self.device = sample.device
         wire = self.device if self.peers.batched else torch.device("cpu")  # gloo sends no tensor that lives on a GPU
         outline = torch.empty(16, dtype=torch.long, device=wire)  # dtype, number of dimensions, dimensions

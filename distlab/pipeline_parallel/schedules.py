@@ -90,8 +90,7 @@ def in_two(actions: list[Action]) -> list[Action]:
 
 
 def _orders(rank: int, ranks: int, groups: list[int], chunks: int) -> tuple[list[Action], list[Action]]:
-    """This rank's forwards and its backwards: a group through all chunks, then the next group; backwards from the
-    last."""
+    """This rank's forwards and backwards: a group through all chunks, then the next; backwards from the last."""
     forwards, backwards, first = [], [], 0
     for size in groups:
         numbers = range(first, first + size)

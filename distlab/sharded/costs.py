@@ -31,8 +31,7 @@ def zero_bytes(stage: int, world_size: int, nbytes: float, microbatches: int = 1
 
 
 def fully_shard_bytes(world_size: int, nbytes: float, microbatches: int, gathers: int, backend: str) -> float:
-    """The same for PyTorch's fully_shard. gloo's reduce_scatter is an all_reduce: 4(N-1)/N·S, where NCCL sends
-    3(N-1)/N·S."""
+    """The same for fully_shard. gloo's reduce_scatter is an all_reduce: 4(N-1)/N·S, where NCCL sends 3(N-1)/N·S."""
     sums = 2 if backend == "gloo" else 1
     return microbatches * (gathers + sums) * algorithmic_factor("all_gather", world_size) * nbytes
 

@@ -120,8 +120,7 @@ class FlatParameter:
         return chunk
 
     def pieces(self, shard: Tensor) -> Iterator[tuple[str, LocalShard]]:
-        """What this rank's `shard`, as long as `master`, holds of each parameter, by name; those of which it holds
-        nothing are left out."""
+        """What this rank's `shard`, as long as `master`, holds of each parameter, where it holds any of it."""
         begin = 0
         for name, shape in self.shapes.items():
             end = begin + shape.numel()
@@ -205,8 +204,7 @@ class FlatUnits:
 
 
 def grouped(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[dict[str, nn.Parameter]], list[int]]:
-    """The parameters of each unit by name, and which unit each layer belongs to: its own, or that of one it shares
-    with."""
+    """The parameters of each unit by name, and the unit of each layer: its own, or that of one it shares with."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[nn.Parameter, int] = {}
     groups: list[dict[str, nn.Parameter]] = []
@@ -331,8 +329,7 @@ class Sharded:
 
 
 def as_many_as_all(microbatches: list[Microbatch], config: Config) -> list[Microbatch]:
-    """A rank with fewer samples than microbatches works on its last ones again for nothing: the ranks' calls must
-    meet."""
+    """A rank with fewer samples than microbatches works on its last again for nothing: the ranks' calls must meet."""
     idle = config.num_microbatches - len(microbatches)
     return microbatches + [microbatches[-1]._replace(share=0.0)] * idle
 
@@ -341,8 +338,7 @@ def as_many_as_all(microbatches: list[Microbatch], config: Config) -> list[Micro
 
 
 class FullySharded(StepsParameters):
-    """A Strategy around a model that fully_shard has taken over; torch's clip_grad_norm_ knows DTensors: its norm is
-    that of all shards."""
+    """A Strategy around a model that fully_shard has taken over; torch clips by the norm of all shards."""
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config) -> None:
         super().__init__(model, config)

@@ -38,8 +38,7 @@ from distlab.sharded.flat_parameter import FlatParameter, FlatUnits
 
 
 class Unshard:
-    """The whole weights of `units`, of which every rank has a chunk; all ranks make the same calls in the same
-    order."""
+    """The whole weights of `units`, of which every rank has a chunk; all ranks make the same calls in order."""
 
     def __init__(self, units: Sequence[FlatParameter], collective: Collective) -> None:
         self.units, self.collective = units, collective
@@ -168,8 +167,7 @@ class Zero(FlatUnits):
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of a microbatch. Stage 1 sums after the last one alone: it has room for the
-        gradients."""
+        """Around forward and backward of a microbatch. Stage 1, which has room, sums after the last one alone."""
         self._last = last
         self._missing = [set(unit.named) for unit in self.units]
         try:
@@ -185,8 +183,7 @@ class Zero(FlatUnits):
         self.summed.finish()
 
     def publish(self) -> None:
-        """After the optimizer's step, or a load: every rank gets the others' new weights, in stage 3 when it needs
-        them."""
+        """After the optimizer's step, or a load: every rank gets the others' weights, in stage 3 when needed."""
         super().publish()
         if self.stage < 3:
             self.unshard.again()
@@ -223,8 +220,7 @@ class Zero(FlatUnits):
         self._begin(place - 1)
 
     def _begin(self, place: int) -> None:
-        """Gather ahead what the layer in this place needs, if there is one: behind tied ends it is not the next
-        unit's."""
+        """Gather ahead what the layer in this place needs, if there is one."""
         if 0 <= place < len(self.unit_of):
             self.unshard.begin(self.unit_of[place])
 

@@ -7,8 +7,7 @@ from distlab.collectives.costs import all_gather_bytes, all_reduce_bytes, chunk_
 
 
 def slice_sums(recompute: str = "none") -> int:
-    """all_reduces of a sliced part: g's forward, f's backward, and g's once more if the whole forward pass is done
-    again."""
+    """all_reduces of a sliced part: g's forward, f's backward, and g's once more where all is done again."""
     return 3 if recompute == "full" else 2
 
 
@@ -44,8 +43,7 @@ def gathered_again_bytes(world_size: int, num_slices: int, nbytes: int) -> float
 
 
 def sequence_parallel_calls(world_size: int, num_slices: int, num_rows: int, rank: int, backend: str) -> int:
-    """Its calls: equal chunks are gathered by the backend, in one; others by a send to each other rank, where there is
-    a row to send."""
+    """Its calls: equal chunks are gathered by the backend, in one; others by a send to each rank with a row."""
     rows = chunk_bytes(world_size, num_rows, 1)
     even = num_rows % world_size == 0 and world_size > 1  # a world of one calls nothing
     gathered = world_size - 1 if rows[rank] else 0
@@ -78,8 +76,7 @@ def column_split_bytes(world_size: int, num_rows: int, inputs: int, outputs: int
 
 
 def parallel_loss_bytes(world_size: int, num_tokens: int, itemsize: int) -> float:
-    """A cross-entropy over split scores: of each token a maximum, a sum and the target's score, b·s numbers in place of
-    b·s·v."""
+    """A cross-entropy over split scores: a maximum, a sum and the target's score of each token, 3·b·s numbers."""
     return all_reduce_bytes("gloo", world_size, 3 * num_tokens * itemsize)
 
 
@@ -125,6 +122,5 @@ def layer_activation_bytes(
 
 
 def stage_activation_bytes(layer_bytes: float, layers: float, in_flight: int, whole_layer_bytes: float = 0.0) -> float:
-    """A stage of `layers` that holds `in_flight` microbatches; `whole_layer_bytes` is what one layer takes that is
-    recomputed."""
+    """A stage that holds `in_flight` microbatches; `whole_layer_bytes` of one layer that is recomputed."""
     return layer_bytes * layers * in_flight + whole_layer_bytes

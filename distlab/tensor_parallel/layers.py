@@ -105,8 +105,7 @@ class LocalRegion:
 
 
 class Whole:
-    """Every rank holds all activations between the blocks: Shoeybi's f and g (f and f-bar in Korthikanti's figure
-    4)."""
+    """Every rank holds all activations between the blocks: Shoeybi's f and g."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -202,8 +201,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Tokens to vectors, [rows, ...] to [rows, ..., D], summed over the ranks by `region`; this rank holds some
-    vectors."""
+    """Tokens [rows, ...] to vectors [rows, ..., D], of which this rank holds some, summed by `region`."""
 
     def __init__(self, dense: nn.Embedding, sizes: tuple[int, ...], rank: int, region: Region) -> None:
         super().__init__()
@@ -233,8 +231,7 @@ class VocabularyParallelCrossEntropy(nn.Module):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Forward: two all_reduces, of the maxima, then of the sums and the targets' scores together. Backward: sends
-    nothing."""
+    """Forward: two all_reduces, of the maxima, then of sums and targets' scores. Backward: sends nothing."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
@@ -259,8 +256,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def own_tokens(tokens: Tensor, first: int, num_rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Where those of `tokens` stand that are `first` or one of the `num_rows - 1` after it, and which of these each
-    is."""
+    """Where those of `tokens` stand that are one of `num_rows` from `first` on, and which of these each is."""
     rows = tokens - first
     own = ((rows >= 0) & (rows < num_rows)).nonzero(as_tuple=True)
     return own, rows[own]
@@ -297,8 +293,7 @@ class Sequence:
         self.num_rows = 0
 
     def own(self, rows: Tensor) -> Tensor:
-        """This rank's chunk of rows that all ranks hold. Backward: zeros for the others, whose gradients are
-        elsewhere."""
+        """This rank's chunk of rows that all ranks hold. Backward: zeros for the others."""
         self.num_rows = len(rows)
         return rows.tensor_split(self.gathering.peers.world_size)[self.gathering.peers.rank]
 

@@ -43,8 +43,7 @@ BYTES: dict[str, Callable[[str, int, int, int], float]] = {
 
 @dataclass
 class Cost:
-    """One operation by one variant at one size: the slowest rank's seconds a call, and the bytes that this rank
-    sent."""
+    """One operation by one variant at one size: the slowest rank's seconds a call, and this rank's bytes."""
 
     rounds_s: list[float] = field(default_factory=list)
     own_s: list[float] = field(default_factory=list)  # of the same rounds, on this rank
@@ -75,8 +74,7 @@ def size(nbytes: int) -> str:
 
 
 def even(nbytes: int, world_size: int) -> int:
-    """The next smaller size of which every rank has an equal chunk of whole floats, as gloo's reduce_scatter wants; at
-    the least one each."""
+    """The next smaller size of which every rank has an equal chunk of whole floats, at the least one each."""
     return max(nbytes - nbytes % (4 * world_size), 4 * world_size)
 
 
@@ -140,8 +138,7 @@ def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
 
 
 def fit(name: str, world_size: int, times: Mapping[int, float]) -> tuple[float, float, float]:
-    """(α, B, median relative error) by least squares of the relative errors, since times span five powers of ten;
-    `times` are seconds by bytes."""
+    """(α, B, median relative error) of `times`, seconds by bytes, by least squares of the relative errors."""
     rounds = formulas.all_reduce_seconds(name, world_size, 0, 1.0, 1.0)
     serial = {nbytes: formulas.all_reduce_seconds(name, world_size, nbytes, 0.0, 1.0) for nbytes in times}
     terms = torch.tensor([[rounds / t, serial[nbytes] / t] for nbytes, t in times.items()], dtype=torch.float64)

@@ -61,8 +61,7 @@ def largest_difference(found: Tensor, period: Tensor, start: int = 0) -> float:
 
 @dataclass
 class Trial:
-    """One call of `op` ("all_reduce", "reduce_scatter", "all_gather") on a `whole` tensor, of which `chunk` is
-    `rank`'s."""
+    """One call of `op` ("all_reduce", ...) on a `whole` tensor, of which `chunk` is `rank`'s."""
 
     op: str
     rank: int
@@ -137,8 +136,7 @@ def uneven(collective: Collective, op: str, device: torch.device) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, torch hands out memory that is NaN (for whole numbers the largest), where otherwise lies what was there
-    before."""
+    """Inside, torch hands out memory that is NaN, or for whole numbers the largest."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms imports the compiler: 812 modules
     try:

@@ -189,8 +189,7 @@ def loss_of_lesson(primitive: Primitive, loss: Loss) -> Loss:
 
 
 def loss_on(rank: int, output: Tensor, loss: Loss) -> Tensor:
-    """A rank's loss: half the sum of w·y², with weights w = 1, 2, ... that grow with the rank where the loss is its
-    own."""
+    """A rank's loss: half the sum of w·y², with weights w = 1, 2, ... that grow with the rank in its own loss."""
     weights = torch.arange(1, output.numel() + 1, dtype=output.dtype, device=output.device).reshape(output.shape)
     return (weights * output**2).sum() / 2 * (rank + 1 if loss == "own" else 1)
 
@@ -216,8 +215,7 @@ def one_process(lab: Lab, primitive: Primitive, loss: Loss) -> Tensor:
 
 
 def nothing_recorded(lab: Lab) -> None:
-    """The lesson says that autograd computes the backward of these calls by itself; torch.distributed records
-    nothing."""
+    """torch.distributed records nothing of these calls, where the lesson says that autograd knows their backward."""
     x = torch.ones(2, device=lab.device, requires_grad=True)
     gathered = [torch.zeros(2, device=lab.device) for _ in range(lab.world_size)]
     dist.all_gather(gathered, x, group=lab.group)

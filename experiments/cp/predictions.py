@@ -120,8 +120,7 @@ def predict(config: Config) -> list[Prediction]:
 
 
 def at_rest(variant: str, config: Config, shown: str) -> Prediction:
-    """Weights, gradients and optimizer state: all of them on every rank, and which positions are its own; gathered has
-    a mask, too."""
+    """All weights, gradients and optimizer state, which positions are a rank's own, and of gathered a mask."""
     held = whole_rest_bytes([parameter.numel() for parameter in outline(config).parameters()], config)
     adam, itemsize, masked = config.optimizer == "adamw", config.itemsize, variant == "gathered"
     num_rows = positions_of(variant, config).num_rows

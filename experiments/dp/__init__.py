@@ -135,8 +135,7 @@ def ddp(
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure; then the first lesson's table, if it is its model, and what a slow link teaches, if it
-    is one."""
+    """Predict, prove, measure; then what the first lesson's model and a slow link teach."""
     predictions = predict(lab.config)
     size, unit = in_unit(gradient_bytes(lab.config))
     sent = size * 2 * (lab.world_size - 1) / lab.world_size

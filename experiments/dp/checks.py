@@ -55,8 +55,7 @@ def waiting(order: Order, sizes: Mapping[str, int]) -> int:
 
 
 def gradient_sizes(config: Config) -> dict[str, int]:
-    """The bytes of each gradient, by its name in an `Order`, in order of registration; a tied one is the first
-    layer's."""
+    """The bytes of each gradient by its name in an `Order`, as registered; a tied one is the first layer's."""
     itemsize, found = config.itemsize, dict[nn.Parameter, tuple[str, int]]()
     for index, layer in enumerate(outline(config).layers):
         for name, parameter in layer.named_parameters():
@@ -65,8 +64,7 @@ def gradient_sizes(config: Config) -> dict[str, int]:
 
 
 def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
-    """Hold when the sums of each variant began against what it claims: from hooks at once, or after the backward
-    pass."""
+    """Hold when the sums of each variant began: from hooks at once, or after the backward pass."""
     sizes, bucket_bytes = bucket_sizes(lab.config), lab.config.bucket_mib * 2**20
     for name, seen in measured.items():
         if name == "ddp":

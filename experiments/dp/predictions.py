@@ -79,8 +79,7 @@ def at_rest(config: Config) -> list[Prediction]:
 
 
 def peak_bytes(name: str, config: Config, passes: list[Happening], *, swapped: bool = False) -> float:
-    """Weights, optimizer state, gradients and messages of variant `name`, and the highest of the passes; or, if it
-    holds more, the update."""
+    """What variant `name` keeps and the highest of the passes; or, if it holds more, the update."""
     sizes = [parameter.numel() for parameter in outline(config).parameters()]
     held, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
     constant = held["parameters"] + held["optimizer"] + message_bytes(name, config, swapped=swapped)

@@ -89,8 +89,7 @@ def wrongly_whole(name: str, order: Order, config: Config, *, reshard: bool) -> 
 
 
 def unsummed(order: Order, config: Config, stage: int) -> list[str]:
-    """Sentences for units whose sum does not begin as soon as their last gradient is there, in every backward pass, and
-    in stage 1 in the last."""
+    """Sentences for units that are not summed with their last gradient, in every backward pass or the last."""
     units, faults = Units(config), []
     for label, events in order.within("backward")[-1 if stage == 1 else 0 :]:
         last = {units.of(int(event.label.split(".")[0])): place for place, event in written(events).items()}
@@ -118,8 +117,7 @@ def format_layers(layers: set[int]) -> str:
 
 
 def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> None:
-    """A layer at a time: whole weights come and go with the passes, and gradients are summed as they are handed
-    over."""
+    """Whole weights come and go with the passes, and gradients are summed as they are handed over."""
     config, order = lab.config, measured.order
     if name in AHEAD:
         lab.compare(

@@ -35,8 +35,7 @@ def tell(lab: Lab, sizes: Mapping[str, int], chunks: int) -> None:
 
 
 def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
-    """Called bytes of each axis exactly, those on the wire within 1 % and gloo's frames; over plain TCP in the mean of
-    all ranks."""
+    """Called bytes of each axis exactly, those on the wire within 1 % and gloo's frames."""
     traffic, control = measured.traffic, f"{TESTS}test_bytes_along_a_wrong_axis_fail"
     costs = by_axis(rank)
     for axis, cost in costs.items():
@@ -79,8 +78,7 @@ def check_order(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
 
 
 def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
-    """Buckets are launched inside a backward pass, as soon as their gradients are there: of `naive` none, of ZeRO
-    nothing is in buckets."""
+    """Buckets are launched inside a backward pass, as soon as their gradients are there; of `naive` none."""
     if HOW[name].zero or lab.mesh.size("dp") == lab.mesh.size("cp") == 1:
         return
     sums = measured.order.launches("all_reduce")

@@ -132,8 +132,7 @@ class Rank:
         return shares(self.seq, self.t)[self.at["tp"]] if self.rows else self.seq
 
     def units(self, stage: int) -> list[list[Local]]:
-        """The parameters of a stage, a layer each: one of both ends of gpt that share a weight, which between two
-        stages is one by itself."""
+        """The parameters of a stage by layer; tied ends are one, and between two stages one by itself."""
         layers = outline(self.config).layers
         tied = self.config.tie and self.is_gpt
         found = {index: list(self.of_layer(layers[index])) for index in self.stages[stage]}

@@ -232,8 +232,7 @@ class Together:
 
 
 def units_of(rank: Rank) -> tuple[Units, Units]:
-    """A unit of each layer of this rank's stage, one of both ends of gpt that share a weight; and what another stage
-    holds too."""
+    """A unit of each layer of this rank's stage, tied ends as one; and what another stage holds too."""
     own, shared = Units([], {}, {}), Units([], {}, {})
     layers = outline(rank.config).layers
     (run,) = rank.stages.values()  # ZeRO's pipelines have one stage a rank

@@ -42,8 +42,7 @@ def ends_of_slices(rank: Rank) -> int:
 
 
 def in_sums(rank: Rank, samples: int) -> Cost:
-    """All_reduces of b·s·h; a block that is computed again sums its attention again, and needs no more unless the
-    mask of what its MLP gives is kept."""
+    """All_reduces of b·s·h; a block that is computed again sums its attention again, with a mask its MLP too."""
     again = rank.num_blocks * (1 + rank.drops) if rank.config.recompute and rank.is_gpt else 0
     nbytes = samples * rank.seq * rank.config.width * rank.itemsize
     return all_reduce_cost(rank.t, nbytes).times(ends_of_slices(rank) + again)
@@ -188,8 +187,7 @@ OVER: Mapping[str, Callable[[Rank], Cost]] = {"cp": over_cp, "tp": over_tp, "pp"
 
 
 def by_axis(rank: Rank) -> dict[str, Cost]:
-    """What a rank sends in each of its groups: along each axis that is longer than one rank, and over dp and cp
-    together where both are."""
+    """What a rank sends in each group: along each axis of more than one rank, and over dp and cp together."""
     long = {axis: ranks for axis, ranks in rank.sizes.items() if ranks > 1}
     costs = {axis: [OVER[axis](rank)] if axis in OVER else [] for axis in long}
     for axis, ranks in long.items():

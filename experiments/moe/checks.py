@@ -111,8 +111,7 @@ def check_choices(lab: Lab, name: str, notes: Notes, asked: int, dropped: int, t
 
 
 def check_told(lab: Lab, name: str, rows: Sequence[Sequence[Any]], layers: int, top_k: int, parts: int) -> None:
-    """The table of the last step says the same: choices of all tokens, and rows of all that were not dropped, as often
-    as an expert has parts."""
+    """The table of the last step says the same: all choices, and a row for each part of what was not dropped."""
     choices, dropped, computed = (
         sum(row[COLUMNS.index(kind)] for row in rows) for kind in ("choices", "dropped", "rows")
     )
@@ -167,8 +166,7 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
 
 
 def pretended_s(rows: Sequence[Sequence[int]], row_s: float) -> float:
-    """Seconds of a step in which every layer takes as long as its busiest rank; `rows` are each rank's of each
-    layer."""
+    """Seconds of a step in which every layer takes as long as its busiest rank; `rows` by layer and rank."""
     return PASSES * row_s * sum(map(max, rows))
 
 
@@ -210,8 +208,7 @@ def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
 def by_rank(
     name: str, placement: Placement, layers: Sequence[Routed], seconds: Sequence[Mapping[str, float]]
 ) -> tuple[str, list[list[Any]]]:
-    """Title and rows of a table of the last step: what each rank routed and computed, and where a median step's time
-    went."""
+    """Title and rows of a table: what each rank routed and computed, and where a median step's time went."""
     of_layers = [rows_of(placement, routed) for routed in layers]
     computed = [sum(rows) for rows in zip(*of_layers, strict=True)]
     paid = sum(max(rows) for rows in of_layers) / max(1.0, sum(mean(rows) for rows in of_layers))

@@ -109,8 +109,7 @@ def another(mesh: str, axes: set[str]) -> str:
 
 
 def expert_places(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """C = ceil(factor·k·T/E), the choices that an expert takes; with a factor of 0 all that want it, at most one a
-    token."""
+    """C = ceil(factor·k·T/E), the choices that an expert takes; with a factor of 0 one of every token."""
     if not factor:
         return num_tokens
     return math.ceil(factor * top_k * num_tokens / num_experts)

@@ -50,8 +50,7 @@ def check_messages(lab: Lab, name: str, measured: Measured, done: list[Pass], ow
 
 
 def posted_ahead(order: Order) -> list[tuple[int, int]]:
-    """At each wait for a message how many receives were posted, and how many should have been: that one, and AHEAD more
-    where there are as many."""
+    """At each wait for a message how many receives were posted, and how many should have been: AHEAD more."""
     receives, waits = order.where("call", "receive"), order.where("begin", "receive")
     return [
         (sum(place < wait for place in receives), min(len(waits), number + 1 + AHEAD))
@@ -60,8 +59,7 @@ def posted_ahead(order: Order) -> list[tuple[int, int]]:
 
 
 class Ends(NamedTuple):
-    """What passes the ends of one chunk of this rank, in bytes of each microbatch; 0 where no other rank is
-    beside it."""
+    """Bytes of each microbatch that pass the ends of one chunk; 0 where no other rank is beside it."""
 
     taken: list[int]  # from the stage before; back to it goes as much
     given: list[int]

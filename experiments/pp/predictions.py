@@ -167,8 +167,7 @@ def rest(config: Config, owners: list[int], rank: int) -> float:
 
 
 def tied_weight_traffic(config: Config, *, folded: bool = False) -> list[Cost]:
-    """What each rank sends that is not a pipeline's own: a tied gradient, of which folded stages
-    have one copy, and the norm to clip by."""
+    """What each rank sends beside a pipeline's own: a tied gradient, unless it is `folded`, and the norm."""
     ranks, norm = config.world_size, norm_cost(config.world_size, config.clip)
     tied = ranks > 1 and config.tie and config.model == "gpt" and not folded
     shared = Cost(model.VOCABULARY * config.width * config.itemsize, 1, 1)

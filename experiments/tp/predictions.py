@@ -148,8 +148,7 @@ def predict_user_plan(config: Config, cannot: Iterable[str]) -> list[Prediction]
 
 
 def rest(variant: str, config: Config, rank: int) -> float:
-    """Bytes of weights, gradients and optimizer state that a rank keeps between two steps: its parts, and the rest
-    whole."""
+    """Bytes that a rank keeps between two steps: its parts, and the rest whole."""
     ranks = config.world_size
     layers = {layer.ours: layer for layer in linears(config).values()}
     cuts = {name: Cut(True, shares(layer.outputs, ranks)) for name, layer in layers.items()}

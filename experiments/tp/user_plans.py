@@ -70,8 +70,7 @@ class Entered:
 def cut(
     model: nn.Module, cuts: dict[str, Cut], rank: int, region: Region, row: type[RowParallelLinear] = RowParallelLinear
 ) -> None:
-    """Replace the named layers of a dense `model` by this rank's parts of them, in place; parameters keep their
-    names."""
+    """Replace the named layers of a dense `model` by this rank's parts of them; parameters keep their names."""
     entered = Entered(region)
     for name, each in cuts.items():
         dense = model.get_submodule(name)
