@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from distlab.config import Config
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
-from distlab.pipeline_parallel.strategy import Engine
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Attend, Attention, Embedding, Model
 
@@ -148,22 +147,12 @@ def share_out(model: Model, positions: Positions, attend: Attend, rank: int) -> 
             part.attend = attend
 
 
-class OfOwnPositions:
-    """An Engine that gives `engine` this rank's positions of each microbatch."""
-
-    def __init__(self, engine: Engine, positions: Positions, rank: int) -> None:
-        self.engine, self.positions, self.rank = engine, positions, rank
-
-    @property
-    def most_in_flight(self) -> int | None:
-        return self.engine.most_in_flight
-
-    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
-        own = [
-            Microbatch(self.positions.own(inputs, self.rank), self.positions.own(targets, self.rank), share)
-            for inputs, targets, share in microbatches
-        ]
-        return self.engine.step(own)
+def own_positions(microbatches: list[Microbatch], positions: Positions, rank: int) -> list[Microbatch]:
+    """Of each microbatch the positions of `rank`."""
+    return [
+        Microbatch(positions.own(inputs, rank), positions.own(targets, rank), share)
+        for inputs, targets, share in microbatches
+    ]
 
 
 def set_positions(model: Model, positions: Positions, rank: int) -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.collectives.phases import phase
 from distlab.collectives.point_to_point import Peers
 from distlab.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.config import Config
@@ -61,10 +60,7 @@ class ZeroByRows(Zero):
             named = zip(self.units[index].named.values(), flat.places, strict=True)
             parts = [place for parameter, place in named if parameter in self.whole]
             if parts:
-                with phase("all_reduce"):
-                    sums = sum_together(parts, self.rows)
-                for part, total in zip(parts, sums, strict=True):
-                    part.copy_(total)
+                sum_together(parts, self.rows)
         super()._complete(index)
 
 
@@ -131,11 +127,7 @@ class Replicas(GradientBuckets):
         """Wait for all sums, and add up over the rows what every rank has a part of: sums may come in any order."""
         super().finish()
         if self.rows is not None and self.whole:
-            parts = [p.grad for p in self.whole if p.grad is not None]
-            with phase("all_reduce"):
-                sums = sum_together(parts, self.rows)
-            for part, total in zip(parts, sums, strict=True):
-                part.copy_(total)
+            sum_together([p.grad for p in self.whole if p.grad is not None], self.rows)
 
     def entries(self) -> list[Entry]:
         stepped = self.named.values() if self.masters is None else self.masters.parameters

@@ -22,7 +22,7 @@ from distlab.config import Config
 from distlab.pipeline_parallel.pipeline import Pipeline, SplitBackward
 from distlab.pipeline_parallel.schedules import stages_of
 from distlab.workload.data import Microbatch
-from distlab.workload.model import Dropouts, Model
+from distlab.workload.model import Model
 from distlab.workload.strategy import HoldsParts
 
 # Stages: a model's layers cut into runs, and who holds which parameter afterwards.
@@ -152,22 +152,28 @@ class Engine(Protocol):
 Weigh: TypeAlias = Callable[[float, int, int], float]
 
 
+Prepare: TypeAlias = Callable[[list[Microbatch]], list[Microbatch]]
+
+
 def divided(share: float, num_samples: int, batch: int) -> float:  # noqa: ARG001  the same however the batch is divided
     """As it was dealt: one over the terms of the whole batch."""
     return share
 
 
 class ByHand:
-    """Our own pipeline."""
+    """Our own pipeline; `prepare` makes of a replica's microbatches those that this rank works on."""
 
-    def __init__(self, pipeline: Pipeline, loss: nn.Module, weigh: Weigh = divided) -> None:
-        self.pipeline, self.loss, self.weigh = pipeline, loss, weigh
+    def __init__(
+        self, pipeline: Pipeline, loss: nn.Module, weigh: Weigh = divided, prepare: Prepare = lambda each: each
+    ) -> None:
+        self.pipeline, self.loss, self.weigh, self.prepare = pipeline, loss, weigh, prepare
 
     @property
     def most_in_flight(self) -> int:
         return self.pipeline.most_in_flight
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        microbatches = self.prepare(microbatches)
         batch = sum(len(microbatch.inputs) for microbatch in microbatches)
 
         def loss(index: int, output: Tensor) -> Tensor:
@@ -176,21 +182,6 @@ class ByHand:
             return weighed
 
         return self.pipeline.step([microbatch.inputs for microbatch in microbatches], loss)
-
-
-class OfDroppedSamples:
-    """An engine that says by which samples `dropouts` draw their masks, before `engine` cuts anything."""
-
-    def __init__(self, engine: Engine, dropouts: Dropouts) -> None:
-        self.engine, self.dropouts = engine, dropouts
-
-    @property
-    def most_in_flight(self) -> int | None:
-        return self.engine.most_in_flight
-
-    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
-        self.dropouts.deal([microbatch.inputs for microbatch in microbatches])
-        return self.engine.step(microbatches)
 
 
 def joined(microbatches: list[Microbatch]) -> Microbatch:

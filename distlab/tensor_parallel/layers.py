@@ -332,12 +332,12 @@ def reduce_scatter(rows: Tensor, collective: Collective) -> Tensor:
     return chunk
 
 
-def sum_together(gradients: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """All `gradients` summed over the ranks in one all_reduce; the sums are views of one flat tensor."""
+def sum_together(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum all `gradients` over the ranks in place, by one all_reduce."""
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    pieces = flat.split([gradient.numel() for gradient in gradients])
-    return [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+    all_reduce(flat, group)
+    for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 # What sequence parallelism needs beside its region: rows come first in what a model works on, for they are sliced.

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.collectives.phases import phase
 from distlab.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.config import Config
 from distlab.tensor_parallel.layers import (
@@ -63,12 +62,10 @@ class TensorParallel(HoldsParts):
 
     def sum_gradients(self) -> None:
         """Sum the gradients of what every rank holds whole, in one call."""
-        whole = [parameter for _, parameter in self.whole()]
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in whole]  # the same call on all ranks
-        with phase("all_reduce"):
-            sums = sum_together(gradients, self.group)
-        for parameter, total in zip(whole, sums, strict=True):
-            parameter.grad = total
+        for _, parameter in self.whole():
+            if parameter.grad is None:  # the same call on all ranks
+                parameter.grad = torch.zeros_like(parameter)
+        sum_together([p.grad for _, p in self.whole() if p.grad is not None], self.group)
 
     def whole(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that every rank holds whole, and must hold the same."""

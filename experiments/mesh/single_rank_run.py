@@ -7,17 +7,18 @@ is there. What a mesh keeps on top of that is a matter of formulas (predictions.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distlab.context_parallel.strategy import OfOwnPositions, share_out
+from distlab.context_parallel.strategy import share_out
 from distlab.lab import Lab
 from distlab.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.pipeline_parallel.schedules import Action, gives, needs
-from distlab.pipeline_parallel.strategy import ByHand, Engine, parts_of
+from distlab.pipeline_parallel.strategy import ByHand, parts_of
 from distlab.sharded.costs import Happening
 from distlab.sharded.flat_parameter import as_many_as_all
 from distlab.tensor_parallel.layers import LocalRegion, Sequence, own_tokens, rows_inside, shares
@@ -26,7 +27,7 @@ from distlab.verify.counted import WARMUP_STEPS, Watch
 from distlab.workload.model import VOCABULARY, Model, causal
 
 from .placement import Rank
-from .stack import Turned, own_masks
+from .stack import Turned, own_masks, prepared
 
 # Neighbours that are made up, for a rank by itself: what comes from them is zeros, and what they are sent stays as
 # long as they may read it.
@@ -176,7 +177,7 @@ def passes_of(lab: Lab, rank: Rank, actions: list[Action]) -> list[Happening]:
     return watch.happenings
 
 
-def engine_of(lab: Lab, rank: Rank, actions: list[Action]) -> tuple[ReducingPipeline, Engine]:
+def engine_of(lab: Lab, rank: Rank, actions: list[Action]) -> tuple[ReducingPipeline, ByHand]:
     """This rank's pipeline with nobody beside it, and what gives it microbatches."""
     config, mesh = lab.config, lab.mesh
     model = lab.model(getattr(torch, config.dtype))
@@ -201,8 +202,7 @@ def engine_of(lab: Lab, rank: Rank, actions: list[Action]) -> tuple[ReducingPipe
     shape = (rank.own_rows(), config.width) if rank.is_gpt else (config.width,)
     nowhere: Any = FromNowhere(shape, like, rank.p * rank.chunks, copies=config.backend == "tcp")
     pipeline.boundaries = nowhere
-    engine: Engine = ByHand(pipeline, model.loss)
-    return pipeline, engine if positions is None else OfOwnPositions(engine, positions, rank.at["cp"])
+    return pipeline, ByHand(pipeline, model.loss, prepare=partial(prepared, positions, rank.at["cp"], None))
 
 
 def sliced(model: Model, rank: Rank) -> None:

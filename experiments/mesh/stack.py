@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distlab.config import Config
 from distlab.context_parallel.ring import RingAttention
-from distlab.context_parallel.strategy import OfOwnPositions, Positions, share_out
+from distlab.context_parallel.strategy import Positions, own_positions, share_out
 from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.contract import Strategy
 from distlab.mesh.grid import Mesh
@@ -25,8 +25,6 @@ from distlab.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.pipeline_parallel.schedules import Schedule
 from distlab.pipeline_parallel.strategy import (
     ByHand,
-    Engine,
-    OfDroppedSamples,
     Parts,
     Weigh,
     divided,
@@ -35,6 +33,7 @@ from distlab.pipeline_parallel.strategy import (
 )
 from distlab.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
 from distlab.tensor_parallel.strategy import slice_layers
+from distlab.workload.data import Microbatch
 from distlab.workload.model import Dropouts, Model, recomputed
 
 from .options import Options
@@ -95,12 +94,17 @@ def stack(
     turned = {} if dropouts is None else {"turn_to": dropouts.turn_to}
     pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept, **turned)
     pretend(pipeline, mesh, config)
-    engine: Engine = ByHand(pipeline, model.loss, weigh(mesh))
-    if positions is not None:
-        engine = OfOwnPositions(engine, positions, mesh.index("cp"))
-    if dropouts is not None:
-        engine = OfDroppedSamples(engine, dropouts)
+    engine = ByHand(pipeline, model.loss, weigh(mesh), partial(prepared, positions, mesh.index("cp"), dropouts))
     return stacked(parts, slices, kept, engine, mesh, config, clip)
+
+
+def prepared(
+    positions: Positions | None, place: int, dropouts: Dropouts | None, microbatches: list[Microbatch]
+) -> list[Microbatch]:
+    """This rank's positions of each microbatch; masks are drawn by the whole samples."""
+    if dropouts is not None:
+        dropouts.deal([microbatch.inputs for microbatch in microbatches])
+    return microbatches if positions is None else own_positions(microbatches, positions, place)
 
 
 def scheduled(how: How, ranks: int, config: Config) -> Schedule:

@@ -91,7 +91,7 @@ def differences(group: dist.ProcessGroup, kind: str, num_rows: int, hidden: int)
         if name in cuts:
             true = cuts[name].piece(true, group.rank())
         elif kind == "sequence":
-            gradient = sum_together([gradient], group)[0]
+            sum_together([gradient], group)
         apart[name] = (gradient - true).abs().max().item() if true.numel() else 0.0
     return apart
 
@@ -188,8 +188,9 @@ def test_what_is_sent_is_marked(ranks: Ranks) -> None:
 
 
 def summed(group: dist.ProcessGroup) -> list[Any]:
+    sums = [torch.full((2, 3), group.rank() + 1.0), torch.ones(1)]
     with Calls() as calls:
-        sums = sum_together([torch.full((2, 3), group.rank() + 1.0), torch.ones(1)], group)
+        sum_together(sums, group)
     return [[total.tolist() for total in sums], sum(op.calls for op in calls.ops())]
 
 
