@@ -2,7 +2,7 @@
 
 A collective moves tensors between ranks as a function moves them within one; so it has a backward pass too, and which
 one is right depends on whose the loss is. And it has a price: a latency for each round, and the bytes that pass the
-busiest link. The algorithms of workers/parallel give the same sum to every rank and differ only in this price.
+busiest link. The algorithms of distlab/collectives give the same sum to every rank and differ only in this price.
 
   predicted   S = bytes of the tensor, N = ranks; bytes sent by a rank in an all_reduce
               ring, direct   2(N-1)/N·S  under 2·S for every N, in 2(N-1) rounds (ring) or 2 (direct; 1 for N = 2)

@@ -16,11 +16,11 @@ The variants differ in how many calls they make, and when:
   flat        one for all gradients in one flat bucket: fewest calls, and the link idles during the backward pass
   bucketed    one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs; two ranks on a slow link
               swap theirs
-  ring        the same buckets over the ring all_reduce of workers/parallel
+  ring        the same buckets over the ring all_reduce by hand (distlab/collectives/ring.py)
   ddp         PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
 On a slow link (LAB_NET_RATE, LAB_NET_DELAY) one more measurement follows, whatever LAB_VARIANT names: bucket sizes from
-0 to 64 MiB with and without overlap (sweep.py).
+0 to 64 MiB with and without overlap (slow_link.py).
 
 With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see
 line_lesson.py).
