@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.config import Config
 from distlab.context_parallel.costs import causal_share
@@ -20,6 +19,7 @@ from distlab.context_parallel.strategy import Positions
 from distlab.contract import Claims, Mode, Strategy
 from distlab.lab import Lab
 from distlab.measure.prediction import PYTORCHS
+from distlab.measure.traffic import DispatchMode
 from distlab.tensor_parallel.layers import shares
 from distlab.verify.counted import most_kept, saved_bytes
 from distlab.verify.run_all import measured
@@ -38,17 +38,13 @@ BACKWARD = f"{FORWARD}_backward"
 RECEIVE, COMPUTE = "receive", "compute"
 
 
-class Kernels(TorchDispatchMode):
+class Kernels(DispatchMode):
     """Around a step: the `pairs` of all samples and heads, `cpu_s` and `order` of what is called inside."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.pairs, self.cpu_s = 0, 0.0
         self.order: list[str] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -305,16 +301,12 @@ ROWS = 4  # dims of [B, heads, rows, head_dim]; keys, values and their gradients
 CONTROL = "tests/experiments/test_cp.py::test_a_ring_that_adds_up_in_16_bits_is_seen"
 
 
-class Additions(TorchDispatchMode):
+class Additions(DispatchMode):
     """The types of what is added to in place inside the block."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.types: list[torch.dtype] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
