@@ -42,7 +42,7 @@ class Kernels(DispatchMode):
     """Around a step: the `pairs` of all samples and heads, `cpu_s` and `order` of what is called inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.pairs, self.cpu_s = 0, 0.0
         self.order: list[str] = []
 
@@ -305,7 +305,7 @@ class Additions(DispatchMode):
     """The types of what is added to in place inside the block."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.types: list[torch.dtype] = []
 
     def __torch_dispatch__(
