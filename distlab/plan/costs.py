@@ -20,8 +20,9 @@ under attention's own s·s, which compute leaves out for all layouts alike, but 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from distlab.collectives.costs import (
     all_reduce_bytes,
@@ -117,8 +118,7 @@ KINDS = tuple(
 def layouts(job: Job, tensor: bool, pipeline: bool, stage: int, context: bool = False) -> Iterator[Layout]:
     """All ways of one kind that these sizes allow, with `context` those that cut samples; where one rank alone holds a part there is nothing to shard over."""
     for t in _divisors(math.gcd(job.node_gpus, job.shape.heads)) if tensor else [1]:
-        shared = (c for c in _divisors(job.gpus // t) if job.seq % (2 * c) == 0)
-        for c in shared if context else [1]:
+        for c in [c for c in _divisors(job.gpus // t) if job.seq % (2 * c) == 0] if context else [1]:
             for p in _divisors(job.gpus // (t * c)) if pipeline else [1]:
                 replicas = job.gpus // (t * c * p)
                 dealt = job.global_samples % (job.samples * replicas) == 0
@@ -144,7 +144,8 @@ def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:
     return ", ".join(reasons)
 
 
-def _divisors(number: int) -> list[int]:
+@cache
+def _divisors(number: int) -> Sequence[int]:
     """From 2 on."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)} - {1})
@@ -238,17 +239,14 @@ class Cost:
 
     @property
     def held_bytes(self) -> float:
-        """All classes."""
         return sum(self.memory.values())
 
     @property
     def sent_bytes(self) -> float:
-        """Over all axes."""
         return sum(self.sent.values())
 
 
 def cost(job: Job, layout: Layout) -> Cost:
-    """The price of `layout`."""
     memory = memory_by_class(job, layout)
     idle = bubble(layout.pipeline, microbatches(job, layout))
     compute_s = training_flops(job.num_parameters, job.global_samples * job.seq, job.recompute)
