@@ -16,9 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.check.cases import SCRIPTS, Checked, check
-from tests.check.planted import PLANTED, missed
-from tests.check.right import RIGHT
+from tests.check.cases import PLANTED, RIGHT, SCRIPTS, Checked, check, missed
 
 KINDS = ("faults", "right")
 SHOWN = 110  # letters of what was said
@@ -65,13 +63,13 @@ def rows(names: Sequence[str], times: int, folder: Path) -> Iterator[Row]:
                 )
                 to_say = ", ".join([*planted.says, *(f"rank {rank}" for rank in planted.ranks)]) or "nothing"
                 yield Row("fault", planted.name, planted.world_size, to_say, said(checked), checked.seconds, wrong)
-        for right in RIGHT:
-            if wanted(names, "right", right.name):
-                checked = check(SCRIPTS / "right" / f"{right.name}.py", right.world_size, folder)
+        for name, world_size in RIGHT.items():
+            if wanted(names, "right", name):
+                checked = check(SCRIPTS / "right" / f"{name}.py", world_size, folder)
                 wrong = [*checked.sentences, *questions(checked)] + (
                     [f"exit code {checked.code}"] if checked.code else []
                 )
-                yield Row("right", right.name, right.world_size, "nothing", said(checked), checked.seconds, wrong)
+                yield Row("right", name, world_size, "nothing", said(checked), checked.seconds, wrong)
 
 
 def wanted(names: Sequence[str], kind: str, name: str) -> bool:

@@ -28,14 +28,9 @@ class Doctor:
     """All cases of a run. `say` prints on rank 0; `bound_s` is for how long one may stand still while others wait."""
 
     def __init__(
-        self,
-        world_size: int,
-        hang_after_s: float,
-        bound_s: float,
-        say: Callable[[str], None],
-        mesh: Sequence[tuple[str, int]] = (),
-        gather_s: float = GATHER_S,
-    ) -> None:
+        self, world_size: int, hang_after_s: float, bound_s: float, say: Callable[[str], None],
+        mesh: Sequence[tuple[str, int]] = (), gather_s: float = GATHER_S,
+    ) -> None:  # fmt: skip
         self.cases = [RankState(rank, world_size, moved_at=now()) for rank in range(world_size)]
         self.matching, self.quiet = Matching(world_size), Quiet(world_size, mesh)
         self.findings: list[Finding] = []
@@ -52,7 +47,6 @@ class Doctor:
         self._stopped: dict[int, float] = {}
 
     def take(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
-        """What a rank has told."""
         for line in lines:
             with self._dropping(rank):
                 self.cases[rank].take(json.loads(line), time_s)
@@ -120,7 +114,6 @@ class Doctor:
             self.records.append(Said(heading, text))
 
     def _tell_change(self, fact: list[str], rank: int) -> None:
-        """What is other than without the doctor, said once."""
         sentence = fact[1] if fact[0] == "changed" else f"{fact[1]} is not recorded: {fact[2]}"
         if sentence not in self.changed:
             self._say(f"changed    {sentence}")

@@ -23,6 +23,7 @@ from distlab.check.rank_state import (
     Wait,
     call_text,
     group_words,
+    ranks_do,
 )
 from distlab.check.script_process import how_it_ended
 from distlab.cluster import name_ranks
@@ -107,9 +108,8 @@ def diagnosis(
     together = sorted(rank for rank, each in stuck.items() if met_in(each.wait) == met_in(first.wait))
     whom = sorted(first.needs)
     where = " and ".join(dict.fromkeys(str(stuck[rank].wait.place) for rank in together))
-    alone = len(together) == 1
     called = wait_text(first.wait, len(cases))
-    sentence = f"{name_ranks(together)} {'waits' if alone else 'wait'} in {called} at {where}"
+    sentence = f"{ranks_do(together, 'wait')} in {called} at {where}"
     if first.wait.call is None:
         sentence += ", and no other rank can unblock it"
     else:
@@ -207,7 +207,6 @@ def library(frame: Frame) -> bool:
 
 
 def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[str]]:
-    """Where every rank is: its line, its call, and what it needs."""
     rows = []
     for case in cases:
         own = waits.get(case.rank)
@@ -247,12 +246,10 @@ class Still:
         left = [case for case in cases if not case.over]
         if not left or any(case.cpu_share > IDLE_SHARE or now - case.moved_at < self._bound_s for case in left):
             return None
-        s = "s" if len(left) == 1 else ""
-        sentence = (
-            f"{name_ranks(case.rank for case in left)} stand{s} still at {standing_at(left[0])} for"
-            f" {self._bound_s:g} s, and no other rank is at work"
-        )
-        return Finding(HANG, sentence, tuple(case.rank for case in left), table(cases, {}), ends=True)
+        ranks = tuple(case.rank for case in left)
+        where = f"at {standing_at(left[0])} for {self._bound_s:g} s"
+        sentence = f"{ranks_do(ranks, 'stand')} still {where}, and no other rank is at work"
+        return Finding(HANG, sentence, ranks, table(cases, {}), ends=True)
 
     def look(self, cases: Sequence[RankState], matching: Matching, now: float) -> Finding | None:
         """Say who computes, if it is time to; a finding where one has stood still for too long."""
@@ -270,8 +267,7 @@ class Still:
             self._said_at = now
         waiting = sorted(rank for rank, each in waits.items() if each.needs & {case.rank for case in alone})
         wait = waits[waiting[0]].wait
-        s = "s" if len(waiting) == 1 else ""
-        who = f"{name_ranks(waiting)} wait{s} for it in {wait.what} at {wait.place}"
+        who = f"{ranks_do(waiting, 'wait')} for it in {wait.what} at {wait.place}"
         late = [rank for rank, since in self._idle_since.items() if now - since > self._bound_s]
         if late:
             sentence = f"rank {late[0]} has been at {standing_at(cases[late[0]])} for {self._bound_s:g} s, and {who}"
@@ -324,7 +320,6 @@ def failures(
 
 
 def describe_exception(raised: Raised) -> str:
-    """What it raised, and where."""
     if raised.kind == "SystemExit":
         what = f"called sys.exit with {raised.text}"
     else:
@@ -358,8 +353,7 @@ def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank
     parts = []
     if waiting:
         wait = waits[waiting[0]].wait
-        s = "s" if len(waiting) == 1 else ""
-        parts.append(f"; {name_ranks(waiting)} wait{s} for it in {wait.what} at {wait.place}")
+        parts.append(f"; {ranks_do(waiting, 'wait')} for it in {wait.what} at {wait.place}")
     if failed:
         last = failed[0].last
         where = f" in {call_text(last)} at {last.place}" if last is not None else ""

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.check.recorder import Call, Recorder, now
+from distlab.check.recorder import Call, Recorder, now, preceded
 from distlab.measure import traffic
-from distlab.measure.traffic import Connection, Endpoint, NoDiagnostics
+from distlab.measure.traffic import Endpoint, NoDiagnostics
 
 CALLS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
@@ -42,7 +42,6 @@ class Handle:
         self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in watched if owns_storage(tensor)]
 
     def written(self) -> bool:
-        """Whether a tensor was written since the call was made."""
         return any((tensor := ref()) is not None and tensor._version != version for ref, version in self._tensors)
 
 
@@ -62,7 +61,7 @@ class Handles:
         work: Any = dist.Work
         work.wait = self._wait(work.wait)
         for name in LOOKS:
-            setattr(work, name, self._look(getattr(work, name)))
+            setattr(work, name, preceded(getattr(work, name), self._looked_at))
 
     def _made(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -102,15 +101,10 @@ class Handles:
 
         return wait
 
-    def _look(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def look(work: dist.Work, *args: Any) -> Any:
-            handle = self._of.get(id(work))
-            if handle is not None:
-                handle.waited = True
-            return method(work, *args)
-
-        return look
+    def _looked_at(self, work: dist.Work, *_: Any) -> None:
+        handle = self._of.get(id(work))
+        if handle is not None:
+            handle.waited = True
 
     def _gone(self, key: int, handle: Handle, by_script: bool) -> None:
         if self._of.get(key) is handle:
@@ -165,9 +159,9 @@ class Waits:
             for name in STORE:
                 if name in vars(store):
                     setattr(store, name, self._watched(vars(store)[name], f"store.{name}"))
-        for module in (c10d, dist):
+        for module in (c10d, dist):  # the sockets' counters go with the sockets
             place: Any = module
-            place.destroy_process_group = self._counted(place.destroy_process_group)
+            place.destroy_process_group = preceded(place.destroy_process_group, self.tell_sockets)
 
     def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -193,26 +187,16 @@ class Waits:
 
         return watched
 
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The sockets' counters go with the sockets."""
-
-        @functools.wraps(function)
-        def counted(*args: Any, **named: Any) -> Any:
-            self.tell_sockets()
-            return function(*args, **named)
-
-        return counted
-
-    def tell_sockets(self) -> None:
+    def tell_sockets(self, *_: Any, **__: Any) -> None:
         """What each connection of this process has sent until now."""
         self._telling.say("sockets", [(near, far, sent) for (near, far), sent in self.sent().items()])
 
     def sent(self) -> dict[tuple[Endpoint, Endpoint], int]:
         """The bytes that each connection has sent, by its two ends; none where the system does not tell."""
-        found: dict[int, Connection] = {}
         with suppress(NoDiagnostics):
-            found = traffic.connections(self._store_port)
-        return {(each.local, each.remote): each.sent_bytes for each in found.values()}
+            found = traffic.connections(self._store_port).values()
+            return {(each.local, each.remote): each.sent_bytes for each in found}
+        return {}
 
     def _on_gloo(self, args: tuple[Any, ...], named: dict[str, Any], position: int) -> tuple[tuple[Any, ...], Any]:
         """The same call with gloo where NCCL is asked for and no GPU is there."""

@@ -22,6 +22,7 @@ from distlab.check.rank_state import (
     call_text,
     ends,
     group_words,
+    ranks_do,
 )
 from distlab.cluster import name_ranks
 
@@ -135,7 +136,6 @@ class Matching:
         return False
 
     def mismatches(self) -> Iterator[Finding]:
-        """All that did not match, in words."""
         for met in self._broken.values():
             yield self._mismatch(met, fault_of(met, whole=len(met) == len(next(iter(met.values())).group.ranks)))
         for sent, received in self._unfit:
@@ -162,7 +162,6 @@ class Matching:
         return (receiver, group, tag) in self._from_any
 
     def before(self, group: GroupKey, rank: int) -> Call | None:
-        """The last call of a rank in a group."""
         return self._before.get((group, rank))
 
     def unmatched(self) -> Iterator[Finding]:
@@ -174,21 +173,16 @@ class Matching:
             seen.add(group)
             call = next(iter(met.values()))
             missing = sorted(set(group.ranks) - set(met))
-            yield Finding(
-                MATCH,
-                f"{call_text(call)} of {group_words(group, self.world_size)}: {name_ranks(met)} made it at"
-                f" {places(met.values())}, and {name_ranks(missing)} ended without it{self._last(group, missing)}",
-                tuple(missing), call_rows(met.values()),
-            )  # fmt: skip
+            called = f"{call_text(call)} of {group_words(group, self.world_size)}"
+            there = f"{name_ranks(met)} made it at {places(met.values())}"
+            without = f"{name_ranks(missing)} ended without it{self._last(group, missing)}"
+            yield Finding(MATCH, f"{called}: {there}, and {without}", tuple(missing), call_rows(met.values()))
         for here in self._messages.values():
             for call in [*here["send"].values(), *here["recv"].values()][:1]:
-                if self._taken_from_any(call):
-                    continue
-                yield Finding(
-                    MATCH,
-                    f"rank {call.rank} made {call_text(call)} at {call.place}, and rank {call.kind.peer} never met it",
-                    (call.rank, call.kind.peer), call_rows([call]),
-                )  # fmt: skip
+                two = call.rank, call.kind.peer
+                sentence = f"rank {two[0]} made {call_text(call)} at {call.place}, and rank {two[1]} never met it"
+                if not self._taken_from_any(call):
+                    yield Finding(MATCH, sentence, two, call_rows([call]))
 
     def _last(self, group: GroupKey, ranks: Iterable[int]) -> str:
         found = [self._before[group, rank] for rank in ranks if (group, rank) in self._before]
@@ -226,9 +220,8 @@ class Matching:
 
     @staticmethod
     def _side(calls: list[Call], fault: str) -> str:
-        """Who calls what where."""
-        verb = "calls" if len(calls) == 1 else "call"
-        return f"{name_ranks(call.rank for call in calls)} {verb} {detailed(calls[0].kind, fault)} at {places(calls)}"
+        who = ranks_do((call.rank for call in calls), "call")
+        return f"{who} {detailed(calls[0].kind, fault)} at {places(calls)}"
 
     def _hint(self, odd: list[Call], others: list[Call]) -> str:
         """Whether the odd one seems to have made one call more; where two sides are even nobody is."""
@@ -297,7 +290,6 @@ def detailed(kind: Kind, fault: str) -> str:
 
 
 def content(kind: Kind) -> str:
-    """Shapes and types."""
     shown = ", ".join(str(each) for each in kind.dims[:3]) + (", ..." if len(kind.dims) > 3 else "")
     return f"{shown} {', '.join(kind.dtypes)}"
 
@@ -308,7 +300,6 @@ def places(calls: Iterable[Call]) -> str:
 
 
 def call_rows(calls: Iterable[Call]) -> list[list[str]]:
-    """Both sides, a row a rank."""
     return [
         [f"rank {call.rank}", str(call.place), f"{call_text(call)}: {detailed(call.kind, '')}", ""]
         for call in sorted(calls, key=lambda call: call.rank)

@@ -5,7 +5,7 @@ backward pass): then a call is open, the process has no processor time, and its 
 torch's. Whoever stands in a line of the script itself, asleep or at work, waits for nobody.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_origin, get_type_hints
 
@@ -298,6 +298,12 @@ def typed(values: list[Any], hints: list[Any]) -> list[Any]:
         if hint is not Any and type(value) not in ((int, float) if hint is float else (get_origin(hint) or hint,)):
             raise TypeError(f"{value!r} is no {hint}")
     return values
+
+
+def ranks_do(ranks: Iterable[int], verb: str) -> str:
+    """ "rank 2 waits", or "ranks 0 and 1 wait"."""
+    found = list(ranks)
+    return f"{name_ranks(found)} {verb}{'s' if len(found) == 1 else ''}"
 
 
 def group_words(group: GroupKey, world_size: int) -> str:

@@ -5,8 +5,10 @@ disk. Rank 0 says when it is over. The store is that of the doctors: the script 
 0 draws (under torchrun the agent's), so that nothing of the lab is among its connections.
 """
 
+import hashlib
 import json
 import os
+import platform
 import shlex
 import socket
 import time
@@ -159,15 +161,11 @@ class Rank:
                 self.journal.write(records.Lost(rank, doctor.cases[rank].steps, how))
         spans, cut = spans_of((folder / f"rank{exchange.rank}.calls").read_bytes().splitlines())
         began_s = min(filter(None, exchange.everyone("begin", spans[0][2] if spans else None)), default=0.0)
-        shown = [[kind, label, start - began_s, end - began_s] for kind, label, start, end in spans]
-        self.journal.write(records.Timeline(self.job.script.name, 0, shown))
+        drawn = [[kind, label, start - began_s, end - began_s] for kind, label, start, end in spans]
+        self.journal.write(records.Timeline(self.job.script.name, 0, drawn))
         if cut:
-            self.journal.write(
-                records.Said(
-                    "timeline",
-                    f"of rank {exchange.rank} the first {len(spans)} calls; {cut} more are in its .calls file",
-                )
-            )
+            shown = f"of rank {exchange.rank} the first {len(spans)} calls; {cut} more are in its .calls file"
+            self.journal.write(records.Said("timeline", shown))
         self.journal.write(records.End(exchange.rank, self.started_at, None, time.time(), watch.cpu_seconds))
         if not sections.bring("records"):
             code = int(exchange.share("verdict"))
@@ -205,16 +203,12 @@ def scratch(exchange: Exchange, folder: Path, job: Job) -> str:
 
 def contents(job: Job) -> dict[str, str]:
     """What all ranks have to run alike."""
-    import hashlib
-
     digest = hashlib.sha256(job.script.read_bytes()).hexdigest()[:12]
     return {"the sha256 of the script": digest, "the words of the script": json.dumps(list(job.words))[:400]}
 
 
 def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:
     """Who this rank is, and how the check is repeated."""
-    import platform
-
     import torch
 
     versions: dict[str, Any] = {

@@ -9,6 +9,8 @@ thread asked to tell when a call has ended: it would wait for that lock too, up 
 fully_shard on 4 ranks took 1.3 times as long. Calls that have ended are looked for with the next one instead.
 """
 
+import functools
+import itertools
 import json
 import os
 import sys
@@ -19,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -43,7 +46,7 @@ class Telling:
         self._pipe = pipe
         self._lock = threading.RLock()
         self._numbers: dict[tuple[str, Hashable], int] = {}
-        self._calls = 0
+        self.calls = itertools.count(1)  # numbers for calls
         self._later: list[str] = []
         os.register_at_fork(after_in_child=self._fall_silent)
 
@@ -51,7 +54,6 @@ class Telling:
         self._pipe, self._lock = -1, threading.RLock()
 
     def say(self, kind: str, *values: Any) -> None:
-        """Tell one thing."""
         self.write(json.dumps([kind, *values], default=repr))
 
     def write(self, line: str) -> None:
@@ -86,13 +88,7 @@ class Telling:
         with self._lock:
             self._numbers.clear()
             self._later.clear()
-            self._calls = 0
-
-    def next_call(self) -> int:
-        """A number for a call."""
-        with self._lock:
-            self._calls += 1
-            return self._calls
+            self.calls = itertools.count(1)
 
 
 def now() -> float:
@@ -133,11 +129,9 @@ class Places:
                 below = frame.f_code, frame.f_lineno
             frame = frame.f_back
         user = (frame.f_code, frame.f_lineno) if frame is not None else None
-        number = self._telling.number("place", (user, below), lambda: self._told(user, below))
-        return number, below is None
-
-    def _told(self, user: tuple[CodeType, int] | None, below: tuple[CodeType, int] | None) -> list[str]:
-        return [self._shown(user), self._shown(below), user[0].co_filename if user else ""]
+        file = user[0].co_filename if user else ""
+        told = self._telling.number("place", (user, below), lambda: (self._shown(user), self._shown(below), file))
+        return told, below is None
 
     def kind(self, file: str) -> str:
         """Whose file it is: "user", "library", or "passed on" by those whose frames say nothing."""
@@ -202,16 +196,17 @@ class Recorder:
         self._instances: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
-        self._open: dict[int, dist.Work] = {}
-        self._sizes: dict[int, int] = {}  # bytes of their tensors
+        self._open: dict[int, tuple[dist.Work, int]] = {}  # with the bytes of their tensors
         self._held: deque[tuple[dist.Work, int]] = deque(maxlen=MOST_HELD)
         self._is_completed: Callable[[dist.Work], bool] = dist.Work.is_completed
 
     def install(self) -> None:
         """Stand before all c10d operations, and before the functional ones that wait or that know by what they
         reduce."""
-        self._stand("c10d", {name: self._recorded(name, shape) for name, shape in SHAPES.items()})
-        functional = {name: self._reducing(position) for name, position in FUNCTIONAL.items()}
+        self._stand("c10d", {name: partial(self._recorded, name, shape) for name, shape in SHAPES.items()})
+        functional: dict[str, Callable[[Kernel], Kernel]] = {
+            name: partial(self._reducing, position) for name, position in FUNCTIONAL.items()
+        }
         self._stand("_c10d_functional", functional | {"wait_tensor": self._waiting})
 
     def _stand(self, namespace: str, makers: dict[str, Callable[[Kernel], Kernel]]) -> None:
@@ -221,41 +216,34 @@ class Recorder:
             pass_on = getattr(getattr(torch.ops, namespace), name).default.redispatch
             library.impl(name, maker(pass_on), HERE.name, with_keyset=True)
 
-    def _recorded(self, name: str, shape: Shape) -> Callable[[Kernel], Kernel]:
-        def maker(pass_on: Kernel) -> Kernel:
-            def recorded(keys: Any, *args: Any) -> Any:
-                if self.hidden():
-                    return pass_on(keys & BELOW, *args)
-                try:
-                    call = self._begin(name, shape, args)
-                except Exception as error:  # a defect of ours may not end the script
-                    self.telling.say("unrecorded", name, repr(error))
-                    return pass_on(keys & BELOW, *args)
-                result = pass_on(keys & BELOW, *args)
-                if name == "monitored_barrier_":
-                    self.telling.write(f'["end",{call.number},{now():.6f}]')
-                elif shape.op not in ("send", "recv"):  # which end with their wait alone
-                    work = result[-1] if isinstance(result, tuple) else result
-                    self._open[call.number] = dist.Work.unbox(work)
-                    self._sizes[call.number] = nbytes_of(call.tensors)
-                return result
+    def _recorded(self, name: str, shape: Shape, pass_on: Kernel) -> Kernel:
+        def recorded(keys: Any, *args: Any) -> Any:
+            if self.hidden():
+                return pass_on(keys & BELOW, *args)
+            try:
+                call = self._begin(name, shape, args)
+            except Exception as error:  # a defect of ours may not end the script
+                self.telling.say("unrecorded", name, repr(error))
+                return pass_on(keys & BELOW, *args)
+            result = pass_on(keys & BELOW, *args)
+            if name == "monitored_barrier_":
+                self.telling.write(f'["end",{call.number},{now():.6f}]')
+            elif shape.op not in ("send", "recv"):  # which end with their wait alone
+                work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+                self._open[call.number] = work, nbytes_of(call.tensors)
+            return result
 
-            return recorded
+        return recorded
 
-        return maker
+    def _reducing(self, position: int, pass_on: Kernel) -> Kernel:
+        def reducing(keys: Any, *args: Any) -> Any:
+            self.thread.reduce = str(args[position]).lower()
+            try:
+                return pass_on(keys & BELOW, *args)
+            finally:
+                self.thread.reduce = ""
 
-    def _reducing(self, position: int) -> Callable[[Kernel], Kernel]:
-        def maker(pass_on: Kernel) -> Kernel:
-            def reducing(keys: Any, *args: Any) -> Any:
-                self.thread.reduce = str(args[position]).lower()
-                try:
-                    return pass_on(keys & BELOW, *args)
-                finally:
-                    self.thread.reduce = ""
-
-            return reducing
-
-        return maker
+        return reducing
 
     def _waiting(self, pass_on: Kernel) -> Kernel:
         def waiting(keys: Any, *args: Any) -> Any:
@@ -292,7 +280,7 @@ class Recorder:
         place, by_script = self.places.here(3)
         tensors = flat(args[shape.compared]) if shape.compared >= 0 else ()
         kind = self._kind(name, shape, args, tensors, group)
-        number = self.telling.next_call()
+        number = next(self.telling.calls)
         if shape.op in ("send", "recv"):
             turn = -1
         else:
@@ -316,29 +304,14 @@ class Recorder:
         root = group.ranks[args[shape.root]] if shape.root >= 0 else -1
         peer = group.ranks[args[shape.peer]] if shape.peer >= 0 else -1
         tag = args[-1] if shape.op in ("send", "recv") else 0
-        splits: tuple[Any, ...] = ()
-        if shape.op == "all_to_all":
-            splits = self._splits(name, args, len(group.ranks))
+        splits = splits_of(name, args, len(group.ranks)) if shape.op == "all_to_all" else ()
         alike = dims, dtypes, reduce, root, peer, tag
-        return self.telling.number(
-            "kind", (name, *alike, splits), lambda: (shape.op, *alike, _bytes(name, args), splits)
-        )
-
-    @staticmethod
-    def _splits(name: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-        """How many elements go to each rank of the group, and how many come from it."""
-        if name == "alltoall_":
-            return tuple(each.numel() for each in args[1]), tuple(each.numel() for each in args[0])
-
-        def rows(tensor: torch.Tensor, given: list[int]) -> tuple[int, ...]:
-            row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-            return tuple(count * row for count in given) if given else (tensor.numel() // size,) * size
-
-        return rows(args[1], args[4]), rows(args[0], args[3])
+        told = self.telling.number
+        return told("kind", (name, *alike, splits), lambda: (shape.op, *alike, whole_bytes(name, args), splits))
 
     def sweep(self) -> None:
         """Tell which calls have ended since the last look; without waiting."""
-        for number, work in list(self._open.items()):
+        for number, (work, _) in list(self._open.items()):
             if self._is_completed(work):
                 self.ended(number)
                 self.telling.write_later(f'["end",{number},{now():.6f}]')
@@ -355,7 +328,6 @@ class Recorder:
         self.forget()
         self._groups.clear()
         self._instances.clear()
-        self._sizes.clear()
         self.telling.anew()
 
     def ended(self, number: int) -> None:
@@ -365,9 +337,9 @@ class Recorder:
         interpreter's lock to free a tensor that Python has seen, and destroy_process_group waits for that thread with
         the lock held: 1 of 85 runs beside busy loops hung so.
         """
-        work = self._open.pop(number, None)
-        if work is not None:
-            self._held.append((work, self._sizes.pop(number, 0)))
+        over = self._open.pop(number, None)
+        if over is not None:
+            self._held.append(over)
             while len(self._held) > LEAST_HELD and sum(nbytes for _, nbytes in self._held) > MOST_HELD_BYTES:
                 self._held.popleft()
 
@@ -391,6 +363,17 @@ class Recorder:
         return found
 
 
+def preceded(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
+    """The same function, which first calls `before` with its arguments."""
+
+    @functools.wraps(function)
+    def both(*args: Any, **named: Any) -> Any:
+        before(*args, **named)
+        return function(*args, **named)
+
+    return both
+
+
 def flat(tensors: Any) -> tuple[torch.Tensor, ...]:
     """All tensors in a list of lists."""
     if isinstance(tensors, torch.Tensor):
@@ -398,7 +381,19 @@ def flat(tensors: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for each in tensors for tensor in flat(each))
 
 
-def _bytes(name: str, args: tuple[Any, ...]) -> int:
+def whole_bytes(name: str, args: tuple[Any, ...]) -> int:
     """Bytes of the whole tensor, as distlab/measure/traffic.py counts them; of a gather this rank's part."""
     _, position = OPERATIONS.get(f"c10d::{name}", ("", RESULT))
     return nbytes_of(args[position]) if position != RESULT else 0
+
+
+def splits_of(name: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    """How many elements go to each rank of the group, and how many come from it."""
+    if name == "alltoall_":
+        return tuple(each.numel() for each in args[1]), tuple(each.numel() for each in args[0])
+
+    def rows(tensor: torch.Tensor, given: list[int]) -> tuple[int, ...]:
+        row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+        return tuple(count * row for count in given) if given else (tensor.numel() // size,) * size
+
+    return rows(args[1], args[4]), rows(args[0], args[3])

@@ -40,18 +40,14 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
         yield records.Said("changed", f"{sentence} (on {len(set(ranks))} ranks)")
     for finding in doctor.findings:
         if finding.rows:
-            yield records.Table(
-                f"Where each rank was: {finding.check}",
-                ["rank", "line", "call", ""],
-                [list(row) for row in finding.rows],
-            )
+            rows = [list(row) for row in finding.rows]
+            yield records.Table(f"Where each rank was: {finding.check}", ["rank", "line", "call", ""], rows)
     doctor.matching.lateness.settle()
     lines = slowest_lines(doctor)
     if lines:
         columns = ["line", "call", "calls", "bytes a call", "ms a call", "comes last", "the others wait, ms"]
-        yield records.Table(
-            "Collectives by line", columns, [script_line_row(line, steps(doctor)) for line in lines[:MOST_LINES]]
-        )
+        rows = [script_line_row(line, steps(doctor)) for line in lines[:MOST_LINES]]
+        yield records.Table("Collectives by line", columns, rows)
     for sentence in late(lines, steps(doctor)):
         yield records.Said("late", sentence)
     yield from wire(doctor.cases)
@@ -99,7 +95,6 @@ def steps(doctor: Doctor) -> int:
 
 
 def late(lines: list[Line], steps: int) -> Iterator[str]:
-    """Ranks that the others wait for again and again."""
     for line in lines[:SHOWN]:
         rank, times = line.last.most_common(1)[0]
         wait_ms = 1000 * waited(line) / line.calls
@@ -122,7 +117,6 @@ def wait(line: Line, steps: int) -> str:
 
 
 def script_line_row(line: Line, steps: int) -> list[Any]:
-    """A line of the script in the table."""
     rank, times = line.last.most_common(1)[0]
     last = f"rank {rank} in {times / line.calls:.0%}" if line.size > 1 else ""
     return [
@@ -132,7 +126,6 @@ def script_line_row(line: Line, steps: int) -> list[Any]:
 
 
 def format_tables(tables: Iterable[records.Record]) -> Iterator[str]:
-    """Tables as the log has them."""
     for record in tables:
         if isinstance(record, records.Table):
             yield "\n".join([record.title, *aligned(record.columns, record.rows)])
@@ -159,7 +152,6 @@ def wire(cases: list[RankState]) -> Iterator[records.Record]:
 
 
 def ended(cases: list[RankState]) -> Iterator[records.Record]:
-    """What each rank did, and held."""
     columns = ["rank", "calls", "optimizer steps", "peak memory of the process, MB"]
     yield records.Table(
         "Ranks of the script", columns,

@@ -113,9 +113,6 @@ def parsed(text: str) -> dict[int, list[Frame]]:
     return found
 
 
-# One process under watch.
-
-
 class Bedside:
     """One process under watch, with our ends of its pipes."""
 
@@ -131,7 +128,6 @@ class Bedside:
         self._ends.close()
 
     def begin(self, variables: dict[str, str]) -> None:
-        """Let the script begin, with these variables."""
         os.write(self._ends.gate, "\n".join(f"{name}={value}" for name, value in variables.items()).encode())
 
     def hear(self, for_s: float) -> list[bytes]:
@@ -185,7 +181,6 @@ class Bedside:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and all that it started."""
         if self.process.pid is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

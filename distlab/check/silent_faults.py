@@ -21,6 +21,7 @@ from distlab.check.rank_state import (
     Finding,
     RankState,
     call_text,
+    ranks_do,
 )
 from distlab.cluster import name_ranks
 
@@ -58,21 +59,15 @@ class Replicas:
         length = min(len(theirs), len(order))
         index = next((each for each in range(length) if theirs[each] != order[each]), length)
         one, other = (repr(each[index]) if index < len(each) else "no parameter" for each in (theirs, order))
-        yield Finding(
-            MATCH,
-            f"{key} at {case.place(place).line}: parameter {index} is {one} on rank {first} and {other} on rank"
-            f" {odd}: DDP sums gradients by their order, whatever they are called",
-            (odd,),
-            ends=True,
-        )
+        differ = f"parameter {index} is {one} on rank {first} and {other} on rank {odd}"
+        rule = "DDP sums gradients by their order, whatever they are called"
+        yield Finding(MATCH, f"{key} at {case.place(place).line}: {differ}: {rule}", (odd,), ends=True)
 
     def take_weights(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
-        """Checksums by parameter, after so many steps."""
         self._sums[key, case.group(group).ranks][step][case.rank] = sums
         self._steps_at[key] = case.place(place).line if place >= 0 else "an unknown line"
 
     def drifted(self) -> Iterator[Finding]:
-        """Replicas that differ at the end."""
         for (key, ranks), by_step in self._sums.items():
             if not differ(by_step.get(END, {}), ranks):
                 continue
@@ -82,12 +77,12 @@ class Replicas:
             which = f"parameter {names[0]}" if names else "parameter"
             which += f" and {len(names) - 1} more" if len(names) > 1 else ""
             who = "the parameters that were broadcast at the start" if key == BY_HAND else key
-            yield Finding(
-                REPLICAS,
+            others = name_ranks(sorted(set(ranks) - set(odd)))
+            sentence = (
                 f"the replicas of {who} have drifted apart: {name_ranks(odd)} ended with another {which} than"
-                f" {name_ranks(sorted(set(ranks) - set(odd)))}{when}; the optimizer steps at {self._steps_at[key]}",
-                tuple(odd),
+                f" {others}{when}; the optimizer steps at {self._steps_at[key]}"
             )
+            yield Finding(REPLICAS, sentence, tuple(odd))
 
 
 def differ(sums: dict[int, list[list[Any]]], ranks: tuple[int, ...]) -> bool:
@@ -126,30 +121,25 @@ class Samples:
         self._counts: dict[int, dict[int, int]] = defaultdict(dict)  # by pass, and rank
 
     def take_input(self, case: RankState, key: str, group: int, index: int, found: int, place: int) -> None:
-        """The checksum of a DDP's input."""
         self._inputs[key, case.group(group).ranks][index][case.rank] = found
         self._forwards[key] = case.place(place).line
 
     def take_batch(self, case: RankState, turn: int, index: int, found: int) -> None:
-        """The checksum of a loader's batch."""
         self._batches[turn, index][case.rank] = found
 
     def take_count(self, case: RankState, turn: int, count: int, place: int) -> None:  # noqa: ARG002
-        """How many batches a pass over a loader gave."""
         self._counts[turn][case.rank] = count
 
     def shared(self) -> Iterator[Finding]:
-        """Ranks that train on the same data."""
         for (key, ranks), by_index in self._inputs.items():
             alike = [seen for seen in by_index.values() if set(seen) == set(ranks) and len(set(seen.values())) == 1]
             if len(ranks) > 1 and len(alike) >= ENOUGH_SAMPLES:
-                yield Finding(
-                    DATA,
+                sentence = (
                     f"{name_ranks(ranks)} train on the same data at {self._forwards[key]} ({key}): their first"
                     f" {len(alike)} inputs are equal to the bit, so each sample counts as often as there are ranks;"
-                    " give the loader a DistributedSampler",
-                    ranks,
+                    " give the loader a DistributedSampler"
                 )
+                yield Finding(DATA, sentence, ranks)
 
     def questions(self) -> Iterator[str]:
         """What may be meant so."""
@@ -161,10 +151,8 @@ class Samples:
         for (turn, index), seen in sorted(self._batches.items()):
             again = self._batches.get((turn + 1, index), {})
             if index == 0 and seen == again and len(seen) == len(set(seen.values())) == size > 1:
-                yield (
-                    f"is it meant that pass {turn + 1} over a DataLoader begins with the same batches as pass {turn}? A"
-                    " DistributedSampler shuffles anew only after set_epoch(epoch)"
-                )
+                again_at = f"pass {turn + 1} over a DataLoader begins with the same batches as pass {turn}"
+                yield f"is it meant that {again_at}? A DistributedSampler shuffles anew only after set_epoch(epoch)"
                 return
 
 
@@ -210,16 +198,13 @@ class Gradients:
         size, first = steps[0].size, steps[0]
         if all(step.by_script and step.untouched and abs(step.ratio - 1) < NEAR for step in steps):
             yield (
-                f"possible bug: gradients are summed over {size} ranks and never averaged. Nothing divides them"
-                f" between their all_reduce at {first.reduced_at} and the step at"
-                f" {first.stepped_at}; where the loss is a mean over a rank's own samples, a step is"
-                f" {size} times too long"
+                f"possible bug: gradients are summed over {size} ranks and never averaged. Nothing divides them between"
+                f" their all_reduce at {first.reduced_at} and the step at {first.stepped_at}; where the loss is a mean"
+                f" over a rank's own samples, a step is {size} times too long"
             )
         elif all(not step.by_script and abs(step.ratio * size - 1) < NEAR for step in steps):
-            yield (
-                f"are the gradients divided by {size} twice? DDP has divided them, and at the step at"
-                f" {first.stepped_at} they are 1/{size} of that"
-            )
+            then = f"at the step at {first.stepped_at} they are 1/{size} of that"
+            yield f"are the gradients divided by {size} twice? DDP has divided them, and {then}"
 
 
 # Dropout inside a tensor-parallel group: ranks that hold the same activations have to drop the same of them.
@@ -257,13 +242,12 @@ class Dropouts:
                 here = [seen[rank] for rank in ranks if rank in seen]
                 states, given = {state for state, _, _ in here}, {each for _, each, _ in here}
                 if len(here) == len(ranks) > 1 and len(given) == 1 and len(states) > 1:
-                    yield Finding(
-                        DROPOUT,
+                    sentence = (
                         f"dropout #{index} at {here[0][2]}: {name_ranks(ranks)} of one tensor-parallel group have the"
                         " same activations and another state of the random generator, so each drops others; seed them"
-                        " alike",
-                        tuple(ranks),
+                        " alike"
                     )
+                    yield Finding(DROPOUT, sentence, tuple(ranks))
                     break
 
 
@@ -278,7 +262,6 @@ def groups_of(axis: str, names: Sequence[str], sizes: Sequence[int], ranks: Sequ
 
 
 def flat(nested: Any) -> list[int]:
-    """All numbers of nested lists."""
     return [number for each in nested for number in flat(each)] if isinstance(nested, list) else [nested]
 
 
@@ -320,21 +303,17 @@ class Quiet:
         """Calls whose handles or tensors were not left alone, each line once."""
         for (place, waited_at), (called, of_ranks) in self._handles.items():
             ranks = sorted(set(of_ranks))
-            s = "s" if len(ranks) == 1 else ""
             if waited_at is None:
-                yield Finding(
-                    WAITED,
-                    f"{name_ranks(ranks)} never wait{s} for {called} of {place}: its tensor may be read or freed before"
-                    " the call has ended; keep the handle and call wait()",
-                    tuple(ranks),
+                sentence = (
+                    f"{ranks_do(ranks, 'never wait')} for {called} of {place}: its tensor may be read or freed before"
+                    " the call has ended; keep the handle and call wait()"
                 )
             else:
-                yield Finding(
-                    AT_REST,
-                    f"{name_ranks(ranks)} write{s} into the tensor of {called} between its call at {place} and the wait"
-                    f" at {waited_at}: what is sent or summed is neither the old value nor the new one",
-                    tuple(ranks),
+                sentence = (
+                    f"{ranks_do(ranks, 'write')} into the tensor of {called} between its call at {place} and the wait"
+                    f" at {waited_at}: what is sent or summed is neither the old value nor the new one"
                 )
+            yield Finding(WAITED if waited_at is None else AT_REST, sentence, tuple(ranks))
 
     def at_end(self) -> Iterator[Finding]:
         """What can be said once all scripts have ended."""

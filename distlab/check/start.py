@@ -133,7 +133,6 @@ def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Pa
 
 
 def axes_of(mesh: str | None) -> list[tuple[str, int]]:
-    """LAB_MESH as names and sizes."""
     parts = [each.partition(":") for each in (mesh or "").split(",") if each]
     return [(name, int(size)) for name, _, size in parts]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.check.recorder import Call, Group, Recorder
+from distlab.check.recorder import Call, Group, Recorder, preceded
 from distlab.measure.tensors import raw
 
 FIRST = 3  # steps, inputs and dropouts that are looked into
@@ -60,26 +60,17 @@ class Training:
         from torch.utils.data import dataloader
 
         parallel: Any = torch.nn.parallel.DistributedDataParallel
-        parallel.__init__ = self._around(parallel.__init__, self._module_made)
-        parallel.forward = self._around(parallel.forward, self._forward)
+        parallel.__init__ = preceded(parallel.__init__, self._module_made)
+        parallel.forward = preceded(parallel.forward, self._forward)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         functional: Any = torch.nn.functional
-        functional.dropout = self._around(functional.dropout, self._dropout)
+        functional.dropout = preceded(functional.dropout, self._dropout)
         loading: Any = dataloader._BaseDataLoaderIter
         loading.__next__ = self._next(loading.__next__)
         for place in (dist, dist.device_mesh):
             made: Any = place
             made.init_device_mesh = self._mesh(made.init_device_mesh)
-
-    @staticmethod
-    def _around(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def around(*args: Any, **named: Any) -> Any:
-            before(*args, **named)
-            return function(*args, **named)
-
-        return around
 
     def _module_made(self, parallel: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
         """Told before DDP compares the ranks itself: it looks at shapes, and not at names."""

@@ -18,6 +18,7 @@ from distlab.checkpoint import manifest
 from distlab.checkpoint.manifest import Manifest, Unreadable
 from distlab.config import Config, ConfigError
 from distlab.config.settings import quoted
+from distlab.report.run_folder import locked
 
 
 def lock_for_reading(folder: Path) -> int | None:
@@ -25,7 +26,7 @@ def lock_for_reading(folder: Path) -> int | None:
     if (file := _opened(folder)) is None:
         return None
     try:
-        if _locked(file, fcntl.LOCK_SH) and os.path.samestat(os.fstat(file), (folder / manifest.FILE).stat()):
+        if locked(file, fcntl.LOCK_SH) and os.path.samestat(os.fstat(file), (folder / manifest.FILE).stat()):
             return file
     except FileNotFoundError:  # removed between the two calls
         pass
@@ -39,11 +40,10 @@ def release(held: int | None) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether somebody keeps the checkpoint in `folder`."""
     if (file := _opened(folder)) is None:
         return False
     try:
-        return not _locked(file, fcntl.LOCK_EX)
+        return not locked(file, fcntl.LOCK_EX)
     finally:
         os.close(file)
 
@@ -54,7 +54,7 @@ def remove(folder: Path) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         return True
     try:
-        if not _locked(file, fcntl.LOCK_EX):
+        if not locked(file, fcntl.LOCK_EX):
             return False
         gone = folder.with_name(f".{folder.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
@@ -69,16 +69,6 @@ def _opened(folder: Path) -> int | None:
     with suppress(OSError):
         return os.open(folder / manifest.FILE, os.O_RDONLY | os.O_NONBLOCK)
     return None
-
-
-def _locked(file: int, how: int) -> bool:
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: as it was before there were any
-        return True
-    return True
 
 
 # Refusals come from the manifests alone. After that rank 0 reads every byte of the newest checkpoint; if a checksum

@@ -62,7 +62,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """The folder's name."""
         return folder_name(self.step)
 
     @property
@@ -147,7 +146,6 @@ def read(folder: Path) -> Manifest:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -240,7 +238,6 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 
 def generator_states(device: torch.device) -> list[str]:
-    """The state of each, in hex."""
     return [bytes(each.get_state().tolist()).hex() for each in generators(device)]
 
 

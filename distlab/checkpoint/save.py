@@ -195,22 +195,13 @@ def manifest_of(lab: Lab, course: TrainingPosition, step: int) -> Manifest:
     assert isinstance(start, records.Start)
     epoch, batch = course.position(step)
     return Manifest(
-        schema=manifest.SCHEMA,
-        run_id=start.run_id,
-        world_size=lab.world_size,
-        settings=manifest.defining(lab.config),
-        data=course.data,
-        versions=start.versions,
-        step=step,
-        steps=dict(course.done),
-        epoch=epoch,
-        batch=batch,
-        seen=list(course.seen),
+        schema=manifest.SCHEMA, run_id=start.run_id, world_size=lab.world_size,
+        settings=manifest.defining(lab.config), data=course.data, versions=start.versions,
+        step=step, steps=dict(course.done), epoch=epoch, batch=batch, seen=list(course.seen),
         losses={name: list(values) for name, values in course.losses.items()},
         generators={str(lab.rank): manifest.generator_states(lab.device)},
-        draws={str(lab.rank): manifest.next_draws(lab.device)},
-        files={},
-    )
+        draws={str(lab.rank): manifest.next_draws(lab.device)}, files={},
+    )  # fmt: skip
 
 
 def keep_last(folder: Path, count: int) -> None:
@@ -233,7 +224,6 @@ LOG_S, LOG_SHARE = 0.5, 0.2
 
 
 def digests(state: storage.State) -> Digests:
-    """A hash of each part of what this rank holds of each entry."""
     return {name: [hash_of(part) for part in storage.parts(held)] for name, held in state.items()}
 
 
@@ -360,6 +350,5 @@ def padded(losses: list[float | None], steps: int) -> list[float | None]:
 
 
 def last_good(saver: Saver) -> str:
-    """Which checkpoint there is to go on from."""
     good = locate.candidates(saver.folder)
     return f"the last good checkpoint is step {locate.step_of(good[0])}" if good else "and there is no checkpoint yet"

@@ -131,12 +131,10 @@ def parts(held: Any) -> list[Tensor]:
 
 
 def num_bytes(held: Any) -> int:
-    """Of all its parts."""
     return sum(part.nbytes for part in parts(held))
 
 
 def is_whole(held: Any) -> bool:
-    """Whether this rank holds all of it."""
     return isinstance(held, Tensor) and not hasattr(held, "placements")
 
 
@@ -315,7 +313,6 @@ def complete(partial: Path, described: Manifest) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold a file, or a folder's list of files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

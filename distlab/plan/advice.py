@@ -128,7 +128,6 @@ def remedies(job: Job) -> Iterator[str]:
 
 
 def fitted(pick: Cost) -> str:
-    """Which, and how."""
     return f"{pick.layout.name} fits, with {human_bytes(pick.held_bytes)} a GPU"
 
 
@@ -180,30 +179,21 @@ TOOLS = {
         "Megatron-LM, or PyTorch's parallelize_module with DTensor",
         "Megatron-LM with its distributed optimizer, or DeepSpeed's ZeRO-1",
         "DeepSpeed ZeRO-2 over Megatron's tensor parallelism, as Megatron-DeepSpeed stacks them",
-        (
-            "PyTorch's parallelize_module and fully_shard over its DTensors, or DeepSpeed ZeRO-3 over Megatron's tensor"
-            " parallelism"
-        ),
+        "PyTorch's parallelize_module and fully_shard over its DTensors, or DeepSpeed ZeRO-3 over Megatron's tensor parallelism",
     ),
     (True, False): (
         "torch.distributed.pipelining, DeepSpeed's PipelineModule or Megatron-LM",
         "DeepSpeed's PipelineModule with ZeRO-1, or Megatron-LM with its distributed optimizer",
-        (
-            "torch.distributed.pipelining over fully_shard(reshard_after_forward=False); DeepSpeed's pipelines refuse"
-            " ZeRO-2"
-        ),
+        "torch.distributed.pipelining over fully_shard(reshard_after_forward=False); DeepSpeed's pipelines refuse ZeRO-2",
         "torch.distributed.pipelining over fully_shard; DeepSpeed's pipelines refuse ZeRO-3",
     ),
     (True, True): (
         "Megatron-LM",
         "Megatron-LM with its distributed optimizer, or DeepSpeed's ZeRO-1",
-        (
-            "torch.distributed.pipelining over parallelize_module and fully_shard(reshard_after_forward=False), as"
-            " torchtitan does"
-        ),
+        "torch.distributed.pipelining over parallelize_module and fully_shard(reshard_after_forward=False), as torchtitan does",
         "torch.distributed.pipelining over parallelize_module and fully_shard, as torchtitan does",
     ),
-}
+}  # fmt: skip
 
 
 def framework(layout: Layout) -> tuple[str, list[str]]:

@@ -74,7 +74,6 @@ class Job:
 
     @property
     def usable_bytes(self) -> float:
-        """Of a GPU's memory."""
         return self.gpu_memory_bytes * (1 - self.reserve)
 
 

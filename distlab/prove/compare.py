@@ -202,7 +202,6 @@ def wrong_draws(
 
 
 def fault_of(axis: str, one: Draw, two: Draw) -> str:
-    """What is wrong between two ranks; empty if nothing."""
     same_draw, same_given = one.state == two.state, one.given == two.given
     if axis == "dp":
         return "they draw the same numbers for other samples; seed each rank of dp by its own" if same_draw else ""
@@ -275,7 +274,6 @@ def parted(theirs: UserFile, mine: Passes, first: Microbatch) -> str:
 
 
 def differs(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors of one shape differ."""
     if one is None or other is None or one.shape != other.shape or not one.is_floating_point():
         return False
     return not torch.allclose(one, other, rtol=NEAR, atol=NEAR * max(other.abs().max().item(), 1e-12))

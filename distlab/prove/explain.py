@@ -191,7 +191,6 @@ def in_rows(found: Tensor, wanted: Tensor) -> str:
 
 
 def by(counts: Mapping[Part, float], key: Callable[[Part], Key]) -> dict[Key, list[float]]:
-    """The numbers of each kind of part."""
     found: dict[Key, list[float]] = {}
     for part, value in counts.items():
         found.setdefault(key(part), []).append(value)
@@ -199,7 +198,6 @@ def by(counts: Mapping[Part, float], key: Callable[[Part], Key]) -> dict[Key, li
 
 
 def near(one: float, other: float) -> bool:
-    """Whether two numbers are one."""
     return abs(one - other) <= 1e-5 * max(abs(other), NEAR)
 
 
@@ -215,12 +213,10 @@ def times(value: float) -> str:
 
 
 def numbers(values: Mapping[int, float], what: str) -> str:
-    """Each with its number."""
     shown = ", ".join(f"{what} {key} counts {times(value)}" for key, value in list(values.items())[:SHOWN])
     return shown + (", ..." if len(values) > SHOWN else "")
 
 
 def joined(values: Mapping[Any, float], unit: str = "") -> str:
-    """Numbers in a row."""
     shown = [f"{value:.3f}{unit}" if isinstance(value, float) else str(value) for value in values.values()]
     return ", ".join(shown[:SHOWN]) + (", ..." if len(shown) > SHOWN else "")

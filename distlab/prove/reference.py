@@ -150,7 +150,6 @@ def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
 
 
 def rows_as_bytes(tensor: Tensor, dim: int) -> Iterable[bytes]:
-    """The rows along a dim, as bytes."""
     for row in tensor.movedim(dim, 0):
         yield row.contiguous().numpy().tobytes()
 
@@ -245,7 +244,6 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def near(one: Tensor, other: Tensor) -> bool:
-    """Within what rounding may change."""
     if one.shape != other.shape:
         return False
     largest = max(1.0, other.double().abs().max().item() if other.numel() else 0.0)
@@ -253,7 +251,6 @@ def near(one: Tensor, other: Tensor) -> bool:
 
 
 def head_of(tensor: Tensor) -> str:
-    """Its first numbers."""
     return ", ".join(f"{value:.4g}" for value in tensor.flatten()[:3].tolist())
 
 

@@ -15,10 +15,8 @@
 A microbatch is (inputs, targets, share): `loss * share`, added up over all microbatches of all ranks, is the mean loss.
 """
 
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,7 +91,6 @@ class UserFile:
         return found
 
     def after_step(self, model: nn.Module) -> None:
-        """What the file says that a step ends with; nothing where it says none."""
         if "after_step" in self:
             with torch.no_grad():
                 self["after_step"](model)
@@ -128,12 +125,7 @@ class UserFile:
 
 def load(file: Path, config: Config) -> UserFile:
     """Run the file and take what it holds; raises Refused, or what the file raises."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
+    module = user_model.module_of(str(file))
     return from_names({name: getattr(module, name) for name in NAMES if hasattr(module, name)}, config, file.name)
 
 

@@ -118,28 +118,18 @@ class Everything(NamedTuple):
         """Of each step the largest difference from one process's; None where no rank saw a loss."""
         found: list[float | None] = []
         for step, alone in enumerate(self.dense.steps):
-            shares = [mine.shares[step] for mine in self.ranks]
-            if all(share is None for share in shares):
-                found.append(None)
-                continue
-            if self.ranks[0].by_strategy:
-                total = math.fsum(share for share in shares if share is not None)
-            else:
-                by_shard = defaultdict[int, list[float]](list)
-                for rank, share in enumerate(shares):
-                    if share is not None:
-                        by_shard[self.grid.index(rank, "dp")].append(share)
-                total = math.fsum(self._of_shard(each) for each in by_shard.values())
-            found.append(abs(total - alone.loss) if math.isfinite(total) else math.inf)
+            by_shard = defaultdict[int, list[float]](list)
+            for rank, mine in enumerate(self.ranks):
+                if (share := mine.shares[step]) is not None:
+                    by_shard[rank if mine.by_strategy else self.grid.index(rank, "dp")].append(share)
+            total = math.fsum(self._of_shard(each) for each in by_shard.values())
+            off = abs(total - alone.loss) if math.isfinite(total) else math.inf
+            found.append(off if by_shard else None)
         return found
 
 
 def tell(
-    all_: Everything,
-    first: Deviation | None,
-    tensors: Sequence[LocatedTensor | None],
-    parted: Sequence[str],
-    say: Say,
+    all_: Everything, first: Deviation | None, tensors: Sequence[LocatedTensor | None], parted: Sequence[str], say: Say
 ) -> None:
     """Findings, checks and the table, to the doctor of rank 0."""
     sentences = defaultdict[str, list[str]](list)
@@ -187,7 +177,6 @@ def tell(
 def written(
     all_: Everything, sentences: Mapping[str, list[str]], losses: Sequence[float], allowed: float
 ) -> Iterator[records.Check]:
-    """The checks of the run."""
     if losses:
         said = "; ".join(sentences[LOSSES])
         yield records.Check("", LOSSES, max(losses), allowed, detail=said, control=CONTROL)
@@ -196,10 +185,8 @@ def written(
         if worst is not None:
             detail = "; ".join(sentences[kind])
             yield records.Check("", kind, worst.difference, worst.allowed, detail=detail, control=CONTROL)
-    drops = [DROPOUT] if any(mine.drawn for mine in all_.ranks) else []
-    carries = [reference.BUFFERS] if all_.dense.carried.start else []
-    counted = [BEGINNING, WHOLE_MODEL, *drops, *carries]
-    for name in counted:
+    drops, carries = any(mine.drawn for mine in all_.ranks), bool(all_.dense.carried.start)
+    for name in [BEGINNING, WHOLE_MODEL, *[DROPOUT] * drops, *[reference.BUFFERS] * carries]:
         found = sentences[name]
         yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=CONTROL, unit=FINDINGS)
 
@@ -230,18 +217,14 @@ def reason(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | N
     clip = all_.theirs.found.get("clip")
     if clip is not None and alone.norm > clip:
         parts = {part: each * (clip / alone.norm) for part, each in parts.items()}
-    return why(scene(all_, off), tensors, alone.gradients[name], parts)
-
-
-def scene(all_: Everything, off: Deviation) -> Scene:
-    """What an explanation may name."""
     terms = {
         (shard, index): all_.theirs.terms(part.targets)
         for shard in range(all_.dealing.num_shards)
         for index, part in enumerate(all_.dealing.dealt(off.step, shard))
     }
-    shard = all_.grid.index(off.rank, "dp")
-    return Scene(off.rank, shard, all_.grid.axes, all_.grid.neighbours(off.rank), terms, all_.grid.size)
+    grid, shard = all_.grid, all_.grid.index(off.rank, "dp")
+    scene = Scene(off.rank, shard, grid.axes, grid.neighbours(off.rank), terms, grid.size)
+    return why(scene, tensors, alone.gradients[name], parts)
 
 
 def norm(all_: Everything, off: Deviation, wrong: Sequence[Deviation]) -> str:
@@ -276,7 +259,6 @@ def update(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | N
 
 
 def loss_sentence(all_: Everything, step: int) -> str:
-    """The first loss that is off."""
     shares = [mine.shares[step] for mine in all_.ranks]
     shown = ", ".join("none" if share is None else f"{share:.6g}" for share in shares[:8])
     return (

@@ -156,18 +156,18 @@ def claim(folder: Path, token: str, *, goes_on: bool) -> int:
     file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + (GONE_S if goes_on else PATIENCE_S)
     while True:
-        owner = os.pread(file, TOKEN_BYTES, 0) if _locked(file, fcntl.LOCK_SH) else None
+        owner = os.pread(file, TOKEN_BYTES, 0) if locked(file, fcntl.LOCK_SH) else None
         if owner == token.encode():
             return file
         if (owner and not goes_on) or time.monotonic() > deadline:
             os.close(file)
             raise FolderInUse(f"another run writes to {folder}")
         # Nobody's, or that of an attempt before: it is taken by the one who finds nobody else at it.
-        if owner is not None and _locked(file, fcntl.LOCK_EX) and os.pread(file, TOKEN_BYTES, 0) == owner:
+        if owner is not None and locked(file, fcntl.LOCK_EX) and os.pread(file, TOKEN_BYTES, 0) == owner:
             os.ftruncate(file, 0)
             os.pwrite(file, token.encode(), 0)
         else:
-            _locked(file, fcntl.LOCK_UN)
+            locked(file, fcntl.LOCK_UN)
             time.sleep(random.uniform(0.005, 0.05))  # two who wait for each other do not go on doing so in step
 
 
@@ -183,17 +183,18 @@ def is_held(folder: Path) -> bool:
     """Whether a rank of the run in this folder is alive, as far as this machine's kernel knows."""
     try:
         with regular(folder / FILE, MOST_BYTES) as file:
-            return not _locked(file.fileno(), fcntl.LOCK_EX)
+            return not locked(file.fileno(), fcntl.LOCK_EX)
     except OSError:
         return False
 
 
-def _locked(file: int, how: int) -> bool:
+def locked(file: int, how: int) -> bool:
+    """Whether the open file could be locked, at once."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: the token alone decides
+    except OSError:  # a file system without locks: as if there were none
         return True
     return True
 

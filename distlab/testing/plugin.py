@@ -73,7 +73,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def sizes_of(mark: pytest.Mark, config: pytest.Config) -> list[int]:
-    """A test's numbers of ranks: its own, those that fill its mesh, or those of --ranks."""
     sizes: list[int] = mark.kwargs["world_sizes"]
     mesh: dict[str, int] = mark.kwargs["mesh"]
     asked: list[int] = config.getoption("--ranks")
@@ -165,7 +164,6 @@ def arguments_of(item: pytest.Function) -> dict[str, Any]:
 
 
 def name_of(item: pytest.Function) -> str:
-    """The function's name in its module, through its class."""
     holder = f"{item.cls.__qualname__}." if item.cls is not None else ""
     return f"{holder}{item.originalname}"
 

@@ -63,7 +63,6 @@ class WarmRank:
         self.bedside = Bedside(process, ours)
 
     def begin(self, task: Task) -> None:
-        """Hand it a test."""
         self.output.truncate(0)
         self.hearing = Hearing(self.bedside)
         self._starved_before_s = self.bedside.starved_s()
@@ -155,7 +154,6 @@ class Pool(WarmRanks):
         atexit.register(self.kill)
 
     def next_number(self) -> int:
-        """A number for a test."""
         self._tasks += 1
         return self._tasks
 
@@ -173,7 +171,6 @@ class Pool(WarmRanks):
         return outcome
 
     def close(self) -> None:
-        """Let all ranks end."""
         self.let_end(2)
         self.kill()
         self.close_store()

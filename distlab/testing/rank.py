@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -63,15 +64,10 @@ def test_module(name: str, file: str) -> ModuleType:
     hook = next(each for each in sys.meta_path if isinstance(each, AssertionRewritingHook))
     if file not in hook.fnpats:
         hook.fnpats.append(file)  # whatever it is called
-    loaded = sys.modules.get(name)
-    if loaded is not None and is_of(loaded, file):
-        return loaded
-    try:
+    with suppress(ImportError):  # pytest's importmode=importlib: its name is no path
         found = importlib.import_module(name)
         if is_of(found, file):
             return found
-    except ImportError:
-        pass  # pytest's importmode=importlib: its name is no path
     spec = hook.find_spec(name, [str(Path(file).parent)]) or importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -82,7 +78,6 @@ def test_module(name: str, file: str) -> ModuleType:
 
 
 def is_of(module: ModuleType, file: str) -> bool:
-    """Whether a module was made of this file."""
     return module.__file__ is not None and Path(module.__file__).resolve() == Path(file).resolve()
 
 
@@ -211,14 +206,12 @@ def run(here: Here, task: Task) -> Ended:
 
 
 def end(here: Here) -> None:
-    """Leave the test's process group, which it may have left itself."""
     if dist.is_initialized():
         with here.recorder.unseen():
             dist.destroy_process_group()
 
 
 def find_function(task: Task) -> Any:
-    """The function; of a method, bound to a new instance."""
     place: Any = test_module(task.module, task.file)
     for name in task.name.split("."):
         place = getattr(place() if isinstance(place, type) else place, name)

@@ -89,7 +89,6 @@ class Ranks(WarmRanks):
         self.close_store()  # new ranks begin with an empty one
 
     def close(self) -> None:
-        """Let all ranks end."""
         self.let_end(20)
         self.stop()
 

@@ -1,9 +1,14 @@
-"""One script under `distlab check`, in local ranks: what it said, and how long that took."""
+"""Scripts for `distlab check`, faulty and right, and one of them under it in local ranks: what it said, how long it took.
+
+Of scripts/faults each has one planted fault. A trailing comment `# (a)`, `# (b)`, ... marks a line of interest: (a) is
+mostly the line that the ranks which are right are in, (b) the line at which the wrong rank is instead.
+"""
 
 import json
 import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +33,8 @@ class Checked(NamedTuple):
         return [finding["sentence"] for finding in self.run.get("findings", [])]
 
 
-def check(
-    script: Path, world_size: int, folder: Path, *words: str, module: str = "tests.check.undrawn", **environ: str
-) -> Checked:
-    """Run `distlab check script words` on so many local ranks, with its runs in `folder`."""
+def check(script: Path, world_size: int, folder: Path, *words: str, command: str = "check", **environ: str) -> Checked:
+    """Run `distlab check script words`, or another command, on so many local ranks, with its runs in `folder`."""
     clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
     run_id = f"{script.stem}-{time.monotonic_ns()}"
     own = {
@@ -41,7 +44,7 @@ def check(
         "LAB_COLLECTIVE_TIMEOUT_S": "60",
     }
     began = time.monotonic()
-    started = Warm(module, [str(script), *words], clean | own | environ)
+    started = Warm("tests.check.undrawn", [command, str(script), *words], clean | own | environ)
     started.stdin.close()
     try:
         said = started.stdout.read()
@@ -59,3 +62,79 @@ def line_of(script: Path, marker: str) -> str:
     lines = script.read_text().splitlines()
     (number,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"# ({marker})")]
     return f"{script.name}:{number}"
+
+
+# Correct scripts, scripts/right/NAME.py, and the number of ranks that each is written for; elastic.py is not among them:
+# it needs a launcher that starts it again (test_faults.py).
+RIGHT = dict.fromkeys([
+    "buckets_async", "by_hand", "coalescing", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
+    "ddp_power_sgd", "ddp_sampler", "ddp_static_graph", "ddp_unused", "exits_0", "fsdp", "fsdp1", "fsdp_save",
+    "functional", "local_sgd", "no_destroy", "pipe_1f1b", "pipe_gpipe", "pipe_interleaved", "rank_0_saves",
+    "restart", "spawned_workers", "tensor_parallel", "threads", "zero_redundancy",
+], 2) | {
+    "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4, "ring": 3, "send_recv": 4,
+    "sub_groups": 3, "uneven_all_to_all": 3, "uneven_work": 3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A faulty script, and what a diagnosis of it has to contain."""
+
+    name: str  # scripts/faults/NAME.py
+    world_size: int
+    exit_code: int  # 0: nothing, or only a question, is to be said
+    says: tuple[str, ...]  # lower-case words that have to occur
+    lines: tuple[str, ...]  # letters of the markers whose file.py:line has to be named
+    ranks: tuple[int, ...]  # the ranks at fault
+    number: int | None = None  # of the collective in its group, from 0, where the ranks part or the others wait
+
+
+PLANTED = (
+    Planted("missing", 3, 1, ("all_reduce", "all_gather"), ("a", "b"), (1,), 1),
+    Planted("extra", 3, 1, ("all_reduce",), ("a", "b"), (1,), 3),
+    Planted("swapped", 3, 1, ("all_reduce", "broadcast"), ("a", "b"), (2,), 0),
+    Planted("shape", 3, 1, ("all_reduce", "1000", "900"), ("a",), (1,), 0),
+    Planted("dims", 2, 1, ("all_reduce", "(3, 2)", "(2, 3)"), ("a",), (1,), 0),
+    Planted("dtype", 3, 1, ("all_reduce", "float32", "float64"), ("a",), (1,), 0),
+    Planted("reduce_op", 3, 1, ("all_reduce", "sum", "max"), ("a", "b"), (2,), 0),
+    Planted("root", 3, 1, ("broadcast",), ("a",), (2,), 0),
+    Planted("other_group", 3, 1, ("all_reduce",), ("a", "b"), (1,), 1),
+    Planted("some_make_group", 3, 1, ("new_group",), ("a", "b"), (2,)),
+    Planted("group_order", 3, 1, ("all_reduce",), ("a", "b"), (0, 1), 0),
+    Planted("send_send", 2, 1, ("send",), ("a",), (0, 1)),
+    Planted("recv_no_send", 2, 1, ("recv", "barrier"), ("a", "b"), (1,)),
+    Planted("wrong_peer", 3, 1, ("send", "recv"), ("a", "b"), (0,)),
+    Planted("barrier_all_reduce", 3, 1, ("barrier", "all_reduce"), ("a", "b"), (1,), 1),
+    Planted("if_rank_0", 3, 1, ("all_reduce",), ("a",), (0,), 3),
+    Planted("in_except", 3, 1, ("barrier", "all_reduce"), ("a", "b"), (1,), 2),
+    Planted("fewer_batches", 2, 1, ("barrier", "all_reduce"), ("a", "b"), (1,), 7),
+    Planted("ddp_unused", 2, 1, ("find_unused_parameters",), ("a", "b"), (1,), 3),
+    Planted("ddp_order", 2, 1, ("query", "key"), ("a",), (1,)),
+    Planted("fsdp_some", 2, 1, ("all_gather", "barrier"), ("a", "b"), (0,), 2),
+    Planted("save_rank_0", 2, 1, ("all_gather", "barrier"), ("a", "b"), (0,), 2),
+    Planted("store_wait", 2, 1, ("data_ready", "barrier"), ("a", "b"), (1,), 2),
+    Planted("sleeps", 2, 0, (), (), ()),
+    Planted("raises", 3, 1, ("valueerror", "label 11 is out of range"), ("a", "b"), (1,), 2),
+    Planted("os_exit", 3, 1, ("7", "all_reduce"), ("a",), (1,), 3),
+    Planted("unwaited", 2, 1, ("all_reduce", "wait"), ("a",), (0, 1)),
+    Planted("in_flight", 2, 1, ("all_reduce", "wait"), ("a",), (0, 1)),
+    Planted("drifted", 3, 1, ("drifted apart", "parameter"), ("a",), (2,)),
+    Planted("ddp_drifted", 3, 1, ("bias",), ("a",), (1,)),
+    Planted("same_data", 2, 1, ("same",), ("a",), (0, 1)),
+    Planted("divided_twice", 2, 0, ("divided",), (), ()),
+    Planted("never_divided", 2, 0, ("divides",), ("a",), ()),
+    Planted("dropout_seed", 2, 1, ("dropout",), ("a",), (0, 1)),
+    Planted("sys_exit", 3, 1, ("3", "all_reduce"), ("a",), (1,), 1),
+    Planted("thread", 2, 1, ("all_reduce", "barrier"), ("a", "b"), (1,), 1),
+)
+
+
+def missed(planted: Planted, checked: Checked) -> list[str]:
+    """What was to be said and was not: words, lines, ranks, the number."""
+    said = "\n".join([*checked.sentences, *(line for line in checked.said.splitlines() if "question" in line)])
+    script = SCRIPTS / "faults" / f"{planted.name}.py"
+    wanted = [*planted.says, *(line_of(script, marker) for marker in planted.lines)]
+    wanted += [f"#{planted.number}"] if planted.number is not None else []
+    left = [word for word in wanted if word.lower() not in said.lower()]
+    return left + [f"rank {rank}" for rank in planted.ranks if not re.search(rf"ranks? [0-9, and]*\b{rank}\b", said)]

@@ -1,12 +1,15 @@
-"""Every planted fault is named: the ranks, the number of the call in its group, and both lines."""
+"""Every planted fault is named: the ranks, the number of the call in its group, and both lines. No false alarm: scripts
+that are right end with 0, without a finding and without a question."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.check.cases import SCRIPTS, check, line_of
-from tests.check.planted import PLANTED, Planted, missed
+from tests.check.cases import NONE_OF_OURS, PLANTED, RIGHT, SCRIPTS, Planted, check, line_of, missed
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
@@ -17,7 +20,36 @@ def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
     assert not missed(planted, checked), checked.said
 
 
-def test_all_scripts_are_in_the_table() -> None:
+@pytest.mark.parametrize(("name", "world_size"), RIGHT.items())
+def test_nothing_is_said_of_a_right_one(name: str, world_size: int, tmp_path: Path) -> None:
+    checked = check(SCRIPTS / "right" / f"{name}.py", world_size, tmp_path)
+    assert checked.code == 0, checked.said
+    assert not checked.sentences
+    assert "question" not in checked.said
+    assert "is not recorded" not in checked.said
+
+
+def test_a_restart_under_torchrun_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """A script that fails on purpose is told of, started again by its agent, and then passes."""
+    clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
+    own = {"LAB_RUNS_DIR": str(tmp_path / "runs"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", "2",
+            "-m", "distlab.cli.check", str(SCRIPTS / "right" / "elastic.py"),
+        ],
+        env=clean | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "rank 1 raised RuntimeError: a fault of this machine at elastic.py:" in done.stdout
+    assert "rank 0: resumes at step 3" in done.stdout
+    first, second = (line for line in done.stdout.splitlines() if line.startswith(("FAIL ", "PASS ")))
+    assert (first.split()[0], second.split()[0]) == ("FAIL", "PASS")
+
+
+def test_all_scripts_are_in_the_tables() -> None:
+    under_an_agent = {"elastic"}
+    assert {path.stem for path in (SCRIPTS / "right").glob("*.py")} == {*RIGHT, *under_an_agent}
     assert {path.stem for path in (SCRIPTS / "faults").glob("*.py")} == {planted.name for planted in PLANTED}
     for planted in PLANTED:
         for marker in planted.lines:

@@ -1,10 +1,11 @@
-"""`python -m distlab check` without the page of its run, which takes a core for a second; other tests look at one."""
+"""`python -m distlab check` or `prove` without the page of its run, which takes a core for a second; other tests look at
+one."""
 
 import sys
 
-from distlab.cli.check import main
+from distlab.cli import check, prove
 from distlab.rank import finish
 
 if __name__ == "__main__":
     finish.draw = lambda folder, page, timeout_s: True
-    sys.exit(main(sys.argv[1:]))
+    sys.exit({"check": check.main, "prove": prove.main}[sys.argv[1]](sys.argv[2:]))

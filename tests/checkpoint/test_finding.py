@@ -48,9 +48,8 @@ def test_auto_goes_on_with_the_run_of_its_own_name_and_begins_it_where_there_is_
 
 def change(folder: Path, **values: Any) -> None:
     """With a checksum that fits."""
-    path = folder / manifest.FILE
-    found = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
-    path.write_bytes(manifest.sealed(json.dumps(found | values).encode()))
+    unsealed(folder, **{"schema": manifest.SCHEMA} | values)
+    (folder / manifest.FILE).write_bytes(manifest.sealed((folder / manifest.FILE).read_bytes().strip()))
 
 
 def unsealed(folder: Path, **values: Any) -> None:
@@ -77,43 +76,32 @@ def flip_a_byte(folder: Path) -> None:
     path.write_bytes(bytes(content))
 
 
+def nest_deeply(folder: Path) -> None:
+    (folder / manifest.FILE).write_text("[" * 100_000)
+
+
+def leave_a_shard_out(folder: Path) -> None:
+    change(folder, files={name: file for name, file in manifest.read(folder).files.items() if name == ".metadata"})
+
+
+UNREAD = "manifest.json that cannot be read"
+WRONG = "missing or wrong fields (Expected `int`, got `str`"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped byte": (flip_a_byte, "__0_0.distcp: its checksum differs"),
     "truncated": (lambda folder: os.truncate(folder / "__0_0.distcp", 100), "__0_0.distcp holds 100 of "),
     "a missing file": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
     "foreign": (lambda folder: (folder / manifest.FILE).unlink(), "has no manifest.json"),
-    "half a manifest": (
-        lambda folder: os.truncate(folder / manifest.FILE, 100),
-        "manifest.json that cannot be read",
-    ),
-    "another json": (
-        lambda folder: (folder / manifest.FILE).write_text("[1]"),
-        "manifest.json that is not of the lab",
-    ),
-    "a wrong field": (
-        lambda folder: change(folder, step="x"),
-        "missing or wrong fields (Expected `int`, got `str` - at `$.step`)",
-    ),
-    "an entry of the wrong type": (
-        lambda folder: change(folder, seen=[0, "x"]),
-        "missing or wrong fields (Expected `int`, got `str` - at `$.seen[1]`)",
-    ),
+    "half a manifest": (lambda folder: os.truncate(folder / manifest.FILE, 100), f"{UNREAD} ("),
+    "another json": (lambda folder: (folder / manifest.FILE).write_text("[1]"), "manifest.json that is not of the lab"),
+    "a wrong field": (lambda folder: change(folder, step="x"), f"{WRONG} - at `$.step`)"),
+    "an entry of the wrong type": (lambda folder: change(folder, seen=[0, "x"]), f"{WRONG} - at `$.seen[1]`)"),
     "another schema": (lambda folder: change(folder, schema=1), "is of schema 1, and this code reads 3 and 2"),
-    "no checksum": (
-        lambda folder: unsealed(folder, schema=manifest.SCHEMA),
-        "manifest.json whose checksum is missing",
-    ),
-    "a pipe": (a_pipe, "manifest.json that cannot be read (it is a pipe"),
-    "an endless device": (a_link_to_a_device, "manifest.json that cannot be read (it is a device"),
-    "nested too deeply": (
-        lambda folder: (folder / manifest.FILE).write_text("[" * 100_000),
-        "manifest.json that cannot be read (nested too deeply)",
-    ),
+    "no checksum": (lambda folder: unsealed(folder, schema=manifest.SCHEMA), "manifest.json whose checksum is missing"),
+    "a pipe": (a_pipe, f"{UNREAD} (it is a pipe"),
+    "an endless device": (a_link_to_a_device, f"{UNREAD} (it is a device"),
+    "nested too deeply": (nest_deeply, f"{UNREAD} (nested too deeply)"),
     "other settings": (lambda folder: change(folder, settings={}), "was saved with RUN_MODE=unset"),
-    "a shard nobody listed": (
-        lambda folder: change(folder, files={k: v for k, v in manifest.read(folder).files.items() if k == ".metadata"}),
-        "is not whole (__0_0.distcp is not there)",
-    ),
+    "a shard nobody listed": (leave_a_shard_out, "is not whole (__0_0.distcp is not there)"),
 }
 
 

@@ -162,13 +162,8 @@ def begins_no_fourth(step: int, _variant: str) -> None:
 def test_a_failing_rank_saves_what_it_safely_can(
     ranks: Ranks, tmp_path: Path, mode: str, variant: str, torn: bool, sentence: str
 ) -> None:
-    settings = (
-        {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        | TINY
-        | SMALL
-        | MODELS.get(mode, {})
-        | {"RUN_MODE": mode, "LAB_VARIANT": variant}
-    )
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RUN_MODE": mode, "LAB_VARIANT": variant}
+    settings = TINY | SMALL | MODELS.get(mode, {}) | world
     said = ranks(2, break_down, settings, str(tmp_path / "a"), torn)
     assert sentence in said[1]
     if "emergency checkpoint" not in sentence:

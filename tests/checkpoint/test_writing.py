@@ -43,16 +43,8 @@ def save_cut(group: dist.ProcessGroup, folder: str) -> None:
 def load_cut(group: dist.ProcessGroup, folder: str) -> bool:
     state, wanted = (cut(group.rank(), group.size(), matrix) for matrix in (torch.zeros(5, 7), MATRIX))
     storage.load_state(state, Path(folder) / "step-00000001", group)
-    boxes = [
-        [box for _, box in held.boxes] if hasattr(held, "boxes") else [held]
-        for held in (*state.values(), *wanted.values())
-    ]
-    half = len(boxes) // 2
-    return all(
-        torch.equal(a, b)
-        for ours, theirs in zip(boxes[:half], boxes[half:], strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+    ours, theirs = ([part for held in each.values() for part in storage.parts(held)] for each in (state, wanted))
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(("saved_by", "read_by"), [(3, 2), (1, 8), (8, 3)])

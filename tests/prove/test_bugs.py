@@ -2,6 +2,7 @@
 left alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ FILES = Path(__file__).parent / "files"
 
 def prove(name: str, world_size: int, folder: Path, **environ: str) -> Checked:
     """`distlab prove FILE` on so many local ranks."""
-    return check(FILES / f"{name}.py", world_size, folder, module="tests.prove.undrawn", **environ)
+    return check(FILES / f"{name}.py", world_size, folder, command="prove", **environ)
+
+
+def prove_text(folder: Path, name: str, source: str, **environ: str) -> Checked:
+    """A file of this text on two ranks, beside those that it may import."""
+    for shared in ("net", "right_model", "right_strategy"):
+        shutil.copy(FILES / f"{shared}.py", folder)
+    (folder / f"{name}.py").write_text(source)
+    return check(folder / f"{name}.py", 2, folder, command="prove", **environ)
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
@@ -144,10 +153,7 @@ def train_step(model, optimizer, microbatches, group):
 
 
 def test_buffers_that_are_written_twice_or_too_early_are_named(tmp_path: Path) -> None:
-    (tmp_path / "logging_twice.py").write_text(LOGGING)
-    for name in ("net", "right_model"):
-        (tmp_path / f"{name}.py").write_text((FILES / f"{name}.py").read_text())
-    proven = check(tmp_path / "logging_twice.py", 2, tmp_path, module="tests.prove.undrawn")
+    proven = prove_text(tmp_path, "logging_twice", LOGGING)
     assert proven.code == 1, proven.said
     seen, passes, average = proven.sentences
     assert seen.startswith("seen, a buffer that one process writes, ends as") and seen.endswith(
@@ -158,50 +164,39 @@ def test_buffers_that_are_written_twice_or_too_early_are_named(tmp_path: Path) -
 
 
 def test_a_gradient_that_a_strategy_never_gives_is_no_gradient_that_holds(tmp_path: Path) -> None:
-    (tmp_path / "silent.py").write_text(SILENT)
-    (tmp_path / "right_strategy.py").write_text((FILES / "right_strategy.py").read_text())
-    proven = check(tmp_path / "silent.py", 2, tmp_path, module="tests.prove.undrawn")
+    proven = prove_text(tmp_path, "silent", SILENT)
     assert proven.code == 1, proven.said
     assert "no rank gave the gradient of layers.1.mlp.up.weight, nor of 3 more" in proven.sentences[0]
 
 
 def test_a_strategy_that_gives_names_of_nobody_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "strange.py").write_text(STRANGE)
-    (tmp_path / "right_strategy.py").write_text((FILES / "right_strategy.py").read_text())
-    proven = check(tmp_path / "strange.py", 2, tmp_path, module="tests.prove.undrawn")
+    proven = prove_text(tmp_path, "strange", STRANGE)
     assert proven.code == 2, proven.said
     assert "the strategy's full() gives 'layers.1.mlp.top.bias', which is no parameter of the model" in proven.said
 
 
 def test_a_rank_with_another_loss_than_its_neighbours_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "apart.py").write_text(APART)
-    proven = check(tmp_path / "apart.py", 2, tmp_path, module="tests.prove.undrawn")
+    proven = prove_text(tmp_path, "apart", APART)
     assert proven.code == 1, proven.said
     assert "the loss of step 0 is" in proven.sentences[0]
 
 
 def test_a_deadlock_ends_with_the_doctors_sentence(tmp_path: Path) -> None:
-    file = tmp_path / "hangs.py"
-    file.write_text(HANGS)
-    proven = check(file, 2, tmp_path, module="tests.prove.undrawn", LAB_HANG_AFTER_S="2")
+    proven = prove_text(tmp_path, "hangs", HANGS, LAB_HANG_AFTER_S="2")
     assert proven.code == 1, proven.said
     assert "all_reduce" in proven.sentences[0] and "hangs.py:10" in proven.sentences[0]
     assert not proven.run["proven"]
 
 
 def test_what_cannot_be_proven_is_refused_in_a_sentence_on_all_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "refused.py"
-    file.write_text(REFUSED)
-    proven = check(file, 2, tmp_path, module="tests.prove.undrawn")
+    proven = prove_text(tmp_path, "refused", REFUSED)
     assert proven.code == 2, proven.said
     assert "batch(1, 0) returned str: allowed are inputs and targets" in proven.said
     assert proven.run["verdict"] == "refused"
 
 
 def test_rows_that_nobody_trains_and_other_beginnings_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "half.py"
-    file.write_text(HALF)
-    proven = check(file, 2, tmp_path, module="tests.prove.undrawn")
+    proven = prove_text(tmp_path, "half", HALF)
     assert proven.code == 1, proven.said
     assert "no rank trains rows 100 to 127 of layers.1.mlp.up.weight" in proven.said
     assert "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's" in proven.said

@@ -1,8 +1,10 @@
 """The parts of a proof by themselves: what a rank's tensor is, what a wrong one is made of, who may draw alike."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from distlab.config import Config
 from distlab.prove import reference, user_file
 from distlab.prove.compare import Draw, difference_and_factor, fault_of, not_held
 from distlab.prove.explain import Scene, counted, in_parts, why
+from distlab.prove.proof import Wire
 from distlab.prove.reference import WHOLE, Dealing, Dense, LocatedTensor, Misfit, Rows, locate_in_dense, one_process
 from distlab.prove.user_file import Refused, UserFile, load
 from distlab.prove.verdict import Grid
@@ -277,3 +280,63 @@ def test_a_buffer_that_a_rank_has_a_part_of_may_be_its_own_but_may_not_change() 
     part = {"slopes": torch.arange(3.0)}
     assert list(reference.wrong([kept(part), kept({})], alone)) == []
     assert len(list(reference.wrong([kept(part, slopes=torch.ones(3))], alone))) == 1
+
+
+# What a proof counts as the file's own bytes.
+
+ENDS = ("a", 1000), ("b", 2000)
+
+
+class Told:
+    """A Telling, a Recorder and a Waits, with counters made up here."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+        self.bytes: int | None = 0
+        self.depth = 0
+
+    def say(self, *values: Any) -> None:
+        self.said.append(values)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def hidden(self) -> bool:
+        return self.depth > 0
+
+    def sent(self) -> dict[Any, int]:
+        return {} if self.bytes is None else {ENDS: self.bytes}
+
+
+def test_the_bytes_of_steps_count_and_the_proofs_own_do_not() -> None:
+    told = Told()
+    wire = Wire(told, told, told)  # type: ignore[arg-type]
+    assert told.bytes is not None
+    told.bytes += 1  # before the first step
+    for _ in range(2):
+        with wire.step():
+            told.bytes += 100
+            with wire.unseen():
+                told.bytes += 10
+                with wire.unseen():  # taken away once
+                    told.bytes += 20
+        with wire.unseen():
+            told.bytes += 1000  # between two steps
+    wire.tell()
+    assert told.said[-1] == ("wire", 2, [(*ENDS, 200)])
+    assert [values for values in told.said if values[0] == "counting"] == [
+        ("counting", False), *[("counting", True), ("counting", False)] * 2
+    ]  # fmt: skip
+
+
+def test_no_counters_are_no_bytes() -> None:
+    told = Told()
+    told.bytes = None
+    wire = Wire(told, told, told)  # type: ignore[arg-type]
+    with wire.step():
+        pass
+    wire.tell()
+    assert told.said[-1] == ("wire", 1, [])
