@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from distlab.check.coordinator import Doctor
@@ -180,20 +181,19 @@ def spans_of(lines: Iterable[bytes]) -> tuple[list[Span], int]:
     found: list[Span] = []
     more = 0
     for line in lines:
-        told: list[Any] = json.loads(line)
-        if told[0] == "place":
-            places[told[1]] = told[2] or told[3]
-        elif told[0] == "kind":
-            kinds[told[1]] = told[2]
-        elif told[0] == "call":
-            op = kinds[told[4]]
-            begun[told[1]] = KINDS[op], f"{op} {places[told[2]]}", told[7]
-        elif told[0] in ("end", "waited") and told[1] in begun:
-            if len(found) < MOST:
-                found.append((*begun.pop(told[1]), told[-1]))
-            else:
-                del begun[told[1]]
-                more += 1
+        with suppress(Exception):  # a line that is not as its kind is written: the script has the pipe, too
+            told: list[Any] = json.loads(line)
+            if told[0] == "place":
+                places[told[1]] = told[2] or told[3]
+            elif told[0] == "kind":
+                kinds[told[1]] = told[2]
+            elif told[0] == "call":
+                op = kinds[told[4]]
+                begun[told[1]] = KINDS[op], f"{op} {places[told[2]]}", float(told[7])
+            elif told[0] in ("end", "waited") and told[1] in begun:
+                span = *begun.pop(told[1]), float(told[-1])
+                more += len(found) == MOST
+                found += [span] if len(found) < MOST else []
     last = max((end for *_, end in found), default=0.0)
     found += [(*each, max(last, each[2])) for each in begun.values() if len(found) < MOST]  # under way at the end
     return sorted(found, key=lambda span: span[2]), more

@@ -108,6 +108,8 @@ def test_spans_are_calls_to_their_ends_and_what_is_cut_is_counted() -> None:
         ("all_reduce", "all_reduce train.py:4", 3.0, 3.0),  # under way when the rank ended
     ]
     assert more == 0
+    foreign = [b"no json", b"[]", b"7", *told(["call", 9, 1, 0, 3, 9, 7, 1.0], ["end", [], 1.0], ["kind", [], 0])]
+    assert spans_of([*told(*head, *call, ["end", 1, 1.5], ["waited", 2, 7, 2.25]), *foreign]) == (spans, 0)
     many = [
         line for number in range(MOST + 5) for line in (["call", number, 1, 0, 2, number, 7, 1.0], ["end", number, 2.0])
     ]
