@@ -152,7 +152,6 @@ def ordinal(index: int) -> str:
 
 
 def elsewhere(case: RankState, matching: Matching, waited: Wait, waits: dict[int, Standing], world_size: int) -> str:
-    """Where a rank is that others wait for."""
     who = f"rank {case.rank}"
     last = matching.before(waited.call.group, case.rank) if waited.call is not None else case.last
     before = f", its last call there was {call_text(last)} at {last.place}" if last is not None else ""
@@ -202,7 +201,6 @@ def standing_at(case: RankState) -> str:
 
 
 def library(frame: Frame) -> bool:
-    """Whether it is no line of the user's."""
     return any(each in frame.file for each in LIBRARIES)
 
 

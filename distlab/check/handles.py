@@ -53,7 +53,6 @@ class Handles:
         self._of: dict[int, Handle] = {}  # by id of the Work object, which takes its entry with it
 
     def install(self) -> None:
-        """Replace what Python calls."""
         group: Any = dist.ProcessGroup
         for name in CALLS:
             if hasattr(group, name):
@@ -148,7 +147,6 @@ class Waits:
         self._inside = threading.local()  # .depth: torch's own waits inside of one are part of it
 
     def install(self) -> None:
-        """Replace them where scripts and torch look them up."""
         c10d = dist.distributed_c10d
         for name in ("init_process_group", "new_group"):
             made = self._watched(getattr(c10d, name), name)

@@ -295,7 +295,6 @@ def content(kind: Kind) -> str:
 
 
 def places(calls: Iterable[Call]) -> str:
-    """The lines of some calls, each once."""
     return " and ".join(dict.fromkeys(str(call.place) for call in calls))
 
 

@@ -57,7 +57,6 @@ class Rank:
         self._posted = 0
 
     def live(self) -> int:
-        """From the join to the exit code."""
         self.parent.begin_to_wait()
         try:
             cluster = join(self.config, source_version(self.config), self.journal.say, contents(self.job))
@@ -180,7 +179,6 @@ class Rank:
 
 
 def fetched(store: dist.Store, rank: int, taken: dict[int, int]) -> list[bytes]:
-    """What a rank has posted since the last time."""
     lines: list[bytes] = []
     while store.check([key := f"told/{rank}/{taken[rank]}"]):
         lines += store.get(key).split(b"\n")

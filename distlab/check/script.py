@@ -141,7 +141,6 @@ class Ends(NamedTuple):
     gate: int
 
     def close(self) -> None:
-        """They are the other process's."""
         for each in self:
             os.close(each)
 

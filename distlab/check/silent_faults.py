@@ -46,7 +46,6 @@ class Replicas:
         self._told: set[Group] = set()
 
     def take_module(self, case: RankState, key: str, group: int, place: int, order: list[str]) -> Iterator[Finding]:
-        """The parameters of a DDP, as it is made."""
         which = key, case.group(group).ranks
         seen = self._orders[which]
         seen[case.rank] = order
@@ -142,7 +141,6 @@ class Samples:
                 yield Finding(DATA, sentence, ranks)
 
     def questions(self) -> Iterator[str]:
-        """What may be meant so."""
         size = self._world_size
         for turn, counts in self._counts.items():
             if len(set(counts.values())) > 1 and len(counts) == size:
@@ -191,7 +189,6 @@ class Gradients:
         self._steps[case.rank].append(step._replace(reduced_at=reduced_at, stepped_at=stepped_at))
 
     def questions(self) -> Iterator[str]:
-        """Whether they were divided never, or twice."""
         steps = [step for of_rank in self._steps.values() for step in of_rank]
         if len(self._steps) < self._world_size or len(steps) < ENOUGH_STEPS * self._world_size or steps[0].size < 2:
             return
@@ -316,7 +313,6 @@ class Quiet:
             yield Finding(WAITED if waited_at is None else AT_REST, sentence, tuple(ranks))
 
     def at_end(self) -> Iterator[Finding]:
-        """What can be said once all scripts have ended."""
         yield from self._replicas.drifted()
         yield from self._samples.shared()
         yield from self._dropouts.apart()
@@ -327,6 +323,5 @@ class Quiet:
                 yield Finding(DEVICES, f"{what}: {first}", tuple(ranks))
 
     def questions(self) -> Iterator[str]:
-        """What looks wrong and may be right."""
         yield from self._gradients.questions()
         yield from self._samples.questions()

@@ -116,7 +116,6 @@ def start(errand: Errand, words: Sequence[str]) -> int:
 
 
 def own_variables(options: type[FileOptions]) -> list[str]:
-    """The variables that one errand alone knows."""
     return [str(field.alias) for field in options.model_fields.values()]
 
 
@@ -160,7 +159,6 @@ def configured(errand: Errand, environ: os._Environ[str], faults: Sequence[str],
 
 
 def why_not(errand: Errand, script: Path) -> list[str]:
-    """Why this file cannot be run."""
     if sys.platform != "linux":
         command = errand.command
         return [f"{command} needs Linux: `./run {command} {errand.what.upper()}` takes it into containers"]

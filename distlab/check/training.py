@@ -55,7 +55,6 @@ class Training:
         recorder.on_broadcast = self._note_broadcast
 
     def install(self) -> None:
-        """Replace or hook what scripts use."""
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.utils.data import dataloader
 

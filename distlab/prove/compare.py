@@ -54,7 +54,6 @@ class Step(NamedTuple):
 def compared(
     rank: int, steps: Sequence[Step], dense: Dense, canonical: Mapping[str, str], clip: float | None
 ) -> list[Deviation]:
-    """Every tensor of a rank beside one process's."""
     found = []
     for number, (step, alone) in enumerate(zip(steps, dense.steps, strict=True)):
         for kind in (GRADIENTS, WEIGHTS):
@@ -235,7 +234,6 @@ class Passes:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Note them meanwhile."""
         names = [(plain_name(f"{name}.").rstrip("."), module) for name, module in model.named_modules()]
         hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in names]
         try:

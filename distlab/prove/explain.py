@@ -69,7 +69,6 @@ def counted(found: Tensor, parts: Mapping[Part, Tensor]) -> dict[Part, float] | 
 
 
 def in_parts(scene: Scene, counts: Mapping[Part, float]) -> str:
-    """What these numbers say."""
     values = list(counts.values())
     if alike(values):
         return scaled(scene, sum(values) / len(values))
@@ -82,7 +81,6 @@ def in_parts(scene: Scene, counts: Mapping[Part, float]) -> str:
 
 
 def of_uses(counts: Mapping[Part, float]) -> str:
-    """Another number for each use of a tied weight."""
     uses = by(counts, lambda part: part[0])
     if all(alike(each) for each in uses.values()):
         shown = " and ".join(f"what {use} gives {times(each[0])}" for use, each in uses.items())
@@ -93,7 +91,6 @@ def of_uses(counts: Mapping[Part, float]) -> str:
 
 
 def of_shards(scene: Scene, shards: Mapping[int, float]) -> str:
-    """Another number for each rank's samples."""
     seen = [shard for shard, value in shards.items() if abs(value) > NEAR]
     terms = {shard: sum(scene.terms[key] for key in scene.terms if key[0] == shard) for shard in shards}
     if seen == [scene.shard]:
@@ -112,7 +109,6 @@ def of_shards(scene: Scene, shards: Mapping[int, float]) -> str:
 
 
 def of_microbatches(scene: Scene, counts: Mapping[tuple[int, int], list[float]]) -> str:
-    """Another number for each microbatch."""
     values = {key: each[0] for key, each in counts.items()}
     last = {key: max(other[1] for other in values if other[0] == key[0]) for key in values}
     only_last = all((abs(value) > NEAR) == (key[1] == last[key]) for key, value in values.items())
@@ -202,7 +198,6 @@ def near(one: float, other: float) -> bool:
 
 
 def alike(values: Sequence[float]) -> bool:
-    """Whether all are one number."""
     largest = max(map(abs, values))
     return largest <= NEAR or max(values) - min(values) <= 1e-5 * largest
 

@@ -74,7 +74,6 @@ class Wire:
             self._add(before, self._now(), -1)
 
     def tell(self) -> None:
-        """All steps, to the doctor."""
         found = [(near, far, nbytes) for (near, far), nbytes in self._sent.items()]
         self._telling.say("wire", self._steps, found)
 
@@ -241,7 +240,6 @@ class Proof:
             self.ours = dist.new_group()  # for what the proof itself sends
 
     def run(self) -> None:
-        """One process, then all; rank 0 tells."""
         model = self.theirs.model(self.seed)
         user_file.refuse(model)
         canonical = names_of(model)
@@ -304,7 +302,6 @@ class Proof:
         return Stepped(self.theirs, model, group, dense.start, self.unseen)
 
     def _train(self, trainee: Stepped | OfStrategy, draws: Draws) -> tuple[list[Step], list[Draw]]:
-        """All steps, and the draws of the first."""
         steps: list[Step] = []
         drawn: list[Draw] = []
         for number in range(STEPS):

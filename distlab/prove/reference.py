@@ -28,7 +28,6 @@ class Dealing:
         self.even = bool(theirs.found.get("even", False))
 
     def whole(self, step: int) -> Microbatch:
-        """All samples, as one process takes them."""
         inputs, targets = self._own(step) if "batch" in self.theirs else self._batches.full(step)[:2]
         terms = self.theirs.terms(targets)
         if terms < 1:
@@ -92,7 +91,6 @@ class Rows(NamedTuple):
     lines: list[int]
 
     def of(self, dense: Tensor) -> Tensor:
-        """These rows of a dense tensor."""
         return dense if self.dim < 0 else dense.index_select(self.dim, torch.tensor(self.lines))
 
 

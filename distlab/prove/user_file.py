@@ -96,7 +96,6 @@ class UserFile:
                 self["after_step"](model)
 
     def terms(self, targets: Tensor) -> int:
-        """How many terms the loss over these targets has."""
         if "terms" in self:
             return int(self["terms"](targets))
         return targets.numel() if targets.is_floating_point() else int((targets != user_model.IGNORED).sum())

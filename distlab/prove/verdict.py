@@ -82,7 +82,6 @@ class Everything(NamedTuple):
         return [each for each in self.offs() if each.is_wrong]
 
     def first(self) -> Deviation | None:
-        """Where it begins."""
         place = {name: index for index, name in enumerate(self.dense.order)}
 
         def turn(each: Deviation) -> tuple[int, bool, int, int]:
@@ -110,7 +109,6 @@ class Everything(NamedTuple):
         return TOLERANCE * max(1.0, *(abs(each.loss) for each in self.dense.steps)) + by_clip
 
     def is_wrong(self) -> bool:
-        """Whether any tensor or loss is off."""
         off = any(each is not None and each > self.loss_tolerance() for each in self.losses())
         return off or self.first() is not None
 
@@ -192,7 +190,6 @@ def written(
 
 
 def sentence_of(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | None]) -> str:
-    """What is off first, and why."""
     name = all_.canonical[off.name]
     others = [alias for alias, target in all_.canonical.items() if target == name and alias != off.name]
     shown = f"{off.name} (tied to {', '.join(others)})" if others else off.name
@@ -208,7 +205,6 @@ def sentence_of(all_: Everything, off: Deviation, tensors: Sequence[LocatedTenso
 
 
 def reason(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | None]) -> str:
-    """Why a gradient is not one process's."""
     name, dense = all_.canonical[off.name], all_.dense
     if name not in dense.steps[off.step].gradients:
         return "there, where one process has none: the loss does not depend on it"

@@ -76,7 +76,6 @@ class WarmRank:
         return os.pread(self.output.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def kill(self) -> None:
-        """End it and all that it started."""
         self.bedside.kill()
         self.bedside.close()
         self.control.close()
@@ -127,7 +126,6 @@ class WarmRanks:
         return new
 
     def kill(self) -> None:
-        """End all ranks; the next call gets new ones."""
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
@@ -234,7 +232,6 @@ class Watching:
 
 
 def where(frames: Sequence[Any]) -> str:
-    """The innermost lines of a stack."""
     shown = [f"{os.path.relpath(each.file)}:{each.line} in {each.function}" for each in frames[:4]]
     return " < ".join(shown) or "unknown"
 

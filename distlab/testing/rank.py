@@ -188,7 +188,6 @@ def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
 
 
 def run(here: Here, task: Task) -> Ended:
-    """The test's body in a fresh process group."""
     try:
         function = find_function(task)
         with here.recorder.unseen():
@@ -219,7 +218,6 @@ def find_function(task: Task) -> Any:
 
 
 def begin(here: Here, task: Task) -> None:
-    """A process group of this task's ranks alone."""
     rank = here.start.rank
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size), MASTER_ADDR="127.0.0.1",

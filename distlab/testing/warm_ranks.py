@@ -79,7 +79,6 @@ class Ranks(WarmRanks):
         return where(max(stacks.values(), key=len, default=[]))
 
     def stop(self) -> None:
-        """End all ranks; the next call starts new ones."""
         for rank in self._ranks:
             rank.bedside.process.terminate()  # those that are not stuck in C++ still write their coverage
         deadline = time.monotonic() + 3
