@@ -5,7 +5,7 @@ from benchmarks.mutants import Mutant
 BUCKETED = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=bucketed LAB_BUCKET_MIB=0.001"
 RING = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=ring LAB_BUCKET_MIB=0.001"
 AGAIN = "RUN_MODE=dp LAB_VARIANT=flat LAB_RECOMPUTE=1"
-BUCKETS, PARAMETERS = "distlab/data_parallel/buckets.py", "distlab/workload/strategy.py"
+BUCKETS, PARAMETERS = "distlab/data_parallel/buckets.py", "distlab/workload/optimizer.py"
 
 MUTANTS = [
     Mutant(BUCKETS, "self._armed = last and self.overlap", "self._armed = False", BUCKETED),

@@ -6,7 +6,7 @@ FLAT = "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=flat"
 ADAMW = FLAT + " LAB_OPTIMIZER=adamw"
 TIMED, OPTIMIZER, LEDGER = "distlab/verify/timed.py", "distlab/workload/optimizer.py", "distlab/measure/traffic.py"
 
-STRATEGY, ZERO2 = "distlab/workload/strategy.py", "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero2 LAB_DTYPE=bfloat16"
+STRATEGY, ZERO2 = "distlab/workload/optimizer.py", "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero2 LAB_DTYPE=bfloat16"
 
 MUTANTS = [
     Mutant(TIMED, "if course.done[name] == step < ends[name]:", "if course.done[name] == step != 2:", FLAT),

@@ -20,7 +20,7 @@ from distlab.data_parallel.buckets import broadcast_parameters
 from distlab.mesh.grid import Mesh
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Model
-from distlab.workload.strategy import HoldsLayers, StepsParameters, forward_backward
+from distlab.workload.optimizer import HoldsLayers, StepsParameters, forward_backward
 from distlab.workload.user_model import find_in_file
 
 

@@ -17,7 +17,7 @@ from distlab.data_parallel.buckets import GradientBuckets
 from distlab.expert_parallel.layer import Carries, MixtureOfExperts, Placement
 from distlab.workload.data import Microbatch
 from distlab.workload.experts import Mixture, MixtureModel
-from distlab.workload.strategy import HoldsParts, forward_backward
+from distlab.workload.optimizer import HoldsParts, forward_backward
 
 
 def distribute(

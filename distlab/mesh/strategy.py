@@ -31,8 +31,7 @@ from distlab.sharded.flat_parameter import as_many_as_all
 from distlab.sharded.zero import Zero
 from distlab.tensor_parallel.layers import Slice, sum_together
 from distlab.workload.data import Microbatch
-from distlab.workload.optimizer import make_optimizer, prime, tensors_of
-from distlab.workload.strategy import clip_gradients, in_order
+from distlab.workload.optimizer import clip_gradients, in_order, make_optimizer, prime, tensors_of
 
 # ZeRO over sequence parallelism: what was used on some rows is summed over the ranks that had the others.
 #

@@ -29,7 +29,7 @@ from distlab.data_parallel.buckets import Vectors
 from distlab.measure.tensors import digest_of
 from distlab.workload.data import Batches
 from distlab.workload.model import Model
-from distlab.workload.strategy import forward_backward
+from distlab.workload.optimizer import forward_backward
 
 START, PUSH, LEAVE = "start", "push", "leave"
 

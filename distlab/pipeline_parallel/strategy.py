@@ -23,7 +23,7 @@ from distlab.pipeline_parallel.pipeline import Pipeline, SplitBackward
 from distlab.pipeline_parallel.schedules import stages_of
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Model
-from distlab.workload.strategy import HoldsParts
+from distlab.workload.optimizer import HoldsParts
 
 # Stages: a model's layers cut into runs, and who holds which parameter afterwards.
 #

@@ -26,8 +26,14 @@ from distlab.collectives.sharded_tensor import LocalShard, flat_piece
 from distlab.config import Config
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Model
-from distlab.workload.optimizer import make_optimizer, prime, tensors_of
-from distlab.workload.strategy import StepsParameters, clip_gradients, forward_backward
+from distlab.workload.optimizer import (
+    StepsParameters,
+    clip_gradients,
+    forward_backward,
+    make_optimizer,
+    prime,
+    tensors_of,
+)
 
 
 class FlatParameter:

@@ -29,7 +29,7 @@ from distlab.tensor_parallel.layers import (
 )
 from distlab.workload.data import Microbatch
 from distlab.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
-from distlab.workload.strategy import HoldsParts, forward_backward, local
+from distlab.workload.optimizer import HoldsParts, forward_backward, local
 
 
 class TensorParallel(HoldsParts):

@@ -12,7 +12,7 @@ from distlab.contract import Mistakes, Needs
 from distlab.sharded.flat_parameter import FlatParameter, Sharded
 from distlab.sharded.zero import ReduceScatterScheduler, Unshard, Zero
 from distlab.workload.model import Model, outline
-from distlab.workload.strategy import CLIP_EPSILON
+from distlab.workload.optimizer import CLIP_EPSILON
 
 from .predictions import units
 

@@ -15,7 +15,7 @@ from distlab.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.pipeline_parallel.schedules import Action
 from distlab.pipeline_parallel.strategy import Weigh, sum_shared
 from distlab.workload.model import Dropouts
-from distlab.workload.strategy import clip_gradients
+from distlab.workload.optimizer import clip_gradients
 
 from .placement import axes
 

@@ -55,7 +55,7 @@ from distlab.tensor_parallel.strategy import QKV, Row, TensorParallel, own_heads
 from distlab.verify.proof import check_same
 from distlab.verify.run_all import measure
 from distlab.workload.model import Model
-from distlab.workload.strategy import local
+from distlab.workload.optimizer import local
 from distlab.workload.user_model import is_own
 
 from .checks import check_between, check_order, claims, mistake

@@ -22,8 +22,8 @@ from distlab.tensor_parallel.strategy import TensorParallel
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import Batches
 from distlab.workload.model import build_model, outline
+from distlab.workload.optimizer import local
 from distlab.workload.reference import train
-from distlab.workload.strategy import local
 from tests.labs import built, copy_state
 from tests.test_lab import held, lab_alone
 

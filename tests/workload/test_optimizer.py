@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from distlab.config import Config
 from distlab.testing.warm_ranks import Ranks
-from distlab.workload.optimizer import PlainSGD, make_optimizer, named_tensors
-from distlab.workload.strategy import clip_gradients
+from distlab.workload.optimizer import PlainSGD, clip_gradients, make_optimizer, named_tensors
 
 
 def linear() -> nn.Linear:
