@@ -122,12 +122,10 @@ def key(value: SecretStr) -> SecretStr:
 
 
 def read_key(path: Path) -> str:
-    """The words of a file with a key; raises OSError, also where nothing can be read at once, as from /proc/kmsg."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return os.read(file, MOST_KEY_BYTES).decode(errors="surrogateescape").strip()
-    finally:
-        os.close(file)
+    """The words of a file with a key: of as many bytes as it has, none of one that gives them out as they come."""
+    with path.open("rb") as file:
+        num_bytes = min(os.fstat(file.fileno()).st_size, MOST_KEY_BYTES)  # 0 in /proc
+        return file.read(num_bytes).decode(errors="surrogateescape").strip()
 
 
 def key_file(value: Path) -> Path:
