@@ -1,7 +1,7 @@
 """What lies behind ratios that miss their targets: `python -m benchmarks.causes [ROUNDS]`.
 
 A layer of benchmarks.pp behind the sleep that pretends its compute and awake; pipelines over plain TCP, awake, against
-PyTorch's over gloo; and the two halves of a sum of benchmarks.mesh, which sequence parallelism makes, against a whole
+PyTorch's over gloo; and the two halves of a sum of RUN_MODE=mesh, which sequence parallelism makes, against a whole
 one and against a reduce_scatter of sends and receives; both pairs of ranks of dp 2 x tp 2 are at it.
 """
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import pp
-from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from benchmarks.rounds import Timing, interleave, on_ranks, ratios, table
 from distlab.collectives.by_hand import Collective
 from distlab.tensor_parallel.layers import Sequence
 from distlab.transport.process_group import TcpBackend
 
 SLEEP_S = 0.010  # LAB_SLEEP_MS of benchmarks.pp
 LAYER_CALLS, SUM_CALLS = 40, 20
-SUM_BYTES = 512 << 10  # activations of benchmarks.mesh: 2 samples of 128 positions of width 512
+SUM_BYTES = 512 << 10  # activations of benchmarks.steps mesh: 2 samples of 128 positions of width 512
 PIPES = ("1f1b over tcp", "1f1b over gloo", "torch_1f1b over gloo")
 
 
@@ -87,8 +87,7 @@ def main(rounds: int = 15) -> None:
     seen = on_ranks(pp.RANKS, pipelines, 4 * rounds)
     theirs, rows = seen["torch_1f1b over gloo"], []
     for name, timing in seen.items():
-        ratios = Ratio.of(timing.wall_s, theirs.wall_s), Ratio.of(timing.cpu_s, theirs.cpu_s)
-        rows.append([name, f"{timing.median_s * 1e3:.1f}", *ratios])
+        rows.append([name, f"{timing.median_s * 1e3:.1f}", *ratios(timing, theirs)])
     print("\npipelines awake, times over torch_1f1b's over gloo")
     print(table(["variant", "ms a step", "wall", "CPU"], rows))
     print(f"\na sum of {SUM_BYTES >> 10} KiB by two ranks over gloo, two others at it too, medians")

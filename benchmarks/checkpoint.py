@@ -11,9 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.fsdp import settings
 from benchmarks.rounds import table
 from benchmarks.runs import run_lab
+from benchmarks.steps import FSDP_SIZES, settings
 from distlab.report.reading import read_run
 from distlab.report.records import Saved, select
 
@@ -25,7 +25,7 @@ def held_s(world_size: int, asynchronous: bool) -> list[float]:
     """Seconds for which each save but the first held up rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         run_lab(
-            Path(folder), **settings(world_size), LAB_VARIANT="zero3", LAB_PROOF=0, LAB_STEPS=STEPS,
+            Path(folder), **settings("fsdp", world_size, FSDP_SIZES), LAB_VARIANT="zero3", LAB_PROOF=0, LAB_STEPS=STEPS,
             LAB_CHECKPOINT_EVERY=EVERY, LAB_CHECKPOINT_ASYNC=int(asynchronous),
         )  # fmt: skip
         saves = [saved for _, saved in select(read_run(Path(folder) / "latest"), Saved)]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from benchmarks.rounds import Timing, interleave, judge, on_ranks, ratios, table
 from distlab.config import Config
 from distlab.context_parallel.ring import RingAttention
 from distlab.context_parallel.ulysses import UlyssesAttention
@@ -25,7 +25,7 @@ from distlab.workload.model import Attend
 HEADS, HEAD_DIM = 8, 32
 LENGTHS = (512, 2048)
 TORCHS = "torch_ring"
-CPU_TARGETS = {"zigzag": 1.0, "ulysses": 0.9}  # of PyTorch's, at 4 ranks and 2048 positions
+CPU_TARGETS = {"zigzag": (1.0,), "ulysses": (0.9,)}  # of PyTorch's, at 4 ranks and 2048 positions
 JUDGED = (4, 2048)
 
 
@@ -81,13 +81,11 @@ def main(rounds: int = 11) -> None:
             config, everything = config_of(world_size, length), 2 * length * HEADS * HEAD_DIM * 4
             rows = []
             for name, timing in timings.items():
-                wall = Ratio.of(timing.wall_s, timings[TORCHS].wall_s)
-                cpu = Ratio.of(timing.cpu_s, timings[TORCHS].cpu_s)
-                limit = CPU_TARGETS.get(name) if (world_size, length) == JUDGED else None
-                target, held = (f"CPU {limit:.2f}x", "yes" if cpu.median <= limit else "NO") if limit else ("-", "-")
+                wall, cpu = ratios(timing, timings[TORCHS])
+                target = judge([cpu], CPU_TARGETS.get(name, ()) if (world_size, length) == JUDGED else (), "x CPU")
                 sent = f"{layer_cost(name, config, 1, 0).nbytes / everything:.2f}"
                 share = f"{kept[name] / everything:.2f}"
-                rows.append([name, f"{timing.median_s * 1e3:.1f}", sent, share, wall, cpu, target, held])
+                rows.append([name, f"{timing.median_s * 1e3:.1f}", sent, share, wall, cpu, *target])
             print(
                 f"{world_size} ranks, {length} positions, one thread each: a step's time over PyTorch's ring functions"
             )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, ratios, table
 from distlab.collectives.phases import COMPUTE, Span, recorded
 from distlab.config import Config
 from distlab.contract import Strategy
@@ -139,12 +139,11 @@ def main(rounds: int = 15) -> None:
     seen: dict[str, Seen] = on_ranks(RANKS, measure, rounds)
     (torchs, torchs_awake, *_), rows = seen["torch_1f1b"], []
     for name, (timing, awake, bubbles, activation_bytes) in seen.items():
-        wall, cpu = Ratio.of(timing.wall_s, torchs.wall_s), Ratio.of(timing.cpu_s, torchs.cpu_s)
-        awakes = Ratio.of(awake.wall_s, torchs_awake.wall_s), Ratio.of(awake.cpu_s, torchs_awake.cpu_s)
+        wall, cpu = ratios(timing, torchs)
         formula = predicted_idle(name)
         idled = "-" if formula is None else f"{statistics.median(bubbles):.3f} ({formula:.3f})"
         row = [f"{timing.median_s * 1e3:.0f}", wall, f"{statistics.median(timing.cpu_s) * 1e3:.0f}", cpu, idled]
-        rows.append([name, *row, f"{activation_bytes / 1e6:.2f}", *awakes])
+        rows.append([name, *row, f"{activation_bytes / 1e6:.2f}", *ratios(awake, torchs_awake)])
     print(f"{RANKS} ranks, {MICROBATCHES} microbatches of 30 ms: a step's time over torch_1f1b's (median, middle half)")
     columns = [
         "variant",

@@ -9,7 +9,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -49,6 +49,18 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratios(ours: Timing, theirs: Timing) -> tuple[Ratio, Ratio]:
+    """Wall and CPU time of ours over theirs: below 1 is faster."""
+    return Ratio.of(ours.wall_s, theirs.wall_s), Ratio.of(ours.cpu_s, theirs.cpu_s)
+
+
+def judge(seen: Iterable[float | Ratio], limits: Sequence[float], unit: str = "x") -> list[str]:
+    """The limits that figures are to stay below, and whether they do, to two digits; "-" where there is none."""
+    found = [each.median if isinstance(each, Ratio) else each for each in seen]
+    held = all(round(each, 2) <= limit for each, limit in zip(found, limits, strict=False))
+    return [" and ".join(f"{limit:.2f}{unit}" for limit in limits) or "-", ("yes" if held else "NO") if limits else "-"]
 
 
 def interleave(

@@ -13,31 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
+from benchmarks.rounds import Timing, interleave, on_ranks, ratios, table
+from benchmarks.steps import step_of
 from distlab.collectives.phases import recorded
 from distlab.config import Config
 from distlab.mesh.grid import Mesh
 from distlab.rank.mode_loader import load
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model
 
-STEPS = {"dp": ("flat", 2), "pp": ("gpipe", 1)}  # mode: its variant, and into how many shards the batch is dealt
+STEPS = {"dp": "flat", "pp": "gpipe"}
 
 
 def measure(group: dist.ProcessGroup, mode: str, rounds: int) -> dict[str, Timing]:
     """A step bare, recorded and profiled."""
-    variant, shards = STEPS[mode]
     config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(group.size())})
-    batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
-    microbatches = batches.dealt(0, group.rank() * shards // group.size(), shards)
-    lesson = load(mode)
-    (build,) = [each.build for each in lesson.variants if each.name == variant]
-    assert build is not None
-    strategy = build(build_model(config, config.seed), Mesh.grid(lesson.axes(config), group), config)
-
-    def bare() -> None:
-        strategy.backward(microbatches)
-        strategy.update()
+    bare = step_of(STEPS[mode], Mesh.grid(load(mode).axes(config), group), config)
 
     def marked() -> None:
         with recorded():
@@ -55,12 +44,11 @@ def main(rounds: int = 21) -> None:
     """Print the three ways of each mode, over the bare one."""
     os.environ["KINETO_LOG_LEVEL"] = "6"  # of the ranks: below, each profile greets with two lines
     rows = []
-    for mode, (variant, _) in STEPS.items():
+    for mode, variant in STEPS.items():
         timings = on_ranks(2, measure, mode, rounds)
         bare = timings["bare"]
         for way, timing in timings.items():
-            wall, cpu = Ratio.of(timing.wall_s, bare.wall_s), Ratio.of(timing.cpu_s, bare.cpu_s)
-            rows.append([f"{mode} {variant}", way, f"{timing.median_s * 1e3:.1f}", wall, cpu])
+            rows.append([f"{mode} {variant}", way, f"{timing.median_s * 1e3:.1f}", *ratios(timing, bare)])
     print("2 ranks: a step's time over the bare step's (median, and the middle half of the rounds)")
     print(table(["step", "", "ms a step", "wall", "CPU"], rows))
 

@@ -61,7 +61,7 @@ DIRECT_FROM_BYTES = {"all_reduce": (NEVER, NEVER), "reduce_scatter": (4 << 20, 0
 #                   pairs    0.33    0.6      1.0    3.2    11.1    36.3              0.04    0.4    5.3     22.0
 #
 # Two ranks swap, one hop in place of two; but beside a backward pass buckets of 14 and 25 MiB cost less in blocks than
-# with room for all that comes, 0.92 of DDP's step for 0.97 (`python -m benchmarks.over_tcp`). With an odd number one
+# with room for all that comes, 0.92 of DDP's step for 0.97 (`python -m benchmarks.steps tcp`). With an odd number one
 # rank of each round of pairs has nobody: three ranks take 0.7 of the time straight. Through rank 0 a reduce_scatter and
 # an all_gather send more bytes than the least.
 SERVER_OVER_TCP_BYTES = {"all_reduce": 512 << 10, "reduce_scatter": 64 << 10, "all_gather": 16 << 10}

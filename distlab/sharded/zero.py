@@ -83,7 +83,7 @@ class Unshard:
 # Each rank gets its chunk of the sum, and the rest can go. How many are held at once is the whole point: with no
 # bound ZeRO-2 would hold all gradients, and peak above ZeRO-1. One sum is under way at a time; where it moves without
 # the processor's help (NCCL) the next unit's gradients are collected meanwhile. Over gloo the ranks' cores do the
-# sending: there a second vector costs memory, 5 % of the peak that `python -m benchmarks.fsdp` prints for 4 ranks.
+# sending: there a second vector costs memory, 5 % of the peak that `python -m benchmarks.ledgers` prints for 4 ranks.
 
 
 class Sum(NamedTuple):

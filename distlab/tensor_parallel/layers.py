@@ -285,7 +285,7 @@ class Sequence:
     def __init__(self, group: dist.ProcessGroup) -> None:
         # gloo's reduce_scatter is an all_reduce and a slice; its all_to_all, summed by us, sends half as much. Its
         # all_gather is as good as ours, and at 2 ranks better: a step was 0.88x DTensor's in place of 0.94x (`python -m
-        # benchmarks.tp`). It takes equal chunks; others are sent by ours.
+        # benchmarks.steps tp`). It takes equal chunks; others are sent by ours.
         self.scattering = Collective(
             group, SCATTERING[dist.get_backend(group)], {"direct": direct, "exchange": by_hand}
         )

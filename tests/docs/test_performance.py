@@ -3,7 +3,8 @@ code."""
 
 import re
 
-from benchmarks import causes, collectives, compress, cp, link, mesh, pp
+from benchmarks import causes, collectives, compress, cp, ledgers, link, pp, steps
+from benchmarks.rounds import judge
 from distlab.collectives.by_hand import pick
 from tests.docs.pages import page
 
@@ -37,44 +38,55 @@ def test_the_targets_of_a_pipeline_are_judged_as_they_stand() -> None:
     assert all((row["held"] == "yes") == (float(row["seen"]) <= float(row["limit"])) for row in rows.values())
 
 
-SHARDED = re.compile(
-    r"^(?:\d +)?(?P<what>zero3|(?:peak|wire) of .*?)  +.*?(?P<seen>[\d.]+)x[^x]*?(?: [\d.]+x \S+)? +(?P<limit>[\d.]+)x"
+STEPPED = re.compile(
+    r"^(?P<mode>dp|fsdp|tp|mesh) +(?P<ranks>\d) +(?P<row>\w+) +[\d.]+ +(?P<wall>[\d.]+)x \(\S+\) +(?P<cpu>[\d.]+)x \(\S+\)"
+    r" +(?P<limits>[\d.]+x(?: and [\d.]+x)?|-) +(?P<held>yes|NO|-)$",
+    re.MULTILINE,
+)
+
+
+def test_the_targets_of_steps_are_judged_as_they_stand() -> None:
+    rows = {(row["mode"], int(row["ranks"]), row["row"]): row for row in STEPPED.finditer(PAGE)}
+    compared = [each for name in ("dp", "fsdp", "tp", "mesh") for each in steps.COMPARISONS[name]]
+    assert set(rows) == {(each.mode, num, row) for each in compared for num in each.ranks for row in each.variants}
+    for each in compared:
+        for num, row in ((num, row) for num in each.ranks for row in each.variants):
+            found = rows[each.mode, num, row]
+            seen = float(found["wall"]), float(found["cpu"])
+            assert [found["limits"], found["held"]] == judge(seen, each.targets.get((num, row), ()))
+
+
+LEDGERS = re.compile(
+    r"^(?P<mode>fsdp|mesh) +\d +(?P<what>peak|wire) of (?P<one>\w+) over (?P<other>\w+) .* (?P<seen>[\d.]+)x +(?P<limit>[\d.]+)x"
     r" +(?P<held>yes|NO)$",
     re.MULTILINE,
 )
 
 
-def test_the_targets_of_sharding_are_judged_as_they_stand() -> None:
-    rows = list(SHARDED.finditer(PAGE))
-    assert [row["what"] for row in rows].count("zero3") == 2
-    assert len(rows) == 8
-    # The wire's ratio is a formula's own, which gloo's headers may exceed by 1 %.
-    slack = {"zero3": 0.0, "peak": 0.0, "wire": 0.01}
+def test_the_targets_of_bytes_are_judged_as_they_stand() -> None:
+    rows = list(LEDGERS.finditer(PAGE))
+    assert len(rows) == 2 * len(ledgers.TARGETS["fsdp"]) + len(ledgers.TARGETS["mesh"])
+    limits = {
+        (mode, what, one, other): limit
+        for mode in ledgers.TARGETS
+        for what, _, one, other, limit in ledgers.TARGETS[mode]
+    }
     for row in rows:
-        most = float(row["limit"]) + slack[row["what"].split()[0]]
-        assert (row["held"] == "yes") == (float(row["seen"]) <= most)
-
-
-MESHED = re.compile(
-    r"^(?P<what>step|wire|peak) +(?P<seen>[\d.]+)x +(?P<limit>[\d.]+)x +(?P<held>yes|NO)$", re.MULTILINE
-)
-
-
-def test_the_targets_of_a_mesh_are_judged_as_they_stand() -> None:
-    rows = {row["what"]: row for row in MESHED.finditer(PAGE)}
-    assert {what: float(row["limit"]) for what, row in rows.items()} == mesh.TARGETS
-    assert all((row["held"] == "yes") == (float(row["seen"]) <= float(row["limit"])) for row in rows.values())
+        limit = limits[row["mode"], row["what"], row["one"], row["other"]]
+        assert [row["limit"] + "x", row["held"]] == judge([float(row["seen"])], [limit])
 
 
 ATTENDED = re.compile(
-    r"^(?P<name>zigzag|ulysses) .*?x \(\S+\) +(?P<cpu>[\d.]+)x \(\S+\) +CPU (?P<limit>[\d.]+)x +(?P<held>yes|NO)$",
+    r"^(?P<name>zigzag|ulysses) .*?x \(\S+\) +(?P<cpu>[\d.]+)x \(\S+\) +(?P<limit>[\d.]+)x CPU +(?P<held>yes|NO)$",
     re.MULTILINE,
 )
 
 
 def test_the_targets_of_long_sequences_are_judged_as_they_stand() -> None:
     rows = {row["name"]: row for row in ATTENDED.finditer(PAGE)}
-    assert {name: float(row["limit"]) for name, row in rows.items()} == cp.CPU_TARGETS
+    assert {name: float(row["limit"]) for name, row in rows.items()} == {
+        name: limit for name, (limit,) in cp.CPU_TARGETS.items()
+    }
     assert all((row["held"] == "yes") == (float(row["cpu"]) <= float(row["limit"])) for row in rows.values())
 
 
@@ -104,9 +116,7 @@ def test_the_targets_of_slow_links_are_judged_as_they_stand() -> None:
     rows = {row["name"]: row for row in COMPRESSED.finditer(PAGE)}
     assert tuple(rows) == compress.VARIANTS
     for name, row in rows.items():
-        target = compress.TARGETS.get(name)
-        assert row["limit"] == (f"{target:.2f}x" if target else "-")
-        assert row["held"] == ("-" if target is None else "yes" if float(row["ratio"]) <= target else "NO")
+        assert [row["limit"], row["held"]] == judge([float(row["ratio"])], compress.TARGETS.get(name, ()))
         if row["off"] != "-":
             assert (row["wire"] == "yes") == (abs(float(row["off"][:-1])) <= 100 * compress.WIRE_TARGET)
 
