@@ -298,7 +298,9 @@ class Recorder:
 
     def _kind(self, name: str, shape: Shape, args: tuple[Any, ...], tensors: tuple[Any, ...], group: Group) -> int:
         """The number of calls like this one; told in full the first time."""
-        dims = tuple(tuple(each.shape) for each in tensors)
+        # Ranks may take parts of other sizes (over plain TCP, and NCCL): of a reduce_scatter the whole is alike.
+        given = flat(args[shape.whole]) if shape.op == "reduce_scatter" else tensors
+        dims = tuple(tuple(each.shape) for each in given)
         dtypes = tuple(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors))
         reduce = getattr(self.thread, "reduce", "") if shape.reduce else ""
         root = group.ranks[args[shape.root]] if shape.root >= 0 else -1

@@ -40,6 +40,13 @@ def test_never_comes(rank):
         dist.recv(torch.ones(3), src=1)
 
 
+@distlab.ranks(2, backend="tcp")
+def test_never_comes_after_uneven_parts(rank):
+    dist.reduce_scatter(torch.empty(1 + rank), [torch.ones(1), torch.ones(2)])
+    if rank == 0:
+        dist.recv(torch.ones(3), src=1)
+
+
 @distlab.ranks(3)
 def test_leaves(rank):
     if rank == 2:
