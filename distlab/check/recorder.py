@@ -299,7 +299,7 @@ class Recorder:
     def _kind(self, name: str, shape: Shape, args: tuple[Any, ...], tensors: tuple[Any, ...], group: Group) -> int:
         """The number of calls like this one; told in full the first time."""
         # Ranks may take parts of other sizes (over plain TCP, and NCCL): of a reduce_scatter the whole is alike.
-        given = flat(args[shape.whole]) if shape.op == "reduce_scatter" else tensors
+        given = flat(args[shape.whole]) if shape.reduce and shape.whole else tensors
         dims = tuple(tuple(each.shape) for each in given)
         dtypes = tuple(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors))
         reduce = getattr(self.thread, "reduce", "") if shape.reduce else ""
