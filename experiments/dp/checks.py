@@ -3,7 +3,7 @@
 A sum belongs to the gradients that lie in the memory which it sends. Autograd says when it hands each of them over, so
 nothing here asks the buckets what they did, or how they are laid out: that they are in the reverse order of
 registration, which is roughly that of the backward pass (Li et al. 2020, section 3.2.3), is held by how many bytes
-wait.
+wait. Below are the injected bugs that these checks and the proof have to catch.
 """
 
 import weakref

@@ -2,6 +2,7 @@
 
 Of one layer, forward and backward (Shoeybi et al. 2019, figure 4; Korthikanti et al. 2022, figure 5). A layer of gpt is
 two slices, attention and MLP; g ends a slice on the way forward, f begins it and so ends it on the way back.
+Below are the injected bugs that this order and the proof have to catch.
 """
 
 from collections.abc import Iterator
