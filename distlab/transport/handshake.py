@@ -227,9 +227,9 @@ class Door:
     def _send_away(self, guest: Guest, fault: str, error: OSError | None = None) -> None:
         """Who hung up by itself without a word only looked whether somebody listens."""
         self._forget(guest)
-        guest.connection.close()
         if fault and not (isinstance(error, Closed) and not guest.received):
-            self._turned_away(fault, guest.source)
+            self._turned_away(fault, guest.source)  # before it sees that it was: whoever reads the count next finds it
+        guest.connection.close()
 
     def _forget(self, guest: Guest) -> None:
         self._guests.pop(guest.connection, None)

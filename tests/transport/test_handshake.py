@@ -137,6 +137,26 @@ def test_silence_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         assert doorkeeper.faults == ["that proves nothing"]
 
 
+def test_who_is_turned_away_is_counted_before_it_sees_so() -> None:
+    """Or a reader of the count who waited for the end of the connection would find one too few."""
+    with selectors.DefaultSelector() as selector:
+        seen: list[str] = []
+
+        def look(fault: str, _source: tuple[str, int]) -> None:
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+            seen.append(fault)
+
+        door = Door(listen(HERE), selector, KEY, PURPOSE, turned_away=look)
+        with socket.create_connection(door.sockets()[0].getsockname()) as connection:
+            connection.setblocking(False)
+            connection.sendall(b"x" * HELLO_BYTES)
+            while not seen:
+                for key, _ in selector.select(0.05):
+                    door.step(key)
+        door.close()
+
+
 def test_a_listener_that_says_anything_is_not_believed() -> None:
     for said in (b"", b"x" * 600, *FORGED.values()):
         with listen(HERE) as listening:
