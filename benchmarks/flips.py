@@ -26,7 +26,7 @@ from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
 from distlab.rank.mode_loader import load
 from distlab.report.records import Corrupted
-from distlab.report.run_folder import Journal
+from distlab.report.run_folder import Journal, Level
 from distlab.testing.warm_ranks import Ranks
 from distlab.verify.silent_corruption import KINDS, Corruption, alike
 
@@ -71,7 +71,7 @@ class Flipped(NamedTuple):
 class Quiet(Journal):
     """Records alone."""
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, at: Level = "quiet") -> None:
         """Not a word of each."""
 
 

@@ -26,7 +26,7 @@ from distlab.measure.traffic import Ledger, Traffic
 from distlab.mesh.grid import Mesh
 from distlab.report import records
 from distlab.report.progress import Work
-from distlab.report.run_folder import Journal
+from distlab.report.run_folder import Journal, Level
 from distlab.report.table import aligned
 from distlab.transport.handshake import TurnedAway, unheeded
 from distlab.workload.data import Batches, Microbatch
@@ -121,17 +121,21 @@ class Lab:
         """Whether this rank speaks for all: rank 0, or who keeps the store where rank 0 has left."""
         return self.rank == self.exchange.host
 
-    def say(self, text: str, heading: str = "", *, all_ranks: bool = False) -> None:
-        """A line in the log of rank 0, or of every rank; with a heading it stands in the report too."""
+    def say(self, text: str, heading: str = "", *, all_ranks: bool = False, at: Level | None = None) -> None:
+        """A line in the log of rank 0, or of every rank; with a heading it stands in the report too.
+
+        It is printed from this level of LAB_LOG on: "normal", or "full" for what rank 0 says under a heading.
+        """
         if self.speaks or all_ranks:
-            self.journal.say(f"{heading:<11}{text}" if heading else text)
+            level: Level = at or ("full" if heading and not all_ranks else "normal")
+            self.journal.say(f"{heading:<11}{text}" if heading else text, level)
         if self.speaks and heading:
             self.journal.write(records.Said(heading, text))
 
     def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
         """A table of the lesson's own, in rank 0's log and in the report."""
         if self.speaks:
-            self.journal.say("\n".join([title, *aligned(columns, rows)]))
+            self.journal.say("\n".join([title, *aligned(columns, rows)]), "full")
             self.journal.write(records.Table(title, columns, rows))
 
     def chart(

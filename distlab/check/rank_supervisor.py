@@ -50,16 +50,17 @@ class Rank:
         self.config, self.job, self.started_at = config, job, started_at
         self.bedside = forked(job)  # first: nothing else of this process is in the script's
         self.parent = LauncherPipe()
-        self.journal = Journal()
+        self.journal = Journal(config.log)
         self.parent.tell_unheard(self.journal.unheard)
         if engine:
-            self.journal.say(f"engine     {engine}")
+            self.journal.say(f"engine     {engine}", "normal")
         self._posted = 0
 
     def live(self) -> int:
         self.parent.begin_to_wait()
         try:
-            cluster = join(self.config, source_version(self.config), self.journal.say, contents(self.job))
+            say = partial(self.journal.say, at="normal")
+            cluster = join(self.config, source_version(self.config), say, contents(self.job))
         except ClusterError as error:
             self.bedside.kill()
             self.journal.say(f"broken     {error}")
@@ -108,7 +109,7 @@ class Rank:
             variables["DISTLAB_FOLDER"] = scratch(exchange, folder, self.job)
         words = shlex.join([self.job.shown, *self.job.words])
         if cluster.rank == 0:
-            self.journal.say(f"{self.job.command:<11}{words} · {cluster.world_size} ranks · {folder}")
+            self.journal.say(f"{self.job.command:<11}{words} · {cluster.world_size} ranks · {folder}", "normal")
         self.bedside.begin({name: str(value) for name, value in variables.items()})
 
     def _attend(self, watch: Watchdog, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:

@@ -65,7 +65,7 @@ def agree(lab: Lab) -> FoundCheckpoint | None:
     found: FoundCheckpoint | None = None
     if lab.rank == 0:
         try:
-            found = locate.choose(lab.config, lambda text: lab.say(text, "checkpoint"))
+            found = locate.choose(lab.config, lambda text: lab.say(text, "checkpoint", at="normal"))
             choice = {"folder": str(found.folder)} if found else {}
             if found is not None:
                 hold_newest(lab, found)
@@ -128,13 +128,13 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
         detail = "the next random numbers, beside those that the checkpoint foretold"
         lab.check("resumed generators", wrongly_drawn(lab, saved), 0.0, detail=detail, control=CONTROL)
     epoch, _ = course.position(course.first)
-    lab.say(f"resumed from epoch {epoch}, step {course.first} ({found.folder})", "resume")
+    lab.say(f"resumed from epoch {epoch}, step {course.first} ({found.folder})", "resume", at="normal")
     start = lab.journal.records[0]
     assert isinstance(start, records.Start)
     then, now = saved.versions.get("lab"), start.versions.get("lab")
     if then != now:
         also = "weights may end otherwise than in a run that was never stopped"
-        lab.say(f"the code has changed since, from version {then} to {now}: {also}", "resume")
+        lab.say(f"the code has changed since, from version {then} to {now}: {also}", "resume", at="normal")
     if lab.rank == 0:
         lab.journal.write(records.Resumed(epoch, course.first, str(found.folder)))
 

@@ -162,7 +162,8 @@ class Saver:
         if outcome.error:
             good = locate.candidates(self.folder)
             last = f"the last good one is step {locate.step_of(good[0])}" if good else "there is none yet"
-            lab.say(f"step {step} could not be written ({outcome.error}): the run continues, {last}", "checkpoint")
+            told = f"step {step} could not be written ({outcome.error}): the run continues, {last}"
+            lab.say(told, "checkpoint", at="quiet")
             for claim in ("checkpoint", "kept checkpoints"):
                 lab.waive(claim, outcome.error)
             return

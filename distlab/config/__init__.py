@@ -101,7 +101,8 @@ class Config(BaseSettings):
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
     run_id: Annotated[str, AfterValidator(settings.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
 
-    # Whether it is shown while it goes on.
+    # What is seen of it while it goes on.
+    log: Literal["quiet", "normal", "full"] = Field("normal", alias="LAB_LOG", description="what ranks print; quiet: the verdict alone, full: every table and check on rank 0 too")
     live: bool = Field(False, alias="LAB_LIVE", description="1: every rank leaves its live state in the run's folder, and a page shows it during the run")
     live_port: int = Field(8765, alias="LAB_LIVE_PORT", ge=1, le=65535, description="port of this page, on 127.0.0.1 alone")
 

@@ -199,7 +199,7 @@ class Drills:
     def _note(self, event: FaultSpec, step: int, variant: str = "", detail: str = "", outcome: str = "") -> None:
         self.journal.write(Injected(event.number, self.rank, step, variant, time.time(), detail, outcome))
         told = f": {detail}" if detail else ""
-        self.journal.say(f"fault      {event.label}{f' in {variant}' if variant else ''}{told}")
+        self.journal.say(f"fault      {event.label}{f' in {variant}' if variant else ''}{told}", "normal")
 
     def _make(self, event: FaultSpec, step: int) -> None:
         self._made.add(event.number)
@@ -220,7 +220,7 @@ class Drills:
                 faults.set_pace(round(bits_s(event.rate) / 8))
             elif event.kind == "full_disk":
                 faults.fill(self.journal.open_files)
-                self.journal.say("fault      disk-full fault injected")
+                self.journal.say("fault      disk-full fault injected", "normal")
 
     def _cut(self, event: FaultSpec, step: int, *, mine: bool) -> None:
         """The rank stops hearing, the others stop hearing it, or both."""

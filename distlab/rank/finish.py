@@ -24,7 +24,7 @@ from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
 from distlab.lab import Lab
 from distlab.report import fault_checks, records
-from distlab.report.log import SECTIONS, rows_not_yet_printed, verdict_lines, words_of_row
+from distlab.report.log import SECTIONS, end_lines, rows_not_yet_printed, words_of_row
 from distlab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
 from distlab.report.records import Ranks, Run
 from distlab.report.run_folder import LATEST, Journal, Outcome, Unpublished, Unwritable
@@ -63,7 +63,7 @@ class Sections:
             if (
                 name != self._last or words_of_row(row) not in self.told
             ):  # a heading that stands above the rows before does
-                self.journal.say(row)
+                self.journal.say(row, "full")
                 self.told.add(words_of_row(row))
         self._last = name if new else self._last
 
@@ -132,8 +132,9 @@ def settle(run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcom
     agree()
     outcome.publish(rank)
     with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
-        for line in verdict_lines(run, by_rank, written, sections.told):
-            sections.journal.say(line)
+        journal = sections.journal
+        for line in end_lines(run, by_rank, written, journal.level, sections.told):
+            journal.say(line)
     return code
 
 

@@ -64,7 +64,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     # 2. Find the other ranks; from then on each watches all others.
     parent.begin_to_wait()
     try:
-        cluster = join(config, source_version(config), journal.say, contents(config))
+        cluster = join(config, source_version(config), partial(journal.say, at="normal"), contents(config))
     except ClusterError as error:
         journal.say(f"broken     {error}")
         return 3
@@ -84,7 +84,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
         drills = drills_of(run)
         lab = run.open_lab(run.addresses(), drills)
         if apart is not None:
-            lab.say(apart.told, "folder")
+            lab.say(apart.told, "folder", at="normal")
         # 5. Test what will be measured and judged with, before there is anything to measure.
         check_verdicts(lab)
         if config.backend == "tcp" and cluster.world_size > 1:
@@ -120,7 +120,7 @@ def rejoin(
     mode, device = mode.mistaken(config.bug), pick_device(config)
     journal, told = begin_log(config, mode, parent, engine)
     parent.begin_to_wait()
-    cluster = find_cluster(config, addresses, journal.say)
+    cluster = find_cluster(config, addresses, partial(journal.say, at="normal"))
     parent.joined()
     run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
     try:
@@ -248,15 +248,15 @@ class RankRun:
 
 def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> tuple[Journal, list[str]]:
     """The journal, which has no folder yet, and the rows of rank 0's log that are told already."""
-    journal = Journal()
+    journal = Journal(config.log)
     parent.tell_unheard(journal.unheard)
     told = mistake({"mistake": mistake_of(config, mode)}) if config.rank == 0 else []
     for line in told:
-        journal.say(line)
+        journal.say(line, "normal")
     if engine:
-        journal.say(f"engine     {engine}")
+        journal.say(f"engine     {engine}", "normal")
     for line in warnings(config, mode) if config.rank == 0 else []:
-        journal.say(f"estimate   {line}")
+        journal.say(f"estimate   {line}", "normal")
     return journal, told
 
 
@@ -317,7 +317,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         "system": platform.platform(),
     }
     here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID"}
-    here |= {"LAB_LIVE", "LAB_LIVE_PORT"}  # who looks changes nothing
+    here |= {"LAB_LIVE", "LAB_LIVE_PORT", "LAB_LOG"}  # who looks changes nothing
     repeat = {
         "RUN_MODE": config.run_mode,
         "WORLD_SIZE": str(config.world_size),

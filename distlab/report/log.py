@@ -9,8 +9,10 @@ from pathlib import Path
 
 from distlab.report import fault_checks, sentences, tables
 from distlab.report.records import Ranks, Run
+from distlab.report.run_folder import Level
 from distlab.report.table import log_line, table_lines
 from distlab.report.tables import staircases
+from distlab.report.verdict import PROOF, SCRIPT
 
 DIGITS = len("2.8e-17")  # as wide as a difference gets
 
@@ -42,6 +44,15 @@ def mistake(run: Run) -> list[str]:
     return [log_line("bug", sentences.mistake_sentence(run))] if run["mistake"] else []
 
 
+def end_lines(
+    run: Run, records: Ranks, report: Path | None, level: Level, told: Collection[str] = ()
+) -> list[str]:  # fmt: skip
+    """What rank 0 says at the end, by LAB_LOG; of someone's own script or model there is no shorter way to say it."""
+    if level == "full" or (level == "normal" and run["run_mode"] in (SCRIPT, PROOF)):
+        return verdict_lines(run, records, report, told)
+    return [*failed_lines(run), *trouble_lines(run), last_line(run, records, report)]
+
+
 def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:
     """All lines, in the order in which one learns, but for those that were `told` while the run went on.
 
@@ -50,20 +61,38 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
     lines = [
         *rows_not_yet_printed(mistake(run), told),
         *(each for section in SECTIONS.values() for each in rows_not_yet_printed(section(run, records, ()), told)),
-        *(log_line("FAILED", sentences.failure_sentence(claim)) for claim in sentences.failures(run)),
+        *failed_lines(run),
         *more_checks(run),
         *compared(run),
         *(log_line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
+        *trouble_lines(run),
+    ]
+    return [*lines, last_line(run, records, report)]
+
+
+def failed_lines(run: Run) -> list[str]:
+    """What did not hold, a sentence each."""
+    return [log_line("FAILED", sentences.failure_sentence(claim)) for claim in sentences.failures(run)]
+
+
+def trouble_lines(run: Run) -> list[str]:
+    """What else happened to the run: injected faults, messages that were not believed, errors, and ranks that are gone
+    or whose records are not here."""
+    return [
         *(log_line("fault", fault_checks.fault_sentence(each)) for each in run.get("drills", [])),
         *([log_line("dropped", sentences.dropped_sentence(run))] if run.get("dropped") else []),
         *(log_line("error", sentence) for sentence in sentences.error_sentences(run)),
         *(log_line("lost", sentences.lost_sentence(lost)) for lost in run["lost"]),
         *([log_line("unseen", sentences.unseen_sentence(run))] if run["unseen"] else []),
     ]
+
+
+def last_line(run: Run, records: Ranks, report: Path | None) -> str:
+    """The verdict, where the report is, and how to repeat the run."""
     where = f"report {report}" if report else "no report written"
     why = [sentences.explanation(run)] if run["mistake"] else []
     last = [sentences.headline(run), *why, where, f"rerun: {sentences.repeat_command(records)}"]
-    return [*lines, log_line(run["verdict"].upper(), " · ".join(last))]
+    return log_line(run["verdict"].upper(), " · ".join(last))
 
 
 def more_checks(run: Run) -> list[str]:

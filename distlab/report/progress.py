@@ -103,7 +103,7 @@ class Heartbeat:
             return
         self._said_at = now
         unknown = f", {duration(time.time() - self._started_at)} since the start, time left unknown"
-        self._journal.say(f"working    {phase}{self._work.told() or unknown}")
+        self._journal.say(f"working    {phase}{self._work.told() or unknown}", "normal")
 
 
 @contextmanager

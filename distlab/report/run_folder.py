@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, get_args
 
 from distlab.report.reading import regular, to_line, write_atomically
 from distlab.report.records import Record, Run
@@ -27,10 +28,15 @@ class Unwritable(Exception):
     """The folder of the run takes no more: the sentence to end with, exit code 1."""
 
 
+Level = Literal["quiet", "normal", "full"]  # how much a log says: LAB_LOG
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
 class Journal:
     """The log and the records of one rank; safe to use from the main thread and from the watch."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: Level = "full") -> None:
+        self.level = level
         self.records: list[Record] = []
         self.folder: Path | None = None
         self._said: list[str] = []
@@ -63,8 +69,11 @@ class Journal:
         """The descriptors of its two files, once there is a folder."""
         return [] if self.folder is None else [self._log, self._lines]
 
-    def say(self, text: str) -> None:
-        """Print `text`, and keep it in the log; who prints nothing any more has it in the log alone."""
+    def say(self, text: str, at: Level = "quiet") -> None:
+        """Print `text`, and keep it in the log, where LAB_LOG is `at` or says more; who prints nothing any more has it
+        in the log alone."""
+        if LEVELS.index(self.level) < LEVELS.index(at):
+            return
         with self._lock:
             why = printed(text)
             self._keep(text)

@@ -162,4 +162,4 @@ def write_trace(lab: Lab, clock: Clock, steps: dict[str, list[list[Event]]], cos
     processes = [Process(host, Clock(*clock)) for host, clock in ranks]
     write_atomically(path, chrome_trace(start.run_id, processes, steps))
     cost = ", ".join(f"{ratio:.2f} ({name})" for name, ratio in costs.items())
-    lab.say(f"{path} · a profiled step against a timed one: {cost}", heading="trace")
+    lab.say(f"{path} · a profiled step against a timed one: {cost}", heading="trace", at="normal")

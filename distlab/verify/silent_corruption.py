@@ -119,7 +119,7 @@ class Corruption:
     def tell(self, name: str, step: int, odd: list[Odd], sentence: str) -> None:
         """Say it and write it down, as the one rank that does."""
         first = odd[0]
-        self.lab.say(f"{name}: {sentence}", "corrupt", all_ranks=True)
+        self.lab.say(f"{name}: {sentence}", "corrupt", all_ranks=True, at="quiet")
         self.lab.journal.write(records.Corrupted(name, step, first.label, first.ranks, first.majority, len(odd) - 1))
 
     def decide(self) -> None:

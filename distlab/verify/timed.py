@@ -148,7 +148,8 @@ def begun(
 
         resume(lab, strategies, course, found)
         if course.first >= lab.config.steps:
-            lab.say(f"LAB_STEPS={lab.config.steps} steps are done already: nothing more is trained", "resume")
+            told = f"LAB_STEPS={lab.config.steps} steps are done already: nothing more is trained"
+            lab.say(told, "resume", at="normal")
     return course
 
 

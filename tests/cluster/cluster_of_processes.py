@@ -34,6 +34,7 @@ class Rank:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "LAB_LOG": "full",
             "PYTHONPATH": str(TOP),
         }
         environ = clean | quiet | variables

@@ -17,9 +17,14 @@ TINY = {"LAB_MODEL": "mlp", "LAB_WIDTH": "32", "LAB_DEPTH": "2", "LAB_STEPS": "5
 
 
 def clean_environ(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The shell's environment without any setting of the lab or of Compose, and `variables`."""
+    """The shell's environment without any setting of the lab or of Compose, and `variables`; rank 0 says all that it
+    can say."""
     own = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|(LOCAL_)?RANK$|MASTER_")
-    return {name: value for name, value in os.environ.items() if not own.match(name)} | dict(variables or {})
+    return (
+        {name: value for name, value in os.environ.items() if not own.match(name)}
+        | {"LAB_LOG": "full"}
+        | dict(variables or {})
+    )
 
 
 def call(

@@ -275,7 +275,7 @@ def test_refusals_and_predictions() -> None:
 
 def comm_run(folder: Path, **environ: str) -> tuple[int, str, dict[str, Any]]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("LAB_")}
-    variables |= {"RUN_MODE": "comm", "LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "run", **environ}
+    variables |= {"RUN_MODE": "comm", "LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "run", "LAB_LOG": "full", **environ}
     done = ended([sys.executable, "-m", "workers"], environ=variables, timeout_s=150)
     return done.returncode, done.stdout + done.stderr, json.loads((folder / "run" / "run.json").read_text())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from distlab.report.log import SECTIONS, rows_not_yet_printed, verdict_lines, words_of_row
+from distlab.report.log import SECTIONS, end_lines, rows_not_yet_printed, verdict_lines, words_of_row
 from distlab.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
 from distlab.report.tables import LEGEND
 from distlab.report.verdict import first, judge
@@ -188,6 +188,15 @@ def test_without_a_mistake_none_is_told() -> None:
 def told_of(records: Ranks, *names: str) -> set[str]:
     """The rows of these sections, as they were told from what was written until then."""
     return {words_of_row(row) for name in names for row in SECTIONS[name](judge(records), records, ())}
+
+
+def test_quiet_is_the_verdict_alone_and_what_failed() -> None:
+    run = judge(good_run())
+    assert end_lines(run, good_run(), REPORT, "quiet") == lines(good_run())[-1:]
+    assert end_lines(run, good_run(), REPORT, "full") == lines(good_run())
+    failed = with_check(good_run(), "weights", 3.1e-2)
+    said = end_lines(judge(failed), failed, REPORT, "quiet")
+    assert [line.split()[0] for line in said] == [*["FAILED"] * 3, "FAIL"]
 
 
 def test_what_was_told_while_the_run_went_on_is_not_told_again() -> None:

@@ -63,7 +63,7 @@ def test_what_is_not_shown_is_silent_everywhere() -> None:
 def beats(clock: Clock, heartbeat: Heartbeat, seconds: int, each: Callable[[], object] = lambda: None) -> list[float]:
     """When a line was said in so many seconds, looked at four times a second; `each` second something is done."""
     began, journal, said = clock.now, heartbeat._journal, []
-    journal.say = lambda text: said.append(clock.now)  # type: ignore[method-assign]
+    journal.say = lambda text, at="quiet": said.append(clock.now)  # type: ignore[method-assign]
     for quarter in range(4 * seconds):
         clock.now = began + quarter / 4
         if quarter % 4 == 3:

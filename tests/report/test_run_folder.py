@@ -16,6 +16,7 @@ from distlab.report.run_folder import (
     STALE_S,
     FolderInUse,
     Journal,
+    Level,
     Outcome,
     Unpublished,
     Unwritable,
@@ -39,6 +40,20 @@ def test_what_was_said_before_the_run_stands_in_its_log(tmp_path: Path) -> None:
     journal.open(tmp_path / "run", rank=1)
     journal.say("late")
     assert (tmp_path / "run" / "rank1.log").read_text() == "early\nlate\n"
+
+
+@pytest.mark.parametrize(("level", "said"), [("quiet", 1), ("normal", 2), ("full", 3)])
+def test_what_is_said_from_a_level_on_is_neither_printed_nor_kept_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], level: Level, said: int
+) -> None:
+    journal = Journal(level)
+    journal.open(tmp_path / "run", rank=0)
+    journal.say("FAILED     a check")
+    journal.say("working    on it", "normal")
+    journal.say("checks     a table", "full")
+    expected = ["FAILED     a check", "working    on it", "checks     a table"][:said]
+    assert capsys.readouterr().out.splitlines() == expected
+    assert (tmp_path / "run" / "rank0.log").read_text().splitlines() == expected
 
 
 def test_a_record_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
