@@ -23,7 +23,7 @@ from distlab.transport.process_group import TcpBackend
 SLEEP_S = 0.010  # LAB_SLEEP_MS of benchmarks.pp
 LAYER_CALLS, SUM_CALLS = 40, 20
 SUM_BYTES = 512 << 10  # activations of benchmarks.steps mesh: 2 samples of 128 positions of width 512
-PIPES = ("1f1b over tcp", "1f1b over gloo", "torch_1f1b over gloo")
+PIPES = ("1f1b_split over tcp", "1f1b_split over gloo", "torch_1f1b over gloo")
 
 
 def layers(_: dist.ProcessGroup) -> list[list[str]]:

@@ -24,9 +24,9 @@ from distlab.contract import Strategy
 from distlab.experiments import pp
 from distlab.measure.storages import SavedActivations
 from distlab.mesh.grid import Mesh
-from distlab.pipeline_parallel.costs import IN_ONE, idle_share
+from distlab.pipeline_parallel.costs import idle_share
 from distlab.pipeline_parallel.pipeline import Boundaries
-from distlab.pipeline_parallel.schedules import Action, one_forward_one_backward
+from distlab.pipeline_parallel.schedules import Action, one_forward_one_backward_split
 from distlab.workload.data import Batches
 from distlab.workload.model import Model, build_model
 from distlab.workload.user_model import SummedLoss
@@ -35,8 +35,8 @@ RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 BUBBLE_TARGET, ACTIVATIONS_TARGET = 0.03, 0.55
 # Times of ours over PyTorch's: the step's, or its CPU time.
 TIMES = {
-    ("1f1b", "torch_1f1b", "wall"): 0.90,
-    ("1f1b", "torch_1f1b", "CPU"): 0.75,
+    ("1f1b_split", "torch_1f1b", "wall"): 0.90,
+    ("1f1b_split", "torch_1f1b", "CPU"): 0.75,
     ("zb_h1", "torch_interleaved_zb", "wall"): 0.90,
     ("zb_h1", "torch_1f1b", "wall"): 0.82,
 }
@@ -65,8 +65,8 @@ class Alone(Boundaries):
 
 
 def alone(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The stages of 1f1b without its messages."""
-    return pp.by_hand(model, mesh, config, schedule=one_forward_one_backward, boundaries=Alone)
+    """The stages of 1f1b_split without its messages."""
+    return pp.by_hand(model, mesh, config, schedule=one_forward_one_backward_split, boundaries=Alone)
 
 
 BUILDERS = {each.name: each.build for each in pp.MODE.variants[1:] if each.build} | {"alone": alone}
@@ -162,7 +162,7 @@ def main(rounds: int = 15) -> None:
 
 def predicted_idle(name: str) -> float | None:
     """The idle share of the formula; None of a variant that has none."""
-    plain = name if name in IN_ONE else name.removeprefix("torch_")
+    plain = name.removeprefix("torch_")
     if name == "alone" or plain == "interleaved_zb":
         return None
     return idle_share(plain, RANKS, MICROBATCHES, CHUNKS)
@@ -175,7 +175,7 @@ def targets(seen: dict[str, Seen]) -> list[list[str]]:
         ours, theirs = (seen[each].timing for each in (name, torchs))
         pair = (ours.cpu_s, theirs.cpu_s) if what == "CPU" else (ours.wall_s, theirs.wall_s)
         figures[f"{name}: {what} over {torchs}'s"] = Ratio.of(*pair).median, limit
-    for name in ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"):
+    for name in ("1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv", "dualpipev"):
         over = statistics.median(seen[name].bubbles) - (predicted_idle(name) or 0.0)
         figures[f"{name}: bubble over the formula"] = over, BUBBLE_TARGET
     held_bytes = [seen[name].activation_bytes for name in ("1f1b", "gpipe")]

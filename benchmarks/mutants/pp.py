@@ -31,7 +31,7 @@ MUTANTS = [
         RUN + "zb_h1",
     ),
     Mutant(LATE, "if number >= rank else []", "if number > rank else []", RUN + "zb_h1"),
-    Mutant(SPLIT, "rows.mT @ inputs", "rows.mT @ (2 * inputs)", RUN + "1f1b"),
+    Mutant(SPLIT, "rows.mT @ inputs", "rows.mT @ (2 * inputs)", RUN + "1f1b_split"),
     Mutant(
         "distlab/pipeline_parallel/pipeline.py",
         "(self.gradient,) = gradients",
@@ -56,7 +56,7 @@ MUTANTS = [
         "",
         RUN + "1f1b",
     ),
-    Mutant(PIPELINE, "finish(self._parts.pop((", "finish(self._parts.get((", RUN + "1f1b"),
+    Mutant(PIPELINE, "finish(self._parts.pop((", "finish(self._parts.get((", RUN + "1f1b_split"),
     Mutant(
         "distlab/pipeline_parallel/strategy.py",
         "            parameter.grad = None\n",

@@ -1,7 +1,7 @@
 """Pipelines: p ranks, m microbatches, v stages a rank (Narayanan et al. 2021, "Megatron-LM", section 2.2; Qi et al.
 2023, "Zero Bubble Pipeline Parallelism")."""
 
-IN_ONE = ("naive", "gpipe", "torch_gpipe", "torch_1f1b")  # whose backward passes are not split
+IN_ONE = ("naive", "gpipe", "1f1b", "interleaved")  # whose backward passes are not split
 FOLDED = ("zbv", "dualpipev")  # two stages a rank, that lie like a V
 
 
@@ -17,21 +17,17 @@ def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
-def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1, *, in_one: bool = False) -> float:
+def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> float:
     """The part of all ranks' time that idles in `schedule`, where a forward, the gradient of an input and those of
-    weights take as long; with `in_one` its backward passes are in one, though it splits them.
+    weights take as long.
 
-    Counted in that time, of one stage: 3·v·m are work. Raises KeyError for a schedule that has no formula.
+    Counted in that time, of one stage: 3·m are work, 6·m of two. Raises KeyError for a schedule that has no formula.
     """
-    if in_one or schedule in IN_ONE:
+    if schedule in IN_ONE:
         return bubble(ranks, microbatches, chunks if schedule == "interleaved" else 1)
-    wait = ranks - 1
-    stages = {"zbv": 2, "dualpipev": 2, "interleaved": chunks}.get(schedule, 1)
+    wait, stages = ranks - 1, 2 if schedule in FOLDED else 1
     idle = {
-        "1f1b": 2 * wait,
-        # After each chunk but the last the first rank waits for its first microbatch, where those behind are fewer than
-        # ranks.
-        "interleaved": 2 * wait + (chunks - 1) * (max(0, ranks - microbatches) + max(0, ranks - 2 * microbatches)),
+        "1f1b_split": 2 * wait,
         "zb_h1": max(wait, 2 * wait - (microbatches - 1)),
         "zbv": max(wait, 4 * wait - 2 * (microbatches - 1)),
         "dualpipev": wait,
@@ -40,8 +36,8 @@ def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1, *,
 
 
 def ahead(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> int:
-    """Passes forward that `rank` makes before its first backward, with chunks each apart: p-r in 1f1b and zb_h1, m in
-    gpipe, 1 in naive.
+    """Passes forward that `rank` makes before its first backward, with chunks each apart: p-r in 1f1b, 1f1b_split and
+    zb_h1, m in gpipe, 1 in naive.
 
     interleaved: 2(p-1-r) + (v-1)·g ahead and the one in turn, of v·m; g is the size of the first group, p where m is a
     multiple of it (Narayanan et al. 2021, section 2.2.2), else the larger share of m in m//p. On a V all that go down
@@ -55,6 +51,7 @@ def ahead(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int =
         "naive": 1,
         "gpipe": microbatches,
         "1f1b": min(microbatches, ranks - rank),
+        "1f1b_split": min(microbatches, ranks - rank),
         "zb_h1": min(microbatches, ranks - rank),
         "zbv": min(microbatches, 2 * ranks - 1 - rank) + up,
         "dualpipev": 2 * ranks + (rank == ranks - 1),

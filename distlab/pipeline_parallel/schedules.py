@@ -6,19 +6,21 @@ Each waits for the one other action whose result it takes (`needs`), and that is
 when anything is sent.
 
 A backward pass is two products: the gradient of the stage's input, which the stage before waits for, and the gradients
-of its weights, for which nobody does. gpipe does both in one ("backward"), as Megatron does. 1f1b and interleaved do
-the input's first, send it on, and then the weights' ("input", "weight"): with thirds of equal length that alone
-shortens the bubble by a third, 0.200 where p=4 and m=8 had 0.273. Who puts off the weights further is in
-the second half of this file.
+of its weights, for which nobody does. gpipe, 1f1b and interleaved do both in one ("backward"), as their papers and
+Megatron do. 1f1b_split does the input's first, sends it on, and then the weights' ("input", "weight"): where a forward
+and both products take as long as each other that alone takes a third of the bubble's time, 0.200 of a step where p=4
+and m=8 had 0.273. Who puts off the weights further is in the second half of this file.
 
 All of them interleave a list of forwards and a list of backwards and differ in how many forwards run ahead:
 
   naive        one microbatch: a rank works while all others wait                            bubble (p-1)/p
   gpipe        all m ahead (Huang et al. 2019, section 2.3)                                  (p-1)/(m+p-1)
   1f1b         as few as the pipe is long behind this rank, p-1-r, and only min(m, p-r) microbatches are held for their
-               backward pass (PipeDream-Flush: Narayanan et al. 2021, "Megatron-LM", section 2.2.1; the split of a
-               backward pass: Qi et al. 2023, "Zero Bubble", section 2)                      2(p-1)/(3m+2(p-1))
-  interleaved  v chunks a rank, so that a microbatch reaches the last rank v times as fast   2(p-1)/(3v·m+2(p-1))
+               backward pass (PipeDream-Flush: Narayanan et al. 2021, "Megatron-LM", section 2.2.1)
+                                                                                             (p-1)/(m+p-1)
+  1f1b_split   the same order, the input's gradient sent before the weights' are computed (Qi et al. 2023, "Zero
+               Bubble", section 2)                                                           2(p-1)/(3m+2(p-1))
+  interleaved  v chunks a rank, so that a microbatch reaches the last rank v times as fast   (p-1)/(v·m+p-1)
                (section 2.2.2)
 """
 
@@ -56,9 +58,14 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
     """A backward as soon as there can be one: the last rank's first follows its first forward."""
     orders = (_orders(rank, ranks, [microbatches], 1) for rank in range(ranks))
     return [
-        in_two(_alternate(forwards, backwards, ahead=ranks - 1 - rank))
-        for rank, (forwards, backwards) in enumerate(orders)
+        _alternate(forwards, backwards, ahead=ranks - 1 - rank) for rank, (forwards, backwards) in enumerate(orders)
     ]
+
+
+def one_forward_one_backward_split(ranks: int, microbatches: int) -> Schedule:
+    """1f1b, whose rank before gets its gradient earlier: that of the input is sent before those of weights are
+    computed."""
+    return [in_two(actions) for actions in one_forward_one_backward(ranks, microbatches)]
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -76,7 +83,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         # What the last rank needs before its first backward, and a forward and its backward for each rank behind this
         # one.
         ahead = (chunks - 1) * groups[0] + 2 * (ranks - 1 - rank)
-        schedule.append(in_two(_alternate(forwards, backwards, ahead)))
+        schedule.append(_alternate(forwards, backwards, ahead))
     return schedule
 
 
@@ -106,14 +113,6 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
     ahead = min(ahead, len(forwards))
     turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return forwards[:ahead] + turns + backwards[len(forwards) - ahead :]
-
-
-def in_one(schedule: Schedule) -> Schedule:
-    """The same with each backward pass in one, as the first papers have it: the bubble of gpipe, a v-th with chunks."""
-    return [
-        [each._replace(kind="backward") if each.kind == "input" else each for each in actions if each.kind != "weight"]
-        for actions in schedule
-    ]
 
 
 def owners(schedule: Schedule) -> list[int]:

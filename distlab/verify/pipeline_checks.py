@@ -7,13 +7,14 @@ autograd hands over; its microbatch is the mark of whoever runs it.
   gpipe         all forwards, then all backwards (Huang et al. 2019, section 2.3)
   1f1b          p-1-r forwards ahead, then one forward and one backward in turn, then the backwards that are left
                 (Narayanan et al. 2021, section 2.2.1): min(m, p-r) microbatches are held
+  1f1b_split    the same, with the gradients of weights right behind that of the input (Qi et al. 2023, section 2)
   interleaved   chunk by chunk for a group of microbatches, 2(p-1-r) + (v-1)·g passes ahead, g being the first group's
                 size (section 2.2.2; Megatron's own, whose groups are of p). Groups share m as evenly as it goes
   zb_h1         forwards and inputs' gradients as in 1f1b, those of weights r microbatches later (Qi et al. 2023, 3.1)
   zbv           each chunk takes its microbatches in order, down before up (section 6)
   dualpipev     the same
 
-Both parts of a split backward pass count: in 1f1b and interleaved the weights come right behind.
+Both parts of a split backward pass count.
 """
 
 from collections import Counter, defaultdict
@@ -81,12 +82,9 @@ def chunk_of(seen: Counter[str], chunks: list[frozenset[str]]) -> int:
     return found.index(max(found)) if any(found) else -1
 
 
-def broken(
-    name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int, *, in_one: bool = False
-) -> list[str]:
-    """Sentences for the rules of schedule `name` that the passes of `rank` break; `chunks` a rank. With `in_one`
-    backward passes are in one, though the schedule splits them."""
-    whole = in_one or name in IN_ONE
+def broken(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
+    """Sentences for the rules of schedule `name` that the passes of `rank` break; `chunks` a rank."""
+    whole = name in IN_ONE
     by_kind = {kind: [each for each in done if each.kind == kind] for kind in get_args(Kind)}
     every = sorted((chunk, number) for chunk in range(chunks) for number in range(microbatches))
     wanted: tuple[Kind, ...] = ("forward", "backward") if whole else ("forward", "input", "weight")
@@ -150,7 +148,6 @@ class Piped(NamedTuple):
     schedule: str
     microbatches: int
     owners: list[int]  # the rank along pp of each stage
-    in_one: bool = False  # backward passes are in one, though the schedule splits them
 
 
 def check_schedule(lab: Lab, name: str, order: Order, piped: Piped) -> list[Pass]:
@@ -160,7 +157,7 @@ def check_schedule(lab: Lab, name: str, order: Order, piped: Piped) -> list[Pass
     """
     place, ranks = lab.mesh.index("pp"), lab.mesh.size("pp")
     done, chunks = passes(order), len(stages_of(place, piped.owners))
-    faults = broken(piped.schedule, done, place, ranks, piped.microbatches, chunks, in_one=piped.in_one)
+    faults = broken(piped.schedule, done, place, ranks, piped.microbatches, chunks)
     detail = "; ".join(faults) or f"{len(done)} passes in the order of {piped.schedule}"
     lab.check("schedule", len(faults), 0, name, detail, control=f"{CONTROL}test_passes_out_of_order_fail")
     kept = [] if faults else done
@@ -186,7 +183,7 @@ def check_on_paper(lab: Lab, name: str, everyone: list[list[Any]], piped: Piped)
     spans = simulate(ran, THIRDS)
     length = max(own[-1].end_s for own in spans)
     idle = 1 - sum(span.end_s - span.start_s for own in spans for span in own) / (length * ranks)
-    share = idle_share(piped.schedule, ranks, piped.microbatches, len(owners) // ranks, in_one=piped.in_one)
+    share = idle_share(piped.schedule, ranks, piped.microbatches, len(owners) // ranks)
     detail = f"{idle:.3f} idle as it ran, {share:.3f} by formula"
     lab.check(
         "bubble on paper", abs(idle - share), 1e-9, name, detail, control=f"{CONTROL}test_an_order_that_waits_fails"

@@ -18,12 +18,13 @@ With a cp samples are folded over its ranks, and keys and values go round (zigza
 
   naive            all forwards, then all backwards, and at last a gradient at a time over the replicas
   gpipe            buckets, launched inside the last backward pass of the pipeline
-  1f1b             with fewer microbatches kept; the gradient of an input goes before those of weights are computed, and
-                   the buckets are launched in the second part
+  1f1b             with fewer microbatches kept
+  1f1b_split       the gradient of an input goes before those of weights are computed, for which the stage before does
+                   not wait; the buckets are launched in the second part
   interleaved      LAB_CHUNKS stages a rank: each stage's buckets in its own last pass
-  zb_h1            1f1b, whose later ranks put the gradients of weights off to where they would wait
+  zb_h1            1f1b_split, whose later ranks put the gradients of weights off to where they would wait
   sequence         1f1b over sequence parallelism: what is whole on a rank of a slice is used on its rows, and summed
-  zero1            sequence, backward passes in one, and each replica keeps and steps its part of the optimizer's state
+  zero1            sequence, and each replica keeps and steps its part of the optimizer's state
   zero2            and of the gradients, summed in each backward pass of the pipeline
   zero3            and of the weights, gathered for each pass of each microbatch: a pipeline makes many
   ulysses          1f1b, whose ranks along cp swap positions for heads around attention

@@ -20,7 +20,7 @@ from distlab.workload.optimizer import clip_gradients
 from .placement import axes
 
 KEPT = ("1f1b", "zero1")  # whole and in shards
-OVERLAPPED = ("gpipe", "1f1b", "interleaved")
+OVERLAPPED = ("gpipe", "1f1b", "1f1b_split", "interleaved")
 BY_ROWS = ("sequence", "zero2")
 BY_POSITIONS = ("1f1b", "zero2", "ulysses")
 DROPPED = ("1f1b", "zero2")
@@ -171,9 +171,9 @@ def drawn_by_own_rows(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
 
 
 mistake["nothing_put_off"] = Mistake(
-    "zb_h1 puts no gradients of weights off: on each row along pp the bubble of 1f1b",
+    "zb_h1 puts no gradients of weights off: on each row along pp the bubble of 1f1b_split",
     "schedule",
-    Instead(("zb_h1",), {"order_of": "1f1b"}),
+    Instead(("zb_h1",), {"order_of": "1f1b_split"}),
     Needs(proof=False, unless=short("pp")),
 )
 

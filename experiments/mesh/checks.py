@@ -71,9 +71,8 @@ def differing_axes(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
 
 def check_order(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
     """Each row along pp works in the order of the schedule, and idles no more than its formula."""
-    in_one = not rank.how.in_two(rank.p, recompute=lab.config.recompute)
     owners = [*range(rank.p)] * rank.chunks
-    piped = Piped(rank.how.schedule, lab.config.num_microbatches, owners, in_one)
+    piped = Piped(rank.how.schedule, lab.config.num_microbatches, owners)
     check_schedule(lab, name, measured.order, piped)
 
 
@@ -90,8 +89,7 @@ def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
 
 def check_gradients_first(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
     """Where backward passes are in two, the stage before is given its gradient before those of weights are computed."""
-    split = rank.how.in_two(rank.p, recompute=lab.config.recompute)
-    wanted = split * sum(number > 0 for number in rank.stages) * lab.config.num_microbatches
+    wanted = rank.how.in_two * sum(number > 0 for number in rank.stages) * lab.config.num_microbatches
     found = sent_between(measured.order)
     detail = f"{found} gradients of inputs were sent between the two parts of a backward pass, {wanted} should be"
     lab.check(
@@ -126,7 +124,7 @@ def within_backward(order: Order, place: int) -> bool:
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
     sizes = mode.axes(config)
-    copied = ("naive", "gpipe", "1f1b") if sizes["dp"] > 1 else ()
+    copied = ("naive", "gpipe", "1f1b", "1f1b_split") if sizes["dp"] > 1 else ()
     yield from measured(mode, config, copied=copied)
     if config.proof:
         yield Claims(("in flight",), mode.by_hand)

@@ -41,19 +41,17 @@ class How(NamedTuple):
         """Which rank along cp holds which positions."""
         return contiguous if self.swaps else zigzag
 
-    def in_two(self, ranks: int, *, recompute: bool) -> bool:
-        """Whether a stage of so many sends the gradient of its input before it computes those of its weights.
-
-        ZeRO sums a layer's gradients and lets them go as the pass leaves it, and a layer that is computed again would
-        be kept until the second part: of both the pass stays in one.
-        """
-        return self.schedule != "gpipe" and ranks > 1 and not (self.zero or recompute)
+    @property
+    def in_two(self) -> bool:
+        """Whether a stage sends the gradient of its input before it computes those of its weights."""
+        return self.schedule in ("1f1b_split", "zb_h1")
 
 
 HOW = {
     "naive": How("A bucket of a byte is a gradient by itself.", "gpipe", one_by_one=True),
     "gpipe": How("All forwards, then all backwards.", "gpipe"),
     "1f1b": How("A backward as soon as there can be one."),
+    "1f1b_split": How("1f1b, and the gradient of an input is sent before those of weights are computed.", "1f1b_split"),
     "interleaved": How("Thinner stages, several a rank.", "interleaved"),
     "zb_h1": How("Gradients of weights where a rank would wait.", "zb_h1"),
     "sequence": How("Rows between the slices, and between the stages.", rows=True),

@@ -74,9 +74,11 @@ def cannot(config: Config, sizes: dict[str, int], chunks: int) -> dict[str, str]
             f"LAB_CHUNKS={chunks} on pp {sizes['pp']} makes {stages} stages of {config.depth} layers"
         )
     if sizes["pp"] == 1:
-        reasons["zb_h1"] = "one stage waits for no other: give LAB_MESH a pp of 2 or more"
-    elif config.recompute:
-        reasons["zb_h1"] = "LAB_RECOMPUTE=1 keeps backward passes in one, and it puts half of them off: set it to 0"
+        alone = "one stage waits for no other: give LAB_MESH a pp of 2 or more"
+        reasons |= {"1f1b_split": alone, "zb_h1": alone}
+    elif config.recompute:  # a layer that is computed again would be kept until the second part
+        whole = "LAB_RECOMPUTE=1 keeps backward passes in one, and it does them in two: set it to 0"
+        reasons |= {"1f1b_split": whole, "zb_h1": whole}
     if config.model != "gpt":
         reasons["sequence"] = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
     elif sizes["tp"] == 1:
@@ -149,7 +151,7 @@ def at_rest(rank: Rank) -> float:
 
 
 # Idle of the time of a step where backward passes are in two, with as many microbatches as ranks or more.
-IN_TWO = {"1f1b": "2(p-1)/(3m+2(p-1))", "interleaved": "2(p-1)/(3v·m+2(p-1))", "zb_h1": "(p-1)/(3m+p-1)"}
+IN_TWO = {"1f1b_split": "2(p-1)/(3m+2(p-1))", "zb_h1": "(p-1)/(3m+p-1)"}
 
 
 def predict(config: Config, sizes: Mapping[str, int], chunks: int, excluded: Mapping[str, str]) -> list[Prediction]:
@@ -171,9 +173,8 @@ def predict(config: Config, sizes: Mapping[str, int], chunks: int, excluded: Map
 def idle(name: str, config: Config, ranks: list[Rank]) -> Prediction:
     """The bubble of its pipelines; less where the gradients of inputs go ahead of those of weights."""
     how, ranks_along_pp, chunks = ranks[0].how, ranks[0].p, ranks[0].chunks
-    in_one = not how.in_two(ranks_along_pp, recompute=config.recompute)
-    value = idle_share(how.schedule, ranks_along_pp, config.num_microbatches, chunks, in_one=in_one)
-    formula = "(p-1)/(v·m+p-1)" if in_one else IN_TWO[how.schedule]
+    value = idle_share(how.schedule, ranks_along_pp, config.num_microbatches, chunks)
+    formula = IN_TWO.get(how.schedule, "(p-1)/(v·m+p-1)")
     return Prediction(name, "bubble", "", formula, (value,) * len(ranks), 0, "a time")
 
 

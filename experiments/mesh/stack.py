@@ -112,11 +112,11 @@ def scheduled(how: How, ranks: int, config: Config) -> Schedule:
     make: dict[str, Callable[[int, int], Schedule]] = {
         "gpipe": schedules.gpipe,
         "1f1b": schedules.one_forward_one_backward,
+        "1f1b_split": schedules.one_forward_one_backward_split,
         "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
         "zb_h1": schedules.zb_h1,
     }
-    made = make[how.schedule](ranks, config.num_microbatches)
-    return made if how.in_two(ranks, recompute=config.recompute) else schedules.in_one(made)
+    return make[how.schedule](ranks, config.num_microbatches)
 
 
 def sliced(model: Model, mesh: Mesh, num_rows: int | None) -> dict[str, Slice]:

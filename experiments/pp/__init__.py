@@ -4,8 +4,8 @@ A model that is cut between its layers needs little communication, an activation
 it. But a rank can work only on what the rank before it is done with. With the batch in one piece all ranks but one
 wait at any time; in m microbatches they fill the pipe, and the waiting shrinks to its filling and draining, the bubble.
 
-  predicted   bubble: (p-1)/(m+p-1) of all ranks' time (Narayanan et al. 2021, "Megatron-LM", section 2.2), less where
-              the gradients of inputs go ahead of those of weights (distlab/pipeline_parallel/costs.py). Bytes:
+  predicted   bubble: (p-1)/(m+p-1) of all ranks' time (Narayanan et al. 2021, "Megatron-LM", section 2.2), and
+              2(p-1)/(3m+2(p-1)) where the gradients of inputs go ahead of those of weights (1f1b_split). Bytes:
               A = B·S·D elements a cut and direction, so 2A a rank, A for the first and the last one; 2v·A with chunks,
               less A at the model's two ends. In flight: m microbatches in gpipe, min(m, p-r) in 1f1b
   shapes      inputs [B, S] on every rank; between stages [b, S, D], b samples of a microbatch (mlp: [b, D])
@@ -14,10 +14,10 @@ The variants do the same arithmetic, in another order:
 
   naive         the whole batch as one microbatch: the model is split, the work is not
   gpipe         all microbatches forward, then all backward: every rank holds the activations of all m
-  1f1b          a backward as soon as there can be one, and of it first what the stage before waits for: a third of the
-                bubble goes, and rank r holds at most p - r microbatches
+  1f1b          a backward as soon as there can be one: the bubble of gpipe, and rank r holds at most p - r microbatches
+  1f1b_split    of each backward pass first what the stage before waits for: a third of the time of the bubble goes
   interleaved   1f1b with LAB_CHUNKS stages a rank: the pipe fills v times as fast, for v times the messages
-  zb_h1         1f1b whose later ranks put the gradients of weights off to where they would wait
+  zb_h1         1f1b_split whose later ranks put the gradients of weights off to where they would wait
   zbv           the same with two stages a rank, that lie like a V: the last rank hands itself its second one
   dualpipev     on the same V a forward and a backward in turn; from 2p microbatches on
   torch_...     torch.distributed.pipelining's ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble,
@@ -72,6 +72,7 @@ Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # of p ranks an
 SCHEDULES: dict[str, Scheduled] = {
     "gpipe": schedules.gpipe,
     "1f1b": schedules.one_forward_one_backward,
+    "1f1b_split": schedules.one_forward_one_backward_split,
     "zb_h1": schedules.zb_h1,
     "zbv": schedules.zbv,
     "dualpipev": schedules.dualpipev,
@@ -150,7 +151,7 @@ def by_hand(
 
 
 def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """The same, with LAB_CHUNKS thinner stages a rank."""
+    """1f1b with LAB_CHUNKS thinner stages a rank."""
     of_chunks = partial(schedules.interleaved, chunks=config.own(Options).chunks)
     return by_hand(model, mesh, config, schedule=of_chunks, **parts)
 
@@ -171,8 +172,8 @@ def run(lab: Lab) -> None:
     config, ranks, microbatches = lab.config, lab.world_size, lab.config.num_microbatches
     share = bubble(ranks, microbatches)
     lab.say(
-        f"in gpipe ranks idle for (p-1)/(m+p-1) = {share:.0%} of a step with p={ranks}, m={microbatches}, and a cut "
-        f"passes {passed_bytes(config) / 1e6:.3g} MB each way",
+        f"in gpipe and 1f1b ranks idle for (p-1)/(m+p-1) = {share:.0%} of a step with p={ranks}, m={microbatches}, "
+        f"and a cut passes {passed_bytes(config) / 1e6:.3g} MB each way",
         "predict",
     )
     lab.say(holds(config, lab.rank), all_ranks=True)
@@ -205,9 +206,8 @@ def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
     known: dict[str, Scheduled] = {
         "naive": lambda ranks, _: schedules.naive(ranks),
         "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
-        "torch_1f1b": lambda *sizes: schedules.in_one(schedules.one_forward_one_backward(*sizes)),
     }
-    known |= SCHEDULES | {f"torch_{name}": SCHEDULES[name] for name in ("gpipe", "zbv", "dualpipev")}
+    known |= SCHEDULES | {f"torch_{name}": SCHEDULES[name] for name in ("gpipe", "1f1b", "zbv", "dualpipev")}
     return known[variant](ranks, microbatches) if variant in known else None
 
 
@@ -222,6 +222,12 @@ def ours(name: str, sentence: str) -> Variant:
     return Variant(name, partial(by_hand, schedule=SCHEDULES[name]), sentence=sentence)
 
 
+SPLIT_FIRST = (
+    "1f1b, whose ranks send the gradient of an input before they compute those of weights: the stage before waits for"
+    " the one and nobody for the others, so a third of the bubble's time goes."
+)
+
+
 def torchs(name: str, sentence: str) -> Variant:
     return Variant(name, partial(by_torch, name=name), by_torch=True, sentence=sentence)
 
@@ -232,8 +238,9 @@ MODE = Mode(
         Variant("naive", naive),
         ours("gpipe", "All microbatches forward, then all backward."),
         ours("1f1b", "Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."),
+        ours("1f1b_split", SPLIT_FIRST),
         Variant("interleaved", interleaved),
-        ours("zb_h1", "1f1b, whose rank r puts the gradients of weights off by r microbatches."),
+        ours("zb_h1", "1f1b_split, whose rank r puts the gradients of weights off by r microbatches."),
         ours("zbv", "Two stages a rank: the layers go down the ranks and up again."),
         ours("dualpipev", "The same stages, a forward and a backward in turn."),
         torchs("torch_gpipe", "PyTorch's gpipe."),

@@ -12,13 +12,22 @@ from torch import Tensor
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
 from distlab.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline
-from distlab.pipeline_parallel.schedules import Action, Schedule, gpipe, in_one, in_two, one_forward_one_backward, zbv
+from distlab.pipeline_parallel.schedules import (
+    Action,
+    Schedule,
+    gpipe,
+    in_two,
+    one_forward_one_backward,
+    one_forward_one_backward_split,
+    zbv,
+)
 from distlab.workload.data import shard_sizes
 
-SPLIT = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
+SPLIT = ("1f1b_split", "zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
+BOUNDED = ("1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv")  # ours, which hold fewer than all microbatches
 TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
-PIPELINED = ("gpipe", *SPLIT, *TORCHS)
-ONE_STAGE = ("gpipe", "1f1b", "zb_h1")  # ours, with a stage a rank
+PIPELINED = ("gpipe", "1f1b", "interleaved", *SPLIT, *TORCHS)
+ONE_STAGE = ("gpipe", "1f1b", "1f1b_split", "zb_h1")  # ours, with a stage a rank
 mistake = Mistakes()
 
 
@@ -40,7 +49,7 @@ def none_to_swap(config: Config) -> str:
 def one_in_flight(config: Config) -> str:
     """A rank that holds one activation at a time needs no more than one buffer."""
     chosen = set(config.variant or ONE_STAGE) & set(ONE_STAGE)
-    alone = chosen == {"1f1b"} and config.world_size == 2
+    alone = chosen <= {"1f1b", "1f1b_split"} and config.world_size == 2
     return "1f1b on 2 ranks: its second rank holds one microbatch at a time" if alone else ""
 
 
@@ -67,18 +76,18 @@ SWAPS, IN_FLIGHT = Needs(microbatches=2, unless=none_to_swap), Needs(microbatche
 )
 def all_ahead(ranks: int, microbatches: int) -> Schedule:
     """1f1b does all forwards first, as gpipe does: the same numbers and the same bubble, and all m are kept."""
-    return [in_two(actions) for actions in gpipe(ranks, microbatches)]
+    return gpipe(ranks, microbatches)
 
 
 @mistake("one_more_ahead", check="in flight", part="schedule", of=("1f1b",), needs=AHEAD)
 def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
     """1f1b runs ahead by one microbatch more than there are ranks behind: it holds one more."""
     schedule = []
-    for rank, actions in enumerate(whole(ranks, microbatches)):
+    for rank, actions in enumerate(one_forward_one_backward(ranks, microbatches)):
         forwards, backwards = ([each for each in actions if each.kind == kind] for kind in ("forward", "backward"))
         ahead = min(ranks - rank, microbatches)
         turns = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
-        schedule.append(in_two(forwards[:ahead] + turns + backwards[microbatches - ahead :]))
+        schedule.append(forwards[:ahead] + turns + backwards[microbatches - ahead :])
     return schedule
 
 
@@ -93,7 +102,7 @@ def retained() -> Iterator[None]:
         torch.autograd.backward = backward
 
 
-@mistake("clinging_passes", check="activation bytes", part="piped", of=SPLIT[:4], needs=AHEAD_TIMED)
+@mistake("clinging_passes", check="activation bytes", part="piped", of=BOUNDED, needs=AHEAD_TIMED)
 class Clinging(Pipeline):
     """A stage keeps what a microbatch saved until the step ends: the order of 1f1b, and the memory of gpipe."""
 
@@ -107,16 +116,17 @@ class Clinging(Pipeline):
             super()._backward(action)
 
 
-@mistake("weights_first", check="schedule", part="schedule", of=("1f1b",), needs=Needs(ranks=1, proof=False))
+@mistake("weights_first", check="schedule", part="schedule", of=("1f1b_split",), needs=Needs(ranks=1, proof=False))
 def whole(ranks: int, microbatches: int) -> Schedule:
-    """1f1b sends its input's gradient when those of the weights are done too: the stage before waits for both."""
-    return in_one(one_forward_one_backward(ranks, microbatches))
+    """1f1b_split sends its input's gradient when those of the weights are done too: the stage before waits for both,
+    as in 1f1b."""
+    return one_forward_one_backward(ranks, microbatches)
 
 
 @mistake("never_late", check="schedule", part="schedule", of=("zb_h1",), needs=Needs(proof=False))
 def none_put_off(ranks: int, microbatches: int) -> Schedule:
-    """zb_h1 puts no gradients of weights off: the bubble of 1f1b."""
-    return one_forward_one_backward(ranks, microbatches)
+    """zb_h1 puts no gradients of weights off: the bubble of 1f1b_split."""
+    return one_forward_one_backward_split(ranks, microbatches)
 
 
 @mistake("weights_at_once", check="bubble on paper", part="schedule", of=("zbv",), needs=AHEAD_TIMED)

@@ -98,7 +98,7 @@ def passed_bytes(config: Config) -> int:
     return config.batch * seq * config.width * config.itemsize
 
 
-OURS = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")
+OURS = ("naive", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv", "dualpipev")
 TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
 
 
@@ -106,19 +106,19 @@ def bubble_formula(name: str, ranks: int, microbatches: int) -> str:
     """Idle of the time of a step, of p ranks, m microbatches and v chunks; empty where no paper sums it up, as of
     PyTorch's interleaved zero bubble, whose order is the end of a search."""
     few = {
-        "interleaved": "idle/(3vm+idle), idle = 2(p-1)+(v-1)((p-m)+max(0,p-2m))" if microbatches < ranks else "",
+        "interleaved": "1-m/(p+(m-1)/v)" if microbatches < ranks else "",
         "zb_h1": "(2p-m-1)/(3m+2p-m-1)" if microbatches < ranks else "",
         "zbv": "(4p-2m-2)/(6m+4p-2m-2)" if 2 * microbatches < 3 * ranks - 1 else "",
     }
     many = {
         "naive": "(p-1)/p",
         "gpipe": "(p-1)/(m+p-1)",
-        "1f1b": "2(p-1)/(3m+2(p-1))",
-        "interleaved": "2(p-1)/(3vm+2(p-1))",
+        "1f1b": "(p-1)/(m+p-1)",
+        "1f1b_split": "2(p-1)/(3m+2(p-1))",
+        "interleaved": "(p-1)/(vm+p-1)",
         "zb_h1": "(p-1)/(3m+p-1)",
         "zbv": "(p-1)/(6m+p-1)",
         "dualpipev": "(p-1)/(6m+p-1)",
-        "torch_1f1b": "(p-1)/(m+p-1)",
         "torch_interleaved_zb": "",
     }
     plain = name if name in many else name.removeprefix("torch_")
@@ -145,7 +145,7 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
         stages_of = "weights, gradients, moments and buffers of its stages"
         predictions.append(Prediction(name, "rest bytes", "B", stages_of, kept, 0, shown))
         if idle:
-            share = idle_share(name if name in ("torch_gpipe", "torch_1f1b") else plain, ranks, number, stages)
+            share = idle_share(plain, ranks, number, stages)
             predictions.append(Prediction(name, "bubble", "", idle, (share,) * ranks, most, "a time"))
     return predictions
 

@@ -44,10 +44,10 @@ def config_of(world_size: int, mesh: str, **settings: str) -> Config:
 @pytest.mark.parametrize(
     ("world_size", "mesh", "names", "settings"),
     [
-        (4, "pp2,tp2", ("interleaved", "zb_h1", "sequence", "zero2"), TUNED),
+        (4, "pp2,tp2", ("1f1b_split", "interleaved", "zb_h1", "sequence", "zero2"), TUNED),
         (4, "dp2,tp2", ("gpipe", "sequence", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
         (4, "tp1,dp2,pp2", ("naive", "interleaved", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (6, "dp2,pp3", ("1f1b", "zb_h1", "zero1", "zero2"), TUNED),
+        (6, "dp2,pp3", ("1f1b", "1f1b_split", "zb_h1", "zero1", "zero2"), TUNED),
         (8, "dp2,tp2,pp2", ("interleaved", "zero1", "zero3"), TUNED),
         (3, "tp3", ("1f1b", "sequence"), {}),
         (4, "dp2,pp2", ("1f1b", "zero2"), {"LAB_MODEL": "mlp"}),
@@ -222,8 +222,8 @@ def test_a_gradient_that_is_sent_behind_the_weights_is_seen(behind: bool, found:
     assert sent_between(order) == found
     lab, config = lab_of_rank_0(), config_of(2, "pp2", LAB_MICROBATCHES="1")
     lab.config = config
-    rank = Rank(config, sizes_of("pp2", 2), 1, HOW["1f1b"], 2)
-    check_gradients_first(lab, "1f1b", rank, SimpleNamespace(order=order))  # type: ignore[arg-type]
+    rank = Rank(config, sizes_of("pp2", 2), 1, HOW["1f1b_split"], 2)
+    check_gradients_first(lab, "1f1b_split", rank, SimpleNamespace(order=order))  # type: ignore[arg-type]
     assert lab.claims == {"gradients first": not behind}
 
 

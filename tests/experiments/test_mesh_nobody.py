@@ -15,7 +15,7 @@ def test_an_activation_stays_until_its_gradient_comes_where_nobody_copies_it(cop
     assert [tensor.shape for tensor in nowhere.posted] == [(2, 4)] * AHEAD
     most = 0
     for action in actions:
-        if action.kind == "input":
+        if action.kind == "backward":
             assert nowhere.take(action).shape == ((1 if action.microbatch == 2 else 2), 4)
         if action.kind == "forward":
             nowhere.give(action, torch.ones(2, 4))

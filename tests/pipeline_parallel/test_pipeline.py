@@ -49,7 +49,12 @@ def loss(microbatch: int, output: Tensor) -> Tensor:
 def schedule_of(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
     if name == "interleaved":
         return schedules.interleaved(ranks, microbatches, chunks)
-    return {"gpipe": schedules.gpipe, "1f1b": schedules.one_forward_one_backward}[name](ranks, microbatches)
+    made = {
+        "gpipe": schedules.gpipe,
+        "1f1b": schedules.one_forward_one_backward,
+        "1f1b_split": schedules.one_forward_one_backward_split,
+    }
+    return made[name](ranks, microbatches)
 
 
 def pipeline_of(group: dist.ProcessGroup, name: str, chunks: int = 1, microbatches: int = len(SIZES)) -> Pipeline:
@@ -76,7 +81,7 @@ def run(group: dist.ProcessGroup, name: str, chunks: int) -> tuple[float | None,
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("1f1b_split", 1), ("interleaved", 2)])
 def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: str, chunks: int) -> None:
     dense = nn.ModuleList(layers(world_size * chunks))
     total = torch.zeros((), dtype=torch.float64)
@@ -110,7 +115,7 @@ def test_a_shape_comes_out_of_its_outline(dtype: torch.dtype) -> None:
 
 
 def phases(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    pipeline = pipeline_of(group, "1f1b", microbatches=2)
+    pipeline = pipeline_of(group, "1f1b_split", microbatches=2)
     pipeline.step(inputs(SIZES[:2]), loss)
     with recorded() as spans:
         pipeline.step(inputs(SIZES[:2]), loss)

@@ -12,9 +12,9 @@ from distlab.pipeline_parallel.schedules import (
     folded,
     gives,
     gpipe,
-    in_one,
     interleaved,
     one_forward_one_backward,
+    one_forward_one_backward_split,
     owners,
     simulate,
     zb_h1,
@@ -29,10 +29,10 @@ LASTS: dict[Kind, float] = {"forward": 1, "input": 1, "weight": 1, "backward": 2
 
 
 def test_bubble_of_the_papers() -> None:
-    assert bubble(4, 8) == idle_share("torch_1f1b", 4, 8) == pytest.approx(3 / 11)
+    assert bubble(4, 8) == idle_share("1f1b", 4, 8) == idle_share("gpipe", 4, 8) == pytest.approx(3 / 11)
     assert bubble(4, 1) == idle_share("naive", 4, 1) == pytest.approx(3 / 4)  # one rank works
-    assert idle_share("1f1b", 4, 8) == pytest.approx(0.2)
-    assert idle_share("interleaved", 4, 8, 2) == pytest.approx(6 / 54)
+    assert idle_share("1f1b_split", 4, 8) == pytest.approx(0.2)
+    assert idle_share("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
     assert idle_share("zb_h1", 4, 8) == pytest.approx(3 / 27)
     assert idle_share("zbv", 4, 8) == idle_share("dualpipev", 4, 8) == pytest.approx(3 / 51)
     assert bubble(1, 5) == idle_share("interleaved", 1, 5, 3) == idle_share("zbv", 1, 5) == 0
@@ -43,8 +43,8 @@ def test_bubble_of_the_papers() -> None:
 def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
     found = {
         "gpipe": gpipe(ranks, microbatches),
-        "torch_1f1b": in_one(one_forward_one_backward(ranks, microbatches)),
         "1f1b": one_forward_one_backward(ranks, microbatches),
+        "1f1b_split": one_forward_one_backward_split(ranks, microbatches),
         "interleaved": interleaved(ranks, microbatches, chunks),
         "zb_h1": zb_h1(ranks, microbatches),
         "zbv": zbv(ranks, microbatches),
@@ -52,13 +52,12 @@ def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
     return found | ({"dualpipev": dualpipev(ranks, microbatches)} if microbatches >= 2 * ranks else {})
 
 
-@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
-def test_backward_passes_in_one_idle_longer(ranks: int, microbatches: int, chunks: int) -> None:
-    for name in ("1f1b", "interleaved"):
-        spans = simulate(in_one(made(ranks, microbatches, chunks)[name]), LASTS)
-        stages = chunks if name == "interleaved" else 1
-        idle = 1 - 3 * stages * microbatches / max(own[-1].end_s for own in spans)
-        assert idle_share(name, ranks, microbatches, chunks, in_one=True) == pytest.approx(idle)
+@given(st.integers(2, 8), st.integers(1, 20))
+def test_a_gradient_of_an_input_that_goes_first_takes_a_third_of_the_time_of_the_bubble(
+    ranks: int, microbatches: int
+) -> None:
+    whole, split = (idle_share(name, ranks, microbatches) for name in ("1f1b", "1f1b_split"))
+    assert split / (1 - split) == pytest.approx(2 / 3 * whole / (1 - whole))  # idle beside work
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
@@ -69,20 +68,11 @@ def test_formulas_are_those_of_the_schedules(ranks: int, microbatches: int, chun
         stages = len(owners(schedule)) // ranks
         length = max(own[-1].end_s for own in spans)
         assert idle_share(name, ranks, microbatches, chunks) == pytest.approx(1 - 3 * stages * microbatches / length)
-        for rank, actions in enumerate(schedule if name != "torch_1f1b" else []):
+        for rank, actions in enumerate(schedule):
             turned = [action.kind for action in actions if action.kind != "weight"]
             first = next(index for index, kind in enumerate(turned) if kind != "forward")
             assert first == ahead(name, ranks, microbatches, rank, chunks), name
             assert most_in_flight(actions) == in_flight(name, ranks, microbatches, rank, chunks), name
-
-
-@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
-def test_with_backward_passes_in_one_piece_the_bubble_is_the_first_papers(
-    ranks: int, microbatches: int, chunks: int
-) -> None:
-    spans = simulate(in_one(interleaved(ranks, microbatches, chunks)), LASTS)
-    length = max(own[-1].end_s for own in spans)
-    assert bubble(ranks, microbatches, chunks) == pytest.approx(1 - 3 * chunks * microbatches / length)
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))

@@ -34,7 +34,7 @@ class Told:
 def told(group: dist.ProcessGroup, chunks: int, halved: bool = False) -> tuple[dict[int, list[bool]], bool, int]:
     """What each stage's reducer is told in a step, whether a batch is held after it, and bytes of the known shapes."""
     ranks = group.size()
-    schedule = schedules.in_one(schedules.interleaved(ranks, 3, chunks)) if chunks > 1 else schedules.gpipe(ranks, 3)
+    schedule = schedules.interleaved(ranks, 3, chunks) if chunks > 1 else schedules.gpipe(ranks, 3)
     schedule = schedules.zb_h1(ranks, 3) if halved else schedule
     stages = {number: nn.Linear(4, 4) for number in range(group.rank(), chunks * ranks, ranks)}
     reducers = {number: [Told()] for number in stages}

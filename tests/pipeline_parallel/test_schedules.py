@@ -13,11 +13,11 @@ from distlab.pipeline_parallel.schedules import (
     dualpipev,
     gives,
     gpipe,
-    in_one,
     interleaved,
     naive,
     needs,
     one_forward_one_backward,
+    one_forward_one_backward_split,
     owners,
     simulate,
     stages_of,
@@ -38,6 +38,7 @@ def all_schedules(ranks: int, microbatches: int, chunks: int) -> dict[str, tuple
         "naive": (naive(ranks), 1, 1),
         "gpipe": (gpipe(ranks, microbatches), microbatches, 1),
         "1f1b": (one_forward_one_backward(ranks, microbatches), microbatches, 1),
+        "1f1b_split": (one_forward_one_backward_split(ranks, microbatches), microbatches, 1),
         "interleaved": (interleaved(ranks, microbatches, chunks), microbatches, chunks),
         "zb_h1": (zb_h1(ranks, microbatches), microbatches, 1),
         "zbv": (zbv(ranks, microbatches), microbatches, 2),
@@ -110,7 +111,7 @@ def test_sends_match_receives(ranks: int, microbatches: int, chunks: int) -> Non
 @given(RANKS, MICROBATCHES)
 def test_a_pair_sends_and_receives_in_one_order(ranks: int, microbatches: int) -> None:
     """Without tags (NCCL) a pair's messages match by their order alone."""
-    for name in ("naive", "gpipe", "1f1b", "zb_h1"):
+    for name in ("naive", "gpipe", "1f1b", "1f1b_split", "zb_h1"):
         schedule, _, _ = all_schedules(ranks, microbatches, 1)[name]
         assert in_one_order(schedule), name
 
@@ -254,20 +255,20 @@ def test_interleaving_keeps_groups_of_p_in_flight_and_not_the_whole_batch() -> N
 
 
 def test_simulation_waits_for_what_an_action_needs() -> None:
-    spans = simulate(in_one(one_forward_one_backward(2, 2)), {"forward": 1, "backward": 2})
+    spans = simulate(one_forward_one_backward(2, 2), {"forward": 1, "backward": 2})
     assert [(span.kind, span.label, span.start_s, span.end_s) for span in spans[1]] == [
         ("forward", "0", 1, 2), ("backward", "0", 2, 4), ("forward", "1", 4, 5), ("backward", "1", 5, 7),
     ]  # fmt: skip
     assert [(span.start_s, span.end_s) for span in spans[0]] == [(0, 1), (1, 2), (4, 6), (7, 9)]
 
-    spans = simulate(one_forward_one_backward(2, 1), {"forward": 1, "input": 1, "weight": 1})
+    spans = simulate(one_forward_one_backward_split(2, 1), {"forward": 1, "input": 1, "weight": 1})
     assert [[(span.kind, span.start_s) for span in own] for own in spans] == [
         [("forward", 0), ("input", 3), ("weight", 4)], [("forward", 1), ("input", 2), ("weight", 3)]
     ]  # fmt: skip
 
 
 def test_simulation_names_who_waits_for_ever() -> None:
-    first, second = in_one(one_forward_one_backward(2, 2))
+    first, second = one_forward_one_backward(2, 2)
     with pytest.raises(ValueError, match=r"rank 0 waits for ever.*backward.*stage=0"):
         simulate([first[::-1], second], {"forward": 1, "backward": 2})
 

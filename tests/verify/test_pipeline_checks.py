@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from distlab.experiments.pp.bugs import at_once
 from distlab.measure.event_order import Event, Order
 from distlab.pipeline_parallel import schedules
 from distlab.verify.pipeline_checks import Piped, check_schedule
@@ -51,20 +52,22 @@ def claims(piped: Piped, *pipelines: schedules.Schedule) -> list[dict[str, bool]
 
 
 HELD = {"schedule": True, "bubble on paper": True}
-ONE = Piped("1f1b", MANY, [0, 1, 2])
+ONE = Piped("1f1b_split", MANY, [0, 1, 2])
 
 
-@pytest.mark.parametrize("in_one", [False, True])
-def test_each_row_along_pp_is_a_pipeline_of_its_own(in_one: bool) -> None:
-    made = schedules.one_forward_one_backward(3, MANY)
-    ran = schedules.in_one(made) if in_one else made
-    assert claims(ONE._replace(in_one=in_one), ran, ran) == [HELD] * 6
-    assert not any(found["schedule"] for found in claims(ONE._replace(in_one=not in_one), ran))
+MADE = {"1f1b": schedules.one_forward_one_backward, "1f1b_split": schedules.one_forward_one_backward_split}
+
+
+@pytest.mark.parametrize(("name", "other"), [("1f1b", "1f1b_split"), ("1f1b_split", "1f1b")])
+def test_each_row_along_pp_is_a_pipeline_of_its_own(name: str, other: str) -> None:
+    ran = MADE[name](3, MANY)
+    assert claims(Piped(name, MANY, [0, 1, 2]), ran, ran) == [HELD] * 6
+    assert not any(found["schedule"] for found in claims(Piped(other, MANY, [0, 1, 2]), ran))
 
 
 def test_passes_out_of_order_fail() -> None:
     """In one pipeline of two: nobody of it puts it on paper, and the other one holds."""
-    right, wrong = schedules.one_forward_one_backward(3, MANY), schedules.zb_h1(3, MANY)
+    right, wrong = schedules.one_forward_one_backward_split(3, MANY), schedules.zb_h1(3, MANY)
     found = claims(ONE, right, wrong)
     assert found[:3] == [HELD] * 3
     assert [each["schedule"] for each in found[3:]] == [True, False, False]  # rank 0 puts nothing off
@@ -74,7 +77,7 @@ def test_passes_out_of_order_fail() -> None:
 def test_an_order_that_waits_fails() -> None:
     """A V whose gradients of weights come right behind each input's keeps all rules."""
     v = schedules.zbv(3, MANY)
-    waits = [schedules.in_two(actions) for actions in schedules.in_one(v)]
+    waits = at_once(3, MANY)
     piped = Piped("zbv", MANY, schedules.owners(v))
     assert claims(piped, v) == [HELD] * 3
     assert claims(piped, waits) == [HELD | {"bubble on paper": False}] * 3
