@@ -60,7 +60,7 @@ FLOORS: dict[str, list[str]] = {
     f"{TRANSPORT}.store": [f"{TRANSPORT}.handshake", f"{TRANSPORT}.store_server"],
     COLLECTIVES: [f"{TRANSPORT}.tcp", f"{TRANSPORT}.store"],
     TRANSPORT: [COLLECTIVES],
-    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.standard_streams", f"{TRANSPORT}.store"],
+    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.standard_streams", f"{REPORT}.units", f"{TRANSPORT}.store"],
     WORKLOAD: [CONFIG, COLLECTIVES],
     GRID: [],
     f"{D}.data_parallel": COMMON,

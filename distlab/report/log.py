@@ -7,7 +7,7 @@ the last line alone says all that a script needs: the verdict, the report's path
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from distlab.report import fault_checks, sentences, tables
+from distlab.report import fault_checks, sentences, summary, tables
 from distlab.report.records import Ranks, Run
 from distlab.report.run_folder import Level
 from distlab.report.table import log_line, table_lines
@@ -50,7 +50,15 @@ def end_lines(
     """What rank 0 says at the end, by LAB_LOG; of someone's own script or model there is no shorter way to say it."""
     if level == "full" or (level == "normal" and run["run_mode"] in (SCRIPT, PROOF)):
         return verdict_lines(run, records, report, told)
-    return [*failed_lines(run), *trouble_lines(run), last_line(run, records, report)]
+    if level == "quiet":
+        return [*failed_lines(run), *trouble_lines(run), last_line(run, records, report)]
+    return [
+        *summary.table_lines(run, records),
+        *summary.failed_lines(run),
+        *trouble_lines(run),
+        *summary.ended_lines(run, report),
+        *summary.last_lines(run, records, report),
+    ]
 
 
 def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:

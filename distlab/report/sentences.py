@@ -4,7 +4,7 @@ import shlex
 
 from distlab.config import ON_ONE_MACHINE
 from distlab.report.records import Ranks, Run
-from distlab.report.units import allowed, difference, quantity
+from distlab.report.units import allowed, difference, name_ranks, quantity
 from distlab.report.verdict import PROOF, SCRIPT, first
 
 FINDINGS = "findings"  # the unit of a check that counts them
@@ -77,12 +77,10 @@ def unseen_sentence(run: Run) -> str:
 
 def error_sentences(run: Run) -> list[str]:
     """What ended ranks, a line for all that ended alike."""
-    alike: dict[tuple[int, str], list[str]] = {}
+    alike: dict[tuple[int, str], list[int]] = {}
     for error in run["errors"]:
-        alike.setdefault((error["exit_code"], error["error"]), []).append(str(error["rank"]))
-    return [
-        f"rank {', '.join(ranks)} ended with code {exit_code}: {error}" for (exit_code, error), ranks in alike.items()
-    ]
+        alike.setdefault((error["exit_code"], error["error"]), []).append(error["rank"])
+    return [f"{name_ranks(ranks)} ended with code {exit_code}: {error}" for (exit_code, error), ranks in alike.items()]
 
 
 def mistake_sentence(run: Run) -> str:

@@ -1,8 +1,10 @@
 """Numbers as people read them: three digits and a unit, MB being 10^6 bytes as network vendors and the papers count."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
+MOST_NAMED = 16  # ranks
 BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -83,3 +85,13 @@ def round_step(width: float, most: int) -> float:
     """1, 2 or 5 times a power of ten, such that an axis of this width has at most so many steps and one mark more."""
     power = 10.0 ** math.floor(math.log10(width / most))
     return next(power * times for times in (1, 2, 5, 10) if width / (power * times) <= most)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 2`, `ranks 1 and 3`, `ranks 1, 2 and 3`; of more than MOST_NAMED the first and how many more."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    if len(names) > MOST_NAMED:
+        return f"ranks {', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

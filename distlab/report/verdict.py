@@ -43,6 +43,7 @@ from distlab.report.records import (
     Wire,
     select,
 )
+from distlab.report.units import name_ranks
 
 # What the ranks claim, brought together: a check or comparison that several ranks wrote becomes one entry, the worst.
 #
@@ -141,7 +142,7 @@ def claims_of(records: Ranks) -> tuple[Counter[tuple[int, str, str]], dict[int, 
 
 def missing_claim_sentence(name: str, times: int, seen: int, ranks: list[int]) -> str:
     """Which claim is not there, and of whom."""
-    who = f"rank {', '.join(map(str, ranks))}" if ranks else "some rank"
+    who = name_ranks(ranks) if ranks else "some rank"
     often = f"{times} times, and found are {seen}" if times > 1 else "and it is not there"
     return f"these settings need {name!r} of {who} {often}"
 

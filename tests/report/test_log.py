@@ -129,7 +129,7 @@ def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
         rank: [*of_rank, Failed(3, "rank 2 is gone")] for rank, of_rank in without(End, good_run()).items() if rank != 2
     }
     said = lines(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
-    assert "error      rank 0, 1, 3 ended with code 3: rank 2 is gone" in said
+    assert "error      ranks 0, 1 and 3 ended with code 3: rank 2 is gone" in said
     assert (
         "unseen     no records of rank 2: they ended before they wrote any; what was measured and checked there is not part of"
         " this verdict" in said
