@@ -32,6 +32,7 @@ from distlab.cluster.rendezvous import Cluster, ClusterError, join
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
+from distlab.config.launchers import started_by
 from distlab.rank.finish import Sections, everything_written, publish_for, settle, write_failure_report
 from distlab.rank.main import lock_folder, source_version
 from distlab.report import records
@@ -219,5 +220,5 @@ def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:
     return records.Start(
         cluster.rank, cluster.run_id, job.command, cluster.world_size, socket.gethostname(), config.written(),
         {name: value for name, value in repeat.items() if name not in here}, versions,
-        shlex.join([job.shown, *job.words]),
+        shlex.join([job.shown, *job.words]), started_by=started_by(),
     )  # fmt: skip

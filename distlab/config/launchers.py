@@ -11,12 +11,16 @@ A rank that its engine's variables do not reach would start a world of its own, 
 what contradicts it, or is not a rank although the engine starts several, is refused.
 """
 
+import os
 import re
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+STARTED_BY = "DISTLAB_STARTED_BY"  # the command to repeat a run by: ./run, make and the Compose file set it
+EACH_RANK = "python -m workers, as each rank of an engine"
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that kernels give away, which begin at 32768
 
 
@@ -54,6 +58,22 @@ def read_launcher(environ: Mapping[str, str]) -> LaunchedRank:
         if found is not None:
             return found
     return LaunchedRank({})
+
+
+def started_by() -> str:
+    """The command that started this rank, as whoever typed it or started it has said."""
+    return os.environ.get(STARTED_BY, "")
+
+
+def starting_command(environ: Mapping[str, str], program: str) -> str:
+    """What started this process, where nobody has said so: torchrun, an engine, or a person who typed `program`."""
+    if environ.get(STARTED_BY):
+        return environ[STARTED_BY]
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
+        return f"torchrun --nproc-per-node {environ['WORLD_SIZE']} -m workers"
+    if "RANK" in environ:
+        return EACH_RANK
+    return "python -m workers" if Path(program).parent.name == "workers" else "distlab run"
 
 
 def of_engine(engine: Engine, given: Mapping[str, str]) -> LaunchedRank | None:

@@ -23,6 +23,7 @@ from distlab.cluster.rendezvous import Cluster, ClusterError, init_process_group
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config, ConfigError
+from distlab.config.launchers import started_by
 from distlab.config.settings import is_path, lesson_file
 from distlab.contract import Mode
 from distlab.lab import Lab, RunHooks
@@ -339,6 +340,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         list(mode.by_torch),
         mistake_of(config, mode),
         says_claims=True,
+        started_by=started_by(),
     )
 
 

@@ -50,6 +50,7 @@ class Start(Line, frozen=True):
     by_torch: list[str] = field(default_factory=list)  # the variants that are PyTorch's own
     mistake: dict[str, str] = field(default_factory=dict)  # that LAB_BUG makes: name, what, check; empty without one
     says_claims: bool = False  # whether an Expected follows; False in the records of a lab that had none
+    started_by: str = ""  # the command that started the ranks, such as ./run; empty in records of before
 
     INSIDE = {"config": dict[str, Setting]}
 

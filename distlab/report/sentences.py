@@ -3,10 +3,12 @@
 import shlex
 
 from distlab.config import ON_ONE_MACHINE
+from distlab.config.launchers import EACH_RANK
 from distlab.report.records import Ranks, Run
 from distlab.report.units import allowed, difference, name_ranks, quantity
 from distlab.report.verdict import PROOF, SCRIPT, first
 
+COMPOSE = "docker compose up"
 FINDINGS = "findings"  # the unit of a check that counts them
 
 
@@ -124,13 +126,12 @@ def proof_note(run: Run) -> str:
 
 
 def repeat_command(records: Ranks) -> str:
-    """The command that runs the same again."""
-    repeat = first(records).repeat
-    shaped = repeat.keys() & {"LAB_NET_RATE", "LAB_NET_DELAY"}
-    overlay = ["-f", "docker-compose.yaml", "-f", "compose/net.yaml"] if shaped else []
-    settings = [f"{name}={shlex.quote(value)}" for name, value in repeat.items()]
-    if first(records).run_mode in (SCRIPT, PROOF):
-        return " ".join([*settings, "distlab", first(records).run_mode, first(records).title])
-    if first(records).world_size > ON_ONE_MACHINE:
-        return " ".join([*settings, "python -m workers, as each rank of an engine"])
-    return " ".join([*settings, "docker", "compose", *overlay, "up"])
+    """The command that runs the same again, in the way that it was started."""
+    start = first(records)
+    started_by = start.started_by or (COMPOSE if start.world_size <= ON_ONE_MACHINE else EACH_RANK)
+    settings = [f"{name}={shlex.quote(value)}" for name, value in start.repeat.items()]
+    if start.run_mode in (SCRIPT, PROOF):
+        return " ".join([*settings, "./run" if started_by == "./run" else "distlab", start.run_mode, start.title])
+    if started_by in (COMPOSE, "./run", "make run") and start.repeat.keys() & {"LAB_NET_RATE", "LAB_NET_DELAY"}:
+        settings.append("COMPOSE_FILE=docker-compose.yaml:compose/net.yaml")
+    return " ".join([*settings, started_by])

@@ -1,6 +1,8 @@
 """compose/net.yaml in real containers: a link as slow as asked, the capability gone; none without the
 overlay."""
 
+import re
+
 import pytest
 
 from tests.compose.containers import TINY, TOP, Containers, call
@@ -31,7 +33,9 @@ def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Co
     run, log = cluster.verdict(), cluster.log(0)
     assert run["verdict"] == "pass"
     assert "LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms asked for; measured" in log
-    assert "docker compose -f docker-compose.yaml -f compose/net.yaml up" in log  # the command that repeats it
+    assert re.search(
+        r"rerun: .* COMPOSE_FILE=docker-compose.yaml:compose/net.yaml docker compose up$", log, re.MULTILINE
+    )
     compared = {entry["name"]: entry for entry in run["comparisons"]}
     assert compared["link rate"]["predicted"] == 1e8
     # 6 % on an idle machine: benchmarks/link.py

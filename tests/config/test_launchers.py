@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.config.launchers import first_host, local_size, read_launcher
+from distlab.config.launchers import EACH_RANK, STARTED_BY, first_host, local_size, read_launcher, starting_command
 
 SLURM = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0",
@@ -22,6 +22,24 @@ MPI = {
 }  # fmt: skip
 SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n10.0.0.6"}
 DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.9"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "program", "command"),
+    [
+        ({STARTED_BY: "./run", "RANK": "0"}, "workers/__main__.py", "./run"),
+        ({}, "workers/__main__.py", "python -m workers"),
+        ({}, "/usr/bin/distlab", "distlab run"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "workers/__main__.py", EACH_RANK),
+        (
+            {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "workers/__main__.py",
+            "torchrun --nproc-per-node 2 -m workers",
+        ),
+        ({"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "", EACH_RANK),
+    ],
+)  # fmt: skip
+def test_what_started_a_rank(environ: dict[str, str], program: str, command: str) -> None:
+    assert starting_command(environ, program) == command
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from distlab.report.log import SECTIONS, end_lines, rows_not_yet_printed, verdict_lines, words_of_row
 from distlab.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
+from distlab.report.sentences import repeat_command
 from distlab.report.tables import LEGEND
 from distlab.report.verdict import first, judge
 from tests.report.made_up import good_run, mistaken, pipeline_run, plus, with_check, with_measured, without
@@ -142,6 +143,21 @@ def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
 def test_more_ranks_than_one_machine_starts_are_repeated_by_their_engine() -> None:
     last = lines(good_run(9))[-1]
     assert last.endswith("python -m workers, as each rank of an engine") and "docker" not in last
+
+
+@pytest.mark.parametrize(
+    ("mode", "started_by", "command"),
+    [
+        ("dp", "./run", "RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 ./run"),
+        ("dp", "torchrun --nproc-per-node 4 -m workers", "LAB_SEED=1 torchrun --nproc-per-node 4 -m workers"),
+        ("check", "./run", "./run check train.py --epochs 2"),
+        ("check", "make run", "distlab check train.py --epochs 2"),
+    ],
+)
+def test_a_run_is_repeated_in_the_way_that_it_was_started(mode: str, started_by: str, command: str) -> None:
+    records = good_run()
+    start = replace(records[0][0], run_mode=mode, started_by=started_by, title="train.py --epochs 2")
+    assert repeat_command({**records, 0: [start, *records[0][1:]]}).endswith(command)
 
 
 MADE = "bug        LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that catches it: replicas"
