@@ -102,6 +102,8 @@ FLOORS: dict[str, list[str]] = {
 BY_NAME = {
     "distlab.rank.mode_loader": "a lesson, by RUN_MODE; torch's compiler and checkpoints",
     "distlab.testing.rank": "a user's tests",
+    "distlab.cli.run": "the module of a command, as does the next one",
+    "distlab.cli.completion": "",
     "benchmarks.engines.__main__": "one of its siblings, as do the next two",
     "benchmarks.fuzz.__main__": "",
     "benchmarks.mutants.__main__": "",
@@ -282,7 +284,7 @@ def test_only_config_reads_the_environment() -> None:
     assert "distlab.config" in readers
     readers = {reader for reader in readers if not within(reader, "benchmarks")}
     assert readers <= {
-        "distlab.cli.run", "distlab.config", "distlab.cluster.launch", "distlab.cluster.rendezvous",
+        "distlab.cli.run", "distlab.config", "distlab.config.launchers", "distlab.cluster.launch", "distlab.cluster.rendezvous",
         "distlab.rank.preflight",  # how many ranks a launcher put on this machine
         "distlab.testing.preloaded", "distlab.testing.rank",  # what torch and pytest read
         "distlab.check.start",  # sets what torch reads as it comes in

@@ -1,4 +1,4 @@
-"""A checkpoint as one plain file that torch.load opens: `python -m distlab checkpoint export RUN_OR_PATH OUT.pt`.
+"""A checkpoint as one plain file that torch.load opens: `distlab checkpoint export RUN_OR_PATH OUT.pt`.
 
 The file is a dictionary: "weights" and "optimizer" hold dense tensors by name (a model's `load_state_dict` takes the
 weights as they are), "variant", "step" and "settings" say what they are. Exit code 2 where there is nothing good to

@@ -1,9 +1,10 @@
-"""`python -m distlab config`: all variables as the Markdown table of docs/variables.md, and the other things that are
+"""`distlab config`: all variables as the Markdown table of docs/variables.md, and the other things that are
 made of them.
 
 --check      whether the variables that are set can be run: a sentence for each fault, and exit code 2
---compose    the lines by which the Compose files pass variables on to a rank
---write      puts these lines into docker-compose.yaml, and into Swarm's stack
+
+For who adds a variable, and not among the options that help offers: --compose prints the lines by which the Compose
+files pass variables on to a rank, --write puts them into docker-compose.yaml and into Swarm's stack.
 """
 
 import argparse
@@ -53,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--check", action="store_true", help="say what is wrong with the variables that are set; 2 if anything"
     )
-    one.add_argument("--compose", action="store_true", help="the lines by which the Compose files pass variables on")
-    one.add_argument("--write", action="store_true", help="put these lines into these files")
+    one.add_argument("--compose", action="store_true", help=argparse.SUPPRESS)
+    one.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     return made
 
 

@@ -5,6 +5,7 @@ make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that injected bug brea
 """
 
 import sys
+from collections.abc import Sequence
 
 from distlab.config import Config, ConfigError
 from distlab.contract import Mode
@@ -34,7 +35,7 @@ def mistake_lines(mode: Mode) -> list[str]:
     return aligned(["bug", "what breaks", "check"], rows)
 
 
-def main() -> int:
+def main(_: Sequence[str] = ()) -> int:
     """Print the lesson of RUN_MODE; exit code 2 if the settings are refused."""
     from distlab.rank.mode_loader import load
     from distlab.rank.preflight import refuse

@@ -1,4 +1,4 @@
-"""Pick and predict: `python -m distlab plan --params 7B --gpus 64 --gpu-memory 80GB [--link 400Gbit]`.
+"""Pick and predict: `distlab plan --params 7B --gpus 64 --gpu-memory 80GB [--link 400Gbit]`.
 
 Prints what is assumed, a table of strategies, and the one to take with its reason. Of 16 kinds those are shown that say
 something (Plan.shown). Exit codes: 0 an answer, also if the answer is that nothing fits (a calculator has not failed

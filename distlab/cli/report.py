@@ -1,4 +1,4 @@
-"""Judge a finished run again from its records alone, with no cluster: `python -m distlab report runs/<run_id>`.
+"""Judge a finished run again from its records alone, with no cluster: `distlab report runs/<run_id>`.
 
 Exit codes are the run's own (0 all passed, 1 a check failed, 2 refused, 3 lost); 2 also if the records
 cannot be read or the report cannot be written. Several runs are drawn together and judged by nobody: 0.

@@ -9,15 +9,19 @@ codes: 0 every check passed; 1 a check failed, an error was raised or the disk f
 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
 """
 
+import importlib
 import os
-import runpy
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
+from pathlib import Path
 
 from distlab.cluster.launch import LauncherPipe, refuse_too_few
 from distlab.config import Config, ConfigError, commands, launchers
+from distlab.config.settings import new_run_id
 from distlab.report import standard_streams
 
 # torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
@@ -32,19 +36,56 @@ def main(words: Sequence[str] = ()) -> int:
     try:
         typed = commands.parse_words(words)
         os.environ.update(typed.settings)
-        if typed.command == "help":
-            return 1 if standard_streams.printed("\n".join(commands.help_lines(*typed.words))) else 0
+        if typed.command in ("help", "version"):
+            lines = commands.help_lines(*typed.words) if typed.command == "help" else [f"distlab {version()}"]
+            return 1 if standard_streams.printed("\n".join(lines)) else 0
         if typed.command != "run":
             return be_module(commands.COMMANDS[typed.command].module, typed.words)
-        engine = launchers.read_launcher(os.environ)
-        os.environ.update(engine.variables)
-        return run(Config.read(found_before=engine.faults), started_at, engine.told)
+        return print_json(started_at) if typed.as_json else start(started_at)
     except ConfigError as error:
-        for fault in error.faults:
-            standard_streams.printed(f"refused    {fault}")
-        return 2
+        return refuse(error)
     except KeyboardInterrupt:
         return 130
+
+
+def version() -> str:
+    """That of the package; of a checkout that is not installed, its own."""
+    try:
+        return metadata.version("distlab")
+    except metadata.PackageNotFoundError:
+        text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+        return str(tomllib.loads(text)["project"]["version"])
+
+
+def refuse(error: ConfigError) -> int:
+    """Print what is wrong with the settings; returns the exit code."""
+    for fault in error.faults:
+        standard_streams.printed(f"refused    {fault}")
+    return 2
+
+
+def start(started_at: float) -> int:
+    """A run of the settings in the environment, or one rank of it; returns the exit code, raises ConfigError."""
+    engine = launchers.read_launcher(os.environ)
+    os.environ.update(engine.variables)
+    os.environ[launchers.STARTED_BY] = launchers.starting_command(os.environ, sys.argv[0])
+    return run(Config.read(found_before=engine.faults), started_at, engine.told)
+
+
+def print_json(started_at: float) -> int:
+    """A run of which the standard output has run.json and nothing else, and the standard error all that is said."""
+    with standard_streams.output_as_errors():
+        try:
+            config = Config.read()
+            if config.rank is not None or launchers.read_launcher(os.environ).variables:
+                raise ConfigError(["--json is of a whole run, and an engine started this process as one rank of it"])
+            os.environ["LAB_RUN_ID"] = config.run_id or new_run_id(config.runs_dir, config.mode_name)
+            verdict = config.runs_dir / os.environ["LAB_RUN_ID"] / "run.json"
+            code = start(started_at)
+        except ConfigError as error:
+            return refuse(error)
+    written = verdict.is_file() and verdict.stat().st_mtime >= started_at  # not by a run of before
+    return 1 if written and standard_streams.printed(verdict.read_text().rstrip("\n")) else code
 
 
 def run(config: Config, started_at: float, engine: str = "") -> int:
@@ -84,14 +125,13 @@ def start_all(config: Config) -> int:
 
 
 def be_module(module: str, words: Sequence[str]) -> int:
-    """What `python -m MODULE WORDS` does; where it exits by itself, this does not return.
+    """What the module of a command returns; where it exits by itself, this does not return.
 
     What it prints is what it is called for: 1 where that cannot be written.
     """
-    sys.argv = [module, *words]
     try:
         try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code: int = importlib.import_module(module).main(words)
         finally:
             sys.stdout.flush()
     except OSError as error:
@@ -99,7 +139,7 @@ def be_module(module: str, words: Sequence[str]) -> int:
             raise
         print(f"broken     the output cannot be written: {standard_streams.silenced(error)}", file=sys.stderr)
         return 1
-    return 0
+    return code
 
 
 if __name__ == "__main__":

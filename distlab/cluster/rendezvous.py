@@ -40,6 +40,7 @@ from distlab.cluster.message_signer import MessageSigner, derive_name
 from distlab.cluster.rendezvous_client import FOREIGN_S, Board, RendezvousClient
 from distlab.cluster.rendezvous_server import OTHER_KEY, Claim, Member, RendezvousServer, RendezvousSocket
 from distlab.config import Config
+from distlab.config.settings import new_run_id
 
 # Rank 0 as the host: it opens the ports, keeps the board until every rank is there, and tells all what is refused.
 
@@ -52,7 +53,7 @@ def open_desk(
 ) -> RendezvousSocket:
     """The board of a new run, asked at `udp`; `guard` holds the TCP port beside it."""
     config = arrival.config
-    run_id = config.run_id or f"{config.mode_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_id = config.run_id or new_run_id(config.runs_dir, config.mode_name)
     ip = address.ip if is_local(address) else source_ip(address.family, address.ip) or address.ip
     board = RendezvousServer(arrival.claim, ip, arrival.udp.getsockname()[1], run_id, config.join_timeout_s)
     return RendezvousSocket(board, udp, arrival.key, arrival.dropped, guard)

@@ -14,17 +14,25 @@ from distlab.config import Config, ConfigError
 from distlab.config.settings import modes, suggest
 
 HELP = ("-h", "--help", "help")
+RUN_OPTIONS = ("--quiet", "--json")
 EXIT_CODES = (
     "0 every check passed, 1 a check failed, 2 refused, 3 the cluster broke, 128+n killed by a signal, 143 stopped"
 )
 
 
+RUN_HELP = [
+    "--quiet     the verdict alone: LAB_LOG=quiet",
+    "--json      run.json on the standard output, and what ranks say on the standard error",
+]
+
+
 class Command(NamedTuple):
-    """The module that does it, one line of help, and whether its words are settings."""
+    """The module that does it, one line of help, whether its words are settings, and whether help offers it."""
 
     module: str
     what: str
     takes_settings: bool = False
+    for_users: bool = True
 
 
 COMMANDS = {
@@ -39,7 +47,8 @@ COMMANDS = {
     "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes, Swarm"),
     "config": Command("distlab.cli.config", "all variables, or whether those that are set can be run"),
     "clean": Command("distlab.cli.clean", "list the runs with their sizes, and remove old ones after asking"),
-    "fit": Command("distlab.cli.fit", "the sizes of `make fit`, and its verdict"),
+    "completion": Command("distlab.cli.completion", "a script that completes commands, modes and variables in bash or zsh"),
+    "fit": Command("distlab.cli.fit", "the sizes of `make fit`, and its verdict", for_users=False),
 }  # fmt: skip
 
 
@@ -49,13 +58,16 @@ class Typed(NamedTuple):
     command: str
     words: Sequence[str] = ()
     settings: Mapping[str, str] = MappingProxyType({})
+    as_json: bool = False  # run.json on the standard output, and nothing else
 
 
 def parse_words(words: Sequence[str]) -> Typed:
-    """What `words` ask for, "help" if that is it and "run" without any; raises ConfigError for a word that says
-    nothing."""
+    """What `words` ask for, "help" or "version" if that is it and "run" without any; raises ConfigError for a word that
+    says nothing."""
     if words and words[0] in HELP:
         return Typed("help")
+    if list(words) == ["--version"]:
+        return Typed("version")
     named = bool(words) and words[0] in COMMANDS
     command, rest = (words[0], words[1:]) if named else ("run", words)
     if not COMMANDS[command].takes_settings:
@@ -64,7 +76,15 @@ def parse_words(words: Sequence[str]) -> Typed:
         return Typed("help", [command])
     if command == "live":
         return Typed("live", rest) if names_run(rest) else Typed("run", (), settings(rest) | {"LAB_LIVE": "1"})
-    return Typed(command, (), settings(rest, [] if named else list(COMMANDS)))
+    options = [word for word in rest if word in RUN_OPTIONS and command == "run"]
+    found = settings([word for word in rest if word not in options], [] if named else offered())
+    quiet = {"LAB_LOG": "quiet"} if "--quiet" in options else {}
+    return Typed(command, (), quiet | found, as_json="--json" in options)
+
+
+def offered() -> list[str]:
+    """The names of the commands for users."""
+    return [name for name, command in COMMANDS.items() if command.for_users]
 
 
 def names_run(words: Sequence[str]) -> bool:
@@ -101,17 +121,18 @@ def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, st
 def help_lines(command: str | None = None) -> list[str]:
     """What there is to type: all commands, or one that takes settings."""
     if command is None:
-        lines = ["usage: distlab COMMAND ...", "", *(f"  {name:<12}{each.what}" for name, each in COMMANDS.items()), ""]
+        lines = ["usage: distlab COMMAND ...", "", *(f"  {name:<12}{COMMANDS[name].what}" for name in offered()), ""]
         lines += [
             (
-                "`distlab COMMAND --help` says more. `./run COMMAND` is the same in containers, where a Docker engine"
-                " answers."
+                "`distlab COMMAND --help` says more, `distlab --version` which this is. `./run COMMAND` is the same in"
+                " containers, where a Docker engine answers."
             ),
             "",
         ]
     else:
         lines = [f"usage: distlab {command} [MODE] [NAME=VALUE ...]", "", f"  {COMMANDS[command].what}", ""]
         lines[1:1] = ["       distlab live RUN"] if command == "live" else []
+        lines += RUN_HELP if command == "run" else []
     return [
         *lines,
         f"modes       {', '.join(modes())}, or the path of one such as mine/mode.py",

@@ -6,7 +6,9 @@ import importlib.util
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self
@@ -102,6 +104,13 @@ def run_name(value: str) -> str:
     if len(value.encode()) > MOST_NAME_BYTES:
         raise ValueError(f"is too long for the name of a folder: allowed are up to {MOST_NAME_BYTES} bytes")
     return value
+
+
+def new_run_id(runs: Path, mode: str) -> str:
+    """Mode and time, with a number behind it where a run of this second has that folder."""
+    name = f"{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if not os.path.lexists(runs / each))
 
 
 def host_name(value: str) -> str:

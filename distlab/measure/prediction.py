@@ -1,7 +1,7 @@
 """Every prediction, once: bytes on the wire and in memory, rounds, bubbles and seconds, as the papers give them.
 
 Pure functions of sizes, a file for each part of the lab. N is `world_size`, S is `nbytes`. The modes are checked
-against them, and `python -m distlab plan` adds them up for models that fit into no laptop.
+against them, and `distlab plan` adds them up for models that fit into no laptop.
 """
 
 from collections.abc import Sequence

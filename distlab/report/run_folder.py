@@ -144,6 +144,7 @@ def _append(file: int, line: str) -> None:
 # anything. A run that goes on (LAB_RESUME=auto) takes the folder over, once no rank of the attempt before holds it
 # any more.
 
+
 FILE = ".run"
 GONE_S = 10.0  # ranks of a broken attempt end within 5 s of each other
 PATIENCE_S = 2.0  # for a lock that somebody holds for two calls of the kernel

@@ -8,7 +8,8 @@ import errno
 import io
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 STREAMS = ("stdin", "stdout", "stderr")
 OF_A_STREAM = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
@@ -34,6 +35,20 @@ def open_standard_streams() -> None:
             # With PYTHONUNBUFFERED each argument of `print` is a write of its own, and the lines of ranks that share a
             # stream, as under torchrun, were mixed. What a terminal cannot show is escaped, and ends nothing.
             stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
+
+
+@contextmanager
+def output_as_errors() -> Iterator[None]:
+    """What is printed meanwhile goes to the standard error, of processes that are started too."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def printed(text: str) -> str:

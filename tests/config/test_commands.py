@@ -1,7 +1,10 @@
 """What is typed becomes a command and its settings, or a sentence that says what would be one."""
 
 import importlib.util
+import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +33,9 @@ from distlab.config.commands import COMMANDS, Typed, parse_words
         ("--help", Typed("help")),
         ("help me", Typed("help")),
         ("explain dp -h", Typed("help", ["explain"])),
+        ("--version", Typed("version")),
+        ("run dp --quiet", Typed("run", (), {"RUN_MODE": "dp", "LAB_LOG": "quiet"})),
+        ("dp --json LAB_STEPS=2", Typed("run", (), {"RUN_MODE": "dp", "LAB_STEPS": "2"}, as_json=True)),
     ],
 )
 def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
@@ -43,6 +49,8 @@ def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
         ("reprot runs/latest", ["'reprot' is not a command or a mode (did you mean 'report'?)"]),
         ("live runs/absent.py STEPS=5", ["STEPS is not a variable"]),
         ("run explain", ["'explain' is not a mode, allowed: comm, "]),
+        ("explain dp --json", ["'--json' is not a mode"]),
+        ("ddp", ["'ddp' is not a command or a mode (did you mean 'dp'?), allowed: run, live, "]),
         ("run STEPS=5 --fast", ["STEPS is not a variable of the lab (did you mean 'LAB_STEPS'?)", "'--fast' is not a mode"]),
         ("run dp tp", ["'tp' and RUN_MODE='dp' are two modes: a run has one"]),
     ],
@@ -59,17 +67,41 @@ def test_every_command_is_a_module() -> None:
 
 
 @pytest.mark.parametrize("command", [None, *(name for name in COMMANDS if name != "fit")])
-def test_help_is_printed_and_starts_nothing(
-    command: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)  # which a command gets anew
+def test_help_is_printed_and_starts_nothing(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     code: int | str | None = None
     try:
         code = main([*([command] if command else []), "--help"])
     except SystemExit as exited:  # argparse's own
         code = exited.code
     assert code == 0
-    assert "usage: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "usage: distlab" in said
+    assert "python -m" not in said.replace("torchrun --nproc-per-node 4 -m distlab", "")
+
+
+def test_what_only_the_lab_itself_calls_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "\n  fit " not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["config", "--help"])
+    assert "--write" not in capsys.readouterr().out
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert (
+        capsys.readouterr().out
+        == f"distlab {tomllib.loads(Path('pyproject.toml').read_text())['project']['version']}\n"
+    )
+
+
+def test_a_command_imported_before_runs_without_a_warning() -> None:
+    """Tests import it, and runpy would warn in the output of a CI."""
+    program = "import sys, distlab.cli.config, distlab.cli.run as run; sys.exit(run.main(['config', '--check']))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_refused_word_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from distlab.cli.config import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table, write_block
 from distlab.cluster.rendezvous_server import Claim
-from distlab.config import Config, ConfigError
+from distlab.config import Config, ConfigError, settings
 from distlab.config.settings import Field, ModeOptions, aliases, declared, modes
 from distlab.rank.mode_loader import load
 from distlab.rank.preflight import refuse
@@ -370,3 +370,12 @@ try: c.Config.read({'WORLD_SIZE': '9'})
 except c.ConfigError: print('torch' in sys.modules)"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_two_runs_of_one_second_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.config.settings.time.strftime", lambda _: "20261126-221257")
+    names = []
+    for _ in range(3):
+        names.append(settings.new_run_id(tmp_path, "dp"))
+        (tmp_path / names[-1]).mkdir()
+    assert names == ["dp-20261126-221257", "dp-20261126-221257-2", "dp-20261126-221257-3"]
