@@ -1,13 +1,16 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run fit explain plan test coverage lint lock bench engines build down clean
+.PHONY: help run quick fit explain plan test coverage lint lock bench engines build down clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
 	@echo "modes (RUN_MODE): $$(find experiments -mindepth 1 -maxdepth 1 -name '[a-z]*' | sed 's:.*/::; s:\.py$$::' | sort | tr '\n' ' ')"
 
 run: ## start WORLD_SIZE ranks of RUN_MODE, in containers if a Docker engine answers
-	@./run || { code=$$?; echo "exit code $$code" >&2; exit $$code; }
+	@DISTLAB_STARTED_BY="make run" ./run || { code=$$?; echo "exit code $$code" >&2; exit $$code; }
+
+quick: ## the same with a small model and 5 steps, in about 20 s once all is installed
+	@LAB_WIDTH="$${LAB_WIDTH:-32}" LAB_DEPTH="$${LAB_DEPTH:-4}" LAB_STEPS="$${LAB_STEPS:-5}" $(MAKE) --no-print-directory run
 
 fit: ## a model that dp cannot hold and fsdp can, within the same limit of memory
 	@./compose/fit.sh

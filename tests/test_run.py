@@ -1,19 +1,22 @@
 """`./run` where no Docker engine answers: the same ranks, as local processes, with their real code; and what it tells
 an engine."""
 
+import fcntl
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
 from distlab.config import ON_ONE_MACHINE
-from distlab.config.commands import COMMANDS
+from distlab.config.commands import COMMANDS, offered
 from distlab.config.settings import modes
 from tests.launched import ended
 
@@ -67,7 +70,7 @@ def run(checkout: Path, *arguments: str, **variables: str) -> subprocess.Complet
 )
 def test_the_ranks_are_local_processes(checkout: Path, variables: dict[str, str], code: int, words: str) -> None:
     done = run(checkout, **variables)
-    assert words in done.stdout, done.stdout + done.stderr
+    assert words in done.stdout + done.stderr
     assert done.returncode == code
 
 
@@ -84,6 +87,13 @@ def test_other_commands_run_there_too(checkout: Path) -> None:
         ("train.py", "'train.py' is not a command, a mode or a setting (did you mean 'train'?)"),
         ("STEPS=5", "'STEPS=5' is not a command, a mode or a setting (did you mean 'LAB_STEPS=5'?)"),
         ("something", "'something' is not a command, a mode or a setting: ./run --help lists them"),
+        ("ddp", "'ddp' is not a command, a mode or a setting (did you mean 'dp'?)"),
+        ("reprot", "'reprot' is not a command, a mode or a setting (did you mean 'report'?)"),
+        ("RUN_MODE=ddp", "RUN_MODE='ddp' is not a mode (did you mean 'dp'?), allowed: comm, compress, "),
+        ("LAB_STEPZ=4", "LAB_STEPZ is not a variable of the lab (did you mean 'LAB_STEPS'?)"),
+        ("WORLD_SIZE=0", "WORLD_SIZE='0' is out of range: expected a whole number from 1 to 8"),
+        ("WORLD_SIZE=03", "WORLD_SIZE='03' is out of range"),
+        ("WORLD_SIZE=three", "WORLD_SIZE='three' is out of range"),
     ],
 )
 def test_a_word_that_says_nothing_is_refused_before_anything_is_built(word: str, sentence: str) -> None:
@@ -92,12 +102,19 @@ def test_a_word_that_says_nothing_is_refused_before_anything_is_built(word: str,
     assert done.stderr.startswith(f"refused    {sentence}")
 
 
+def test_a_misspelt_variable_of_a_check_is_refused_before_anything_is_built(checkout: Path) -> None:
+    done = run_under_an_engine(checkout, "check", "mine/ddp.py", LAB_HANG_AFTER="3")
+    assert done.returncode == 2
+    assert "LAB_HANG_AFTER is not a variable of the lab (did you mean 'LAB_HANG_AFTER_S'?)" in done.stderr
+    assert "compose build" not in (checkout / "asked").read_text()
+
+
 @pytest.mark.parametrize("words", [["--help"], ["help"], ["explain", "-h"], ["dp", "--help"]], ids=" ".join)
 def test_help_names_every_command_and_mode(words: list[str]) -> None:
     done = run(TOP, *words)
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.findall(r"^  ./run (\w+) +\w", done.stdout, re.MULTILINE)[-len(COMMANDS) :] == list(COMMANDS)
-    assert all(command.what in done.stdout for command in COMMANDS.values())
+    assert re.findall(r"^  ./run (\w+) +\w", done.stdout, re.MULTILINE)[-len(offered()) :] == offered()
+    assert all(COMMANDS[name].what in done.stdout for name in offered())
     assert f"Modes: {' '.join(modes())}\n" in done.stdout
 
 
@@ -108,18 +125,26 @@ for file in $(echo "${COMPOSE_FILE:-}" | tr : ' '); do case $file in ./.own*) ca
 case "$*" in *--check*) exit "$REFUSES" ;; esac
 case "$*" in "compose config --services") printf 'live\nworker0\nworker1\n' ;; esac
 case "$*" in "compose ps -aq"*) printf '%s\n' ${CONTAINERS:-one other} ;; esac
-case "$*" in inspect*ExitCode*) echo 0 ;; esac
+case "$*" in "compose config") echo "name: distlab" ;; esac
+case "$*" in ps*working_dir*) echo "${ELSEWHERE:-}" ;; esac
+case "$*" in inspect*'eq .State.Status "exited"'*ExitCode*) [ "${STATUS:-exited}" = exited ] && echo 0 ;; esac
+case "$*" in "compose up"*) mkdir -p runs/latest && echo '{"verdict": "pass"}' >runs/latest/run.json ;; esac
 case "$*" in *"up --no-build --detach live") exit "${TAKEN:-0}" ;; esac
 """
 
 
-def under_an_engine(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
-    """The code of `./run WORDS` and all that it asked of Docker."""
+def run_under_an_engine(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`./run WORDS` beside that engine."""
     docker = checkout / "bin" / "docker"
-    docker.parent.mkdir()
+    docker.parent.mkdir(exist_ok=True)
     docker.write_text(DOCKER)
     docker.chmod(0o755)
-    done = run(checkout, *words, PATH=f"{docker.parent}:{os.environ['PATH']}", REFUSES=str(refuses), **variables)
+    return run(checkout, *words, **{"PATH": f"{docker.parent}:{os.environ['PATH']}", "REFUSES": "0"} | variables)
+
+
+def under_an_engine(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
+    """Its code and all that it asked of Docker."""
+    done = run_under_an_engine(checkout, *words, REFUSES=str(refuses), **variables)
     return done.returncode, (checkout / "asked").read_text()
 
 
@@ -135,8 +160,8 @@ def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
     assert list(checkout.glob(".own-names*")) == []
 
 
-def test_a_name_that_is_refused_starts_no_rank(checkout: Path) -> None:
-    code, asked = under_an_engine(checkout, refuses=2, LAB_STEP="5")
+def test_an_own_variable_that_the_mode_refuses_starts_no_rank(checkout: Path) -> None:
+    code, asked = under_an_engine(checkout, refuses=2, RUN_MODE="mine/mode.py", LAB_STEP="5")
     assert code == 2
     assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab config --check\n", asked)
     assert "compose up" not in asked
@@ -155,21 +180,67 @@ def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
     assert "compose up" in asked
 
 
-def test_a_second_run_in_a_clone_is_refused_and_touches_nothing(checkout: Path) -> None:
-    at_it = subprocess.Popen(["sh", "-c", "sleep 100; : ./run"])
-    try:
-        (checkout / ".running").write_text(f"{at_it.pid}\n")
-        code, asked = under_an_engine(checkout)
-        assert code == 2
+def test_the_standard_output_has_the_runs_json_alone(checkout: Path) -> None:
+    local = run(checkout, "dp", "--json")
+    assert local.returncode == 0, local.stderr
+    assert json.loads(local.stdout)["verdict"] == "pass"
+    assert "rank 0 | PASS" in local.stderr
+    done = run_under_an_engine(checkout, "dp", "--json", "--quiet")
+    assert (done.returncode, done.stdout) == (0, '{"verdict": "pass"}\n')
+
+
+def test_a_refused_run_has_no_json_not_even_that_of_before(checkout: Path) -> None:
+    (checkout / "runs" / "latest").mkdir(parents=True, exist_ok=True)
+    (checkout / "runs" / "latest" / "run.json").write_text("{}")
+    for done in (run(checkout, "dp", "--json", "LAB_STEPS=x"), run_under_an_engine(checkout, "--json", "LAB_STEPZ=1")):
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "refused    LAB_STEP" in done.stderr
+
+
+@contextmanager
+def held(lock: Path, words: str) -> Iterator[None]:
+    """The file as a run that goes on holds it."""
+    with lock.open("w") as file:
+        file.write(words)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_a_second_run_in_a_clone_is_refused_and_touches_nothing(
+    checkout: Path,
+) -> None:
+    with held(checkout / ".running", "17 2026-11-26 22:02:48\n"):
+        done = run_under_an_engine(checkout)
+        assert done.returncode == 2
+        assert done.stderr.endswith(
+            "refused    a run of this folder is going on since 2026-11-26 22:02:48: stop it, or use another"
+            " COMPOSE_PROJECT_NAME\n"
+        )
+        asked = (checkout / "asked").read_text()
         assert "compose down" not in asked and "compose up" not in asked
-        assert (checkout / ".running").read_text() == f"{at_it.pid}\n"
-    finally:
-        at_it.kill()
-        at_it.wait()
-    (checkout / "bin" / "docker").unlink()
-    (checkout / "bin").rmdir()
-    assert under_an_engine(checkout)[0] == 0, "one that was killed leaves its file behind"
-    assert not (checkout / ".running").exists()
+        assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="other").returncode == 0
+    assert run_under_an_engine(checkout).returncode == 0, "one that was killed leaves its file behind, and no lock"
+    assert list(checkout.glob(".running*")) == []
+
+
+def test_a_run_of_another_folder_with_the_same_name_is_left_alone(checkout: Path) -> None:
+    done = run_under_an_engine(checkout, ELSEWHERE="/home/other/distlab")
+    assert done.returncode == 2
+    assert (
+        "refused    a run of /home/other/distlab has the name distlab too: stop it, or use another COM" in done.stderr
+    )
+    assert "compose down" not in (checkout / "asked").read_text()
+    assert run_under_an_engine(checkout, ELSEWHERE=str(checkout)).returncode == 0, (
+        "what an earlier run has left is its own"
+    )
+
+
+@pytest.mark.parametrize("status", ["running", "created"])
+def test_a_container_that_has_not_ended_has_no_exit_code(checkout: Path, status: str) -> None:
+    done = run_under_an_engine(checkout, STATUS=status)
+    assert done.returncode == 3
+    assert "0 of 2 ranks have an exit code" in done.stderr
 
 
 @pytest.mark.parametrize("mode", ["experiments/dp", "/tmp/mode.py", "mode.py"])
