@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distlab.config import Config, ConfigError
-from distlab.report.reading import record_files
+from distlab.report.reading import MAKE_ONE, record_files
 from distlab.report.run_folder import FILE, LATEST, is_held, point_latest
 from distlab.report.table import aligned, printable
 from distlab.report.units import human_bytes
@@ -113,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for fault in faults:
         print(f"left out   {fault}", file=sys.stderr)
+    if not found:
+        print(f"no run     in {runs}/: {MAKE_ONE}")
+        return 0
     if asked.keep is None and asked.older_than is None and not asked.all:
         print("\n".join([*run_lines(found, now), total(found, f" in {runs}/")]))
         print("to remove  --keep 5 (all but the newest five), --older-than 7d, or --all")

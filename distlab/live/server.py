@@ -53,7 +53,8 @@ class Runs:
 
     def __init__(self, folder: Path, *, new: bool = False) -> None:
         if not folder.is_dir() and not new:  # the first run makes it
-            raise ConfigError([f"{str(folder)!r} is not a folder: name that of a run, such as runs/latest, or runs/"])
+            known = "name that of a run, such as runs/latest, or runs/; `distlab live` without a name starts a run"
+            raise ConfigError([f"{str(folder)!r} is not a folder: {known}"])
         self._folder = folder.resolve()
         self._since = time.time() - APART_S if new else 0.0
         self._reader: Reader | None = None

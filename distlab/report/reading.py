@@ -106,6 +106,7 @@ def _number(found: dict[str, Any]) -> Any:
 
 MOST_RECORD_BYTES = 256 << 20  # of one rank's records: 1000 steps of 5 variants are some 100 kB
 # What records raise in those who draw them that are each right, and do not fit each other.
+MAKE_ONE = "make one with ./run or `distlab run`"
 MISFITS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -142,7 +143,8 @@ def read_records(path: Path) -> list[Record]:
 def read_run(run: Path) -> Ranks:
     """The records of every rank of a run, by rank; raises BrokenRecord if there are none."""
     if not run.is_dir():
-        raise BrokenRecord(f"{run} is not the folder of a run")
+        none_yet = "" if any(run.parent.glob("*/rank*.jsonl")) else f": none is there yet, {MAKE_ONE}"
+        raise BrokenRecord(f"{run} is not the folder of a run{none_yet}")
     files = record_files(run)
     if not files:
         raise BrokenRecord(f"{run} holds no rank<r>.jsonl: it is not the folder of a run")

@@ -233,3 +233,10 @@ def test_checkpoints_are_counted_and_belong_to_its_bytes(tmp_path: Path) -> None
     after = stored_run(folder, NOW)
     assert before is not None and after is not None
     assert (after.nbytes - before.nbytes, after.note) == (1000, "1 checkpoints")
+
+
+def test_where_no_run_is_the_way_to_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setenv("LAB_RUNS_DIR", str(tmp_path / "runs"))
+    for words in ([], ["--all"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out == f"no run     in {tmp_path}/runs/: make one with ./run or `distlab run`\n"

@@ -174,3 +174,9 @@ def test_it_runs_as_a_module_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_where_no_run_is_the_way_to_one_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "latest")]) == 2
+    said = f"refused    {tmp_path}/latest is not the folder of a run: none is there yet, make one with ./run or `distlab run`"
+    assert capsys.readouterr().err == f"{said}\n"
