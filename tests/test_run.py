@@ -128,18 +128,23 @@ case "$*" in "compose ps -aq"*) printf '%s\n' ${CONTAINERS:-one other} ;; esac
 case "$*" in "compose config") echo "name: distlab" ;; esac
 case "$*" in ps*working_dir*) echo "${ELSEWHERE:-}" ;; esac
 case "$*" in inspect*'eq .State.Status "exited"'*ExitCode*) [ "${STATUS:-exited}" = exited ] && echo 0 ;; esac
-case "$*" in "compose up"*) mkdir -p runs/latest && echo '{"verdict": "pass"}' >runs/latest/run.json ;; esac
+case "$*" in "compose up"*) env >given && mkdir -p runs/latest && echo '{"verdict": "pass"}' >runs/latest/run.json ;; esac
 case "$*" in *"up --no-build --detach live") exit "${TAKEN:-0}" ;; esac
 """
 
 
 def run_under_an_engine(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`./run WORDS` beside that engine."""
+    return run(checkout, *words, **beside_an_engine(checkout) | variables)
+
+
+def beside_an_engine(checkout: Path) -> dict[str, str]:
+    """The variables with which it is found."""
     docker = checkout / "bin" / "docker"
     docker.parent.mkdir(exist_ok=True)
     docker.write_text(DOCKER)
     docker.chmod(0o755)
-    return run(checkout, *words, **{"PATH": f"{docker.parent}:{os.environ['PATH']}", "REFUSES": "0"} | variables)
+    return {"PATH": f"{docker.parent}:{os.environ['PATH']}", "REFUSES": "0"}
 
 
 def under_an_engine(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
@@ -178,6 +183,16 @@ def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
     code, asked = under_an_engine(checkout, CONTAINERS="one")
     assert code == 3
     assert "compose up" in asked
+
+
+@pytest.mark.parametrize("words", [["LAB_STEPS=7", "WORLD_SIZE=2"], ["RUN_MODE=tp", "WORLD_SIZE=2"]], ids=" ".join)
+def test_make_quick_is_a_small_run_with_what_is_set(checkout: Path, words: list[str]) -> None:
+    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
+    done = ended(["make", "quick", *words], cwd=checkout, environ=clean | beside_an_engine(checkout), timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    given = set((checkout / "given").read_text().splitlines())
+    assert {"LAB_WIDTH=32", "LAB_DEPTH=4", "DISTLAB_STARTED_BY=make run", *words} <= given
+    assert ("LAB_STEPS=5" in given) == ("LAB_STEPS=7" not in words)
 
 
 def test_the_standard_output_has_the_runs_json_alone(checkout: Path) -> None:

@@ -1,0 +1,83 @@
+"""The workflow for users' own repositories: what it shows is the file, and its steps do in a fresh folder what they say.
+
+Those that need a network (actions, installation) are left out; the lab that they would install is a command on the PATH.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from tests.docs.pages import TOP, page
+from tests.test_distlab import MODEL, SCRIPT
+
+FILE = TOP / "engines" / "github" / "distlab.yml"
+WORKFLOW: dict[str, Any] = yaml.safe_load(FILE.read_text())
+HANGS = SCRIPT.replace("dist.all_reduce(x)", "dist.get_rank() or dist.all_reduce(x)")
+
+
+def commands(job: str) -> dict[str, str]:
+    """The shell lines of a job by the name of their step."""
+    return {step["name"]: step["run"] for step in WORKFLOW["jobs"][job]["steps"] if "run" in step}
+
+
+def ended(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A step in this folder, by the shell that GitHub runs it with."""
+    own = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|RANK$|MASTER_")
+    environ = {name: value for name, value in os.environ.items() if not own.match(name)} | variables
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script], cwd=folder, env=environ,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def fresh_repository(folder: Path, script: str) -> Path:
+    """A repository of a user with a script and a model."""
+    folder.mkdir()
+    (folder / "train.py").write_text(script.replace("import only_installed\n", ""))
+    (folder / "model.py").write_text(MODEL)
+    return folder
+
+
+def test_the_page_shows_the_file() -> None:
+    assert f"```yaml\n{FILE.read_text()}```\n" in page("ci")
+
+
+def test_no_job_is_without_a_limit_a_cache_or_what_it_left() -> None:
+    for workflow in (FILE, TOP / ".github" / "workflows" / "ci.yml"):
+        jobs = yaml.safe_load(workflow.read_text())["jobs"]
+        assert all(0 < job["timeout-minutes"] < 360 for job in jobs.values())
+        for job in jobs.values():
+            steps = [step for step in job["steps"] if step.get("if") == "failure()"]
+            assert any("upload-artifact" in step["uses"] and "runs/" in step["with"]["path"] for step in steps)
+            assert all("cache" in step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
+
+
+@pytest.mark.parametrize(("script", "code"), [(SCRIPT, 0), (HANGS, 1)], ids=["right", "hangs"])
+def test_the_steps_of_local_processes(tmp_path: Path, script: str, code: int) -> None:
+    folder = fresh_repository(tmp_path / "theirs", script)
+    command = tmp_path / "bin" / "distlab"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m distlab "$@"\n')
+    command.chmod(0o755)
+    given = {
+        "PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(TOP), "WORLD_SIZE": "2",
+        "LAB_RUNS_DIR": str(folder / "runs"), "LAB_HANG_AFTER_S": "1",
+    }  # fmt: skip
+    install, check, prove, junit = commands("processes").values()
+    assert "pip install" in install
+    done = ended(check, folder, **given)
+    assert done.returncode == code, done.stdout
+    done = ended(prove, folder, **given)
+    assert done.returncode == 0, done.stdout
+    done = ended(junit, folder, **given)
+    assert done.returncode == 0, done.stdout
+    failed = {path.name: len(ElementTree.parse(path).findall(".//failure")) for path in folder.glob("runs/*.xml")}
+    assert failed == {"check.xml": failed["check.xml"], "prove.xml": 0}
+    assert bool(failed["check.xml"]) == bool(code)
