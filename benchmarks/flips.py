@@ -71,7 +71,7 @@ class Flipped(NamedTuple):
 class Quiet(Journal):
     """Records alone."""
 
-    def say(self, text: str, at: Level = "quiet") -> None:
+    def say(self, text: str, at: Level = "quiet", *, kept: bool = True) -> None:
         """Not a word of each."""
 
 

@@ -60,7 +60,7 @@ FLOORS: dict[str, list[str]] = {
     f"{TRANSPORT}.store": [f"{TRANSPORT}.handshake", f"{TRANSPORT}.store_server"],
     COLLECTIVES: [f"{TRANSPORT}.tcp", f"{TRANSPORT}.store"],
     TRANSPORT: [COLLECTIVES],
-    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.standard_streams", f"{REPORT}.units", f"{TRANSPORT}.store"],
+    CLUSTER: [CONFIG, MEASURE, f"{REPORT}.records", f"{REPORT}.standard_streams", f"{REPORT}.terminal", f"{REPORT}.units", f"{TRANSPORT}.store"],
     WORKLOAD: [CONFIG, COLLECTIVES],
     GRID: [],
     f"{D}.data_parallel": COMMON,
@@ -286,6 +286,7 @@ def test_only_config_reads_the_environment() -> None:
     assert readers <= {
         "distlab.cli.run", "distlab.config", "distlab.config.launchers", "distlab.cluster.launch", "distlab.cluster.rendezvous",
         "distlab.rank.preflight",  # how many ranks a launcher put on this machine
+        "distlab.report.terminal",  # NO_COLOR and TERM
         "distlab.testing.preloaded", "distlab.testing.rank",  # what torch and pytest read
         "distlab.check.start",  # sets what torch reads as it comes in
         "distlab.check.rank_supervisor",  # what torchrun sets

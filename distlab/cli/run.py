@@ -23,6 +23,7 @@ from distlab.cluster.launch import LauncherPipe, refuse_too_few
 from distlab.config import Config, ConfigError, commands, launchers
 from distlab.config.settings import new_run_id
 from distlab.report import standard_streams
+from distlab.report.progress import telling
 
 # torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
 # torchrun; its profiler greets at level 5.
@@ -98,7 +99,8 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
     if config.rank is None:
         return start_all(config)
     parent = LauncherPipe()  # hears of a rank that dies while this one still imports torch
-    from distlab.rank.main import be_rank  # torch comes in here: faults above are said without waiting for it
+    with telling("importing PyTorch", told=config.rank == 0 and config.log != "quiet"):
+        from distlab.rank.main import be_rank  # faults above are said without waiting for it
 
     return be_rank(config, started_at, parent, engine)
 
@@ -108,8 +110,10 @@ def start_all(config: Config) -> int:
     be started."""
     refuse_too_few(config.world_size)
     from distlab.cluster.launch import launch
-    from distlab.rank.finish import draw_missing
-    from distlab.rank.main import import_for_ranks
+
+    with telling("importing PyTorch", told=config.log != "quiet"):
+        from distlab.rank.finish import draw_missing
+        from distlab.rank.main import import_for_ranks
 
     page: AbstractContextManager[None] = nullcontext()
     if config.live:
@@ -118,7 +122,8 @@ def start_all(config: Config) -> int:
         page = served(config)
     with page:
         if sys.platform == "linux":  # where ranks are forked from this process
-            import_for_ranks(config)
+            with telling("importing what the ranks need", told=config.log != "quiet"):
+                import_for_ranks(config)
         code = launch(config, main)
     draw_missing(code, config.runs_dir)
     return code

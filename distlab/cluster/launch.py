@@ -36,6 +36,7 @@ from distlab.cluster.message_signer import MAX_TEXT, cut
 from distlab.cluster.shutdown import heeded
 from distlab.config import Config, ConfigError
 from distlab.report.standard_streams import passed_on, printed
+from distlab.report.terminal import REWRITES, Screen
 
 STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
 FAILED_GRACE_S = 30.0  # beside LAB_JOIN_TIMEOUT_S, for the others once a rank has ended badly
@@ -58,8 +59,12 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     ranks: list[LocalRank] = []
     stopped_at: list[float] = []
 
+    screen = Screen(sys.stdout)
+    talking = threading.Lock()
+
     def say(line: bytes) -> None:
-        why = passed_on(line)
+        with talking:
+            why = passed_on(screen.shown(line.decode(errors="surrogateescape")).encode(errors="surrogateescape"))
         if why:  # nobody reads: the ranks go on, and the log of the first says so
             ranks[0].line.tell(Unheard(why))
 
@@ -71,7 +76,8 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     previous = {number: signal.signal(number, forward) for number in heeded()}
     try:
         for rank in range(config.world_size):
-            ranks.append(LocalRank(rank, variables(config, rank, port, key), be_rank, say))
+            given = variables(config, rank, port, key) | ({REWRITES: "1"} if screen.rewrites else {})
+            ranks.append(LocalRank(rank, given, be_rank, say))
         for each in ranks:  # no rank is forked beside a thread, which may hold a lock
             each.printer.start()
         if stopped_at:  # while they were started: not all were there to hear it
@@ -80,6 +86,8 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
         _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s, say)
         for each in ranks:
             each.printer.join(timeout=2.0)  # a process that a rank has left behind may hold its pipe
+        if standing := screen.cleared():
+            passed_on(standing.encode())
     finally:
         for each in ranks:
             each.process.kill()

@@ -172,7 +172,8 @@ class RankRun:
         self._write_start()
         if self.cluster.rank == 0:
             put_aside(self.folder, ranks_beyond(self.folder, self.cluster.world_size))  # of an attempt with more ranks
-            self.watch.on_period = Heartbeat(self.journal, self.work, self.started_at).beat
+            beating = Heartbeat(self.journal, self.work, self.started_at, rewrites=self.journal.screen.seen)
+            self.watch.on_period = beating.beat
         self.journal.write(expected(self.config, self.mode))
         if self.config.live:
             self.mode = begin_status(self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at)

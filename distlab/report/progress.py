@@ -1,5 +1,5 @@
-"""How far the work under way has come: a heartbeat in rank 0's log, every ten seconds at most; a bar on a terminal; and
-what each rank shows of itself, `live.rank<r>.json` in the run's folder.
+"""How far the work under way has come: a heartbeat in rank 0's log, every ten seconds at most, a line that is rewritten
+on a terminal; and what each rank shows of itself, `live.rank<r>.json` in the run's folder.
 
 A pass says of how many units it is, and counts those that are done; the watch's thread tells it. There is one estimate:
 what is left takes as long a unit as what was done, from the first unit's end on, since the first one holds imports and
@@ -7,12 +7,12 @@ buffers. While less than a tenth is done, or where nobody knows how many units t
 """
 
 import math
-import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 from msgspec import field
@@ -21,8 +21,10 @@ from msgspec.structs import asdict
 from distlab.report.reading import BrokenRecord, from_json, read_regular, to_json, write_atomically
 from distlab.report.records import WorldSize
 from distlab.report.run_folder import Journal
+from distlab.report.standard_streams import printed
 from distlab.report.units import duration
 
+REWRITTEN_EVERY_S = 1.0
 EVERY_S = 9.5  # the watch looks four times a second: a line is there within ten
 SURE = 0.1  # the share of the work from which on an estimate is said
 
@@ -91,34 +93,43 @@ class Work:
 class Heartbeat:
     """What rank 0 says of itself while it works, so that whoever waits learns that it goes on, and for how long."""
 
-    def __init__(self, journal: Journal, work: Work, started_at: float) -> None:
-        """`started_at` in Unix time: the run's beginning."""
+    def __init__(self, journal: Journal, work: Work, started_at: float, *, rewrites: bool = False) -> None:
+        """`started_at` in Unix time: the run's beginning; a terminal `rewrites` the line, a log has one more."""
         self._journal, self._work, self._started_at = journal, work, started_at
-        self._said_at = time.monotonic()
+        self._every_s = REWRITTEN_EVERY_S if rewrites else EVERY_S
+        self._said_at = self._kept_at = time.monotonic()
 
     def beat(self, _step: int, phase: str) -> None:
-        """Say where the run is, if it has not been said for `EVERY_S`; `Work` knows the step in units of its own."""
+        """Say where the run is, if it has not been said for long; `Work` knows the step in units of its own."""
         now = time.monotonic()
-        if now - self._said_at < EVERY_S:
+        if now - self._said_at < self._every_s:
             return
         self._said_at = now
+        kept = now - self._kept_at >= EVERY_S
+        self._kept_at = now if kept else self._kept_at
         unknown = f", {duration(time.time() - self._started_at)} since the start, time left unknown"
-        self._journal.say(f"working    {phase}{self._work.told() or unknown}", "normal")
+        self._journal.say(f"working    {phase}{self._work.told() or unknown}", "normal", kept=kept)
 
 
 @contextmanager
-def progress_bar(
-    total: int, label: str, stream: TextIO | None = None, *, shown: bool = True
-) -> Iterator[Callable[[int], object]]:
-    """A bar up to `total` where there is a terminal; a log has the heartbeat. What it gives counts more as done."""
-    stream = stream or sys.stderr
-    if not (shown and stream.isatty()):
-        yield lambda _: None
-        return
-    from tqdm import tqdm  # here, since ranks in containers have no terminal and need not wait for it
+def telling(what: str, *, told: bool = True) -> Iterator[None]:
+    """Around what says nothing of itself for long, such as an import: say every ten seconds that it goes on, where it
+    is to be `told`."""
+    over, began_at = threading.Event(), time.monotonic()
 
-    with tqdm(total=total, desc=label, file=stream, leave=False) as bar:
-        yield bar.update
+    def tell() -> None:
+        while not over.wait(EVERY_S):
+            printed(f"starting   {what}, {duration(time.monotonic() - began_at)}")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    if told:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if told:
+            thread.join()  # no rank is forked beside it
 
 
 # What a rank shows of itself while it runs, put in place anew each time.

@@ -11,6 +11,7 @@ import fcntl
 import os
 import random
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from typing import Literal, get_args
 from distlab.report.reading import regular, to_line, write_atomically
 from distlab.report.records import Record, Run
 from distlab.report.standard_streams import UNHEARD, printed
+from distlab.report.terminal import Screen
 from distlab.report.verdict import as_lines
 
 
@@ -37,6 +39,7 @@ class Journal:
 
     def __init__(self, level: Level = "full") -> None:
         self.level = level
+        self.screen = Screen(sys.stdout)
         self.records: list[Record] = []
         self.folder: Path | None = None
         self._said: list[str] = []
@@ -69,14 +72,15 @@ class Journal:
         """The descriptors of its two files, once there is a folder."""
         return [] if self.folder is None else [self._log, self._lines]
 
-    def say(self, text: str, at: Level = "quiet") -> None:
+    def say(self, text: str, at: Level = "quiet", *, kept: bool = True) -> None:
         """Print `text`, and keep it in the log, where LAB_LOG is `at` or says more; who prints nothing any more has it
-        in the log alone."""
+        in the log alone. What is not `kept` is on a terminal only until the next line."""
         if LEVELS.index(self.level) < LEVELS.index(at):
             return
         with self._lock:
-            why = printed(text)
-            self._keep(text)
+            why = printed(self.screen.shown(text), end="")
+            if kept:
+                self._keep(text)
             if why:
                 self._keep(UNHEARD.format(why))
 

@@ -51,19 +51,19 @@ def output_as_errors() -> Iterator[None]:
         os.close(output)
 
 
-def printed(text: str) -> str:
+def printed(text: str, end: str = "\n") -> str:
     """Print `text`; why it could not be, empty where it was. After that nothing more is tried."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except (OSError, ValueError) as error:
         return silenced(error)
     return ""
 
 
 def passed_on(line: bytes) -> str:
-    """The same for a line of bytes, in one write, so that no two are mixed."""
+    """The same for a line of bytes with its end, in one write, so that no two are mixed."""
     try:
-        sys.stdout.buffer.write(line + b"\n")
+        sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
     except (OSError, ValueError) as error:
         return silenced(error)

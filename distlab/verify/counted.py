@@ -30,6 +30,7 @@ from distlab.workload.model import outline
 from distlab.workload.user_model import is_own
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets after the first step
+COUNTED_STEPS = WARMUP_STEPS + 1  # of a variant whose steps are alike
 
 
 def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
@@ -63,7 +64,7 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
             check_passes(lab, name, passes)
         lab.journal.write(records.Activations(name, activations.peak_bytes))
         write_memory(lab, name, memory)
-        lab.work.advance()
+        lab.work.advance(COUNTED_STEPS)
     return counted
 
 

@@ -161,6 +161,7 @@ def one(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
     lab.at(lab.config.steps, f"recorded step {number} of {name}")
     with messages.recorded(), heard(lambda *_: messages.look()), recorded() as spans, slowed(lab.config.slowed_to):
         make()
+    lab.work.advance()
     return lab.config.steps + number, spans, messages.found
 
 

@@ -13,9 +13,9 @@ from distlab.contract import WHOLE_RUN, Build, Claims, Held, Measured, Mode, Str
 from distlab.lab import Lab
 from distlab.report.records import Expected
 from distlab.report.tables import DRAWN, ON_WIRE
-from distlab.verify.counted import count
+from distlab.verify.counted import COUNTED_STEPS, count
 from distlab.verify.proof import prove
-from distlab.verify.records import compare_drawn
+from distlab.verify.records import RECORDED_STEPS, compare_drawn
 from distlab.verify.timed import time_steps
 from distlab.workload.data import effective_batch
 from distlab.workload.user_model import is_own
@@ -89,13 +89,14 @@ def measure(
     otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
     ends = timed_ends(lab, chosen, alike=checkpoints is not None or bool(lab.config.planned_faults))
     say_shares(lab, ends)
-    with lab.work.of(steps_left(ends, checkpoints), "timed steps"):
+    timed_steps = steps_left(ends, checkpoints)
+    recorded = RECORDED_STEPS * len(chosen) if timed_steps else 0
+    with lab.work.of(timed_steps + recorded + COUNTED_STEPS * len(chosen), "steps"):
         bubbles, drawn = time_steps(lab, chosen, ends, otherwise | dict(held or {}), checkpoints)
-    if timed is not None:
-        timed()
-    lab.finished("timed")
-    lab.finished("profile")
-    with lab.work.of(len(chosen), "variants counted"):
+        if timed is not None:
+            timed()
+        lab.finished("timed")
+        lab.finished("profile")
         counted = count(lab, chosen)
     compare_drawn(lab, drawn, counted)
     if lab.config.trace:

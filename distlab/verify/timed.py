@@ -22,7 +22,6 @@ from distlab.lab import Lab
 from distlab.measure.tensors import raw
 from distlab.measure.timeline import Lap, align, length, profile, union
 from distlab.report import records
-from distlab.report.progress import progress_bar
 from distlab.verify.audit import Curves, TimedPassChecks
 from distlab.verify.counted import WARMUP_STEPS
 from distlab.verify.records import Chronicle, Drawn, record
@@ -115,18 +114,15 @@ def time_steps(
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
         clock = align(lab.group)
         lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
-        with progress_bar(lab.config.steps, "measured", shown=lab.rank == 0) as advance:
-            advance(course.first)
-            for step in steps:
-                for name in rotated(list(variants), step):
-                    # A rank that saved by itself may have been between two variants.
-                    if course.done[name] == step < ends[name]:
-                        with holding.audit.around(name, strategies[name], step, course.data_step(step)) as shares:
-                            watch.step(name, strategies[name], lab, course, step, corruption)
-                            shares.append(watch.shares[name][-1])
-                        corruption.compare(name, step)
-                passed(step)
-                advance(1)
+        for step in steps:
+            for name in rotated(list(variants), step):
+                # A rank that saved by itself may have been between two variants.
+                if course.done[name] == step < ends[name]:
+                    with holding.audit.around(name, strategies[name], step, course.data_step(step)) as shares:
+                        watch.step(name, strategies[name], lab, course, step, corruption)
+                        shares.append(watch.shares[name][-1])
+                    corruption.compare(name, step)
+            passed(step)
     watch.write(lab)
     holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
     corruption.decide()

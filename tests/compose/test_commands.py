@@ -65,7 +65,7 @@ def running(clone: Path, log: Path, variables: Mapping[str, str]) -> Iterator["s
         )  # fmt: skip
     try:
         deadline = time.monotonic() + 120
-        while not re.search(r"working .* timed steps", log.read_text(errors="replace")):
+        while not re.search(r"working .* of \d+ steps\)", log.read_text(errors="replace")):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)

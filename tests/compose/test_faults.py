@@ -16,7 +16,7 @@ STOPPED_WITHIN_S = 1.0
 COMPOSE_S = 1.0  # what Compose itself needs to start
 # Trains for 10 s and more: long enough to be hit in the middle, short enough to end by itself if nothing hits it.
 LONG = TINY | {"LAB_STEPS": "20000", "LAB_VARIANT": "flat", "LAB_PROOF": "0"}
-TRAINS = r"working .* timed steps"  # the heartbeat, every ten seconds
+TRAINS = r"working .* of \d+ steps\)"  # the heartbeat, every ten seconds
 
 # Fills the container's memory at about 100 MB a second, so that heartbeats still tell of it, by many small processes: the
 # kernel kills the largest one, the rank.

@@ -1,7 +1,8 @@
-"""Progress: a heartbeat every ten seconds with an estimate that nothing is invented for; a bar on a terminal."""
+"""Progress: a heartbeat every ten seconds, on a terminal every second, with an estimate that nothing is invented for."""
 
-import io
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from distlab.report.progress import (
     Heartbeat,
     Work,
     places,
-    progress_bar,
     read_status,
     status_path,
+    telling,
     write_status,
 )
 from distlab.report.reading import BrokenRecord
@@ -39,31 +40,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_gets_a_bar_and_the_log_nothing() -> None:
-    terminal = Terminal()
-    with progress_bar(3, "measured", terminal) as advance:
-        advance(3)
-    assert "measured" in terminal.getvalue() and "0/3" in terminal.getvalue()
-    with progress_bar(3, "measured", io.StringIO()) as advance:
-        advance(3)
-
-
-def test_what_is_not_shown_is_silent_everywhere() -> None:
-    terminal = Terminal()
-    with progress_bar(3, "measured", terminal, shown=False) as advance:
-        advance(3)
-    assert terminal.getvalue() == ""
-
-
 def beats(clock: Clock, heartbeat: Heartbeat, seconds: int, each: Callable[[], object] = lambda: None) -> list[float]:
     """When a line was said in so many seconds, looked at four times a second; `each` second something is done."""
     began, journal, said = clock.now, heartbeat._journal, []
-    journal.say = lambda text, at="quiet": said.append(clock.now)  # type: ignore[method-assign]
+    journal.say = lambda text, at="quiet", *, kept=True: said.append(clock.now)  # type: ignore[method-assign]
     for quarter in range(4 * seconds):
         clock.now = began + quarter / 4
         if quarter % 4 == 3:
@@ -76,6 +56,31 @@ def test_a_line_is_there_at_least_every_ten_seconds_and_no_more(clock: Clock) ->
     said = beats(clock, Heartbeat(Journal(), Work(), 0.0), 61)
     gaps = [later - sooner for sooner, later in zip([100.0, *said], said, strict=False)]
     assert len(said) == 6 and max(gaps) <= 10.0 and min(gaps) >= EVERY_S
+
+
+def test_a_terminal_has_a_line_every_second_and_the_log_every_ten(clock: Clock, tmp_path: Path) -> None:
+    journal = Journal()
+    journal.open(tmp_path, 0)
+    heartbeat = Heartbeat(journal, Work(), 0.0, rewrites=True)
+    printed = []
+    journal.screen.shown = lambda line: printed.append(line) or ""  # type: ignore[method-assign, func-returns-value]
+    for quarter in range(4 * 30):
+        clock.now = 100.0 + quarter / 4
+        heartbeat.beat(2, "proof of ring")
+    assert len(printed) == 29 and len((tmp_path / "rank0.log").read_text().splitlines()) == 2
+
+
+def test_what_says_nothing_of_itself_is_told_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distlab.report.progress.EVERY_S", 0.05)
+    with telling("importing PyTorch"):
+        time.sleep(0.3)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) >= 2 and all(re.fullmatch("starting   importing PyTorch, 0 s", line) for line in said)
+    with telling("importing PyTorch", told=False):
+        time.sleep(0.1)
+    assert capsys.readouterr().out == ""
 
 
 def test_where_nobody_knows_the_units_no_estimate_is_invented(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,15 +57,16 @@ def counted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> 
     return found
 
 
-def test_each_pass_counts_its_own_units(ranks: Ranks, tmp_path: Path) -> None:
+def test_recorded_and_counted_steps_belong_to_the_estimate(ranks: Ranks, tmp_path: Path) -> None:
     told, _ = ranks(2, counted, SETTINGS | {"LAB_VARIANT": "naive,flat", "LAB_TRACE": "1"}, str(tmp_path))
     proof = [line for line in told if "of the proof" in line]
     assert proof[:2] == ["one process (0 of 9 steps of the proof)", "the making of naive (3 of 9 steps of the proof)"]
     assert proof[-1] == "proof of flat (8 of 9 steps of the proof)"
     steps = [line for line in told if line.startswith(("naive", "flat"))]
     names = ("naive", "flat", "flat", "naive") * 2
-    assert steps == [f"{name} ({done} of 8 timed steps)" for done, name in enumerate(names)]
-    assert "count of flat (1 of 2 variants counted)" in told and "trace of flat (1 of 2 variants profiled)" in told
+    assert steps == [f"{name} ({done} of 20 steps)" for done, name in enumerate(names)]
+    assert "recorded step 2 of flat (13 of 20 steps)" in told and "count of flat (17 of 20 steps)" in told
+    assert "trace of flat (1 of 2 variants profiled)" in told
 
 
 def test_a_variant_is_told_as_proven_before_the_next_one_is_made(ranks: Ranks, tmp_path: Path) -> None:
