@@ -46,7 +46,7 @@ BOTH = ("gloo", "tcp")
 COMPARISONS = {
     "dp": [
         Comparison(
-            "dp", (2, 4), ("naive", "flat", "bucketed", "ring", "ddp"), "ddp", DP_SIZES,
+            "dp", (2, 4), ("per_parameter", "flat", "bucketed", "ring", "ddp"), "ddp", DP_SIZES,
             {(2, "bucketed"): (1.00, 1.00), (4, "ring"): (0.97,)},
         )
     ],

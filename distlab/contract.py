@@ -1,6 +1,6 @@
 """The contract of a mode: what a lesson states about itself, with a default that works for all that it leaves out.
 
-    MODE = Mode(variants=(Variant("naive", naive), Variant("ddp", ddp, by_torch=True)))
+    MODE = Mode(variants=(Variant("per_parameter", per_parameter), Variant("ddp", ddp, by_torch=True)))
 
 is a whole mode: both variants are proven against one process, timed, counted and drawn. Whatever the lab knows of a
 mode it reads from this object, so a mode from outside of experiments/ is no different from ours. A mistake is a
@@ -78,6 +78,7 @@ class Variant:
     recomputes: bool = True  # whether LAB_RECOMPUTE is for it, and not a way of its own to what its layers drop
     timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (distlab/verify/run_all.py)
     sentence: str = ""  # on it, for the report; empty: the docstring of what makes it
+    formerly: str = ""  # a name that it had before, which LAB_VARIANT takes too
 
     @property
     def told(self) -> str:
@@ -295,7 +296,7 @@ class Mode:
     """A lesson, as the lab sees it; every field has a default that works."""
 
     idea: str = ""  # the docstring of its lesson, which whoever loads it fills in
-    variants: tuple[Variant, ...] = ()  # in reading order, the naive one first
+    variants: tuple[Variant, ...] = ()  # in reading order, the simplest first
     run: Callable[[Any], None] | None = (
         None  # on a lab.Lab; None: all variants are measured, and held against `predict`
     )
@@ -329,6 +330,11 @@ class Mode:
     def names(self) -> tuple[str, ...]:
         """Its variants' names, in reading order."""
         return tuple(variant.name for variant in self.variants)
+
+    @property
+    def formerly(self) -> dict[str, str]:
+        """The variants' names of before, each with the name that took its place."""
+        return {variant.formerly: variant.name for variant in self.variants if variant.formerly}
 
     @property
     def by_torch(self) -> tuple[str, ...]:

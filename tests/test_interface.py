@@ -144,6 +144,8 @@ def test_the_names_of_the_package() -> None:
 def test_the_names_of_a_mode(mode: str) -> None:
     lesson = load(mode)
     assert not missing(lesson.names, "variants", mode)
+    assert FROZEN["formerly"].get(mode, {}).items() <= lesson.formerly.items()
+    assert set(lesson.formerly.values()) <= set(lesson.names)
     checks = {bug: mistake.check for bug, mistake in lesson.mistakes.items()}
     assert FROZEN["bugs"].get(mode, {}).items() <= checks.items()
     assert mode in modes()

@@ -31,7 +31,7 @@ MUTANTS = [
         "                dist.all_reduce(parameter.grad, group=self.group)",
         "                [dist.all_reduce(parameter.grad, group=self.group)"
         " for _ in range(2 if parameter.dtype == torch.float32 else 1)]",
-        "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=naive",
+        "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=per_parameter",
     ),
     Mutant(
         "distlab/workload/data.py",

@@ -33,6 +33,6 @@ MUTANTS = [
         "experiments/fsdp/__init__.py",
         "        computed = compute(hidden)\n        unit.free()",
         "        computed = compute(hidden)",
-        RUN + "naive",
+        RUN + "zero3_blocking",
     ),
 ]

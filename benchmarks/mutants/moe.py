@@ -17,7 +17,7 @@ MUTANTS = [
         RUN + "ep",
     ),
     Mutant(ROUTING, "math.ceil(factor * top_k", "math.floor(factor * top_k", RUN + "ep"),
-    Mutant(ROUTING, "if top_k > 1 else gates", "if top_k > 2 else gates", RUN + "naive"),
+    Mutant(ROUTING, "if top_k > 1 else gates", "if top_k > 2 else gates", RUN + "replicated"),
     Mutant(
         ROUTING,
         "wanted = table.sum((0, 1)).to(probabilities.dtype)",

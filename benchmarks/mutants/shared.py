@@ -7,7 +7,7 @@ MLP, LINE = (f"{FLAT} LAB_MODEL={name}" for name in ("mlp", "line"))
 BF16, TIED, AGAIN = FLAT + " LAB_DTYPE=bfloat16", FLAT + " LAB_TIE=1", FLAT + " LAB_RECOMPUTE=1"
 MESH = "RUN_MODE=mesh WORLD_SIZE=2 LAB_MICROBATCHES=2 LAB_BATCH=16 LAB_VARIANT=gpipe"
 DROPPING, ELASTIC = MESH + " LAB_DROPOUT=0.1", "RUN_MODE=elastic LAB_VARIANT=shrink LAB_LOSSES=1"
-MIXED = "RUN_MODE=moe LAB_VARIANT=naive"
+MIXED = "RUN_MODE=moe LAB_VARIANT=replicated"
 MODEL, DATA, DROPOUT, RECOMPUTE, OPTIMIZER, EXPERTS = (
     "distlab/workload/model.py",
     "distlab/workload/data.py",

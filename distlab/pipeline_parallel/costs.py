@@ -1,7 +1,7 @@
 """Pipelines: p ranks, m microbatches, v stages a rank (Narayanan et al. 2021, "Megatron-LM", section 2.2; Qi et al.
 2023, "Zero Bubble Pipeline Parallelism")."""
 
-IN_ONE = ("naive", "gpipe", "1f1b", "interleaved")  # whose backward passes are not split
+IN_ONE = ("one_microbatch", "gpipe", "1f1b", "interleaved")  # whose backward passes are not split
 FOLDED = ("zbv", "dualpipev")  # two stages a rank, that lie like a V
 
 
@@ -37,7 +37,7 @@ def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) ->
 
 def ahead(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> int:
     """Passes forward that `rank` makes before its first backward, with chunks each apart: p-r in 1f1b, 1f1b_split and
-    zb_h1, m in gpipe, 1 in naive.
+    zb_h1, m in gpipe, 1 in one_microbatch.
 
     interleaved: 2(p-1-r) + (v-1)·g ahead and the one in turn, of v·m; g is the size of the first group, p where m is a
     multiple of it (Narayanan et al. 2021, section 2.2.2), else the larger share of m in m//p. On a V all that go down
@@ -48,7 +48,7 @@ def ahead(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int =
         return min(chunks * microbatches, 2 * (ranks - 1 - rank) + (chunks - 1) * group + 1)
     up = min(microbatches, rank + 1)
     return {
-        "naive": 1,
+        "one_microbatch": 1,
         "gpipe": microbatches,
         "1f1b": min(microbatches, ranks - rank),
         "1f1b_split": min(microbatches, ranks - rank),

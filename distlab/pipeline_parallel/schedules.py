@@ -13,7 +13,7 @@ and m=8 had 0.273. Who puts off the weights further is in the second half of thi
 
 All of them interleave a list of forwards and a list of backwards and differ in how many forwards run ahead:
 
-  naive        one microbatch: a rank works while all others wait                            bubble (p-1)/p
+  one_microbatch  a rank works while all others wait                                         bubble (p-1)/p
   gpipe        all m ahead (Huang et al. 2019, section 2.3)                                  (p-1)/(m+p-1)
   1f1b         as few as the pipe is long behind this rank, p-1-r, and only min(m, p-r) microbatches are held for their
                backward pass (PipeDream-Flush: Narayanan et al. 2021, "Megatron-LM", section 2.2.1)
@@ -43,7 +43,7 @@ class Action(NamedTuple):
 Schedule = list[list[Action]]  # the actions of each rank, in the order in which it does them
 
 
-def naive(ranks: int) -> Schedule:
+def one_microbatch(ranks: int) -> Schedule:
     """The whole batch as one microbatch: the model is split, the work is not."""
     return gpipe(ranks, 1)
 

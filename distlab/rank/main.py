@@ -31,7 +31,7 @@ from distlab.measure.traffic import Ledger
 from distlab.rank import preflight
 from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
 from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link
-from distlab.rank.mode_loader import import_and_freeze, lesson, load, load_for, pick_device
+from distlab.rank.mode_loader import import_and_freeze, lesson, load, load_for, pick_device, with_names_of_today
 from distlab.rank.preflight import refuse, warnings
 from distlab.rank.rejoin import Addresses, find_cluster, find_left_run, identity, init_group_alone, readmit
 from distlab.rank.status_writer import begin_status
@@ -56,6 +56,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time,
     `engine` a line that tells who says which rank this is."""
     mode = load_for(config)
+    config = with_names_of_today(config, mode)
     if mode.takes_back and (addresses := find_left_run(config)) is not None:
         return rejoin(addresses, config, mode, started_at, parent, engine)
     # 1. Refuse what cannot run.
@@ -265,7 +266,8 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
 def import_for_ranks(config: Config) -> None:
     """Import in the launcher, from which ranks are forked, what each would; a lesson from outside each does itself."""
     if not is_path(config.run_mode):
-        import_and_freeze(config, load(config.run_mode))
+        mode = load(config.run_mode)
+        import_and_freeze(with_names_of_today(config, mode), mode)
 
 
 def drills_of(run: RankRun) -> "Drills | None":

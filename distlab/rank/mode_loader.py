@@ -58,6 +58,12 @@ def load_for(config: Config) -> Mode:
     return replace(mode, variants=(*mode.variants, *variants))
 
 
+def with_names_of_today(config: Config, mode: Mode) -> Config:
+    """The same settings, where LAB_VARIANT may name a variant by the name that it had before."""
+    names = tuple(dict.fromkeys(mode.formerly.get(name, name) for name in config.variant))
+    return config if names == config.variant else config.model_copy(update={"variant": names})
+
+
 def modes_that(have: Callable[[Mode], bool]) -> str:
     """The names of all modes in experiments/ of which `have` is true, for a sentence; it imports them all."""
     return ", ".join(name for name in modes() if have(load(name)))

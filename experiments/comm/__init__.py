@@ -45,7 +45,7 @@ PREDICTED_BYTES = 4 << 20
 GLOO, TCP = "gloo", "tcp"
 
 
-def naive(tensor: Tensor, group: dist.ProcessGroup) -> None:
+def one_by_one(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """An all_reduce of sends and receives: all to rank 0, which adds one after the other, and its sum to each in turn.
 
     Right, and slow twice over: 2(N-1) messages wait for each other, and all of them pass the one link of rank 0.
@@ -65,8 +65,8 @@ def naive(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
-    """The naive all_reduce beside the variants, on the numbers of the ring."""
-    ways: dict[str, Callable[[Tensor], object]] = {"naive": lambda tensor: naive(tensor, lab.group)}
+    """An all_reduce of sends and receives beside the variants, on the numbers of the ring."""
+    ways: dict[str, Callable[[Tensor], object]] = {"one_by_one": lambda tensor: one_by_one(tensor, lab.group)}
     ways |= {name: collective.all_reduce for name, collective in collectives.items()}
     rows, control = [], "tests/experiments/test_comm.py::test_a_sum_that_rank_0_keeps_is_seen"
     for name, all_reduce in ways.items():
@@ -265,7 +265,7 @@ MODE = Mode(
     mistakes=mistake,
     unsaved="trains nothing that could be saved",
     reading=(
-        "experiments/comm/__init__.py: an all_reduce made of sends and receives, naive first, a ring message by"
+        "experiments/comm/__init__.py: an all_reduce made of sends and receives one by one, a ring message by"
         " message, and what a run does",
         "experiments/comm/primitives.py: who has what before and after each primitive, and what its backward returns",
         "distlab/collectives/point_to_point.py, then ring.py, direct.py, tree.py or rooted.py: a variant is the two",

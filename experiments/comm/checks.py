@@ -157,7 +157,7 @@ def claims(mode: Mode, sweep_mib: float) -> Iterator[Claims]:
     yield Claims(("gradients",), times=GRADIENTS)
     yield Claims(("no autograd", "demo", "ring"))
     yield Claims(("speeds",))  # of the operations that the chosen variants have
-    yield Claims(("sum",), ("naive", *mode.names))
+    yield Claims(("sum",), ("one_by_one", *mode.names))
     yield Claims(("contents",), mode.names, times=len(OPERATIONS))
     yield Claims(("drawn bytes",), mode.names)
     sizes = [name for mib, name in COMPARED.items() if mib <= sweep_mib]

@@ -9,7 +9,7 @@ next step's gradients (error feedback, LAB_ERROR_FEEDBACK): late, not lost.
               dense f·s·n; bf16, fp16 f·2n; int8 f·(n + 4); topk (N-1)·(4 + s)k; randomk f·s·k; sign (N-1)·(n/8 + 4);
               powersgd f·s·r(m + n) a matrix [m, n]. All but topk and sign stay bounded as N grows: their messages can
               be added on the way. topk sends more than dense from N = 1/LAB_RATIO on (in float32), sign from N = 64
-              one call a bucket, int8 and powersgd two; naive sends topk's bytes in two calls a gradient
+              one call a bucket, int8 and powersgd two; per_parameter sends topk's bytes in two calls a gradient
               at rest a gradient more on every rank, the residual (among the activations, which are all that is in no
               other class)
   the model   width 64, depth 4 unless set: a dozen variants and more are proven and trained beside each other
@@ -17,16 +17,16 @@ next step's gradients (error feedback, LAB_ERROR_FEEDBACK): late, not lost.
 
 The variants; from bf16 on each bucket goes through an all_reduce that sends less (distlab/compression/compressors.py):
 
-  naive       each gradient alone: its largest numbers and their places to all ranks, and the rest is lost
-  dense       our buckets, nothing compressed
-  bf16, fp16  16 bits a number
-  int8        8 bits, one scale a bucket for all ranks, stochastic rounding, sums that cannot overflow
-  topk        the largest numbers of a bucket and their places
-  randomk     numbers at places that all ranks draw alike
-  sign        one bit a number
-  powersgd    two thin factors a matrix
-  *_plain     topk, sign and powersgd without error feedback: what is left out is lost
-  ddp         PyTorch's DistributedDataParallel, nothing compressed: what the others are to beat
+  per_parameter  each gradient alone: its largest numbers and their places to all ranks, and the rest is lost
+  dense          our buckets, nothing compressed
+  bf16, fp16     16 bits a number
+  int8           8 bits, one scale a bucket for all ranks, stochastic rounding, sums that cannot overflow
+  topk           the largest numbers of a bucket and their places
+  randomk        numbers at places that all ranks draw alike
+  sign           one bit a number
+  powersgd       two thin factors a matrix
+  *_plain        topk, sign and powersgd without error feedback: what is left out is lost
+  ddp            PyTorch's DistributedDataParallel, nothing compressed: what the others are to beat
   ddp_fp16, ddp_powersgd  PyTorch's own hooks
 """
 
@@ -63,7 +63,7 @@ Shapes: TypeAlias = list[Size]  # of the gradients of a bucket
 # --- the variants ---
 
 
-def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
+def per_parameter(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """After the backward pass, each gradient alone: its largest numbers and places to all ranks; the rest is lost."""
     begin_alike(model, mesh.group, config)
     ratio, group = config.own(Options).ratio, mesh.group
@@ -182,7 +182,8 @@ def run(lab: Lab) -> None:
 
 MODE = Mode(
     variants=(
-        *(Variant(each.__name__, each) for each in (naive, dense, bf16, fp16, int8, topk, randomk, sign, powersgd)),
+        Variant("per_parameter", per_parameter, formerly="naive"),
+        *(Variant(each.__name__, each) for each in (dense, bf16, fp16, int8, topk, randomk, sign, powersgd)),
         Variant("topk_plain", plain(topk)),
         Variant("sign_plain", plain(sign)),
         Variant("powersgd_plain", plain(powersgd)),
@@ -200,7 +201,7 @@ MODE = Mode(
     unsaved="keeps a residual of its own on each rank, as large as the gradients, without which a resumed run would "
     "lose what was not sent",
     reading=(
-        "experiments/compress/__init__.py: the variants, naive first, each with its compressor",
+        "experiments/compress/__init__.py: the variants, the simplest first, each with its compressor",
         "distlab/compression/compressors.py: what every compressor does, and what each variant sends",
         "distlab/compression/powersgd.py: two thin factors in place of a matrix",
         "experiments/compress/checks.py: how each is compared with its paper's formula",

@@ -29,7 +29,7 @@ METHODS = ("bf16", "fp16", "int8", "topk", "randomk", "sign", "powersgd")
 PLAIN = ("topk", "sign", "powersgd")
 TORCHS = {"ddp": "dense", "ddp_fp16": "fp16", "ddp_powersgd": "powersgd"}
 OURS = {
-    "naive": "topk",
+    "per_parameter": "topk",
     "dense": "dense",
     **{name: name for name in METHODS},
     **{f"{name}_plain": name for name in PLAIN},
@@ -72,9 +72,9 @@ def smallest_side(config: Config) -> int:
 
 
 def bucket_members(config: Config, itemsize: int, variant: str = "") -> list[list[int]]:
-    """Which parameters lie in each bucket, by their number, in its order; `naive` has a bucket a gradient."""
+    """Which parameters lie in each bucket, by their number, in its order; `per_parameter` has a bucket a gradient."""
     sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
-    bucket_mib = 0 if variant == "naive" else config.bucket_mib
+    bucket_mib = 0 if variant == "per_parameter" else config.bucket_mib
     return layout(sizes, bucket_mib * 2**20)
 
 
@@ -93,10 +93,10 @@ def sent_bytes(config: Config, variant: str, world_size: int) -> float:
 
 
 def calls(config: Config, variant: str) -> int:
-    """Collectives in a step; `naive` sends numbers and places apart."""
+    """Collectives in a step; `per_parameter` sends numbers and places apart."""
     buckets = bucket_shapes(config, getattr(torch, config.dtype).itemsize, variant)
     one_by_one = sum(bucket_calls(METHOD_OF[variant], shapes, config.own(Options).low_rank) for shapes in buckets)
-    return 2 * one_by_one if variant == "naive" else one_by_one
+    return 2 * one_by_one if variant == "per_parameter" else one_by_one
 
 
 def messages(config: Config, variant: str, world_size: int) -> int:
@@ -192,7 +192,7 @@ def largest_k(numel: int, itemsize: int, world_size: int, ratio: float, *, all_p
 
 
 def gathered(numel: int, itemsize: int, world_size: int, ratio: float) -> Message:
-    """The naive variant's, a gradient at a time: magnitudes sorted beside their places, then everybody's."""
+    """That of `per_parameter`, a gradient at a time: magnitudes sorted beside their places, then everybody's."""
     k = num_kept(numel, ratio)
     sent = (4 + itemsize) * k
     return Message(max((2 * itemsize + INDEX) * numel, INDEX * numel + (world_size + 1) * sent), 0)
@@ -235,8 +235,8 @@ def peak_bytes(name: str, config: Config, passes: list[Happening], *, all_pass: 
     if METHOD_OF[name] == "powersgd":
         constant += itemsize * sum(factors(shape, config.own(Options).low_rank) for shape in shapes)
     buckets = message_bytes(name, config, sizes, itemsize, all_pass=all_pass)
-    alone = constant + max(each.written for _, each in buckets) if name == "naive" else 0.0  # after the passes
-    holding = Compressed(constant, [] if name == "naive" else buckets, config.num_microbatches)
+    alone = constant + max(each.written for _, each in buckets) if name == "per_parameter" else 0.0  # after the passes
+    holding = Compressed(constant, [] if name == "per_parameter" else buckets, config.num_microbatches)
     return max(pass_peak(passes, holding), alone, constant + adam * adamw_scratch_bytes(sizes, itemsize))
 
 
@@ -247,7 +247,7 @@ def message_bytes(
     feedback, named, found = config.own(Options).error_feedback and name in METHODS, names_of(config), []
     for members in bucket_members(config, itemsize, name):
         numel = sum(sizes[index] for index in members)
-        if name == "naive":
+        if name == "per_parameter":
             its = gathered(numel, itemsize, ranks, ratio)
         elif METHOD_OF[name] == "topk":
             its = largest_k(numel, itemsize, ranks, ratio, all_pass=all_pass)

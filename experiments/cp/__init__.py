@@ -56,7 +56,7 @@ Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
 Steps: TypeAlias = Callable[..., Strategy]
 
 
-# --- naive: gather what is not there ---
+# --- gather what is not there ---
 
 
 class GatheredAttention:
@@ -210,7 +210,7 @@ MODE = Mode(
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
     reading=(
-        "experiments/cp/__init__.py: the variants, naive first, and what a run of them claims",
+        "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/context_parallel/ring.py: attention to some of the keys, and how two such results become one",
         "distlab/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
         "distlab/context_parallel/strategy.py: who has which positions, which keys they see, and the step",

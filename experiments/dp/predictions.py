@@ -53,7 +53,7 @@ def predict(config: Config) -> list[Prediction]:
         return Prediction(variant, "wire bytes", "B", formula, total, cost.calls, messages=(cost.messages,) * ranks)
 
     return [
-        summed("naive", sizes),
+        summed("per_parameter", sizes),
         summed("flat", [sum(sizes)]),
         summed("bucketed", buckets),
         *of_a_step("ring", formula, [Cost(each, 2 * (ranks - 1) * len(buckets), passed_on) for each in own]),
@@ -71,7 +71,7 @@ def at_rest(config: Config) -> list[Prediction]:
     value = (float(sum(whole_rest_bytes(sizes, config).values())),) * config.world_size
     return [
         Prediction(name, "rest bytes", "B", formula, value, 0, shown=PYTORCHS if name == "ddp" else "")
-        for name in ("naive", "flat", "bucketed", "ring", "ddp")
+        for name in ("per_parameter", "flat", "bucketed", "ring", "ddp")
     ]
 
 
@@ -83,7 +83,7 @@ def peak_bytes(name: str, config: Config, passes: list[Happening], *, swapped: b
     sizes = [parameter.numel() for parameter in outline(config).parameters()]
     held, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
     constant = held["parameters"] + held["optimizer"] + message_bytes(name, config, swapped=swapped)
-    holding = Replicated(constant, held["gradients"], config.itemsize, in_buckets=name != "naive")
+    holding = Replicated(constant, held["gradients"], config.itemsize, in_buckets=name != "per_parameter")
     update = constant + held["gradients"] + adam * adamw_scratch_bytes(sizes, config.itemsize)
     return max(pass_peak(passes, holding), update)
 
@@ -105,7 +105,7 @@ def compare_peak(lab: Lab, measured: Mapping[str, Measured]) -> None:
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         swapped, held = swaps_buckets(lab.group, lab.config), sum(measured[name].peak.values())
         predicted = peak_bytes(name, lab.config, passes, swapped=swapped)
-        gradients = "gradients as they come" if name == "naive" else "gradients"
+        gradients = "gradients as they come" if name == "per_parameter" else "gradients"
         lab.compare(
             "peak bytes", predicted, held, tolerance=0.05 * predicted, variant=name,
             formula=f"weights + optimizer + {gradients} + one process's passes", shown=shown_on(lab.config.device),

@@ -9,18 +9,20 @@ summed, and the moments only to step. So each rank owns an N-th of every layer, 
               "ZeRO", section 5). Sent, of S bytes of weights: zero1 and zero2 2(N-1)/N x S, what dp sends; zero3
               3(N-1)/N x S, since it gathers weights forward and backward; with LAB_RESHARD=0 2(N-1)/N x S again. zero2
               and zero3 keep no gradients to add to, so each of M microbatches is summed: (M+1) and 3M in place of 2 and
-              3; naive sums by an all_reduce, of which it keeps a part: 4M
+              3; zero3_blocking sums by an all_reduce, of which it keeps a part: 4(N-1)/N x S, 4M of M
   shapes      inputs [B/N, S] a rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the
               last one shorter
 
 The first variant is the whole idea, with nothing done ahead; the others give up one copy after the other:
 
-  naive       a layer is gathered, computes and is freed, forward and again backward, and all waits for each of it
-  zero1       optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the step
-  zero2       gradients too: summed layer by layer as the backward pass hands them over, and dropped
-  zero3       weights too: a layer is gathered just before it computes, the next one meanwhile, and freed after
-  zero3_kept  zero3 without recomputation, beside zero3 with it (LAB_RECOMPUTE=1)
-  fsdp2       PyTorch's fully_shard, which does what zero3 does
+  zero3_blocking  a layer is gathered, computes and is freed, forward and again backward, and all waits for each of it:
+                  4(N-1)/N x S, twice what dp sends, and nothing of it overlaps
+  zero1           optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the
+                  step
+  zero2           gradients too: summed layer by layer as the backward pass hands them over, and dropped
+  zero3           weights too: a layer is gathered just before it computes, the next one meanwhile, and freed after
+  zero3_kept      zero3 without recomputation, beside zero3 with it (LAB_RECOMPUTE=1)
+  fsdp2           PyTorch's fully_shard, which does what zero3 does
 """
 
 from collections.abc import Callable
@@ -59,7 +61,7 @@ def home(config: Config) -> torch.device | None:
 # --- the variants, in reading order ---
 
 
-def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
+def zero3_blocking(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Every layer is a flat vector [N·c], each rank keeps its chunk [c] of it; it is whole only while it computes."""
     model.recompute = False  # each layer is computed again as it is
     units = FlatUnits(model, list(model.layers), mesh.group, keeps_whole=False, home=home(config))
@@ -197,7 +199,8 @@ def run(lab: Lab) -> None:
 MODE = Mode(
     shards=True,
     variants=(
-        Variant("naive", naive, recomputes=False),  # whatever is set, it computes its layers again by a way of its own
+        # Whatever is set, it computes its layers again by a way of its own.
+        Variant("zero3_blocking", zero3_blocking, formerly="naive", recomputes=False),
         Variant("zero1", partial(in_stage, stage=1), sentence="Optimizer state sharded."),
         Variant("zero2", partial(in_stage, stage=2), sentence="And gradients."),
         Variant("zero3", partial(in_stage, stage=3), sentence="And weights."),
@@ -218,7 +221,7 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     recomputes=True,
     reading=(
-        "experiments/fsdp/__init__.py: the variants, naive first, and what a run of them claims",
+        "experiments/fsdp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/sharded/flat_parameter.py: a layer as one vector, of which each rank owns a part, and the step around",
         "distlab/sharded/zero.py: the three stages, and when weights are gathered and gradients summed",
     ),

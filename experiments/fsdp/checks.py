@@ -15,7 +15,11 @@ from distlab.workload.model import outline
 
 from .predictions import BY_HAND, tied
 
-AHEAD = {"naive": 0, "zero3": 1, "zero3_kept": 1}  # layers whose weights are whole beside the one that computes
+AHEAD = {
+    "zero3_blocking": 0,
+    "zero3": 1,
+    "zero3_kept": 1,
+}  # layers whose weights are whole beside the one that computes
 
 
 class Units:
@@ -56,8 +60,8 @@ def allowed_whole(name: str, config: Config, *, reshard: bool) -> int:
     """As many as the rules allow."""
     units, ahead = Units(config), AHEAD[name]
     layers = range(units.num_layers)
-    kept = name != "naive" and not reshard
-    if name == "naive":
+    kept = name != "zero3_blocking" and not reshard
+    if name == "zero3_blocking":
         return 1
     return max(len(units.whole(layer, ahead, forward=way, kept=kept)) for layer in layers for way in (True, False))
 
@@ -66,17 +70,19 @@ def wrongly_whole(name: str, order: Order, config: Config, *, reshard: bool) -> 
     """Sentences where other weights are whole than those that the layer at work, and what follows it, needs."""
     units, faults, backward = Units(config), [], False
     layer_of = {storage: units.of(int(weight.split(".")[0])) for weight, storage in order.weights.items()}
-    kept = name != "naive" and not reshard
+    kept = name != "zero3_blocking" and not reshard
     for event, storages in there(order):
         if event.name == "backward":
             backward = event.what == "begin"
         whole = {layer_of[storage] for storage in storages}
         if event.what == "gradient":
             at = int(event.label.split(".")[0])
-            wanted = {units.of(at)} if name == "naive" else units.whole(at, AHEAD[name], forward=False, kept=kept)
+            wanted = (
+                {units.of(at)} if name == "zero3_blocking" else units.whole(at, AHEAD[name], forward=False, kept=kept)
+            )
         elif (event.what, event.name) == ("begin", "layer") and not backward:
             at = int(event.label)
-            wanted = set() if name == "naive" else units.whole(at, AHEAD[name], forward=True, kept=kept)
+            wanted = set() if name == "zero3_blocking" else units.whole(at, AHEAD[name], forward=True, kept=kept)
         else:
             continue
         if whole != wanted:
@@ -142,6 +148,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants by hand bytes and calls, and when weights are whole and gradients summed."""
     yield from measured(mode, config, copied=("zero1", "zero2"))  # which hold all weights
     yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls", "scratch"), mode.by_hand)
-    yield Claims(("whole units", "a layer at a time"), ("naive", "zero3", "zero3_kept"))
+    yield Claims(("whole units", "a layer at a time"), ("zero3_blocking", "zero3", "zero3_kept"))
     if config.world_size > 1:
         yield Claims(("sums",), mode.by_hand)

@@ -26,7 +26,7 @@ from distlab.sharded.flat_parameter import as_many_as_all
 from distlab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
 from distlab.workload.model import outline
 
-BY_HAND = {"naive": 3, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_kept": 3}  # by stage
+BY_HAND = {"zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_kept": 3}  # by stage
 
 
 def tied(config: Config) -> bool:
@@ -68,7 +68,7 @@ def owned(config: Config, rank: int) -> int:
 def predict(config: Config, *, reshard: bool) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
     named = [name for name in BY_HAND if name != "zero3_kept" or config.recompute]
-    staged = [by_stage(config, name, gathers=2 if reshard else 1) for name in named if name != "naive"]
+    staged = [by_stage(config, name, gathers=2 if reshard else 1) for name in named if name != "zero3_blocking"]
     sent = [naively(config), *staged, by_torch(config, gathers=2 if reshard else 1)]
     return sent + [at_rest(config, name) for name in [*named, "fsdp2"]]
 
@@ -85,7 +85,7 @@ def naively(config: Config) -> Prediction:
     summed = sum(gloo_all_reduce_messages(ranks, ranks * chunk * config.itemsize) for chunk in moved)
     messages = (parts * (gathered + summed) + norm.messages,) * ranks
     formula = f"{4 * parts}(N-1)/N x S"
-    return Prediction("naive", "wire bytes", "B", formula, (total,) * ranks, calls, messages=messages)
+    return Prediction("zero3_blocking", "wire bytes", "B", formula, (total,) * ranks, calls, messages=messages)
 
 
 def by_stage(config: Config, name: str, gathers: int) -> Prediction:
@@ -166,14 +166,15 @@ def published() -> tuple[str, list[str], list[list[str]]]:
 # The most that a rank holds in a step of each stage, predicted: the rules of ZeRO, applied to one process's passes.
 #
 # zero1 to 3  what distlab/sharded/costs.py says
-# naive       as stage 3, with nothing ahead: a layer computes again, and its gradients stand there twice for the sum
+# zero3_blocking  as stage 3, with nothing ahead: a layer computes again, and its gradients stand there twice for the
+#             sum
 # optimizer   of the rank's shards; in 16 bits with float32 masters, whose gradients in float32 stand there in the
 #             update alone
 
 ONE = "a layer whole, its gradients whole while they are summed, a layer of scratch"
 TWO = f"two layers whole{ONE.removeprefix('a layer whole')}"
 TERMS = {
-    "naive": f"shards + {ONE.rpartition(',')[0]}",
+    "zero3_blocking": f"shards + {ONE.rpartition(',')[0]}",
     "zero1": "weights + gradients + a shard of the optimizer + a layer of scratch",
     "zero2": f"weights + shards{ONE.removeprefix('a layer whole')}",
     "zero3": f"shards + {TWO}",
@@ -187,7 +188,7 @@ def holding_of(name: str, config: Config, rank: int, *, reshard: bool) -> Shardi
     kept = sum(laid.chunks(ranks)) * (ranks if stage < 3 else 1)
     kept += sum(laid.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
     constant = kept * config.itemsize + remembered(config, rank)
-    kind = Naively if name == "naive" else Sharding
+    kind = Naively if name == "zero3_blocking" else Sharding
     microbatches = config.num_microbatches
     return kind(stage, laid, rank, ranks, config.itemsize, constant, microbatches=microbatches, reshard=reshard)
 
@@ -238,12 +239,12 @@ def compare_peak(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) -
     recomputes = checks_recomputed(lab)
     again = outlined(lab, again=True, recompute=False, dealt=dealt) if recomputes else []
     layer_bytes = most_of_a_layer(lab, dealt) if recomputes else 0
-    outlines: dict[str, list[Happening]] = {}  # naive computes every layer again, whatever LAB_RECOMPUTE says
+    outlines: dict[str, list[Happening]] = {}  # zero3_blocking computes every layer again, whatever LAB_RECOMPUTE says
     for name in [name for name in BY_HAND if name in measured]:
-        kind = name if name in ("naive", "zero3_kept") else ""
+        kind = name if name in ("zero3_blocking", "zero3_kept") else ""
         if kind not in outlines:
             recompute = None if not kind else False
-            outlines[kind] = outlined(lab, again=kind == "naive", recompute=recompute, dealt=dealt)
+            outlines[kind] = outlined(lab, again=kind == "zero3_blocking", recompute=recompute, dealt=dealt)
         predicted, held = (
             peak_bytes(name, config, lab.rank, outlines[kind], reshard=reshard),
             sum(measured[name].peak.values()),

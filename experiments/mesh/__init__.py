@@ -16,7 +16,7 @@ group, too early or twice; a norm in which an element counts t times or not at a
 LAB_MESH names the axes from the outermost to the innermost, as pp2,dp2,tp2; tp sends most, so its ranks are neighbours.
 With a cp samples are folded over its ranks, and keys and values go round (zigzag of RUN_MODE=cp).
 
-  naive            all forwards, then all backwards, and at last a gradient at a time over the replicas
+  per_parameter    all forwards, then all backwards, and at last a gradient at a time over the replicas
   gpipe            buckets, launched inside the last backward pass of the pipeline
   1f1b             with fewer microbatches kept
   1f1b_split       the gradient of an input goes before those of weights are computed, for which the stage before does
@@ -114,7 +114,10 @@ def on_paper(sizes: dict[str, int], config: Config, variant: str) -> schedules.S
 MODE = Mode(
     shards=True,
     variants=(
-        *(Variant(name, partial(stack, name=name), sentence=how.sentence) for name, how in HOW.items()),
+        *(
+            Variant(name, partial(stack, name=name), sentence=how.sentence, formerly="naive" if how.one_by_one else "")
+            for name, how in HOW.items()
+        ),
         Variant("dtensor_fsdp2", dtensor_fsdp2, by_torch=True),
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
     ),

@@ -77,7 +77,7 @@ def check_order(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
 
 
 def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
-    """Buckets are launched inside a backward pass, as soon as their gradients are there; of `naive` none."""
+    """Buckets are launched inside a backward pass, as soon as their gradients are there; of `per_parameter` none."""
     if HOW[name].zero or lab.mesh.size("dp") == lab.mesh.size("cp") == 1:
         return
     sums = measured.order.launches("all_reduce")
@@ -124,7 +124,7 @@ def within_backward(order: Order, place: int) -> bool:
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
     sizes = mode.axes(config)
-    copied = ("naive", "gpipe", "1f1b", "1f1b_split") if sizes["dp"] > 1 else ()
+    copied = ("per_parameter", "gpipe", "1f1b", "1f1b_split") if sizes["dp"] > 1 else ()
     yield from measured(mode, config, copied=copied)
     if config.proof:
         yield Claims(("in flight",), mode.by_hand)

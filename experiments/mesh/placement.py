@@ -48,7 +48,7 @@ class How(NamedTuple):
 
 
 HOW = {
-    "naive": How("A bucket of a byte is a gradient by itself.", "gpipe", one_by_one=True),
+    "per_parameter": How("A bucket of a byte is a gradient by itself.", "gpipe", one_by_one=True),
     "gpipe": How("All forwards, then all backwards.", "gpipe"),
     "1f1b": How("A backward as soon as there can be one."),
     "1f1b_split": How("1f1b, and the gradient of an input is sent before those of weights are computed.", "1f1b_split"),

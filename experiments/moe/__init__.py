@@ -7,16 +7,16 @@ balance loss, or a bias on the choice, makes it rare.
 
   predicted   rows of D numbers travel there and back, forward and backward: 2D x (rows that a rank gives away + rows
               that it takes), with even routing 4(N-1)/N x k·T·D, T tokens a rank; all else is dp's, 2(N-1)/N x S' of
-              what is no expert. naive sends 2(N-1)/N x S of everything. Parameters a rank: Q + E·M/N where naive has
-              Q + E·M, M an MLP's. An expert takes C = ceil(LAB_CAPACITY·k·B/E) of the B tokens of a batch, first
-              choices first (Lepikhin et al. 2020, "GShard", section 2.2)
+              what is no expert. replicated sends 2(N-1)/N x S of everything. Parameters a rank: Q + E·M/N where
+              replicated has Q + E·M, M an MLP's. An expert takes C = ceil(LAB_CAPACITY·k·B/E) of the B tokens of a
+              batch, first choices first (Lepikhin et al. 2020, "GShard", section 2.2)
   shapes      tokens [T, D] a rank; scores [T, E]; choices and gates [k, T]; what all want [N, k, E]; rows that arrive
               [R, D] of any R, 0 too; experts up [E/N, D, 4D], down [E/N, 4D, D]
 
 One process routes the whole batch; ranks that each route their own tokens make the same choices, drop the same tokens
 and find the same losses, since each knows how often all others want each expert:
 
-  naive       every expert on every rank, data parallel: no token travels, and all experts' gradients do
+  replicated  every expert on every rank, data parallel: no token travels, and all experts' gradients do
   ep          experts on ranks; tokens to them by an uneven all_to_all by hand
   ep_dp       experts on some ranks, and the same on others: tokens travel among fewer, copies sum their gradients
   ep_tp       experts on some ranks, each cut by its hidden units over others: all of these compute its tokens
@@ -92,10 +92,10 @@ Way: TypeAlias = type[Dispatch]
 MakeSwap: TypeAlias = Callable[[dist.ProcessGroup], Swap]
 
 
-# --- naive: every expert on every rank ---
+# --- replicated: every expert on every rank ---
 
 
-def naive(model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts) -> Strategy:
+def replicated(model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts) -> Strategy:
     """Data parallel: each rank computes its own tokens by all experts, and all gradients are summed."""
     everything = Placement.spread(config.own(Options).experts, 4 * config.width, copies=mesh.group.size())
     distribute(model, everything, mesh.group, Stays(mesh.group.rank()), layer)
@@ -248,7 +248,7 @@ def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:
 
 MODE = Mode(
     variants=(
-        Variant("naive", naive),
+        Variant("replicated", replicated, formerly="naive"),
         *(Variant(name, partial(expert_parallel, name=name), sentence=told) for name, told in ON_RANKS.items()),
         Variant("ep_torch", ep_torch, by_torch=True),
     ),
@@ -264,7 +264,7 @@ MODE = Mode(
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
     reading=(
-        "experiments/moe/__init__.py: the variants, naive first, and what a run of them claims",
+        "experiments/moe/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/expert_parallel/layer.py: routing, rows to their experts and back, the layer around it",
         "distlab/expert_parallel/strategy.py: the training step, and whose gradients are summed over whom",
     ),

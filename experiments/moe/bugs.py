@@ -16,7 +16,7 @@ from distlab.workload.data import Microbatch
 from .options import Options
 
 APART = ("ep", "ep_dp", "ep_tp", "ep_dp_tp")  # experts on ranks
-ROUTED = ("naive", *APART)
+ROUTED = ("replicated", *APART)
 mistake = Mistakes()
 
 

@@ -156,7 +156,7 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
             continue
         ratios = [mean(busiest(rows_of(placed[name], routed)) for routed in step) for step in steps]
         curves[name] = [[float(step) for step in range(len(steps))], ratios]
-        if name == "ep" or (name == "naive" and "ep" not in routes.timed):
+        if name == "ep" or (name == "replicated" and "ep" not in routes.timed):
             draw_experts(lab, name, notes, mixing)
         title, rows = by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in everyone])
         lab.table(title, COLUMNS, rows)

@@ -40,7 +40,7 @@ def grids(config: Config) -> dict[str, dict[str, int]]:
     inner = proper_divisor(ranks)
     middle = proper_divisor(inner)
     found = {
-        "naive": (ranks, 1, 1),
+        "replicated": (ranks, 1, 1),
         "ep": (1, ranks, 1),
         "ep_dp": (ranks // inner, inner, 1),
         "ep_tp": (1, inner, ranks // inner),
@@ -152,7 +152,7 @@ def predict(config: Config, mixing: Mixing, routed: Mapping[str, Sequence[Admitt
     for name, placement in placements(config, mixing).items():
         layers = routed.get(name) if routed is not None else None
         shown = PYTORCHS if name == "ep_torch" else ""
-        why = "" if layers is not None or name == "naive" else "as if all experts were wanted alike"
+        why = "" if layers is not None or name == "replicated" else "as if all experts were wanted alike"
         if routed is None or layers is not None:
             admitted = layers or [evenly(config, mixing)] * len(model.mixtures) * config.num_microbatches
             predictions += traffic(name, config, mixing, placement, model, admitted, shown or why)
@@ -178,7 +178,7 @@ def traffic(
     for rank in range(ranks):
         travelling = [travels(placement, rank, admitted) for admitted in layers]
         sums = summed_buckets(name, config, placement, model, rank)
-        if config.clip is not None and name != "naive":  # whose ranks all have all gradients, and so their norm
+        if config.clip is not None and name != "replicated":  # whose ranks all have all gradients, and so their norm
             sums.append((ranks, NUMBER_BYTES))
         given, taken, sends = (sum(each) for each in zip(*travelling, strict=True))
         nbytes.append(
@@ -193,7 +193,7 @@ def traffic(
             + sum(gloo_all_reduce_messages(number, size) for number, size in sums)
         )
     most = int(max(calls))
-    formula = "2(N-1)/N x S" if name == "naive" else "2(N-1)/N x S' + 2D(rows given + taken)"
+    formula = "2(N-1)/N x S" if name == "replicated" else "2(N-1)/N x S' + 2D(rows given + taken)"
     found = [Prediction(name, "wire bytes", "B", formula, tuple(nbytes), most, shown, tuple(messages))]
     if not shown:
         found.append(Prediction(name, "calls", "calls", "messages, tables, buckets", tuple(calls), most))
@@ -205,7 +205,7 @@ def summed_buckets(
 ) -> list[tuple[int, int]]:
     """Of each bucket of gradients how many ranks sum how many bytes."""
     ranks = config.world_size
-    if name == "naive":  # everything in the same buckets
+    if name == "replicated":  # everything in the same buckets
         sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
         return [(ranks, size) for size in bucket_bytes(config, sizes)]
     sums = [(ranks, size) for size in bucket_bytes(config, dense_sizes(model))]
@@ -265,7 +265,7 @@ def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel
         sizes = dense_sizes(model) + expert_sizes(placement, model, rank)
         value.append(float(sum(whole_rest_bytes(sizes, config).values())) + untrained * config.itemsize)
     number = (4 if config.optimizer == "adamw" else 2) * config.itemsize
-    held = "P" if name == "naive" else "what a rank holds"
+    held = "P" if name == "replicated" else "what a rank holds"
     return Prediction(name, "rest bytes", "B", f"{number} x {held}", tuple(value), 0, shown)
 
 

@@ -12,16 +12,16 @@ wait at any time; in m microbatches they fill the pipe, and the waiting shrinks 
 
 The variants do the same arithmetic, in another order:
 
-  naive         the whole batch as one microbatch: the model is split, the work is not
-  gpipe         all microbatches forward, then all backward: every rank holds the activations of all m
-  1f1b          a backward as soon as there can be one: the bubble of gpipe, and rank r holds at most p - r microbatches
-  1f1b_split    of each backward pass first what the stage before waits for: a third of the time of the bubble goes
-  interleaved   1f1b with LAB_CHUNKS stages a rank: the pipe fills v times as fast, for v times the messages
-  zb_h1         1f1b_split whose later ranks put the gradients of weights off to where they would wait
-  zbv           the same with two stages a rank, that lie like a V: the last rank hands itself its second one
-  dualpipev     on the same V a forward and a backward in turn; from 2p microbatches on
-  torch_...     torch.distributed.pipelining's ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble,
-                ScheduleZBVZeroBubble and ScheduleDualPipeV
+  one_microbatch  the whole batch as one microbatch: the model is split, the work is not
+  gpipe           all microbatches forward, then all backward: every rank holds the activations of all m
+  1f1b            a backward as soon as there can be one: the bubble of gpipe, and rank r holds at most p - r of the m
+  1f1b_split      of each backward pass first what the stage before waits for: a third of the time of the bubble goes
+  interleaved     1f1b with LAB_CHUNKS stages a rank: the pipe fills v times as fast, for v times the messages
+  zb_h1           1f1b_split whose later ranks put the gradients of weights off to where they would wait
+  zbv             the same with two stages a rank, that lie like a V: the last rank hands itself its second one
+  dualpipev       on the same V a forward and a backward in turn; from 2p microbatches on
+  torch_...       torch.distributed.pipelining's ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble,
+                  ScheduleZBVZeroBubble and ScheduleDualPipeV
 
 Ranks that share cores show no bubble, since one computes while another waits: LAB_SLEEP_MS pretends compute that
 takes no core.
@@ -79,10 +79,10 @@ SCHEDULES: dict[str, Scheduled] = {
 }
 
 
-# --- naive: one rank works at a time ---
+# --- one_microbatch: one rank works at a time ---
 
 
-def naive(model: Model, mesh: Mesh, config: Config) -> Strategy:
+def one_microbatch(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The whole batch goes from rank to rank and back."""
     parts = parts_of(model, mesh.group)
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
@@ -204,7 +204,7 @@ def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
     """The schedule of a variant, PyTorch's too where we know it; None of a strategy of one's own."""
     ranks, microbatches = config.world_size, config.num_microbatches
     known: dict[str, Scheduled] = {
-        "naive": lambda ranks, _: schedules.naive(ranks),
+        "one_microbatch": lambda ranks, _: schedules.one_microbatch(ranks),
         "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
     }
     known |= SCHEDULES | {f"torch_{name}": SCHEDULES[name] for name in ("gpipe", "1f1b", "zbv", "dualpipev")}
@@ -235,7 +235,7 @@ def torchs(name: str, sentence: str) -> Variant:
 MODE = Mode(
     shards=True,
     variants=(
-        Variant("naive", naive),
+        Variant("one_microbatch", one_microbatch, formerly="naive"),
         ours("gpipe", "All microbatches forward, then all backward."),
         ours("1f1b", "Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."),
         ours("1f1b_split", SPLIT_FIRST),
@@ -260,7 +260,7 @@ MODE = Mode(
     cannot=lambda config: cannot(config, config.own(Options).chunks),
     mistakes=mistake | checkpoints.mistake,
     reading=(
-        "experiments/pp/__init__.py: the variants, naive first, and what a run of them claims",
+        "experiments/pp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/pipeline_parallel/schedules.py: which rank works on which microbatch when",
         "distlab/pipeline_parallel/pipeline.py: does a schedule's actions with real layers, and backward passes in two",
         "distlab/pipeline_parallel/strategy.py: a model cut into stages, and the training step that all variants share",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
+from distlab.pipeline_parallel import pipeline
 from distlab.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline
 from distlab.pipeline_parallel.schedules import (
     Action,
@@ -94,12 +95,12 @@ def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
 @contextmanager
 def retained() -> Iterator[None]:
     """Inside autograd frees nothing that it has used."""
-    backward = torch.autograd.backward
-    torch.autograd.backward = partial(backward, retain_graph=True)
+    right = pipeline.fast_backward  # type: ignore[attr-defined]
+    pipeline.fast_backward = partial(torch.autograd.backward, retain_graph=True)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.autograd.backward = backward
+        pipeline.fast_backward = right  # type: ignore[attr-defined]
 
 
 @mistake("clinging_passes", check="activation bytes", part="piped", of=BOUNDED, needs=AHEAD_TIMED)

@@ -31,11 +31,11 @@ CONTROL = "tests/experiments/test_pp.py::test_what_a_step_posts_late_holds_or_le
 def check_messages(lab: Lab, name: str, measured: Measured, done: list[Pass], owners: list[int]) -> None:
     """Receives are posted ahead, messages are let go of, and of a step nothing is left but a number for each end of a
     stage, which knows the type of what passes there."""
-    if name != "naive" and not Peers(lab.group).batched:
+    if name != "one_microbatch" and not Peers(lab.group).batched:
         off = [abs(posted - wanted) for posted, wanted in posted_ahead(measured.order)]
         detail = f"receives that were posted as one was waited for, of {AHEAD} more, in {len(off)} waits"
         lab.check("posted ahead", max(off, default=0), 0, name, detail, control=CONTROL)
-    number = 1 if name == "naive" else lab.config.num_microbatches
+    number = 1 if name == "one_microbatch" else lab.config.num_microbatches
     # A tied gradient is summed when all messages between stages are gone.
     tied = tied_weight_traffic(lab.config.model_copy(update={"clip": None}), folded=owners[0] == owners[-1])
     most = measured.most["communication"]
@@ -107,11 +107,11 @@ def takes(kind: str, ends: Ends, microbatch: int) -> bool:
 
 def check_order(lab: Lab, name: str, measured: Measured, owners: list[int]) -> None:
     """The passes come in the order of the schedule, and what they save is gone after their backward."""
-    number = 1 if name == "naive" else lab.config.num_microbatches
+    number = 1 if name == "one_microbatch" else lab.config.num_microbatches
     done = check_schedule(lab, name, measured.order, Piped(name, number, owners))
     if done:
         check_messages(lab, name, measured, done, owners)
-        predicted = most_held(done, saved_by_pass(lab, owners, number, as_one=name == "naive"))
+        predicted = most_held(done, saved_by_pass(lab, owners, number, as_one=name == "one_microbatch"))
         formula = "what the microbatches in flight save in one process"
         lab.compare(
             "activation bytes", predicted, measured.activation_bytes, tolerance=0.01 * predicted, variant=name,
@@ -163,4 +163,4 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     )
     yield Claims(("rest bytes", "messages"), mode.by_hand)
     if config.backend != "nccl":
-        yield Claims(("posted ahead",), [name for name in mode.by_hand if name != "naive"])
+        yield Claims(("posted ahead",), [name for name in mode.by_hand if name != "one_microbatch"])

@@ -98,7 +98,7 @@ def passed_bytes(config: Config) -> int:
     return config.batch * seq * config.width * config.itemsize
 
 
-OURS = ("naive", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv", "dualpipev")
+OURS = ("one_microbatch", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv", "dualpipev")
 TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
 
 
@@ -111,7 +111,7 @@ def bubble_formula(name: str, ranks: int, microbatches: int) -> str:
         "zbv": "(4p-2m-2)/(6m+4p-2m-2)" if 2 * microbatches < 3 * ranks - 1 else "",
     }
     many = {
-        "naive": "(p-1)/p",
+        "one_microbatch": "(p-1)/p",
         "gpipe": "(p-1)/(m+p-1)",
         "1f1b": "(p-1)/(m+p-1)",
         "1f1b_split": "2(p-1)/(3m+2(p-1))",
@@ -132,7 +132,7 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
     predictions: list[Prediction] = []
     for name in [name for name in (*OURS, *TORCHS) if name not in excluded]:
         ours, plain, idle = name in OURS, name.removeprefix("torch_"), bubble_formula(name, ranks, microbatches)
-        number, stages = 1 if name == "naive" else microbatches, chunks if "interleaved" in name else 1
+        number, stages = 1 if name == "one_microbatch" else microbatches, chunks if "interleaved" in name else 1
         ends = [pipeline_ends(ranks, stages, rank, folded=plain in FOLDED) for rank in range(ranks)]
         passed = [Cost(end * passed_bytes(config), end * number, end * number) for end in ends]
         costs = list(map(total_cost, passed, tied_weight_traffic(config, folded=plain in FOLDED)))

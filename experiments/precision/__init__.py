@@ -60,7 +60,7 @@ mistake = Mistakes()
 
 
 class HalfPrecision(Replica):
-    """Naive: all of it in `dtype`, 16 bits: weights, gradients, their sum over the ranks, and the optimizer's state."""
+    """All of it in `dtype`, 16 bits: weights, gradients, their sum over the ranks, and the optimizer's state."""
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype) -> None:
         model.to(dtype)  # every float32 weight is rounded here, and nobody keeps what it was

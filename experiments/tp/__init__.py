@@ -15,7 +15,7 @@ have.
 
 The variants differ in what lies between two slices:
 
-  naive       every linear layer by itself: its outputs split, and gathered at once; 12 calls a layer of gpt
+  gathered    every linear layer by itself: its outputs split, and gathered at once; 12 calls a layer of gpt
   megatron    by rows, then by columns: f before, g after; between the blocks everything on every rank
   sequence    a reduce_scatter and an all_gather for each all_reduce, the same bytes; between the blocks each rank has
               its rows alone, a t-th of the norms' and residuals' activations (Korthikanti et al. 2022, section 4.2.2)
@@ -66,10 +66,10 @@ from .user_plans import called, cut, cuts_of, dtensor, untied_linears
 MakeRegion: TypeAlias = Callable[[dist.ProcessGroup], Region]
 
 
-# --- naive: what one writes first, since it needs nothing but the layer ---
+# --- gathered: what one writes first, since it needs nothing but the layer ---
 
 
-def naive(model: Model, mesh: Mesh, config: Config, region: MakeRegion = Whole) -> Strategy:
+def gathered(model: Model, mesh: Mesh, config: Config, region: MakeRegion = Whole) -> Strategy:
     """Every linear layer by itself; the step around them is one process's, and the layers send all that is sent."""
     for name in called(config) if is_own(config.model) else untied_linears(model):
         linear = model.get_submodule(name)
@@ -179,7 +179,7 @@ def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
 MODE = Mode(
     shards=True,
     variants=(
-        Variant("naive", naive),
+        Variant("gathered", gathered, formerly="naive"),
         Variant("megatron", megatron),
         Variant("sequence", sequence),
         Variant("dtensor", dtensor, by_torch=True),
@@ -192,7 +192,7 @@ MODE = Mode(
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
     reading=(
-        "experiments/tp/__init__.py: the variants, naive first, and what a run of them claims",
+        "experiments/tp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/tensor_parallel/layers.py: f and g, the two linear layers of a slice, gpt's two ends, and what is in"
         " place of f and g in `sequence`",
         "distlab/tensor_parallel/strategy.py: the training step, and where the slices are in the model's layers",

@@ -46,7 +46,7 @@ def expected_calls(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
     """What each layer calls, forward in their order and backward in theirs; the loss as one layer more."""
     if is_own(config.model):
         return planned(name, config)
-    if name == "naive":
+    if name == "gathered":
         counts = [0] * len(outline(config).layers)
         for linear in untied_linears(outline(config)):
             counts[int(linear.split(".")[1])] += 1
@@ -242,7 +242,7 @@ class DoubleReduce(Whole):
         return autograd.all_reduce(partial, self.group, loss="own")
 
 
-@mistake("lost_f", check="replicas", part="region", of=("naive", "megatron"))
+@mistake("lost_f", check="replicas", part="region", of=("gathered", "megatron"))
 class LostF(Whole):
     """A slice takes its input without f: the gradient that reaches what lies before is this rank's part alone."""
 

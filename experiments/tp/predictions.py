@@ -66,12 +66,12 @@ def cannot(config: Config) -> dict[str, str]:
 
 
 def cannot_plan(config: Config) -> dict[str, str]:
-    """`naive`, where a layer has fewer outputs than ranks; `dtensor`, where the plan's parts are not alike."""
+    """`gathered`, where a layer has fewer outputs than ranks; `dtensor`, where the plan's parts are not alike."""
     ranks = config.world_size
     small = [(name, each.outputs) for name, each in linears(config).items() if each.outputs < ranks]
-    naive = {"naive": f"{small[0][0]} has {small[0][1]} outputs for {ranks} ranks"} if small else {}
+    few = {"gathered": f"{small[0][0]} has {small[0][1]} outputs for {ranks} ranks"} if small else {}
     units = {f"{each.units}, the {each.what} of {name},": each.units for name, each in planned(config).items()}
-    return naive | uneven(units, ranks)
+    return few | uneven(units, ranks)
 
 
 def uneven(counts: dict[str, int], ranks: int) -> dict[str, str]:
@@ -90,7 +90,7 @@ def uneven(counts: dict[str, int], ranks: int) -> dict[str, str]:
 # 2019, section 3). How often each is called, and on how many rows, comes from a watched pass (layers.py).
 
 FORMULAS = {
-    "naive": ("(t-1)/t x rows x (out + 2·in) a linear layer", "2 a linear layer"),
+    "gathered": ("(t-1)/t x rows x (out + 2·in) a linear layer", "2 a linear layer"),
     "megatron": ("2(t-1)/t x (out of each row + in of each column)", "1 a row, 1 what columns take"),
     "dtensor": ("2(t-1)/t x (out of each row + in of each column)", ""),
 }
@@ -113,11 +113,11 @@ def sent(variant: str, config: Config, samples: int) -> list[Sent]:
     cuts, cuttable = cuts_of(config, 1), called(config)
     forward, backward, entered = list[Sent](), list[Sent](), -1
     for use in uses(config, samples):
-        if use.name not in (cuttable if variant == "naive" else cuts):
+        if use.name not in (cuttable if variant == "gathered" else cuts):
             continue
         layer = int(use.name.split(".")[1])
         given, taken = use.rows * use.outputs, use.rows * use.inputs
-        if variant == "naive":
+        if variant == "gathered":
             padded = -(-use.outputs // config.world_size) * config.world_size  # parts of one size are gathered
             forward.append(Sent("all_gather", use.rows * padded, False, layer))
         elif not cuts[use.name].by_outputs:
@@ -152,7 +152,7 @@ def rest(variant: str, config: Config, rank: int) -> float:
     ranks = config.world_size
     layers = {layer.ours: layer for layer in linears(config).values()}
     cuts = {name: Cut(True, shares(layer.outputs, ranks)) for name, layer in layers.items()}
-    cuts = cuts if variant == "naive" else cuts_of(config, ranks)
+    cuts = cuts if variant == "gathered" else cuts_of(config, ranks)
     sizes = []
     for name, parameter in outline(config).named_parameters():
         holder, _, own = name.rpartition(".")
@@ -237,7 +237,7 @@ class Sizes:
         return norm_cost(self.ranks, self.config.clip)
 
 
-def naive(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends the same
+def gathered(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends the same
     """An all_gather and an all_reduce for every linear layer."""
     linears = untied_linears(outline(sizes.config)).values()
     nbytes = sum(
@@ -278,7 +278,7 @@ def predict(config: Config) -> list[Prediction]:
     sizes, predictions = Sizes(config), list[Prediction]()
     layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
     formulas: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
-        ("naive", naive, "(t-1)/t x b·s x (out + 2·in) a linear layer", "2 a linear layer"),
+        ("gathered", gathered, "(t-1)/t x b·s x (out + 2·in) a linear layer", "2 a linear layer"),
         ("megatron", megatron, layers, "2 a slice, 2 of the loss"),
         ("sequence", sequence, f"{layers} + norms", "sends of rows, all_gathers of equal ones"),
         ("dtensor", dtensor, "12(t-1)/t x b·s·h x (L+1/3) + loss" if sizes.is_gpt else layers, ""),

@@ -154,12 +154,12 @@ def is_plain(part: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
 
 
 def called(config: Config) -> list[str]:
-    """The layers that `naive` cuts: all that can be."""
+    """The layers that `gathered` cuts: all that can be."""
     return [layer.ours for layer in linears(config).values()]
 
 
 def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """All linear layers by name, but one whose weight is the embedding's: `naive` splits them, and not that one."""
+    """All linear layers by name, but one whose weight is the embedding's: `gathered` splits them, and not that one."""
     names = {name for name, _ in model.named_parameters()}  # a tied weight has its first name alone
     modules = dict(model.named_modules())
     return {

@@ -41,7 +41,7 @@ class Numbers(Dataset[Tensor]):
 
 
 def by_hand(epoch: int, rank: int, world_size: int) -> list[int]:
-    """The naive sampler, the indices of `rank`: each N-th of the epoch's order, begun again to fill the rest."""
+    """The sampler by hand, the indices of `rank`: each N-th of the epoch's order, begun again to fill the rest."""
     order: list[int] = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
     return (order + repeats(order, world_size))[rank::world_size]
 

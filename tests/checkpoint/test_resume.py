@@ -29,7 +29,7 @@ SMALL = {
 }  # fmt: skip
 # A cut through layers needs one with heads, all others ask nothing of a layer; a stage may have one more than another.
 MODELS = {key: {"LAB_MODEL": "mlp", "LAB_DEPTH": depth} for key, depth in (("dp", "2"), ("fsdp", "2"), ("pp", "4"))}
-VARIANTS = {"dp": "bucketed,ring,ddp", "fsdp": "zero1,zero3,fsdp2", "tp": "naive,megatron", "pp": "1f1b"}
+VARIANTS = {"dp": "bucketed,ring,ddp", "fsdp": "zero1,zero3,fsdp2", "tp": "gathered,megatron", "pp": "1f1b"}
 Records = dict[int, list[records.Record]]
 
 
@@ -66,8 +66,8 @@ def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(ranks: Ranks, tmp_pat
 @pytest.mark.parametrize(
     ("mode", "variant", "sizes"),
     [
-        ("fsdp", "zero1,zero3", (3, 1, 5)), ("fsdp", "naive,zero2", (4, 3)), ("fsdp", "fsdp2", (1, 4)),
-        ("tp", "naive,megatron", (4, 3)), ("pp", "1f1b", (2, 3)), ("dp", "bucketed,ddp", (3, 2)),
+        ("fsdp", "zero1,zero3", (3, 1, 5)), ("fsdp", "zero3_blocking,zero2", (4, 3)), ("fsdp", "fsdp2", (1, 4)),
+        ("tp", "gathered,megatron", (4, 3)), ("pp", "1f1b", (2, 3)), ("dp", "bucketed,ddp", (3, 2)),
     ],
 )  # fmt: skip
 def test_another_world_size_reads_it_and_the_losses_go_on(
@@ -117,7 +117,7 @@ def test_variants_that_the_checkpoint_lacks_are_skipped_by_name(ranks: Ranks, tm
     run_experiment(ranks, 2, tmp_path / "a", **SMALL | {"LAB_VARIANT": "flat", "LAB_STEPS": "2"})
     run, _ = run_experiment(ranks, 2, tmp_path / "b", **SMALL | {"LAB_RESUME": str(tmp_path / "a")})
     assert set(digests(run)) == {"flat"}
-    assert {skip["variant"] for skip in run["skipped"]} == {"naive", "bucketed", "ring", "ddp"}
+    assert {skip["variant"] for skip in run["skipped"]} == {"per_parameter", "bucketed", "ring", "ddp"}
 
 
 def break_down(group: dist.ProcessGroup, settings: dict[str, str], folder: str, torn: bool, late: bool = False) -> str:

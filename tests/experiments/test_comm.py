@@ -193,7 +193,7 @@ def kept_by_rank_0(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def lesson_without_the_way_back(group: dist.ProcessGroup) -> set[str]:
-    with patch.object(comm, "naive", kept_by_rank_0):
+    with patch.object(comm, "one_by_one", kept_by_rank_0):
         return lesson(group, None)[1]
 
 
@@ -204,7 +204,7 @@ def test_a_sum_that_rank_0_keeps_is_seen(ranks: Ranks) -> None:
 def naive_beside_torchs(group: dist.ProcessGroup) -> bool:
     mine = torch.arange(5.0) * (group.rank() + 1)
     theirs = mine.clone()
-    comm.naive(mine, group)
+    comm.one_by_one(mine, group)
     dist.all_reduce(theirs, group=group)
     return torch.equal(mine, theirs)
 

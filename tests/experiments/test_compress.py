@@ -35,7 +35,7 @@ from distlab.testing.warm_ranks import Ranks
 from distlab.workload.model import outline
 from tests.labs import TINY, failed, failed_with, run_experiment
 
-OURS = ("naive", "dense", *METHODS)
+OURS = ("per_parameter", "dense", *METHODS)
 PROOF = {"gradients", "formula", "weights", "limit", "replicas"}
 
 
@@ -54,7 +54,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
             "LAB_BUCKET_MIB": "0.02",
             "LAB_RATIO": "0.3",
             "LAB_DEPTH": "1",
-            "LAB_VARIANT": "naive,dense,fp16,int8,topk,randomk,sign_plain,powersgd,ddp_powersgd",
+            "LAB_VARIANT": "per_parameter,dense,fp16,int8,topk,randomk,sign_plain,powersgd,ddp_powersgd",
         },
     ),
     (3, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7", "LAB_DEPTH": "1"}),
@@ -121,10 +121,10 @@ def test_feedback_ends_lower_than_none_and_the_residual_is_in_memory(ranks: Rank
 def test_predictions_add_up_over_buckets() -> None:
     one, many = (config_of(4, LAB_BUCKET_MIB=mib) for mib in ("25", "0.005"))
     assert len(bucket_shapes(one, 4)) == 1 < len(bucket_shapes(many, 4))
-    for method in ("naive", "dense", "bf16", "powersgd"):
+    for method in ("per_parameter", "dense", "bf16", "powersgd"):
         assert sent_bytes(one, method, 4) == pytest.approx(sent_bytes(many, method, 4), rel=1e-12)
     calls = {p.variant: p.calls for p in predict(many) if p.name == "wire bytes"}
-    assert calls["naive"] == 2 * len(list(outline(many).parameters())) > calls["int8"]
+    assert calls["per_parameter"] == 2 * len(list(outline(many).parameters())) > calls["int8"]
     assert calls["int8"] == 2 * calls["dense"] == 2 * len(bucket_shapes(many, 4))
     assert calls["dense"] < calls["powersgd"] <= 2 * calls["dense"]
 

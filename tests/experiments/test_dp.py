@@ -33,7 +33,7 @@ from distlab.workload.model import build_model, outline
 from distlab.workload.reference import train
 from tests.labs import TINY, built, failed, one_rank, run_experiment
 
-VARIANTS = ("naive", "flat", "bucketed", "ring", "ddp")
+VARIANTS = ("per_parameter", "flat", "bucketed", "ring", "ddp")
 SMALL = {
     "LAB_WIDTH": "8",
     "LAB_DEPTH": "2",
@@ -180,10 +180,10 @@ def calls(group: dist.ProcessGroup, config: Config) -> dict[str, int]:
 def test_number_of_collectives_is_as_predicted_however_many_microbatches(ranks: Ranks, microbatches: str) -> None:
     config = config_of(2, LAB_MICROBATCHES=microbatches, LAB_DTYPE="float64")
     predicted = {p.variant: p.calls for p in predict(config) if p.name == "wire bytes"}
-    assert predicted["naive"] == len(list(outline(config).parameters()))
-    assert predicted["flat"] == 1 < predicted["bucketed"] < predicted["naive"]
+    assert predicted["per_parameter"] == len(list(outline(config).parameters()))
+    assert predicted["flat"] == 1 < predicted["bucketed"] < predicted["per_parameter"]
     for counted in ranks(2, calls, config):
-        for name in ("naive", "flat", "bucketed", "ring"):
+        for name in ("per_parameter", "flat", "bucketed", "ring"):
             assert counted[name] == predicted[name], name
 
 
@@ -274,7 +274,7 @@ def test_bytes_that_stay_and_should_not_fail_the_run(ranks: Ranks, tmp_path: Pat
         ({"LAB_MICROBATCHES": "3"}, "LAB_MICROBATCHES=3 is more than the 2 samples"),
         ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
         ({"LAB_VARIANT": "means"}, "set LAB_MODEL=line"),
-        ({"LAB_BUG": "hook_race", "LAB_VARIANT": "naive,ddp"}, "it takes bucketed or ring"),
+        ({"LAB_BUG": "hook_race", "LAB_VARIANT": "per_parameter,ddp"}, "it takes bucketed or ring"),
         ({"LAB_BUG": "means_of_shards", "LAB_BATCH": "4"}, "shards must differ in size"),
         ({"LAB_BUG": "no_sampler", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "no_broadcast", "LAB_MODEL": "line"}, "all its ranks begin at zero"),

@@ -15,7 +15,7 @@ from distlab.workload.data import Batches
 from distlab.workload.model import build_model, outline
 from tests.labs import TINY, built, copy_state, failed, run_experiment
 
-OURS = ("naive", "zero1", "zero2", "zero3")
+OURS = ("zero3_blocking", "zero1", "zero2", "zero3")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,7 +37,15 @@ MIXES: list[tuple[int, dict[str, str]]] = [
             "LAB_DEPTH": "1",
         },
     ),
-    (2, {"LAB_MODEL": "mlp", "LAB_RESHARD": "0", "LAB_MICROBATCHES": "2", "LAB_VARIANT": "naive,zero1,zero2,zero3"}),
+    (
+        2,
+        {
+            "LAB_MODEL": "mlp",
+            "LAB_RESHARD": "0",
+            "LAB_MICROBATCHES": "2",
+            "LAB_VARIANT": "zero3_blocking,zero1,zero2,zero3",
+        },
+    ),
     (1, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}),
     # Two parameters: two ranks own none. 201 steps each.
     (4, {"LAB_MODEL": "line", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "zero3"}),
@@ -48,7 +56,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
             "LAB_DEPTH": "2",
             "LAB_DTYPE": "bfloat16",
             "LAB_OPTIMIZER": "adamw",
-            "LAB_VARIANT": "naive,zero1,zero2,zero3",
+            "LAB_VARIANT": "zero3_blocking,zero1,zero2,zero3",
         },
     ),
     (8, {"LAB_BATCH": "17", "LAB_WIDTH": "20", "LAB_DEPTH": "1", "LAB_VARIANT": "zero2,zero3"}),
@@ -70,7 +78,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
 def test_recomputation_lowers_the_peak_of_activations(ranks: Ranks, tmp_path: Path) -> None:
     settings = {
         "LAB_RECOMPUTE": "1",
-        "LAB_VARIANT": "naive,zero3,zero3_kept",
+        "LAB_VARIANT": "zero3_blocking,zero3,zero3_kept",
         "LAB_BATCH": "32",
         "LAB_DEPTH": "6",
         "LAB_STEPS": "2",
@@ -79,7 +87,7 @@ def test_recomputation_lowers_the_peak_of_activations(ranks: Ranks, tmp_path: Pa
     assert failed(run) == set()
     held = {variant["name"]: variant["activation_bytes"][0] for variant in run["variants"]}
     assert held["zero3"] < 0.5 * held["zero3_kept"]
-    assert held["naive"] < 0.5 * held["zero3_kept"]
+    assert held["zero3_blocking"] < 0.5 * held["zero3_kept"]
 
 
 # --- predictions ---
@@ -89,12 +97,12 @@ def test_recomputation_lowers_the_peak_of_activations(ranks: Ranks, tmp_path: Pa
 def test_at_rest_by_the_papers_formulas(world_size: int) -> None:
     config = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_WIDTH="64", LAB_HEADS="4")
     total, n = outline(config).num_parameters(), world_size
-    wanted = {"naive": 16 / n, "zero1": 8 + 8 / n, "zero2": 4 + 12 / n, "zero3": 16 / n, "fsdp2": 16 / n}
+    wanted = {"zero3_blocking": 16 / n, "zero1": 8 + 8 / n, "zero2": 4 + 12 / n, "zero3": 16 / n, "fsdp2": 16 / n}
     for name, bytes_a_parameter in wanted.items():
         for value in at_rest(config, name).value:
             assert value == pytest.approx(bytes_a_parameter * total, rel=0.01)
     half = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_WIDTH="64", LAB_HEADS="4", LAB_DTYPE="bfloat16")
-    wanted = {"naive": 16 / n, "zero1": 4 + 12 / n, "zero2": 2 + 14 / n, "zero3": 16 / n}
+    wanted = {"zero3_blocking": 16 / n, "zero1": 4 + 12 / n, "zero2": 2 + 14 / n, "zero3": 16 / n}
     for name, bytes_a_parameter in wanted.items():
         assert at_rest(half, name).value[0] == pytest.approx(bytes_a_parameter * total, rel=0.01)
 
@@ -114,7 +122,7 @@ def test_what_is_sent_by_the_papers_formulas() -> None:
     size = 4 * outline(config_of(4, LAB_WIDTH="64", LAB_HEADS="4")).num_parameters()
     assert sent["zero1"] == sent["zero2"] == pytest.approx(2 * 3 / 4 * size, rel=0.001)
     assert sent["zero3"] == pytest.approx(3 * 3 / 4 * size, rel=0.001)
-    assert sent["naive"] == pytest.approx(4 * 3 / 4 * size, rel=0.001)
+    assert sent["zero3_blocking"] == pytest.approx(4 * 3 / 4 * size, rel=0.001)
 
 
 @pytest.mark.parametrize(("reshard", "moves"), [("1", 4), ("0", 3)])
@@ -183,9 +191,9 @@ def test_a_rank_goes_on_from_what_it_saved(ranks: Ranks, name: str) -> None:
 
 
 def whole_at_once(group: dist.ProcessGroup, config: Config) -> tuple[set[int], int, int]:
-    """Of `naive`: how many units are whole where a layer computes, how often that was, and how many after the step."""
+    """Of `zero3_blocking`: how many units are whole where a layer computes, how often that was, and how many after the step."""
     model = build_model(config, config.seed).double()
-    strategy = built(MODE, "naive", model, group, config)
+    strategy = built(MODE, "zero3_blocking", model, group, config)
     seen: list[int] = []
 
     def whole() -> int:

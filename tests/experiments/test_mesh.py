@@ -46,7 +46,7 @@ def config_of(world_size: int, mesh: str, **settings: str) -> Config:
     [
         (4, "pp2,tp2", ("1f1b_split", "interleaved", "zb_h1", "sequence", "zero2"), TUNED),
         (4, "dp2,tp2", ("gpipe", "sequence", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (4, "tp1,dp2,pp2", ("naive", "interleaved", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
+        (4, "tp1,dp2,pp2", ("per_parameter", "interleaved", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
         (6, "dp2,pp3", ("1f1b", "1f1b_split", "zb_h1", "zero1", "zero2"), TUNED),
         (8, "dp2,tp2,pp2", ("interleaved", "zero1", "zero3"), TUNED),
         (3, "tp3", ("1f1b", "sequence"), {}),

@@ -49,7 +49,7 @@ from tests.labs import TINY, built, copy_state, failed, run_experiment
 
 pytestmark = pytest.mark.timeout(120)
 
-OURS = ("naive", "ep", "ep_dp", "ep_tp", "ep_dp_tp")
+OURS = ("replicated", "ep", "ep_dp", "ep_tp", "ep_dp_tp")
 BIG = {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}
 
 
@@ -173,13 +173,13 @@ def test_predictions_are_those_of_the_formulas() -> None:
     found = {(each.variant, each.name): each for each in predict(config, mixed)}
     dense, expert = 2 * 16 + 4 * 16, 2 * 16 * 64  # norm and router; an expert
     tables = 3 * 4 * 8  # a number an expert to three others
-    assert found["naive", "wire bytes"].value == (1.5 * 4 * (dense + 4 * expert) + tables,) * ranks
+    assert found["replicated", "wire bytes"].value == (1.5 * 4 * (dense + 4 * expert) + tables,) * ranks
     # Each rank's 4 tokens go evenly to 4 experts: 3 leave and 3 come.
     assert found["ep", "wire bytes"].value == (1.5 * 4 * dense + tables + 2 * 6 * 16 * 4,) * ranks
     assert found["ep", "rest bytes"].value == (8.0 * (dense + expert),) * ranks
-    assert found["naive", "rest bytes"].value == (8.0 * (dense + 4 * expert),) * ranks
+    assert found["replicated", "rest bytes"].value == (8.0 * (dense + 4 * expert),) * ranks
     assert found["ep", "wire bytes"].shown
-    assert not found["naive", "wire bytes"].shown
+    assert not found["replicated", "wire bytes"].shown
     routed = predict(config, mixed, {"ep": [[[4, 0, 0, 0]] * 4]})
     (wire,) = [each for each in routed if each.name == "wire bytes"]
     beside = 1.5 * 4 * dense + tables

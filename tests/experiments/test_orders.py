@@ -251,7 +251,7 @@ def test_tp_a_collective_in_the_wrong_place_is_named() -> None:
         "5 calls backward, not 3" in sliced.misplaced("megatron", through(whole, (SUM,) * 5), config)[0]
     )  # q, k and v each
     each = [(), (GATHER,) * 6, (GATHER,), ()]
-    assert sliced.misplaced("naive", through(each, (SUM,) * 7), config) == []
+    assert sliced.misplaced("gathered", through(each, (SUM,) * 7), config) == []
 
 
 # --- fsdp: whose weights are whole ---

@@ -33,7 +33,7 @@ from distlab.workload.reference import Snapshot, train
 from tests.labs import built, copy_state, failed_with
 
 TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
-OURS = ("naive", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv", "dualpipev")
+OURS = ("one_microbatch", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv", "dualpipev")
 SMALL = {"RUN_MODE": "pp", "LAB_WIDTH": "6", "LAB_DEPTH": "8", "LAB_HEADS": "2", "LAB_SEQ": "5"}
 TOLERANCE = 1e-12
 KINDS = ("losses", "gradients", "weights", "optimizer")
@@ -125,7 +125,7 @@ def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, model: 
 )
 def test_odd_sizes_tied_weights_and_clipping(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
     found, *_ = ranks(world_size, differences, config_of(world_size, **settings))
-    assert set(found) >= {"naive", "gpipe", "1f1b"}
+    assert set(found) >= {"one_microbatch", "gpipe", "1f1b"}
     for name, worst in found.items():
         assert max(worst.values()) <= TOLERANCE, (name, worst)
 
@@ -257,7 +257,7 @@ def test_1f1b_holds_as_many_microbatches_as_the_pipe_is_long(ranks: Ranks) -> No
     assert [of_rank["1f1b"][2] for of_rank in found] == [4, 3, 2, 1]
     assert [of_rank["1f1b_split"][2] for of_rank in found] == [4, 3, 2, 1]
     assert [of_rank["gpipe"][2] for of_rank in found] == [9] * 4
-    assert [of_rank["naive"][2] for of_rank in found] == [1] * 4
+    assert [of_rank["one_microbatch"][2] for of_rank in found] == [1] * 4
     assert [of_rank["zb_h1"][2] for of_rank in found] == [4] * 4
     assert [of_rank["zbv"][2] for of_rank in found] == [8] * 4
 
@@ -284,7 +284,7 @@ def test_every_variant_pretends_the_same_compute(ranks: Ranks) -> None:
             assert sum(sleeps) == pytest.approx(4 * 0.030, abs=1e-9), name
         sizes = shard_sizes(16, 4, uneven=True)
         assert sorted(found["gpipe"][:4]) == pytest.approx(sorted(0.010 * size / 4 for size in sizes))
-        assert found["naive"] == pytest.approx([0.040, 0.040, 0.040])
+        assert found["one_microbatch"] == pytest.approx([0.040, 0.040, 0.040])
         assert len(found["interleaved"]) == 2 * len(found["gpipe"]) == 24
 
 
@@ -319,10 +319,10 @@ def test_predictions_are_those_of_the_papers() -> None:
     passed = 16 * 5 * 6 * 4  # B x S x D x 4 bytes
     assert predicted["1f1b", "wire bytes"].value == (passed, 2 * passed, 2 * passed, passed)
     assert predicted["interleaved", "wire bytes"].value == (3 * passed, 4 * passed, 4 * passed, 3 * passed)
-    assert predicted["naive", "calls"].value == (1, 2, 2, 1)
+    assert predicted["one_microbatch", "calls"].value == (1, 2, 2, 1)
     assert predicted["1f1b", "calls"].value == (8, 16, 16, 8)
     assert predicted["gpipe", "bubble"].value == (bubble(4, 8),) * 4
-    assert predicted["naive", "bubble"].value == (3 / 4,) * 4
+    assert predicted["one_microbatch", "bubble"].value == (3 / 4,) * 4
     assert predicted["torch_1f1b", "bubble"].value == (bubble(4, 8),) * 4
     assert predicted["1f1b", "bubble"].value == (bubble(4, 8),) * 4
     assert predicted["1f1b", "bubble"].formula == "(p-1)/(m+p-1)"
@@ -339,7 +339,13 @@ def test_predictions_are_those_of_the_papers() -> None:
 
 def test_a_variant_that_cannot_run_is_not_predicted() -> None:
     config = config_of(8, LAB_BATCH="13")
-    assert {claim.variant for claim in MODE.predict(config)} == {"naive", "gpipe", "1f1b", "1f1b_split", "zb_h1"}
+    assert {claim.variant for claim in MODE.predict(config)} == {
+        "one_microbatch",
+        "gpipe",
+        "1f1b",
+        "1f1b_split",
+        "zb_h1",
+    }
     assert set(MODE.cannot(config)) == {"interleaved", "zbv", "dualpipev", *TORCHS}
 
 
@@ -358,14 +364,14 @@ def test_a_variant_that_cannot_run_is_not_predicted() -> None:
         ({"LAB_VARIANT": "interleaved", "LAB_BACKEND": "nccl", "LAB_DEVICE": "cuda"}, "NCCL runs messages in the order"),
         ({"LAB_BUG": "undivided_loss", "LAB_PROOF": "0"}, "nothing is compared"),
         ({"LAB_BUG": "undivided_loss", "LAB_MICROBATCHES": "1"}, "it takes 2 microbatches"),
-        ({"LAB_BUG": "undivided_loss", "LAB_VARIANT": "naive"}, "it takes gpipe or 1f1b or interleaved or 1f1b_split"),
+        ({"LAB_BUG": "undivided_loss", "LAB_VARIANT": "one_microbatch"}, "it takes gpipe or 1f1b or interleaved or 1f1b_split"),
         ({"LAB_BUG": "swapped_microbatches", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "swapped_microbatches", "LAB_MICROBATCHES": "3", "LAB_BATCH": "15"}, "no two microbatches in a row"),
         ({"LAB_VARIANT": "dualpipev", "LAB_DEPTH": "8"}, "LAB_MICROBATCHES=4 is fewer than 2p = 8"),
         ({"LAB_VARIANT": "zbv", "LAB_DEPTH": "7"}, "two stages a rank on 4 ranks makes 8 stages, more than the 7"),
         ({"LAB_VARIANT": "torch_interleaved_zb", "LAB_MICROBATCHES": "11", "LAB_BATCH": "11"}, "no multiple of its 2 rounds"),
         ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "torch_gpipe"}, "it takes gpipe or 1f1b"),
-        ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "naive,1f1b", "WORLD_SIZE": "2"}, "holds one microbatch at a time"),
+        ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "one_microbatch,1f1b", "WORLD_SIZE": "2"}, "holds one microbatch at a time"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:

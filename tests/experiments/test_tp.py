@@ -115,12 +115,12 @@ def replicas_apart(strategy: TensorParallel, group: dist.ProcessGroup) -> float:
         (2, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5"}),
         *((world_size, {"LAB_MODEL": "mlp"}) for world_size in (1, 2, 3, 6, 7)),
         (3, {"LAB_MODEL": "mlp", "LAB_BATCH": "13", "LAB_MICROBATCHES": "5", "LAB_CLIP": "0.1"}),
-        (4, {"LAB_MODEL": "mlp", "LAB_WIDTH": "1"}),  # naive: 1 output for 4 ranks
+        (4, {"LAB_MODEL": "mlp", "LAB_WIDTH": "1"}),  # gathered: 1 output for 4 ranks
     ],
 )
 def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
     for of_rank in ranks(world_size, differences, config_of(world_size, **settings)):
-        assert {"naive", "megatron", "sequence"} <= set(of_rank)
+        assert {"gathered", "megatron", "sequence"} <= set(of_rank)
         for name, worst in of_rank.items():
             assert worst.pop("replicas") == 0.0, name
             assert max(worst.values()) <= TOLERANCE, (name, worst)
@@ -135,7 +135,7 @@ def test_dtensor_is_proven_where_it_splits_evenly() -> None:
     ("bug", "makers"),
     [
         ("double_reduce", {"megatron"}),
-        ("lost_f", {"naive", "megatron"}),
+        ("lost_f", {"gathered", "megatron"}),
         ("packed_qkv", {"megatron", "sequence"}),
         ("bias_everywhere", {"megatron", "sequence"}),
     ],
@@ -195,7 +195,11 @@ def counted(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[float, 
 def test_what_is_predicted_is_what_is_counted(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
     config = config_of(world_size, **settings)
     predictions = MODE.predict(config)
-    assert {prediction.variant for prediction in predictions if prediction.decides} >= {"naive", "megatron", "sequence"}
+    assert {prediction.variant for prediction in predictions if prediction.decides} >= {
+        "gathered",
+        "megatron",
+        "sequence",
+    }
     for rank, found in enumerate(ranks(world_size, counted, config)):
         for prediction in predictions:
             if prediction.variant in found:
@@ -249,7 +253,7 @@ def test_a_batch_twice_as_large_sends_twice_as_much() -> None:
             {"LAB_VARIANT": "megatron,dtensor", "WORLD_SIZE": "3"},
             "LAB_VARIANT='dtensor' cannot run: LAB_HEADS=8 is not",
         ),
-        ({"LAB_BUG": "lost_f", "LAB_VARIANT": "sequence"}, "it takes naive or megatron"),
+        ({"LAB_BUG": "lost_f", "LAB_VARIANT": "sequence"}, "it takes gathered or megatron"),
         ({"LAB_BUG": "double_reduce", "LAB_VARIANT": "dtensor"}, "it takes megatron"),
         ({"LAB_BUG": "packed_qkv", "LAB_MODEL": "mlp"}, "it has no attention"),
         ({"LAB_BUG": "bias_everywhere", "WORLD_SIZE": "1"}, "it takes 2 ranks"),

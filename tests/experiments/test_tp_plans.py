@@ -96,7 +96,7 @@ def ran(runs: Runs, world_size: int, model: str, **settings: str) -> dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("world_size", "variants"), [(2, {"naive", "megatron", "dtensor"}), (5, {"naive", "megatron"})]
+    ("world_size", "variants"), [(2, {"gathered", "megatron", "dtensor"}), (5, {"gathered", "megatron"})]
 )
 def test_whole_heads_and_a_layer_that_is_called_twice_are_one_process(
     runs: Runs, tmp_path: Path, world_size: int, variants: set[str]
@@ -106,7 +106,7 @@ def test_whole_heads_and_a_layer_that_is_called_twice_are_one_process(
     assert judged["proven"]
     assert {each["name"] for each in judged["variants"]} == variants
     calls = {each["variant"] for each in judged["comparisons"] if each["name"] == "calls" and each["passed"]}
-    assert calls == {"naive", "megatron"}
+    assert calls == {"gathered", "megatron"}
 
 
 def test_what_works_on_all_features_is_named_beside_the_proof_that_fails(runs: Runs, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_an_embedding_by_rows_and_a_plan_in_torchs_words_are_one_process(
 ) -> None:
     judged = ran(runs, world_size, file(tmp_path, TORCHS))
     assert judged["verdict"] == "pass", failed(judged)
-    assert {each["name"] for each in judged["variants"]} >= {"naive", "megatron"}
+    assert {each["name"] for each in judged["variants"]} >= {"gathered", "megatron"}
     config = config_of(file(tmp_path, TORCHS))
     without = config_of(file(tmp_path, TORCHS.replace(', "0": "row"', "")))
     assert rest("megatron", without, 0) - rest("megatron", config, 0) == 2 * 4 * 128 * 9  # half of the vocabulary
@@ -137,10 +137,10 @@ def test_an_embedding_by_rows_and_a_plan_in_torchs_words_are_one_process(
 
 
 def test_each_rank_keeps_its_parts_and_what_is_whole(runs: Runs, tmp_path: Path) -> None:
-    judged = ran(runs, 3, file(tmp_path, HEADS), LAB_OPTIMIZER="adamw", LAB_VARIANT="naive,megatron")
+    judged = ran(runs, 3, file(tmp_path, HEADS), LAB_OPTIMIZER="adamw", LAB_VARIANT="gathered,megatron")
     assert judged["verdict"] == "pass", failed(judged)
     kept = [each for each in judged["comparisons"] if each["name"] == "rest bytes"]
-    assert {each["variant"] for each in kept} == {"naive", "megatron"} and all(each["decides"] for each in kept)
+    assert {each["variant"] for each in kept} == {"gathered", "megatron"} and all(each["decides"] for each in kept)
 
 
 def test_a_model_of_which_nothing_is_whole_is_one_process(runs: Runs, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_what_takes_one_tensor_is_summed_once_and_dtensor_sums_it_for_each(tmp_p
 def test_a_layer_that_takes_the_data_sends_nothing_backward(tmp_path: Path) -> None:
     config = config_of(file(tmp_path, ENDS, "first"), LAB_BATCH="16")
     assert sent("megatron", config, 5) == [("all_reduce", 5 * 2, False, 1)]
-    assert [each.backward for each in sent("naive", config, 5)] == [False, False, True]
+    assert [each.backward for each in sent("gathered", config, 5)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("plan", "words"), [
@@ -207,5 +207,5 @@ def test_what_cannot_take_the_plan_is_left_out_with_the_reason(tmp_path: Path) -
     reasons = cannot(config_of(file(tmp_path, HEADS), 4))
     assert reasons["dtensor"].startswith("6, the parts of 4 outputs of layers.1.q, is not a multiple of WORLD_SIZE=4")
     assert reasons["sequence"].startswith("it slices rows between the lab's own blocks")
-    assert set(cannot(config_of(file(tmp_path, ENDS, "first"), 3))) == {"naive", "sequence", "dtensor"}
+    assert set(cannot(config_of(file(tmp_path, ENDS, "first"), 3))) == {"gathered", "sequence", "dtensor"}
     assert "packed_qkv" in MODE.mistakes

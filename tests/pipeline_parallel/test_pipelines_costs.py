@@ -30,7 +30,7 @@ LASTS: dict[Kind, float] = {"forward": 1, "input": 1, "weight": 1, "backward": 2
 
 def test_bubble_of_the_papers() -> None:
     assert bubble(4, 8) == idle_share("1f1b", 4, 8) == idle_share("gpipe", 4, 8) == pytest.approx(3 / 11)
-    assert bubble(4, 1) == idle_share("naive", 4, 1) == pytest.approx(3 / 4)  # one rank works
+    assert bubble(4, 1) == idle_share("one_microbatch", 4, 1) == pytest.approx(3 / 4)  # one rank works
     assert idle_share("1f1b_split", 4, 8) == pytest.approx(0.2)
     assert idle_share("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
     assert idle_share("zb_h1", 4, 8) == pytest.approx(3 / 27)
@@ -87,7 +87,7 @@ def test_in_flight_is_bounded_by_the_pipe_in_1f1b_and_by_the_batch_in_gpipe() ->
     assert [in_flight("1f1b", 4, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [in_flight("1f1b", 4, 2, rank) for rank in range(4)] == [2, 2, 2, 1]
     assert [in_flight("gpipe", 4, 8, rank) for rank in range(4)] == [8, 8, 8, 8]
-    assert [in_flight("naive", 4, 8, rank) for rank in range(4)] == [1, 1, 1, 1]
+    assert [in_flight("one_microbatch", 4, 8, rank) for rank in range(4)] == [1, 1, 1, 1]
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))

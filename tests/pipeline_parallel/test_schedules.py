@@ -14,10 +14,10 @@ from distlab.pipeline_parallel.schedules import (
     gives,
     gpipe,
     interleaved,
-    naive,
     needs,
     one_forward_one_backward,
     one_forward_one_backward_split,
+    one_microbatch,
     owners,
     simulate,
     stages_of,
@@ -35,7 +35,7 @@ Message = tuple[int, int, Action]  # from, to, and the action that takes it
 def all_schedules(ranks: int, microbatches: int, chunks: int) -> dict[str, tuple[Schedule, int, int]]:
     """Each schedule, with its number of microbatches and of stages a rank."""
     return {
-        "naive": (naive(ranks), 1, 1),
+        "one_microbatch": (one_microbatch(ranks), 1, 1),
         "gpipe": (gpipe(ranks, microbatches), microbatches, 1),
         "1f1b": (one_forward_one_backward(ranks, microbatches), microbatches, 1),
         "1f1b_split": (one_forward_one_backward_split(ranks, microbatches), microbatches, 1),
@@ -111,7 +111,7 @@ def test_sends_match_receives(ranks: int, microbatches: int, chunks: int) -> Non
 @given(RANKS, MICROBATCHES)
 def test_a_pair_sends_and_receives_in_one_order(ranks: int, microbatches: int) -> None:
     """Without tags (NCCL) a pair's messages match by their order alone."""
-    for name in ("naive", "gpipe", "1f1b", "1f1b_split", "zb_h1"):
+    for name in ("one_microbatch", "gpipe", "1f1b", "1f1b_split", "zb_h1"):
         schedule, _, _ = all_schedules(ranks, microbatches, 1)[name]
         assert in_one_order(schedule), name
 
@@ -137,7 +137,7 @@ def in_one_order(schedule: Schedule) -> bool:
 def ends(schedule: Schedule, *, waits_for_sends: bool, ahead: int = 2) -> bool:
     """Whether all ranks come through, if each has `ahead` receives posted at any time and waits for no send.
 
-    With `waits_for_sends` it is the naive rule: a receive is posted when it is needed, a send ends when it is received.
+    With `waits_for_sends` it is the simplest rule: a receive is posted when it is needed, a send ends when it is received.
     """
     ranks, places = len(schedule), owners(schedule)
     awaited = [[awaited_by(action, places) for action in actions] for actions in schedule]

@@ -10,7 +10,7 @@ from distlab.config import Config, ConfigError
 from distlab.config.settings import modes
 from distlab.contract import Mode
 from distlab.rank import main
-from distlab.rank.mode_loader import CHECKPOINTS, COMPILER, load, modes_that, needed
+from distlab.rank.mode_loader import CHECKPOINTS, COMPILER, load, modes_that, needed, with_names_of_today
 
 LESSON = """\"\"\"The idea.
 
@@ -46,6 +46,20 @@ def test_a_variant_keeps_its_sentence_where_a_mistake_is_made_in_it() -> None:
     mode = load("dp")
     assert [each.told for each in mode.mistaken("no_broadcast").variants] == [each.told for each in mode.variants]
     assert mode.variants[1].told.startswith("One all_reduce for all gradients, which lie in one bucket")
+
+
+@pytest.mark.parametrize(
+    ("run_mode", "asked", "meant"),
+    [
+        ("dp", "naive", ("per_parameter",)),
+        ("pp", "gpipe,naive,one_microbatch", ("gpipe", "one_microbatch")),
+        ("fsdp", "zero3,naive", ("zero3", "zero3_blocking")),
+        ("cp", "naive", ("naive",)),  # which had no variant of this name
+    ],
+)
+def test_a_variant_is_found_by_the_name_that_it_had_before(run_mode: str, asked: str, meant: tuple[str, ...]) -> None:
+    config = Config.read({"RUN_MODE": run_mode, "LAB_VARIANT": asked})
+    assert with_names_of_today(config, load(run_mode)).variant == meant
 
 
 OPTIONS = """from distlab.config.settings import Field, ModeOptions
@@ -121,7 +135,7 @@ assert len(gc.get_objects()) < 20_000, len(gc.get_objects())
     ("run_mode", "settings", "modules"),
     [
         ("dp", {}, [COMPILER]),
-        ("dp", {"LAB_VARIANT": "naive,bucketed"}, []),
+        ("dp", {"LAB_VARIANT": "per_parameter,bucketed"}, []),
         ("dp", {"LAB_VARIANT": "flat", "LAB_OPTIMIZER": "adamw"}, [COMPILER]),
         ("dp", {"LAB_VARIANT": "flat", "LAB_CHECKPOINT_EVERY": "5"}, [CHECKPOINTS]),
         ("fsdp", {"LAB_VARIANT": "fsdp2", "LAB_RESUME": "somewhere"}, [COMPILER, CHECKPOINTS]),

@@ -94,9 +94,9 @@ def test_variants_that_these_settings_rule_out_are_refused_only_by_name() -> Non
 
 
 def test_sizes_that_make_no_model_are_told_before_what_follows_from_them() -> None:
-    found = refused("dp", LAB_HEADS="7", LAB_BUG="hook_race", LAB_VARIANT="naive")
+    found = refused("dp", LAB_HEADS="7", LAB_BUG="hook_race", LAB_VARIANT="per_parameter")
     assert found == ["LAB_WIDTH=128 is not a multiple of LAB_HEADS=7: heads share the width equally"]
-    found = refused("dp", LAB_BUG="hook_race", LAB_VARIANT="naive")
+    found = refused("dp", LAB_BUG="hook_race", LAB_VARIANT="per_parameter")
     assert found == ["LAB_BUG=hook_race cannot be detected with these variants: it takes bucketed or ring"]
 
 

@@ -85,7 +85,7 @@ def drawn(
         4,
         folder,
         RUN_MODE="pp",
-        LAB_VARIANT="naive,gpipe,1f1b,1f1b_split,interleaved,zb_h1",
+        LAB_VARIANT="one_microbatch,gpipe,1f1b,1f1b_split,interleaved,zb_h1",
         LAB_DEPTH="8",
         LAB_SLEEP_MS="2",
         LAB_STEPS="2",
@@ -127,7 +127,7 @@ def test_each_span_of_each_rank_is_a_bar(drawn: tuple[dict[str, Any], Records, E
         16,
         32,
         16,
-    ]  # naive: in one piece
+    ]  # one_microbatch: in one piece
 
 
 def at(mark: ElementTree.Element, name: str) -> float:
@@ -166,7 +166,9 @@ def test_variants_share_one_axis_and_idle_shares_are_those_of_the_run(
 ) -> None:
     run, _, svg = drawn
     bubbles = {claim["variant"]: claim for claim in run["comparisons"] if claim["name"] == "bubble"}
-    assert texts(svg, "name") == list(bubbles) == ["naive", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1"]
+    assert (
+        texts(svg, "name") == list(bubbles) == ["one_microbatch", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1"]
+    )
     for told, claim in zip(texts(svg, "told"), bubbles.values(), strict=True):
         assert told.endswith(f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula']}")
     lengths = [float(told.partition(" ms")[0]) for told in texts(svg, "told")]

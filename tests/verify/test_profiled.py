@@ -124,7 +124,7 @@ def test_the_longest_events_come_first() -> None:
 
 def traced(ranks: Ranks, folder: Path, trace: str) -> tuple[dict[int, Any], Path]:
     settings = {"RUN_MODE": "dp", "LAB_TRACE": trace, "LAB_PROOF": "0", "LAB_BUCKET_MIB": "0.01"}
-    _, records = run_experiment(ranks, 2, folder, LAB_VARIANT="naive,bucketed", **settings)
+    _, records = run_experiment(ranks, 2, folder, LAB_VARIANT="per_parameter,bucketed", **settings)
     return records, folder / "trace.json"
 
 
@@ -134,12 +134,14 @@ def test_a_traced_run_leaves_one_trace_of_all_ranks(ranks: Ranks, tmp_path: Path
     assert faults(trace) == []
     seen = {(event["pid"], event["cat"], event["name"]) for event in trace["traceEvents"] if event["ph"] == "X"}
     for rank in (0, 1):
-        assert {(rank, "phases", name) for name in ("naive", "bucketed", "forward", "backward", "optimizer")} <= seen
+        assert {
+            (rank, "phases", name) for name in ("per_parameter", "bucketed", "forward", "backward", "optimizer")
+        } <= seen
         assert {(rank, "communication", "gloo:all_reduce"), (rank, "compute", "aten::linear")} <= seen
     hidden = [(rank, entry.variant) for rank, entry in select(records, Overlap)]
-    assert hidden == [(0, "naive"), (0, "bucketed"), (1, "naive"), (1, "bucketed")]
+    assert hidden == [(0, "per_parameter"), (0, "bucketed"), (1, "per_parameter"), (1, "bucketed")]
     assert all(0 <= entry.hidden_s <= entry.communication_s for _, entry in select(records, Overlap))
-    assert all(entry.hidden_s == 0 for _, entry in select(records, Overlap) if entry.variant == "naive")
+    assert all(entry.hidden_s == 0 for _, entry in select(records, Overlap) if entry.variant == "per_parameter")
     (said,) = [entry.text for _, entry in select(records, Said) if entry.heading == "trace"]
     assert said.startswith(f"{path} · a profiled step against a timed one: ") and said.endswith("(bucketed)")
     assert len(list(select(records, ClockRecord))) == 2
@@ -147,10 +149,10 @@ def test_a_traced_run_leaves_one_trace_of_all_ranks(ranks: Ranks, tmp_path: Path
 
 
 def out_of_order(trace: dict[str, Any], rank: int) -> list[dict[str, Any]]:
-    """What stands on the wrong side of the naive backward pass: its marks, gloo's time and the profiler's are one
+    """What stands on the wrong side of the per_parameter backward pass: its marks, gloo's time and the profiler's are one
     clock."""
     found = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank]
-    step = next(event for event in found if event["name"] == "naive")
+    step = next(event for event in found if event["name"] == "per_parameter")
     inside = [event for event in found if step["ts"] <= event["ts"] <= step["ts"] + step["dur"]]
     end = max(event["ts"] + event["dur"] for event in inside if event["name"] == "backward")
     return [

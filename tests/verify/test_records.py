@@ -43,7 +43,7 @@ def test_a_message_is_written_to_the_microsecond() -> None:
 
 
 @pytest.mark.parametrize(("mode", "variants", "seen"), [
-    ("dp", "naive,ring,ddp", {"naive": "all_reduce", "ring": "send", "ddp": "all_reduce"}),
+    ("dp", "per_parameter,ring,ddp", {"per_parameter": "all_reduce", "ring": "send", "ddp": "all_reduce"}),
     ("fsdp", "zero3,fsdp2", {"zero3": "send", "fsdp2": "reduce_scatter"}),
     ("pp", "1f1b,torch_1f1b", {"1f1b": "send", "torch_1f1b": "send"}),
 ])  # fmt: skip

@@ -16,7 +16,7 @@ from distlab.verify.run_all import everything, measure, timed_ends
 from tests.labs import TINY, failed, lab_of, run_experiment
 
 pytestmark = pytest.mark.timeout(120)
-SETTINGS = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "naive"} | TINY
+SETTINGS = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "per_parameter"} | TINY
 
 
 def sections(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[tuple[str, set[str]]]:
@@ -58,20 +58,27 @@ def counted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> 
 
 
 def test_recorded_and_counted_steps_belong_to_the_estimate(ranks: Ranks, tmp_path: Path) -> None:
-    told, _ = ranks(2, counted, SETTINGS | {"LAB_VARIANT": "naive,flat", "LAB_TRACE": "1"}, str(tmp_path))
+    told, _ = ranks(2, counted, SETTINGS | {"LAB_VARIANT": "per_parameter,flat", "LAB_TRACE": "1"}, str(tmp_path))
     proof = [line for line in told if "of the proof" in line]
-    assert proof[:2] == ["one process (0 of 9 steps of the proof)", "the making of naive (3 of 9 steps of the proof)"]
+    assert proof[:2] == [
+        "one process (0 of 9 steps of the proof)",
+        "the making of per_parameter (3 of 9 steps of the proof)",
+    ]
     assert proof[-1] == "proof of flat (8 of 9 steps of the proof)"
-    steps = [line for line in told if line.startswith(("naive", "flat"))]
-    names = ("naive", "flat", "flat", "naive") * 2
+    steps = [line for line in told if line.startswith(("per_parameter", "flat"))]
+    names = ("per_parameter", "flat", "flat", "per_parameter") * 2
     assert steps == [f"{name} ({done} of 20 steps)" for done, name in enumerate(names)]
     assert "recorded step 2 of flat (13 of 20 steps)" in told and "count of flat (17 of 20 steps)" in told
     assert "trace of flat (1 of 2 variants profiled)" in told
 
 
 def test_a_variant_is_told_as_proven_before_the_next_one_is_made(ranks: Ranks, tmp_path: Path) -> None:
-    told, _ = ranks(2, proofs, SETTINGS | {"LAB_VARIANT": "naive,flat"}, str(tmp_path))
-    assert told == [("the making of naive", []), ("the making of flat", ["naive"]), ("the end", ["naive", "flat"])]
+    told, _ = ranks(2, proofs, SETTINGS | {"LAB_VARIANT": "per_parameter,flat"}, str(tmp_path))
+    assert told == [
+        ("the making of per_parameter", []),
+        ("the making of flat", ["per_parameter"]),
+        ("the end", ["per_parameter", "flat"]),
+    ]
 
 
 def proofs(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[tuple[str, list[str]]]:
@@ -80,7 +87,7 @@ def proofs(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> l
 
     def finished(section: str, rows: tuple[str, ...] = ()) -> None:
         if section == "proof":
-            assert rows == ("naive", "flat")
+            assert rows == ("per_parameter", "flat")
             checked = [record.variant for record in lab.journal.records if isinstance(record, Check)]
             proven.append(checked[-1] if checked else "")
 
@@ -120,14 +127,14 @@ def test_it_takes_all_alone_where_nothing_is_slow_and_where_all_have_to_be_alike
 
 
 def test_a_run_times_fewer_and_holds_them_as_all_others(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"RUN_MODE": "dp", "LAB_STEPS": "9", "LAB_VARIANT": "naive,flat"}
+    settings = {"RUN_MODE": "dp", "LAB_STEPS": "9", "LAB_VARIANT": "per_parameter,flat"}
     run, by_rank = run_experiment(ranks, 2, tmp_path, **settings)
     assert failed(run) == set()
     timed = {each.variant: len(each.step_seconds) for each in by_rank[0] if isinstance(each, records.Steps)}
-    assert timed == {"naive": 5 - 2, "flat": 9 - 2}
+    assert timed == {"per_parameter": 5 - 2, "flat": 9 - 2}
     held = {(claim["variant"], claim["name"]): claim["detail"] for claim in run["checks"]}
-    assert held["naive", "timed steps"].startswith("steps 0 to 4, audited: 0,")
+    assert held["per_parameter", "timed steps"].startswith("steps 0 to 4, audited: 0,")
     assert held["flat", "timed steps"].startswith("steps 0 to 8, audited: 0,")
-    assert ("naive", "timed losses") in held
+    assert ("per_parameter", "timed losses") in held
     said = [each.text for each in by_rank[0] if isinstance(each, records.Said)]
-    assert any("naive takes 5 of 9 timed steps" in text for text in said)
+    assert any("per_parameter takes 5 of 9 timed steps" in text for text in said)

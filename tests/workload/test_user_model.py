@@ -107,8 +107,8 @@ def config(**environ: str) -> Config:
 
 @pytest.mark.parametrize(("mode", "settings"), [
     ("dp", {"LAB_VARIANT": f"flat,ddp,{STEP}"}), ("fsdp", {"LAB_VARIANT": "zero1,zero3,fsdp2"}),
-    ("compress", {"LAB_VARIANT": "naive,topk"}), ("server", {"LAB_VARIANT": "sync"}), ("precision", {"LAB_VARIANT": f"bf16,{STEP}"}),
-    ("pp", {"LAB_VARIANT": "gpipe,torch_gpipe", "LAB_WIDTH": "24"}), ("tp", {"LAB_VARIANT": "naive,megatron"}),
+    ("compress", {"LAB_VARIANT": "per_parameter,topk"}), ("server", {"LAB_VARIANT": "sync"}), ("precision", {"LAB_VARIANT": f"bf16,{STEP}"}),
+    ("pp", {"LAB_VARIANT": "gpipe,torch_gpipe", "LAB_WIDTH": "24"}), ("tp", {"LAB_VARIANT": "gathered,megatron"}),
 ])  # fmt: skip
 def test_an_own_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[str, str]) -> None:
     ran = runs(3, RUN_MODE=mode, LAB_MODEL=MODEL, **settings)
@@ -132,7 +132,7 @@ def staged(seed):
 
 def test_a_stage_of_its_own_is_all_that_a_rank_of_a_pipeline_keeps(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "staged_of_mine.py").write_text(STAGED)
-    model, variants = f"{tmp_path}/staged_of_mine.py:staged", ("naive", "1f1b", "zbv")
+    model, variants = f"{tmp_path}/staged_of_mine.py:staged", ("one_microbatch", "1f1b", "zbv")
     ran = runs(2, RUN_MODE="pp", LAB_MODEL=model, LAB_VARIANT=",".join(variants), LAB_MICROBATCHES="4", LAB_SEQ="32")
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
     rest = {each["variant"] for each in ran.judged["comparisons"] if each["name"] == "rest bytes" and each["decides"]}
@@ -146,7 +146,7 @@ def test_a_stage_of_its_own_is_all_that_a_rank_of_a_pipeline_keeps(runs: Runs, t
 
 def test_a_stage_of_its_own_without_a_linear_layer_has_nothing_to_put_off(runs: Runs) -> None:
     """An embedding alone: its weight pass shows no gradient, and it saves no more than the bytes that come in."""
-    variants = "naive,interleaved,zbv"
+    variants = "one_microbatch,interleaved,zbv"
     ran = runs(2, RUN_MODE="pp", LAB_MODEL=MODEL, LAB_VARIANT=variants, LAB_WIDTH="24", LAB_MICROBATCHES="4")
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
 
