@@ -54,7 +54,7 @@ MODE = Mode(
 
 def test_a_mode_of_nothing_has_defaults_that_work() -> None:
     mode, config = Mode(), Config.read({"WORLD_SIZE": "3"})
-    assert mode.title(config) == "gpt, 1.7M parameters"
+    assert mode.title(config) == "gpt, 867.1k parameters"
     assert (mode.predict(config), mode.refuse(config), dict(mode.cannot(config))) == ([], [], {})
     assert mode.axes(config) == {"dp": 3}
     assert (mode.names, mode.by_torch, mode.timed) == ((), (), False)

@@ -20,7 +20,7 @@ from distlab.verify.timed import time_steps
 from distlab.workload.data import effective_batch
 from distlab.workload.user_model import is_own
 
-# Some variants are in a run for what they show, not for their speed: the 133 small all_reduces of dp's per_parameter
+# Some variants are in a run for what they show, not for their speed: the small all_reduces of dp's per_parameter
 # took over gloo half of the default run's timed steps. Beside others such a variant takes one of `timed_part` steps
 # (contract.py), by a rule and not by a clock, so that a run is repeatable to the bit. Whoever asks for a variant
 # alone gets all of its steps, and so does who saves, resumes or drills, where all have to have done the same ones.

@@ -165,7 +165,7 @@ def run(lab: Lab) -> None:
 
 MODE = Mode(
     variants=(
-        # 1.3 s a step on four ranks, where the others take 0.2.
+        # 0.7 s a step on four ranks, where the others take 0.1.
         Variant("per_parameter", per_parameter, formerly="naive", timed_part=4),
         Variant("flat", flat),
         Variant("bucketed", bucketed),

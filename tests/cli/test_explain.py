@@ -40,8 +40,8 @@ def test_the_numbers_follow_the_settings() -> None:
     dp = load("dp")
     two, four = ("\n".join(explain(Config.read({"WORLD_SIZE": size}), dp)) for size in ("2", "4"))
     assert two != four
-    assert "6.64 MB" in two  # 2(N-1)/N is 1 at two ranks: the whole model
-    assert "9.96 MB" in four
+    assert "3.47 MB" in two  # 2(N-1)/N is 1 at two ranks: the whole model
+    assert "5.20 MB" in four
 
 
 def test_a_bug_is_explained_with_the_check_that_sees_it(

@@ -28,7 +28,7 @@ def faults(**environ: str) -> list[str]:
 def test_defaults_are_those_of_the_stable_interface() -> None:
     config = Config.read({})
     assert (config.run_mode, config.world_size, config.master_port) == ("dp", 4, 29500)
-    assert (config.model, config.width, config.depth, config.heads, config.seq) == ("gpt", 128, 8, 8, 64)
+    assert (config.model, config.width, config.depth, config.heads, config.seq) == ("gpt", 128, 4, 8, 64)
     assert (config.steps, config.batch, config.num_microbatches, config.dtype) == (20, 16, 1, "float32")
     assert (config.join_timeout_s, config.lost_after_s, config.collective_timeout_s) == (60, 2.5, 300)
 

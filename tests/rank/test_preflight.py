@@ -107,7 +107,9 @@ GIB = 2.0**30
 
 def test_it_says_what_was_measured() -> None:
     """2.91 GB held two ranks at their peak, anonymous memory alone, beside which only mapped files stood."""
-    config = Config.read({"LAB_WIDTH": "384", "LAB_STEPS": "4", "WORLD_SIZE": "2", "LAB_VARIANT": "flat,ddp"})
+    config = Config.read(
+        {"LAB_WIDTH": "384", "LAB_DEPTH": "8", "LAB_STEPS": "4", "WORLD_SIZE": "2", "LAB_VARIANT": "flat,ddp"}
+    )
     assert 2.91e9 / 1.5 < needed_bytes(config, load("dp"), 2) < 2.91e9 * 1.5
 
 

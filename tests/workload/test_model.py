@@ -131,7 +131,7 @@ def test_16_bit_scores_are_summed_in_float32() -> None:
 
 
 def test_default_sizes_and_description() -> None:
-    assert build_model(Config.read({}), 1).describe() == "gpt, 1.7M parameters"
+    assert build_model(Config.read({"RUN_MODE": "fsdp"}), 1).describe() == "gpt, 1.7M parameters"
     assert build_model(config_of(LAB_MODEL="line"), 1).describe() == "line, 2 parameters"
 
 
