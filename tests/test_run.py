@@ -53,6 +53,19 @@ def checkout(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_pip_is_heard_only_if_it_fails(checkout: Path, *, fails: bool) -> None:
+    (checkout / ".venv" / "installed-run").unlink()
+    told = f'#!/bin/sh\necho "$@" and the words of pip\ncase "$*" in *"pip install --req"*) exit {3 * fails} ;; esac\n'
+    (checkout / ".venv" / "bin" / "python").write_text(told)
+    done = subprocess.run(["./install"], cwd=checkout, capture_output=True, text=True, timeout=30, check=False)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "install    PyTorch and what the lab imports go into .venv: a minute or more, once"
+    assert done.returncode == 3 * fails and done.stdout == ""
+    assert ("--require-hashes --no-deps -r compose/requirements.lock and the words of pip" in done.stderr) == fails
+    assert (len(lines) == 1) != fails and (checkout / ".venv" / "installed-run").exists() != fails
+
+
 def run(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
     environ = clean | NO_ENGINE | SMALL | variables
