@@ -78,7 +78,7 @@ def test_each_line_names_something_and_what_is_missing_says_why(heading: str) ->
         ("tests/test_coverage.py::test_absent", "has no test_absent"),
         ("tests/test_coverage.py::TAUGHT", ""),
         ("RUN_MODE=absent", "no mode"),
-        ("RUN_MODE=dp LAB_VARIANT=naive,absent", "no variant absent"),
+        ("RUN_MODE=dp LAB_VARIANT=flat,absent", "no variant absent"),
         ("RUN_MODE=dp LAB_BUG=absent", "no LAB_BUG=absent"),
         ("RUN_MODE=dp LAB_ABSENT=1", "no variable LAB_ABSENT"),
         ("2(N-1)/N·S", ""),

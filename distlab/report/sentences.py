@@ -1,6 +1,7 @@
 """A run in sentences: the verdict, what did not hold, who is gone, which mistake was made, how to repeat it."""
 
 import shlex
+from typing import NamedTuple
 
 from distlab.config import ON_ONE_MACHINE
 from distlab.config.launchers import EACH_RANK
@@ -10,6 +11,22 @@ from distlab.report.verdict import PROOF, SCRIPT, first
 
 COMPOSE = "docker compose up"
 FINDINGS = "findings"  # the unit of a check that counts them
+UNSEEN = "not visible"  # of what a library sends and waits for inside of its own passes
+
+
+class Shares(NamedTuple):
+    """Of all ranks' time in a step that is drawn, as parts of 1."""
+
+    compute: float
+    communication: float  # and waiting for other ranks
+    idle: float
+
+    def told(self, *, seen: bool) -> str:
+        """In words; where communication is not `seen`, what a library computes has it inside."""
+        if not seen:
+            whole = self.compute + self.communication
+            return f"compute with communication and waiting inside {whole:.0%} (apart: {UNSEEN}), idle {self.idle:.0%}"
+        return f"compute {self.compute:.0%}, communication and waiting {self.communication:.0%}, idle {self.idle:.0%}"
 
 
 def headline(run: Run) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from distlab.report.records import Comparison, Overlap, Profile, Ranks, Run, select
-from distlab.report.sentences import claim_name
+from distlab.report.sentences import UNSEEN, claim_name
 from distlab.report.table import Column, Kind, Table, Verdict, Wrong
 from distlab.report.timeline import OWN_WORK, Span, bubble_of, step_seconds, timelines
 from distlab.report.units import (
@@ -242,6 +242,8 @@ def _memory_cell(values: Sequence[float], scale: float) -> str:
 # ranks come out alike.)
 
 CLASSES = ("data", "forward", "backward", "communication", "optimizer", "waiting")
+INSIDE = ("communication", "waiting")
+NOTHING = "-"  # no time at all
 Profiles = list[dict[str, float] | None]  # seconds of a step by class, of each rank
 
 
@@ -275,6 +277,11 @@ def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
                 continue
             total_s = sum(seconds.values())
             cells = [share(seconds.get(kind, 0.0), total_s) for kind in CLASSES]
+            if variant in run["by_torch"]:  # which sends and waits inside of its own passes
+                cells = [
+                    UNSEEN if kind in INSIDE and cell == NOTHING else cell
+                    for kind, cell in zip(CLASSES, cells, strict=True)
+                ]
             remark = f"{ratio:.2f} ×" if rank == most and len(of_ranks) > 1 else ""
             rows.append([variant, f"rank {rank}", milliseconds(total_s), *cells, remark])
     columns = [
@@ -324,7 +331,9 @@ def verdict(claims: Iterable[Run]) -> str:
 COLUMNS = 64
 FINE = 8  # samples a column
 IDLE = "."
-LEGEND = "0-9 forward of that microbatch, a-z its backward, A-Z its weights apart, - communication, + optimizer, . idle"
+LEGEND = (
+    "0-9 forward of that microbatch, a-z its backward, A-Z its weights apart, - communication, + optimizer, . waits"
+)
 
 
 def staircases(run: Run, records: Ranks) -> Iterator[str]:

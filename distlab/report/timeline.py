@@ -1,5 +1,5 @@
 """The timeline of a run: who did what when, every message from its sender to its receiver, each collective with who
-came last, and how much of the time is idle; a row a rank, all variants on one axis of time.
+came last, and how much of the time is computed, communicated and idle; a row a rank, all variants on one axis of time.
 
 templates/timeline.html shows it on the page, templates/picture.svg in a file, and both draw a variant by
 templates/marks.svg. The n-th send of a rank to another belongs to the n-th receive of that one from it, with the same
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from distlab.report.records import Ideal, Messages, Ranks, Run, Timeline, select
+from distlab.report.sentences import Shares
 from distlab.report.units import human_bytes, milliseconds, round_step
 from distlab.report.verdict import PROOF, SCRIPT
 
@@ -122,12 +123,12 @@ class Scene(NamedTuple):
         return any(span.kind in OWN_WORK for spans in self.of_ranks for span in spans)
 
     @property
-    def idle(self) -> float:
-        """The share of the ranks' time in which they neither compute nor step their optimizer; a marked call inside
-        of a pass is no computing."""
+    def shares(self) -> Shares:
+        """How much of the ranks' time is computed, is in a marked call, also one inside of a pass, and is neither."""
         calls = [[span for span in spans if span.kind not in OWN_WORK] for spans in self.of_ranks]
-        busy_s = sum(map(union_s, self.of_ranks)) - sum(map(union_s, calls))
-        return 1 - busy_s / (len(self.of_ranks) * self.step_s) if self.step_s else 0.0
+        whole_s = len(self.of_ranks) * self.step_s or 1.0
+        marked, called = (sum(map(union_s, spans)) / whole_s for spans in (self.of_ranks, calls))
+        return Shares(marked - called, called, 1 - marked)
 
 
 def scenes(run: Run, records: Ranks, most: int) -> list[Scene]:
@@ -381,14 +382,14 @@ def timeline(run: Run, records: Ranks, rows: Rows | None = None) -> Drawn | None
         [
             Panel(
                 scene,
-                " · ".join(filter(None, [f"{milliseconds(scene.step_s)} ms", idle_words(run, scene)])),
+                " · ".join(filter(None, [f"{milliseconds(scene.step_s)} ms", share_words(run, scene)])),
                 [bars(spans) for spans in scene.of_ranks],
                 [bars(spans) for spans in scene.ideal],
             )
             for scene in found
         ],
         list(ticks(axis)),
-        key(found),
+        key(run, found),
         " ".join(notes(run, found)),
     )
 
@@ -401,12 +402,12 @@ def heading(run: Run, found: Sequence[Scene]) -> str:
     return f"What {ranks} do: {len(found)} variants on one axis of time" if len(found) > 1 else f"What {ranks} do"
 
 
-def idle_words(run: Run, scene: Scene) -> str:
-    """How much of the ranks' time is bubble, as run.json has it; else what is idle of the step that is drawn; of one
-    that computes nothing there is none."""
+def share_words(run: Run, scene: Scene) -> str:
+    """How much of the ranks' time is bubble, as run.json has it; else the shares of the step that is drawn; of one that
+    computes nothing there are none."""
     if claim := bubble_of(run, scene.variant):
         return f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula'] or 'the formula'}"
-    return f"idle {scene.idle:.0%}" if scene.computes else ""
+    return scene.shares.told(seen=scene.variant not in run["by_torch"]) if scene.computes else ""
 
 
 def ticks(axis: Axis) -> Iterator[tuple[str, str]]:
@@ -417,14 +418,14 @@ def ticks(axis: Axis) -> Iterator[tuple[str, str]]:
         yield axis.percent(tick * step_ms / 1000), f"{tick * step_ms:g} ms" if tick else "0"
 
 
-def key(found: Sequence[Scene]) -> list[tuple[str, str]]:
+def key(run: Run, found: Sequence[Scene]) -> list[tuple[str, str]]:
     """(class, name) of all that is drawn."""
     used = {span.kind for scene in found for spans in scene.of_ranks for span in spans}
     entries = [(f"{kind} blue", KINDS[kind][0]) for kind in NUMBERED if kind in used]
     others = [kind for kind in KINDS if kind in used and kind not in (*NUMBERED, "receive", "wait")]
     entries += [(kind, KINDS[kind][0]) for kind in others]
     entries += [("wait", "waits")] if used & {"receive", "wait"} else []
-    return [*entries, ("idle", "idle")]
+    return [*entries, ("idle", "your code" if run["run_mode"] in (SCRIPT, PROOF) else "idle")]
 
 
 def notes(run: Run, found: Sequence[Scene]) -> Iterator[str]:

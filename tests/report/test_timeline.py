@@ -1,4 +1,4 @@
-"""What a picture shows: whose message is whose, who came last, what is idle, and what is cut when it is too much."""
+"""What a picture shows: whose message is whose, who came last, what is computed, sent and idle, and what is cut when it is too much."""
 
 import pytest
 from msgspec.structs import replace
@@ -18,12 +18,14 @@ from distlab.report.timeline import (
     chunk_of,
     coarse,
     fitted,
+    key,
     largest,
     scene,
     scenes,
+    share_words,
     timelines,
 )
-from distlab.report.verdict import judge
+from distlab.report.verdict import SCRIPT, judge
 from tests.report.made_up import SENT_BYTES, bent, good_run, pipeline_run, plus, without
 from tests.report.test_page import luminance
 
@@ -60,12 +62,28 @@ def test_a_collective_is_one_of_all_its_ranks_and_the_last_is_named() -> None:
     assert (first.last, first.late_s, second.last, other.last) == (1, 0.5, 0, 3)
 
 
-def test_idle_is_what_no_rank_computes_in() -> None:
+def test_shares_are_of_what_ranks_compute_send_and_do_not() -> None:
     spans = [[Span("forward", "0", 0, 1), Span("all_reduce", "", 0.5, 1)], [Span("backward", "0", 2, 4)]]
-    assert Scene("flat", spans, [], [], [], [], "").idle == pytest.approx(1 - 2.5 / 8)
+    assert Scene("flat", spans, [], [], [], [], "").shares == pytest.approx((2.5 / 8, 0.5 / 8, 5 / 8))
     inner = [[Span("forward", "0", 0, 4), Span("all_reduce", "", 1, 3)]]  # of a pass half is a call
-    assert Scene("tp", inner, [], [], [], [], "").idle == pytest.approx(0.5)
+    assert Scene("tp", inner, [], [], [], [], "").shares == pytest.approx((0.5, 0.5, 0))
     assert Scene("flat", spans, [Arrow(0, 1, 1, 0.0, 5.0)], [], [], [], "").step_s == 5.0
+
+
+def test_all_reduce_bars_are_no_idle_time_and_what_pytorch_hides_is_not_called_idle() -> None:
+    """Of 10 s 0.5 are computed and 9 summed, on each of two ranks; DDP sums inside of its pass."""
+    summed = [[Span("forward", "0", 0, 0.5), Span("all_reduce", "", 1, 10)]] * 2
+    inside = [[Span("backward", "0", 0, 9), Span("optimizer", "", 9, 9.5), Span("data", "", 9.5, 10)]] * 2
+    run = {"comparisons": [], "by_torch": ["ddp"]}
+    told = share_words(run, Scene("per_parameter", summed, [], [], [], [], ""))
+    assert told == "compute 5%, communication and waiting 90%, idle 5%"
+    told = share_words(run, Scene("ddp", inside, [], [], [], [], ""))
+    assert told == "compute with communication and waiting inside 100% (apart: not visible), idle 0%"
+
+
+def test_a_scripts_own_compute_is_your_code() -> None:
+    assert key({"run_mode": SCRIPT}, []) == [("idle", "your code")]
+    assert key({"run_mode": "dp"}, []) == [("idle", "idle")]
 
 
 def test_a_run_has_a_scene_a_variant_with_its_messages_and_its_schedule_on_paper() -> None:

@@ -20,7 +20,7 @@ for (const figure of document.querySelectorAll('.picture')) {
     if (band) return band.dataset.l;
     const rank = mark.closest('g').dataset.r, kind = mark.classList[0], label = mark.dataset.l;
     const length = ms(at(get(mark, 'width')));
-    if (kind === 'idle') return `rank ${rank} is idle`;
+    if (kind === 'idle') return `rank ${rank}: ${figure.dataset.rest}`;
     const whose = /ward$/.test(kind) ? ' of microbatch ' : ' ';
     return `rank ${rank}: ${kind}${label ? whose + label : ''}, ${length}`;
   }
