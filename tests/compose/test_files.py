@@ -73,7 +73,7 @@ def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
     for path in COMPOSE_FILES:
         assert compose_lines() in path.read_text(), "python -m distlab config --write mends it"
     passed_on = raw("docker-compose.yaml")["x-environment"]
-    assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST"} - {
+    assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST", "DISTLAB_STARTED_BY"} - {
         "RANK",
         "LOCAL_RANK",
         "LAB_RUNS_DIR",
@@ -84,6 +84,7 @@ def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
         "WORLD_SIZE",
         "MASTER_ADDR",
         "RANKS_ON_HOST",
+        "DISTLAB_STARTED_BY",
     }  # these alone have a value in the file
 
 
