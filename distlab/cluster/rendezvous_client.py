@@ -14,7 +14,8 @@ from distlab.cluster.rendezvous_server import OTHER_KEY, Claim
 from distlab.config import Config
 
 ASK_EVERY_S = 0.1
-SAY_EVERY_S = 3.0
+SAY_AFTER_S = 3.0  # what is waited for: most ranks come sooner
+SAY_EVERY_S = 9.5
 # A port that accepts connections, while nobody answers as the board for so long, is another program's. A dying
 # earlier run frees it sooner.
 FOREIGN_S = 4.0
@@ -38,6 +39,7 @@ class RendezvousClient:
     opener: MessageVerifier = field(init=False)
     _board: bytes = ANYONE  # the number of the board, once it has greeted
     _unanswered: int = 0
+    _pause_s: float = SAY_AFTER_S
     _sealed: str = ""  # the token of the run that is sealed
     _members: dict[int, dict[str, Any]] = field(default_factory=dict)  # of its members those that are known so far
 
@@ -49,9 +51,9 @@ class RendezvousClient:
             raise ClusterError("a setting of this rank is too long to be told to the others: 1024 characters at most")
 
     def progress(self, sentence: str) -> None:
-        """Say what is being waited for, every `SAY_EVERY_S`."""
-        if sentence and time.monotonic() - self.said_at >= SAY_EVERY_S:
-            self.said_at = time.monotonic()
+        """Say what is being waited for, after `SAY_AFTER_S` and then every `SAY_EVERY_S`."""
+        if sentence and time.monotonic() - self.said_at >= self._pause_s:
+            self.said_at, self._pause_s = time.monotonic(), SAY_EVERY_S
             self.say(sentence)
 
     @property
@@ -126,7 +128,7 @@ class RendezvousClient:
             else:
                 waiting, foreign_since = str(answer.get("wait", "")), None
             # A board that answers has the word: its own bound is near, and every rank says its sentence.
-            if time.monotonic() > self.deadline + (SAY_EVERY_S if answer else 0.0):
+            if time.monotonic() > self.deadline + (SAY_AFTER_S if answer else 0.0):
                 raise ClusterError(f"rank {self.claim.rank} could not join {self.bound}: {waiting}")
             self.progress(waiting)
             time.sleep(max(0.0, asked_at + ASK_EVERY_S - time.monotonic()))

@@ -29,6 +29,7 @@ from distlab.report.reading import BrokenRecord, from_line, read_records, read_r
 from distlab.report.records import Ranks, Run
 from distlab.report.run_folder import LATEST, Journal, Outcome, Unpublished, Unwritable
 from distlab.report.sentences import missed, unseen_sentence
+from distlab.report.summary import lost_lines
 from distlab.report.verdict import EXIT_CODES, exit_code, judge
 
 # Each section of rank 0's log is told as soon as it is finished: each rank gives the records since the last one, some
@@ -219,7 +220,8 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
     journal.write(records.Failed(verdict.exit_code, verdict.sentence, time.time()))
     if journal.folder is None or not succession.turn(outcome.claimed):
         return
-    run = judge(last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records})
+    by_rank = last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records}
+    run = judge(by_rank)
     mine = outcome.write(run)
     succession.tell()
     if not mine:
@@ -231,10 +233,14 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
         journal.say(f"unseen     {unseen_sentence(run)}")
     left_s = succession.named_at + DRAWN_BY_S - time.monotonic()
     page = outcome.page(succession.rank)
+    report = None
     if left_s > 0 and draw(outcome.folder, page, left_s):
-        os.replace(page, outcome.folder / "report.html")
+        report = outcome.folder / "report.html"
+        os.replace(page, report)
     else:
         journal.say(f"report     not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
+    for line in lost_lines(run, by_rank, report, outcome.folder):
+        journal.say(line, "normal")
 
 
 def last_words(folder: Path, survivors: list[int]) -> records.Ranks:

@@ -54,6 +54,7 @@ def end_lines(
         return [*failed_lines(run), *trouble_lines(run), last_line(run, records, report)]
     return [
         *summary.table_lines(run, records),
+        *summary.decided_lines(run),
         *summary.failed_lines(run),
         *trouble_lines(run),
         *summary.ended_lines(run, report),

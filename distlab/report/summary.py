@@ -16,6 +16,7 @@ from distlab.report.verdict import pytorch_own, slowest
 
 WIDTH = 67  # columns: 80 without "worker0-1  | "
 MOST_TITLE = 9  # columns
+MOST_NAMED = 8  # checks
 MOST_FAILED = 4  # failed claims that have a sentence here; the report has all
 
 Cells = dict[str, str]  # of one column, by variant
@@ -132,6 +133,25 @@ def failed_lines(run: Run) -> list[str]:
     if failed and not run["mistake"]:
         lines.append(log_line("read", where_to_read(run, failed[0])))
     return lines
+
+
+def decided_lines(run: Run) -> list[str]:
+    """Of a mode that times no steps the checks that decided, by name: what its table leaves unsaid."""
+    if any(slowest(variant["step_seconds"]) for variant in run["variants"]) or not run["checks"]:
+        return []
+    names = list(dict.fromkeys(check["name"] for check in run["checks"]))
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return [log_line("decided by", ", ".join(names[:MOST_NAMED]) + more)]
+
+
+def lost_lines(run: Run, records: Ranks, report: Path | None, folder: Path) -> list[str]:
+    """For a cluster that broke, whose ranks have said why: where to read on, the report, and how to repeat the run."""
+    logs = ", ".join(f"rank{lost['rank']}.log" for lost in run["lost"])
+    return [
+        *([log_line("read", f"the last lines of {logs} in {folder}")] if logs else []),
+        *([log_line("report", str(report))] if report else []),
+        log_line("rerun", sentences.repeat_command(records)),
+    ]
 
 
 def skipped_lines(skipped: list[Run]) -> list[str]:

@@ -101,6 +101,8 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
                 [size(nbytes), name, f"{cost.seconds * 1e6:.0f}", *speed, *bytes_, "picked" if name == picked else ""]
             )
     lab.table(op, ["size", "variant", "us", "algbw GB/s", "busbw GB/s", "predicted B", "wire B", "by size"], rows)
+    took = [f"{name} {costs[op, sizes[-1], name].seconds * 1e3:.3g}" for name in variants]
+    lab.say(f"{op} of {size(sizes[-1])} in ms: {', '.join(took)}", "result", at="normal")
     megabytes = [nbytes / 1e6 for nbytes in sizes]
     times = {name: [costs[op, nbytes, name].seconds for nbytes in sizes] for name in variants}
     milliseconds = {name: [megabytes, [seconds * 1e3 for seconds in column]] for name, column in times.items()}

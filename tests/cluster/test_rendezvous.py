@@ -81,8 +81,8 @@ def test_mode_version_and_settings_must_agree(processes: Processes) -> None:
     said = refusals([processes.rank(0, 2), processes.rank(1, 2, version="v2", RUN_MODE="comm", LAB_STEPS="9")])
     assert len(said) == 1
     sentence = said.pop()
-    assert "RUN_MODE=comm, the version of the code is v2, LAB_STEPS=9 on rank 1" in sentence
-    assert "RUN_MODE=dp, the version of the code is v1, LAB_STEPS=20 on rank 0" in sentence
+    assert "RUN_MODE=comm, the version of the code is v2, LAB_DEPTH=8, LAB_STEPS=9 on rank 1" in sentence
+    assert "RUN_MODE=dp, the version of the code is v1, LAB_DEPTH=4, LAB_STEPS=20 on rank 0" in sentence
 
 
 def test_the_missing_are_listed_while_waiting_and_at_the_end(processes: Processes) -> None:

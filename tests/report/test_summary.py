@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from distlab.report.log import end_lines
-from distlab.report.records import Check, Classes, Comparison, Failed, Memory, Ranks, Record, Skipped, Start, Wire
-from distlab.report.summary import WIDTH, shortened, table_lines
+from distlab.report.records import Check, Classes, Comparison, Failed, Lost, Memory, Ranks, Record, Skipped, Start, Wire
+from distlab.report.summary import WIDTH, lost_lines, shortened, table_lines
 from distlab.report.verdict import judge
 from tests.report.made_up import bent, good_run, mistaken, plus, with_check, with_measured, without
 
@@ -69,6 +69,22 @@ def test_a_mode_that_times_calls_has_the_bytes_of_its_largest() -> None:
         "variant  exact to  predicted  measured",
         "ring            0       4.00      4.40  passed",
     ]
+
+
+def test_a_mode_that_times_no_steps_names_the_checks_that_decided() -> None:
+    records = {
+        rank: [each[0], Check("", "gathered", 0, 0), Check("", "shards", 0, 0), each[-1]]
+        for rank, each in good_run().items()
+    }
+    assert end(records)[0] == "decided by gathered, shards"
+    assert not any(line.startswith("decided") for line in end(good_run()))
+
+
+def test_a_cluster_that_broke_says_where_to_read_on() -> None:
+    records = plus(good_run(), Lost(1, 5, "no heartbeat"))
+    said = lost_lines(judge(records), records, None, REPORT.parent)
+    assert said[0] == f"read       the last lines of rank1.log in {REPORT.parent}"
+    assert [line.split()[0] for line in said] == ["read", "rerun"]
 
 
 def test_what_failed_is_a_sentence_and_where_to_read_on() -> None:
