@@ -12,7 +12,7 @@ from distlab.check.rank_state import CHECKS, DEVICES, RankState
 from distlab.report import records
 from distlab.report.sentences import FINDINGS
 from distlab.report.table import aligned
-from distlab.report.units import human_bytes
+from distlab.report.units import counted, human_bytes
 
 CONTROL = "tests/check/test_faults.py::test_it_is_named"
 OF_DEVICES = "tests/check/test_parts.py::test_two_ranks_on_one_gpu_of_a_host_are_found"
@@ -72,7 +72,7 @@ def log_lines(doctor: Doctor) -> Iterator[str]:
     lines = slowest_lines(doctor) if not doctor.findings else []
     for number, line in enumerate(lines[:SHOWN]):
         place, op, calls, nbytes, took_ms, last, wait = script_line_row(line, steps(doctor))
-        cells = f"{place}  {op}  {calls} calls of {human_bytes(nbytes)}  {took_ms:.1f} ms"
+        cells = f"{place}  {op}  {counted(calls, 'calls')} of {human_bytes(nbytes)}  {took_ms:.1f} ms"
         who = f", {last} last, the others wait {wait}" if last else ""
         yield f"{'' if number else 'calls':<11}{cells}{who}"
     for sentence in late(lines, steps(doctor)):

@@ -18,7 +18,7 @@ from distlab.report.records import Ranks, Run
 from distlab.report.sentences import claim_name, headline, repeat_command
 from distlab.report.table import Column, Table, Verdict
 from distlab.report.tables import verdict
-from distlab.report.units import byte_unit, difference, human_bytes, milliseconds, three_digits
+from distlab.report.units import byte_unit, counted, difference, human_bytes, milliseconds, three_digits
 from distlab.report.verdict import first, slowest
 
 # Several runs of one mode as curves over WORLD_SIZE: what a step costs each variant on more and more ranks.
@@ -258,7 +258,7 @@ def comparison(old: Judged, new: Judged) -> str:
             {
                 "name": name,
                 "verdict": run["verdict"].upper(),
-                "what": f"{run['run_mode']} · {run['world_size']} ranks · {first(records).title}",
+                "what": f"{run['run_mode']} · {counted(run['world_size'], 'ranks')} · {first(records).title}",
                 "headline": headline(run),
                 "command": repeat_command(records),
             }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from distlab.config import ON_ONE_MACHINE
 from distlab.config.launchers import EACH_RANK
 from distlab.report.records import Ranks, Run
-from distlab.report.units import allowed, difference, name_ranks, quantity
+from distlab.report.units import allowed, counted, difference, name_ranks, quantity
 from distlab.report.verdict import PROOF, SCRIPT, first
 
 COMPOSE = "docker compose up"
@@ -40,7 +40,7 @@ def headline(run: Run) -> str:
         return f"{len(failed)} of {len(deciding)} checks failed: {names}"
     if run["errors"]:
         return str(run["errors"][0]["error"])
-    passed = f"{len(deciding)} checks passed" if len(deciding) != 1 else "1 check passed"
+    passed = f"{counted(len(deciding), 'checks')} passed"
     passed += "".join(f" · without rank {lost['rank']}" for lost in run["lost"])  # the remaining ranks continued
     return passed if run["proven"] or run["run_mode"] == SCRIPT else f"not proven · {passed}"
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from distlab.report.records import Ideal, Messages, Ranks, Run, Timeline, select
 from distlab.report.sentences import Shares
-from distlab.report.units import human_bytes, milliseconds, round_step
+from distlab.report.units import counted, human_bytes, milliseconds, round_step
 from distlab.report.verdict import PROOF, SCRIPT
 
 # Outer kinds first: later ones are drawn over them, and lower. Colours hold 4.5:1 to white text, 3:1 to both grounds.
@@ -396,7 +396,7 @@ def timeline(run: Run, records: Ranks, rows: Rows | None = None) -> Drawn | None
 
 def heading(run: Run, found: Sequence[Scene]) -> str:
     """What is seen."""
-    ranks = f"{run['world_size']} rank{'s' if run['world_size'] > 1 else ''}"
+    ranks = counted(run["world_size"], "ranks")
     if run["run_mode"] in (SCRIPT, PROOF):
         return f"What {ranks} call, by the lines of the script"
     return f"What {ranks} do: {len(found)} variants on one axis of time" if len(found) > 1 else f"What {ranks} do"

@@ -67,7 +67,8 @@ def difference(value: float) -> str:
 
 def allowed(check: dict[str, Any]) -> str:
     """A check's tolerance with its unit, such as "8 epsilons of bfloat16"."""
-    return f"{check['tolerance']:.3g} {check['unit']}".rstrip()
+    bound = f"{check['tolerance']:.3g}"
+    return counted(float(bound), check["unit"]) if check["unit"] else bound
 
 
 def quantity(value: float, unit: str) -> str:
@@ -78,7 +79,16 @@ def quantity(value: float, unit: str) -> str:
         return human_bits(value)
     if unit == "s":
         return f"{milliseconds(value)} ms"
-    return f"{value:.4g} {unit}".rstrip()
+    return counted(value, unit)
+
+
+def counted(number: float, what: str) -> str:
+    """A number with the plural of what it counts, or its singular: "37 calls", "1 call", "1 epsilon of bfloat16"."""
+    noun, *rest = what.split(" ")
+    if number == 1 and noun.endswith("s") and "/" not in noun:
+        noun = noun.removesuffix("es") if noun.endswith("ches") else noun.removesuffix("s")
+    shown = str(number) if isinstance(number, int) else f"{number:.4g}"
+    return " ".join([shown, noun, *rest]).rstrip()
 
 
 def round_step(width: float, most: int) -> float:

@@ -24,6 +24,7 @@ from distlab.measure.storages import SavedActivations, Storages, label_before
 from distlab.measure.traffic import Traffic
 from distlab.pipeline_parallel.costs import in_flight
 from distlab.report import records
+from distlab.report.units import counted
 from distlab.sharded.costs import Happening, shown_on
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import outline
@@ -84,9 +85,9 @@ def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
     lab.journal.write(records.Memory(name, memory.peak_bytes))
     lab.journal.write(records.Classes(name, memory.rest, memory.peak))
     lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
-    for comparison, (counted, seen) in memory.seen_outside().items():
+    for comparison, (of_tensors, seen) in memory.seen_outside().items():
         lab.compare(
-            comparison, counted, seen, variant=name, formula="bytes of tensors", shown="it holds more than tensors"
+            comparison, of_tensors, seen, variant=name, formula="bytes of tensors", shown="it holds more than tensors"
         )
 
 
@@ -289,7 +290,7 @@ def check_in_flight(lab: Lab, name: str, strategy: Any, schedule: str) -> None:
     if held is None:
         return
     allowed = in_flight(schedule, mesh.size("pp"), lab.config.num_microbatches, mesh.index("pp"), chunks)
-    detail = f"{held} microbatches held at most, {allowed} allowed"
+    detail = f"{counted(held, 'microbatches')} held at most, {allowed} allowed"
     lab.check("in flight", max(0, held - allowed), 0, name, detail, control=IN_FLIGHT_CONTROL)
 
 

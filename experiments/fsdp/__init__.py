@@ -13,8 +13,9 @@ summed, and the moments only to step. So each rank owns an N-th of every layer, 
   shapes      inputs [B/N, S] a rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the
               last one shorter
 
-The first variant is the whole idea, with nothing done ahead; the others give up one copy after the other:
+After the replicas comes the whole idea, with nothing done ahead; the others give up one copy after the other:
 
+  dp              plain replicas, bucketed of RUN_MODE=dp: everything on every rank, to see what sharding saves
   zero3_blocking  a layer is gathered, computes and is freed, forward and again backward, and all waits for each of it:
                   4(N-1)/N x S, twice what dp sends, and nothing of it overlaps
   zero1           optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the
@@ -37,6 +38,8 @@ from distlab.checkpoint import bugs as checkpoints
 from distlab.collectives.phases import phase
 from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant, untrainable
+from distlab.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets
+from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
 from distlab.measure.prediction import Prediction
 from distlab.mesh.grid import Mesh
@@ -59,6 +62,12 @@ def home(config: Config) -> torch.device | None:
 
 
 # --- the variants, in reading order ---
+
+
+def dp(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """Plain replicas: everything on every rank, and gradients summed in buckets, as `bucketed` of RUN_MODE=dp."""
+    summed, size = all_reduce_of_buckets(mesh.group, config), config.bucket_mib * 2**20
+    return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce=summed))
 
 
 def zero3_blocking(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -199,6 +208,7 @@ def run(lab: Lab) -> None:
 MODE = Mode(
     shards=True,
     variants=(
+        Variant("dp", dp),
         # Whatever is set, it computes its layers again by a way of its own.
         Variant("zero3_blocking", zero3_blocking, formerly="naive", recomputes=False),
         Variant("zero1", partial(in_stage, stage=1), sentence="Optimizer state sharded."),

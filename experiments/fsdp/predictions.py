@@ -6,13 +6,21 @@ from typing import Any
 
 from torch import nn
 
-from distlab.collectives.costs import algorithmic_factor, gloo_all_reduce_messages, norm_cost
+from distlab.collectives.costs import (
+    algorithmic_factor,
+    all_reduce_cost,
+    gloo_all_reduce_messages,
+    norm_cost,
+    total_cost,
+)
 from distlab.config import Config
 from distlab.contract import Measured
+from distlab.data_parallel.buckets import layout
 from distlab.lab import Lab
 from distlab.measure.prediction import PYTORCHS, Prediction
 from distlab.sharded.costs import (
     Happening,
+    Replicated,
     Sharding,
     Units,
     adamw_scratch_bytes,
@@ -20,13 +28,14 @@ from distlab.sharded.costs import (
     pass_peak,
     rest_bytes,
     shown_on,
+    whole_rest_bytes,
     zero_bytes,
 )
 from distlab.sharded.flat_parameter import as_many_as_all
 from distlab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
 from distlab.workload.model import outline
 
-BY_HAND = {"zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_kept": 3}  # by stage
+BY_HAND = {"dp": 0, "zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_kept": 3}  # by stage
 
 
 def tied(config: Config) -> bool:
@@ -68,9 +77,18 @@ def owned(config: Config, rank: int) -> int:
 def predict(config: Config, *, reshard: bool) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
     named = [name for name in BY_HAND if name != "zero3_kept" or config.recompute]
-    staged = [by_stage(config, name, gathers=2 if reshard else 1) for name in named if name != "zero3_blocking"]
-    sent = [naively(config), *staged, by_torch(config, gathers=2 if reshard else 1)]
+    staged = [by_stage(config, name, gathers=2 if reshard else 1) for name in named[2:]]
+    sent = [of_replicas(config), naively(config), *staged, by_torch(config, gathers=2 if reshard else 1)]
     return sent + [at_rest(config, name) for name in [*named, "fsdp2"]]
+
+
+def of_replicas(config: Config) -> Prediction:
+    """An all_reduce of each bucket, once a step; every rank has all gradients, and so their norm."""
+    ranks, nbytes = config.world_size, [each.numel() * config.itemsize for each in outline(config).parameters()]
+    buckets = [sum(nbytes[index] for index in bucket) for bucket in layout(nbytes, config.bucket_mib * 2**20)]
+    cost = total_cost(*(all_reduce_cost(ranks, size) for size in buckets))
+    messages = (cost.messages,) * ranks
+    return Prediction("dp", "wire bytes", "B", "2(N-1)/N x S", (cost.nbytes,) * ranks, cost.calls, messages=messages)
 
 
 def naively(config: Config) -> Prediction:
@@ -116,6 +134,10 @@ def by_torch(config: Config, gathers: int) -> Prediction:
 def at_rest(config: Config, name: str) -> Prediction:
     """Weights, gradients and optimizer state of what a rank owns; whole units and chunks have their padding too."""
     ranks, stage, total = config.world_size, BY_HAND.get(name, 3), sum(units(config))
+    if name == "dp":
+        held = whole_rest_bytes([each.numel() for each in outline(config).parameters()], config)
+        bytes_each = (4 if config.optimizer == "adamw" else 2) * config.itemsize
+        return Prediction(name, "rest bytes", "B", f"{bytes_each} x P", (float(sum(held.values())),) * ranks, 0)
     adam, masters = config.optimizer == "adamw", config.dtype == "bfloat16" and name in BY_HAND
     itemsize = 4 if config.dtype == "bfloat16" and name == "fsdp2" else config.itemsize
     like: dict[str, Any] = {
@@ -174,6 +196,7 @@ def published() -> tuple[str, list[str], list[list[str]]]:
 ONE = "a layer whole, its gradients whole while they are summed, a layer of scratch"
 TWO = f"two layers whole{ONE.removeprefix('a layer whole')}"
 TERMS = {
+    "dp": "weights + gradients + optimizer",
     "zero3_blocking": f"shards + {ONE.rpartition(',')[0]}",
     "zero1": "weights + gradients + a shard of the optimizer + a layer of scratch",
     "zero2": f"weights + shards{ONE.removeprefix('a layer whole')}",
@@ -226,6 +249,14 @@ def remembered(config: Config, rank: int) -> float:
 
 def peak_bytes(name: str, config: Config, rank: int, passes: list[Happening], *, reshard: bool) -> float:
     """The highest moment of the passes of variant `name`; or, if it holds more, the update."""
+    if name == "dp":
+        sizes = [each.numel() for each in outline(config).parameters()]
+        whole, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
+        constant = whole["parameters"] + whole["optimizer"]
+        replicated = Replicated(constant, whole["gradients"], config.itemsize, in_buckets=True)
+        return max(
+            pass_peak(passes, replicated), sum(whole.values()) + adam * adamw_scratch_bytes(sizes, config.itemsize)
+        )
     holding = holding_of(name, config, rank, reshard=reshard)
     masters, adam = config.dtype == "bfloat16", config.optimizer == "adamw"
     update = at_rest(config, name).value[rank] + 4 * masters * owned(config, rank)

@@ -26,7 +26,7 @@ def tell(lab: Lab, sizes: Mapping[str, int], chunks: int) -> None:
     """The grid, and what 1f1b sends along each of its axes."""
     grid = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
     for axis, cost in by_axis(Rank(lab.config, sizes, 0, HOW["1f1b"], chunks)).items():
-        lab.say(f"{grid}: 1f1b sends {cost.nbytes / 1e6:.3g} MB over {axis} in {cost.calls} calls", "predict")
+        lab.say(f"{grid}: 1f1b sends {cost.nbytes / 1e6:.3g} MB over {axis}, calls: {cost.calls}", "predict")
     place = ", ".join(f"{axis} {index}" for axis, index in at(lab.rank, sizes).items())
     rank = Rank(lab.config, sizes, lab.rank, HOW["1f1b"], chunks)
     layers = [layer for run in rank.stages.values() for layer in run]

@@ -123,7 +123,7 @@ def run_freely(
 
     worker = make_worker(lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, noted=noted)
     rules, client, threads = open_server(lab, links, scheme, kind, recorder, worker)
-    lab.say(f"{lab.world_size * config.steps} steps by {len(workers)} worker(s), in whatever order they come", name)
+    lab.say(f"{lab.world_size * config.steps} steps in whatever order they come; workers: {len(workers)}", name)
     with (
         lab.work.of(lab.world_size * config.steps, "steps of all workers"),
         lab.count(calls=False) as traffic,

@@ -15,7 +15,7 @@ from distlab.workload.data import Batches
 from distlab.workload.model import build_model, outline
 from tests.labs import TINY, built, copy_state, failed, run_experiment
 
-OURS = ("zero3_blocking", "zero1", "zero2", "zero3")
+OURS = ("dp", "zero3_blocking", "zero1", "zero2", "zero3")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -43,7 +43,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
             "LAB_MODEL": "mlp",
             "LAB_RESHARD": "0",
             "LAB_MICROBATCHES": "2",
-            "LAB_VARIANT": "zero3_blocking,zero1,zero2,zero3",
+            "LAB_VARIANT": "dp,zero3_blocking,zero1,zero2,zero3",
         },
     ),
     (1, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}),
@@ -56,7 +56,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
             "LAB_DEPTH": "2",
             "LAB_DTYPE": "bfloat16",
             "LAB_OPTIMIZER": "adamw",
-            "LAB_VARIANT": "zero3_blocking,zero1,zero2,zero3",
+            "LAB_VARIANT": "dp,zero3_blocking,zero1,zero2,zero3",
         },
     ),
     (8, {"LAB_BATCH": "17", "LAB_WIDTH": "20", "LAB_DEPTH": "1", "LAB_VARIANT": "zero2,zero3"}),
@@ -97,7 +97,14 @@ def test_recomputation_lowers_the_peak_of_activations(ranks: Ranks, tmp_path: Pa
 def test_at_rest_by_the_papers_formulas(world_size: int) -> None:
     config = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_WIDTH="64", LAB_HEADS="4")
     total, n = outline(config).num_parameters(), world_size
-    wanted = {"zero3_blocking": 16 / n, "zero1": 8 + 8 / n, "zero2": 4 + 12 / n, "zero3": 16 / n, "fsdp2": 16 / n}
+    wanted = {
+        "dp": 16,
+        "zero3_blocking": 16 / n,
+        "zero1": 8 + 8 / n,
+        "zero2": 4 + 12 / n,
+        "zero3": 16 / n,
+        "fsdp2": 16 / n,
+    }
     for name, bytes_a_parameter in wanted.items():
         for value in at_rest(config, name).value:
             assert value == pytest.approx(bytes_a_parameter * total, rel=0.01)
@@ -120,6 +127,7 @@ def test_what_is_sent_by_the_papers_formulas() -> None:
         if prediction.name == "wire bytes"
     }
     size = 4 * outline(config_of(4, LAB_WIDTH="64", LAB_HEADS="4")).num_parameters()
+    assert sent["dp"] == pytest.approx(2 * 3 / 4 * size)
     assert sent["zero1"] == sent["zero2"] == pytest.approx(2 * 3 / 4 * size, rel=0.001)
     assert sent["zero3"] == pytest.approx(3 * 3 / 4 * size, rel=0.001)
     assert sent["zero3_blocking"] == pytest.approx(4 * 3 / 4 * size, rel=0.001)

@@ -294,7 +294,7 @@ def test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named() -> None:
     assert "at layer 4 backward layers 4 are whole, not 3, 4" in nothing_ahead
     kept = gathered(1)
     kept.events = [event for event in kept.events if event != held(0, 0)]
-    assert "1 units are whole after the step" in sharded.wrongly_whole("zero3", kept, config, reshard=True)
+    assert "whole units after the step: 1" in sharded.wrongly_whole("zero3", kept, config, reshard=True)
 
 
 def test_fsdp_sums_that_wait_are_named() -> None:

@@ -79,7 +79,7 @@ def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the
     for check in (Check("bf16", "gradients", 2.5, 8.0, unit=UNIT), Check("bf16", "weights", 0.5, 1.0, unit="units")):
         records = plus(records, check)
     shown = drawn(records)
-    assert ">5.0e-01</b><span>largest difference of gradients and weights, 1 units allowed<" in shown
+    assert ">5.0e-01</b><span>largest difference of gradients and weights, 1 unit allowed<" in shown
     assert "float64" not in shown[: shown.index("<h2>Losses")]
 
 
