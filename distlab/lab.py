@@ -155,6 +155,10 @@ class Lab:
         or all "restart"."""
         self.journal.write(records.Changed(variant, step, at, what, members))
 
+    def note(self, heading: str, text: str) -> None:
+        """A line of this rank's own log, under a heading of at most ten letters."""
+        self.journal.write(records.Noted(heading, text))
+
     # --- what decides ---
 
     def check(
@@ -213,6 +217,10 @@ class Lab:
         if traffic.wire_error is not None:
             self.waive("wire ", traffic.wire_error)
 
+    def sent_bytes(self) -> int | None:
+        """What the sockets of this rank have sent since they were opened; None where the system gives no counters."""
+        return self._ledger.sent_bytes()
+
     def seconds(self, call: Callable[[], object], repeats: int = 1) -> float:
         """Seconds of one of `repeats` calls in a row on this rank; all ranks begin together.
 
@@ -230,6 +238,11 @@ class Lab:
         """The loss curves of the timed pass by variant, and of one process, on rank 0, NaN where a loss is not known;
         nothing elsewhere."""
         return {record.variant: record.numbers for record in self.journal.records if isinstance(record, records.Losses)}
+
+    def first_calls(self) -> dict[str, list[list[Any]]]:
+        """The calls of the first step of each variant on this rank, as a FirstStep has them."""
+        found = (record for record in self.journal.records if isinstance(record, records.FirstStep))
+        return {record.variant: record.calls for record in found}
 
     def profiles(self) -> dict[str, dict[str, float]]:
         """Where the time of a median timed step went on this rank: seconds by class, of each variant."""

@@ -16,9 +16,11 @@ from distlab.contract import Mode
 from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
 from distlab.mesh.grid import Mesh
+from distlab.rank.main import places_of
 from distlab.rank.mode_loader import load_for
 from distlab.rank.preflight import refuse
 from distlab.report import records
+from distlab.report.rank_log import RankLog
 from distlab.report.reading import from_line, to_line
 from distlab.report.run_folder import Journal
 from distlab.report.verdict import judge
@@ -104,6 +106,7 @@ def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode
     config = Config.read(settings | {"RANK": str(group.rank())})
     journal = Journal()
     journal.open(Path(folder), group.rank())
+    journal.lines_of = RankLog(config.log).lines
     mode = mode or load_for(config).mistaken(config.bug)
     start = records.Start(group.rank(), "test", config.run_mode, group.size(), "host", config.written(), {}, {})
     journal.write(replace(start, by_torch=list(mode.by_torch)))
@@ -111,7 +114,9 @@ def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_port())
     hooks = RunHooks(side_group=side_groups[group.size()])
-    return Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, hooks)
+    lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, hooks)
+    journal.write(records.Placed("127.0.0.1", "cpu", *places_of(lab.mesh)))
+    return lab
 
 
 def store_port() -> int:

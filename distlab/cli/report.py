@@ -12,6 +12,7 @@ from pathlib import Path
 
 from distlab.report.compare import incomparable, write_comparison, write_together
 from distlab.report.log import verdict_lines
+from distlab.report.rank_log import Log, RankLog, verdict_of_all
 from distlab.report.reading import MISFITS, BrokenRecord, read_run
 from distlab.report.records import Ranks, Run
 from distlab.report.verdict import exit_code, judge, write_run
@@ -20,8 +21,8 @@ from distlab.report.verdict import exit_code, judge, write_run
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, judge, write; returns the exit code."""
     asked = parser().parse_args(arguments)
-    if len(asked.runs) > 1 and (asked.junit or asked.page_only or asked.figures):
-        parser().error(f"--junit, --page-only and --figures go with one run, and {len(asked.runs)} were named")
+    if len(asked.runs) > 1 and (asked.junit or asked.page_only or asked.figures or asked.rank is not None):
+        parser().error(f"--junit, --page-only, --figures and --rank go with one run, and {len(asked.runs)} were named")
     if asked.page and not asked.page_only:
         parser().error("--page says where --page-only writes, and --page-only is not there")
     try:
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return draw_together(asked.runs)
         folder = asked.runs[0]
         run, records = read_and_judge(folder)
+        if asked.rank is not None:
+            return print_rank(folder, run, records, asked.rank, asked.log)
         if asked.figures:
             return draw_figures(folder, run, records, asked.figures)
         return rebuild(folder, run, records, asked.junit, asked.page_only, asked.page)
@@ -64,6 +67,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--figures", type=Path, metavar="DIR", help="write each figure of the report as SVG and PNG, and nothing else"
     )
+    made.add_argument(
+        "--rank", type=int, metavar="R", help="print the log of this rank again from its records, and nothing else"
+    )
+    made.add_argument("--log", choices=("normal", "full"), default="normal", help="how much of it: full has every call")
     made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
     return made
 
@@ -93,6 +100,20 @@ def draw_together(folders: Sequence[Path]) -> int:
         print("\n".join(f"refused    {fault}" for fault in faults), file=sys.stderr)
         return 2
     print(f"report     {write_comparison(*judged) if len(judged) == 2 else write_together(judged)}")
+    return 0
+
+
+def print_rank(folder: Path, run: Run, records: Ranks, rank: int, log: Log) -> int:
+    """The own log of one rank, from its records, and the verdict of all."""
+    if rank not in records:
+        ranks = ", ".join(map(str, sorted(records)))
+        print(f"refused    --rank {rank} has no records here, allowed: {ranks}", file=sys.stderr)
+        return 2
+    own = RankLog(log)
+    for record in records[rank]:
+        for line in own.lines(record):
+            print(line)
+    print(verdict_of_all(run["verdict"], folder))
     return 0
 
 

@@ -174,13 +174,18 @@ class Message(NamedTuple):
     tag: int  # of a send or receive
     start_s: float
     end_s: float
+    phases: tuple[str, ...] = ()  # what this rank is in the midst of, the outermost first: "forward 3"
+    tensors: tuple[Tensor, ...] = ()  # that it reads or writes, where they are kept
 
 
 class Messages:
     """`with Messages().recorded() as messages: step()`, then `messages.found`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_tensors: bool = False) -> None:
+        """`keep_tensors`: each message keeps what it carries, which a measured step must not."""
         self.found: list[Message] = []
+        self._keep_tensors = keep_tensors
+        self._phases: list[str] = []
         self._open: list[tuple[int, dist.Work]] = []
 
     @contextmanager
@@ -206,10 +211,20 @@ class Messages:
                 still.append((index, work))
         self._open = still
 
+    def hear(self, what: str, kind: str, label: str) -> None:
+        """A phase begins or ends: what is over by now is noted, and what is under way."""
+        self.look()
+        if what == "begin":
+            self._phases.append(f"{kind} {label}".rstrip())
+        elif self._phases:
+            self._phases.pop()
+
     def _noted(self, name: str, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
         def noted(keys: Any, *args: Any) -> Any:
             self.look()
             message = message_of(name, shape, args)
+            if message is not None and self._keep_tensors:
+                message = message._replace(phases=tuple(self._phases), tensors=tuple(tensors_in(args)))
             result = pass_on(keys & BELOW, *args)
             if message is not None:
                 work = result[-1] if isinstance(result, tuple) else result
@@ -220,6 +235,15 @@ class Messages:
             return result
 
         return noted
+
+
+def tensors_in(args: Any) -> Iterator[Tensor]:
+    """The tensors of a call, in lists too."""
+    for each in args:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from tensors_in(each)
 
 
 def message_of(name: str, shape: Shape, args: tuple[Any, ...]) -> Message | None:

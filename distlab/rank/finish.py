@@ -25,6 +25,7 @@ from distlab.cluster.watchdog import Watchdog
 from distlab.lab import Lab
 from distlab.report import fault_checks, records
 from distlab.report.log import SECTIONS, end_lines, rows_not_yet_printed, words_of_row
+from distlab.report.rank_log import verdict_of_all
 from distlab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
 from distlab.report.records import Ranks, Run
 from distlab.report.run_folder import LATEST, Journal, Outcome, Unpublished, Unwritable
@@ -97,6 +98,8 @@ def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[
     if not sections.bring("records"):
         code = int(lab.exchange.share("verdict"))
         agree()
+        verdict = next((name for name, of in EXIT_CODES.items() if of == code), "fail")
+        lab.journal.say(verdict_of_all(verdict, outcome.folder))
         return code
     by_rank = everything_written(sections, outcome.folder)
     run, added = judged(by_rank, lab.rank)

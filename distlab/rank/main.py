@@ -28,6 +28,7 @@ from distlab.config.settings import is_path, lesson_file
 from distlab.contract import Mode
 from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
+from distlab.mesh.grid import Mesh
 from distlab.rank import preflight
 from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
 from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link
@@ -40,6 +41,7 @@ from distlab.rank.verdict_self_test import check_verdicts
 from distlab.report import records
 from distlab.report.log import mistake
 from distlab.report.progress import Heartbeat, Work
+from distlab.report.rank_log import RankLog
 from distlab.report.run_folder import FolderInUse, Journal, Outcome, claim, has_claimed, put_aside, ranks_beyond
 from distlab.transport.process_group import TcpBackend
 from distlab.transport.store import Prefixed
@@ -192,7 +194,7 @@ class RankRun:
         exchange, config, cluster = self.exchange, self.config, self.cluster
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=cluster.store_port)
         lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(addresses, drills))
-        greet(lab, cluster, self.folder)
+        greet(lab, cluster)
         if lab.rank == 0:
             self.journal.write(lesson(config, self.mode))
         return lab
@@ -252,6 +254,7 @@ class RankRun:
 def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> tuple[Journal, list[str]]:
     """The journal, which has no folder yet, and the rows of rank 0's log that are told already."""
     journal = Journal(config.log)
+    journal.lines_of = RankLog(config.log).lines
     parent.tell_unheard(journal.unheard)
     told = mistake({"mistake": mistake_of(config, mode)}) if config.rank == 0 else []
     for line in told:
@@ -352,11 +355,23 @@ def mistake_of(config: Config, mode: Mode) -> dict[str, str]:
     return {"name": config.bug or "", "what": made.what, "check": made.check} if made else {}
 
 
-def greet(lab: Lab, cluster: Cluster, folder: Path) -> None:
-    start = lab.journal.records[0]
-    assert isinstance(start, records.Start)
-    where = f" · {folder}" if lab.rank == 0 else f" · {start.host} ({cluster.members[lab.rank].ip}) · {lab.device}"
-    lab.say(
-        f"rank {lab.rank} of {lab.world_size} · {start.run_mode} · {lab.config.backend} · {start.title}{where}",
-        all_ranks=True,
-    )
+def greet(lab: Lab, cluster: Cluster) -> None:
+    """Where this rank is among the others."""
+    lab.journal.write(records.Placed(cluster.members[lab.rank].ip, str(lab.device), *places_of(lab.mesh)))
+
+
+def places_of(mesh: Mesh) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """The index of this rank along each axis and how many there are, and the ranks beside it: of a pipeline the stages
+    before and after, along every other axis the next ones of a ring."""
+    axes = {axis: [mesh.index(axis), mesh.size(axis)] for axis in mesh.groups}
+    beside: dict[str, int] = {}
+    for axis, group in mesh.groups.items():
+        ranks = dist.get_process_group_ranks(group)
+        index, size = axes[axis]
+        if axis == "pp":
+            beside |= {"previous stage": ranks[index - 1]} if index else {}
+            beside |= {"next stage": ranks[index + 1]} if index + 1 < size else {}
+        elif size > 1:
+            name = "" if len(axes) == 1 else f"{axis} "
+            beside |= {f"{name}previous": ranks[index - 1], f"{name}next": ranks[(index + 1) % size]}
+    return axes, beside

@@ -23,6 +23,11 @@ Span = tuple[str, str, float, float]  # [kind, label, start_s, end_s]
 # receive are from whom to whom.
 Call = tuple[str, list[int], float, float, int | None, float, float]
 Axes = tuple[list[float | None], list[float | None]]  # [x values, y values]
+# [parameter, shape of what this rank has of it, shape of the whole, first and last index of each of its boxes along the
+# first axis that is cut, bytes]
+HeldParameter = tuple[str, list[int], list[int], list[list[int]], int]
+# A Call, the tensors that it carries in words, and how long this rank waited in it for which one; -1 for nobody.
+FirstCall = tuple[str, list[int], float, float, int | None, float, float, str, float, int]
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="record", tag=str.lower):
@@ -53,6 +58,64 @@ class Start(Line, frozen=True):
     started_by: str = ""  # the command that started the ranks, such as ./run; empty in records of before
 
     INSIDE = {"config": dict[str, Setting]}
+
+
+class Placed(Line, frozen=True):
+    """Where this rank is: its address, its device, its place along each axis of the mesh, and who is next to it."""
+
+    ip: str
+    device: str
+    axes: dict[str, list[int]]  # by name [its index, the ranks along it]
+    neighbours: dict[str, int]  # "previous stage": rank
+
+
+class Given(Line, frozen=True):
+    """What this rank works on in a step: the samples of the global batch by number, and how it takes them."""
+
+    step: int
+    samples: list[int]
+    batch: int  # samples of all ranks
+    microbatches: list[int]  # samples of each
+
+
+class Holds(Line, frozen=True):
+    """The parameters of a variant that this rank has, whole or in part."""
+
+    variant: str
+    parameters: list[list[Any]]  # each a HeldParameter
+
+    INSIDE = {"parameters": list[HeldParameter]}
+
+
+class FirstStep(Line, frozen=True):
+    """The first step of a variant on this rank: its spans and its calls, in seconds since the first rank began it, on
+    rank 0's clock."""
+
+    variant: str
+    step: int
+    seconds: dict[str, float]  # by class, as in a Profile
+    spans: list[list[Any]]  # each a Span
+    calls: list[list[Any]]  # each a FirstCall, in the order of their starts
+
+    INSIDE = {"spans": list[Span], "calls": list[FirstCall]}
+
+
+class Reached(Line, frozen=True):
+    """How far the timed steps are: of each variant the last step's seconds on this rank, those of them in calls and
+    waiting (None where a variant marks none), and the last loss that is known."""
+
+    steps: int
+    step_seconds: dict[str, float]
+    called_seconds: dict[str, float | None]
+    losses: dict[str, float | None]
+    sent_bytes: float | None  # by all sockets of this rank, since the record before
+
+
+class Noted(Line, frozen=True):
+    """A line of this rank's own log that only its mode can write."""
+
+    heading: str
+    text: str
 
 
 class Expected(Line, frozen=True):

@@ -41,6 +41,7 @@ class Journal:
         self.level = level
         self.screen = Screen(sys.stdout)
         self.records: list[Record] = []
+        self.lines_of: Callable[[Record], list[str]] = lambda record: []  # noqa: ARG005  what is printed of a record
         self.folder: Path | None = None
         self._said: list[str] = []
         self._log = self._lines = -1  # file descriptors, once there is a folder
@@ -96,11 +97,13 @@ class Journal:
             _append(self._log, text)
 
     def write(self, record: Record) -> None:
-        """Keep `record`, in memory and as a line of the file."""
+        """Keep `record`, in memory and as a line of the file, and print what is said of it."""
         with self._lock:
             self.records.append(record)
             if self.folder is not None:
                 _append(self._lines, to_line(record))
+            for line in self.lines_of(record):
+                self.say(line, "normal")
 
 
 def put_aside(folder: Path, ranks: Iterable[int]) -> int:

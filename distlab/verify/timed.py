@@ -20,10 +20,11 @@ from distlab.config import ConfigError
 from distlab.contract import Build, Held, Strategy
 from distlab.lab import Lab
 from distlab.measure.tensors import raw
-from distlab.measure.timeline import Lap, align, length, profile, union
+from distlab.measure.timeline import Clock, Lap, align, length, profile, union
 from distlab.report import records
 from distlab.verify.audit import Curves, TimedPassChecks
 from distlab.verify.counted import WARMUP_STEPS
+from distlab.verify.first_step import Pace, watched_calls, write_first_step, write_given, write_holdings
 from distlab.verify.records import Chronicle, Drawn, record
 from distlab.verify.silent_corruption import Corruption
 from distlab.workload.data import Batches
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 class Stopwatch:
     """Wall and CPU seconds, loss shares and marks of each variant's steps on this rank."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], clock: Clock) -> None:
+        self.clock = clock
         self.laps: dict[str, list[Lap]] = {name: [] for name in names}
         self.around: dict[str, list[Lap]] = {name: [] for name in names}  # of the same steps, from their outside
         self.shares: dict[str, list[float | None]] = {name: [] for name in names}
@@ -46,7 +48,11 @@ class Stopwatch:
         self, name: str, strategy: Strategy, lab: Lab, course: TrainingPosition, step: int, corruption: Corruption
     ) -> None:  # fmt: skip
         """One step, from its first forward to its update; all ranks begin together."""
-        with Lap() as around, recorded() as spans, slowed(lab.config.slowed_to):
+        first = step == course.first
+        with (
+            Lap() as around, watched_calls(lab, first=first) as calls, recorded() as spans,
+            slowed(lab.config.slowed_to),
+        ):  # fmt: skip
             microbatches = lab.dealt(course.batches, course.data_step(step))
             self._meet(lab, course, f"step {step} of {name}")
             lab.begin_step(step, name)
@@ -65,6 +71,8 @@ class Stopwatch:
         self.around[name].append(around)
         self.shares[name].append(None if share is None else share.item())
         self._untold = name
+        if calls is not None:
+            write_first_step(lab, name, step, strategy, spans, calls, self.clock)
         lab.stepped()
 
     def _meet(self, lab: Lab, course: TrainingPosition, name: str) -> None:
@@ -73,6 +81,13 @@ class Stopwatch:
         everyone = lab.exchange.everyone(name, None if told is None else [self.shares[told][-1]])
         if told is not None:
             course.hear(told, everyone)
+
+    def tell(self, pace: Pace, course: TrainingPosition, step: int) -> None:
+        """How far this rank is, where it is time to say so."""
+        heard = {name: course.heard[name][step - course.first :][:1] for name in self.laps}
+        losses = {name: of_step[0] for name, of_step in heard.items() if of_step}
+        seconds = {name: laps[-1].wall_s for name, laps in self.laps.items() if laps}
+        pace.after(step, seconds, {name: self.chronicle.steps[name][-1][1] for name in seconds}, losses)
 
     def write(self, lab: Lab) -> None:
         """Write the seconds of all steps but the first ones, where time went, and what both are held to."""
@@ -106,14 +121,17 @@ def time_steps(
         )
     lab.at(0, "the making of all variants")
     strategies = {name: build(lab.model(dtype), lab.mesh, lab.config) for name, build in variants.items()}
-    watch = Stopwatch(list(variants))
     course = begun(lab, batches, strategies, checkpoints)
     holding = TimedPassChecks(lab, course, strategies, ends, dtype, held)
     corruption = Corruption(lab, strategies, lab.config.audited_every)
     steps = range(course.first, lab.config.steps)
+    clock = align(lab.group)
+    lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
+    watch, pace = Stopwatch(list(variants), clock), Pace(lab, steps)
+    write_holdings(lab, strategies)
+    if steps:
+        write_given(lab, batches, course.data_step(course.first))
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
-        clock = align(lab.group)
-        lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
         for step in steps:
             for name in rotated(list(variants), step):
                 # A rank that saved by itself may have been between two variants.
@@ -123,6 +141,7 @@ def time_steps(
                         shares.append(watch.shares[name][-1])
                     corruption.compare(name, step)
             passed(step)
+            watch.tell(pace, course, step)
     watch.write(lab)
     holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
     corruption.decide()

@@ -92,6 +92,7 @@ def by_hand(
 # two functions that go round take any kernel, so that what they do can be held beside ours: K and V by an all_gather,
 # dK and dV by an all_to_all, positions folded as in `zigzag`, and equal runs alone.
 
+GO_ROUND = ("ring", "zigzag", "shift")  # whose first receives are the keys of each other rank in turn
 SEQUENCE_DIM = 2  # of [B, heads, rows, head_dim]
 
 
@@ -173,7 +174,9 @@ class InContext(OwnRows):
 def run(lab: Lab) -> None:
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
+    note_positions(lab)
     measured = measure(lab, also=partial(check_sums, lab))
+    note_keys(lab)
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
     for prediction in predictions:
@@ -184,6 +187,26 @@ def run(lab: Lab) -> None:
     compare_kept(lab, {name: measured[name].activation_bytes for name in chosen})
     kept_by_length(lab, chosen)
     compare_balance(lab, list(measured))
+
+
+def note_positions(lab: Lab) -> None:
+    """Which positions of each sample this rank computes."""
+    told = {}
+    for name, cut in {"in a row": contiguous, "folded (zigzag, shift, torch_ring)": zigzag}.items():
+        runs = [run for run in cut(lab.config.seq, lab.world_size).runs[lab.rank] if run]
+        told[name] = " and ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
+    parts = ", ".join(f"{name} {positions}" for name, positions in told.items())
+    lab.note("positions", f"of the {lab.config.seq} of each sample: {parts}")
+
+
+def note_keys(lab: Lab) -> None:
+    """Whose keys and values came when, in the first layer of the first step."""
+    whose = [(lab.rank - distance) % lab.world_size for distance in range(1, lab.world_size)]
+    for name, calls in lab.first_calls().items():
+        came = [call for call in calls if call[0] == "recv"] if name in GO_ROUND else []
+        told = [f"rank {rank}'s at {1000 * call[6]:.3g} ms" for rank, call in zip(whose, came, strict=False)]
+        if told:
+            lab.note("keys", f"{name}: in the first layer {', '.join(told)}")
 
 
 def variant(name: str, sentence: str, cut: Cut, attention: Attention, *, by_torch: bool = False) -> Variant:

@@ -99,7 +99,10 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
     for course in courses:
         deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in course.drill.losses)
         lab.say(f"{course.policy.name}: {deaths or 'nobody'} is killed by fault injection", "drill")
+        mine = [f"step {loss.step}" for loss in course.drill.losses if loss.rank == lab.rank]
+        lab.note("begins", f"{course.policy.name}: this rank is killed at {', '.join(mine) or 'no step'}")
         course.run(view)
+        note_course(lab, course)
         if view is not None and course.commits:
             at, step = course.commits[0]
             after = f"in again with step {step} of {course.policy.name}, {at - called_at:.2f} s after its first packet"
@@ -110,6 +113,21 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
         check_claims(lab, course)
     show(lab, courses)
     net.close()
+
+
+def note_course(lab: Lab, course: Course) -> None:
+    """In each rank's own log: what it computed of a variant, with whom it ended, and what the changes took."""
+    took = ", ".join(
+        f"{event.why.partition(':')[0]} {1000 * (event.next_step_at - event.began_at):.0f} ms"
+        for event in course.events
+    )
+    members = course.record[-1][1] if course.record else []
+    lab.note(
+        "ends",
+        f"{course.policy.name}: {course.training.applied} steps applied, {course.computed} computed in"
+        f" {course.lives} {'life' if course.lives == 1 else 'lives'}; members at the end {members};"
+        f" changes until the next step: {took or 'none'}",
+    )
 
 
 def maker(lab: Lab, kind: Callable[..., Survivor]) -> Callable[..., Survivor]:

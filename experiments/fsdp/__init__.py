@@ -41,6 +41,7 @@ from distlab.contract import Mode, Strategy, Variant, untrainable
 from distlab.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
+from distlab.measure.event_order import Order
 from distlab.measure.prediction import Prediction
 from distlab.mesh.grid import Mesh
 from distlab.sharded.flat_parameter import FlatParameter, FlatUnits, FullySharded, Sharded
@@ -191,9 +192,11 @@ def cannot(config: Config) -> dict[str, str]:
 def run(lab: Lab) -> None:
     predictions = predicted(lab.config)
     lab.say(summary(lab.config), "predict")
-    lab.say(holds(lab.config, lab.rank), all_ranks=True)
+    lab.note("holds", holds(lab.config, lab.rank))
     lab.table(*published())
     measured = measure(lab)
+    for name in [name for name in measured if name in BY_HAND]:
+        note_units(lab, name, measured[name].order)
     lab.compare_traffic(predictions, measured)
     compare_peak(lab, measured, reshard=lab.config.own(Options).reshard)
     lab.compare_rest(predictions, measured)
@@ -203,6 +206,18 @@ def run(lab: Lab) -> None:
         name = prediction.variant
         if prediction.name == "wire bytes" and name in BY_HAND and name in measured:
             lab.compare_calls(name, prediction.calls, measured[name].traffic)
+
+
+def note_units(lab: Lab, name: str, order: Order) -> None:
+    """In which order the units of a variant were unsharded (+) and resharded (-) in the counted step."""
+    layer_of = {storage: label.partition(".")[0] for label, storage in order.weights.items()}
+    moves = []
+    for event in order.events:
+        if event.what == "held":
+            (storage,) = event.storages
+            moves.append(f"{'+' if event.nbytes else '-'}{layer_of[storage]}")
+    if moves:
+        lab.note("units", f"{name} unshards (+) and reshards (-) its layers: {' '.join(moves)}")
 
 
 MODE = Mode(

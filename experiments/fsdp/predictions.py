@@ -171,7 +171,7 @@ def summary(config: Config) -> str:
 
 def holds(config: Config, rank: int) -> str:
     """What a rank owns, for its own log."""
-    return f"holds      {owned(config, rank)} of {outline(config).num_parameters()} parameters"
+    return f"{owned(config, rank)} of {outline(config).num_parameters()} parameters"
 
 
 def published() -> tuple[str, list[str], list[list[str]]]:

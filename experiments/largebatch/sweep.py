@@ -111,6 +111,14 @@ class SweepResults(NamedTuple):
     counted: Counted  # of one step at the largest k
 
 
+def note_losses(lab: Lab, k: int, stream: Stream, losses: Mapping[str, list[float]]) -> None:
+    """In each rank's own log: its part of the batch at this `k`, and where each recipe came with it."""
+    ids = stream.sample_ids(0, lab.rank, lab.world_size)
+    ended = ", ".join(f"{name} {sum(of) / len(of):.3g}" for name, of in losses.items())
+    steps = lab.config.steps // k
+    lab.note("trains", f"k={k}: {steps} steps, {len(ids)} of {k * lab.config.batch} samples here; loss {ended}")
+
+
 def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
     """Train by all `recipes`; k after k, and all that share a k in lockstep."""
     config, dtype = lab.config, getattr(torch, lab.config.dtype)
@@ -128,6 +136,7 @@ def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
             train(lab, runs, k)
             for name in recipes:
                 losses[name][k] = [runs[name, seed].held_out_loss() for seed in seeds]
+            note_losses(lab, k, streams[config.seed].times(k), {name: losses[name][k] for name in recipes})
     lockstep = in_lockstep(lab, trainees(lab, recipes, streams, multiples(config)[-1]))
     with lab.count() as traffic:
         lockstep.backward(0)

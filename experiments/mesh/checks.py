@@ -31,7 +31,7 @@ def tell(lab: Lab, sizes: Mapping[str, int], chunks: int) -> None:
     rank = Rank(lab.config, sizes, lab.rank, HOW["1f1b"], chunks)
     layers = [layer for run in rank.stages.values() for layer in run]
     numel = sum(local.numel for stage in rank.stages for unit in rank.units(stage) for local in unit)
-    lab.say(f"holds      at {place}: layers {layers[0]} to {layers[-1]}, {numel} parameters", all_ranks=True)
+    lab.note("holds", f"at {place}: layers {layers[0]} to {layers[-1]}, {numel} parameters")
 
 
 def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:

@@ -30,7 +30,7 @@ LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE 
 take turns, whoever has more rows: LAB_ROW_US pretends compute that takes no core.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -183,7 +183,7 @@ def run(lab: Lab) -> None:
     """Predict, prove, measure, and draw who computed how much."""
     config, mixed = lab.config, mixing(lab.config)
     lab.say(summary(config, mixed), "predict")
-    lab.say(holds(config, mixed, lab.rank), all_ranks=True)
+    lab.note("holds", holds(config, mixed, lab.rank))
     routes = Routes()
     lab.mode = routes.watching(lab.mode)
     measured = measure(lab, also=partial(check_copies, lab), timed=routes.timed_steps_are_done)
@@ -194,6 +194,9 @@ def run(lab: Lab) -> None:
         for name, notes in routes.counted.items()
         if name in measured and notes
     }
+    placed = placements(config, mixed)
+    for name in [name for name in routed if name in placed]:
+        note_tokens(lab, name, routed[name], placed[name].experts_of(lab.rank))
     predictions = predict(config, mixed, routed)
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
@@ -203,7 +206,6 @@ def run(lab: Lab) -> None:
             lab.compare_calls(prediction.variant, prediction.value[lab.rank], traffic, prediction.formula)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         check_overlap(lab, name, measured[name].order, num_buckets(name, config, mixed, lab.rank))
-    placed = placements(config, mixed)
     draw(lab, routes, placed, mixed)
     compare_pace(lab, routes, placed, config.own(Options).row_us / 1e6)
 
@@ -224,7 +226,15 @@ def holds(config: Config, mixed: Mixing, rank: int) -> str:
     """The experts of a rank in `ep`, for its own log."""
     mine = placements(config, mixed)["ep"].experts_of(rank)
     which = ", ".join(map(str, mine)) or "none"
-    return f"holds      with ep {len(mine)} of {mixed.num_experts} experts a layer: {which}"
+    return f"with ep {len(mine)} of {mixed.num_experts} experts a layer: {which}"
+
+
+def note_tokens(lab: Lab, name: str, layers: Sequence[list[list[int]]], mine: range) -> None:
+    """Of the last counted microbatch: how many rows this rank sent to each expert, and its own experts took in all."""
+    sent = [sum(admitted[lab.rank][expert] for admitted in layers) for expert in range(len(layers[0][0]))]
+    taken = {expert: sum(of_rank[expert] for admitted in layers for of_rank in admitted) for expert in mine}
+    took = ", ".join(f"{expert}: {rows}" for expert, rows in taken.items()) or "none"
+    lab.note("tokens", f"{name}: sent to experts 0-{len(sent) - 1}: {' '.join(map(str, sent))}; its own took {took}")
 
 
 def check_overlap(lab: Lab, name: str, order: Order, buckets: int) -> None:

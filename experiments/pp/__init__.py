@@ -176,7 +176,7 @@ def run(lab: Lab) -> None:
         f"and a cut passes {passed_bytes(config) / 1e6:.3g} MB each way",
         "predict",
     )
-    lab.say(holds(config, lab.rank), all_ranks=True)
+    lab.note("holds", holds(config, lab.rank))
     measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(schedule_of, config))
     predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
@@ -215,7 +215,7 @@ def holds(config: Config, rank: int) -> str:
     """The layers of a rank's stage, for its own log."""
     num_layers = len(outline(config).layers)
     run = runs_of(config.model, num_layers, config.world_size)[rank]
-    return f"holds      with one stage a rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
+    return f"with one stage a rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
 
 
 def ours(name: str, sentence: str) -> Variant:

@@ -139,7 +139,22 @@ def run_freely(
     reports = {rank: Report(**of_rank) for rank, of_rank in enumerate(everyone) if of_rank is not None}
     if traffic.wire_error is None:
         compare_bytes(lab, name, reports, traffic.wire_bytes)
-    return Finished(scheme, recorder.seen, audit(recorder.seen, workers), rules.weights, reports)
+    seen = audit(recorder.seen, workers)
+    note_versions(lab, name, report, seen)
+    return Finished(scheme, recorder.seen, seen, rules.weights, reports)
+
+
+def note_versions(lab: Lab, name: str, report: Report, seen: Audit) -> None:
+    """In each worker's own log: which versions of the weights it computed with, and how stale its updates were."""
+    by_worker = {str(worker): pairs for worker, pairs in seen.versions.items()}
+    own = lab.exchange.share(f"versions of {name}", by_worker).get(str(lab.rank), [])
+    first = ", ".join(f"{taken}>{pushed}" for taken, pushed in own[:6]) + (", ..." if len(own) > 6 else "")
+    stale = [pushed - taken for taken, pushed in own] or [0]
+    lab.note(
+        "versions",
+        f"{name}: {report.steps} steps in {report.pushes} updates, version of the weights fetched>updated: {first};"
+        f" staleness {fmean(stale):.2f} in the mean, {max(stale)} at most",
+    )
 
 
 def compare_bytes(lab: Lab, name: str, reports: Mapping[int, Report], wire_bytes: float) -> None:

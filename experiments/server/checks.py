@@ -112,6 +112,7 @@ class Audit(NamedTuple):
     steps: dict[int, list[int]]  # of each worker's pushes
     granted: int  # steps that the server let anybody begin
     wrong_numbers: int  # pushes that are not their worker's next
+    versions: dict[int, list[tuple[int, int]]]  # of each worker's pushes: the updates before its fetch, and before it
 
 
 def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
@@ -119,6 +120,7 @@ def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
     clocks = dict.fromkeys(workers, 0)
     steps: dict[int, list[int]] = {worker: [] for worker in clocks}
     staleness: list[int] = []
+    versions: dict[int, list[tuple[int, int]]] = {worker: [] for worker in clocks}
     lead, granted, wrong_numbers, taken_at = 0, 0, 0, {}
     for event in seen:
         worker = event.worker
@@ -127,13 +129,14 @@ def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
             taken_at[worker] = len(staleness)
             granted += event.steps
         elif event.kind == PUSH:
+            versions[worker].append((taken_at[worker], len(staleness)))
             staleness.append(len(staleness) - taken_at[worker])
             steps[worker].append(event.steps)
             wrong_numbers += event.number != len(steps[worker])
             clocks[worker] += event.steps
         else:
             del clocks[worker]
-    return Audit(lead, staleness, steps, granted, wrong_numbers)
+    return Audit(lead, staleness, steps, granted, wrong_numbers, versions)
 
 
 # --- pushes in a drawn order ---

@@ -140,7 +140,7 @@ def sequence(model: Model, mesh: Mesh, config: Config, qkv: QKV = own_heads, row
 def run(lab: Lab) -> None:
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
-    lab.say(holds(lab.config, lab.rank), all_ranks=True)
+    lab.note("holds", holds(lab.config, lab.rank))
     if is_own(lab.config.model) and lab.config.proof and lab.wants("megatron"):
         check_between(lab)
     measured = measure(lab, also=partial(check_replicas, lab))

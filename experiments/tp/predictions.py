@@ -189,7 +189,7 @@ def user_plan_bytes_at_rest(config: Config, rank: int) -> str:
         parts.append(f"{pattern} by {as_words(value)[0]}")
     kept = sum(each.sizes[rank] for each in cuts_of(config, config.world_size).values())
     whole = sum(sum(each.sizes) for each in cuts_of(config, config.world_size).values())
-    return f"holds      {kept} of {whole} features of {', '.join(parts)}"
+    return f"{kept} of {whole} features of {', '.join(parts)}"
 
 
 SAVED = "activation bytes"
@@ -328,4 +328,4 @@ def holds(config: Config, rank: int) -> str:
     if config.model == "mlp":
         names = {"hidden units": 4 * config.width}
     parts = [f"{shares(count, config.world_size)[rank]} of {count} {name}" for name, count in names.items()]
-    return f"holds      {', '.join(parts)}"
+    return ", ".join(parts)

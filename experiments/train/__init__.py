@@ -95,9 +95,9 @@ def show(lab: Lab, epoch: int, batch: Tensor) -> None:
     """The lesson's computation on the first batch, gathered on all ranks, and its printed lines."""
     data = batch.to(lab.device)
     result, gathered = computed(lab, data)
-    lab.say(f"rank {lab.rank}, epoch {epoch}, batch 0", all_ranks=True)
+    lab.note("gets", f"rank {lab.rank}, epoch {epoch}, batch 0")
     for name, tensor in {"Local data": data, "Local result": result, "Gathered result": gathered}.items():
-        lab.say(f"{name}: {tensor.tolist()}, shape {list(tensor.shape)}", all_ranks=True)
+        lab.note("", f"{name}: {tensor.tolist()}, shape {list(tensor.shape)}")
     wanted = [
         sample * (rank + 1) for rank in range(lab.world_size) for sample in by_hand(epoch, rank, lab.world_size)[:BATCH]
     ]

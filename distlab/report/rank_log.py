@@ -1,0 +1,378 @@
+"""A rank's own log: who it is, what it holds and gets, its first step call by call, how far it is, what it ends with.
+
+Each line is made from a record, by one function a kind of record, when the record is written: so `distlab report RUN
+--rank 2` prints the same lines again. No line is longer than 100 columns; in the "normal" log calls that are alike are
+one line, so that a rank of any mode says it in 10 to 25 lines, and the "full" one has each call.
+"""
+
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from distlab.report import records
+from distlab.report.records import Record
+from distlab.report.tables import row as chart_row
+from distlab.report.timeline import Span, step_seconds, union_s
+from distlab.report.units import byte_unit, human_bytes, milliseconds, three_digits
+
+WIDTH, INDENT = 100, 11
+LINES = 25  # of a rank at most, as far as its variants leave room
+OTHER_LINES = 13  # but for the first steps
+CHART_COLUMNS = 40
+MANY = 8  # variants: then a normal log leaves out the first steps of PyTorch's own
+FEW_SAMPLES = 12
+SENDS = {"send": "sent to", "recv": "received from"}
+HEADERS_SHARE = 0.01  # of what goes to the peer that gets most: less than that are only acknowledgements and headers
+Log = Literal["quiet", "normal", "full"]
+
+
+def line(heading: str, text: str) -> list[str]:
+    """`text` behind its heading, on as many lines as it takes."""
+    return textwrap.wrap(
+        f"{heading:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_long_words=True,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+class RankLog:
+    """The lines of one rank, record after record."""
+
+    def __init__(self, log: Log = "normal") -> None:
+        self.log = log
+        self.before: list[Record] = []
+
+    def lines(self, record: Record) -> list[str]:
+        """What is said of this record, given those before it."""
+        told = LINES_OF.get(type(record))
+        lines = told(self, record) if told is not None and self.log != "quiet" else []
+        self.before.append(record)
+        return lines
+
+    def all(self, kind: type[records.Kind]) -> Iterator[records.Kind]:
+        """The records of a kind so far."""
+        return (record for record in self.before if isinstance(record, kind))
+
+    @property
+    def start(self) -> records.Start:
+        return next(self.all(records.Start))
+
+    @property
+    def timed(self) -> set[str]:
+        """The variants whose training is timed."""
+        expected = next(self.all(records.Expected), records.Expected([]))
+        skipped = {each.variant for each in self.all(records.Skipped)}
+        return {variant for variant, name, *_ in expected.claims if name == "timed steps"} - skipped
+
+    @property
+    def lines_a_variant(self) -> int:
+        """How many lines the first step of a variant may take."""
+        return 1000 if self.log == "full" else max(1, (LINES - OTHER_LINES) // max(1, len(self.timed)))
+
+
+# --- who it is, what it holds and gets ---
+
+
+def placed(log: RankLog, record: records.Placed) -> list[str]:
+    """Who this rank is, and who is next to it."""
+    start = log.start
+    how = f"{start.run_mode} · {start.config.get('LAB_BACKEND')} · {start.title}"
+    who = f"rank {start.rank} of {start.world_size} · {how}"
+    along = ", ".join(f"{axis} {index} of {size}" for axis, (index, size) in record.axes.items() if size > 1)
+    beside = ", ".join(f"{name}: rank {rank}" for name, rank in record.neighbours.items())
+    told = textwrap.wrap(f"{who} · {start.host} ({record.ip}) · {record.device}", WIDTH)
+    alone = "" if start.world_size > 1 else "one rank alone: there is nothing to communicate"
+    return told + line("mesh", "; ".join(filter(None, [along, beside, alone])))
+
+
+def given(log: RankLog, record: records.Given) -> list[str]:
+    """What it works on."""
+    sizes = " + ".join(map(str, record.microbatches))
+    parts = f", in {len(record.microbatches)} microbatches of {sizes}" if len(record.microbatches) > 1 else ""
+    few = (
+        record.samples if len(record.samples) <= FEW_SAMPLES or log.log == "full" else record.samples[: FEW_SAMPLES - 1]
+    )
+    ids = " ".join(map(str, few)) + (f" ... {record.samples[-1]}" if few != record.samples else "")
+    return line("gets", f"step {record.step}: {len(record.samples)} of {record.batch} samples{parts}: {ids}")
+
+
+def noted(_log: RankLog, record: records.Noted) -> list[str]:
+    """What its mode alone can say."""
+    return line(record.heading, record.text)
+
+
+def holds(log: RankLog, record: records.Holds) -> list[str]:
+    """Which parameters it has, by name; once for variants that have the same."""
+    text = holdings(record.parameters, most=1000 if log.log == "full" else 1)
+    same = [each.variant for each in log.all(records.Holds) if each.parameters == record.parameters]
+    if same:
+        return line("", f"{record.variant}: as {same[0]}") if log.log == "full" else []
+    first = next(log.all(records.Holds), None) is None
+    return line("holds" if first else "", f"{record.variant}: {text}")
+
+
+def holdings(parameters: Sequence[Sequence[Any]], most: int) -> str:
+    """How much of a model's parameters this is, and the largest of them by name; alike ones of several layers once."""
+    whole = [each for each in parameters if not each[3]]
+    nbytes = sum(each[4] for each in parameters)
+    count = f"{len(parameters)} parameters" if len(parameters) != 1 else "1 parameter"
+    how = "whole" if len(whole) == len(parameters) else f"{len(parameters) - len(whole)} of them in part"
+    if not parameters:
+        return "no parameter"
+    alike: dict[tuple[str, ...], list[Sequence[Any]]] = defaultdict(list)
+    for each in parameters:
+        name, shape, dense, ends, _ = each
+        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        alike[pattern, str(shape), str(dense), str(ends)].append(each)
+    groups = sorted(alike.values(), key=lambda group: -sum(each[4] for each in group))
+    told = "; ".join(parameter(group) for group in groups[:most])
+    left = sum(map(len, groups[most:]))
+    return f"{human_bytes(nbytes)} in {count}, {how}: {told}" + (f"; {left} more" if left else "")
+
+
+def parameter(group: Sequence[Sequence[Any]]) -> str:
+    """One parameter, or alike ones of several layers: its shape here, and which part of the whole that is."""
+    name, shape, dense, ends, _ = group[0]
+    numbers = [part for each in group for part in each[0].split(".") if part.isdecimal()]
+    if len(group) > 1 and len(numbers) == len(group):
+        own = next(part for part in name.split(".") if part.isdecimal())
+        run = f"{numbers[0]}-{numbers[-1]}"
+        if list(map(int, numbers)) != list(range(int(numbers[0]), int(numbers[-1]) + 1)):
+            run = ",".join(numbers)
+        name = name.replace(f".{own}.", f".{run}.", 1) if f".{own}." in name else f"{run}.{name.partition('.')[2]}"
+    elif len(group) > 1:
+        name = f"{name} and {len(group) - 1} alike"
+    size = "x".join(map(str, shape)) or "1"
+    if not ends:
+        return f"{name} [{size}]"
+    axis = next((axis for axis, (one, other) in enumerate(zip(shape, dense, strict=True)) if one != other), 0)
+    what = {0: "rows", 1: "columns"}.get(axis, f"axis {axis}:")
+    return f"{name} [{size}], {what} {ends[0][0]}-{ends[-1][1]} of {dense[axis]}"
+
+
+# --- its first step ---
+
+
+class CallGroup(NamedTuple):
+    """Calls of one operation with the same ranks."""
+
+    op: str
+    ranks: Sequence[int]
+    calls: list[Sequence[Any]]
+
+    def told(self, me: int, *, waited: bool) -> str:
+        """What they carry, how much, how long they took, and who was waited for."""
+        others = [rank for rank in self.ranks if rank != me]
+        peers = ranks_phrase(others) if len(others) < 4 else f"all {len(self.ranks)} ranks"
+        head = f"{SENDS[self.op]} {peers}" if self.op in SENDS else f"{self.op} with {peers}"
+        nbytes = human_bytes(sum(call[3] for call in self.calls))
+        took_s = union_s([Span("", "", call[5], call[6]) for call in self.calls])
+        took = f"{milliseconds(took_s)} ms" + (waited_phrase(self.calls) if waited else "")
+        largest = max(self.calls, key=lambda call: call[3])[7]
+        if len(self.calls) == 1:
+            return f"{head}: {nbytes}, {took}: {largest}"
+        return f"{len(self.calls)} x {head}: {nbytes}, {took}, largest {largest}"
+
+
+def ranks_phrase(ranks: Sequence[int]) -> str:
+    """Ranks by number."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}" if ranks[0] >= 0 else "any rank"
+    return f"ranks {', '.join(map(str, ranks))}" if ranks else "nobody"
+
+
+def waited_phrase(calls: Iterable[Sequence[Any]]) -> str:
+    """The rank that these calls waited for most, and how long for that one."""
+    by_rank = waits(calls)
+    if not by_rank:
+        return ""
+    (rank, most_s), *_ = by_rank.most_common(1)
+    return f", waited {milliseconds(most_s)} for rank {rank}"
+
+
+def waits(calls: Iterable[Sequence[Any]]) -> "Counter[int]":
+    """Seconds that were waited, by the rank that was waited for."""
+    by_rank: Counter[int] = Counter()
+    for call in calls:
+        if call[9] >= 0 and call[8] > 0:
+            by_rank[call[9]] += call[8]
+    return by_rank
+
+
+def first_step(log: RankLog, record: records.FirstStep) -> list[str]:
+    """The passes and the calls of the first step: a chart of its microbatches where it has several, else its times."""
+    if log.log != "full" and len(log.timed) > MANY and record.variant in log.start.by_torch:
+        return []
+    spans = [Span(*span) for span in record.spans]
+    sent = human_bytes(sum(call[2] for call in record.calls))
+    step_ms = milliseconds(step_seconds([spans]))
+    numbers = {span.label for span in spans if span.kind == "forward" and span.label}
+    if len(numbers) > 1:
+        chart = chart_row(
+            sorted(spans, key=lambda span: (span.start_s, -span.end_s)), step_seconds([spans]), CHART_COLUMNS
+        )
+        head = f"|{chart}| {step_ms} ms{waited_phrase(record.calls)}"
+    else:
+        spent = record.seconds
+        own = ", ".join(f"{kind} {milliseconds(spent[kind])}" for kind in ("forward", "backward") if spent[kind] > 0)
+        calls_s = spent["communication"] + spent["waiting"]
+        calls = f"calls {milliseconds(calls_s)} ({sent})" if calls_s else f"sent {sent}"
+        head = f"{step_ms} ms: {', '.join(filter(None, [own, calls]))}{waited_phrase(record.calls)}"
+    first = next(log.all(records.FirstStep), None) is None
+    told = line(f"step {record.step}" if first else "", f"{record.variant}: {head}")
+    room = log.lines_a_variant - len(told)
+    return told + calls_lines(record.calls, log.start.rank, room) if room > 0 else told
+
+
+def drawn(log: RankLog, record: records.Messages) -> list[str]:
+    """What a recorded step sends, of a variant that takes no first step: one collective of comm."""
+    if any(step.variant == record.variant for step in log.all(records.FirstStep)):
+        return []
+    first = next(log.all(records.Messages), None) is None
+    calls = [[*call, "one tensor", 0.0, -1] for call in record.calls]
+    room = 1000 if log.log == "full" else 2
+    lines = calls_lines(calls, log.start.rank, room, indent=INDENT + len(record.variant) + 2)
+    if not lines:
+        return []
+    head = f"{'all_reduce' if first else '':<{INDENT}}{record.variant}: "
+    return [head + lines[0].lstrip(), *lines[1:]]
+
+
+def calls_lines(
+    calls: Sequence[Sequence[Any]], me: int, room: int, indent: int = INDENT + 2
+) -> list[str]:  # fmt: skip
+    """Each call on a line if there is room, else those of one operation with the same ranks together."""
+    if len(calls) <= room:
+        groups = [CallGroup(call[0], call[1], [call]) for call in calls]
+    else:
+        alike: dict[tuple[Any, ...], list[Sequence[Any]]] = defaultdict(list)
+        for call in calls:
+            alike[call[0], tuple(call[1])].append(call)
+        groups = [CallGroup(op, ranks, of) for (op, ranks), of in alike.items()]
+    largest = sorted(groups, key=lambda group: -sum(call[3] for call in group.calls))
+    kept = largest if len(groups) <= room else largest[: max(1, room)]
+    told = [shortened(f"{'':<{indent}}{group.told(me, waited=len(groups) > 1)}") for group in groups if group in kept]
+    return told[:room]
+
+
+def shortened(text: str) -> str:
+    """At most WIDTH columns."""
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3].rstrip()}..."
+
+
+def reached(_log: RankLog, record: records.Reached) -> list[str]:
+    """How far the timed steps are: the loss, the last step of each variant, and what was sent."""
+    told = by_value((name, f"{loss:.4g}") for name, loss in record.losses.items() if loss is not None)
+    called = [seconds for seconds in record.called_seconds.values() if seconds is not None]
+    parts = [
+        f"loss {told or 'not known here'}",
+        f"a step {span_of(record.step_seconds.values())} ms",
+        f"in calls {span_of(called)} ms" if called else "",
+        "" if record.sent_bytes is None else f"sent {human_bytes(record.sent_bytes)} since",
+    ]
+    return line(f"step {record.steps}", " · ".join(filter(None, parts)))
+
+
+def span_of(seconds: Iterable[float]) -> str:
+    """The least and the most, in milliseconds."""
+    ends = dict.fromkeys(milliseconds(end(list(seconds))) for end in (min, max)) if (seconds := list(seconds)) else {}
+    return " to ".join(ends)
+
+
+# --- what it ends with ---
+
+
+def by_value(values: Iterable[tuple[str, str]]) -> str:
+    """Names with the same text together: "0.39 MB: gpipe, 1f1b; 0.79 MB: zbv"."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, value in values:
+        found[value].append(name)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(names)}: {value}" for value, names in found.items())
+
+
+def end(log: RankLog, record: records.End) -> list[str]:
+    """Bytes by peer, predicted beside measured, memory, who was waited for, and this rank's checks."""
+    return [*sent_lines(log), *predicted_lines(log), *memory_lines(log), *waits_lines(log), *checks_lines(log, record)]
+
+
+def sent_lines(log: RankLog) -> list[str]:
+    wires = list(log.all(records.Wire))
+    most: dict[str, float] = defaultdict(float)
+    for wire in wires:
+        most[wire.variant] = max(most[wire.variant], wire.sent_bytes)
+    by_variant: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for wire in wires:
+        if wire.sent_bytes > HEADERS_SHARE * most[wire.variant]:
+            by_variant[wire.variant].append((wire.peer, human_bytes(wire.sent_bytes)))
+    told = by_value((name, same_bytes(parts)) for name, parts in by_variant.items())
+    return line("sent", f"a step: {told}") if told else []
+
+
+def same_bytes(parts: Sequence[tuple[int, str]]) -> str:
+    """Bytes by peer, once where all get the same."""
+    if len(parts) > 1 and len({nbytes for _, nbytes in parts}) == 1:
+        return f"{parts[0][1]} to each of {ranks_phrase([rank for rank, _ in parts])}"
+    return ", ".join(f"{nbytes} to rank {rank}" for rank, nbytes in parts)
+
+
+def predicted_lines(log: RankLog) -> list[str]:
+    claims = [each for each in log.all(records.Comparison) if each.name == "wire bytes"]
+    told = by_value((each.variant, f"{human_bytes(each.predicted)} / {human_bytes(each.measured)}") for each in claims)
+    return line("predicted", f"/ measured on the wire: {told}") if told else []
+
+
+def memory_lines(log: RankLog) -> list[str]:
+    """Bytes at rest by class and the peak, of each variant."""
+    classes = list(log.all(records.Classes))
+    if log.log == "full" or len(classes) < 4:
+        values = []
+        for each in classes:
+            parts = ", ".join(f"{kind} {human_bytes(nbytes)}" for kind, nbytes in each.rest_bytes.items() if nbytes)
+            values.append((each.variant, f"{parts} at rest, peak {human_bytes(sum(each.peak_bytes.values()))}"))
+        return line("memory", by_value(values)) if values else []
+    totals = {each.variant: [sum(of.values()) for of in (each.rest_bytes, each.peak_bytes)] for each in classes}
+    scale, unit = byte_unit(max(map(max, totals.values())))
+    told = (f"{name} {' / '.join(three_digits(nbytes / scale) for nbytes in of)}" for name, of in totals.items())
+    return line("memory", f"{unit} at rest / at the peak: {', '.join(told)}")
+
+
+def waits_lines(log: RankLog) -> list[str]:
+    by_rank: Counter[int] = Counter()
+    for step in log.all(records.FirstStep):
+        by_rank.update(waits(step.calls))
+    told = ", ".join(f"rank {rank} {milliseconds(seconds)} ms" for rank, seconds in by_rank.most_common())
+    return line("waited", f"in the first steps for {told}") if told else []
+
+
+def checks_lines(log: RankLog, _record: records.End) -> list[str]:
+    checks = [(each.variant, each.name, each.max_abs_diff <= each.tolerance) for each in log.all(records.Check)]
+    checks += [
+        (each.variant, each.name, abs(each.measured - each.predicted) <= each.tolerance)
+        for each in log.all(records.Comparison)
+        if each.decides
+    ]
+    failed = [f"{variant} {name}".strip() for variant, name, passed in checks if not passed]
+    told = f"{len(checks) - len(failed)} of {len(checks)} passed on this rank"
+    return line("checks", told + (f"; FAILED: {', '.join(failed)}" if failed else ""))
+
+
+def verdict_of_all(verdict: str, folder: Path) -> str:
+    """The last line of a rank that does not speak for all."""
+    return shortened(f"{verdict.upper():<{INDENT}}of all ranks · report {folder / 'report.html'}")
+
+
+def changed(log: RankLog, record: records.Changed) -> list[str]:
+    """Who is in from a step on, and the number of that view of the members."""
+    view = 1 + sum(each.variant == record.variant for each in log.all(records.Changed))
+    members = ", ".join(map(str, record.members))
+    return line("view", f"{view} of {record.variant}, from step {record.step}: ranks {members} ({record.what})")
+
+
+LINES_OF: dict[type[Any], Callable[[RankLog, Any], list[str]]] = {
+    records.Placed: placed, records.Given: given, records.Noted: noted, records.Holds: holds,
+    records.FirstStep: first_step, records.Messages: drawn, records.Reached: reached,
+    records.Changed: changed, records.End: end,
+}  # fmt: skip

@@ -1,0 +1,141 @@
+"""The own log of rank 1 of three, of every mode: facts that stand in it are those of the records, and no line is long."""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+
+import pytest
+
+from distlab.cli import report
+from distlab.config.settings import modes
+from distlab.experiments.train import by_hand
+from distlab.report import records
+from distlab.report.units import human_bytes
+from tests.labs import Ran, Runs
+
+pytestmark = pytest.mark.timeout(110)
+WORLD_SIZE, RANK = 3, 1
+TRAINS = ("dp", "tp", "pp", "fsdp", "mesh", "cp", "moe", "compress", "precision", "server")
+SIZES = {"LAB_STEPS": "10", "LAB_PROOF": "0"}
+OWN_SIZES = {
+    "comm": {"LAB_SWEEP_MIB": "0.25", "LAB_VARIANT": "gloo,ring"}, "pp": {"LAB_DEPTH": "4"},
+    "largebatch": {"LAB_STEPS": "32"},
+}  # fmt: skip
+
+
+def run_of(runs: Runs, mode: str) -> Ran:
+    """A small run; comm and train have no sizes of a model."""
+    sizes = {} if mode in ("comm", "train") else SIZES
+    return runs(WORLD_SIZE, RUN_MODE=mode, **(sizes | OWN_SIZES.get(mode, {})))
+
+
+def log_of(ran: Ran) -> str:
+    """Its lines as one, however they were wrapped."""
+    return " ".join((ran.folder / f"rank{RANK}.log").read_text().split())
+
+
+def of(ran: Ran, kind: type[records.Kind]) -> list[records.Kind]:
+    return [record for record in ran.records[RANK] if isinstance(record, kind)]
+
+
+def numbers_of_checks(ran: Ran) -> str:
+    """How many claims this rank made that decide."""
+    deciding = [record for record in of(ran, records.Comparison) if record.decides]
+    return f"{len(of(ran, records.Check)) + len(deciding)} of"
+
+
+def of_a_training(ran: Ran) -> Iterator[str]:
+    """What each mode that trains variants says: samples, bytes held, bytes sent to whom, checks."""
+    (given,) = of(ran, records.Given)
+    yield f"{len(given.samples)} of {given.batch} samples"
+    yield " ".join(map(str, given.samples[:11]))
+    held = of(ran, records.Holds)[0]
+    yield f"{held.variant}: {human_bytes(sum(parameter[4] for parameter in held.parameters))} in"
+    wires = [wire for wire in of(ran, records.Wire) if wire.sent_bytes]
+    most = max(wires, key=lambda wire: wire.sent_bytes)
+    yield human_bytes(most.sent_bytes)
+    yield f"rank{'s' if f'rank {most.peer}' not in log_of(ran) else ''} {most.peer}"
+    step = of(ran, records.FirstStep)[0]
+    yield f"{step.variant}: "
+    yield numbers_of_checks(ran)
+
+
+def samples_of_train(ran: Ran) -> Iterator[str]:
+    mine = by_hand(0, RANK, WORLD_SIZE)[:4]
+    yield str(mine)
+    yield str([sample * (RANK + 1) for sample in mine])
+    yield numbers_of_checks(ran)
+
+
+def numbers_of_comm(ran: Ran) -> Iterator[str]:
+    yield str([37, 38, 39, 40])  # from 36 + LAB_SEED on
+    for message in of(ran, records.Messages):
+        yield human_bytes(sum(call[3] for call in message.calls if call[0] == message.calls[0][0]))
+    yield numbers_of_checks(ran)
+
+
+def members_of_elastic(ran: Ran) -> Iterator[str]:
+    for view in of(ran, records.Changed):
+        yield f"of {view.variant}, from step {view.step}: ranks {', '.join(map(str, view.members))}"
+    yield "ends join: 10 steps applied"
+    yield numbers_of_checks(ran)
+
+
+def losses_of_largebatch(ran: Ran) -> Iterator[str]:
+    yield "k=1: 32 steps"
+    yield "k=32: 1 steps"
+    yield numbers_of_checks(ran)
+
+
+FACTS: dict[str, Callable[[Ran], Iterator[str]]] = dict.fromkeys(TRAINS, of_a_training) | {
+    "comm": numbers_of_comm, "train": samples_of_train, "elastic": members_of_elastic,
+    "largebatch": losses_of_largebatch,
+}  # fmt: skip
+# What a mode says beside that, each from its own records or sizes.
+PARTICULAR = {
+    "tp": ["rows 86-170 of 256", "with ranks 0, 2"], "pp": ["previous stage: rank 0, next stage: rank 2", "1f1b: |"],
+    "fsdp": ["zero3 unshards (+) and reshards (-) its layers: +0", "rows"], "mesh": ["at tp 0, cp 0, dp 1, pp 0"],
+    "cp": ["ring: in the first layer rank 0's at", "rank 2's at"], "moe": ["its own took 3:"],
+    "server": ["ssp: ", "staleness"],
+}  # fmt: skip
+
+
+def test_every_mode_has_facts() -> None:
+    assert sorted(FACTS) == sorted(modes())
+
+
+@pytest.mark.parametrize("mode", sorted(FACTS))
+def test_the_log_of_rank_1_says_what_its_records_have(mode: str, runs: Runs) -> None:
+    ran = run_of(runs, mode)
+    log = log_of(ran)
+    facts = [*FACTS[mode](ran), *PARTICULAR.get(mode, [])]
+    assert len(facts) >= 3
+    assert [fact for fact in facts if fact not in log] == [], log
+    lines = (ran.folder / f"rank{RANK}.log").read_text().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) >= 10, lines
+
+
+@pytest.mark.parametrize("mode", ["dp", "pp", "elastic"])
+def test_a_log_is_printed_again_from_the_records(mode: str, runs: Runs) -> None:
+    ran = run_of(runs, mode)
+    with redirect_stdout(io.StringIO()) as printed:
+        assert report.main([str(ran.folder), "--rank", str(RANK)]) == 0
+    *lines, verdict = printed.getvalue().splitlines()
+    assert lines == (ran.folder / f"rank{RANK}.log").read_text().splitlines()
+    assert verdict.startswith("PASS ")
+
+
+def test_a_full_log_has_each_call(runs: Runs) -> None:
+    ran = run_of(runs, "dp")
+    with redirect_stdout(io.StringIO()) as printed:
+        report.main([str(ran.folder), "--rank", str(RANK), "--log", "full"])
+    step = next(step for step in of(ran, records.FirstStep) if step.variant != "ring")
+    lines = [line for line in printed.getvalue().splitlines() if "all_reduce with ranks 0, 2" in line]
+    assert len(lines) >= len(step.calls) > 1
+    assert any("gradient of layers." in line for line in lines), "each names what it carries"
+
+
+def test_a_rank_that_is_not_there_is_refused(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(run_of(runs, "train").folder), "--rank", "3"]) == 2
+    assert "--rank 3 has no records here, allowed: 0, 1, 2" in capsys.readouterr().err
