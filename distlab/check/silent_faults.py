@@ -6,7 +6,7 @@ A finding is certain; what only looks wrong is asked as a question, and decides 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from distlab.check.rank_state import (
     AT_REST,
@@ -22,6 +22,7 @@ from distlab.check.rank_state import (
     RankState,
     call_text,
     ranks_do,
+    typed,
 )
 from distlab.cluster import name_ranks
 
@@ -63,6 +64,8 @@ class Replicas:
         yield Finding(MATCH, f"{key} at {case.place(place).line}: {differ}: {rule}", (odd,), ends=True)
 
     def take_weights(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
+        for each in sums:
+            _, _ = each  # a name and its checksum
         self._sums[key, case.group(group).ranks][step][case.rank] = sums
         self._steps_at[key] = case.place(place).line if place >= 0 else "an unknown line"
 
@@ -171,8 +174,8 @@ class Step(NamedTuple):
     by_script: bool  # the all_reduce is the script's own, else DDP's
     untouched: bool  # since the all_reduce
     size: int  # of the group
-    reduced_at: Any
-    stepped_at: Any
+    reduced_at: str  # a line of the script
+    stepped_at: str
 
 
 class Gradients:
@@ -182,11 +185,15 @@ class Gradients:
         self._world_size = world_size
         self._steps: dict[int, list[Step]] = defaultdict(list)
 
-    def take(self, case: RankState, *values: Any) -> None:
+    def take(
+        self, case: RankState, ratio: float, by_script: bool, untouched: bool, size: int, reduced_at: int,
+        stepped_at: int,
+    ) -> None:  # fmt: skip
         """One step of one rank, whose places come as numbers."""
-        step = Step(*values)
-        reduced_at, stepped_at = case.place(step.reduced_at).line, case.place(step.stepped_at).line
-        self._steps[case.rank].append(step._replace(reduced_at=reduced_at, stepped_at=stepped_at))
+        if not 1 <= size <= self._world_size:
+            raise ValueError(f"a group of {size} ranks: expected 1 to {self._world_size}")
+        places = case.place(reduced_at).line, case.place(stepped_at).line
+        self._steps[case.rank].append(Step(float(ratio), by_script, untouched, size, *places))
 
     def questions(self) -> Iterator[str]:
         steps = [step for of_rank in self._steps.values() for step in of_rank]
@@ -226,7 +233,9 @@ class Dropouts:
         while isinstance(level, list):
             sizes.append(len(level))
             level = level[0]
-        self._groups = self._groups or groups_of(AXIS, names, sizes, flat(ranks))
+        numbers = flat(ranks)
+        typed(numbers, [int] * len(numbers))
+        self._groups = self._groups or groups_of(AXIS, names, sizes, numbers)
 
     def take(self, case: RankState, index: int, state: int, given: int, place: int) -> None:
         """One dropout of one rank."""
@@ -285,15 +294,21 @@ class Quiet:
         }
 
     def take(self, case: RankState, fact: list[Any]) -> Iterable[Finding]:
-        """One fact of one rank; what is wrong with it at once."""
+        """One fact of one rank; what is wrong with it at once. Raises an exception of any kind where a value is not of
+        the type that its taker names: what is kept is looked at later, where nobody asks whose it was."""
         kind, *values = fact
         taker: Any = self._takers.get(kind)
-        return (taker(case, *values) or ()) if taker is not None else ()
+        if taker is None:
+            return ()
+        hints = get_type_hints(taker)
+        typed(values, [hints[name] for name in hints if name not in ("case", "return")])
+        return taker(case, *values) or ()
 
     def _take_device(self, case: RankState, device: int, host: str) -> None:
         self._devices[device, host].append(case.rank)
 
-    def _take_handle(self, case: RankState, call: Call, waited_at: CallPlace | None = None) -> None:
+    def _take_handle(self, case: RankState, call: Call, waited_at: Any = None) -> None:
+        """A call, and the place of its wait if it had one."""
         self._handles.setdefault((call.place, waited_at), (call_text(call), []))[1].append(case.rank)
 
     def handles(self) -> Iterator[Finding]:

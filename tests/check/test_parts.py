@@ -133,6 +133,47 @@ def test_unequal_numbers_of_batches_are_asked_about() -> None:
     assert "rank 0 4, rank 1 3" in question
 
 
+FOREIGN: list[list[Any]] = [
+    ["gradient", "a text", True, True, 2, 1, 1],
+    ["gradient", 1.0, True, True, 10**400, 1, 1],
+    ["gradient", 10**400, True, True, 2, 1, 1],
+    ["batches", 0, [4], 1],
+    ["batch", 0, 0, [4]],
+    ["input", "DDP 0", 1, 0, [4], 1],
+    ["weights", "DDP 0", 1, -1, ["no pair"], 1],
+    ["dropout", 0, [4], 5, 1],
+    ["device", [0], "host"],
+    ["mesh", ["tp"], [{}, 1]],
+]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda line: f"{line[0]} {str(line[1])[:8]}")
+def test_a_foreign_fact_is_dropped_and_asked_nothing_of(foreign: list[Any]) -> None:
+    """The script has the pipe too; what it writes there must not end the doctor when it looks at all facts."""
+    said: list[str] = []
+    doctor = Doctor(2, 3.0, 60.0, said.append)
+    for rank in range(2):
+        head: list[list[Any]] = [["place", 1, "train.py:4", "", ""], ["group", 1, [0, 1], "", 0]]
+        doctor.take(rank, told(*head, foreign, foreign), 0.0)
+    doctor.look(0.5)
+    assert list(doctor.quiet.questions()) == []
+    assert list(doctor.quiet.at_end()) == []
+    assert doctor.unread == {0: 2, 1: 2}
+    assert len(said) == 2
+
+
+def test_gradients_that_nobody_divides_are_asked_about() -> None:
+    """The control of the test above: a whole fact is taken."""
+    doctor = Doctor(2, 3.0, 60.0, lambda _: None)
+    for rank in range(2):
+        facts = [["gradient", 1.0, True, True, 2, 1, 1]] * 2
+        doctor.take(rank, told(["place", 1, "train.py:4", "", ""], *facts), 0.0)
+    doctor.look(0.5)
+    (question,) = doctor.quiet.questions()
+    assert "summed over 2 ranks and never averaged" in question
+    assert not doctor.unread
+
+
 def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none() -> None:
     said: list[str] = []
     still, matching = Still(10.0, said.append), Matching(2)
