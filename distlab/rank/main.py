@@ -31,6 +31,7 @@ from distlab.measure.traffic import Ledger
 from distlab.mesh.grid import Mesh
 from distlab.rank import preflight
 from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
+from distlab.rank.machine_load import read_load
 from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link
 from distlab.rank.mode_loader import import_and_freeze, lesson, load, load_for, pick_device, with_names_of_today
 from distlab.rank.preflight import refuse, warnings
@@ -178,6 +179,7 @@ class RankRun:
             beating = Heartbeat(self.journal, self.work, self.started_at, rewrites=self.journal.screen.seen)
             self.watch.on_period = beating.beat
         self.journal.write(expected(self.config, self.mode))
+        self.journal.write(read_load("start"))
         if self.config.live:
             self.mode = begin_status(self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at)
 
@@ -220,6 +222,7 @@ class RankRun:
         (lab.mode.run or everything)(lab)
         lab.at(self.config.steps, "report")
         self._write_dropped()
+        self.journal.write(read_load("end"))
         end = records.End(lab.rank, self.started_at, lab.first_step_at, time.time(), self.watch.cpu_seconds)
         self.journal.write(end)
         return finish_run(lab, self.outcome, self.sections, self.watch.agree)

@@ -54,6 +54,7 @@ def end_lines(
         return [*failed_lines(run), *trouble_lines(run), last_line(run, records, report)]
     return [
         *summary.table_lines(run, records),
+        *summary.times_lines(run),
         *summary.decided_lines(run),
         *summary.failed_lines(run),
         *trouble_lines(run),
@@ -76,7 +77,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *(log_line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
         *trouble_lines(run),
     ]
-    return [*lines, last_line(run, records, report)]
+    return [*lines, *summary.times_lines(run), last_line(run, records, report)]
 
 
 def failed_lines(run: Run) -> list[str]:

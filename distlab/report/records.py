@@ -473,6 +473,19 @@ class End(Line, frozen=True):
     watch_cpu_s: float  # what the heartbeats took of a core in all
 
 
+class Load(Line, frozen=True):
+    """What this rank's machine had to do as the run began or ended; None where the system does not tell."""
+
+    moment: str  # "start" or "end"
+    machine: str  # the kernel's own number for this boot: containers of one machine have it in common
+    cores: int  # that the rank may run on
+    processor: str
+    load_average: float | None  # of the last minute
+    runnable: int | None  # threads of the machine that run or could, the rank itself left out
+    cpu_pressure: float | None  # the share of ten seconds in which some thread waited for a core
+    at: float  # Unix time, in seconds
+
+
 if TYPE_CHECKING:
     Record: TypeAlias = Line
 else:

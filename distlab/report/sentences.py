@@ -45,6 +45,32 @@ def headline(run: Run) -> str:
     return passed if run["proven"] or run["run_mode"] == SCRIPT else f"not proven · {passed}"
 
 
+def load_sentences(run: Run) -> list[str]:
+    """Of each machine how many ranks shared its cores with how much else, and whether times can be compared."""
+    return [load_sentence(machine) for machine in run["machines"]]
+
+
+def load_sentence(machine: Run) -> str:
+    """The ranks, the cores, what else ran, and what follows from it."""
+    num_ranks, cores = len(machine["ranks"]), machine["cores"]
+    others = others_runnable(machine)
+    shares = f"{counted(num_ranks, 'ranks')} on {counted(cores, 'cores')}"
+    told = f"{shares}, {'unknown' if others is None else others} other runnable"
+    return f"{told}: {'compare bytes, not times' if is_crowded(machine) else 'each rank had a core for itself'}"
+
+
+def others_runnable(machine: Run) -> int | None:
+    """The most threads beside the ranks that ran or could, as the run began or ended; None where it is not known."""
+    seen = [machine[moment]["runnable"] for moment in ("start", "end") if machine[moment]]
+    known = [count for count in seen if count is not None]
+    return max(0, max(known) - len(machine["ranks"]) + 1) if known else None
+
+
+def is_crowded(machine: Run) -> bool:
+    """Whether ranks had to wait for a core: their times say as much of the machine as of the variants."""
+    return bool(len(machine["ranks"]) + (others_runnable(machine) or 0) > machine["cores"])
+
+
 def failures(run: Run) -> list[Run]:
     """The checks and comparisons that failed."""
     return [claim for claim in run["checks"] + run["comparisons"] if not claim["passed"]]

@@ -144,6 +144,12 @@ def decided_lines(run: Run) -> list[str]:
     return [log_line("decided by", ", ".join(names[:MOST_NAMED]) + more)]
 
 
+def times_lines(run: Run) -> list[str]:
+    """How far the times above can be trusted; nothing where none were measured."""
+    timed = any(slowest(variant["step_seconds"]) for variant in run["variants"])
+    return [log_line("times", sentence) for sentence in sentences.load_sentences(run)] if timed else []
+
+
 def lost_lines(run: Run, records: Ranks, report: Path | None, folder: Path) -> list[str]:
     """For a cluster that broke, whose ranks have said why: where to read on, the report, and how to repeat the run."""
     logs = ", ".join(f"rank{lost['rank']}.log" for lost in run["lost"])

@@ -29,6 +29,7 @@ from distlab.report.records import (
     Failed,
     Finding,
     Left,
+    Load,
     Lost,
     Memory,
     Ranks,
@@ -197,6 +198,7 @@ def judge(records: Ranks) -> Run:
         "drills": drills(records, checks),
         "unseen": _unseen(records, start.world_size),
         "dropped": _dropped(records),
+        "machines": machines(records),
     }
 
 
@@ -253,6 +255,19 @@ def _unseen(records: Ranks, world_size: int) -> list[Run]:
     seen = {rank for rank, _ in select(records, Start)}
     hosts = next((entry.hosts for _, entry in select(records, Unshared)), [None] * world_size)
     return [{"rank": rank, "host": hosts[rank]} for rank in range(world_size) if rank not in seen]
+
+
+def machines(records: Ranks) -> list[Run]:
+    """An entry a machine, which several containers may share: its ranks, and its load as the lowest of them began and
+    ended. None of a run whose records do not tell it."""
+    found: dict[str, Run] = {}
+    for rank, load in select(records, Load):
+        new = {"cores": load.cores, "processor": load.processor, "ranks": [], "start": None, "end": None}
+        entry = found.setdefault(load.machine, new)
+        entry["ranks"] += [rank] if rank not in entry["ranks"] else []
+        seen = {name: getattr(load, name) for name in ("load_average", "runnable", "cpu_pressure", "at")}
+        entry[load.moment] = entry[load.moment] or seen
+    return list(found.values())
 
 
 def _dropped(records: Ranks) -> Run | None:

@@ -42,7 +42,7 @@ def output_of(command: str) -> str:
     return "".join(
         line + "\n"
         for line in done.stdout.splitlines()
-        if not re.match(r"rank [1-9] \||rank 0 \| (?:waiting|working)|.*\d+ of \d+$", line)
+        if not re.match(r"rank [1-9] \||rank 0 \| (?:waiting|working|times  )|.*\d+ of \d+$", line)
     )
 
 

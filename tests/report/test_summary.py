@@ -6,7 +6,21 @@ import pytest
 from msgspec.structs import replace
 
 from distlab.report.log import end_lines
-from distlab.report.records import Check, Classes, Comparison, Failed, Lost, Memory, Ranks, Record, Skipped, Start, Wire
+from distlab.report.records import (
+    Check,
+    Classes,
+    Comparison,
+    Failed,
+    Load,
+    Lost,
+    Memory,
+    Ranks,
+    Record,
+    Skipped,
+    Start,
+    Steps,
+    Wire,
+)
 from distlab.report.summary import WIDTH, lost_lines, shortened, table_lines
 from distlab.report.verdict import judge
 from tests.report.made_up import bent, good_run, mistaken, plus, with_check, with_measured, without
@@ -33,6 +47,38 @@ def renamed(records: Ranks, names: dict[str, str]) -> Ranks:
 
 def test_the_end_of_a_run_says_what_a_person_wants_to_know() -> None:
     assert end(without(Skipped, good_run())) == EXPECTED
+
+
+def loaded(records: Ranks, cores: int, runnable: int | None, machine: str = "one") -> Ranks:
+    """The same run on a machine of so many cores with so many threads that run, the ranks themselves among them."""
+    for rank, moment in [(rank, moment) for rank in records for moment in ("start", "end")]:
+        records = plus(records, Load(moment, machine, cores, "Example 9000", 3.5, runnable, 0.5, 100.0), rank=rank)
+    return records
+
+
+@pytest.mark.parametrize(
+    ("cores", "runnable", "said"),
+    [
+        (2, 33, "4 ranks on 2 cores, 30 other runnable: compare bytes, not times"),
+        (16, 3, "4 ranks on 16 cores, 0 other runnable: each rank had a core for itself"),
+        (16, 18, "4 ranks on 16 cores, 15 other runnable: compare bytes, not times"),
+        (2, None, "4 ranks on 2 cores, unknown other runnable: compare bytes, not times"),
+    ],
+)
+def test_one_line_says_how_far_times_can_be_trusted(cores: int, runnable: int | None, said: str) -> None:
+    records = loaded(good_run(), cores, runnable)
+    assert [line for line in end(records) if line.startswith("times")] == [f"times      {said}"]
+    machine = judge(records)["machines"]
+    assert [(each["cores"], each["processor"], each["ranks"]) for each in machine] == [
+        (cores, "Example 9000", [0, 1, 2, 3])
+    ]
+    assert machine[0]["end"] == {"load_average": 3.5, "runnable": runnable, "cpu_pressure": 0.5, "at": 100.0}
+
+
+def test_nothing_is_said_of_times_that_were_not_taken_or_of_a_machine_that_is_not_known() -> None:
+    assert not [line for line in end(good_run()) if line.startswith("times")]
+    assert judge(good_run())["machines"] == []
+    assert not [line for line in end(without(Steps, loaded(good_run(), 2, 9))) if line.startswith("times")]
 
 
 @pytest.mark.parametrize("names", [{"ddp": LONG}, {"naive": LONG}, {"naive": LONG, "ddp": "torch_interleaved_zb"}])
