@@ -89,14 +89,19 @@ def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -
 
 def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
     """How long a step took with each variant, and its spread; None where no step was timed."""
+    found = {name: [1000 * step_s for step_s in values] for name, values in samples(records).items()}
+    if not found:
+        return None
+    return charts.render_chart(charts.spreads(found, colour, "ms a step"), "time of a step by variant", 220)
+
+
+def samples(records: Ranks) -> dict[str, list[float]]:
+    """By variant the seconds of each timed step, those of its slowest rank."""
     taken: dict[str, list[list[float]]] = {}
     for _, steps in select(records, Steps):
         taken.setdefault(steps.variant, []).append(steps.step_seconds)
-    samples = {name: [1000 * max(step) for step in zip(*of_ranks, strict=False)] for name, of_ranks in taken.items()}
-    samples = {name: values for name, values in samples.items() if values}
-    if not samples:
-        return None
-    return charts.render_chart(charts.spreads(samples, colour, "ms a step"), "time of a step by variant", 220)
+    found = {name: [max(step) for step in zip(*of_ranks, strict=False)] for name, of_ranks in taken.items()}
+    return {name: values for name, values in found.items() if values}
 
 
 # Samples a second over a run, with each event on it: faults as they were made, and ranks that went, came or began
@@ -223,6 +228,58 @@ def changes(records: Ranks, variants: Sequence[str]) -> Iterator[Event]:
             seen.add(key)
             members = " ".join(map(str, each.members))
             yield Event(each.at, WORDS[each.what], f"{WORDS[each.what]}: from step {each.step} on ranks {members}")
+
+
+# Who is in, of a run whose ranks come and go: a row a rank, from when to when it was a member.
+
+
+class Members(NamedTuple):
+    """One variant: of each rank the stretches in which it was a member, [from, to] in per cent of `whole_s`."""
+
+    name: str
+    whole_s: float
+    stretches: list[list[tuple[float, float]]]
+
+
+def members(run: Run, records: Ranks) -> list[Members]:
+    """A figure a course; none of a run whose members stay the same."""
+    found = []
+    for course in courses(records):
+        changed = sorted(
+            {(each.at, tuple(each.members)) for _, each in select(records, Changed) if each.variant in course.variants}
+        )
+        if not changed:
+            continue
+        began, ended = course.times[0], max(course.times[-1], changed[-1][0])
+        edges = [(began, first_members(run, records, course, *changed[0])), *changed]
+        ends = [*(at for at, _ in edges[1:]), ended]
+        whole_s = (ended - began) or 1.0
+        stretches: list[list[tuple[float, float]]] = [[] for _ in range(run["world_size"])]
+        for (at, inside), until in zip(edges, ends, strict=True):
+            for rank in inside:
+                if until > at:
+                    stretches[rank].append((100 * (at - began) / whole_s, 100 * (until - began) / whole_s))
+        found.append(Members(", ".join(course.variants), whole_s, [joined(each) for each in stretches]))
+    return found
+
+
+def first_members(run: Run, records: Ranks, course: Course, at: float, after: tuple[int, ...]) -> list[int]:
+    """The members before the first change, which left those of `after`: the others were lost by it, and who had no step
+    before it took a lost one's place."""
+    stood = [(rank, each) for rank, each in select(records, Stood) if each.variant in course.variants and each.at]
+    newcomers = {rank for rank, each in stood if each.at[0] >= at} & set(after)
+    return [rank for rank in range(run["world_size"]) if rank not in newcomers]
+
+
+def joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Stretches of which one begins where another ends as one."""
+    found: list[tuple[float, float]] = []
+    for start, end in stretches:
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 # Memory, by class at rest, at the peak and over a step, and rank by rank.

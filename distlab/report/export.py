@@ -22,7 +22,7 @@ from distlab.report.page import contents
 from distlab.report.reading import write_atomically, write_bytes_atomically
 from distlab.report.records import Ranks, Run
 from distlab.report.sentences import claim_name, failure_sentence, lost_sentence
-from distlab.report.timeline import Rows, timeline
+from distlab.report.timeline_panels import HUES, Rows, timeline
 from distlab.report.units import allowed, difference, quantity
 from distlab.report.verdict import first
 
@@ -108,6 +108,7 @@ def png(drawing: str) -> bytes:
 # one: templates/picture.svg. On the page it can be played, zoomed and asked (templates/timeline.js).
 
 WIDTH, LEFT, RIGHT, TOP, BELOW = 960, 82, 28, 98, 88  # pixels, of all and of what is free around the bars
+LETTER = 6  # pixels of one in the name of a row
 HEADING, GAP = 26, 14  # pixels of the line above a variant's rows, and below them
 LIGHT = {
     "--card": "#ffffff", "--ink": "#18202b", "--soft": "#566274", "--line": "#dfe4eb", "--hatch": "#c3ccd8",
@@ -120,10 +121,12 @@ class Untimed(Exception):
 
 def picture(run: Run, records: Ranks) -> str:
     """The whole SVG; raises Untimed where no rank marked its steps."""
-    rows, width = Rows(21, 7), WIDTH - LEFT - RIGHT
+    rows = Rows(21, 7)
     drawn = timeline(run, records, rows)
     if drawn is None:
         raise Untimed("holds no timeline: its mode marks none, or the run ended before its timed steps")
+    left = max(LEFT, 34 + LETTER * max(map(len, drawn.names)))
+    width = WIDTH - left - RIGHT
     whole = rows.whole(drawn.num_ranks)
     tops = [TOP + index * (HEADING + whole + GAP) for index in range(len(drawn.panels) + 1)]
     *key_x, last_x = accumulate((19 + 7 * len(name) + 18 for _, name in drawn.key), initial=24)
@@ -133,10 +136,11 @@ def picture(run: Run, records: Ranks) -> str:
         title=f"What {drawn.num_ranks} rank{'s' if drawn.num_ranks > 1 else ''} do in one training step:"
         f" {', '.join(panel.scene.variant for panel in drawn.panels)}",
         style=resolved(asset("marks.css") + asset("picture.css")),
-        width=WIDTH, height=tops[-1] + BELOW, left=LEFT, right=WIDTH - RIGHT, top=TOP, bottom=tops[-1],
+        width=WIDTH, height=tops[-1] + BELOW, left=left, right=WIDTH - RIGHT, top=TOP, bottom=tops[-1],
         panel_width=width, panel_height=whole, heading=HEADING,
         key=[*zip(key_x, drawn.key, strict=True)], key_end=last_x,
-        ticks=[(LEFT + width * float(place.rstrip("%")) / 100, name) for place, name in drawn.ticks],
+        names=drawn.names, microbatches=HUES[: drawn.microbatches],
+        ticks=[(left + width * float(place.rstrip("%")) / 100, name) for place, name in drawn.ticks],
         panels=[*zip(tops, drawn.panels, strict=False)], rows=rows, axis=drawn.axis,
         what=start.title, settings=" ".join(f"{name}={value}" for name, value in start.repeat.items()),
     )  # fmt: skip

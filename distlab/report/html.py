@@ -3,12 +3,16 @@
 The style sheets and scripts lie there as files of their own; a page holds them, so that it stays one file.
 """
 
+import re
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
+
+from distlab.report.glossary import meaning
+from distlab.report.timeline_panels import HUES
 
 TEMPLATES = resources.files("distlab.report") / "templates"
 
@@ -24,10 +28,17 @@ def asset(name: str) -> Markup:
     return Markup(source(name))
 
 
+def headings(body: str) -> list[tuple[str, Markup]]:
+    """(id, title) of each section in it: its table of contents."""
+    found = re.findall(r'<section id="([^"]+)">\s*<h2>(.*?)</h2>', str(body))
+    return [(place, Markup(title)) for place, title in found]
+
+
 ENVIRONMENT = Environment(
     loader=FunctionLoader(source), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-ENVIRONMENT.globals["asset"] = asset
+ENVIRONMENT.globals |= {"asset": asset, "hues": HUES, "meaning": meaning}
+ENVIRONMENT.filters["headings"] = headings
 
 
 def render(template: str, **values: Any) -> str:

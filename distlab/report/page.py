@@ -5,20 +5,23 @@ What it says and in which order stands in templates/report.html; here is what it
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 from distlab.report import charts, cost_charts, sentences, tables
 from distlab.report.charts import Drawing
+from distlab.report.glossary import COLUMNS
 from distlab.report.html import render
 from distlab.report.reading import write_atomically
-from distlab.report.records import Chart, End, Lesson, Losses, Ranks, Run, Said, Start, select
+from distlab.report.records import Changed, Chart, End, Lesson, Losses, Ranks, Run, Said, Start, select
 from distlab.report.records import Table as OwnTable
 from distlab.report.table import Column, Table, Verdict, numeric
-from distlab.report.timeline import timeline
-from distlab.report.units import allowed, difference, human_bytes, milliseconds
+from distlab.report.timeline_panels import Drawn, coordinates, timeline
+from distlab.report.units import allowed, counted, difference, human_bytes, milliseconds
 from distlab.report.verdict import PROOF as PROVEN
 from distlab.report.verdict import SCRIPT, first, pytorch_own, slowest
 
+LEAST_SAMPLES = 4  # steps of each variant: of fewer the quartiles say nothing
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
 
 
@@ -38,6 +41,8 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
     """What the page shows, in its order, by its name in the template."""
     start = first(records)
     colour = charts.colours(variant["name"] for variant in run["variants"])
+    drawn = timeline(run, records)
+    pace = cost_charts.pace(run, records)
     return {
         "run": run,
         "start": start,
@@ -45,14 +50,19 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "proof_note": sentences.proof_note(run),
         "mistake": [sentences.mistake_sentence(run), sentences.seen_sentence(run)] if run["mistake"] else [],
         "wrong": list(wrong(run)),
-        "timeline": timeline(run, records),
-        "tiles": list(tiles(run)),
+        "timeline": drawn,
+        "look": drawn.look if drawn else "",
+        "load": sentences.load_sentences(run),
+        "tiles": list(tiles(run, records, drawn)),
         "of_script": run["run_mode"] in (SCRIPT, PROVEN),
         "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),
         "said": list(dict.fromkeys(said for _, said in select(records, Said))),
         "own": list(mode_tables_and_charts(records, colour)),
-        "pace": cost_charts.pace(run, records),
+        "pace": pace,
+        "changing": any(True for _ in select(records, Changed)),
+        "members": cost_charts.members(run, records),
         "drills": drills(run),
+        "columns": COLUMNS,
         **claims(run),
         **costs_of(run, records, colour),
         "ranks": ranks(run, records),
@@ -109,7 +119,7 @@ def wrong(run: Run) -> Iterator[str]:
         yield sentences.unseen_sentence(run)
 
 
-def tiles(run: Run) -> Iterator[tuple[str, str]]:
+def tiles(run: Run, records: Ranks, drawn: Drawn | None) -> Iterator[tuple[str, str]]:
     """The few numbers that a reader should take away, and what each is."""
     proof = [check for check in run["checks"] if check["name"] in tables.PROOF]
     if proof:
@@ -125,15 +135,45 @@ def tiles(run: Run) -> Iterator[tuple[str, str]]:
     times = {variant["name"]: slowest(variant["step_seconds"]) for variant in run["variants"]}
     by_hand = {name: seconds for name, seconds in times.items() if seconds and name != own_name}
     if by_hand:
-        best = min(by_hand, key=lambda name: by_hand[name])
-        yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, the fastest written by hand"
-        if own_name and (own_s := times[own_name]):
+        best = fastest(by_hand, records, drawn)
+        if not best:
+            span = " to ".join(dict.fromkeys(milliseconds(pick(by_hand.values())) for pick in (min, max)))
+            yield (
+                f"{span} ms",
+                f"a step, {counted(len(by_hand), 'variants')} by hand, of which none is surely the fastest",
+            )
+        elif len(by_hand) == 1:
+            yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, written by hand"
+        else:
+            yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, the fastest written by hand"
+        if best and own_name and (own_s := times[own_name]):
             yield f"{by_hand[best] / own_s:.2f} ×", f"the time of {own_name}, PyTorch's own"
     wire = {variant["name"]: slowest(variant["wire_bytes"]) for variant in run["variants"]}
     sent = {name: amount for name, amount in wire.items() if amount}
     if sent:
         least = min(sent, key=lambda name: sent[name])
         yield human_bytes(sent[least]), f"on the wire a step, from the rank that sends most ({least})"
+
+
+def fastest(seconds: dict[str, float], records: Ranks, drawn: Drawn | None) -> str:
+    """The variant whose steps are the shortest; empty where the quartiles of another one overlap with its own or come
+    of too few steps, and where the picture, of a step that was not timed, shows another one as shorter."""
+    best = min(seconds, key=lambda name: seconds[name])
+    taken = {name: values for name, values in cost_charts.samples(records).items() if name in seconds}
+    spread = {name: quartiles(values) for name, values in taken.items()}
+    if len(seconds) > 1 and min(map(len, taken.values())) < LEAST_SAMPLES:
+        return ""
+    if any(spread[best][1] >= low for name, (low, _) in spread.items() if name != best):
+        return ""
+    shown = {panel.scene.variant: panel.scene.step_s for panel in drawn.panels} if drawn else {}
+    shown = {name: step_s for name, step_s in shown.items() if name in seconds}
+    return best if shown.get(best, 0.0) <= min(shown.values(), default=0.0) else ""
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The lower and the upper one."""
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return low, high
 
 
 def lesson_of(run: Run, lesson: Lesson) -> dict[str, Any]:
@@ -225,8 +265,14 @@ def ranks(run: Run, records: Ranks) -> Table:
     how |= {error["rank"]: f"code {error['exit_code']}" for error in run["errors"]}
     how |= {lost["rank"]: Verdict("lost") for lost in run["lost"]}
     took = {rank: f"{end.ended_at - end.started_at:.1f} s" for rank, end in ends.items()}
-    rows = [[rank, hosts.get(rank, ""), took.get(rank, ""), how[rank]] for rank in range(run["world_size"])]
-    return Table([Column("rank", "number"), Column("host"), Column("duration", "number"), Column("ended")], rows)
+    places = coordinates(records)
+    rows = [
+        [rank, *([places.get(rank, "")] if places else []), hosts.get(rank, ""), took.get(rank, ""), how[rank]]
+        for rank in range(run["world_size"])
+    ]
+    mesh = [Column("place on the mesh")] if places else []
+    columns = [Column("rank", "number"), *mesh, Column("host"), Column("duration", "number"), Column("ended")]
+    return Table(columns, rows)
 
 
 def skipped(run: Run) -> Table:

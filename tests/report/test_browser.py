@@ -109,7 +109,7 @@ def test_the_first_screen_holds_the_verdict_and_the_picture(
     # What is seen there is drawn: light and dark bars of several colours, of which no other part of the page has any.
     image = browser.get_screenshot_as_base64()
     colours = browser.execute_async_script(COLOURS, image, panel.rect)
-    for name in ("blue", "orange", "teal", "violet"):
+    for name in ("blue", "orange", "lime", "crimson"):
         light, strong = (
             re.search(rf"^\.{kind}\.{name}.* fill: (#\w+)", source("marks.css"), re.MULTILINE)
             for kind in ("forward", "backward")

@@ -5,11 +5,11 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from distlab.report.cost_charts import Course, courses, covered, curve, events, pace
+from distlab.report.cost_charts import Course, courses, covered, curve, events, members, pace
 from distlab.report.page import page
-from distlab.report.records import Changed, Failed, Planned
+from distlab.report.records import Changed, Failed, Planned, Stood
 from distlab.report.verdict import judge
-from tests.report.made_up import BEGAN, drilled_run, good_run, plus, stood
+from tests.report.made_up import BEGAN, drilled_run, good_run, plus, stood, without
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -77,3 +77,21 @@ def test_the_end_of_a_run_that_broke_is_on_its_curve() -> None:
     (course,) = courses(records)
     (end,) = events(judge(records), records, course)
     assert (end.kind, end.told) == ("end", "rank 1 lost at step 9: silent")
+
+
+def test_a_rank_is_in_from_the_start_until_it_is_lost_and_from_when_it_joins() -> None:
+    """Rank 1 is lost at 1 s and rank 3 takes no part before it takes its place; rank 2 is lost at 2 s and joins again."""
+    records = without(Stood, good_run())
+    for rank, first in ((0, 0.0), (3, 1.05)):
+        records = plus(records, stood("join", first, int((4.0 - first) * 10)), rank=rank)
+    for at, what, inside in ((1.0, "lost", [0, 2, 3]), (2.0, "lost", [0, 3]), (3.0, "asked", [0, 3, 2])):
+        records = plus(records, Changed("join", 1, BEGAN + at, what, inside))
+        records = plus(records, Changed("join", 1, BEGAN + at, what, inside), rank=3)
+    (seen,) = members(judge(records), records)
+    whole = seen.whole_s
+    in_seconds = [[(a * whole / 100, b * whole / 100) for a, b in each] for each in seen.stretches]
+    expected: list[list[tuple[float, float]]] = [[(0, 3.9)], [(0, 1)], [(0, 2), (3, 3.9)], [(1, 3.9)]]
+    assert [len(each) for each in in_seconds] == [len(each) for each in expected]
+    for of_rank, due in zip(in_seconds, expected, strict=True):
+        assert [pytest.approx(stretch, abs=0.06) for stretch in due] == of_rank
+    assert members(judge(good_run()), good_run()) == []

@@ -13,7 +13,8 @@ import pytest
 from distlab.cli.report import main
 from distlab.report.export import figures, png
 from distlab.report.records import Ranks as Records
-from distlab.report.timeline import NUMBERED, PRIME, timelines
+from distlab.report.timeline import NUMBERED, timelines
+from distlab.report.timeline_panels import PRIME
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
 from tests.labs import run_experiment
@@ -145,7 +146,7 @@ def test_a_microbatch_has_one_colour_on_all_ranks(
         for kind in NUMBERED
         for bar in of_class(panel, "rect", kind)
     }
-    ways = [("0", "blue"), ("1", "orange"), ("2", "teal"), ("3", "violet")]
+    ways = [("0", "blue"), ("1", "orange"), ("2", "lime"), ("3", "crimson")]
     assert hues == {*ways, *((f"{number}{PRIME}", hue) for number, hue in ways)}  # a prime: of the second chunk
 
 

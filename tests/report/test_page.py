@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from distlab.report import charts, cost_charts
+from distlab.report.glossary import COLUMNS
 from distlab.report.html import asset
 from distlab.report.page import page, write_page
 from distlab.report.records import (
@@ -79,7 +80,7 @@ def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the
     for check in (Check("bf16", "gradients", 2.5, 8.0, unit=UNIT), Check("bf16", "weights", 0.5, 1.0, unit="units")):
         records = plus(records, check)
     shown = drawn(records)
-    assert ">5.0e-01</b><span>largest difference of gradients and weights, 1 unit allowed<" in shown
+    assert ">5.0e-01</b> largest difference of gradients and weights, 1 unit allowed<" in shown
     assert "float64" not in shown[: shown.index("<h2>Losses")]
 
 
@@ -214,8 +215,8 @@ def test_a_page_of_four_ranks_is_small() -> None:
 
 def test_the_picture_stands_right_below_the_verdict() -> None:
     shown = drawn(pipeline_run())
-    order = ["<header", "on one axis of time</h2>", 'class="tiles"', "About this mode", "<h2>Checks", "<h2>Losses", "<h2>Bytes",
-             "<h2>Time", "<h2>Training profile", "<h2>Communication hidden", "<h2>Memory", "Repeat this run"]  # fmt: skip
+    order = ["<header", 'class="look"', 'class="numbers"', "on one axis of time</h2>", "<h2>About this mode", "<h2>Checks", "<h2>Losses", "<h2>Bytes",
+             "<h2>Time", "<h2>Training profile", "<h2>Communication hidden", "<h2>Memory", "<h2>Repeat this run"]  # fmt: skip
     assert sorted(order, key=shown.index) == order
     assert "on one axis of time" not in drawn(good_run())
 
@@ -248,3 +249,55 @@ def luminance(colour: str) -> float:
     parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def timed(times: dict[str, list[float]]) -> Ranks:
+    """A run of which each rank took so long for the steps of each variant."""
+
+    def change(record: Record) -> Record:
+        return replace(record, step_seconds=times[record.variant]) if isinstance(record, Steps) else record
+
+    return bent(good_run(variants=dict.fromkeys(times, 0.05)), change)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [([0.2] * 8, True), ([0.05, 0.2] * 4, False), ([0.2] * 3, False), ([0.1] * 8, False)],
+    ids=["apart", "quartiles overlap", "too few", "alike"],
+)
+def test_a_fastest_is_named_only_where_quartiles_do_not_overlap(other: list[float], named: bool) -> None:
+    shown = drawn(timed({"flat": [0.1] * 8, "ring": other}))
+    assert ("a step of flat, the fastest written by hand" in shown) == named
+    assert ("none is surely the fastest" in shown.replace("of which none", "none")) != named
+
+
+def test_the_slowest_of_the_picture_is_not_called_the_fastest() -> None:
+    records = pipeline_run()
+    timed = {"gpipe": [0.1] * 8, "1f1b": [0.2] * 8}
+
+    def change(record: Record) -> Record:
+        if isinstance(record, Steps):
+            return replace(record, step_seconds=timed[record.variant])
+        longer = isinstance(record, Timeline) and record.variant == "gpipe"
+        return replace(record, spans=[[k, n, 2 * a, 2 * b] for k, n, a, b in record.spans]) if longer else record  # type: ignore[attr-defined]
+
+    assert "a step of gpipe, the fastest" in drawn(
+        bent(records, lambda each: each if isinstance(each, Timeline) else change(each))
+    )
+    assert "the fastest written" not in drawn(bent(records, change))
+
+
+def test_the_page_has_a_table_of_contents_whose_links_lead_to_sections() -> None:
+    shown = drawn(pipeline_run())
+    links = re.findall(r'<li><a href="#([^"]+)">', shown)
+    assert len(links) > 8 and len(set(links)) == len(links)
+    assert all(f'<section id="{place}">' in shown for place in links)
+
+
+def test_every_heading_of_a_column_has_a_scope_and_every_glossary_word_a_meaning() -> None:
+    shown = drawn(pipeline_run())
+    assert "<th>" not in shown and "<th class" not in shown
+    assert re.search(r'<th scope="col" class=n title="median of the timed steps[^"]*">ms a step</th>', shown)
+    assert "<caption>Time and bytes of a step, by variant</caption>" in shown
+    glossary = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
+    assert not [name for name, about in COLUMNS.items() if f"| {name} | {about} |" not in glossary]

@@ -1,13 +1,18 @@
 """What a picture shows: whose message is whose, who came last, what is computed, sent and idle, and what is cut when it is too much."""
 
+import math
+import re
+
 import pytest
 from msgspec.structs import replace
 
 from distlab.report import tables
+from distlab.report.html import source
 from distlab.report.page import page
-from distlab.report.records import Ideal, Messages, Overlap, Profile, Record, Timeline
+from distlab.report.records import Ideal, Messages, Overlap, Placed, Profile, Record, Timeline
 from distlab.report.timeline import (
     KINDS,
+    NUMBERED,
     Arrow,
     Band,
     Scene,
@@ -18,13 +23,12 @@ from distlab.report.timeline import (
     chunk_of,
     coarse,
     fitted,
-    key,
     largest,
     scene,
     scenes,
-    share_words,
     timelines,
 )
+from distlab.report.timeline_panels import HUES, extremes, key, row_names, share_words, timeline
 from distlab.report.verdict import SCRIPT, judge
 from tests.report.made_up import SENT_BYTES, bent, good_run, pipeline_run, plus, without
 from tests.report.test_page import luminance
@@ -218,3 +222,59 @@ def test_bars_can_be_told_from_both_grounds_and_bear_white_text(kind: str) -> No
 def test_kinds_nest_in_the_order_in_which_they_are_drawn() -> None:
     widths = [width for _, _, width in KINDS.values()]
     assert widths == sorted(widths, reverse=True)
+
+
+def test_no_microbatch_has_the_colour_of_a_phase() -> None:
+    """A difference of 24 (CIE 1976) is one that nobody overlooks side by side."""
+    rules = dict(re.findall(r"^\.backward\.(\w+).* fill: (#\w+)", source("marks.css"), re.MULTILINE))
+    strong = {hue: rules[hue] for hue in HUES}
+    phases = {kind: hue for kind, (_, hue, _) in KINDS.items() if kind not in NUMBERED}
+    near = [(name, kind) for name, one in strong.items() for kind, other in phases.items() if apart(one, other) < 24]
+    assert not near
+    assert apart("#7c3aed", phases["all_reduce"]) < 24 and apart("#0f766e", phases["reduce_scatter"]) < 24  # as it was
+
+
+def apart(one: str, other: str) -> float:
+    """How different two colours look: their distance in CIELAB."""
+    return math.dist(lab(one), lab(other))
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (
+        v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4
+        for v in (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    )
+    x, y, z = (
+        v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116
+        for v in (
+            (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505,
+            0.2126 * red + 0.7152 * green + 0.0722 * blue,
+            (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089,
+        )
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_rows_of_a_mesh_carry_their_place_and_those_of_one_axis_do_not() -> None:
+    def placed(axes: dict[int, dict[str, list[int]]]) -> list[str]:
+        records = good_run()
+        for rank, where in axes.items():
+            records = plus(records, Placed("127.0.0.1", "cpu", where, {}), rank=rank)
+        return row_names(judge(records), records)
+
+    grid = {rank: {"pp": [0, 1], "dp": [rank // 2, 2], "tp": [rank % 2, 2]} for rank in range(3)}
+    assert placed(grid) == ["rank 0 · dp0 tp0", "rank 1 · dp0 tp1", "rank 2 · dp1 tp0", "rank 3"]
+    assert placed({1: {"pp": [1, 4]}}) == placed({}) == [f"rank {rank}" for rank in range(4)]
+
+
+def test_one_sentence_says_what_to_see() -> None:
+    assert (
+        extremes({"gpipe": 0.27, "1f1b_split": 0.2, "1f1b": 0.25})
+        == "20% of the ranks' time in 1f1b_split, 27% in gpipe"
+    )
+    assert extremes({"gpipe": 0.27, "1f1b": 0.27}) == "27% of the ranks' time in each variant"
+    records = pipeline_run()
+    drawn = timeline(judge(records), records)
+    assert (
+        drawn and drawn.look == "See the hatched gaps, in which a rank is idle: 31% of the ranks' time in each variant."
+    )

@@ -93,6 +93,71 @@ for (const figure of document.querySelectorAll('.picture')) {
   play.addEventListener('click', () => playing ? stop() : start());
   slider.addEventListener('input', () => { if (playing) stop(); show(+slider.value); tell(); });
 
+  // --- the figure elsewhere: as an image, and as a trace for Perfetto ---
+  function image() {  // all panels below each other, with the page's own style and colours put in
+    const page = getComputedStyle(document.documentElement), width = track.clientWidth;
+    const style = find('style').textContent.replace(/var\((--\w+)\)/g, (_, name) => page.getPropertyValue(name));
+    const ground = page.getPropertyValue('--card'), ink = page.getPropertyValue('--ink');
+    const shown = all('svg.panel').filter(panel => panel.clientHeight), defs = find('defs').outerHTML;
+    const variants = all('.variant');
+    let top = 0, marks = '';
+    shown.forEach((panel, i) => {
+      const copy = panel.cloneNode(true);
+      copy.querySelectorAll('.later, .head, .dot').forEach(part => part.remove());
+      for (const [name, value] of [['x', 0], ['y', top + 22], ['width', width]]) copy.setAttribute(name, value);
+      const told = variants[i].textContent.replace(/[<&]/g, '');
+      marks += `<text x="2" y="${top + 15}" font-family="sans-serif" font-size="13" fill="${ink}">${told}</text>`
+        + new XMLSerializer().serializeToString(copy);
+      top += 26 + panel.clientHeight;
+    });
+    return [width, top, `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${top}"><style>${style}</style>`
+      + `${defs}<rect width="100%" height="100%" style="fill:${ground}"/>${marks}</svg>`];
+  }
+  const png = () => new Promise((done, failed) => {
+    const [width, height, text] = image(), picture = new Image();
+    picture.onload = () => {
+      const canvas = Object.assign(document.createElement('canvas'), {width: 2 * width, height: 2 * height});
+      canvas.getContext('2d').drawImage(picture, 0, 0, 2 * width, 2 * height);
+      canvas.toBlob(blob => blob ? done(blob) : failed(new Error('no image')));
+    };
+    picture.onerror = () => failed(new Error('the figure cannot be drawn'));
+    picture.src = 'data:image/svg+xml;charset=utf-8,' + encodeURIComponent(text);
+  });
+  find('.copy').addEventListener('click', async () => {
+    try {
+      await navigator.clipboard.write([new ClipboardItem({'image/png': png()})]);
+      told.textContent = 'The figure is in the clipboard.';
+    } catch {
+      const link = document.createElement('a');
+      link.href = URL.createObjectURL(new Blob([image()[2]], {type: 'image/svg+xml'}));
+      link.download = 'timeline.svg';
+      link.click();
+      told.textContent = 'The browser gives no clipboard: the figure is saved as timeline.svg.';
+    }
+  });
+  function trace() {  // the format of chrome://tracing: a process a variant, a thread a rank, microseconds
+    const events = [];
+    all('svg.panel[data-v]').forEach((panel, pid) => {
+      events.push({ph: 'M', pid, name: 'process_name', args: {name: panel.dataset.v}});
+      panel.querySelectorAll('g[data-r]').forEach(row => row.querySelectorAll('rect:not(.idle)').forEach(bar => {
+        const name = bar.classList[0] + (bar.dataset.l ? ' ' + bar.dataset.l : '');
+        events.push({ph: 'X', pid, tid: +row.dataset.r, name, ts: 1000 * at(get(bar, 'x')), dur: 1000 * at(get(bar, 'width'))});
+      }));
+    });
+    return new TextEncoder().encode(JSON.stringify({traceEvents: events})).buffer;
+  }
+  find('.perfetto').addEventListener('click', () => {
+    const site = 'https://ui.perfetto.dev', opened = window.open(site);
+    if (!opened) return;
+    const ask = setInterval(() => opened.closed ? clearInterval(ask) : opened.postMessage('PING', site), 100);
+    window.addEventListener('message', function answer(event) {
+      if (event.source !== opened || event.origin !== site || event.data !== 'PONG') return;
+      clearInterval(ask);
+      window.removeEventListener('message', answer);
+      opened.postMessage({perfetto: {buffer: trace(), title: document.title}}, site);
+    });
+  });
+
   // --- zoom, the schedule on paper, keys ---
   function wider(times) {
     const middle = (tracks.scrollLeft + tracks.clientWidth / 2) / track.clientWidth;
