@@ -26,7 +26,7 @@ from distlab.report.run_folder import Journal
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks, side_groups
 from distlab.transport.store import KeyedStore
-from distlab.verify.run_all import everything
+from distlab.verify.run_all import everything, expected
 from distlab.verify.statements import hold_what_is_shared
 from distlab.workload.model import Model
 from tests.controls import uncontrolled
@@ -115,6 +115,7 @@ def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode
     ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_port())
     hooks = RunHooks(side_group=side_groups[group.size()])
     lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, hooks)
+    journal.write(expected(config, mode))
     journal.write(records.Placed("127.0.0.1", "cpu", *places_of(lab.mesh)))
     return lab
 

@@ -18,11 +18,10 @@ from distlab.report.timeline import Span, step_seconds, union_s
 from distlab.report.units import byte_unit, human_bytes, milliseconds, three_digits
 
 WIDTH, INDENT = 100, 11
-LINES = 25  # of a rank at most, as far as its variants leave room
-OTHER_LINES = 13  # but for the first steps
+FEW_VARIANTS = 5  # up to which the first step of each may take two lines: 10 to 25 lines in all
 CHART_COLUMNS = 40
 MANY = 8  # variants: then a normal log leaves out the first steps of PyTorch's own
-FEW_SAMPLES = 12
+FEW_SAMPLES = 8
 SENDS = {"send": "sent to", "recv": "received from"}
 HEADERS_SHARE = 0.01  # of what goes to the peer that gets most: less than that are only acknowledgements and headers
 Log = Literal["quiet", "normal", "full"]
@@ -68,7 +67,7 @@ class RankLog:
     @property
     def lines_a_variant(self) -> int:
         """How many lines the first step of a variant may take."""
-        return 1000 if self.log == "full" else max(1, (LINES - OTHER_LINES) // max(1, len(self.timed)))
+        return 1000 if self.log == "full" else 2 if len(self.timed) <= FEW_VARIANTS else 1
 
 
 # --- who it is, what it holds and gets ---
@@ -104,7 +103,7 @@ def noted(_log: RankLog, record: records.Noted) -> list[str]:
 
 def holds(log: RankLog, record: records.Holds) -> list[str]:
     """Which parameters it has, by name; once for variants that have the same."""
-    text = holdings(record.parameters, most=1000 if log.log == "full" else 1)
+    text = holdings(record.parameters, log.log)
     same = [each.variant for each in log.all(records.Holds) if each.parameters == record.parameters]
     if same:
         return line("", f"{record.variant}: as {same[0]}") if log.log == "full" else []
@@ -112,26 +111,24 @@ def holds(log: RankLog, record: records.Holds) -> list[str]:
     return line("holds" if first else "", f"{record.variant}: {text}")
 
 
-def holdings(parameters: Sequence[Sequence[Any]], most: int) -> str:
+def holdings(parameters: Sequence[Sequence[Any]], log: Log) -> str:
     """How much of a model's parameters this is, and the largest of them by name; alike ones of several layers once."""
-    whole = [each for each in parameters if not each[3]]
-    nbytes = sum(each[4] for each in parameters)
-    count = f"{len(parameters)} parameters" if len(parameters) != 1 else "1 parameter"
-    how = "whole" if len(whole) == len(parameters) else f"{len(parameters) - len(whole)} of them in part"
     if not parameters:
         return "no parameter"
+    cut = sum(bool(each[3]) for each in parameters)
+    nbytes = human_bytes(sum(each[4] for each in parameters))
+    how = f" ({cut} cut)" if cut else ""
     alike: dict[tuple[str, ...], list[Sequence[Any]]] = defaultdict(list)
     for each in parameters:
         name, shape, dense, ends, _ = each
         pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
         alike[pattern, str(shape), str(dense), str(ends)].append(each)
     groups = sorted(alike.values(), key=lambda group: -sum(each[4] for each in group))
-    told = "; ".join(parameter(group) for group in groups[:most])
-    left = sum(map(len, groups[most:]))
-    return f"{human_bytes(nbytes)} in {count}, {how}: {told}" + (f"; {left} more" if left else "")
+    told = parameter(groups[0]) if log == "normal" else "; ".join(parameter(group, shapes=True) for group in groups)
+    return f"{nbytes} in {len(parameters)} tensors{how}{', largest' if log == 'normal' else ':'} {told}"
 
 
-def parameter(group: Sequence[Sequence[Any]]) -> str:
+def parameter(group: Sequence[Sequence[Any]], *, shapes: bool = False) -> str:
     """One parameter, or alike ones of several layers: its shape here, and which part of the whole that is."""
     name, shape, dense, ends, _ = group[0]
     numbers = [part for each in group for part in each[0].split(".") if part.isdecimal()]
@@ -143,12 +140,12 @@ def parameter(group: Sequence[Sequence[Any]]) -> str:
         name = name.replace(f".{own}.", f".{run}.", 1) if f".{own}." in name else f"{run}.{name.partition('.')[2]}"
     elif len(group) > 1:
         name = f"{name} and {len(group) - 1} alike"
-    size = "x".join(map(str, shape)) or "1"
+    size = f" [{'x'.join(map(str, shape)) or '1'}]"
     if not ends:
-        return f"{name} [{size}]"
+        return f"{name}{size}"
     axis = next((axis for axis, (one, other) in enumerate(zip(shape, dense, strict=True)) if one != other), 0)
     what = {0: "rows", 1: "columns"}.get(axis, f"axis {axis}:")
-    return f"{name} [{size}], {what} {ends[0][0]}-{ends[-1][1]} of {dense[axis]}"
+    return f"{name}{size if shapes else ''} {what} {ends[0][0]}-{ends[-1][1]} of {dense[axis]}"
 
 
 # --- its first step ---
@@ -167,19 +164,22 @@ class CallGroup(NamedTuple):
         peers = ranks_phrase(others) if len(others) < 4 else f"all {len(self.ranks)} ranks"
         head = f"{SENDS[self.op]} {peers}" if self.op in SENDS else f"{self.op} with {peers}"
         nbytes = human_bytes(sum(call[3] for call in self.calls))
-        took_s = union_s([Span("", "", call[5], call[6]) for call in self.calls])
-        took = f"{milliseconds(took_s)} ms" + (waited_phrase(self.calls) if waited else "")
+        took = short_ms(union_s([Span("", "", call[5], call[6]) for call in self.calls]))
         largest = max(self.calls, key=lambda call: call[3])[7]
-        if len(self.calls) == 1:
-            return f"{head}: {nbytes}, {took}: {largest}"
-        return f"{len(self.calls)} x {head}: {nbytes}, {took}, largest {largest}"
+        number = f"{len(self.calls)} x " if len(self.calls) > 1 else ""
+        return f"{number}{head}: {nbytes}, {took} ms{waited_phrase(self.calls) if waited else ''}, {largest}"
+
+
+def short_ms(seconds: float) -> str:
+    """Milliseconds, whole ones from ten on."""
+    return f"{1000 * seconds:.0f}" if seconds >= 0.01 else milliseconds(seconds)
 
 
 def ranks_phrase(ranks: Sequence[int]) -> str:
     """Ranks by number."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}" if ranks[0] >= 0 else "any rank"
-    return f"ranks {', '.join(map(str, ranks))}" if ranks else "nobody"
+    return f"ranks {','.join(map(str, ranks))}" if ranks else "nobody"
 
 
 def waited_phrase(calls: Iterable[Sequence[Any]]) -> str:
@@ -188,7 +188,7 @@ def waited_phrase(calls: Iterable[Sequence[Any]]) -> str:
     if not by_rank:
         return ""
     (rank, most_s), *_ = by_rank.most_common(1)
-    return f", waited {milliseconds(most_s)} for rank {rank}"
+    return f", waited {short_ms(most_s)} for rank {rank}"
 
 
 def waits(calls: Iterable[Sequence[Any]]) -> "Counter[int]":
@@ -206,7 +206,7 @@ def first_step(log: RankLog, record: records.FirstStep) -> list[str]:
         return []
     spans = [Span(*span) for span in record.spans]
     sent = human_bytes(sum(call[2] for call in record.calls))
-    step_ms = milliseconds(step_seconds([spans]))
+    step_ms = short_ms(step_seconds([spans]))
     numbers = {span.label for span in spans if span.kind == "forward" and span.label}
     if len(numbers) > 1:
         chart = chart_row(
@@ -215,9 +215,9 @@ def first_step(log: RankLog, record: records.FirstStep) -> list[str]:
         head = f"|{chart}| {step_ms} ms{waited_phrase(record.calls)}"
     else:
         spent = record.seconds
-        own = ", ".join(f"{kind} {milliseconds(spent[kind])}" for kind in ("forward", "backward") if spent[kind] > 0)
+        own = ", ".join(f"{kind} {short_ms(spent[kind])}" for kind in ("forward", "backward") if spent[kind] > 0)
         calls_s = spent["communication"] + spent["waiting"]
-        calls = f"calls {milliseconds(calls_s)} ({sent})" if calls_s else f"sent {sent}"
+        calls = f"calls {short_ms(calls_s)} ({sent})" if calls_s else f"sent {sent}"
         head = f"{step_ms} ms: {', '.join(filter(None, [own, calls]))}{waited_phrase(record.calls)}"
     first = next(log.all(records.FirstStep), None) is None
     told = line(f"step {record.step}" if first else "", f"{record.variant}: {head}")
@@ -327,12 +327,14 @@ def predicted_lines(log: RankLog) -> list[str]:
 def memory_lines(log: RankLog) -> list[str]:
     """Bytes at rest by class and the peak, of each variant."""
     classes = list(log.all(records.Classes))
-    if log.log == "full" or len(classes) < 4:
+    if log.log == "full":
         values = []
         for each in classes:
             parts = ", ".join(f"{kind} {human_bytes(nbytes)}" for kind, nbytes in each.rest_bytes.items() if nbytes)
             values.append((each.variant, f"{parts} at rest, peak {human_bytes(sum(each.peak_bytes.values()))}"))
         return line("memory", by_value(values)) if values else []
+    if not classes:
+        return []
     totals = {each.variant: [sum(of.values()) for of in (each.rest_bytes, each.peak_bytes)] for each in classes}
     scale, unit = byte_unit(max(map(max, totals.values())))
     told = (f"{name} {' / '.join(three_digits(nbytes / scale) for nbytes in of)}" for name, of in totals.items())

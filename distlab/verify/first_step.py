@@ -177,8 +177,7 @@ def carried(message: Message, names: Mapping[int, list[str]]) -> str:
     """What a call carries in words: parameters by name, or the shape of a tensor and in which phase it is sent."""
     for tensor in message.tensors:
         if found := names.get(key_of(tensor)):
-            first, last = found[0], found[-1].removeprefix("gradient of ")
-            return first if len(found) == 1 else f"{first} to {last}, {len(found)} tensors"
+            return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
     shape = list(message.tensors[0].shape) if message.tensors else []
     around = next(
         (each for each in message.phases if each.split()[0] in ("forward", "backward", "input", "weight")), ""

@@ -1,6 +1,13 @@
-"""The own log of rank 1 of three, of every mode: facts that stand in it are those of the records, and no line is long."""
+"""The own log of rank 1 of three, of every mode: facts that stand in it are those of the records, and no line is long.
+
+docs/modes.md shows these logs of ranks 1 and 2; what differs from run to run is compared by its place alone.
+
+    WRITE_PAGE=1 python -m pytest tests/experiments/test_rank_logs.py -k page      writes them anew
+"""
 
 import io
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 
@@ -10,7 +17,9 @@ from distlab.cli import report
 from distlab.config.settings import modes
 from distlab.experiments.train import by_hand
 from distlab.report import records
+from distlab.report.reading import write_atomically
 from distlab.report.units import human_bytes
+from tests.docs.pages import TOP
 from tests.labs import Ran, Runs
 
 pytestmark = pytest.mark.timeout(110)
@@ -48,7 +57,7 @@ def of_a_training(ran: Ran) -> Iterator[str]:
     """What each mode that trains variants says: samples, bytes held, bytes sent to whom, checks."""
     (given,) = of(ran, records.Given)
     yield f"{len(given.samples)} of {given.batch} samples"
-    yield " ".join(map(str, given.samples[:11]))
+    yield " ".join(map(str, given.samples[:7]))
     held = of(ran, records.Holds)[0]
     yield f"{held.variant}: {human_bytes(sum(parameter[4] for parameter in held.parameters))} in"
     wires = [wire for wire in of(ran, records.Wire) if wire.sent_bytes]
@@ -87,13 +96,14 @@ def losses_of_largebatch(ran: Ran) -> Iterator[str]:
     yield numbers_of_checks(ran)
 
 
+MOST_LINES = {"fsdp": 32, "moe": 30, "cp": 30, "elastic": 40, "compress": 42}  # which have most of their own to tell
 FACTS: dict[str, Callable[[Ran], Iterator[str]]] = dict.fromkeys(TRAINS, of_a_training) | {
     "comm": numbers_of_comm, "train": samples_of_train, "elastic": members_of_elastic,
     "largebatch": losses_of_largebatch,
 }  # fmt: skip
 # What a mode says beside that, each from its own records or sizes.
 PARTICULAR = {
-    "tp": ["rows 86-170 of 256", "with ranks 0, 2"], "pp": ["previous stage: rank 0, next stage: rank 2", "1f1b: |"],
+    "tp": ["rows 86-170 of 256", "with ranks 0,2"], "pp": ["previous stage: rank 0, next stage: rank 2", "1f1b: |"],
     "fsdp": ["zero3 unshards (+) and reshards (-) its layers: +0", "rows"], "mesh": ["at tp 0, cp 0, dp 1, pp 0"],
     "cp": ["ring: in the first layer rank 0's at", "rank 2's at"], "moe": ["its own took 3:"],
     "server": ["ssp: ", "staleness"],
@@ -113,7 +123,7 @@ def test_the_log_of_rank_1_says_what_its_records_have(mode: str, runs: Runs) -> 
     assert [fact for fact in facts if fact not in log] == [], log
     lines = (ran.folder / f"rank{RANK}.log").read_text().splitlines()
     assert max(map(len, lines)) <= 100
-    assert len(lines) >= 10, lines
+    assert 10 <= len(lines) <= MOST_LINES.get(mode, 26), log
 
 
 @pytest.mark.parametrize("mode", ["dp", "pp", "elastic"])
@@ -131,7 +141,7 @@ def test_a_full_log_has_each_call(runs: Runs) -> None:
     with redirect_stdout(io.StringIO()) as printed:
         report.main([str(ran.folder), "--rank", str(RANK), "--log", "full"])
     step = next(step for step in of(ran, records.FirstStep) if step.variant != "ring")
-    lines = [line for line in printed.getvalue().splitlines() if "all_reduce with ranks 0, 2" in line]
+    lines = [line for line in printed.getvalue().splitlines() if "all_reduce with ranks 0,2" in line]
     assert len(lines) >= len(step.calls) > 1
     assert any("gradient of layers." in line for line in lines), "each names what it carries"
 
@@ -139,3 +149,40 @@ def test_a_full_log_has_each_call(runs: Runs) -> None:
 def test_a_rank_that_is_not_there_is_refused(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(run_of(runs, "train").folder), "--rank", "3"]) == 2
     assert "--rank 3 has no records here, allowed: 0, 1, 2" in capsys.readouterr().err
+
+
+PAGE = TOP / "docs" / "modes.md"
+VARIES = (
+    (r", waited [-+.\de]+ for rank \d", ""),
+    (r"waited in the first steps .*?(?=checks)", ""),
+    (r"\|[-+.0-9A-Za-z]{32,}\|", "|drawn|"),
+    (r"(\d+>\d+, )+(\.\.\.|\d+>\d+)|\d+>\d+", "versions"),
+    (r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#"),
+    (r"# [kMG]?B\b", "bytes"),
+    (r"(# |# to # )ms", "# ms"),
+)
+
+
+def shape(log: str) -> str:
+    """The words of a log in one line, without the calls of a first step: which are largest of equal ones varies."""
+    text = " ".join(" ".join(line for line in log.splitlines() if not line.startswith(" " * 13)).split())
+    for pattern, instead in VARIES:
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+def block_of(mode: str, rank: int) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- log of: {mode} {rank} -->\n\n```text\n)(.*?)(```\n)", re.DOTALL)
+
+
+@pytest.mark.parametrize("mode", sorted(FACTS))
+def test_the_page_shows_the_logs_of_two_ranks(mode: str, runs: Runs) -> None:
+    ran, page = run_of(runs, mode), PAGE.read_text()
+    for rank in (1, 2):
+        log = (ran.folder / f"rank{rank}.log").read_text()
+        if os.environ.get("WRITE_PAGE") and (old := block_of(mode, rank).search(page)):
+            page = page[: old.start(2)] + log + page[old.end(2) :]
+            write_atomically(PAGE, [page])
+        found = block_of(mode, rank).search(page)
+        assert found is not None, f"docs/modes.md has no log of {mode} {rank}"
+        assert shape(found[2]) == shape(log)
