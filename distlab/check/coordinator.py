@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from distlab.check.deadlock import Still, Waiting, aborted, failures, last_call
+from distlab.check.deadlock import Still, Waiting, aborted, apart_finding, failures, last_call, standing_apart
 from distlab.check.matching import Matching, every_call
-from distlab.check.rank_state import Finding, RankState
+from distlab.check.rank_state import HANG, Finding, RankState
 from distlab.check.recorder import now
 from distlab.check.script_process import how_it_ended
 from distlab.check.silent_faults import Quiet
@@ -21,6 +21,7 @@ from distlab.report.reading import from_line
 from distlab.report.records import Record, Said
 
 GATHER_S = 1.5  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
+SURE_S = 3.0  # how long at least ranks have to stand in calls that do not match, to be called hung
 STOPPED_S = 2.5  # how long a process may be stopped before its rank counts as lost
 
 
@@ -37,12 +38,13 @@ class Doctor:
         self.changed: dict[str, list[int]] = {}
         self.unread = Counter[int]()  # lines of each rank that were not as they are written
         self.over = False  # nothing more is to be waited for
+        self.whole = False  # all scripts have ended, and nothing had ended the run before
         self.refused = ""  # why nothing was run, as rank 0 would have it said
         self.records: list[Record] = []  # that a proof has told
         self.lost: dict[int, str] = {}  # ranks whose process was killed or stopped from outside, and how
         self._waiting, self._still = Waiting(hang_after_s), Still(bound_s, say)
         self._say = say
-        self._gather_s = gather_s
+        self._gather_s, self._hang_after_s = gather_s, hang_after_s
         self._first_sign: float | None = None
         self._stopped: dict[int, float] = {}
 
@@ -84,9 +86,9 @@ class Doctor:
             self.findings.append(found)
             self._suspect(now - self._gather_s)  # it has stood for long enough
         if self._first_sign is not None:
-            self.over = now - self._first_sign >= self._gather_s
+            self.over = self._gathered(now - self._first_sign)
         elif all(case.over for case in self.cases):
-            self.over = True
+            self.over = self.whole = True
             self.findings += [*self.matching.unmatched(), *self.quiet.at_end()]
         else:
             stands = self._still.look(self.cases, self.matching, now)
@@ -97,6 +99,20 @@ class Doctor:
             self.findings += [*self.matching.mismatches(), *self.quiet.handles()]
             known = bool(self.lost) or any(finding.ends for finding in self.findings)
             self.findings += failures(self.cases, self.matching, self.lost, explained=known)
+
+    def _gathered(self, since_s: float) -> bool:
+        """Whether all is known that comes of the first sign; ranks that stand in calls which do not match are looked at
+        for as long as a hang takes."""
+        if since_s < self._gather_s:
+            return False
+        if self.lost or any(finding.check == HANG for finding in self.findings):
+            return True
+        stuck = standing_apart(self.cases, self.matching)
+        if stuck and since_s < max(SURE_S, self._hang_after_s):
+            return False
+        if stuck:
+            self.findings.append(apart_finding(stuck, len(self.cases)))
+        return True
 
     def _take_proof(self, fact: list[Any]) -> None:
         """What `distlab prove` has found, in words and records of its own."""

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from distlab.check.matching import Matching
+from distlab.check.matching import Matching, all_or_none
 from distlab.check.rank_state import (
     END,
     HANG,
     IDLE_SHARE,
+    LOADERS,
     MADE,
+    CallPlace,
     Finding,
     Frame,
     Raised,
@@ -26,6 +28,7 @@ from distlab.check.rank_state import (
     ranks_do,
 )
 from distlab.check.script_process import how_it_ended
+from distlab.check.source_lines import source_line
 from distlab.cluster import name_ranks
 from distlab.cluster.shutdown import BLAMELESS
 
@@ -121,7 +124,7 @@ def diagnosis(
     others = [elsewhere(cases[rank], matching, first.wait, waits, len(cases)) for rank in chain[:MOST_NAMED]]
     sentence += f": {'; '.join(dict.fromkeys(others))}"
     sentence += matching.parted(first.wait.call.group) if first.wait.call is not None else ""
-    sentence += circle(first, stuck)
+    sentence += circle(first, stuck) or f"; {way_out(first, waits, cases)}"
     return Finding(HANG, sentence, tuple(whom), table(cases, waits), ends=True)
 
 
@@ -177,7 +180,7 @@ def circle(first: Standing, stuck: dict[int, Standing]) -> str:
     if ops == {"send"}:
         return ". Each sends first, and none receives: let one of two receive before it sends, or use isend"
     if ops == {"recv"} and len(calls) > 1:
-        return ". Each receives first, and none sends"
+        return ". Each receives first, and none sends: let one of two send before it receives"
     groups = {call.group for call in calls if call.kind.op not in ("send", "recv") and call.group.instance >= 0}
     others = [each for rank, each in stuck.items() if rank in first.needs and each.wait.call is not None]
     shared = [
@@ -186,18 +189,39 @@ def circle(first: Standing, stuck: dict[int, Standing]) -> str:
         and len(set(each.wait.call.group.ranks) & set(first.wait.call.group.ranks)) > 1
     ]  # fmt: skip
     if len(groups) > 1 and shared and ops.isdisjoint({"send", "recv"}):
-        return ". The ranks use these groups in different orders (deadlock)"
+        return ". The ranks use these groups in different orders (deadlock): use them in the same order on all ranks"
     return ""
+
+
+def way_out(first: Standing, waits: Mapping[int, Standing], cases: Sequence[RankState]) -> str:
+    """What to change so that a wait in no circle with a name ends."""
+    call, other = first.wait.call, cases[min(first.needs)]
+    if call is None:
+        return f"let a rank set the key of {first.wait.what} before it waits itself"
+    if other.raised is not None or (other.exit_code is None and other.gone):
+        return f"mend first what ended rank {other.rank}"
+    if call.kind.op in ("send", "recv"):
+        return "let each send meet a recv, in the same order on both ranks"
+    own = waits.get(other.rank)
+    theirs = own.wait.call if own is not None else None
+    if theirs is not None and theirs.place.line and call.place.below:
+        call = theirs  # a call in a backward pass, say, is made by who gets there
+    return all_or_none(call)
 
 
 def standing_at(case: RankState) -> str:
     """The line of the script that its main thread is in, with the innermost function below it."""
+    return str(main_place(case))
+
+
+def main_place(case: RankState) -> CallPlace:
+    """The line of the script that its main thread is in."""
     frames = [frame for frame in case.frames() if OWN not in frame.file]
     mine = next((frame for frame in frames if not library(frame)), None)
     if mine is None:
-        return frames[0].function if frames else "an unknown line"
-    below = f" in {frames[0].function}" if frames[0] != mine else ""
-    return f"{mine.file.rpartition('/')[2]}:{mine.line}{below}"
+        return CallPlace(frames[0].function if frames else "an unknown line")
+    line = f"{mine.file.rpartition('/')[2]}:{mine.line}"
+    return CallPlace(line, frames[0].function if frames[0] != mine else "", mine.file)
 
 
 def library(frame: Frame) -> bool:
@@ -210,16 +234,51 @@ def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[s
         own = waits.get(case.rank)
         if own is not None:
             called = wait_text(own.wait, len(cases))
-            rows.append([f"rank {case.rank}", str(own.wait.place), called, f"for {name_ranks(sorted(own.needs))}"])
+            whom = f"for {name_ranks(sorted(own.needs))}"
+            rows.append([f"rank {case.rank}", str(own.wait.place), called, whom, source_line(own.wait.place)])
         elif case.over:
             how = how_it_ended(case.gone or 0) if case.exit_code is None else f"ended with code {case.exit_code}"
             how = f"raised {case.raised.kind}" if case.raised is not None else how
             last = f"{call_text(case.last)}, its last call" if case.last is not None else "no call"
             place = case.raised.place if case.raised is not None else str(case.last.place) if case.last else ""
-            rows.append([f"rank {case.rank}", place, last, how])
+            text = source_line(case.last.place) if case.last is not None and case.raised is None else ""
+            rows.append([f"rank {case.rank}", place, last, how, text])
         else:
-            rows.append([f"rank {case.rank}", standing_at(case), "no call", f"{case.cpu_share:.0%} of a core"])
+            at, share = main_place(case), f"{case.cpu_share:.0%} of a core"
+            rows.append([f"rank {case.rank}", str(at), "no call", share, source_line(at)])
     return rows
+
+
+# A hang behind calls that do not match: all have come, each to another call, and none of them ends.
+#
+# gloo ends some such calls with wrong sums, and a rank tells that a wait has ended with its next call alone. So a rank
+# hangs there only if its main thread stands in torch, without processor time.
+
+
+def standing_apart(cases: Sequence[RankState], matching: Matching) -> dict[int, Standing]:
+    """The ranks that hang because calls do not match, with those that wait for them."""
+    apart = {}
+    for case in cases:
+        wait = case.waiting(matching.is_apart)
+        if wait is not None and wait.call is not None and case.cpu_share < IDLE_SHARE and stands_in_torch(case):
+            others = frozenset(wait.call.group.ranks) - {case.rank}
+            apart[case.rank] = Standing(wait, others, any_of=True)  # whoever goes on may end it yet
+    stuck = hung(standings(cases, matching) | apart, {case.rank for case in cases if case.over})
+    return stuck if set(stuck) & set(apart) else {}
+
+
+def stands_in_torch(case: RankState) -> bool:
+    file = case.frames()[0].file if case.frames() else ""
+    return OWN in file or ("/torch/" in file and LOADERS not in file)
+
+
+def apart_finding(stuck: Mapping[int, Standing], world_size: int) -> Finding:
+    """The hang in a sentence; what does not match and where each rank was stands in the other finding."""
+    by_place: dict[str, list[int]] = {}
+    for rank, each in sorted(stuck.items()):
+        by_place.setdefault(f"in {wait_text(each.wait, world_size)} at {each.wait.place}", []).append(rank)
+    who = ", and ".join(f"{ranks_do(ranks, 'wait')} {where}" for where, ranks in by_place.items())
+    return Finding(HANG, f"{who}: the calls do not match, so none of them ends", tuple(sorted(stuck)), ends=True)
 
 
 # Ranks that others wait for and that make no call: at work or asleep they are no hang, and are named every 10 s.

@@ -7,7 +7,7 @@ is told, as all that follows in it is shifted by it.
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from distlab.check.rank_state import (
@@ -24,6 +24,7 @@ from distlab.check.rank_state import (
     group_words,
     ranks_do,
 )
+from distlab.check.source_lines import branch_of, source_line
 from distlab.cluster import name_ranks
 
 # Who comes last to the collectives of a line, and how long the others wait there.
@@ -156,6 +157,11 @@ class Matching:
         met = self._met.get((call.group, call.turn))
         return set() if met is None else set(call.group.ranks) - set(met)
 
+    def is_apart(self, call: Call) -> bool:
+        """Whether a call that is under way is one that does not match the others', or one after it."""
+        met = self._broken.get(call.group)
+        return met is not None and call.ended_s is None and call.turn >= next(iter(met.values())).turn
+
     def _taken_from_any(self, call: Call) -> bool:
         """Whether a receive from any rank may have taken it, so that numbers say nothing."""
         _, receiver, group, tag = ends(call)
@@ -213,7 +219,7 @@ class Matching:
         sentence = (
             f"{op} #{call.turn} of {group_words(call.group, self.world_size)}: {wrong}, where"
             f" {self._side(sides[right], fault)}: {'dtype' if fault == 'type' else fault} mismatch"
-            f"{self._hint(others[0], sides[right])}{self.parted(call.group)}"
+            f"{self._hint(others[0], sides[right])}{self.parted(call.group)}; {remedy(list(sides.values()), fault)}"
         )
         culprits = tuple(sorted(each.rank for calls in others for each in calls))
         return Finding(MATCH, sentence, culprits, call_rows(met.values()), ends=call.group.instance >= MADE)
@@ -232,6 +238,32 @@ class Matching:
         if any((each.group, each.turn, each.kind, each.place) == previous for each in self.lateness.recent):
             return f"; rank {wrong.rank} repeated the previous call"
         return ""
+
+
+# What to do about calls that do not match, by what they differ in.
+REMEDIES = {
+    "list of ranks": "give new_group the same list on all ranks, also on those outside of it",
+    "reduce operation": "give all ranks the same reduce operation",
+    "root": "name the same root on all ranks",
+    "type": "give all ranks tensors of one dtype",
+    "split": "let each rank take as much of another as that one gives it",
+    "shape": "give all ranks tensors of one shape",
+}
+
+
+def remedy(sides: Sequence[list[Call]], fault: str) -> str:
+    """What to change: of two operations the one that the script calls itself, made by fewer ranks."""
+    if fault != "operation":
+        return REMEDIES[fault]
+    first = min(sides, key=lambda calls: (bool(calls[0].place.below), len(calls)))[0]
+    return all_or_none(first)
+
+
+def all_or_none(call: Call) -> str:
+    """What to do about a call that some ranks alone make."""
+    branch = branch_of(call.place)
+    under = f"; it stands under {branch}" if branch else ""
+    return f"let all ranks make the {call.kind.op} of {call.place.line or call.place}, or none{under}"
 
 
 def fault_of(met: dict[int, Call], *, whole: bool) -> str:
@@ -300,7 +332,13 @@ def places(calls: Iterable[Call]) -> str:
 
 def call_rows(calls: Iterable[Call]) -> list[list[str]]:
     return [
-        [f"rank {call.rank}", str(call.place), f"{call_text(call)}: {detailed(call.kind, '')}", ""]
+        [
+            f"rank {call.rank}",
+            str(call.place),
+            f"{call_text(call)}: {detailed(call.kind, '')}",
+            "",
+            source_line(call.place),
+        ]
         for call in sorted(calls, key=lambda call: call.rank)
     ]
 

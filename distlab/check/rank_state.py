@@ -356,6 +356,6 @@ class Finding:
     check: str
     sentence: str
     ranks: tuple[int, ...] = ()
-    rows: Sequence[Sequence[str]] = field(default=())  # rank, where it is, in which call, since when
+    rows: Sequence[Sequence[str]] = field(default=())  # rank, where it is, in which call, for whom, the line's text
     ends: bool = False
     traceback: str = ""

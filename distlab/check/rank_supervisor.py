@@ -42,6 +42,7 @@ from distlab.report.verdict import judge
 from distlab.transport.store import Prefixed
 
 POST_S = 0.25
+SAME_CLOCK_S = 60.0  # apart at most: of two machines clocks are further apart, but by chance
 LET_GO_S = 5.0  # for an ended script's process
 
 
@@ -57,6 +58,7 @@ class Rank:
         if engine:
             self.journal.say(f"engine     {engine}", "normal")
         self._posted = 0
+        self._ended_s = 0.0  # when the run was over
 
     def live(self) -> int:
         self.parent.begin_to_wait()
@@ -133,6 +135,7 @@ class Rank:
                 watch.main.at(0, self.job.script.name)
                 if doctor is None:
                     self._post(exchange, lines)
+                    self._ended_s = now()
                     if exchange.store.check(["over"]):
                         well = exchange.store.get("over") == b"well"
                         break
@@ -140,7 +143,8 @@ class Rank:
                     doctor.take(0, lines, now())
                     for rank in range(1, cluster.world_size):
                         doctor.take(rank, fetched(exchange.store, rank, taken), now())
-                    doctor.look(now())
+                    self._ended_s = now()
+                    doctor.look(self._ended_s)
                     if doctor.over:
                         well = all(case.exit_code is not None for case in doctor.cases)
                         exchange.store.set("over", "well" if well else "cut")
@@ -163,7 +167,9 @@ class Rank:
                 self.journal.say(text)
             for rank, how in doctor.lost.items():
                 self.journal.write(records.Lost(rank, doctor.cases[rank].steps, how))
-        spans, cut = spans_of((folder / f"rank{exchange.rank}.calls").read_bytes().splitlines())
+        ended_s = float(exchange.share("ended at", self._ended_s))  # rank 0 ended the run
+        ended_s = ended_s if abs(ended_s - self._ended_s) < SAME_CLOCK_S else self._ended_s
+        spans, cut = spans_of((folder / f"rank{exchange.rank}.calls").read_bytes().splitlines(), ended_s)
         began_s = min(filter(None, exchange.everyone("begin", spans[0][2] if spans else None)), default=0.0)
         drawn = [[kind, label, start - began_s, end - began_s] for kind, label, start, end in spans]
         self.journal.write(records.Timeline(self.job.script.name, 0, drawn))

@@ -1,8 +1,9 @@
 """What rank 0 writes down of a check: the findings, and the tables of lines, peers and ranks."""
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +11,7 @@ from distlab.check.coordinator import Doctor
 from distlab.check.matching import Line
 from distlab.check.rank_state import CHECKS, DEVICES, RankState
 from distlab.report import records
-from distlab.report.sentences import FINDINGS
+from distlab.report.sentences import FINDINGS, UNTIL_ENDED, WHEN_FAILED
 from distlab.report.table import aligned
 from distlab.report.units import counted, human_bytes
 
@@ -34,7 +35,8 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
     for name in CHECKS:
         found = [finding.sentence for finding in doctor.findings if finding.check == name]
         control = OF_DEVICES if name == DEVICES else CONTROL
-        yield records.Check("", name, len(found), 0, detail="; ".join(found[:4]), control=control, unit=FINDINGS)
+        detail = "; ".join(found[:4]) or ("" if doctor.whole else UNTIL_ENDED)
+        yield records.Check("", name, len(found), 0, detail=detail, control=control, unit=FINDINGS)
     for sentence in questions(doctor):
         yield records.Said("question", sentence)
     for sentence, ranks in doctor.changed.items():
@@ -42,7 +44,8 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
     for finding in doctor.findings:
         if finding.rows:
             rows = [list(row) for row in finding.rows]
-            yield records.Table(f"Where each rank was: {finding.check}", ["rank", "line", "call", ""], rows)
+            title = f"Where each rank was: {WHEN_FAILED.get(finding.check, finding.check)}"
+            yield records.Table(title, ["rank", "line", "call", "", "code"], rows)
     doctor.matching.lateness.settle()
     lines = slowest_lines(doctor)
     if lines:
@@ -60,10 +63,7 @@ def log_lines(doctor: Doctor) -> Iterator[str]:
     for finding in doctor.findings:
         yield f"{'found':<11}{finding.sentence}"
         yield from finding.traceback.rstrip().splitlines()
-        widths = [max(len(each[column]) for each in finding.rows) for column in range(3)] if finding.rows else []
-        for each in finding.rows:
-            columns = [cell.ljust(width) for cell, width in zip(each, [*widths, 0], strict=True)]
-            yield f"{'where':<11}{'  '.join(columns)}".rstrip()
+        yield from where_lines(finding.rows)
     yield from format_tables(doctor.records)
     if doctor.records:  # of a proof, whose steps are few and alike
         yield from format_tables(wire(doctor.cases))
@@ -77,6 +77,17 @@ def log_lines(doctor: Doctor) -> Iterator[str]:
         yield f"{'' if number else 'calls':<11}{cells}{who}"
     for sentence in late(lines, steps(doctor)):
         yield f"{'late':<11}{sentence}"
+
+
+def where_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Where each rank was, and below it the text of that line of the script."""
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    for row in rows:
+        *cells, code = row
+        columns = [cell.ljust(width) for cell, width in zip(cells, [*widths, 0], strict=True)]
+        yield f"{'where':<11}{'  '.join(columns)}".rstrip()
+        if code:
+            yield f"{'code':<11}{' ' * widths[0]}  {code}"
 
 
 def questions(doctor: Doctor) -> Iterator[str]:
@@ -173,13 +184,15 @@ KINDS = {
 Span = tuple[str, str, float, float]  # kind, label, start and end in seconds
 
 
-def spans_of(lines: Iterable[bytes]) -> tuple[list[Span], int]:
-    """The first calls as spans, and how many more there were."""
+def spans_of(lines: Iterable[bytes], ended_s: float = math.inf) -> tuple[list[Span], int]:
+    """The first calls as spans, and how many more there were; what a script was in when it was ended, at `ended_s`, is
+    a wait until then: what is told later comes of other ranks' end."""
     places: dict[int, str] = {}
     kinds: dict[int, str] = {}
     begun: dict[int, tuple[str, str, float]] = {}
+    entered: dict[int, tuple[str, str, float]] = {}  # by thread, what waits in no call of a group
     found: list[Span] = []
-    more = 0
+    more, over = 0, False
     for line in lines:
         with suppress(Exception):  # a line that is not as its kind is written: the script has the pipe, too
             told: list[Any] = json.loads(line)
@@ -190,10 +203,18 @@ def spans_of(lines: Iterable[bytes]) -> tuple[list[Span], int]:
             elif told[0] == "call":
                 op = kinds[told[4]]
                 begun[told[1]] = KINDS[op], f"{op} {places[told[2]]}", float(told[7])
-            elif told[0] in ("end", "waited") and told[1] in begun:
+            elif told[0] in ("ended", "raised"):
+                over = over or told[-1] <= ended_s
+            elif told[0] == "enter":
+                entered[told[4]] = "wait", f"{told[1]} {places[told[3]]}", float(told[5])
+            elif told[0] == "leave" and told[-1] <= ended_s:
+                del entered[told[1]]
+            elif told[0] in ("end", "waited") and told[1] in begun and told[-1] <= ended_s:
                 span = *begun.pop(told[1]), float(told[-1])
                 more += len(found) == MOST
                 found += [span] if len(found) < MOST else []
-    last = max((end for *_, end in found), default=0.0)
-    found += [(*each, max(last, each[2])) for each in begun.values() if len(found) < MOST]  # under way at the end
+    last = max([0.0 if over or ended_s == math.inf else ended_s, *(end for *_, end in found)])
+    for kind, label, began_s in [*begun.values(), *entered.values()]:  # drawn however many there were
+        what = (kind, label) if over else ("wait", f"{label}, until the run was ended")
+        found.append((*what, began_s, max(last, began_s)))
     return sorted(found, key=lambda span: span[2]), more

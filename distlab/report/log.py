@@ -108,9 +108,12 @@ def last_line(run: Run, records: Ranks, report: Path | None) -> str:
 def more_checks(run: Run) -> list[str]:
     """The checks that passed and that no table above has."""
     held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)]
-    found = [check["name"] for check in held if check["unit"] == sentences.FINDINGS]
+    found = [check for check in held if check["unit"] == sentences.FINDINGS]
+    until = [check["name"] for check in found if check["detail"] == sentences.UNTIL_ENDED]
+    whole = [check["name"] for check in found if check["detail"] != sentences.UNTIL_ENDED]
     lines = table_lines("checks", tables.checks(check for check in held if check["unit"] != sentences.FINDINGS))
-    return lines + ([log_line("checks", f"passed: {', '.join(found)}")] if found else [])
+    lines += [log_line("checks", f"passed: {', '.join(whole)}")] if whole else []
+    return lines + ([log_line("checks", f"passed until the run was ended: {', '.join(until)}")] if until else [])
 
 
 def compared(run: Run) -> list[str]:

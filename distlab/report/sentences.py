@@ -11,6 +11,22 @@ from distlab.report.verdict import PROOF, SCRIPT, first
 
 COMPOSE = "docker compose up"
 FINDINGS = "findings"  # the unit of a check that counts them
+UNTIL_ENDED = "until the run was ended at its first finding"  # the detail of a check in which nothing was found by then
+# What is told of a check of a script that failed: its name in run.json says what holds where it passed.
+WHEN_FAILED = {
+    "calls match": "calls do not match",
+    "nothing hangs": "ranks hang",
+    "the script ends well": "the script fails",
+    "handles are waited for": "a handle is never waited for",
+    "tensors are at rest in flight": "a tensor is written in flight",
+    "replicas agree": "replicas differ",
+    "ranks train on their own data": "ranks train on the same data",
+    "dropout agrees": "dropout differs",
+    "a device a rank": "ranks share a device",
+    "ranks begin with the model": "ranks begin with other weights",
+    "all is trained": "not all is trained",
+    "dropout by axis": "dropout is wrong along an axis",
+}
 UNSEEN = "not visible"  # of what a library sends and waits for inside of its own passes
 
 
@@ -93,8 +109,11 @@ def _off(claim: Run) -> str:
 
 
 def claim_name(claim: Run) -> str:
-    """The variant and the check, such as "bucketed gradients"."""
-    return f"{claim['variant']} {claim['name']}".strip()
+    """The variant and the check, such as "bucketed gradients"; of one that counts findings what is wrong, if it
+    failed."""
+    failed = claim.get("unit") == FINDINGS and not claim["passed"]
+    name = WHEN_FAILED.get(claim["name"], claim["name"]) if failed else claim["name"]
+    return f"{claim['variant']} {name}".strip()
 
 
 def lost_sentence(lost: Run) -> str:

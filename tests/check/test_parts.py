@@ -105,7 +105,7 @@ def test_spans_are_calls_to_their_ends_and_what_is_cut_is_counted() -> None:
     assert spans == [
         ("all_reduce", "all_reduce train.py:4", 1.0, 1.5),
         ("all_reduce", "all_reduce train.py:4", 2.0, 2.25),
-        ("all_reduce", "all_reduce train.py:4", 3.0, 3.0),  # under way when the rank ended
+        ("wait", "all_reduce train.py:4, until the run was ended", 3.0, 3.0),
     ]
     assert more == 0
     foreign = [b"no json", b"[]", b"7", *told(["call", 9, 1, 0, 3, 9, 7, 1.0], ["end", [], 1.0], ["kind", [], 0])]
@@ -115,6 +115,22 @@ def test_spans_are_calls_to_their_ends_and_what_is_cut_is_counted() -> None:
     ]
     spans, more = spans_of(told(*head, *many))
     assert (len(spans), more) == (MOST, 5)
+
+
+def test_what_a_rank_hangs_in_is_drawn_to_the_right_edge() -> None:
+    head: list[list[Any]] = [
+        ["place", 1, "train.py:4", "", ""],
+        ["kind", 2, "all_reduce", [], [], "", -1, -1, 0, 4, []],
+    ]
+    call, enter = ["call", 1, 1, 0, 2, 1, 7, 2.0], ["enter", "store.wait", ["key"], 1, 9, 3.0]
+    (stands, waits), _ = spans_of(told(*head, call, enter), 9.5)
+    assert stands == ("wait", "all_reduce train.py:4, until the run was ended", 2.0, 9.5)
+    assert waits == ("wait", "store.wait train.py:4, until the run was ended", 3.0, 9.5)
+    late = told(["waited", 1, 7, 9.75], ["leave", 9, 9.75], ["raised", "RuntimeError", "closed", "", "", 9.75])
+    assert spans_of([*told(*head, call, enter), *late], 9.5)[0] == [stands, waits]  # as the others were ended
+    # Not of a script that had ended, whose handle nobody waited for, nor of what was left again.
+    left = told(*head, call, enter, ["leave", 9, 4.0], ["ended", 0, 4.5])
+    assert spans_of(left, 9.5) == ([("all_reduce", "all_reduce train.py:4", 2.0, 2.0)], 0)
 
 
 def test_two_ranks_on_one_gpu_of_a_host_are_found() -> None:

@@ -1,0 +1,49 @@
+"""The script's own text at a line that a rank was in, and the condition above it that only some ranks meet.
+
+It is read from rank 0's disk after the run, by a name that a script has told: what is no Python file of usual size has
+no text.
+"""
+
+import ast
+from contextlib import suppress
+from pathlib import Path
+
+from distlab.check.rank_state import CallPlace
+
+MOST_BYTES = 4_000_000
+SHOWN = 160  # characters of a line
+OF_A_RANK = ("rank", "is_main", "is_master", "leader")  # in the condition of a branch that not all ranks take
+
+
+def source_line(place: CallPlace) -> str:
+    """The text of the line without its indent; empty where it is not to be had."""
+    lines, number = text_of(place).splitlines(), number_of(place)
+    return lines[number - 1].strip()[:SHOWN] if 0 < number <= len(lines) else ""
+
+
+def branch_of(place: CallPlace) -> str:
+    """The innermost condition around the line that names a rank, and where it stands, as the words of a sentence."""
+    number, found = number_of(place), ""
+    with suppress(SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(text_of(place))):  # from the outside to the inside
+            if isinstance(node, ast.If) and node.lineno < number <= (node.end_lineno or 0):
+                condition = ast.unparse(node.test)
+                if any(word in condition.lower() for word in OF_A_RANK):
+                    side = "" if number <= (node.body[-1].end_lineno or 0) else "the other side of "
+                    found = f"{side}`if {condition[:SHOWN]}` ({place.line.rpartition(':')[0]}:{node.lineno})"
+    return found
+
+
+def number_of(place: CallPlace) -> int:
+    """The number of the line; 0 where there is none."""
+    number = place.line.rpartition(":")[2]
+    return int(number) if number.isascii() and number.isdecimal() and len(number) < len(str(MOST_BYTES)) else 0
+
+
+def text_of(place: CallPlace) -> str:
+    """The file's text; empty where it cannot be read."""
+    with suppress(OSError, ValueError):
+        path = Path(place.file)
+        if path.suffix == ".py" and path.is_file() and path.stat().st_size <= MOST_BYTES:
+            return path.read_text(errors="replace")
+    return ""
