@@ -18,12 +18,12 @@ import msgspec
 from distlab.report import progress
 from distlab.report.progress import LiveState
 from distlab.report.reading import MOST_RECORD_BYTES, BrokenRecord, from_json, from_line, read_regular, regular
-from distlab.report.records import End, Failed, Left, Losses, Lost, Record, WorldSize
+from distlab.report.records import Changed, End, Failed, Left, Losses, Lost, Record, WorldSize
 from distlab.report.sentences import headline
 
 # The records of one rank as they are written: only what is new is read, and only those that a live page needs.
 
-KINDS = (Lost, Left, Failed, Losses, End)
+KINDS = (Lost, Left, Failed, Losses, End, Changed)
 WANTED = tuple(f'{{"record": "{kind.__name__.lower()}"'.encode() for kind in KINDS)  # as reading.to_line begins
 
 
@@ -147,7 +147,7 @@ class Shown:
     """One rank, as a row shows it."""
 
     rank: int
-    how: str  # running, waiting, lost, ended; unseen: it has written nothing here
+    how: str  # running, waiting, lost, out (no member any more), ended; unseen: it has written nothing here
     reason: str = ""  # why it is lost, or has ended
     host: str = ""
     pid: int = 0
@@ -169,6 +169,8 @@ class Snapshot:
     run_mode: str = ""
     verdict: str = "waiting"  # for a run to begin; then running, and pass, fail, lost or refused
     sentence: str = ""
+    progress: str = ""  # of the lowest rank that lives: how much is done, and how long the rest may take
+    share: float | None = None  # of it that is done
     ranks: list[Shown] = field(default_factory=list)
     losses: dict[str, Curve] = field(default_factory=dict)
     sent_bytes: list[list[int | None]] = field(default_factory=list)  # row r: from rank r to each
@@ -196,8 +198,10 @@ class Reader:
         if not verdict:
             verdict, sentence = so_far(ranks)
         faults += dict.fromkeys(state.unmeasured for state in states.values() if state.unmeasured)
+        lives = next((states[each.rank] for each in ranks if each.how in ("running", "waiting")), None)
+        progress, share = (lives.progress, lives.share) if lives and verdict == "running" else ("", None)
         return Snapshot(
-            now, self.folder.name, newest.run_mode, verdict, sentence, ranks, self._curves(states),
+            now, self.folder.name, newest.run_mode, verdict, sentence, progress, share, ranks, self._curves(states),
             matrix(states, newest.world_size), faults,
         )  # fmt: skip
 
@@ -245,11 +249,14 @@ class Reader:
         records = {rank: self._records(rank, faults) for rank in range(world_size)}
         everything = [record for of_rank in records.values() for record in of_rank]
         gone = {record.rank: record.reason for record in everything if isinstance(record, Lost | Left)}
+        absent = out([record for record in everything if isinstance(record, Changed)], states)
         rows = []
         for rank in range(world_size):
             state, silent_s = states.get(rank), now - self._changed_at.get(rank, now)
             ends = [record for record in records[rank] if isinstance(record, Failed | End)]
             how, reason = judged(state, silent_s, gone.get(rank), ends, over=over)
+            if how in ("running", "waiting") and rank in absent and not over:
+                how, reason = "out", absent[rank]
             rows.append(Shown(rank, how, reason) if state is None else rank_row(state, how, reason, silent_s))
         return rows
 
@@ -268,6 +275,16 @@ class Reader:
         written = [record for record in self._tails[0].found if isinstance(record, Losses)]
         whole = {record.variant: thinned(record.numbers) for record in written}
         return curves(states) | whole
+
+
+def out(changes: list[Changed], states: States) -> dict[int, str]:
+    """The ranks that are no members of what is trained now, with the reason: their processes may live, as where a loss
+    is only made."""
+    last = max(changes, key=lambda change: change.at, default=None)
+    if last is None or not any(states[rank].variant == last.variant for rank in last.members if rank in states):
+        return {}
+    reason = f"no member of {last.variant} since step {last.step}"
+    return {rank: reason for rank in states if rank not in last.members}
 
 
 def judged(

@@ -181,7 +181,9 @@ class RankRun:
         self.journal.write(expected(self.config, self.mode))
         self.journal.write(read_load("start"))
         if self.config.live:
-            self.mode = begin_status(self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at)
+            self.mode = begin_status(
+                self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at, self.work
+            )
 
     def register_transport(self) -> None:
         """With LAB_BACKEND=tcp: make the lab's own transport the backend of all groups of this process."""

@@ -27,7 +27,7 @@ from distlab.contract import Build, Mode, Strategy
 from distlab.lab import Lab
 from distlab.measure import traffic
 from distlab.measure.traffic import NoDiagnostics
-from distlab.report.progress import PERIOD_S, LiveState, write_status
+from distlab.report.progress import PERIOD_S, LiveState, Work, write_status
 from distlab.report.run_folder import Journal
 from distlab.verify.run_all import everything
 from distlab.workload.data import Microbatch
@@ -38,11 +38,11 @@ STILL_S = 2 * BEAT_S  # in one place, before others' heartbeats say who is behin
 
 
 def begin_status(
-    config: Config, mode: Mode, cluster: Cluster, watch: Watchdog, journal: Journal, started_at: float
+    config: Config, mode: Mode, cluster: Cluster, watch: Watchdog, journal: Journal, started_at: float, task: Work
 ) -> Mode:
     """Begin to show this rank; returns its mode, of which the run tells its phases and the variants their losses."""
     notes = Notes(lambda: watch.main.work)
-    Showing(config, mode.names, cluster, watch, journal, started_at, notes).start()
+    Showing(config, mode.names, cluster, watch, journal, started_at, notes, task).start()
     return notes.taken_of(mode)
 
 
@@ -100,11 +100,12 @@ class Showing(threading.Thread):
 
     def __init__(
         self, config: Config, names: tuple[str, ...], cluster: Cluster, watch: Watchdog, journal: Journal,
-        started_at: float, notes: Notes,
+        started_at: float, notes: Notes, task: Work,
     ) -> None:  # fmt: skip
         super().__init__(name="live", daemon=True)
         assert journal.folder is not None
         self._folder, self._say, self._store_port = journal.folder, journal.say, cluster.store_port
+        self._task = task
         self._watch, self._notes, self._names = watch, notes, sorted(names, key=len, reverse=True)
         self._sent: dict[tuple[traffic.Endpoint, traffic.Endpoint], int] = {}
         self._losses: dict[str, list[list[Any]]] = {}
@@ -134,7 +135,7 @@ class Showing(threading.Thread):
         return msgspec.structs.replace(
             self._state, beat=self._state.beat + 1, step=step, work=work, variant=next(named, ""), phase=phase,
             phase_s=round(max(0.0, now - since), 3), waits_for=self._waits_for(now), losses=self._curves(), sent=sent,
-            unmeasured=unmeasured,
+            unmeasured=unmeasured, progress=self._task.told().strip(), share=self._task.share(),
         )  # fmt: skip
 
     def _waits_for(self, now: float) -> list[int]:

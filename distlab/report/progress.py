@@ -89,6 +89,11 @@ class Work:
         known = [task for task in self._tasks if task.total]
         return known[-1].told(time.monotonic()) if known else ""
 
+    def share(self) -> float | None:
+        """How much of it is done, from 0 to 1; None where it is not known."""
+        known = [task for task in self._tasks if task.total]
+        return min(1.0, known[-1].done / known[-1].total) if known else None
+
 
 class Heartbeat:
     """What rank 0 says of itself while it works, so that whoever waits learns that it goes on, and for how long."""
@@ -166,6 +171,8 @@ class LiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     losses: dict[str, list[list[Any]]] = field(default_factory=dict)  # of each variant, each a Point
     # Each Sent, by each connection since it was opened, closed ones too.
     sent: list[list[Any]] = field(default_factory=list)
+    progress: str = ""  # how much of the work is done, since when, and how long the rest may take
+    share: float | None = None  # of it that is done
     unmeasured: str = ""  # why `sent` is empty, where the system gives no counters
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from distlab.live.state import Reader, Shown, Snapshot, Tail, curves, matrix
 from distlab.report import progress
 from distlab.report.reading import to_line
-from distlab.report.records import End, Failed, Left, Losses, Lost, Said
+from distlab.report.records import Changed, End, Failed, Left, Losses, Lost, Said
 from distlab.report.verdict import judge, write_run
 from tests.live.states import BEGAN_AT, recorded, run_of, state
 from tests.report.made_up import good_run
@@ -194,3 +194,29 @@ def test_a_peer_is_named_by_both_ends_of_a_connection() -> None:
 def test_a_rank_that_measures_nothing_has_no_numbers() -> None:
     states = {0: state(0, unmeasured="no counters here"), 1: state(1, sent=[[B, A, 7]])}
     assert matrix(states, 3) == [[None] * 3] * 3
+
+
+def test_a_rank_that_is_no_member_any_more_is_out_though_its_process_lives(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, state(0), state(1), state(2))
+    recorded(folder, 0, Changed("ring", 3, 10.0, "lost", [0, 2]))
+    reader = Reader(folder)
+    shown = reader.snapshot(0.0)
+    assert [(each.how, each.reason) for each in shown.ranks] == [
+        ("running", ""), ("out", "no member of ring since step 3"), ("running", ""),
+    ]  # fmt: skip
+    assert shown.verdict == "running"
+    recorded(folder, 0, Changed("ring", 3, 10.0, "lost", [0, 2]), Changed("ring", 5, 11.0, "asked", [0, 2, 1]))
+    assert [each.how for each in Reader(folder).snapshot(0.1).ranks] == ["running"] * 3
+    recorded(folder, 0, Changed("naive", 3, 12.0, "lost", [0, 2]))  # of a variant that is over
+    assert [each.how for each in Reader(folder).snapshot(0.2).ranks] == ["running"] * 3
+
+
+def test_progress_is_that_of_the_lowest_rank_that_lives(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, state(0), state(1, progress="(3 of 6 steps), 2 s, about 2 s left", share=0.5), state(2))
+    recorded(folder, 1, Lost(0, 4, "its connection closed"))
+    reader = Reader(folder)
+    assert reader.snapshot(0.0).progress == ""  # a run that lost a rank is over
+    recorded(folder, 1)
+    run_of(tmp_path, state(0, beat=2, progress="(4 of 6 steps), 2 s, about 1 s left", share=4 / 6))
+    seen = Reader(folder).snapshot(0.1)
+    assert (seen.progress, seen.share) == ("(4 of 6 steps), 2 s, about 1 s left", 4 / 6)

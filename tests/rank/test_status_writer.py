@@ -18,7 +18,7 @@ from distlab.contract import Mode, Variant
 from distlab.measure.traffic import connections
 from distlab.rank import status_writer as rank_live
 from distlab.rank.status_writer import Notes, Showing
-from distlab.report.progress import places
+from distlab.report.progress import Work, places
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -87,7 +87,7 @@ def showing(
     watch: Any = SimpleNamespace(main=main, hearing=SimpleNamespace(waited_for=lambda _: waited_for))
     cluster: Any = SimpleNamespace(rank=0, world_size=3, store_port=1)
     journal: Any = SimpleNamespace(folder=folder, say=say)
-    return Showing(Config.read({"LAB_STEPS": "20"}), ("ring",), cluster, watch, journal, 7.0, notes)
+    return Showing(Config.read({"LAB_STEPS": "20"}), ("ring",), cluster, watch, journal, 7.0, notes, Work())
 
 
 def test_whom_it_waits_for_is_said_once_it_stands_still(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 // place of a screen reader stay too.
 "use strict";
 const byId = id => document.getElementById(id);
-const CHIPS = {running: "good", waiting: "warn", lost: "bad", ended: "soft", unseen: "soft", pass: "good", fail: "bad",
+const CHIPS = {running: "good", waiting: "warn", lost: "bad", out: "bad", ended: "soft", unseen: "soft", pass: "good", fail: "bad",
                refused: "warn"};
 const COLUMNS = ["rank", "how", "variant", "step", "phase", "since", "waits", "sends", "host"];
 const LABELS = {variant: "variant", step: "step", since: "for", waits: "waits for", sends: "sends"};
@@ -44,6 +44,10 @@ function show(now) {
   write(byId("sentence"), now.sentence);
   write(byId("run"), now.run_id || "distlab");
   write(byId("sub"), now.run_id ? `${now.run_mode} on ${now.ranks.length} ranks` : "waiting for a run to begin");
+  byId("progress").hidden = !now.progress;
+  write(byId("left"), now.progress);
+  const bar = byId("bar");
+  if (now.share === null) bar.removeAttribute("value"); else bar.value = now.share;
   showRanks(now);
   showLosses(now.losses);
   showBytes(now.sent_bytes);
@@ -57,7 +61,7 @@ function showRanks(now) {
     if (LABELS[name]) cell.dataset.label = LABELS[name];
     if (name === "how") add(cell, "span"); }); };
   children(byId("ranks").tBodies[0], now.ranks.length, makeRow).forEach((row, i) => {
-    const rank = now.ranks[i], gone = ["lost", "ended", "unseen"].includes(rank.how);
+    const rank = now.ranks[i], gone = ["lost", "out", "ended", "unseen"].includes(rank.how);
     const text = {
       rank: "rank " + rank.rank, variant: rank.variant,
       step: rank.host ? rank.step + (rank.work === rank.variant ? " of " + rank.steps : "") : "",
@@ -99,6 +103,7 @@ function showBytes(sent) {
 function showLosses(losses) {
   const names = Object.keys(losses).filter(name => losses[name].some(point => point[1] !== null));
   const last = name => losses[name].filter(point => point[1] !== null).at(-1);
+  byId("loss").hidden = !names.length;
   children(byId("key"), names.length, key => { const entry = add(key, "span"); add(entry, "i"); add(entry, "span"); })
     .forEach((entry, i) => { dress(entry, "c" + i % 8);
       write(entry.lastChild, `${names[i]} ${last(names[i])[1].toPrecision(4)}`); });
