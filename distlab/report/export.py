@@ -129,7 +129,7 @@ def picture(run: Run, records: Ranks) -> str:
     width = WIDTH - left - RIGHT
     whole = rows.whole(drawn.num_ranks)
     tops = [TOP + index * (HEADING + whole + GAP) for index in range(len(drawn.panels) + 1)]
-    *key_x, last_x = accumulate((19 + 7 * len(name) + 18 for _, name in drawn.key), initial=24)
+    *key_x, _ = accumulate((19 + 7 * len(name) + 18 for _, name in drawn.key), initial=24)
     start = first(records)
     return render(
         "picture.svg",
@@ -138,7 +138,7 @@ def picture(run: Run, records: Ranks) -> str:
         style=resolved(asset("marks.css") + asset("picture.css")),
         width=WIDTH, height=tops[-1] + BELOW, left=left, right=WIDTH - RIGHT, top=TOP, bottom=tops[-1],
         panel_width=width, panel_height=whole, heading=HEADING,
-        key=[*zip(key_x, drawn.key, strict=True)], key_end=last_x,
+        key=[*zip(key_x, drawn.key, strict=True)],
         names=drawn.names, microbatches=HUES[: drawn.microbatches],
         ticks=[(left + width * float(place.rstrip("%")) / 100, name) for place, name in drawn.ticks],
         panels=[*zip(tops, drawn.panels, strict=False)], rows=rows, axis=drawn.axis,
