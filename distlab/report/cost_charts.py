@@ -251,7 +251,7 @@ def members(run: Run, records: Ranks) -> list[Members]:
         if not changed:
             continue
         began, ended = course.times[0], max(course.times[-1], changed[-1][0])
-        edges = [(began, first_members(run, records, course, *changed[0])), *changed]
+        edges = [(began, first_members(run, records, course, changed)), *changed]
         ends = [*(at for at, _ in edges[1:]), ended]
         whole_s = (ended - began) or 1.0
         stretches: list[list[tuple[float, float]]] = [[] for _ in range(run["world_size"])]
@@ -263,12 +263,18 @@ def members(run: Run, records: Ranks) -> list[Members]:
     return found
 
 
-def first_members(run: Run, records: Ranks, course: Course, at: float, after: tuple[int, ...]) -> list[int]:
-    """The members before the first change, which left those of `after`: the others were lost by it, and who had no step
-    before it took a lost one's place."""
-    stood = [(rank, each) for rank, each in select(records, Stood) if each.variant in course.variants and each.at]
-    newcomers = {rank for rank, each in stood if each.at[0] >= at} & set(after)
-    return [rank for rank in range(run["world_size"]) if rank not in newcomers]
+def first_members(
+    run: Run, records: Ranks, course: Course, changed: Sequence[tuple[float, tuple[int, ...]]]
+) -> list[int]:
+    """The members before the first change: all but those that it let in, whose steps begin after it though no change
+    left them out."""
+    begins = {rank: each.at[0] for rank, each in select(records, Stood) if each.variant in course.variants and each.at}
+
+    def let_in(rank: int) -> bool:
+        begun_at = begins.get(rank, 0.0)
+        return begun_at >= changed[0][0] and all(rank in inside for at, inside in changed if at <= begun_at)
+
+    return [rank for rank in range(run["world_size"]) if not let_in(rank)]
 
 
 def joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:

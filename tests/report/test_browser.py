@@ -4,6 +4,7 @@ Screenshots stay in tests/outputs/. Without Chromium these tests are skipped, ex
 """
 
 import base64
+import json
 import re
 from pathlib import Path
 
@@ -306,3 +307,33 @@ def keep(browser: webdriver.Chrome, name: str, width: int) -> None:
     OUTPUTS.mkdir(exist_ok=True)
     resize(browser, width, browser.execute_script("return document.documentElement.scrollHeight"))
     browser.save_screenshot(str(OUTPUTS / name))
+
+
+# What a browser without a screen has not: a clipboard, and the site of Perfetto, which answers PING with PONG.
+STAND_INS = """
+navigator.clipboard.write = async items => { window.copied = await items[0].getType('image/png'); };
+window.open = url => { const site = {closed: false, postMessage(message) {
+    if (message !== 'PING') { window.handed = new TextDecoder().decode(message.perfetto.buffer); return; }
+    const answer = new MessageEvent('message', {data: 'PONG', origin: url});
+    Object.defineProperty(answer, 'source', {value: site});
+    window.dispatchEvent(answer); }};
+  return site; };
+"""
+
+
+def test_the_figure_is_copied_as_an_image_and_handed_to_perfetto(
+    browser: webdriver.Chrome, pages: dict[str, Path]
+) -> None:
+    browser.get(pages["pipeline"].as_uri())
+    browser.execute_script(STAND_INS)
+    browser.find_element(By.CSS_SELECTOR, ".copy").click()
+    WebDriverWait(browser, 20).until(
+        lambda seen: seen.execute_script("return (window.copied || {}).size || 0") > 10_000
+    )
+    browser.find_element(By.CSS_SELECTOR, ".perfetto").click()
+    WebDriverWait(browser, 20).until(lambda seen: seen.execute_script("return window.handed || ''"))
+    events = json.loads(browser.execute_script("return window.handed"))["traceEvents"]
+    assert {each["args"]["name"] for each in events if each["ph"] == "M"} == {"gpipe", "1f1b"}
+    forward = [each for each in events if each["name"] == "forward 0" and (each["pid"], each["tid"]) == (0, 0)]
+    assert len(forward) == 1 and abs(forward[0]["dur"] - 10_000) < 100  # microseconds
+    assert complaints(browser) == []

@@ -95,3 +95,13 @@ def test_a_rank_is_in_from_the_start_until_it_is_lost_and_from_when_it_joins() -
     for of_rank, due in zip(in_seconds, expected, strict=True):
         assert [pytest.approx(stretch, abs=0.06) for stretch in due] == of_rank
     assert members(judge(good_run()), good_run()) == []
+
+
+def test_a_rank_that_was_lost_later_and_joined_again_was_in_from_the_start() -> None:
+    records = plus(without(Stood, good_run()), stood("join", 0.0, 40))
+    records = plus(records, stood("join", 3.05, 9), rank=2)  # what it knew before is lost with it
+    for at, inside in ((1.0, [0, 1, 2]), (2.0, [0, 1]), (3.0, [0, 1, 2])):
+        records = plus(records, Changed("join", 1, BEGAN + at, "lost", inside))
+    (seen,) = members(judge(records), records)
+    assert [len(each) for each in seen.stretches] == [1, 1, 2, 1]
+    assert seen.stretches[2][0][0] == seen.stretches[3][0][0] == 0.0

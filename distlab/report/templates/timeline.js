@@ -99,18 +99,27 @@ for (const figure of document.querySelectorAll('.picture')) {
     const style = find('style').textContent.replace(/var\((--\w+)\)/g, (_, name) => page.getPropertyValue(name));
     const ground = page.getPropertyValue('--card'), ink = page.getPropertyValue('--ink');
     const shown = all('svg.panel').filter(panel => panel.clientHeight), defs = find('defs').outerHTML;
-    const variants = all('.variant');
+    const variants = all('.variant'), left = 150;
+    const word = (x, y, text, anchor) => `<text x="${x}" y="${y}" text-anchor="${anchor}" font-family="sans-serif"`
+      + ` font-size="12" fill="${ink}">${text.replace(/[<&]/g, '')}</text>`;
+    const names = all('.ranks div').map(row => row.textContent).filter(Boolean);
     let top = 0, marks = '';
     shown.forEach((panel, i) => {
       const copy = panel.cloneNode(true);
+      const numbers = [...copy.querySelectorAll('text')];  // those that have no room are hidden by the width alone
+      panel.querySelectorAll('text').forEach((text, k) => {
+        if (getComputedStyle(text).display === 'none') numbers[k].remove();
+      });
       copy.querySelectorAll('.later, .head, .dot').forEach(part => part.remove());
-      for (const [name, value] of [['x', 0], ['y', top + 22], ['width', width]]) copy.setAttribute(name, value);
-      const told = variants[i].textContent.replace(/[<&]/g, '');
-      marks += `<text x="2" y="${top + 15}" font-family="sans-serif" font-size="13" fill="${ink}">${told}</text>`
-        + new XMLSerializer().serializeToString(copy);
+      for (const [name, value] of [['x', left], ['y', top + 22], ['width', width]]) copy.setAttribute(name, value);
+      const told = [...variants[i].children].map(part => part.textContent).join('  ');
+      marks += word(left, top + 15, told, 'start') + new XMLSerializer().serializeToString(copy);
+      panel.querySelectorAll('rect.idle').forEach((row, rank) => {
+        marks += word(left - 8, top + 26 + +get(row, 'y') + get(row, 'height') / 2, names[rank], 'end');
+      });
       top += 26 + panel.clientHeight;
     });
-    return [width, top, `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${top}"><style>${style}</style>`
+    return [left + width, top, `<svg xmlns="http://www.w3.org/2000/svg" width="${left + width}" height="${top}"><style>${style}</style>`
       + `${defs}<rect width="100%" height="100%" style="fill:${ground}"/>${marks}</svg>`];
   }
   const png = () => new Promise((done, failed) => {
