@@ -9,9 +9,9 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distlab.checkpoint import manifest
@@ -76,6 +76,7 @@ def _opened(folder: Path) -> int | None:
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
+NO_NAMES: Mapping[str, str] = {}  # of a mode whose variants have always been called as they are
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,20 @@ class FoundCheckpoint:
     folder: Path
     manifest: Manifest
     held: int | None = None  # the lease that keeps it there, while it is being read
+    saved_as: Mapping[str, str] = field(default_factory=dict)  # by variant the name of before that its tensors have
+
+    def with_names_of_today(self, formerly: Mapping[str, str]) -> "FoundCheckpoint":
+        """The same, whose manifest names variants as they are named today; see `Mode.formerly`."""
+        saved_as = {formerly[name]: name for name in self.manifest.steps if name in formerly}
+        return replace(self, manifest=manifest.with_names_of_today(self.manifest, formerly), saved_as=saved_as)
 
 
-def refusals(config: Config) -> list[str]:
-    """Sentences if LAB_RESUME or LAB_CHECKPOINT_EVERY cannot be what this run does."""
+def refusals(config: Config, formerly: Mapping[str, str] = NO_NAMES) -> list[str]:
+    """Sentences if LAB_RESUME or LAB_CHECKPOINT_EVERY cannot be what this run does; `formerly` is the mode's."""
     if config.resume == "auto" and config.run_id is None:
         return ["LAB_RESUME=auto continues the run that LAB_RUN_ID names: set LAB_RUN_ID"]
     try:
-        wrong = _unfit(config) if config.resume is not None else []
+        wrong = _unfit(config, formerly) if config.resume is not None else []
     except OSError as error:  # a path that is too long, or a folder that may not be read
         wrong = [f"LAB_RESUME={quoted(config.resume)} cannot be read: {error.strerror}"]
     if config.checkpoint_every is not None and config.resume == "auto":
@@ -100,7 +107,7 @@ def refusals(config: Config) -> list[str]:
     return wrong
 
 
-def _unfit(config: Config) -> list[str]:
+def _unfit(config: Config, formerly: Mapping[str, str]) -> list[str]:
     source, named = resume_path(config), f"LAB_RESUME={quoted(config.resume)}"
     found = candidates(source)
     if config.resume != "auto" and not source.exists():
@@ -111,7 +118,7 @@ def _unfit(config: Config) -> list[str]:
     unreadable = []
     for folder in found:
         try:
-            wrong = misfit(manifest.read(folder), config)
+            wrong = misfit(manifest.read(folder), config, formerly)
         except Unreadable as error:
             unreadable.append(f"{folder} {error}")
             continue
@@ -119,12 +126,13 @@ def _unfit(config: Config) -> list[str]:
     return [f"{named}: {'; '.join(unreadable)}"] if unreadable else []
 
 
-def misfit(saved: Manifest, config: Config) -> str:
+def misfit(saved: Manifest, config: Config, formerly: Mapping[str, str] = NO_NAMES) -> str:
     """Why a run of `config` cannot go on from this checkpoint; the sentence goes on after its path. Empty if it can."""
     different = manifest.differences(saved, config)
     if different:
         return f"{different}: set the same, or leave LAB_RESUME out"
-    missing = [name for name in config.variant if name not in saved.steps]
+    today = manifest.with_names_of_today(saved, formerly).steps
+    missing = [name for name in config.variant if name not in today]
     if missing:
         return f"holds {', '.join(saved.steps)} and not {', '.join(missing)}: leave LAB_VARIANT={','.join(missing)} out"
     return ""
@@ -161,13 +169,15 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def choose(config: Config, say: Callable[[str], None]) -> FoundCheckpoint | None:
+def choose(
+    config: Config, say: Callable[[str], None], formerly: Mapping[str, str] = NO_NAMES
+) -> FoundCheckpoint | None:
     """The newest good checkpoint, every byte of it read; what is passed over is said aloud.
 
     None where there is none at all and LAB_RESUME=auto; raises ConfigError where there are some and none is good.
     """
     try:
-        found = newest_good(resume_path(config), say, lambda saved: misfit(saved, config))
+        found = newest_good(resume_path(config), say, lambda saved: misfit(saved, config, formerly))
     except Unreadable as error:
         raise ConfigError([f"LAB_RESUME={config.resume!r}: {error}"]) from None
     if found is None and config.resume != "auto":

@@ -11,7 +11,7 @@ read as good where there was none.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_bytes(self) -> int:
         """Of all files, the manifest apart."""
         return sum(size for size, _ in self.files.values())
+
+
+def with_names_of_today(saved: Manifest, formerly: Mapping[str, str]) -> Manifest:
+    """The same, where variants were saved under names that they had before: `formerly` has those of today by them."""
+    steps, losses = (
+        {formerly.get(name, name): of for name, of in each.items()} for each in (saved.steps, saved.losses)
+    )
+    return msgspec.structs.replace(saved, steps=steps, losses=losses)
 
 
 def folder_name(step: int) -> str:

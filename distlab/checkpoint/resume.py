@@ -65,7 +65,7 @@ def agree(lab: Lab) -> FoundCheckpoint | None:
     found: FoundCheckpoint | None = None
     if lab.rank == 0:
         try:
-            found = locate.choose(lab.config, lambda text: lab.say(text, "checkpoint", at="normal"))
+            found = locate.choose(lab.config, lambda text: lab.say(text, "checkpoint", at="normal"), lab.mode.formerly)
             choice = {"folder": str(found.folder)} if found else {}
             if found is not None:
                 hold_newest(lab, found)
@@ -80,7 +80,7 @@ def agree(lab: Lab) -> FoundCheckpoint | None:
     held = locate.lock_for_reading(folder) if found is None else found.held
     lab.exchange.barrier("leases")  # until here rank 0's keeps it for all
     try:
-        return FoundCheckpoint(folder, manifest.read(folder), held)
+        return FoundCheckpoint(folder, manifest.read(folder), held).with_names_of_today(lab.mode.formerly)
     except Unreadable as error:
         raise ConfigError([f"{folder} {error} on rank {lab.rank}: all ranks need the same folder of runs"]) from None
 
@@ -93,7 +93,7 @@ def hold_newest(lab: Lab, found: FoundCheckpoint) -> None:
             saved = manifest.read(folder)
         except Unreadable:
             return False
-        return not locate.misfit(saved, lab.config) and not locate.damage(folder, saved)
+        return not locate.misfit(saved, lab.config, lab.mode.formerly) and not locate.damage(folder, saved)
 
     newer = locate.passed_over(locate.resume_path(lab.config), found.manifest.step, good)
     detail = f"step {found.manifest.step} was taken; newer and good: {', '.join(map(str, newer)) or 'none'}"
@@ -121,7 +121,7 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
     saved = found.manifest
     for name, strategy in strategies.items():
         lab.at(course.first, f"the loading of {name}")
-        load(strategy, name, found.folder, lab.group)
+        load(strategy, found.saved_as.get(name, name), found.folder, lab.group)
     locate.release(found.held)
     give_back_generators(lab, saved)
     if str(lab.rank) in saved.draws:
@@ -140,7 +140,7 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
 
 
 def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill one strategy from the checkpoint in `folder`; raises storage.Damaged."""
+    """Fill one strategy from what the checkpoint in `folder` has under `variant`; raises storage.Damaged."""
     state = strategy.state_dict()
     storage.load_state({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
     strategy.load_state_dict(state)

@@ -40,7 +40,7 @@ def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None
     if config.resume is not None or config.checkpoint_every is not None:
         from distlab.checkpoint import locate  # a run without checkpoints need not wait for it
 
-        refusals += locate.refusals(config)
+        refusals += locate.refusals(config, mode.formerly)
     if refusals:
         raise ConfigError(refusals)
 

@@ -195,6 +195,13 @@ def test_what_may_differ(runs: Path, environ: dict[str, str]) -> None:
     assert locate.refusals(resuming("a", runs, **environ)) == []
 
 
+def test_a_variant_that_was_saved_under_a_former_name_fits(runs: Path) -> None:
+    config = resuming("a", runs, LAB_VARIANT="per_bucket")
+    assert locate.refusals(config, {"flat": "per_bucket"}) == []
+    (sentence,) = locate.refusals(config, {"naive": "per_bucket"})
+    assert "holds flat and not per_bucket" in sentence
+
+
 def test_a_folder_that_cannot_be_written_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     (sentence,) = locate.refusals(resuming("auto", runs, LAB_RUN_ID="a", LAB_CHECKPOINT_EVERY="5"))

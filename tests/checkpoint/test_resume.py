@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as replace_fields
 
-from distlab.checkpoint import locate
+from distlab.checkpoint import locate, manifest, storage
 from distlab.checkpoint import save as saving
 from distlab.checkpoint.manifest import TrainingPosition
 from distlab.checkpoint.save import Saver
@@ -118,6 +119,28 @@ def test_variants_that_the_checkpoint_lacks_are_skipped_by_name(ranks: Ranks, tm
     run, _ = run_experiment(ranks, 2, tmp_path / "b", **SMALL | {"LAB_RESUME": str(tmp_path / "a")})
     assert set(digests(run)) == {"flat"}
     assert {skip["variant"] for skip in run["skipped"]} == {"per_parameter", "bucketed", "ring", "ddp"}
+
+
+def saved_under(name: str, source: Path, path: Path) -> None:
+    """The checkpoint of one variant, written as a lab would that calls the variant `name`."""
+    made = manifest.read(source)
+    (variant,) = made.steps
+    dense = storage.load_dense(source, f"{variant}/")
+    path.mkdir(parents=True)
+    files = storage.save_state({f"{name}/{label}": tensor for label, tensor in dense.items()}, path, None)
+    steps, losses = {name: made.step}, {name: made.losses[variant]}
+    manifest.write(path, replace_fields(made, steps=steps, losses=losses, files=storage.described(files, path)))
+
+
+def test_a_checkpoint_of_a_variant_by_its_name_of_before_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
+    settings = SMALL | {"LAB_VARIANT": "per_parameter", "LAB_STEPS": "4"}
+    whole, of_whole = run_experiment(ranks, 2, tmp_path / "a", **settings)
+    old = tmp_path / "old" / "checkpoints" / "step-00000002"
+    saved_under("naive", tmp_path / "a" / "checkpoints" / old.name, old)
+    resumed, of_resumed = run_experiment(ranks, 2, tmp_path / "b", **settings, LAB_RESUME=str(old.parent.parent))
+    assert failed(resumed) == set() and resumed["resumed"]["step"] == 2
+    assert digests(resumed) == digests(whole)
+    assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12
 
 
 def break_down(group: dist.ProcessGroup, settings: dict[str, str], folder: str, torn: bool, late: bool = False) -> str:
