@@ -34,6 +34,7 @@ from .checks import Trial, uneven
 # What one collective costs at one size: the slowest rank's seconds a call, and the bytes that a rank sends.
 
 KIB, MIB = 1 << 10, 1 << 20
+SMALL = 64 * KIB  # below it speeds are in MB/s
 BYTES: dict[str, Callable[[str, int, int, int], float]] = {
     "all_reduce": formulas.all_reduce_bytes,
     "reduce_scatter": formulas.reduce_scatter_bytes,
@@ -92,7 +93,7 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
         picked = pick(op, nbytes, lab.world_size).replace("backend", "gloo")
         for name in variants:
             cost, whole = costs[op, nbytes, name], even(nbytes, lab.world_size)
-            speed = [f"{whole / cost.seconds / 1e9 * times:.3f}" for times in (1, factor)]
+            speed = [speed_cell(nbytes, whole / cost.seconds * times) for times in (1, factor)]
             bytes_ = [
                 f"{BYTES[op](name, lab.world_size, whole, 0):.0f}",
                 "-" if cost.wire_bytes is None else f"{cost.wire_bytes:.0f}",
@@ -100,7 +101,7 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
             rows.append(
                 [size(nbytes), name, f"{cost.seconds * 1e6:.0f}", *speed, *bytes_, "picked" if name == picked else ""]
             )
-    lab.table(op, ["size", "variant", "us", "algbw GB/s", "busbw GB/s", "predicted B", "wire B", "by size"], rows)
+    lab.table(op, ["size", "variant", "us", "algbw", "busbw", "predicted B", "wire B", "by size"], rows)
     took = [f"{name} {costs[op, sizes[-1], name].seconds * 1e3:.3g}" for name in variants]
     lab.say(f"{op} of {size(sizes[-1])} in ms: {', '.join(took)}", "result", at="normal")
     megabytes = [nbytes / 1e6 for nbytes in sizes]
@@ -113,6 +114,12 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
     lab.chart(f"{op}: time of a call", "MB", "ms", milliseconds, log_x=True, log_y=True)
     lab.chart(f"{op}: busbw", "MB", "GB/s", busbw, log_x=True)
     return SweepFinding(rows, busbw)
+
+
+def speed_cell(nbytes: int, bytes_per_s: float) -> str:
+    """A speed with its unit, by the size of the call: of a small one GB/s would be nothing but zeros."""
+    unit, scale = ("MB/s", 1e6) if nbytes < SMALL else ("GB/s", 1e9)
+    return f"{bytes_per_s / scale:.3f} {unit}"
 
 
 def crossings(lab: Lab, op: str, costs: Costs, sizes: list[int]) -> None:
@@ -180,8 +187,8 @@ def three_digits(value: float) -> float:
 
 # What the sweep says of speed, held to what it says of bytes and time: algbw x time = S, busbw = algbw x factor.
 #
-# In GB/s of 10^9 bytes, as nccl-tests has them, with the factor as its paper states it. The cells of a table are
-# rounded: a number may be off by half of its last digit, and by that of what it is held against.
+# In GB/s of 10^9 bytes, as nccl-tests has them, and below 64 KiB in MB/s; with the factor as its paper states it. The
+# cells of a table are rounded: a number may be off by half of its last digit, and by that of what it is held against.
 
 CONTROL = "tests/experiments/test_comm.py::test_speeds_in_another_unit_fail_the_sweep"
 
@@ -191,7 +198,7 @@ def check_speeds(lab: Lab, op: str, costs: Costs, told: SweepFinding) -> None:
     factor = (2 if op == "all_reduce" else 1) * (lab.world_size - 1) / lab.world_size
     by_name = {(size(nbytes), name): (nbytes, cost) for (other, nbytes, name), cost in costs.items() if other == op}
     faults = [
-        f"{name} at {label}: {us} us, {algbw} and {busbw} GB/s"
+        f"{name} at {label}: {us} us, {algbw} and {busbw}"
         for label, name, us, algbw, busbw, *_ in told.rows
         if not agree(even(by_name[str(label), str(name)][0], lab.world_size), [us, algbw, busbw], factor)
     ]
@@ -208,11 +215,17 @@ def check_speeds(lab: Lab, op: str, costs: Costs, told: SweepFinding) -> None:
 
 def agree(nbytes: int, cells: list[object], factor: float) -> bool:
     """Whether the microseconds, algbw and busbw of one row are those of as many bytes."""
-    us, algbw, busbw = (float(str(cell)) for cell in cells)
-    off_us, off_algbw, off_busbw = (10.0 ** -len(str(cell).partition(".")[2]) / 2 for cell in cells)
+    (us, off_us), (algbw, off_algbw), (busbw, off_busbw) = map(read_back, cells)
     least, most = (max(0.0, us - off_us) * (algbw - off_algbw), (us + off_us) * (algbw + off_algbw))
     slack = off_busbw + off_algbw * factor + 1e-9
     return least <= nbytes / 1e3 <= most and abs(busbw - algbw * factor) <= slack
+
+
+def read_back(cell: object) -> tuple[float, float]:
+    """The number of a cell, a speed in GB/s, and half of its last digit."""
+    number, _, unit = str(cell).partition(" ")
+    scale = 1e-3 if unit == "MB/s" else 1.0
+    return float(number) * scale, 10.0 ** -len(number.partition(".")[2]) / 2 * scale
 
 
 SIZES = (8, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

@@ -303,11 +303,12 @@ def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
     assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}
 
 
-def spoken(algbw: str, busbw: str, drawn: float, own_s: float = 0.01) -> bool:
+def spoken(algbw: str, busbw: str, drawn: float, own_s: float = 0.01, nbytes: int = 4 * benchmark.MIB) -> bool:
     """Whether the check of speeds holds: 4 MiB summed over two ranks, in 10 ms."""
-    lab, nbytes = lab_alone(), 4 * benchmark.MIB
+    lab = lab_alone()
     cost = benchmark.Cost(rounds_s=[0.01], own_s=[own_s])
-    told = benchmark.SweepFinding([["4 MiB", "ring", "10000", algbw, busbw]], {"ring": [[nbytes / 1e6], [drawn]]})
+    row: list[object] = [benchmark.size(nbytes), "ring", "10000", algbw, busbw]
+    told = benchmark.SweepFinding([row], {"ring": [[nbytes / 1e6], [drawn]]})
     benchmark.check_speeds(lab, "all_reduce", {("all_reduce", nbytes, "ring"): cost}, told)
     (claim,) = (entry for entry in lab.journal.records if isinstance(entry, Check))
     return claim.max_abs_diff <= claim.tolerance
@@ -315,12 +316,21 @@ def spoken(algbw: str, busbw: str, drawn: float, own_s: float = 0.01) -> bool:
 
 def test_speeds_in_another_unit_fail_the_sweep() -> None:
     right = 4 * benchmark.MIB / 0.01 / 1e9  # of two ranks busbw is algbw
-    assert spoken("0.419", "0.419", right)
-    assert spoken("0.419", "0.419", right, own_s=0.009)
-    assert not spoken("0.391", "0.391", right)  # of 2^30 bytes
-    assert not spoken("0.419", "0.210", right)  # of another operation's factor
-    assert not spoken("0.419", "0.419", right * 1e9 / 2**30)
-    assert not spoken("0.419", "0.419", right, own_s=0.011)  # this rank was slower than the slowest
+    assert spoken("0.419 GB/s", "0.419 GB/s", right)
+    assert spoken("0.419 GB/s", "0.419 GB/s", right, own_s=0.009)
+    assert not spoken("0.391 GB/s", "0.391 GB/s", right)  # of 2^30 bytes
+    assert not spoken("0.419 MB/s", "0.419 MB/s", right)
+    assert not spoken("0.419 GB/s", "0.210 GB/s", right)  # of another operation's factor
+    assert not spoken("0.419 GB/s", "0.419 GB/s", right * 1e9 / 2**30)
+    assert not spoken("0.419 GB/s", "0.419 GB/s", right, own_s=0.011)  # this rank was slower than the slowest
+
+
+def test_the_speed_of_a_small_call_is_in_mb_a_second() -> None:
+    kib, right = benchmark.KIB, benchmark.KIB / 0.01
+    cell = benchmark.speed_cell(kib, right)
+    assert cell == "0.102 MB/s" and spoken(cell, cell, right / 1e9, nbytes=kib)
+    assert not spoken("0.109 MB/s", "0.109 MB/s", right / 1e9, nbytes=kib)  # which GB/s would round to the same
+    assert benchmark.speed_cell(64 * kib, 64 * right) == "0.007 GB/s"
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (0.98, False)])
