@@ -54,6 +54,7 @@ def end_lines(
         return [*failed_lines(run), *trouble_lines(run), last_line(run, records, report)]
     return [
         *summary.table_lines(run, records),
+        *summary.alone_lines(run),
         *summary.times_lines(run),
         *summary.decided_lines(run),
         *summary.failed_lines(run),
@@ -76,6 +77,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *compared(run),
         *(log_line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
         *trouble_lines(run),
+        *([] if run["run_mode"] in (SCRIPT, PROOF) else summary.alone_lines(run)),
     ]
     return [*lines, *summary.times_lines(run), last_line(run, records, report)]
 

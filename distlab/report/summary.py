@@ -56,8 +56,9 @@ def columns_of(run: Run, records: Ranks) -> Iterator[tuple[tuple[str, str], Cell
         title = (shortened(parts[0], MOST_TITLE), shortened(parts[1], MOST_TITLE))
         yield title, written(seconds, lambda step_s: f"{step_s / own_s:.2f}")
     a_step = "a step" if any(seconds.values()) else "at most"
-    yield (f"{unit} sent", "predicted"), written(predicted, lambda nbytes: three_digits(nbytes / scale))
-    yield (a_step, "measured"), written(sent, lambda nbytes: three_digits(nbytes / scale))
+    if run["world_size"] > 1:
+        yield (f"{unit} sent", "predicted"), written(predicted, lambda nbytes: three_digits(nbytes / scale))
+        yield (a_step, "measured"), written(sent, lambda nbytes: three_digits(nbytes / scale))
     yield ("peak", unit), written(peak, lambda nbytes: three_digits(nbytes / scale))
     yield ("", ""), {name: judged(run, name) for name in names}
 
@@ -133,6 +134,11 @@ def failed_lines(run: Run) -> list[str]:
     if failed and not run["mistake"]:
         lines.append(log_line("read", where_to_read(run, failed[0])))
     return lines
+
+
+def alone_lines(run: Run) -> list[str]:
+    """Of one rank, why its table has no bytes."""
+    return [] if run["world_size"] > 1 else [log_line("alone", "WORLD_SIZE=1: there is nothing to communicate")]
 
 
 def decided_lines(run: Run) -> list[str]:

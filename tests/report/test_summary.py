@@ -126,6 +126,14 @@ def test_a_mode_that_times_no_steps_names_the_checks_that_decided() -> None:
     assert not any(line.startswith("decided") for line in end(good_run()))
 
 
+def test_one_rank_is_told_that_there_is_nothing_to_communicate() -> None:
+    said = end(alone := {0: [replace(good_run()[0][0], world_size=1), *good_run()[0][1:]]})
+    assert "alone      WORLD_SIZE=1: there is nothing to communicate" in said
+    assert not any("sent" in line for line in said[:3])
+    assert any(line.startswith("alone") for line in end_lines(judge(alone), alone, REPORT, "full"))
+    assert not any(line.startswith("alone") for line in end(good_run()))
+
+
 def test_a_cluster_that_broke_says_where_to_read_on() -> None:
     records = plus(good_run(), Lost(1, 5, "no heartbeat"))
     said = lost_lines(judge(records), records, None, REPORT.parent)
