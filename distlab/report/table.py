@@ -17,8 +17,11 @@ def aligned(columns: list[str], rows: list[list[Any]]) -> list[str]:
 
 
 def numeric(num_columns: int, rows: Sequence[Sequence[Any]]) -> list[int]:
-    """The columns that hold nothing but numbers."""
-    return [index for index in range(num_columns) if rows and all(isinstance(row[index], int | float) for row in rows)]
+    """The columns that hold nothing but numbers, and cells without a value."""
+    columns = [[row[index] for row in rows if row[index] != ""] for index in range(num_columns)]
+    return [
+        index for index, cells in enumerate(columns) if cells and all(isinstance(each, int | float) for each in cells)
+    ]
 
 
 def in_columns(

@@ -146,17 +146,18 @@ def measured(run: Run, records: Ranks) -> Table:
     own = pytorch_own(run)
     own_s = next((slowest(variant["step_seconds"]) for variant in run["variants"] if variant["name"] == own), None)
     rows = []
+    traffic = {each["name"]: _traffic(each, records) for each in run["variants"]}
+    scale, unit = byte_unit(max((value for each in traffic.values() for value in each if value), default=0))
     for variant in run["variants"]:
         seconds = slowest(variant["step_seconds"])
         cpu_s = [value for value in variant["cpu_seconds"] if value is not None]
         claims = [c for c in run["comparisons"] if c["variant"] == variant["name"] and c["name"] in TRAFFIC]
         ratio = f"{seconds / own_s:.2f}" if seconds and own_s else "-"
-        traffic = [human_bytes(most_predicted(records, variant["name"]))]
-        traffic += [human_bytes(slowest(variant[kind])) for kind in ("called_bytes", "wire_bytes")]
+        sent = ["-" if value is None else three_digits(value / scale) for value in traffic[variant["name"]]]
         rows.append(
             [
                 variant["name"], milliseconds(seconds), *([ratio] if own else []),
-                milliseconds(sum(cpu_s) if cpu_s else None), *traffic, Verdict(verdict(claims), _wide(claims)),
+                milliseconds(sum(cpu_s) if cpu_s else None), *sent, Verdict(verdict(claims), _wide(claims)),
             ]
         )  # fmt: skip
     config = first(records).config
@@ -165,10 +166,15 @@ def measured(run: Run, records: Ranks) -> Table:
         Column("ms a step", "number"),
         *([Column(f"x {own}", "number")] if own else []),
         Column("CPU ms, all ranks", "number", in_log=False),
-        *(Column(source, "number") for source in ("predicted", "called", "wire")),
+        *(Column(source, "number") for source in (f"{unit} predicted", "called", "wire")),
         Column(""),
     ]
     return Table(columns, rows)
+
+
+def _traffic(variant: Run, records: Ranks) -> list[float | None]:
+    """Bytes that the rank sends that sends most: as predicted, as called and on the wire."""
+    return [most_predicted(records, variant["name"]), *(slowest(variant[of]) for of in ("called_bytes", "wire_bytes"))]
 
 
 def most_predicted(records: Ranks, variant: str) -> float | None:
