@@ -120,6 +120,7 @@ def note_course(lab: Lab, course: Course) -> None:
     took = ", ".join(
         f"{event.why.partition(':')[0]} {1000 * (event.next_step_at - event.began_at):.0f} ms"
         for event in course.events
+        if event.next_step_at  # else another change came first
     )
     members = course.record[-1][1] if course.record else []
     lab.note(

@@ -28,6 +28,7 @@ from distlab.elastic.strategy import (
 )
 from distlab.lab import Lab
 from distlab.measure.tensors import Worst
+from distlab.report.units import counted
 from distlab.workload.reference import Reference, Snapshot
 
 from .network import Net
@@ -271,7 +272,7 @@ def claims(mode: Mode, config: Config, losses: int) -> Iterator[Claims]:
 PLACEMENT = "members lie in pairs and keep each other's copy, of an odd number the last three do in a ring"
 AGREED, NEXT = "agreed after (ms)", "next step after (ms)"
 COLUMNS = [
-    "", "what", "step", "in before", "in after", "steps redone", "state from", AGREED, NEXT, "next step at (Unix s)",
+    "", "what", "step", "in before", "in after", "steps redone", "state from", AGREED, NEXT, "next step at (s)",
 ]  # fmt: skip
 TIMES_CONTROL = "tests/experiments/test_elastic.py::test_times_that_are_not_from_the_begin_of_a_change_fail"
 ROUNDED_S = 1e-4  # to tenths of a millisecond in a row
@@ -285,22 +286,40 @@ def show(lab: Lab, courses: list[Course]) -> None:
             what = "asked" if event.why == "asked" else "restart" if event.restored else "lost"
             lab.changed(course.policy.name, event.applied, event.began_at, what, event.after)
         check_times(lab, course)
-    mine = [[list(map(event_row, each.events)), each.record] if is_first(lab, each) else None for each in courses]
-    everyone = lab.exchange.gather("elastic", mine)
-    if everyone is None:
+    first_at = min((each.commits[0][0] for each in courses if each.commits), default=None)
+    mine = [[each.events, each.record] if is_first(lab, each) else None for each in courses]
+    gathered = lab.exchange.gather("elastic", [first_at, mine])
+    if gathered is None:
         return
     lab.say(RULE, "rule")
+    first_at = min((at for at, _ in filter(None, gathered) if at is not None), default=0.0)
+    everyone = [of_rank for _, of_rank in filter(None, gathered)]
     rows: list[list[Any]] = []
     for number, course in enumerate(courses):
         name = course.policy.name
-        for changes, in_when in [of_rank[number] for of_rank in everyone if of_rank is not None and of_rank[number]]:
-            rows += [[name, *row] for row in changes]
+        for events, in_when in [of_rank[number] for of_rank in everyone if of_rank[number]]:
+            rows += [[name, *event_row(Event(*event), first_at)] for event in events]
             record = ", ".join(f"from step {first}: {' '.join(map(str, ranks))}" for first, ranks in in_when)
             lab.say(f"{name}: {record}", "members")
             if course.policy.copies:
                 lab.say(f"{name}: {PLACEMENT}; {placed(in_when)}", "copies")
     if rows:
-        lab.table("What each change of members cost, as the first member saw it", COLUMNS, rows)
+        title = "What each change of members cost, as the first member saw it; times are from the run's first step on"
+        lab.table(title, COLUMNS, rows)
+    lab.say(result(rows, len(courses)), "result", at="normal")
+
+
+def result(rows: Sequence[Sequence[Any]], variants: int) -> str:
+    """What the losses cost, in a line: seconds from the begin of a change to the next step, and who lost steps."""
+    changes = [dict(zip(COLUMNS, row, strict=True)) for row in rows if row[1] == "lost"]
+    if not changes:
+        return "no rank was lost"
+    took_s = sorted(change[NEXT] / 1000 for change in changes if change[NEXT] != "")
+    recovery = f"recovery {took_s[0]:.2f} to {took_s[-1]:.2f} s" if took_s else "no step after a loss"
+    redone = {change[""] for change in changes if change["steps redone"]}
+    return (
+        f"{counted(len(changes), 'losses')}: {recovery}; {len(redone)} of {counted(variants, 'variants')} lost a step"
+    )
 
 
 def check_times(lab: Lab, course: Course) -> None:
@@ -314,14 +333,17 @@ def check_times(lab: Lab, course: Course) -> None:
 
 def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:
     """A sentence for each thing that a change's times cannot be, of steps that stood then."""
-    told = dict(zip(COLUMNS, ["", *event_row(event)], strict=True))
-    began_at, agreed_s, next_s = event.began_at, told[AGREED] / 1000, told[NEXT] / 1000
+    told = dict(zip(COLUMNS, ["", *event_row(event, 0.0)], strict=True))
+    began_at, agreed_s = event.began_at, told[AGREED] / 1000
     if not began_at <= event.met_at <= event.agreed_at:
         yield f"it began at {began_at}, all met at {event.met_at} and agreed at {event.agreed_at}"
     if abs(began_at + agreed_s - event.agreed_at) > ROUNDED_S:
         yield f"agreed {agreed_s:g} s after it began, where it is {event.agreed_at - began_at:g}"
     next_at = next((at for at in stood_at if at >= event.agreed_at), None)
-    if event.next_step_at and (next_at != event.next_step_at or abs(began_at + next_s - next_at) > ROUNDED_S):
+    if not event.next_step_at:  # another change came first
+        return
+    next_s = told[NEXT] / 1000
+    if next_at != event.next_step_at or abs(began_at + next_s - next_at) > ROUNDED_S:
         yield f"the next step {next_s:g} s after it began, where it is {(next_at or 0) - began_at:g}"
 
 
@@ -335,10 +357,17 @@ def placed(record: list[list[Any]]) -> str:
     return "; ".join(found)
 
 
-def event_row(event: Event) -> list[Any]:
-    agreed, after = (1000 * (at - event.began_at) for at in (event.agreed_at, event.next_step_at or event.agreed_at))
+def event_row(event: Event, first_at: float) -> list[Any]:
+    """The cells of one change, in a run whose first step stood at `first_at`; empty where no step came after it."""
     redone = max(0, event.applied_before - event.applied)
     members = [" ".join(map(str, ranks)) for ranks in (event.before, event.after)]
     source = "checkpoint" if event.restored else "memory"
-    cells = [event.why.partition(":")[0], event.applied, *members, redone, source, round(agreed, 1), round(after, 1)]
-    return [*cells, round(event.next_step_at, 3)]
+    cells = [event.why.partition(":")[0], event.applied, *members, redone, source, in_ms(event.agreed_at, event)]
+    if not event.next_step_at:
+        return [*cells, "", ""]
+    return [*cells, in_ms(event.next_step_at, event), round(event.next_step_at - first_at, 3)]
+
+
+def in_ms(at: float, event: Event) -> float:
+    """Milliseconds since the change began."""
+    return round(1000 * (at - event.began_at), 1)

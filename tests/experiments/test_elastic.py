@@ -14,7 +14,7 @@ from distlab.elastic.peer_connections import Lines
 from distlab.elastic.process_group import Regroup
 from distlab.elastic.shards import HeldVersion
 from distlab.elastic.strategy import ShardedSurvivor, Survivor
-from distlab.experiments.elastic.checks import AGREED, COLUMNS, NEXT, event_row, wrong
+from distlab.experiments.elastic.checks import AGREED, COLUMNS, NEXT, event_row, result, wrong
 from distlab.experiments.elastic.network import Net
 from distlab.experiments.elastic.recovery import COMPUTED, TORN, Course, Drill, Event, Killed, Loss, Torn, draw_losses
 from distlab.rank.mode_loader import load
@@ -224,8 +224,23 @@ def test_times_of_a_change_that_are_right_hold() -> None:
 def test_times_that_are_not_from_the_begin_of_a_change_fail(
     monkeypatch: pytest.MonkeyPatch, event: Event, column: str, told_ms: float
 ) -> None:
-    def told(event: Event) -> list[Any]:
-        return [told_ms if name == column else cell for name, cell in zip(COLUMNS[1:], event_row(event), strict=True)]
+    def told(event: Event, first_at: float) -> list[Any]:
+        cells = zip(COLUMNS[1:], event_row(event, first_at), strict=True)
+        return [told_ms if name == column else cell for name, cell in cells]
 
     monkeypatch.setattr("distlab.experiments.elastic.checks.event_row", told)
     assert len(list(wrong(event, [99.9, 100.25, 100.4]))) == 1
+
+
+def test_a_row_has_times_since_the_first_step_and_nothing_where_no_step_came() -> None:
+    assert event_row(CHANGE, 90.0)[-3:] == [50.0, 250.0, 10.25]
+    assert event_row(CHANGE._replace(next_step_at=0.0), 90.0)[-3:] == [50.0, "", ""]
+
+
+def test_the_result_is_told_in_a_line() -> None:
+    rows = [["shrink", *event_row(CHANGE, 90.0)], ["shrink", *event_row(CHANGE._replace(next_step_at=0.0), 90.0)]]
+    rows += [["join", *event_row(CHANGE._replace(why="asked", next_step_at=190.0), 90.0)]]
+    assert result(rows, 6) == "2 losses: recovery 0.25 to 0.25 s; 0 of 6 variants lost a step"
+    rows += [["zero1", *event_row(CHANGE._replace(applied_before=5), 90.0)]]
+    assert result(rows, 6).endswith("1 of 6 variants lost a step")
+    assert result(rows[2:3], 6) == "no rank was lost"
