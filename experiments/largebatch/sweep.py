@@ -271,6 +271,7 @@ def show_found(lab: Lab, found: SweepResults) -> None:
         "apart at the widest",
         "found",
     )
+    lab.say(result({row[0]: row[-1] for row in rows}), "result", at="normal")
     drawn = {
         name: [[float(k), fmean(values)] for k, values in losses.items() if learned(values, untrained)]
         for name, losses in found.losses.items()
@@ -280,6 +281,14 @@ def show_found(lab: Lab, found: SweepResults) -> None:
         f"{lab.config.model}: held-out loss by batch (not drawn above {untrained:.3g}, that of the untrained model)",
         "k", "loss", series, log_x=True,
     )  # fmt: skip
+
+
+def result(ends: Mapping[str, str]) -> str:
+    """At which k each recipe breaks down, in a line, and which do not."""
+    breaks = ", ".join(f"{name} {end.removeprefix('k = ')}" for name, end in ends.items() if end.startswith("k"))
+    rest = {end: [name for name, other in ends.items() if other == end] for end in ends.values() if end[0] != "k"}
+    told = [f"breaks at k: {breaks}"] if breaks else []
+    return "; ".join([*told, *(f"{end}: {', '.join(names)}" for end, names in rest.items())])
 
 
 def learned(losses: list[float], untrained: float) -> bool:

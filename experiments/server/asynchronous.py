@@ -98,6 +98,8 @@ def run(
                 rates.append(measure_rate(lab, each.scheme, each.reports, each.audit.steps))
         show_rates(lab, rates, schemes)
         show_run(lab, finished)
+        if rates or finished:
+            lab.say(result(rates, finished), "result", at="normal")
 
 
 def open_links(lab: Lab) -> dict[int, Link]:
@@ -394,6 +396,14 @@ def show_run(lab: Lab, finished: list[Finished]) -> None:
         curves = {each.scheme.name: smoothed(each.seen, lab.world_size) for each in finished}
         title = "Loss of the asynchronous runs, at the weights that each worker had"
         lab.chart(title, "updates applied", "loss", curves)
+
+
+def result(rates: Sequence[Rate], finished: Sequence[Finished]) -> str:
+    """How fast each variant was, and how stale the updates of those that do not wait, in a line."""
+    fast = ", ".join(f"{rate.variant} {rate.measured:.4g}" for rate in rates)
+    stale = ", ".join(f"{each.scheme.name} {fmean(each.audit.staleness or [0]):.2f}" for each in finished)
+    told = {"samples/s": fast, "staleness in the mean": stale}
+    return "; ".join(f"{what}: {values}" for what, values in told.items() if values)
 
 
 def smoothed(seen: list[Event], num_workers: int) -> list[list[float]]:

@@ -15,7 +15,7 @@ import distlab.large_batch as optimizers
 from distlab.config import Config, ConfigError
 from distlab.experiments.largebatch import MODE, SMALL, distance_of_k_steps, training
 from distlab.experiments.largebatch.checks import K
-from distlab.experiments.largebatch.sweep import SweepResults, broken, cell, multiples, sampled, widest_spread
+from distlab.experiments.largebatch.sweep import SweepResults, broken, cell, multiples, result, sampled, widest_spread
 from distlab.experiments.largebatch.training import Lockstep, Stream, Trainee, base_rate
 from distlab.large_batch import Lamb, Lars, Layerwise
 from distlab.rank.mode_loader import load
@@ -416,3 +416,9 @@ def test_a_sweep_that_draws_wrong_fails_the_run(
     ranks: Ranks, tmp_path: Path, fault: str, check: str, model: str
 ) -> None:
     assert check in seen(ranks, tmp_path, fault, "linear", model)
+
+
+def test_where_recipes_break_down_is_told_in_a_line() -> None:
+    ends = {"unscaled": "k = 4", "linear": "none up to 32", "lars": "k = 16", "lamb": "none up to 32"}
+    assert result(ends) == "breaks at k: unscaled 4, lars 16; none up to 32: linear, lamb"
+    assert result({"linear": "none up to 32"}) == "none up to 32: linear"

@@ -17,7 +17,7 @@ from torch import Tensor
 from distlab.config import Config
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
-from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
+from distlab.experiments.server.asynchronous import Rate, Report, miscounted, misjudged, result
 from distlab.experiments.server.bugs import Forgetful, OneShard, Repeating, Unheard
 from distlab.experiments.server.checks import OneProcess, Replay, audit, differences, misordered
 from distlab.parameter_server.server import PUSH, START, Client, Event, ParameterServer, Recorder, Worker, draw_order
@@ -308,3 +308,8 @@ def test_staleness_and_lead_are_read_from_what_was_seen() -> None:
     assert (found.lead, found.wrong_numbers, found.steps[0], found.granted) == (1, 0, [1, 1], 5)
     assert audit([*seen, Event(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
     assert audit([*seen, Event(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"
+
+
+def test_the_result_is_told_in_a_line() -> None:
+    rates = [Rate("dp", [0.1], 300.0, 310.2), Rate("ssp", [0.1], 300.0, 1528.4)]
+    assert result(rates, []) == "samples/s: dp 310.2, ssp 1528"
