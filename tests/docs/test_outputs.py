@@ -29,7 +29,7 @@ COMMANDS = sorted({block["command"] for page in PAGES for block in BLOCK.findite
 
 @cache
 def output_of(command: str) -> str:
-    """What a page's command prints, of several ranks only the lines of rank 0."""
+    """What a page's command prints, of several ranks only the lines of rank 0, and none that a slow start adds."""
     command, _, code = command.partition(" (exit code ")
     words = shlex.split(command)
     settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
@@ -42,7 +42,7 @@ def output_of(command: str) -> str:
     return "".join(
         line + "\n"
         for line in done.stdout.splitlines()
-        if not re.match(r"rank [1-9] \||rank 0 \| (?:waiting|working|times  )|.*\d+ of \d+$", line)
+        if not re.match(r"rank [1-9] \||rank 0 \| (?:waiting|working|times  )|starting  |.*\d+ of \d+$", line)
     )
 
 
