@@ -1,6 +1,8 @@
 """What the columns of a report's tables mean, by title: under the pointer on the page, in its glossary, and in
 docs/glossary.md."""
 
+from distlab.report.units import BYTE_UNITS
+
 COLUMNS = {
     "variant": "one way to do what the mode is about",
     "predicted": "by the formula, before the run",
@@ -52,4 +54,5 @@ def meaning(title: str) -> str:
     """What the column of this title shows; empty where the title says it."""
     if title.startswith("x "):
         return COLUMNS["x ..."]
-    return COLUMNS.get(title, "")
+    unit, _, rest = title.partition(" ")
+    return COLUMNS.get(rest if unit in BYTE_UNITS else title, "")

@@ -298,6 +298,7 @@ def test_every_heading_of_a_column_has_a_scope_and_every_glossary_word_a_meaning
     shown = drawn(pipeline_run())
     assert "<th>" not in shown and "<th class" not in shown
     assert re.search(r'<th scope="col" class=n title="median of the timed steps[^"]*">ms a step</th>', shown)
+    assert re.search(r'title="by the formula, before the run">.B predicted</th>', shown)
     assert "<caption>Time and bytes of a step, by variant</caption>" in shown
     glossary = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
     assert not [name for name, about in COLUMNS.items() if f"| {name} | {about} |" not in glossary]
