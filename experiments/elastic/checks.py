@@ -28,7 +28,6 @@ from distlab.elastic.strategy import (
 )
 from distlab.lab import Lab
 from distlab.measure.tensors import Worst
-from distlab.report.units import counted
 from distlab.workload.reference import Reference, Snapshot
 
 from .network import Net
@@ -317,9 +316,8 @@ def result(rows: Sequence[Sequence[Any]], variants: int) -> str:
     took_s = sorted(change[NEXT] / 1000 for change in changes if change[NEXT] != "")
     recovery = f"recovery {took_s[0]:.2f} to {took_s[-1]:.2f} s" if took_s else "no step after a loss"
     redone = {change[""] for change in changes if change["steps redone"]}
-    return (
-        f"{counted(len(changes), 'losses')}: {recovery}; {len(redone)} of {counted(variants, 'variants')} lost a step"
-    )
+    losses = "1 loss" if len(changes) == 1 else f"{len(changes)} losses"
+    return f"{losses}: {recovery}; {len(redone)} of {variants} variants lost a step"
 
 
 def check_times(lab: Lab, course: Course) -> None:
