@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 from distlab.report import records
 from distlab.report.records import Record
+from distlab.report.table import INDENT, WIDTH, wrapped
 from distlab.report.tables import row as chart_row
 from distlab.report.timeline import Span, step_seconds, union_s
 from distlab.report.units import byte_unit, human_bytes, milliseconds, three_digits
 
-WIDTH, INDENT = 100, 11
 FEW_VARIANTS = 5  # up to which the first step of each may take two lines: 10 to 25 lines in all
 CHART_COLUMNS = 40
 MANY = 8  # variants: then a normal log leaves out the first steps of PyTorch's own
@@ -25,14 +25,6 @@ FEW_SAMPLES = 8
 SENDS = {"send": "sent to", "recv": "received from"}
 HEADERS_SHARE = 0.01  # of what goes to the peer that gets most: less than that are only acknowledgements and headers
 Log = Literal["quiet", "normal", "full"]
-
-
-def line(heading: str, text: str) -> list[str]:
-    """`text` behind its heading, on as many lines as it takes."""
-    return textwrap.wrap(
-        f"{heading:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_long_words=True,
-        break_on_hyphens=False,
-    )  # fmt: skip
 
 
 class RankLog:
@@ -82,7 +74,7 @@ def placed(log: RankLog, record: records.Placed) -> list[str]:
     beside = ", ".join(f"{name}: rank {rank}" for name, rank in record.neighbours.items())
     told = textwrap.wrap(f"{who} · {start.host} ({record.ip}) · {record.device}", WIDTH)
     alone = "" if start.world_size > 1 else "one rank alone: there is nothing to communicate"
-    return told + line("mesh", "; ".join(filter(None, [along, beside, alone])))
+    return told + wrapped("mesh", "; ".join(filter(None, [along, beside, alone])))
 
 
 def given(log: RankLog, record: records.Given) -> list[str]:
@@ -93,12 +85,12 @@ def given(log: RankLog, record: records.Given) -> list[str]:
         record.samples if len(record.samples) <= FEW_SAMPLES or log.log == "full" else record.samples[: FEW_SAMPLES - 1]
     )
     ids = " ".join(map(str, few)) + (f" ... {record.samples[-1]}" if few != record.samples else "")
-    return line("gets", f"step {record.step}: {len(record.samples)} of {record.batch} samples{parts}: {ids}")
+    return wrapped("gets", f"step {record.step}: {len(record.samples)} of {record.batch} samples{parts}: {ids}")
 
 
 def noted(_log: RankLog, record: records.Noted) -> list[str]:
     """What its mode alone can say."""
-    return line(record.heading, record.text)
+    return wrapped(record.heading, record.text)
 
 
 def holds(log: RankLog, record: records.Holds) -> list[str]:
@@ -106,9 +98,9 @@ def holds(log: RankLog, record: records.Holds) -> list[str]:
     text = holdings(record.parameters, log.log)
     same = [each.variant for each in log.all(records.Holds) if each.parameters == record.parameters]
     if same:
-        return line("", f"{record.variant}: as {same[0]}") if log.log == "full" else []
+        return wrapped("", f"{record.variant}: as {same[0]}") if log.log == "full" else []
     first = next(log.all(records.Holds), None) is None
-    return line("holds" if first else "", f"{record.variant}: {text}")
+    return wrapped("holds" if first else "", f"{record.variant}: {text}")
 
 
 def holdings(parameters: Sequence[Sequence[Any]], log: Log) -> str:
@@ -220,7 +212,7 @@ def first_step(log: RankLog, record: records.FirstStep) -> list[str]:
         calls = f"calls {short_ms(calls_s)} ({sent})" if calls_s else f"sent {sent}"
         head = f"{step_ms} ms: {', '.join(filter(None, [own, calls]))}{waited_phrase(record.calls)}"
     first = next(log.all(records.FirstStep), None) is None
-    told = line(f"step {record.step}" if first else "", f"{record.variant}: {head}")
+    told = wrapped(f"step {record.step}" if first else "", f"{record.variant}: {head}")
     room = log.lines_a_variant - len(told)
     return told + calls_lines(record.calls, log.start.rank, room) if room > 0 else told
 
@@ -271,7 +263,7 @@ def reached(_log: RankLog, record: records.Reached) -> list[str]:
         f"in calls {span_of(called)} ms" if called else "",
         "" if record.sent_bytes is None else f"sent {human_bytes(record.sent_bytes)} since",
     ]
-    return line(f"step {record.steps}", " · ".join(filter(None, parts)))
+    return wrapped(f"step {record.steps}", " · ".join(filter(None, parts)))
 
 
 def span_of(seconds: Iterable[float]) -> str:
@@ -308,7 +300,7 @@ def sent_lines(log: RankLog) -> list[str]:
         if wire.sent_bytes > HEADERS_SHARE * most[wire.variant]:
             by_variant[wire.variant].append((wire.peer, human_bytes(wire.sent_bytes)))
     told = by_value((name, same_bytes(parts)) for name, parts in by_variant.items())
-    return line("sent", f"a step: {told}") if told else []
+    return wrapped("sent", f"a step: {told}") if told else []
 
 
 def same_bytes(parts: Sequence[tuple[int, str]]) -> str:
@@ -321,7 +313,7 @@ def same_bytes(parts: Sequence[tuple[int, str]]) -> str:
 def predicted_lines(log: RankLog) -> list[str]:
     claims = [each for each in log.all(records.Comparison) if each.name == "wire bytes"]
     told = by_value((each.variant, f"{human_bytes(each.predicted)} / {human_bytes(each.measured)}") for each in claims)
-    return line("predicted", f"/ measured on the wire: {told}") if told else []
+    return wrapped("predicted", f"/ measured on the wire: {told}") if told else []
 
 
 def memory_lines(log: RankLog) -> list[str]:
@@ -332,13 +324,13 @@ def memory_lines(log: RankLog) -> list[str]:
         for each in classes:
             parts = ", ".join(f"{kind} {human_bytes(nbytes)}" for kind, nbytes in each.rest_bytes.items() if nbytes)
             values.append((each.variant, f"{parts} at rest, peak {human_bytes(sum(each.peak_bytes.values()))}"))
-        return line("memory", by_value(values)) if values else []
+        return wrapped("memory", by_value(values)) if values else []
     if not classes:
         return []
     totals = {each.variant: [sum(of.values()) for of in (each.rest_bytes, each.peak_bytes)] for each in classes}
     scale, unit = byte_unit(max(map(max, totals.values())))
     told = (f"{name} {' / '.join(three_digits(nbytes / scale) for nbytes in of)}" for name, of in totals.items())
-    return line("memory", f"{unit} at rest / at the peak: {', '.join(told)}")
+    return wrapped("memory", f"{unit} at rest / at the peak: {', '.join(told)}")
 
 
 def waits_lines(log: RankLog) -> list[str]:
@@ -346,7 +338,7 @@ def waits_lines(log: RankLog) -> list[str]:
     for step in log.all(records.FirstStep):
         by_rank.update(waits(step.calls))
     told = ", ".join(f"rank {rank} {milliseconds(seconds)} ms" for rank, seconds in by_rank.most_common())
-    return line("waited", f"in the first steps for {told}") if told else []
+    return wrapped("waited", f"in the first steps for {told}") if told else []
 
 
 def checks_lines(log: RankLog, _record: records.End) -> list[str]:
@@ -358,7 +350,7 @@ def checks_lines(log: RankLog, _record: records.End) -> list[str]:
     ]
     failed = [f"{variant} {name}".strip() for variant, name, passed in checks if not passed]
     told = f"{len(checks) - len(failed)} of {len(checks)} passed on this rank"
-    return line("checks", told + (f"; FAILED: {', '.join(failed)}" if failed else ""))
+    return wrapped("checks", told + (f"; FAILED: {', '.join(failed)}" if failed else ""))
 
 
 def verdict_of_all(verdict: str, folder: Path) -> str:
@@ -370,7 +362,7 @@ def changed(log: RankLog, record: records.Changed) -> list[str]:
     """Who is in from a step on, and the number of that view of the members."""
     view = 1 + sum(each.variant == record.variant for each in log.all(records.Changed))
     members = ", ".join(map(str, record.members))
-    return line("view", f"{view} of {record.variant}, from step {record.step}: ranks {members} ({record.what})")
+    return wrapped("view", f"{view} of {record.variant}, from step {record.step}: ranks {members} ({record.what})")
 
 
 LINES_OF: dict[type[Any], Callable[[RankLog, Any], list[str]]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from distlab.config.settings import is_path
 from distlab.report import sentences, tables
 from distlab.report.records import Ranks, Run
-from distlab.report.table import in_columns, log_line
+from distlab.report.table import in_columns, log_line, wrapped
 from distlab.report.units import byte_unit, difference, milliseconds, three_digits
 from distlab.report.verdict import pytorch_own, slowest
 
@@ -147,7 +147,7 @@ def decided_lines(run: Run) -> list[str]:
         return []
     names = list(dict.fromkeys(check["name"] for check in run["checks"]))
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return [log_line("decided by", ", ".join(names[:MOST_NAMED]) + more)]
+    return wrapped("decided by", ", ".join(names[:MOST_NAMED]) + more)
 
 
 def times_lines(run: Run) -> list[str]:
@@ -169,9 +169,9 @@ def lost_lines(run: Run, records: Ranks, report: Path | None, folder: Path) -> l
 def skipped_lines(skipped: list[Run]) -> list[str]:
     """The variants that these settings rule out: why, or of many their names."""
     if len(skipped) <= 2:
-        return [log_line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in skipped]
+        return [line for skip in skipped for line in wrapped("skipped", f"{skip['variant']}: {skip['reason']}")]
     names = ", ".join(skip["variant"] for skip in skipped)
-    return [log_line("skipped", f"{len(skipped)} variants that these settings rule out, the report says why: {names}")]
+    return wrapped("skipped", f"{len(skipped)} variants that these settings rule out, the report says why: {names}")
 
 
 def ended_lines(run: Run, report: Path | None) -> list[str]:

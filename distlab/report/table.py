@@ -3,6 +3,7 @@
 The page's side is the macro `table` in templates/parts.html.
 """
 
+import textwrap
 from collections.abc import Container, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
@@ -94,6 +95,17 @@ def table_lines(word: str, table: Table, least: Sequence[int] = ()) -> list[str]
     numbers = [place for place, (_, column) in enumerate(shown) if column.kind == "number"]
     lines = in_columns(titles + rows, numbers, 3, least)
     return [log_line("" if place else word, text) for place, text in enumerate(lines)]
+
+
+WIDTH, INDENT = 100, 11  # of a log's line, and of what stands under its word
+
+
+def wrapped(word: str, text: str) -> list[str]:
+    """The same on as many lines as it takes, none longer than WIDTH."""
+    return textwrap.wrap(
+        f"{word:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_long_words=True,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def log_line(word: str, text: str) -> str:

@@ -103,7 +103,7 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
             )
     lab.table(op, ["size", "variant", "us", "algbw", "busbw", "predicted B", "wire B", "by size"], rows)
     took = [f"{name} {costs[op, sizes[-1], name].seconds * 1e3:.3g}" for name in variants]
-    lab.say(f"{op} of {size(sizes[-1])} in ms: {', '.join(took)}", "result", at="normal")
+    lab.say(f"{op}, {size(sizes[-1])}, ms: {', '.join(took)}", "result", at="normal")
     megabytes = [nbytes / 1e6 for nbytes in sizes]
     times = {name: [costs[op, nbytes, name].seconds for nbytes in sizes] for name in variants}
     milliseconds = {name: [megabytes, [seconds * 1e3 for seconds in column]] for name, column in times.items()}

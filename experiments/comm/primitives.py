@@ -223,4 +223,4 @@ def nothing_recorded(lab: Lab) -> None:
     detail = "outputs of torch.distributed.all_gather that autograd knows of"
     control = "tests/experiments/test_comm.py::test_a_gather_that_autograd_knows_is_seen"
     lab.check("no autograd", recorded, 0, detail=detail, control=control)
-    lab.say("torch.distributed.all_gather leaves autograd nothing to send back: distlab/collectives/autograd.py does")
+    lab.say("torch.distributed.all_gather gives autograd nothing back; distlab/collectives/autograd.py does")

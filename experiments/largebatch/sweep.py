@@ -115,8 +115,9 @@ def note_losses(lab: Lab, k: int, stream: Stream, losses: Mapping[str, list[floa
     """In each rank's own log: its part of the batch at this `k`, and where each recipe came with it."""
     ids = stream.sample_ids(0, lab.rank, lab.world_size)
     ended = ", ".join(f"{name} {sum(of) / len(of):.3g}" for name, of in losses.items())
-    steps = lab.config.steps // k
-    lab.note("trains", f"k={k}: {steps} steps, {len(ids)} of {k * lab.config.batch} samples here; loss {ended}")
+    number = lab.config.steps // k
+    steps = f"{number} step{'s' if number > 1 else ''}"
+    lab.note("trains", f"k={k}: {steps}, {len(ids)} of {k * lab.config.batch} samples here; loss {ended}")
 
 
 def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:

@@ -402,7 +402,7 @@ def result(rates: Sequence[Rate], finished: Sequence[Finished]) -> str:
     """How fast each variant was, and how stale the updates of those that do not wait, in a line."""
     fast = ", ".join(f"{rate.variant} {rate.measured:.4g}" for rate in rates)
     stale = ", ".join(f"{each.scheme.name} {fmean(each.audit.staleness or [0]):.2f}" for each in finished)
-    told = {"samples/s": fast, "staleness in the mean": stale}
+    told = {"samples/s": fast, "mean staleness": stale}
     return "; ".join(f"{what}: {values}" for what, values in told.items() if values)
 
 

@@ -59,6 +59,9 @@ class Notes:
     def say(self, text: str, *_: Any, **__: Any) -> None:
         self.lines.append(text)
 
+    def note(self, _heading: str, text: str) -> None:
+        self.lines.append(text)
+
     def gather(self, _: str, value: Any) -> list[Any] | None:
         everyone = self.everyone("", value)
         return everyone if self.rank == 0 else None
@@ -289,7 +292,7 @@ def test_the_whole_mode(tmp_path: Path) -> None:
     if compared:  # the kernel tells what its sockets sent
         assert ("direct", "wire bytes all_reduce 4 MiB") in compared
         assert {variant for variant, _ in compared} == {"gloo", "direct"}
-    assert "rank 1 | rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output
+    assert "rank 1 | gathers    rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output
     link = calibrate(tmp_path / "run").link  # what `python -m distlab plan` takes from it
     assert link is not None
     assert 0 <= link.latency_s < 0.1 and 1e7 < link.bytes_per_s < 1e12

@@ -92,7 +92,7 @@ def members_of_elastic(ran: Ran) -> Iterator[str]:
 
 def losses_of_largebatch(ran: Ran) -> Iterator[str]:
     yield "k=1: 32 steps"
-    yield "k=32: 1 steps"
+    yield "k=32: 1 step,"
     yield numbers_of_checks(ran)
 
 
