@@ -31,7 +31,8 @@ IN_CALLS = ("communication", "waiting")  # the classes of time in which a rank d
 
 
 def write_holdings(lab: Lab, strategies: Mapping[str, Strategy]) -> None:
-    """The parameters of each variant that this rank has, whole or in part."""
+    """The parameters of each variant that this rank has, whole or in part; once they have taken a step, since asking
+    for a state makes that of an optimizer which has none yet."""
     for name, strategy in strategies.items():
         rows = [held_parameter(label, tensor) for label, tensor in weights_of(strategy)]
         lab.journal.write(records.Holds(name, [list(row) for row in rows if row[4]]))

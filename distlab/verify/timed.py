@@ -128,7 +128,6 @@ def time_steps(
     clock = align(lab.group)
     lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
     watch, pace = Stopwatch(list(variants), clock), Pace(lab, steps)
-    write_holdings(lab, strategies)
     if steps:
         write_given(lab, batches, course.data_step(course.first))
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
@@ -141,6 +140,8 @@ def time_steps(
                         shares.append(watch.shares[name][-1])
                     corruption.compare(name, step)
             passed(step)
+            if step == course.first:
+                write_holdings(lab, strategies)
             watch.tell(pace, course, step)
     watch.write(lab)
     holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)

@@ -165,7 +165,8 @@ def test_a_claim_carries_what_must_agree_and_nothing_else() -> None:
         "LAB_RUNS_DIR": "/tmp/x", "LAB_JOIN_TIMEOUT_S": "9", "LAB_CPUS": "1", "LAB_MEMORY": "900m", "LAB_PROOF": "0",
     }  # fmt: skip
     made = Claim.of(Config.read(environ), "v1", "")
-    assert made.settings == {"LAB_STEPS": "7", "LAB_VARIANT": "flat,ring", "LAB_PROOF": "0"}
+    own = {"LAB_DEPTH": "4"}  # a default of dp's own
+    assert made.settings == own | {"LAB_STEPS": "7", "LAB_VARIANT": "flat,ring", "LAB_PROOF": "0"}
     assert made.differences(made) is None
 
 

@@ -155,6 +155,7 @@ PAGE = TOP / "docs" / "modes.md"
 VARIES = (
     (r", waited [-+.\de]+ for rank \d", ""),
     (r"waited in the first steps .*?(?=checks)", ""),
+    (r"changes until the next step: .*?(?=begins|view|predicted)", ""),  # who noticed what first is a matter of moments
     (r"\|[-+.0-9A-Za-z]{32,}\|", "|drawn|"),
     (r"(\d+>\d+, )+(\.\.\.|\d+>\d+)|\d+>\d+", "versions"),
     (r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#"),
