@@ -17,7 +17,7 @@ from distlab.config.settings import Field, ModeOptions, suggest
 
 SHARED = {
     "rank", "world_size", "master_addr", "master_port", "key", "local_rank", "threads", "runs_dir", "run_id",
-    "join_timeout_s", "lost_after_s", "collective_timeout_s", "cpus", "memory",
+    "join_timeout_s", "lost_after_s", "collective_timeout_s", "cpus", "memory", "log",
 }  # fmt: skip
 
 

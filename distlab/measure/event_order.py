@@ -175,16 +175,17 @@ class Message(NamedTuple):
     start_s: float
     end_s: float
     phases: tuple[str, ...] = ()  # what this rank is in the midst of, the outermost first: "forward 3"
-    tensors: tuple[Tensor, ...] = ()  # that it reads or writes, where they are kept
+    # That it reads or writes, where they are asked for: storage, its bytes, shape; no tensor, which would stay.
+    tensors: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
 class Messages:
     """`with Messages().recorded() as messages: step()`, then `messages.found`."""
 
-    def __init__(self, *, keep_tensors: bool = False) -> None:
-        """`keep_tensors`: each message keeps what it carries, which a measured step must not."""
+    def __init__(self, *, name_tensors: bool = False) -> None:
+        """`name_tensors`: each message says in which storages its tensors lie."""
         self.found: list[Message] = []
-        self._keep_tensors = keep_tensors
+        self._name_tensors = name_tensors
         self._phases: list[str] = []
         self._open: list[tuple[int, dist.Work]] = []
 
@@ -223,8 +224,9 @@ class Messages:
         def noted(keys: Any, *args: Any) -> Any:
             self.look()
             message = message_of(name, shape, args)
-            if message is not None and self._keep_tensors:
-                message = message._replace(phases=tuple(self._phases), tensors=tuple(tensors_in(args)))
+            if message is not None and self._name_tensors:
+                where = tuple((key_of(each), storage_of(each).nbytes(), tuple(each.shape)) for each in tensors_in(args))
+                message = message._replace(phases=tuple(self._phases), tensors=where)
             result = pass_on(keys & BELOW, *args)
             if message is not None:
                 work = result[-1] if isinstance(result, tuple) else result

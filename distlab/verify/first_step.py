@@ -19,7 +19,7 @@ from distlab.collectives.phases import Span, heard
 from distlab.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.contract import Strategy
 from distlab.lab import Lab
-from distlab.measure.event_order import Message, Messages, key_of
+from distlab.measure.event_order import Message, Messages, key_of, storage_of
 from distlab.measure.timeline import CLASSES, Clock, profile, union
 from distlab.report import records
 from distlab.workload.data import Batches
@@ -90,7 +90,7 @@ def watched_calls(lab: Lab, *, first: bool) -> Iterator[Messages | None]:
     if not first or "flip" in (lab.config.faults or ""):
         yield None
         return
-    messages = Messages(keep_tensors=True)
+    messages = Messages(name_tensors=True)
     with messages.recorded(), heard(messages.hear):
         yield messages
 
@@ -160,29 +160,33 @@ def taken(
     return left, seconds
 
 
-def names_of_storages(strategy: Strategy) -> dict[int, list[str]]:
-    """Which parameters, or whose gradients, lie in a storage, by its key."""
-    found: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in weights_of(strategy):
+def names_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[str]]:
+    """Which parameters, or whose gradients, lie in a storage, by its key and its bytes: memory that was given back and
+    taken again in the step has another size as a rule."""
+    found: dict[tuple[int, int], list[str]] = defaultdict(list)
+
+    def note(name: str, tensor: Any) -> None:
         for _, box in piece_of(tensor).boxes:
-            if name not in found[key_of(box)]:
-                found[key_of(box)].append(name)
+            names = found[key_of(box), storage_of(box).nbytes()]
+            if name not in names:
+                names.append(name)
+
+    for name, tensor in weights_of(strategy):
+        note(name, tensor)
     for held in strategy.held("gradients") if hasattr(strategy, "held") else ():
         for tensor in (each for each in held if isinstance(each, Tensor | LocalShard)):
-            for _, box in piece_of(tensor).boxes:
-                found[key_of(box)].append(f"gradient of {held[0]}")
+            note(f"gradient of {held[0]}", tensor)
     return found
 
 
-def carried(message: Message, names: Mapping[int, list[str]]) -> str:
+def carried(message: Message, names: Mapping[tuple[int, int], list[str]]) -> str:
     """What a call carries in words: parameters by name, or the shape of a tensor and in which phase it is sent."""
-    for tensor in message.tensors:
-        if found := names.get(key_of(tensor)):
+    for key, nbytes, _ in message.tensors:
+        if found := names.get((key, nbytes)):
             return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
-    shape = list(message.tensors[0].shape) if message.tensors else []
-    around = next(
-        (each for each in message.phases if each.split()[0] in ("forward", "backward", "input", "weight")), ""
-    )
+    shape = list(message.tensors[0][2]) if message.tensors else []
+    passes = ("forward", "backward", "input", "weight")
+    around = next((each for each in message.phases if each.split()[0] in passes), "")
     return f"{shape} in {around}" if around else f"{shape}"
 
 
