@@ -84,7 +84,9 @@ def questions(checked: Checked) -> list[str]:
 
 def said(checked: Checked) -> str:
     """What was found or asked, shortened."""
-    first = next(iter([*checked.sentences, *questions(checked)]), "nothing")
+    # What differs before who hangs because of it: which of the two is told first is a matter of moments.
+    sentences = sorted(checked.sentences, key=lambda sentence: "the calls do not match" in sentence)
+    first = next(iter([*sentences, *questions(checked)]), "nothing")
     return first if len(first) <= SHOWN else f"{first[: SHOWN - 3]}..."
 
 
