@@ -7,7 +7,7 @@ one line, so that a rank of any mode says it in 10 to 25 lines, and the "full" o
 
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,12 +16,14 @@ from distlab.report.records import Record
 from distlab.report.table import INDENT, WIDTH, wrapped
 from distlab.report.tables import row as chart_row
 from distlab.report.timeline import Span, step_seconds, union_s
-from distlab.report.units import byte_unit, human_bytes, milliseconds, three_digits
+from distlab.report.units import byte_unit, human_bytes, milliseconds, name_ranks, three_digits
+from distlab.report.verdict import passes
 
 FEW_VARIANTS = 5  # up to which the first step of each may take two lines: 10 to 25 lines in all
 CHART_COLUMNS = 40
 MANY = 8  # variants: then a normal log leaves out the first steps of PyTorch's own
 FEW_SAMPLES = 8
+ANY = -1  # a receive takes from whoever sends
 SENDS = {"send": "sent to", "recv": "received from"}
 HEADERS_SHARE = 0.01  # of what goes to the peer that gets most: less than that are only acknowledgements and headers
 Log = Literal["quiet", "normal", "full"]
@@ -65,7 +67,7 @@ class RankLog:
 # --- who it is, what it holds and gets ---
 
 
-def placed(log: RankLog, record: records.Placed) -> list[str]:
+def place_lines(log: RankLog, record: records.Placed) -> list[str]:
     """Who this rank is, and who is next to it."""
     start = log.start
     how = f"{start.run_mode} · {start.config.get('LAB_BACKEND')} · {start.title}"
@@ -77,7 +79,7 @@ def placed(log: RankLog, record: records.Placed) -> list[str]:
     return told + wrapped("mesh", "; ".join(filter(None, [along, beside, alone])))
 
 
-def given(log: RankLog, record: records.Given) -> list[str]:
+def given_lines(log: RankLog, record: records.Given) -> list[str]:
     """What it works on."""
     sizes = " + ".join(map(str, record.microbatches))
     parts = f", in {len(record.microbatches)} microbatches of {sizes}" if len(record.microbatches) > 1 else ""
@@ -88,12 +90,12 @@ def given(log: RankLog, record: records.Given) -> list[str]:
     return wrapped("gets", f"step {record.step}: {len(record.samples)} of {record.batch} samples{parts}: {ids}")
 
 
-def noted(_log: RankLog, record: records.Noted) -> list[str]:
+def note_lines(_log: RankLog, record: records.Noted) -> list[str]:
     """What its mode alone can say."""
     return wrapped(record.heading, record.text)
 
 
-def holds(log: RankLog, record: records.Holds) -> list[str]:
+def holding_lines(log: RankLog, record: records.Holds) -> list[str]:
     """Which parameters it has, by name; once for variants that have the same."""
     text = holdings(record.parameters, log.log)
     same = [each.variant for each in log.all(records.Holds) if each.parameters == record.parameters]
@@ -153,25 +155,19 @@ class CallGroup(NamedTuple):
     def told(self, me: int, *, waited: bool) -> str:
         """What they carry, how much, how long they took, and who was waited for."""
         others = [rank for rank in self.ranks if rank != me]
-        peers = ranks_phrase(others) if len(others) < 4 else f"all {len(self.ranks)} ranks"
+        peers = "any rank" if others == [ANY] else name_ranks(others)
         head = f"{SENDS[self.op]} {peers}" if self.op in SENDS else f"{self.op} with {peers}"
         nbytes = human_bytes(sum(call[3] for call in self.calls))
         took = short_ms(union_s([Span("", "", call[5], call[6]) for call in self.calls]))
-        largest = max(self.calls, key=lambda call: call[3])[7]
+        what = max(self.calls, key=lambda call: call[3])[7]
+        largest = f", {what}" if what else ""
         number = f"{len(self.calls)} x " if len(self.calls) > 1 else ""
-        return f"{number}{head}: {nbytes}, {took} ms{waited_phrase(self.calls) if waited else ''}, {largest}"
+        return f"{number}{head}: {nbytes}, {took} ms{waited_phrase(self.calls) if waited else ''}{largest}"
 
 
 def short_ms(seconds: float) -> str:
     """Milliseconds, whole ones from ten on."""
     return f"{1000 * seconds:.0f}" if seconds >= 0.01 else milliseconds(seconds)
-
-
-def ranks_phrase(ranks: Sequence[int]) -> str:
-    """Ranks by number."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}" if ranks[0] >= 0 else "any rank"
-    return f"ranks {','.join(map(str, ranks))}" if ranks else "nobody"
 
 
 def waited_phrase(calls: Iterable[Sequence[Any]]) -> str:
@@ -192,7 +188,7 @@ def waits(calls: Iterable[Sequence[Any]]) -> "Counter[int]":
     return by_rank
 
 
-def first_step(log: RankLog, record: records.FirstStep) -> list[str]:
+def first_step_lines(log: RankLog, record: records.FirstStep) -> list[str]:
     """The passes and the calls of the first step: a chart of its microbatches where it has several, else its times."""
     if log.log != "full" and len(log.timed) > MANY and record.variant in log.start.by_torch:
         return []
@@ -217,12 +213,12 @@ def first_step(log: RankLog, record: records.FirstStep) -> list[str]:
     return told + calls_lines(record.calls, log.start.rank, room) if room > 0 else told
 
 
-def drawn(log: RankLog, record: records.Messages) -> list[str]:
-    """What a recorded step sends, of a variant that takes no first step: one collective of comm."""
-    if any(step.variant == record.variant for step in log.all(records.FirstStep)):
+def drawn_step_lines(log: RankLog, record: records.Messages) -> list[str]:
+    """What a recorded step sends, of a variant whose training is not timed: one collective of comm."""
+    if record.variant in log.timed:
         return []
     first = next(log.all(records.Messages), None) is None
-    calls = [[*call, "one tensor", 0.0, -1] for call in record.calls]
+    calls = [[*call, "", 0.0, -1] for call in record.calls]
     room = 1000 if log.log == "full" else 2
     lines = calls_lines(calls, log.start.rank, room, indent=INDENT + len(record.variant) + 2)
     if not lines:
@@ -253,7 +249,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 3].rstrip()}..."
 
 
-def reached(_log: RankLog, record: records.Reached) -> list[str]:
+def pace_lines(_log: RankLog, record: records.Reached) -> list[str]:
     """How far the timed steps are: the loss, the last step of each variant, and what was sent."""
     told = by_value((name, f"{loss:.4g}") for name, loss in record.losses.items() if loss is not None)
     called = [seconds for seconds in record.called_seconds.values() if seconds is not None]
@@ -266,10 +262,9 @@ def reached(_log: RankLog, record: records.Reached) -> list[str]:
     return wrapped(f"step {record.steps}", " · ".join(filter(None, parts)))
 
 
-def span_of(seconds: Iterable[float]) -> str:
+def span_of(seconds: Collection[float]) -> str:
     """The least and the most, in milliseconds."""
-    ends = dict.fromkeys(milliseconds(end(list(seconds))) for end in (min, max)) if (seconds := list(seconds)) else {}
-    return " to ".join(ends)
+    return " to ".join(dict.fromkeys(map(milliseconds, (min(seconds), max(seconds))))) if seconds else ""
 
 
 # --- what it ends with ---
@@ -285,9 +280,9 @@ def by_value(values: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"{', '.join(names)}: {value}" for value, names in found.items())
 
 
-def end(log: RankLog, record: records.End) -> list[str]:
+def end_lines(log: RankLog, _record: records.End) -> list[str]:
     """Bytes by peer, predicted beside measured, memory, who was waited for, and this rank's checks."""
-    return [*sent_lines(log), *predicted_lines(log), *memory_lines(log), *waits_lines(log), *checks_lines(log, record)]
+    return [*sent_lines(log), *predicted_lines(log), *memory_lines(log), *waits_lines(log), *checks_lines(log)]
 
 
 def sent_lines(log: RankLog) -> list[str]:
@@ -306,7 +301,7 @@ def sent_lines(log: RankLog) -> list[str]:
 def same_bytes(parts: Sequence[tuple[int, str]]) -> str:
     """Bytes by peer, once where all get the same."""
     if len(parts) > 1 and len({nbytes for _, nbytes in parts}) == 1:
-        return f"{parts[0][1]} to each of {ranks_phrase([rank for rank, _ in parts])}"
+        return f"{parts[0][1]} to each of {name_ranks([rank for rank, _ in parts])}"
     return ", ".join(f"{nbytes} to rank {rank}" for rank, nbytes in parts)
 
 
@@ -341,15 +336,13 @@ def waits_lines(log: RankLog) -> list[str]:
     return wrapped("waited", f"in the first steps for {told}") if told else []
 
 
-def checks_lines(log: RankLog, _record: records.End) -> list[str]:
-    checks = [(each.variant, each.name, each.max_abs_diff <= each.tolerance) for each in log.all(records.Check)]
-    checks += [
-        (each.variant, each.name, abs(each.measured - each.predicted) <= each.tolerance)
-        for each in log.all(records.Comparison)
-        if each.decides
-    ]
-    failed = [f"{variant} {name}".strip() for variant, name, passed in checks if not passed]
-    told = f"{len(checks) - len(failed)} of {len(checks)} passed on this rank"
+def checks_lines(log: RankLog) -> list[str]:
+    """How many of the claims of this rank that decide passed, and which did not."""
+    deciding = [each for each in log.all(records.Comparison) if each.decides]
+    made: list[records.Check | records.Comparison] = [*log.all(records.Check), *deciding]
+    claims = [(each, passes(each)) for each in made]
+    failed = [f"{each.variant} {each.name}".strip() for each, passed in claims if not passed]
+    told = f"{len(claims) - len(failed)} of {len(claims)} passed on this rank"
     return wrapped("checks", told + (f"; FAILED: {', '.join(failed)}" if failed else ""))
 
 
@@ -358,7 +351,7 @@ def verdict_of_all(verdict: str, folder: Path) -> str:
     return shortened(f"{verdict.upper():<{INDENT}}of all ranks · report {folder / 'report.html'}")
 
 
-def changed(log: RankLog, record: records.Changed) -> list[str]:
+def view_lines(log: RankLog, record: records.Changed) -> list[str]:
     """Who is in from a step on, and the number of that view of the members."""
     view = 1 + sum(each.variant == record.variant for each in log.all(records.Changed))
     members = ", ".join(map(str, record.members))
@@ -366,7 +359,7 @@ def changed(log: RankLog, record: records.Changed) -> list[str]:
 
 
 LINES_OF: dict[type[Any], Callable[[RankLog, Any], list[str]]] = {
-    records.Placed: placed, records.Given: given, records.Noted: noted, records.Holds: holds,
-    records.FirstStep: first_step, records.Messages: drawn, records.Reached: reached,
-    records.Changed: changed, records.End: end,
+    records.Placed: place_lines, records.Given: given_lines, records.Noted: note_lines, records.Holds: holding_lines,
+    records.FirstStep: first_step_lines, records.Messages: drawn_step_lines, records.Reached: pace_lines,
+    records.Changed: view_lines, records.End: end_lines,
 }  # fmt: skip

@@ -63,13 +63,13 @@ def merge_checks(records: Ranks) -> list[Run]:
 
 def as_entries(checks: Iterable[Check]) -> list[Run]:
     """Checks as run.json holds them."""
-    return [asdict(check) | {"passed": _within(check.max_abs_diff, check.tolerance)} for check in checks]
+    return [asdict(check) | {"passed": passes(check)} for check in checks]
 
 
 def _excess(check: Check) -> tuple[bool, float]:
     """Orders checks by how bad they are: a failed one above all held ones, then by difference."""
     difference = check.max_abs_diff if not math.isnan(check.max_abs_diff) else math.inf
-    return not _within(check.max_abs_diff, check.tolerance), difference
+    return not passes(check), difference
 
 
 def merge_comparisons(records: Ranks) -> list[Run]:
@@ -79,16 +79,19 @@ def merge_comparisons(records: Ranks) -> list[Run]:
         key = entry.variant, entry.name
         if key not in merged or _farness(entry) > _farness(merged[key][1]):
             merged[key] = rank, entry
-    return [asdict(entry) | {"passed": not _misses(entry), "rank": rank} for rank, entry in merged.values()]
+    return [asdict(entry) | {"passed": passes(entry), "rank": rank} for rank, entry in merged.values()]
 
 
 def _farness(entry: Comparison) -> tuple[bool, float]:
     distance = abs(entry.measured - entry.predicted)
-    return _misses(entry), math.inf if math.isnan(distance) else distance
+    return not passes(entry), math.inf if math.isnan(distance) else distance
 
 
-def _misses(entry: Comparison) -> bool:
-    return entry.decides and not _within(abs(entry.measured - entry.predicted), entry.tolerance)
+def passes(claim: Check | Comparison) -> bool:
+    """Whether a claim of one rank holds; one that is informational always does."""
+    if isinstance(claim, Check):
+        return _within(claim.max_abs_diff, claim.tolerance)
+    return not claim.decides or _within(abs(claim.measured - claim.predicted), claim.tolerance)
 
 
 def _within(difference: float, tolerance: float) -> bool:

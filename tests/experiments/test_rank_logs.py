@@ -18,7 +18,7 @@ from distlab.config.settings import modes
 from distlab.experiments.train import by_hand
 from distlab.report import records
 from distlab.report.reading import write_atomically
-from distlab.report.units import human_bytes
+from distlab.report.units import human_bytes, name_ranks
 from tests.docs.pages import TOP
 from tests.labs import Ran, Runs
 
@@ -60,12 +60,13 @@ def of_a_training(ran: Ran) -> Iterator[str]:
     yield " ".join(map(str, given.samples[:7]))
     held = of(ran, records.Holds)[0]
     yield f"{held.variant}: {human_bytes(sum(parameter[4] for parameter in held.parameters))} in"
-    wires = [wire for wire in of(ran, records.Wire) if wire.sent_bytes]
-    most = max(wires, key=lambda wire: wire.sent_bytes)
-    yield human_bytes(most.sent_bytes)
-    yield f"rank{'s' if f'rank {most.peer}' not in log_of(ran) else ''} {most.peer}"
+    most = max(of(ran, records.Wire), key=lambda wire: wire.sent_bytes)
+    sent = {wire.peer: human_bytes(wire.sent_bytes) for wire in of(ran, records.Wire) if wire.variant == most.variant}
+    alike = len({*sent.values()}) == 1 and len(sent) > 1
+    yield f"{sent[most.peer]} to {f'each of {name_ranks(sent)}' if alike else f'rank {most.peer}'}"
     step = of(ran, records.FirstStep)[0]
     yield f"{step.variant}: "
+    yield human_bytes(sum(call[2] for call in step.calls))
     yield numbers_of_checks(ran)
 
 
@@ -103,7 +104,7 @@ FACTS: dict[str, Callable[[Ran], Iterator[str]]] = dict.fromkeys(TRAINS, of_a_tr
 }  # fmt: skip
 # What a mode says beside that, each from its own records or sizes.
 PARTICULAR = {
-    "tp": ["rows 86-170 of 256", "with ranks 0,2"], "pp": ["previous stage: rank 0, next stage: rank 2", "1f1b: |"],
+    "tp": ["rows 86-170 of 256", "with ranks 0 and 2"], "pp": ["previous stage: rank 0, next stage: rank 2", "1f1b: |"],
     "fsdp": ["zero3 unshards (+) and reshards (-) its layers: +0", "rows"], "mesh": ["at tp 0, cp 0, dp 1, pp 0"],
     "cp": ["ring: in the first layer rank 0's at", "rank 2's at"], "moe": ["its own took 3:"],
     "server": ["ssp: ", "staleness"],
@@ -141,7 +142,7 @@ def test_a_full_log_has_each_call(runs: Runs) -> None:
     with redirect_stdout(io.StringIO()) as printed:
         report.main([str(ran.folder), "--rank", str(RANK), "--log", "full"])
     step = next(step for step in of(ran, records.FirstStep) if step.variant != "ring")
-    lines = [line for line in printed.getvalue().splitlines() if "all_reduce with ranks 0,2" in line]
+    lines = [line for line in printed.getvalue().splitlines() if "all_reduce with ranks 0 and 2" in line]
     assert len(lines) >= len(step.calls) > 1
     assert any("gradient of layers." in line for line in lines), "each names what it carries"
 
