@@ -79,8 +79,8 @@ MUTANTS = [
     # Bandwidth.
     Mutant(
         "experiments/comm/benchmark.py",
-        'f"{whole / cost.seconds / 1e9 * times:.3f}"',
-        'f"{whole / cost.seconds / 2**30 * times:.3f}"',
+        '("MB/s", 1e6) if nbytes < SMALL else ("GB/s", 1e9)',
+        '("MB/s", 1e6) if nbytes < SMALL else ("GB/s", 2**30)',
         COMM,
     ),
     Mutant(
@@ -126,8 +126,8 @@ MUTANTS = [
     # A change of members.
     Mutant(
         "experiments/elastic/checks.py",
-        "(1000 * (at - event.began_at) for at in (event.agreed_at, event.next_step_at or event.agreed_at))",
-        "(1000 * (at - of) for at, of in ((event.agreed_at, event.began_at), (event.next_step_at, event.agreed_at)))",
+        "in_ms(event.next_step_at, event), round",
+        "round(1000 * (event.next_step_at - event.agreed_at), 1), round",
         ELASTIC,
     ),
     Mutant(

@@ -99,8 +99,8 @@ VANISHED = [
     ),
     Mutant(
         "experiments/fsdp/checks.py",
-        "    if lab.world_size > 1:  # alone",
-        "    if lab.world_size > 3:  # alone",
+        '    if lab.world_size > 1 and name != "dp":  # alone',
+        '    if lab.world_size > 3 and name != "dp":  # alone',
         "RUN_MODE=fsdp LAB_MODEL=mlp LAB_VARIANT=zero3",
     ),
     Mutant(
@@ -152,11 +152,11 @@ VERDICTS = [
         FLAT,
     ),
     Mutant(JUDGE, "and abs(difference) <= tolerance", "and difference <= tolerance", FLAT),
-    Mutant(JUDGE, "return entry.decides and not", "return not", FLAT),
+    Mutant(JUDGE, "return not claim.decides or _within(", "return _within(", FLAT),
     Mutant(
         JUDGE,
-        "_within(abs(entry.measured - entry.predicted), entry.tolerance)",
-        "_within(entry.measured - entry.predicted - entry.tolerance, entry.tolerance)",
+        "_within(abs(claim.measured - claim.predicted), claim.tolerance)",
+        "_within(claim.measured - claim.predicted - claim.tolerance, claim.tolerance)",
         FLAT,
     ),
     Mutant(END, 'if drill["held"] is False:', 'if drill["held"] is None:', FLAT),
