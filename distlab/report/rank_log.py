@@ -21,8 +21,9 @@ from distlab.report.verdict import passes
 
 FEW_VARIANTS = 5  # up to which the first step of each may take two lines: 10 to 25 lines in all
 CHART_COLUMNS = 40
-MANY = 8  # variants: then a normal log leaves out the first steps of PyTorch's own
+MANY = 8  # variants: then a normal log leaves out PyTorch's own, and first steps that send the same
 FEW_SAMPLES = 8
+FEW_LOSSES = 3  # that are told by variant
 ANY = -1  # a receive takes from whoever sends
 SENDS = {"send": "sent to", "recv": "received from"}
 HEADERS_SHARE = 0.01  # of what goes to the peer that gets most: less than that are only acknowledgements and headers
@@ -62,6 +63,15 @@ class RankLog:
     def lines_a_variant(self) -> int:
         """How many lines the first step of a variant may take."""
         return 1000 if self.log == "full" else 2 if len(self.timed) <= FEW_VARIANTS else 1
+
+    def tells(self, variant: str) -> bool:
+        """Whether this variant has a place in the log; in a normal one of many variants PyTorch's own have none."""
+        return not self.many or variant not in self.start.by_torch
+
+    @property
+    def many(self) -> bool:
+        """Whether there are more variants than a normal log has room for."""
+        return self.log != "full" and len(self.timed) > MANY
 
 
 # --- who it is, what it holds and gets ---
@@ -190,7 +200,7 @@ def waits(calls: Iterable[Sequence[Any]]) -> "Counter[int]":
 
 def first_step_lines(log: RankLog, record: records.FirstStep) -> list[str]:
     """The passes and the calls of the first step: a chart of its microbatches where it has several, else its times."""
-    if log.log != "full" and len(log.timed) > MANY and record.variant in log.start.by_torch:
+    if not log.tells(record.variant) or (log.many and has_alike(log, record)):
         return []
     spans = [Span(*span) for span in record.spans]
     sent = human_bytes(sum(call[2] for call in record.calls))
@@ -200,17 +210,26 @@ def first_step_lines(log: RankLog, record: records.FirstStep) -> list[str]:
         chart = chart_row(
             sorted(spans, key=lambda span: (span.start_s, -span.end_s)), step_seconds([spans]), CHART_COLUMNS
         )
-        head = f"|{chart}| {step_ms} ms{waited_phrase(record.calls)}"
+        head = f"|{chart}| {step_ms} ms, {sent}{waited_phrase(record.calls)}"
     else:
         spent = record.seconds
         own = ", ".join(f"{kind} {short_ms(spent[kind])}" for kind in ("forward", "backward") if spent[kind] > 0)
         calls_s = spent["communication"] + spent["waiting"]
         calls = f"calls {short_ms(calls_s)} ({sent})" if calls_s else f"sent {sent}"
-        head = f"{step_ms} ms: {', '.join(filter(None, [own, calls]))}{waited_phrase(record.calls)}"
+        waited = waited_phrase(record.calls)
+        head = f"{step_ms} ms: {', '.join(filter(None, [own, calls]))}{waited}"
+        if len(f"{record.variant}: {head}") > WIDTH - INDENT and log.lines_a_variant == 1:
+            head = f"{step_ms} ms: {calls}{waited}"  # the passes are alike in all variants, the calls are not
     first = next(log.all(records.FirstStep), None) is None
     told = wrapped(f"step {record.step}" if first else "", f"{record.variant}: {head}")
     room = log.lines_a_variant - len(told)
     return told + calls_lines(record.calls, log.start.rank, room) if room > 0 else told
+
+
+def has_alike(log: RankLog, record: records.FirstStep) -> bool:
+    """Whether a variant before it called the same with as many bytes."""
+    calls = [call[:4] for call in record.calls]
+    return any([call[:4] for call in each.calls] == calls for each in log.all(records.FirstStep))
 
 
 def drawn_step_lines(log: RankLog, record: records.Messages) -> list[str]:
@@ -251,7 +270,11 @@ def shortened(text: str) -> str:
 
 def pace_lines(_log: RankLog, record: records.Reached) -> list[str]:
     """How far the timed steps are: the loss, the last step of each variant, and what was sent."""
-    told = by_value((name, f"{loss:.4g}") for name, loss in record.losses.items() if loss is not None)
+    losses = {name: f"{loss:.4g}" for name, loss in record.losses.items() if loss is not None}
+    told = by_value(losses.items())
+    if len({*losses.values()}) > FEW_LOSSES:
+        least, most = (pick(losses, key=lambda name: float(losses[name])) for pick in (min, max))
+        told = f"{losses[least]} ({least}) to {losses[most]} ({most})"
     called = [seconds for seconds in record.called_seconds.values() if seconds is not None]
     parts = [
         f"loss {told or 'not known here'}",
@@ -270,19 +293,22 @@ def span_of(seconds: Collection[float]) -> str:
 # --- what it ends with ---
 
 
-def by_value(values: Iterable[tuple[str, str]]) -> str:
-    """Names with the same text together: "0.39 MB: gpipe, 1f1b; 0.79 MB: zbv"."""
+def by_value(values: Iterable[tuple[str, str]], *, named: bool = False) -> str:
+    """Names with the same text together: "gpipe, 1f1b 0.39; zbv 0.79"; the text alone if all have it, unless named."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, value in values:
         found[value].append(name)
-    if len(found) == 1:
+    if len(found) == 1 and not named:
         return next(iter(found))
-    return "; ".join(f"{', '.join(names)}: {value}" for value, names in found.items())
+    return "; ".join(f"{', '.join(names)} {value}" for value, names in found.items())
 
 
 def end_lines(log: RankLog, _record: records.End) -> list[str]:
-    """Bytes by peer, predicted beside measured, memory, who was waited for, and this rank's checks."""
-    return [*sent_lines(log), *predicted_lines(log), *memory_lines(log), *waits_lines(log), *checks_lines(log)]
+    """Bytes by peer, predicted beside measured, memory, who was waited for, and this rank's checks; in rank 0's full
+    log the tables of all ranks follow, which have its memory and checks."""
+    tables_follow = log.log == "full" and log.start.rank == 0
+    own = [] if tables_follow else [*memory_lines(log), *checks_lines(log)]
+    return [*sent_lines(log), *predicted_lines(log), *waits_lines(log), *own]
 
 
 def sent_lines(log: RankLog) -> list[str]:
@@ -290,25 +316,33 @@ def sent_lines(log: RankLog) -> list[str]:
     most: dict[str, float] = defaultdict(float)
     for wire in wires:
         most[wire.variant] = max(most[wire.variant], wire.sent_bytes)
-    by_variant: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    scale, unit = byte_unit(max(most.values(), default=0))
+    by_variant: dict[str, dict[int, str]] = defaultdict(dict)
     for wire in wires:
-        if wire.sent_bytes > HEADERS_SHARE * most[wire.variant]:
-            by_variant[wire.variant].append((wire.peer, human_bytes(wire.sent_bytes)))
-    told = by_value((name, same_bytes(parts)) for name, parts in by_variant.items())
-    return wrapped("sent", f"a step: {told}") if told else []
+        if wire.sent_bytes > HEADERS_SHARE * most[wire.variant] and log.tells(wire.variant):
+            by_variant[wire.variant][wire.peer] = three_digits(wire.sent_bytes / scale)
+    by_peers: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name, sent in by_variant.items():
+        alike = len(sent) > 1 and len({*sent.values()}) == 1
+        whom = f"to each of {name_ranks(sent)}" if alike else f"to rank{'s' * (len(sent) > 1)} {slashed(sent)}"
+        by_peers[whom].append((name, slashed(dict.fromkeys(sent.values()) if alike else sent.values())))
+    told = " · ".join(f"{whom}: {by_value(values, named=len(by_peers) > 1)}" for whom, values in by_peers.items())
+    return wrapped("sent", f"{unit} a step {told}") if told else []
 
 
-def same_bytes(parts: Sequence[tuple[int, str]]) -> str:
-    """Bytes by peer, once where all get the same."""
-    if len(parts) > 1 and len({nbytes for _, nbytes in parts}) == 1:
-        return f"{parts[0][1]} to each of {name_ranks([rank for rank, _ in parts])}"
-    return ", ".join(f"{nbytes} to rank {rank}" for rank, nbytes in parts)
+def slashed(values: Iterable[object]) -> str:
+    """As "20.7 / 0.480"."""
+    return " / ".join(map(str, values))
 
 
 def predicted_lines(log: RankLog) -> list[str]:
-    claims = [each for each in log.all(records.Comparison) if each.name == "wire bytes"]
-    told = by_value((each.variant, f"{human_bytes(each.predicted)} / {human_bytes(each.measured)}") for each in claims)
-    return wrapped("predicted", f"/ measured on the wire: {told}") if told else []
+    claims = [each for each in log.all(records.Comparison) if each.name == "wire bytes" and log.tells(each.variant)]
+    scale, unit = byte_unit(max((each.measured for each in claims), default=0))
+    told = by_value(
+        (each.variant, slashed(three_digits(nbytes / scale) for nbytes in (each.predicted, each.measured)))
+        for each in claims
+    )
+    return wrapped("predicted", f"/ measured {unit} on the wire: {told}") if told else []
 
 
 def memory_lines(log: RankLog) -> list[str]:
@@ -320,12 +354,14 @@ def memory_lines(log: RankLog) -> list[str]:
             parts = ", ".join(f"{kind} {human_bytes(nbytes)}" for kind, nbytes in each.rest_bytes.items() if nbytes)
             values.append((each.variant, f"{parts} at rest, peak {human_bytes(sum(each.peak_bytes.values()))}"))
         return wrapped("memory", by_value(values)) if values else []
-    if not classes:
-        return []
-    totals = {each.variant: [sum(of.values()) for of in (each.rest_bytes, each.peak_bytes)] for each in classes}
-    scale, unit = byte_unit(max(map(max, totals.values())))
-    told = (f"{name} {' / '.join(three_digits(nbytes / scale) for nbytes in of)}" for name, of in totals.items())
-    return wrapped("memory", f"{unit} at rest / at the peak: {', '.join(told)}")
+    totals = {
+        each.variant: [sum(of.values()) for of in (each.rest_bytes, each.peak_bytes)]
+        for each in classes
+        if log.tells(each.variant)
+    }
+    scale, unit = byte_unit(max(map(max, totals.values()), default=0))
+    told = by_value((name, slashed(three_digits(nbytes / scale) for nbytes in of)) for name, of in totals.items())
+    return wrapped("memory", f"{unit} at rest / peak: {told}") if told else []
 
 
 def waits_lines(log: RankLog) -> list[str]:
@@ -351,15 +387,8 @@ def verdict_of_all(verdict: str, folder: Path) -> str:
     return shortened(f"{verdict.upper():<{INDENT}}of all ranks · report {folder / 'report.html'}")
 
 
-def view_lines(log: RankLog, record: records.Changed) -> list[str]:
-    """Who is in from a step on, and the number of that view of the members."""
-    view = 1 + sum(each.variant == record.variant for each in log.all(records.Changed))
-    members = ", ".join(map(str, record.members))
-    return wrapped("view", f"{view} of {record.variant}, from step {record.step}: ranks {members} ({record.what})")
-
-
 LINES_OF: dict[type[Any], Callable[[RankLog, Any], list[str]]] = {
     records.Placed: place_lines, records.Given: given_lines, records.Noted: note_lines, records.Holds: holding_lines,
     records.FirstStep: first_step_lines, records.Messages: drawn_step_lines, records.Reached: pace_lines,
-    records.Changed: view_lines, records.End: end_lines,
+    records.End: end_lines,
 }  # fmt: skip

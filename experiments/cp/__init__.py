@@ -202,11 +202,14 @@ def note_positions(lab: Lab) -> None:
 def note_keys(lab: Lab) -> None:
     """Whose keys and values came when, in the first layer of the first step."""
     whose = [(lab.rank - distance) % lab.world_size for distance in range(1, lab.world_size)]
+    told = []
     for name, calls in lab.first_calls().items():
         came = [call for call in calls if call[0] == "recv"] if name in GO_ROUND else []
-        told = [f"rank {rank}'s at {1000 * call[6]:.3g} ms" for rank, call in zip(whose, came, strict=False)]
-        if told:
-            lab.note("keys", f"{name}: in the first layer {', '.join(told)}")
+        if came:
+            told.append(f"{name} {', '.join(f'{1000 * call[6]:.3g}' for call in came[: len(whose)])}")
+    if told:
+        of_whom = ", ".join(map(str, whose))
+        lab.note("keys", f"in layer 0 of rank {of_whom} after ms: {'; '.join(told)}")
 
 
 def variant(name: str, sentence: str, cut: Cut, attention: Attention, *, by_torch: bool = False) -> Variant:

@@ -43,10 +43,10 @@ from distlab.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.lab import Lab
 
 from .bugs import mistake
-from .checks import check_claims, claims, count, show
+from .checks import check_claims, claims, count, show, what_changed
 from .network import Net, let_leave, open_net, settle, wish_back
 from .options import Options
-from .recovery import Audit, Course, Drill, Policy, draw_losses
+from .recovery import Audit, Course, Drill, Event, Policy, draw_losses
 
 POLICIES = (
     Policy("restart", restarts=True),
@@ -99,8 +99,6 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
     for course in courses:
         deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in course.drill.losses)
         lab.say(f"{course.policy.name}: {deaths or 'nobody'} is killed by fault injection", "drill")
-        mine = [f"step {loss.step}" for loss in course.drill.losses if loss.rank == lab.rank]
-        lab.note("begins", f"{course.policy.name}: this rank is killed at {', '.join(mine) or 'no step'}")
         course.run(view)
         note_course(lab, course)
         if view is not None and course.commits:
@@ -116,19 +114,21 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
 
 
 def note_course(lab: Lab, course: Course) -> None:
-    """In each rank's own log: what it computed of a variant, with whom it ended, and what the changes took."""
-    took = ", ".join(
-        f"{event.why.partition(':')[0]} {1000 * (event.next_step_at - event.began_at):.0f} ms"
-        for event in course.events
-        if event.next_step_at  # else another change came first
-    )
-    members = course.record[-1][1] if course.record else []
-    lab.note(
-        "ends",
-        f"{course.policy.name}: {course.training.applied} steps applied, {course.computed} computed in"
-        f" {course.lives} {'life' if course.lives == 1 else 'lives'}; members at the end {members};"
-        f" changes until the next step: {took or 'none'}",
-    )
+    """In each rank's own log: what it computed of a variant, and each view of the members that it saw."""
+    killed = [f"killed at step {loss.step}" for loss in course.drill.losses if loss.rank == lab.rank]
+    applied = f"{course.training.applied} steps applied, {course.computed} computed"
+    applied += f" in {course.lives} lives" if course.lives > 1 else ""
+    views = [
+        f"view {number} from step {event.applied}: ranks {', '.join(map(str, event.after))} ({view_origin(event)})"
+        for number, event in enumerate(course.events, 1)
+    ]
+    lab.note("ends", f"{course.policy.name}: {'; '.join([*killed, applied, *views])}")
+
+
+def view_origin(event: Event) -> str:
+    """Why a view began, and how long it took until the next step; of one that another change cut short only why."""
+    took = f", {1000 * (event.next_step_at - event.began_at):.0f} ms" if event.next_step_at else ""
+    return what_changed(event) + took
 
 
 def maker(lab: Lab, kind: Callable[..., Survivor]) -> Callable[..., Survivor]:

@@ -282,8 +282,7 @@ def show(lab: Lab, courses: list[Course]) -> None:
     for course in courses:
         lab.stood(course.policy.name, [at for at, _ in course.commits])
         for event in course.events:
-            what = "asked" if event.why == "asked" else "restart" if event.restored else "lost"
-            lab.changed(course.policy.name, event.applied, event.began_at, what, event.after)
+            lab.changed(course.policy.name, event.applied, event.began_at, what_changed(event), event.after)
         check_times(lab, course)
     first_at = min((each.commits[0][0] for each in courses if each.commits), default=None)
     mine = [[each.events, each.record] if is_first(lab, each) else None for each in courses]
@@ -343,6 +342,11 @@ def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:
     next_s = told[NEXT] / 1000
     if next_at != event.next_step_at or abs(began_at + next_s - next_at) > ROUNDED_S:
         yield f"the next step {next_s:g} s after it began, where it is {(next_at or 0) - began_at:g}"
+
+
+def what_changed(event: Event) -> str:
+    """In a word: a rank was lost, one asked to be let in, or all began again from a checkpoint."""
+    return "asked" if event.why == "asked" else "restart" if event.restored else "lost"
 
 
 def placed(record: list[list[Any]]) -> str:

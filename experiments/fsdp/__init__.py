@@ -217,7 +217,7 @@ def note_units(lab: Lab, name: str, order: Order) -> None:
             (storage,) = event.storages
             moves.append(f"{'+' if event.nbytes else '-'}{layer_of[storage]}")
     if moves:
-        lab.note("units", f"{name} unshards (+) and reshards (-) its layers: {' '.join(moves)}")
+        lab.note("units", f"{name}: unshard +, reshard -: {' '.join(moves)}")
 
 
 MODE = Mode(
