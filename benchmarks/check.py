@@ -66,7 +66,7 @@ def rows(names: Sequence[str], times: int, folder: Path) -> Iterator[Row]:
         for name, world_size in RIGHT.items():
             if wanted(names, "right", name):
                 checked = check(SCRIPTS / "right" / f"{name}.py", world_size, folder)
-                wrong = [*checked.sentences, *questions(checked)] + (
+                wrong = [*checked.sentences, *checked.questions] + (
                     [f"exit code {checked.code}"] if checked.code else []
                 )
                 yield Row("right", name, world_size, "nothing", said(checked), checked.seconds, wrong)
@@ -77,16 +77,11 @@ def wanted(names: Sequence[str], kind: str, name: str) -> bool:
     return not names or kind in names or name in names
 
 
-def questions(checked: Checked) -> list[str]:
-    """What was asked."""
-    return [line.partition("question")[2].strip() for line in checked.said.splitlines() if "question  " in line]
-
-
 def said(checked: Checked) -> str:
     """What was found or asked, shortened."""
     # What differs before who hangs because of it: which of the two is told first is a matter of moments.
     sentences = sorted(checked.sentences, key=lambda sentence: "the calls do not match" in sentence)
-    first = next(iter([*sentences, *questions(checked)]), "nothing")
+    first = next(iter([*sentences, *checked.questions]), "nothing")
     return first if len(first) <= SHOWN else f"{first[: SHOWN - 3]}..."
 
 

@@ -27,7 +27,7 @@ from distlab.mesh.grid import Mesh
 from distlab.report import records
 from distlab.report.progress import Work
 from distlab.report.run_folder import Journal, Level
-from distlab.report.table import aligned
+from distlab.report.table import aligned, wrapped
 from distlab.transport.handshake import TurnedAway, unheeded
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model, buffer_bytes
@@ -128,7 +128,7 @@ class Lab:
         """
         if self.speaks or all_ranks:
             level: Level = at or ("full" if heading and not all_ranks else "normal")
-            self.journal.say(f"{heading:<11}{text}" if heading else text, level)
+            self.journal.say("\n".join(wrapped(heading, text)) if heading else text, level)
         if self.speaks and heading:
             self.journal.write(records.Said(heading, text))
 

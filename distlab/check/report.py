@@ -12,7 +12,7 @@ from distlab.check.matching import Line
 from distlab.check.rank_state import CHECKS, DEVICES, RankState
 from distlab.report import records
 from distlab.report.sentences import FINDINGS, UNTIL_ENDED, WHEN_FAILED
-from distlab.report.table import aligned
+from distlab.report.table import aligned, wrapped
 from distlab.report.units import counted, human_bytes
 
 CONTROL = "tests/check/test_faults.py::test_it_is_named"
@@ -61,22 +61,22 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
 def log_lines(doctor: Doctor) -> Iterator[str]:
     """What the log says beside the checks: tracebacks, where each rank was, and questions."""
     for finding in doctor.findings:
-        yield f"{'found':<11}{finding.sentence}"
+        yield from wrapped("found", finding.sentence)
         yield from finding.traceback.rstrip().splitlines()
         yield from where_lines(finding.rows)
     yield from format_tables(doctor.records)
     if doctor.records:  # of a proof, whose steps are few and alike
         yield from format_tables(wire(doctor.cases))
     for sentence in questions(doctor):
-        yield f"{'question':<11}{sentence}"
+        yield from wrapped("question", sentence)
     lines = slowest_lines(doctor) if not doctor.findings else []
-    for number, line in enumerate(lines[:SHOWN]):
+    for line in lines[:SHOWN]:
         place, op, calls, nbytes, took_ms, last, wait = script_line_row(line, steps(doctor))
         cells = f"{place}  {op}  {counted(calls, 'calls')} of {human_bytes(nbytes)}  {took_ms:.1f} ms"
         who = f", {last} last, the others wait {wait}" if last else ""
-        yield f"{'' if number else 'calls':<11}{cells}{who}"
+        yield from wrapped("calls", f"{cells}{who}")
     for sentence in late(lines, steps(doctor)):
-        yield f"{'late':<11}{sentence}"
+        yield from wrapped("late", sentence)
 
 
 def where_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:

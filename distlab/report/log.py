@@ -10,7 +10,7 @@ from pathlib import Path
 from distlab.report import fault_checks, sentences, summary, tables
 from distlab.report.records import Ranks, Run
 from distlab.report.run_folder import Level
-from distlab.report.table import log_line, table_lines
+from distlab.report.table import log_line, table_lines, wrapped
 from distlab.report.tables import staircases
 from distlab.report.verdict import PROOF, SCRIPT
 
@@ -84,19 +84,20 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
 
 def failed_lines(run: Run) -> list[str]:
     """What did not hold, a sentence each."""
-    return [log_line("FAILED", sentences.failure_sentence(claim)) for claim in sentences.failures(run)]
+    return [line for claim in sentences.failures(run) for line in wrapped("FAILED", sentences.failure_sentence(claim))]
 
 
 def trouble_lines(run: Run) -> list[str]:
     """What else happened to the run: injected faults, messages that were not believed, errors, and ranks that are gone
     or whose records are not here."""
-    return [
-        *(log_line("fault", fault_checks.fault_sentence(each)) for each in run.get("drills", [])),
-        *([log_line("dropped", sentences.dropped_sentence(run))] if run.get("dropped") else []),
-        *(log_line("error", sentence) for sentence in sentences.error_sentences(run)),
-        *(log_line("lost", sentences.lost_sentence(lost)) for lost in run["lost"]),
-        *([log_line("unseen", sentences.unseen_sentence(run))] if run["unseen"] else []),
+    told = [
+        *(("fault", fault_checks.fault_sentence(each)) for each in run.get("drills", [])),
+        *([("dropped", sentences.dropped_sentence(run))] if run.get("dropped") else []),
+        *(("error", sentence) for sentence in sentences.error_sentences(run)),
+        *(("lost", sentences.lost_sentence(lost)) for lost in run["lost"]),
+        *([("unseen", sentences.unseen_sentence(run))] if run["unseen"] else []),
     ]
+    return [line for word, sentence in told for line in wrapped(word, sentence)]
 
 
 def last_line(run: Run, records: Ranks, report: Path | None) -> str:
@@ -114,8 +115,8 @@ def more_checks(run: Run) -> list[str]:
     until = [check["name"] for check in found if check["detail"] == sentences.UNTIL_ENDED]
     whole = [check["name"] for check in found if check["detail"] != sentences.UNTIL_ENDED]
     lines = table_lines("checks", tables.checks(check for check in held if check["unit"] != sentences.FINDINGS))
-    lines += [log_line("checks", f"passed: {', '.join(whole)}")] if whole else []
-    return lines + ([log_line("checks", f"passed until the run was ended: {', '.join(until)}")] if until else [])
+    lines += wrapped("checks", f"passed: {', '.join(whole)}") if whole else []
+    return lines + (wrapped("checks", f"passed until the run was ended: {', '.join(until)}") if until else [])
 
 
 def compared(run: Run) -> list[str]:

@@ -126,13 +126,13 @@ def shortened(name: str, most: int) -> str:
 def failed_lines(run: Run) -> list[str]:
     """Which variants were left out, then the first of what did not hold, a sentence each, and where to read on."""
     failed = sentences.failures(run)
-    lines = skipped_lines(run["skipped"]) + [
-        log_line("FAILED", sentences.failure_sentence(claim)) for claim in failed[:MOST_FAILED]
-    ]
+    lines = skipped_lines(run["skipped"])
+    for claim in failed[:MOST_FAILED]:
+        lines += wrapped("FAILED", sentences.failure_sentence(claim))
     if len(failed) > MOST_FAILED:
         lines.append(log_line("", f"and {len(failed) - MOST_FAILED} more: the report has all"))
     if failed and not run["mistake"]:
-        lines.append(log_line("read", where_to_read(run, failed[0])))
+        lines += wrapped("read", where_to_read(run, failed[0]))
     return lines
 
 
@@ -153,7 +153,7 @@ def decided_lines(run: Run) -> list[str]:
 def times_lines(run: Run) -> list[str]:
     """How far the times above can be trusted; nothing where none were measured."""
     timed = any(slowest(variant["step_seconds"]) for variant in run["variants"])
-    return [log_line("times", sentence) for sentence in sentences.load_sentences(run)] if timed else []
+    return [line for each in sentences.load_sentences(run) for line in wrapped("times", each)] if timed else []
 
 
 def lost_lines(run: Run, records: Ranks, report: Path | None, folder: Path) -> list[str]:
@@ -196,7 +196,7 @@ def last_lines(run: Run, records: Ranks, report: Path | None) -> list[str]:
     """The verdict, where the report is, and how to repeat the run, a line each."""
     why = [sentences.explanation(run)] if run["mistake"] else []
     return [
-        log_line(run["verdict"].upper(), " · ".join([sentences.headline(run), *why])),
+        *wrapped(run["verdict"].upper(), " · ".join([sentences.headline(run), *why])),
         log_line("report", str(report) if report else "none was written"),
         log_line("rerun", sentences.repeat_command(records)),
     ]

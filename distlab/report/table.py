@@ -101,9 +101,9 @@ WIDTH, INDENT = 100, 11  # of a log's line, and of what stands under its word
 
 
 def wrapped(word: str, text: str) -> list[str]:
-    """The same on as many lines as it takes, none longer than WIDTH."""
+    """The same on as many lines as it takes, none longer than WIDTH but for a path or a name, which are not broken."""
     return textwrap.wrap(
-        f"{word:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_long_words=True,
+        f"{word:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_long_words=False,
         break_on_hyphens=False,
     )  # fmt: skip
 

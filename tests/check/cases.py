@@ -32,6 +32,12 @@ class Checked(NamedTuple):
         """What was found."""
         return [finding["sentence"] for finding in self.run.get("findings", [])]
 
+    @property
+    def questions(self) -> list[str]:
+        """What was asked, however it was wrapped."""
+        log = "\n".join(line.removeprefix("rank 0 | ") for line in self.said.splitlines())
+        return [" ".join(asked.split()) for asked in re.findall(r"^question +(.*(?:\n {11}.*)*)", log, re.MULTILINE)]
+
 
 def check(script: Path, world_size: int, folder: Path, *words: str, command: str = "check", **environ: str) -> Checked:
     """Run `distlab check script words`, or another command, on so many local ranks, with its runs in `folder`."""
@@ -132,7 +138,7 @@ PLANTED = (
 
 def missed(planted: Planted, checked: Checked) -> list[str]:
     """What was to be said and was not: words, lines, ranks, the number."""
-    said = "\n".join([*checked.sentences, *(line for line in checked.said.splitlines() if "question" in line)])
+    said = "\n".join([*checked.sentences, *checked.questions])
     script = SCRIPTS / "faults" / f"{planted.name}.py"
     wanted = [*planted.says, *(line_of(script, marker) for marker in planted.lines)]
     wanted += [f"#{planted.number}"] if planted.number is not None else []

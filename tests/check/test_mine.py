@@ -77,7 +77,7 @@ def test_an_order_that_stays_is_asked_about(tmp_path: Path) -> None:
     checked = checked_in(tmp_path, "sampler_epoch")
     assert checked.code == 0, checked.said
     assert not checked.sentences
-    (question,) = [line for line in checked.said.splitlines() if "question" in line]
+    (question,) = checked.questions
     assert "set_epoch" in question
 
 

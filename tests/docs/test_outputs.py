@@ -19,10 +19,12 @@ from pathlib import Path
 
 import pytest
 
+from distlab.report.table import INDENT, WIDTH
 from tests.docs.pages import PAGES, TOP
 
 BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
 NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
+PREFIX = re.compile(r"^rank \d+ \| ")
 CUT = "..."
 COMMANDS = sorted({block["command"] for page in PAGES for block in BLOCK.finditer(page.read_text())})
 
@@ -48,10 +50,26 @@ def output_of(command: str) -> str:
     )
 
 
+def entries(text: str) -> list[str]:
+    """Its lines, those as one that were one before it was wrapped: where that breaks depends on the numbers."""
+    found: list[str] = []
+    for line in text.splitlines():
+        last = PREFIX.sub("", found[-1].rpartition("\n")[2]) if found else ""
+        goes_on = re.match(rf" {{{INDENT}}}(\S+)", PREFIX.sub("", line))
+        if goes_on and len(last) <= WIDTH < len(f"{last} {goes_on[1]}"):
+            found[-1] += f"\n{line}"
+        else:
+            found.append(line)
+    return found
+
+
 def shape(text: str) -> list[str]:
     """The text without its numbers, the widths of its columns, and what is drawn between two bars: who was when
     where."""
-    plain = (NUMBER.sub("#", re.sub(r"\|[-+.0-9A-Za-z]{32,}\|$", "|drawn|", line)) for line in text.splitlines())
+    plain = (
+        NUMBER.sub("#", re.sub(r"\|[-+.0-9A-Za-z]{32,}\|$", "|drawn|", re.sub(r"\n(rank \d+ \|)?", " ", entry)))
+        for entry in entries(text)
+    )
     # Two figures that are equal are written as one: bytes at rest and at the peak.
     return [re.sub(r"# / #", "#", re.sub(r"\s+", " ", line)).strip() for line in plain]
 
@@ -87,8 +105,8 @@ def written(shown: str, printed: str) -> str:
     if CUT not in within_fence(shown).splitlines() or found is None:
         text = printed
     else:
-        lines = printed.splitlines()
-        text = "".join(f"{CUT if number < 0 else lines[number]}\n" for number in found)
+        printed_entries = entries(printed)
+        text = "".join(f"{CUT if number < 0 else printed_entries[number]}\n" for number in found)
     return text if text.startswith("|") else f"```text\n{text}```\n"
 
 

@@ -154,6 +154,9 @@ def test_a_rank_that_is_not_there_is_refused(runs: Runs, capsys: pytest.CaptureF
 PAGE = TOP / "docs" / "modes.md"
 VARIES = (
     (r", waited [-+.\de]+ for rank \d", ""),
+    (r"(?<=ms: )forward [.\d]+(, backward [.\d]+)?, ", ""),  # left out where a line has no room
+    (r"(?<=ms: )backward [.\d]+, ", ""),
+    (r"(sent [kMG]?B a step|predicted / measured) .*?(?=predicted|waited|memory|checks)", ""),  # who has equal bytes
     (r"waited in the first steps .*?(?=checks)", ""),
     (r"changes until the next step: .*?(?=begins|view|predicted)", ""),  # who noticed what first is a matter of moments
     (r"\|[-+.0-9A-Za-z]{32,}\|", "|drawn|"),
