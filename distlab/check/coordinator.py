@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from distlab.check.deadlock import Still, Waiting, aborted, apart_finding, failures, last_call, standing_apart
+from distlab.check.deadlock import Standing, Still, Waiting, aborted, apart_finding, failures, last_call, standing_apart
 from distlab.check.matching import Matching, every_call
 from distlab.check.rank_state import HANG, Finding, RankState
 from distlab.check.recorder import now
@@ -46,6 +46,7 @@ class Doctor:
         self._say = say
         self._gather_s, self._hang_after_s = gather_s, hang_after_s
         self._first_sign: float | None = None
+        self._stuck: dict[int, Standing] = {}  # in calls that do not match, as it was seen last
         self._stopped: dict[int, float] = {}
 
     def take(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
@@ -107,11 +108,14 @@ class Doctor:
             return False
         if self.lost or any(finding.check == HANG for finding in self.findings):
             return True
+        apart = [case for case in self.cases if case.waiting(self.matching.is_apart)]
         stuck = standing_apart(self.cases, self.matching)
-        if stuck and since_s < max(SURE_S, self._hang_after_s):
+        if stuck or all(case.frames() for case in apart):  # else one was asked where it is, and has not answered yet
+            self._stuck = stuck
+        if apart and since_s < max(SURE_S, self._hang_after_s):
             return False
-        if stuck:
-            self.findings.append(apart_finding(stuck, len(self.cases)))
+        if self._stuck:
+            self.findings.append(apart_finding(self._stuck, len(self.cases)))
         return True
 
     def _take_proof(self, fact: list[Any]) -> None:

@@ -115,6 +115,24 @@ def test_where_a_rank_may_go_on_nothing_hangs(frames: list[list[list[Any]]], cpu
     assert {finding.check for finding in doctor.findings} == {MATCH}
 
 
+def test_who_is_asked_again_just_then_still_hangs() -> None:
+    """Where a rank is comes after it was asked: a look between the two takes nothing back, and decides nothing."""
+    doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S - 0.5)
+    asked = [json.dumps(["look", "S", 0.0, 0, 2.0]).encode(), json.dumps(["stacks", {}]).encode()]
+    doctor.take(2, asked, SURE_S - 0.4)
+    doctor.look(SURE_S)
+    assert doctor.over
+    assert {finding.check for finding in doctor.findings} == {HANG, MATCH}
+
+
+def test_an_answer_that_comes_late_is_waited_for() -> None:
+    doctor = stood([[IN_WAIT], [IN_WAIT], []], [0.0] * 3, SURE_S - 0.5)
+    assert not doctor.over
+    doctor.take(2, [json.dumps(["stacks", {"7": [IN_TORCH]}]).encode()], SURE_S - 0.4)
+    doctor.look(SURE_S)
+    assert {finding.check for finding in doctor.findings} == {HANG, MATCH}
+
+
 def test_what_was_not_decided_says_until_when() -> None:
     doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S)
     checks = {each.name: each for each in written(doctor) if isinstance(each, records.Check)}
