@@ -1,9 +1,9 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run quick fit explain plan test coverage lint lock bench engines build down clean
+.PHONY: help run quick fit explain plan test test-all coverage lint lock bench engines build down clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
 	@echo "modes (RUN_MODE): $$(find experiments -mindepth 1 -maxdepth 1 -name '[a-z]*' | sed 's:.*/::; s:\.py$$::' | sort | tr '\n' ' ')"
 
 run: ## start WORLD_SIZE ranks of RUN_MODE, in containers if a Docker engine answers
@@ -23,13 +23,18 @@ plan: ## every strategy on paper, and which to take: make plan PLAN="--params 7B
 
 # Containers come after all else: the kernel gives all of them together the share of one process, so beside a pool of
 # ranks a run of 9 s took 95, and bounds were missed that hold for users. The image is built meanwhile: pip waits for
-# the network. Two workers, as tests wait: for a port, a silence, a container's start. One keeps the pool of ranks. With
-# a third the first pass took 17 minutes, and 15 without it although it had a fifth more to do.
-test: ## all tests; container tests where an engine answers
+# the network. Two workers, each with its own pool of ranks.
+TESTS = .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+test: ## every claim once; container tests where an engine answers
 	./install dev
 	{ ! docker info || docker compose build --quiet; } >/dev/null 2>&1 & \
-	code=0; .venv/bin/python -m pytest -n 2 --dist loadgroup -m "not compose" || code=$$?; wait; \
-	.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m compose || code=$$?; exit $$code
+	code=0; $(TESTS) -m "not compose and not slow" || code=$$?; wait; $(TESTS) -m "compose and not slow" || code=$$?; \
+	exit $$code
+
+test-all: ## the same, and what is slow: faults in containers and in real time, every documented command
+	code=0; $(MAKE) --no-print-directory test || code=$$?; $(TESTS) -m "slow and not compose" || code=$$?; \
+	$(TESTS) -m "slow and compose" || code=$$?; exit $$code
 
 coverage: ## the same with the lines that no test runs, in every process; a third longer
 	./install dev

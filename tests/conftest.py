@@ -1,4 +1,5 @@
-"""Fixtures of all tests, and the rule that a CI leaves none out."""
+"""Fixtures of all tests, which of them run beside each other and which are slow, and the rule that a CI leaves none
+out."""
 
 import os
 
@@ -6,26 +7,52 @@ import pytest
 
 from distlab.testing.warm_ranks import Ranks
 from tests.labs import Runs
+from tests.slow import slow_of
 
-MINUTES = ("tests/compose/test_fit.py", "tests/compose/test_restart.py")
+# What takes longest, so that none of it is left alone at the end.
+MINUTES = (
+    "tests/compose/test_fit.py", "tests/compose/test_restart.py", "tests/compose/test_own.py",
+    "tests/compose/test_elastic.py", "tests/experiments/test_bugs.py", "tests/experiments/test_rank_logs.py",
+    "tests/experiments/test_mesh.py", "tests/test_strangers.py", "tests/experiments/test_elastic_processes.py",
+    "tests/testing/test_plugin.py", "tests/check/test_faults.py", "tests/docs/test_outputs.py",
+)  # fmt: skip
+APART = ("tests/check/test_faults.py", "tests/docs/test_outputs.py", "tests/compose/")  # tests that share nothing
 
 
 @pytest.fixture(scope="session")
 def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Whole experiments in the pool; each is made once."""
-    return Runs(ranks, tmp_path_factory.mktemp("runs"))
+    """Whole experiments in the pool; each is made once, whichever worker asks first."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs"
+    folder.mkdir(exist_ok=True)
+    return Runs(ranks, folder)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run beside each other (`pytest -n 2 --dist loadgroup`): one pool of ranks, else the tests of a file
-    in turn; files of minutes first, so that none is left alone at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(MINUTES))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests are marked, and left out of a folder that is named without -m; a file or a test that is named is run
+    whole. Where tests run beside each other (`pytest -n 2 --dist loadgroup`) those of a file run in turn, what takes
+    longest first."""
+    slow = slow_of(item.nodeid for item in items)
+    named = [str(arg).partition("::")[0] for arg in config.args]
+    asked = tuple(name for name in named if name.endswith(".py"))
+    left_out = []
     for item in items:
-        alone = item.nodeid.partition("::")[0]
-        if "ranks" in getattr(item, "fixturenames", ()):
-            alone = "pool"
-        item.add_marker(pytest.mark.xdist_group(alone))
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+            if not config.option.markexpr and not str(item.path).endswith(asked or (" ",)):
+                left_out.append(item)
+        item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    order = {place: number for number, place in enumerate(MINUTES)}
+    kept = [item for item in items if item not in left_out]
+    items[:] = sorted(kept, key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def group_of(name: str) -> str:
+    """The tests that one worker runs in turn: those of a file, which may share what they make."""
+    return name if name.startswith(APART) else name.partition("::")[0]
 
 
 def left_out(terminal: pytest.TerminalReporter) -> list[str]:

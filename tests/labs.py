@@ -1,6 +1,9 @@
 """A whole experiment inside the pool of ranks: everything of a run but its containers and its heartbeats."""
 
+import fcntl
+import hashlib
 import importlib
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +24,7 @@ from distlab.rank.mode_loader import load_for
 from distlab.rank.preflight import refuse
 from distlab.report import records
 from distlab.report.rank_log import RankLog
-from distlab.report.reading import from_line, to_line
+from distlab.report.reading import from_line, read_run, to_line
 from distlab.report.run_folder import Journal
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks, side_groups
@@ -58,18 +61,30 @@ class Ran(NamedTuple):
 
 
 class Runs:
-    """The runs of a session of tests: what is asked for twice is run once. `runs(3, RUN_MODE="dp").judged`."""
+    """The runs of a session of tests: what is asked for twice is run once, by whichever worker comes first, and read
+    from the folder by the others. `runs(3, RUN_MODE="dp").judged`."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self._ranks, self._folder = ranks, folder
-        self._made: dict[tuple[object, ...], Ran] = {}
+        self._read: dict[str, Ran] = {}
 
     def __call__(self, world_size: int, **environ: str) -> Ran:
-        asked = (world_size, *sorted(environ.items()))
-        if asked not in self._made:
-            folder = self._folder / str(len(self._made))
-            self._made[asked] = Ran(*run_experiment(self._ranks, world_size, folder, **environ), folder)
-        return self._made[asked]
+        name = hashlib.sha256(repr((world_size, *sorted(environ.items()))).encode()).hexdigest()[:16]
+        if name not in self._read:
+            self._read[name] = self._made(name, world_size, environ)
+        return self._read[name]
+
+    def _made(self, name: str, world_size: int, environ: dict[str, str]) -> Ran:
+        with (self._folder / name).open("a+") as made:  # has the run's folder once all ranks have written
+            fcntl.flock(made, fcntl.LOCK_EX)  # for as long as one run takes, which the pool bounds
+            made.seek(0)
+            folder = Path(made.read() or tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
+            if not made.tell():
+                ran = Ran(*run_experiment(self._ranks, world_size, folder, **environ), folder)
+                made.write(str(folder))
+                return ran
+        records = read_run(folder)
+        return Ran(judge(records), records, folder)
 
 
 def failed_with(ranks: Ranks, folder: Path, faults: str, fault: str, **environ: str) -> set[str]:

@@ -50,7 +50,7 @@ def called(words: list[str]) -> list[str]:
     files = [name for option, name in pairwise(words) if option == "-f" and name != "-"]  # the standard input
     wrong = [f"{name} does not exist" for name in files if not (TOP / name).exists()]
     if words[:1] == ["make"]:
-        targets = re.findall(r"^(\w+):", (TOP / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([\w-]+):", (TOP / "Makefile").read_text(), re.MULTILINE)
         wrong += [f"make has no {word}" for word in words[1:] if "=" not in word and word not in targets]
     if words[:1] == ["./run"]:
         named = ".".join(words[1:2])

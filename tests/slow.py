@@ -1,0 +1,127 @@
+"""The tests that `make test` leaves to `make test-all`, and for each a quick one that holds the same claim.
+
+A claim is tested once in `make test`: what is here is the rest of a matrix (each fault, each documented command, each
+way to stop), the same in containers, or a fault in real time. `tests/test_slow.py` sees that every entry names tests
+that exist and a quick one that is not slow itself.
+"""
+
+from collections.abc import Iterable
+
+# The beginning of the names of slow tests: the test in which the claim is held in `make test`.
+SLOW = {
+    # The same in containers.
+    "tests/compose/test_bad_input.py::test_a_doubled_rank_is_named_with_both_hosts": (
+        "tests/cluster/test_rendezvous.py::test_a_doubled_rank_is_said_on_every_rank"
+    ),
+    "tests/compose/test_bad_input.py::test_a_master_that_nobody_is": (
+        "tests/cluster/test_rendezvous.py::test_an_address_of_nobody_fails_in_time"
+    ),
+    "tests/compose/test_check.py": "tests/check/test_hang.py::test_a_barrier_under_rank_0_is_a_hang[2]",
+    "tests/compose/test_ci.py": "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]",
+    "tests/compose/test_drills.py": "tests/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]",
+    "tests/compose/test_elastic.py": (
+        "tests/experiments/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
+    ),
+    "tests/compose/test_fit.py": (
+        "tests/cli/test_fit.py::test_the_verdict_says_what_does_not_hold[free dp fsdp-expected0]"
+    ),
+    "tests/compose/test_live.py": (
+        "tests/live/test_page.py::test_a_run_is_seen_and_a_killed_rank_is_red_within_three_seconds"
+    ),
+    "tests/compose/test_mine.py": "tests/test_mine.py::test_it_is_proven_timed_counted_and_drawn_like_ours",
+    "tests/compose/test_net.py::test_a_run": (
+        "tests/compose/test_net.py::test_a_slow_link_without_the_overlay_is_refused_with_the_command"
+    ),
+    "tests/compose/test_own.py": "tests/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]",
+    "tests/compose/test_restart.py": (
+        "tests/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
+    ),
+    # The other entries of a matrix in containers.
+    "tests/compose/test_commands.py::test_a_larger_world_of_before_is_taken_down_first": (
+        "tests/compose/test_commands.py::test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed"
+    ),
+    "tests/compose/test_commands.py::test_a_second_run_is_refused_and_the_first_goes_on": (
+        "tests/test_run.py::test_a_second_run_in_a_clone_is_refused_and_touches_nothing"
+    ),
+    "tests/compose/test_commands.py::test_a_stopped_run_takes_the_cluster_down": (
+        "tests/compose/test_commands.py::test_a_stopped_run_takes_the_cluster_down[ctrl-c]"
+    ),
+    "tests/compose/test_commands.py::test_containers_that_are_removed_while_they_run_are_no_success": (
+        "tests/test_run.py::test_fewer_codes_than_ranks_are_a_broken_cluster"
+    ),
+    "tests/compose/test_commands.py::test_make_run_prints_the_code_that_make_cannot_return": (
+        "tests/compose/test_runs.py::test_a_check_that_fails_is_exit_1_on_every_rank"
+    ),
+    "tests/compose/test_commands.py::test_run_returns_3_and_prints_the_late_words_of_survivors": (
+        "tests/compose/test_faults.py::test_every_survivor_names_the_rank[kill-0]"
+    ),
+    "tests/compose/test_faults.py": "tests/compose/test_faults.py::test_every_survivor_names_the_rank[kill-0]",
+    "tests/compose/test_runs.py::test_dp_holds_with_an_odd_world_and_the_largest": (
+        "tests/compose/test_runs.py::test_dp_holds_with_an_odd_world_and_the_largest[3-]"
+    ),
+    "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks": (
+        "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks[train-settings1]"
+    ),
+    # Every documented command.
+    "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints": (
+        "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints["
+        "RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=5 LAB_WIDTH=32 LAB_DEPTH=2 python -m workers]"
+    ),
+    "tests/docs/test_ci.py::test_the_steps_of_local_processes": (
+        "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]"
+    ),
+    # Faults in real time, and strangers.
+    "tests/test_strangers.py::test_a_run_under_attack_ends_as_any_other": (
+        "tests/test_strangers.py::test_a_run_under_attack_ends_as_any_other[lines and stores]"
+    ),
+    "tests/test_strangers.py::test_a_doctor_under_attack_finds_what_it_finds": (
+        "tests/test_strangers.py::test_a_doctor_under_attack_finds_what_it_finds[check]"
+    ),
+    "tests/experiments/test_elastic_processes.py": (
+        "tests/experiments/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
+    ),
+    "tests/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time": (
+        "tests/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time[dp]"
+    ),
+    "tests/rank/test_fault_injection.py::test_each_fault_ends_as_it_should": (
+        "tests/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]"
+    ),
+    "tests/cluster/test_rendezvous.py::test_a_taken_port_is_said_on_all_ranks": (
+        "tests/cluster/test_rendezvous.py::test_a_taken_port_is_said_on_all_ranks[bound]"
+    ),
+    "tests/cluster/test_shutdown.py::test_when_the_one_that_writes_goes_too_the_next_survivor_writes": (
+        "tests/cluster/test_shutdown.py::test_when_the_one_that_writes_goes_too_the_next_survivor_writes[killed]"
+    ),
+    "tests/cluster/test_shutdown.py::test_a_rank_0_that_is_paused_once_all_have_agreed_changes_nothing": (
+        "tests/cluster/test_shutdown.py::"
+        "test_a_rank_0_that_is_paused_before_all_have_agreed_is_given_up_and_writes_nothing"
+    ),
+    "tests/cluster/test_watchdog.py::test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothing": (
+        "tests/cluster/test_watchdog.py::"
+        "test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothing[server]"
+    ),
+    "tests/live/test_page.py::test_without_lab_live_nothing_is_written_and_nothing_served": (
+        "tests/test_run.py::test_no_page_is_served_where_none_is_wanted[dp]"
+    ),
+    # Other ways to start the same.
+    "tests/test_distlab.py::test_a_checkout_needs_no_install": "tests/test_distlab.py::test_a_checkout_needs_no_install[]",
+    "tests/test_standard_streams.py::test_a_run_without_an_output_goes_on_and_says_so_in_its_log": (
+        "tests/test_standard_streams.py::test_a_run_without_an_output_goes_on_and_says_so_in_its_log["
+        "| head -1-Broken pipe]"
+    ),
+    "tests/test_standard_streams.py::test_a_rank_that_an_engine_starts_goes_on_without_its_output": (
+        "tests/test_standard_streams.py::test_a_rank_that_an_engine_starts_goes_on_without_its_output[| true]"
+    ),
+    "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough": (
+        "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough[dp]"
+    ),
+    "tests/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on": (
+        "tests/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
+    ),
+}
+
+
+def slow_of(names: Iterable[str]) -> set[str]:
+    """Those of these tests that `make test` leaves out."""
+    quick = set(SLOW.values())
+    return {name for name in names if name.startswith(tuple(SLOW)) and name not in quick}

@@ -1,0 +1,42 @@
+"""The list of slow tests: what it names is there, and each claim that it puts off is held in a quick test."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.pages import TOP
+from tests.slow import SLOW, slow_of
+
+
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    """All tests there are, in the files that the list names."""
+    files = sorted({name.partition("::")[0] for pair in SLOW.items() for name in pair})
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    found = subprocess.run(words, cwd=TOP, capture_output=True, text=True, timeout=90, check=True)
+    return [line for line in found.stdout.splitlines() if "::" in line]
+
+
+def test_every_entry_leaves_something_out(names: list[str]) -> None:
+    slow = slow_of(names)
+    assert [begin for begin in SLOW if not any(name.startswith(begin) for name in slow)] == []
+
+
+def test_every_slow_test_has_a_quick_one_beside_it(names: list[str]) -> None:
+    quick = set(names) - slow_of(names)
+    assert [name for name in SLOW.values() if name not in quick] == []
+
+
+def test_a_quick_test_is_not_slow_although_its_matrix_is() -> None:
+    begin, quick = next(pair for pair in SLOW.items() if pair[1].startswith(pair[0]))
+    assert slow_of([quick, f"{begin}[another]", "tests/test_slow.py"]) == {f"{begin}[another]"}
+
+
+def test_a_folder_is_tested_without_its_slow_tests(names: list[str]) -> None:
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/live"]
+    found = subprocess.run(words, cwd=TOP, capture_output=True, text=True, timeout=90, check=True).stdout.splitlines()
+    slow = slow_of(names)
+    assert "tests/live/test_page.py::test_the_page_can_be_read[desk-light]" in found
+    assert not slow & set(found)
+    assert any(name.startswith("tests/live/") for name in slow), "a file that is named is tested whole"
