@@ -4,6 +4,8 @@ import fcntl
 import hashlib
 import importlib
 import tempfile
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from distlab.report import records
 from distlab.report.rank_log import RankLog
 from distlab.report.reading import from_line, read_run, to_line
 from distlab.report.run_folder import Journal
-from distlab.report.verdict import judge
+from distlab.report.verdict import judge, passes
 from distlab.testing.warm_ranks import Ranks, side_groups
 from distlab.transport.store import KeyedStore
 from distlab.verify.run_all import everything, expected
@@ -38,14 +40,15 @@ TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "8", "
 
 
 def run_experiment(
-    ranks: Ranks, world_size: int, folder: Path, **environ: str
+    ranks: Ranks, world_size: int, folder: Path, until: str = "", **environ: str
 ) -> tuple[dict[str, Any], dict[int, list[records.Record]]]:
-    """Run RUN_MODE on `world_size` ranks of the pool; returns run.json and the records of each rank."""
+    """Run RUN_MODE on `world_size` ranks of the pool, or only `until` the check of this name has failed; returns
+    run.json and the records of each rank."""
     settings = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"} | TINY | environ
     config = Config.read(settings | {"RANK": "0"})
     mode = load_for(config)
     refuse(config, mode)
-    lines = ranks(world_size, one_rank, settings, str(folder), timeout_s=100)
+    lines = ranks(world_size, one_rank, settings, str(folder), None, until, timeout_s=100)
     by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
     run = judge(by_rank)
     assert not (found := uncontrolled(run, mode)), f"no mistake and no test makes fail: {found}"
@@ -62,25 +65,26 @@ class Ran(NamedTuple):
 
 class Runs:
     """The runs of a session of tests: what is asked for twice is run once, by whichever worker comes first, and read
-    from the folder by the others. `runs(3, RUN_MODE="dp").judged`."""
+    from the folder by the others. `runs(3, RUN_MODE="dp").judged`; `until` a check has failed as in
+    `run_experiment`."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self._ranks, self._folder = ranks, folder
         self._read: dict[str, Ran] = {}
 
-    def __call__(self, world_size: int, **environ: str) -> Ran:
-        name = hashlib.sha256(repr((world_size, *sorted(environ.items()))).encode()).hexdigest()[:16]
+    def __call__(self, world_size: int, until: str = "", **environ: str) -> Ran:
+        name = hashlib.sha256(repr((world_size, until, *sorted(environ.items()))).encode()).hexdigest()[:16]
         if name not in self._read:
-            self._read[name] = self._made(name, world_size, environ)
+            self._read[name] = self._made(name, world_size, until, environ)
         return self._read[name]
 
-    def _made(self, name: str, world_size: int, environ: dict[str, str]) -> Ran:
+    def _made(self, name: str, world_size: int, until: str, environ: dict[str, str]) -> Ran:
         with (self._folder / name).open("a+") as made:  # has the run's folder once all ranks have written
             fcntl.flock(made, fcntl.LOCK_EX)  # for as long as one run takes, which the pool bounds
             made.seek(0)
             folder = Path(made.read() or tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
             if not made.tell():
-                ran = Ran(*run_experiment(self._ranks, world_size, folder, **environ), folder)
+                ran = Ran(*run_experiment(self._ranks, world_size, folder, until, **environ), folder)
                 made.write(str(folder))
                 return ran
         records = read_run(folder)
@@ -107,17 +111,41 @@ def one_faulty_rank(
         return one_rank(group, settings, folder)
 
 
-def one_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None) -> list[str]:
+def one_rank(
+    group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None, until: str = ""
+) -> list[str]:
     """What each rank does: a Lab on the pool's group, the experiment, and its records as lines."""
-    lab = lab_of(group, settings, folder, mode)
-    hold_what_is_shared(lab)
-    (lab.mode.run or everything)(lab)
+    lab = lab_of(group, settings, folder, mode, until)
+    with suppress(Decided):
+        hold_what_is_shared(lab)
+        (lab.mode.run or everything)(lab)
     lab.journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 
 
-def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None) -> Lab:
-    """This rank's Lab on the pool's group, with a journal in `folder`; the mode is that of the settings, or another."""
+class Decided(Exception):
+    """The check that a run was made for has failed: the rest of the run would change nothing of that."""
+
+
+def end_once_failed(until: str, config: Config, exchange: Exchange, journal: Journal) -> None:
+    """By all ranks at the end of a section: end the run where the check `until` has failed in all variants."""
+    claims = [each for each in journal.records if isinstance(each, records.Check | records.Comparison)]
+    mine = [claim.variant for claim in claims if claim.name == until and not passes(claim)]
+    everyones = {variant for of_rank in exchange.everyone("decision", mine) for variant in of_rank or ()}
+    if shows_in_all(everyones, config.variant):
+        raise Decided
+
+
+def shows_in_all(variants: Collection[str], chosen: Collection[str]) -> bool:
+    """Whether a check that failed for these variants did so for all that were asked for, or for the run as a whole."""
+    return set(variants) == {""} or (bool(chosen) and set(variants) >= set(chosen))
+
+
+def lab_of(
+    group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None, until: str = ""
+) -> Lab:
+    """This rank's Lab on the pool's group, with a journal in `folder`; the mode is that of the settings, or another. It
+    raises Decided as soon as a section ends in which the check `until` has failed."""
     config = Config.read(settings | {"RANK": str(group.rank())})
     journal = Journal()
     journal.open(Path(folder), group.rank())
@@ -128,7 +156,12 @@ def lab_of(group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_port())
-    hooks = RunHooks(side_group=side_groups[group.size()])
+
+    def finished(_section: str, _rows: Sequence[str] = ()) -> None:
+        if until:
+            end_once_failed(until, config, exchange, journal)
+
+    hooks = RunHooks(side_group=side_groups[group.size()], finished=finished)
     lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, hooks)
     journal.write(expected(config, mode))
     journal.write(records.Placed("127.0.0.1", "cpu", *places_of(lab.mesh)))
