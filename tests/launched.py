@@ -3,12 +3,15 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tests.warm import Warm
 
 STACKS_S = 15.0  # for all of them to be passed on
 ONE_S = 5.0  # for one process to say it: two at once on one stream are mixed
@@ -29,14 +32,41 @@ def ended(
         try:
             said = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            launcher, *others = tree(process.pid)
-            for each in others:  # the end of one is no news for another
-                send(each, signal.SIGSTOP)
-            for each in [*reversed(others), launcher]:  # which passes on what the others say
-                tell_stacks(each)
+            tell_all_stacks(process.pid)
             said = last_words(process)
             pytest.fail(f"{' '.join(command)} has not ended after {timeout_s:g} s:\n" + "\n".join(said))
     return subprocess.CompletedProcess(list(command), process.returncode, *said)
+
+
+def ended_warm(
+    module: str, arguments: Sequence[str] = (), *, environ: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """`python -m module arguments` as `ended` has it, from a process that has imported torch; `stdout` has both
+    streams."""
+    process, said = Warm(module, arguments, {**environ, "PYTHONFAULTHANDLER": "1"}), list[str]()
+    process.stdin.close()
+    reader = threading.Thread(target=lambda: said.extend(process.stdout), daemon=True)
+    reader.start()
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        tell_all_stacks(process.pid)
+        reader.join(STACKS_S)
+        pytest.fail(f"{module} {' '.join(arguments)} has not ended after {timeout_s:g} s:\n{''.join(said)}")
+    finally:
+        process.kill()
+    reader.join(STACKS_S)
+    process.stdout.close()
+    return subprocess.CompletedProcess([module, *arguments], code, "".join(said), "")
+
+
+def tell_all_stacks(process: int) -> None:
+    """Make it and all that it has started say where they are; all end by it."""
+    launcher, *others = tree(process)
+    for each in others:  # the end of one is no news for another
+        send(each, signal.SIGSTOP)
+    for each in [*reversed(others), launcher]:  # which passes on what the others say
+        tell_stacks(each)
 
 
 def tell_stacks(process: int) -> None:

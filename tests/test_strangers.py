@@ -7,13 +7,10 @@ in elastic one of each for lines and one for a store, with LAB_LIVE=1 a page. gl
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +20,7 @@ import pytest
 from distlab.cluster.launch import free_port
 from distlab.cluster.message_signer import ANYONE, MessageSigner
 from distlab.testing.warm_ranks import Ranks
+from tests.cluster.cluster_of_processes import Rank
 from tests.transport.strangers import FORGED, as_torch, told
 
 TOP = Path(__file__).parents[1]
@@ -113,24 +111,17 @@ class Stranger:
         self._thread.join(5)
 
 
-def attacked(command: Sequence[str], folder: Path, **settings: str) -> tuple[int, str, Stranger]:
+def attacked(command: list[str], folder: Path, **settings: str) -> tuple[int, str, Stranger]:
     """Exit code and output of a command under attack, and who attacked it."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "MASTER_", "RANK"))}
-    variables = {"LAB_RUNS_DIR": str(folder), "MASTER_PORT": str(free_port()), "PYTHONPATH": str(TOP)}
-    output = folder / "output"
-    with output.open("wb") as out:
-        run = subprocess.Popen(
-            command, cwd=TOP, env=clean | variables | settings, stdout=out, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-    stranger = Stranger(run.pid)
+    variables = {"LAB_RUNS_DIR": str(folder), "MASTER_PORT": str(free_port()), "LAB_LOG": "normal"}
+    run = Rank(command, variables | settings)
+    stranger = Stranger(run.process.pid)
     try:
-        code = run.wait(BOUND_S)
+        code = run.end(BOUND_S)
     finally:
         stranger.end()
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
-    return code, output.read_text(), stranger
+        run.process.kill()  # and its ranks with it
+    return code, run.text, stranger
 
 
 # A rank listens for its transport only until those who dial it have come: a few ms, in which the port is seldom found by

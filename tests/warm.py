@@ -1,9 +1,11 @@
 """A Python program that starts with torch imported: forked from a process that did so once, and else as if by `python -m`.
 
-Importing torch takes a core for 2 s, and the tests of the cluster start more than a hundred ranks. Like `Popen`, as far
-as these need it. What it leaves out is the interpreter's own end, which whole runs have.
+Importing torch takes a core for 2 s, and the tests start some hundred ranks and whole runs. Like `Popen`, as far as
+these need it. What it leaves out is the interpreter's own start and end: tests/test_distlab.py,
+tests/test_standard_streams.py and tests/test_run.py start the same commands as users do.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -16,7 +18,8 @@ from typing import Any
 
 
 class Warm:
-    """`Warm("tests.cluster.one_rank", arguments, environ)`: its pid, its standard input and its output."""
+    """`Warm("tests.cluster.one_rank", arguments, environ)`: its pid, its standard input and its output, both streams in
+    one; `Warm("-c", [program, *arguments], environ)` as Python takes it."""
 
     def __init__(self, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -68,7 +71,7 @@ def arrived(read: Any, write: Any) -> Ends:
 
 
 def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends: Ends) -> None:
-    """What `python -m module arguments` does, with this environment and these streams."""
+    """What `python -m module arguments` does, or `python -c`, with this environment and these streams."""
     os.environ.clear()
     os.environ.update(environ)
     for descriptor, number in ((ends.read, 0), (ends.write, 1), (ends.write, 2)):
@@ -79,5 +82,11 @@ def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends:
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, buffering=1, closefd=False) for number, mode in ((0, "r"), (1, "w"), (2, "w"))
     )
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    if module == "-c":
+        sys.argv = [module, *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

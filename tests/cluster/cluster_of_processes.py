@@ -41,6 +41,8 @@ class Rank:
         self.process: subprocess.Popen[str] | Warm
         if command[:2] == [sys.executable, "-m"] and not handed:
             self.process = Warm(command[2], command[3:], environ)
+        elif command[:2] == [sys.executable, "-c"]:
+            self.process = Warm("-c", command[2:], environ)
         else:
             self.process = subprocess.Popen(
                 command, cwd=TOP, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -1,10 +1,8 @@
 """`RUN_MODE=elastic` in real processes: a rank that is cut off, and one that is killed and started again."""
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 
 from distlab.cluster.launch import free_port
-from tests.compose.containers import TOP, clean_environ
+from tests.cluster.cluster_of_processes import Rank
 
 pytestmark = pytest.mark.timeout(300)
 WORLD_SIZE = 3
@@ -30,30 +28,20 @@ class Processes:
     """Ranks that nobody has started but this test."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        self.folder, self.started = folder, list[subprocess.Popen[str]]()
-        own = {"LAB_RUNS_DIR": str(folder), "MASTER_PORT": str(free_port()), "PYTHONPATH": str(TOP)}
-        self.environ = clean_environ(SETTINGS | own | settings)
+        self.folder, self.started = folder, list[Rank]()
+        own = {"LAB_RUNS_DIR": str(folder), "MASTER_PORT": str(free_port())}
+        self.settings = SETTINGS | own | settings
 
-    def start(self, rank: int) -> subprocess.Popen[str]:
-        output = (self.folder / f"{len(self.started)}.out").open("w")
-        command = [sys.executable, "-m", "workers"]
-        environ = self.environ | {"RANK": str(rank)}
-        self.started.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output, text=True, cwd=TOP))
-        return self.started[-1]
+    def start(self, rank: int) -> None:
+        self.started.append(Rank([sys.executable, "-m", "workers"], self.settings | {"RANK": str(rank)}))
 
     def said(self, number: int) -> str:
-        return (self.folder / f"{number}.out").read_text()
-
-    def until(self, number: int, words: str, timeout_s: float = 120) -> None:
-        deadline = time.monotonic() + timeout_s
-        while words not in self.said(number):
-            assert time.monotonic() < deadline, f"{words!r} was not said in {timeout_s:g} s:\n{self.said(number)}"
-            time.sleep(0.05)
+        return self.started[number].text
 
     def codes(self, timeout_s: float = 200) -> list[int]:
         """The exit codes of all, in the order of their starts."""
         deadline = time.monotonic() + timeout_s
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.started]
+        return [each.end(max(0.1, deadline - time.monotonic())) for each in self.started]
 
     def judged(self) -> dict[str, Any]:
         (path,) = self.folder.glob("elastic-*/run.json")
@@ -62,15 +50,15 @@ class Processes:
 
 
 @contextmanager
-def stopped(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
+def stopped(ranks: list[Rank]) -> Iterator[None]:
     """They stand still meanwhile."""
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture
@@ -79,12 +67,12 @@ def world(tmp_path: Path) -> Any:
 
     def make(**settings: str) -> Processes:
         made.append(Processes(tmp_path, **settings))
-        for rank in range(int(made[-1].environ["WORLD_SIZE"])):
+        for rank in range(int(made[-1].settings["WORLD_SIZE"])):
             made[-1].start(rank)
         return made[-1]
 
     yield make
-    for process in [process for each in made for process in each.started if process.poll() is None]:
+    for process in [rank.process for each in made for rank in each.started]:
         process.kill()
         process.wait()
 
@@ -117,15 +105,15 @@ def test_who_is_killed_and_started_again_finds_its_way_back(
     world: Callable[..., Processes], rank: int, variant: str
 ) -> None:
     ranks = world(LAB_STEPS="600", LAB_LOST_AFTER_S="60", LAB_VARIANT=variant)
-    ranks.until(0, "is killed by fault injection")
+    ranks.started[0].until("is killed by fault injection", 120)
     time.sleep(0.5)
-    os.kill(ranks.started[rank].pid, signal.SIGKILL)
-    ranks.started[rank].wait()
-    survivors = [process for each, process in enumerate(ranks.started) if each != rank]
+    ranks.started[rank].process.kill()
+    ranks.started[rank].process.wait()
+    survivors = [each for number, each in enumerate(ranks.started) if number != rank]
     ranks.start(rank)
-    with stopped(survivors):  # or they would be through before it has imported torch
-        ranks.until(WORLD_SIZE, "finds its way back")
-    others = [0 if each != rank else -signal.SIGKILL for each in range(WORLD_SIZE)]
+    with stopped(survivors):  # or they would be through before it has started
+        ranks.started[WORLD_SIZE].until("finds its way back", 120)
+    others = [0 if each != rank else 128 + signal.SIGKILL for each in range(WORLD_SIZE)]
     assert ranks.codes() == [*others, 0], ranks.said(3)
     found = re.search(rf"in again with step (\d+) of {variant}, ([\d.]+) s after its first packet", ranks.said(3))
     assert found is not None, ranks.said(3)

@@ -6,7 +6,6 @@ Screenshots stay in tests/outputs/. Without Chromium these tests are skipped, ex
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from distlab.cluster.launch import free_port
 from distlab.report.progress import places
+from tests.cluster.cluster_of_processes import Rank
 from tests.live.states import run_of, state
 from tests.live.test_server import serving
 from tests.report.test_browser import FAINT, WIDTHS, complaints, keep, resize
@@ -35,20 +35,16 @@ LONG = {
 
 
 @contextmanager
-def running(folder: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def running(folder: Path, **variables: str) -> Iterator[tuple[Rank, int]]:
     """A long run of three local ranks in `folder`, and the port of its page."""
     port = free_port()
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
     own = {"LAB_LIVE_PORT": str(port), "LAB_RUNS_DIR": str(folder)}
-    with (folder.parent / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "workers"], env=clean | LONG | own | variables, stdout=log, stderr=log
-        )
+    run = Rank([sys.executable, "-m", "workers"], LONG | own | variables)
     try:
-        yield process, port
+        yield run, port
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        run.process.send_signal(signal.SIGTERM)
+        run.end(30)
 
 
 def opened(browser: webdriver.Chrome, port: int) -> None:
@@ -89,7 +85,7 @@ def totals(browser: webdriver.Chrome) -> list[str]:
 
 
 def test_a_run_is_seen_and_a_killed_rank_is_red_within_three_seconds(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    with running(tmp_path / "runs", LAB_LIVE="1") as (process, port):
+    with running(tmp_path / "runs", LAB_LIVE="1") as (run, port):
         opened(browser, port)
         first = until(browser, lambda: steps(browser))
         sent = totals(browser)
@@ -123,17 +119,17 @@ def test_a_run_is_seen_and_a_killed_rank_is_red_within_three_seconds(browser: we
         assert browser.find_element(By.ID, "word").text == "LOST"
         until(browser, lambda: "ended with its server" in browser.find_element(By.ID, "foot").text, 20)
         assert [each["row"] for each in shown(browser)] == ["ended", "lost", "ended"]
-        assert process.wait(timeout=30) == 3
+        assert run.end(30) == 3
         keep(browser, "live-lost.png", WIDTHS["desk"])
     assert complaints(browser) == []
 
 
 def test_without_lab_live_nothing_is_written_and_nothing_served(tmp_path: Path) -> None:
-    with running(tmp_path / "runs", LAB_STEPS="30") as (process, _):
-        assert process.wait(timeout=90) == 0
-    (run,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
-    assert places(run) == {}
-    assert "http://" not in (tmp_path / "log").read_text()
+    with running(tmp_path / "runs", LAB_STEPS="30") as (run, _):
+        assert run.end(90) == 0
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
+    assert places(folder) == {}
+    assert "http://" not in run.text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -5,7 +5,6 @@ Bits and checkpoints in the pool of ranks; what ends, stops or cuts a rank in pr
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,8 +23,7 @@ from distlab.verify import silent_corruption
 from distlab.verify.run_all import everything
 from tests.compose.containers import clean_environ
 from tests.labs import TINY, failed, lab_of
-from tests.launched import ended
-from tests.test_run import TOP
+from tests.launched import ended_warm
 
 pytestmark = pytest.mark.timeout(180)
 SMALL = TINY | {"MASTER_ADDR": "127.0.0.1", "LAB_STEPS": "4"}
@@ -252,12 +250,12 @@ def processes(folder: Path, faults: str, **given: str) -> tuple[int, dict[str, A
     """A run of local processes: its code, run.json and what it printed."""
     own = {"LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "drill", "LAB_FAULTS": faults}
     environ = clean_environ(SMALL | QUICK | own | given | {"MASTER_ADDR": ""})
-    done = ended([sys.executable, "-m", "workers"], cwd=TOP, environ=environ, timeout_s=120)
-    return done.returncode, json.loads((folder / "drill" / "run.json").read_text()), done.stdout + done.stderr
+    done = ended_warm("workers", environ=environ, timeout_s=120)
+    return done.returncode, json.loads((folder / "drill" / "run.json").read_text()), done.stdout
 
 
 def test_an_elastic_run_goes_on_without_a_rank_that_is_killed_at_a_step(tmp_path: Path) -> None:
-    small = {"LAB_VARIANT": "shrink", "LAB_LOSSES": "0", "LAB_STEPS": "30", "LAB_DEPTH": "1"}
+    small = {"LAB_VARIANT": "shrink", "LAB_LOSSES": "0", "LAB_STEPS": "30", "LAB_DEPTH": "1", "LAB_LOST_AFTER_S": "2.5"}
     code, found, said = processes(tmp_path, "kill:rank0@step12", RUN_MODE="elastic", **small)
     assert (code, found["verdict"]) == (137, "pass"), said
     assert [(drill["held"], drill["did"]) for drill in found["drills"]] == [
