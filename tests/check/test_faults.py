@@ -3,13 +3,12 @@ that are right end with 0, without a finding and without a question."""
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.check.cases import NONE_OF_OURS, PLANTED, RIGHT, SCRIPTS, Planted, check, line_of, missed
+from tests.launched import ended_warm
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
@@ -29,17 +28,29 @@ def test_nothing_is_said_of_a_right_one(name: str, world_size: int, tmp_path: Pa
     assert "is not recorded" not in checked.said
 
 
+# torchrun's agent, but for the start of its ranks: forked from the agent, they import nothing again.
+AGENT = """
+import sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from distlab.cli import check
+
+def be_rank():
+    sys.exit(check.main(sys.argv[1:]))
+
+config = LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, run_id="one", rdzv_backend="c10d",
+    rdzv_endpoint="localhost:0", start_method="fork", monitor_interval=0.1,
+)
+elastic_launch(config, be_rank)()
+"""
+
+
 def test_a_restart_under_torchrun_is_a_run_of_its_own(tmp_path: Path) -> None:
     """A script that fails on purpose is told of, started again by its agent, and then passes."""
     clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
     own = {"LAB_RUNS_DIR": str(tmp_path / "runs"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", "2",
-            "-m", "distlab.cli.check", str(SCRIPTS / "right" / "elastic.py"),
-        ],
-        env=clean | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110, check=False,
-    )  # fmt: skip
+    words = [AGENT, str(SCRIPTS / "right" / "elastic.py")]
+    done = ended_warm("-c", words, environ=clean | own, timeout_s=110)
     assert done.returncode == 0, done.stdout
     assert "rank 1 raised RuntimeError: a fault of this machine at elastic.py:" in done.stdout
     assert "rank 0: resumes at step 3" in done.stdout
