@@ -9,6 +9,7 @@ between local ranks, which all have one address. Row r of the matrix "who sent h
 import ipaddress
 import os
 import socket
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -241,7 +242,7 @@ def connections(store_port: int | None = None) -> dict[int, Connection]:
     """This process's TCP connections by inode, but for the store's, which have `store_port` at either end; raises
     NoDiagnostics where the kernel does not give them."""
     try:
-        mine = {os.stat(f"/proc/self/fd/{name}").st_ino for name in _open_files()}
+        mine = set(_open_sockets())
         families = (socket.AF_INET, socket.AF_INET6)
         found = {inode: connection for family in families for inode, connection in _dump(family, mine)}
     except (OSError, AttributeError) as error:  # AttributeError: a system without AF_NETLINK
@@ -251,11 +252,13 @@ def connections(store_port: int | None = None) -> dict[int, Connection]:
     return {inode: each for inode, each in found.items() if store_port not in (each.local[1], each.remote[1])}
 
 
-def _open_files() -> Iterator[str]:
+def _open_sockets() -> Iterator[int]:
+    """The inode of each."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the descriptor of the listing itself is closed by now
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                yield name
+        with suppress(OSError):  # the descriptor of the listing itself is closed by now
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield status.st_ino
 
 
 def _dump(family: int, mine: set[int]) -> Iterator[tuple[int, Connection]]:
@@ -265,10 +268,10 @@ def _dump(family: int, mine: set[int]) -> Iterator[tuple[int, Connection]]:
         netlink.settimeout(TIMEOUT_S)
         netlink.send(HEADER.pack(HEADER.size + len(request), SOCK_DIAG_BY_FAMILY, REQUEST_DUMP, 0, 0) + request)
         while True:
-            batch = netlink.recv(1 << 16)
-            while batch:
-                length, kind, *_ = HEADER.unpack_from(batch)
-                body, batch = batch[HEADER.size : length], batch[length + -length % 4 :]
+            batch, at = memoryview(netlink.recv(1 << 16)), 0
+            while at < len(batch):
+                length, kind, *_ = HEADER.unpack_from(batch, at)
+                body, at = batch[at + HEADER.size : at + length], at + length + -length % 4
                 if kind == NLMSG_DONE:
                     return
                 if kind == NLMSG_ERROR:
@@ -279,7 +282,7 @@ def _dump(family: int, mine: set[int]) -> Iterator[tuple[int, Connection]]:
                     yield inode, _decode(family, ends, body)
 
 
-def _decode(family: int, ends: list[bytes], body: bytes) -> Connection:
+def _decode(family: int, ends: list[bytes], body: memoryview) -> Connection:
     local_port, remote_port, local, remote = ends
     info = _attribute(body[MESSAGE.size :], INET_DIAG_INFO)
     if len(info) < RETRANSMITTED + 8:
@@ -295,13 +298,14 @@ def _decode(family: int, ends: list[bytes], body: bytes) -> Connection:
     return Connection(near, far, sent - retransmitted + waiting, retransmitted)
 
 
-def _attribute(attributes: bytes, wanted: int) -> bytes:
-    while len(attributes) >= ATTRIBUTE.size:
-        length, kind = ATTRIBUTE.unpack_from(attributes)
+def _attribute(attributes: memoryview, wanted: int) -> memoryview:
+    at = 0
+    while at + ATTRIBUTE.size <= len(attributes):
+        length, kind = ATTRIBUTE.unpack_from(attributes, at)
         if kind == wanted:
-            return attributes[ATTRIBUTE.size : length]
-        attributes = attributes[length + -length % 4 :]
-    return b""
+            return attributes[at + ATTRIBUTE.size : at + length]
+        at += length + -length % 4
+    return attributes[:0]
 
 
 def _address(family: int, raw: bytes) -> str:
