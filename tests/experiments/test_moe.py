@@ -67,7 +67,14 @@ MIXES: list[tuple[int, dict[str, str]]] = [
     (
         4,
         BIG
-        | {"LAB_MICROBATCHES": "3", "LAB_CAPACITY": "0.7", "LAB_MODEL": "mlp", "LAB_BATCH": "13", "LAB_EXPERTS": "3"},
+        | {
+            "LAB_MICROBATCHES": "3",
+            "LAB_CAPACITY": "0.7",
+            "LAB_MODEL": "mlp",
+            "LAB_DEPTH": "1",
+            "LAB_BATCH": "13",
+            "LAB_EXPERTS": "3",
+        },
     ),
     (8, BIG | {"LAB_MESH": "dp2,ep2,tp2", "LAB_EXPERTS": "3", "LAB_MODEL": "mlp", "LAB_DEPTH": "1", "LAB_BATCH": "17"}),
 ]
