@@ -23,7 +23,7 @@ from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import Batches
 from distlab.workload.model import build_model, outline
 from distlab.workload.optimizer import local
-from distlab.workload.reference import train
+from distlab.workload.reference import Snapshot, train
 from tests.labs import built, copy_state
 from tests.test_lab import held, lab_alone
 
@@ -68,27 +68,31 @@ def strategy_of(
 def differences(group: dist.ProcessGroup, config: Config) -> dict[str, dict[str, float]]:
     """For each variant the worst difference to one process over three steps, of each kind, and between replicas."""
     plain = config.model_copy(update={"bug": None})
-    dense = list(train(build_model(config, config.seed).double(), batches_of(plain), plain, 3))
+    dense, losses = list[Snapshot](), torch.zeros(3, dtype=torch.float64)
+    if group.rank() == 0:
+        dense = list(train(build_model(config, config.seed).double(), batches_of(plain), plain, 3))
+        losses = torch.tensor([snapshot.loss for snapshot in dense], dtype=torch.float64)
+    dist.broadcast(losses, group=group, group_src=0)
     found = {}
     for name in variants_of(config):
         strategy = strategy_of(name, group, config)
         worst = dict.fromkeys(("losses", *KINDS), 0.0)
-        for step, snapshot in enumerate(dense):
+        for step, wanted in enumerate(losses.tolist()):
             share = strategy.backward(batches_of(config).dealt(step, 0, 1))
             loss = torch.zeros((), dtype=torch.float64) if share is None else share.clone()
             dist.all_reduce(loss, group=group)
-            worst["losses"] = max(worst["losses"], abs(loss.item() - snapshot.loss))
+            worst["losses"] = max(worst["losses"], abs(loss.item() - wanted))
             strategy.update()
             for kind in KINDS:
-                worst[kind] = max(worst[kind], apart(dict(strategy.full(kind)), getattr(snapshot, kind), group.rank()))
+                tensors = dict(strategy.full(kind))
+                assert group.rank() == 0 or tensors == {}
+                if group.rank() == 0:
+                    worst[kind] = max(worst[kind], apart(tensors, getattr(dense[step], kind)))
         found[name] = worst | {"replicas": replicas_apart(strategy, group)}
     return found
 
 
-def apart(tensors: dict[str, Tensor], wanted: dict[str, Tensor], rank: int) -> float:
-    if rank:
-        assert tensors == {}
-        return 0.0
+def apart(tensors: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     assert set(tensors) == set(wanted)
     assert all(tensors[name].shape == wanted[name].shape for name in wanted)
     return max([0.0, *((tensors[name] - wanted[name]).abs().max().item() for name in wanted)])
