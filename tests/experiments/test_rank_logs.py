@@ -25,10 +25,11 @@ from tests.labs import Ran, Runs
 pytestmark = pytest.mark.timeout(110)
 WORLD_SIZE, RANK = 3, 1
 TRAINS = ("dp", "tp", "pp", "fsdp", "mesh", "cp", "moe", "compress", "precision", "server")
-SIZES = {"LAB_STEPS": "10", "LAB_PROOF": "0"}
+SIZES = {"LAB_STEPS": "5", "LAB_DEPTH": "1", "LAB_PROOF": "0"}
 OWN_SIZES = {
-    "comm": {"LAB_SWEEP_MIB": "0.25", "LAB_VARIANT": "gloo,ring"}, "pp": {"LAB_DEPTH": "4"},
-    "largebatch": {"LAB_STEPS": "32"},
+    "comm": {"LAB_SWEEP_MIB": "0.25", "LAB_VARIANT": "gloo,ring"},
+    "cp": {"LAB_DEPTH": "2"}, "fsdp": {"LAB_DEPTH": "2"}, "pp": {"LAB_DEPTH": "4"},
+    "elastic": {"LAB_STEPS": "10"}, "largebatch": {"LAB_STEPS": "32"},
 }  # fmt: skip
 
 
