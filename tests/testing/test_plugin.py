@@ -17,27 +17,31 @@ from torch.distributed.device_mesh import DeviceMesh
 import distlab
 from distlab.check.script_process import Bedside
 from tests.check.cases import line_of
+from tests.launched import ended_warm
 
 FAILING = Path(__file__).parent / "failing.py"
 
 
-def pytest_on(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """pytest in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110, check=False)
+LIGHT = "distlab_preload=distlab.testing.preloaded"  # as of users' projects, where a test needs no more on its ranks
+
+
+def pytest_on(*words: str) -> subprocess.CompletedProcess[str]:
+    """pytest in a process of its own, which forks its ranks from a new one as ever."""
+    arguments = ["-p", "no:cacheprovider", "-o", "addopts=", *words]
+    return ended_warm("pytest", arguments, environ=os.environ, timeout_s=110)
 
 
 @pytest.fixture(scope="module")
 def said() -> str:
     """All of failing.py, once."""
-    done = pytest_on("-v", str(FAILING))
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = pytest_on("-v", "--ranks", "1,3", str(FAILING))
+    assert done.returncode == 1, done.stdout
     return done.stdout
 
 
-def of(said: str, name: str) -> str:
+def of(said: str, name: str, case: str = "") -> str:
     """What was said of one test."""
-    return re.split(r"\n_{3,} ", said.partition(f" {name}[")[2])[0]
+    return re.split(r"\n_{3,} ", said.partition(f"_ {name}[{case}")[2])[0]
 
 
 def test_an_assert_is_shown_as_pytest_does_with_what_each_rank_printed(said: str) -> None:
@@ -69,20 +73,22 @@ def test_each_way_to_fail_has_its_sentence(said: str, name: str, words: str) -> 
 def test_what_comes_after_a_failure_runs_on_new_ranks_and_nothing_is_left(said: str) -> None:
     assert re.search(r"test_after_it\[2 ranks\] PASSED", said)
     assert re.search(r"test_is_skipped\[2 ranks\] SKIPPED", said)
-    assert "11 failed, 1 passed, 1 skipped" in said
+    assert "12 failed, 1 passed, 1 skipped" in said
 
 
 def test_it_runs_under_xdist_and_by_name() -> None:
-    done = pytest_on("-n", "2", "-q", "-k", "after_it or slow", str(FAILING))
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    done = pytest_on("-n", "1", "-q", "-o", LIGHT, "-k", "after_it or slow", str(FAILING))  # `make test` is two workers
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
 
 
-def test_a_test_that_names_no_number_of_ranks_takes_those_of_the_command_line() -> None:
-    done = pytest_on("--ranks", "1,3", "-q", "-k", "as_many", str(FAILING))
-    assert "2 failed" in done.stdout and "1 asked for" in done.stdout and "3 asked for" in done.stdout
+def test_a_test_that_names_no_number_of_ranks_takes_those_of_the_command_line(said: str) -> None:
+    for world_size in (1, 3):
+        assert f"RuntimeError: {world_size} asked for" in of(said, "test_as_many_as_asked_for", f"{world_size} ranks")
+    done = pytest_on("--collect-only", "-q", "-k", "as_many", str(FAILING))
+    assert "test_as_many_as_asked_for[2 ranks]" in done.stdout and "1/" in done.stdout, "and two where none is named"
     done = pytest_on("--ranks", "0,two", "-q", str(FAILING))
     assert done.returncode == 4
-    assert "'0,two' is no list of numbers of ranks, allowed: such as 4 or 1,2,4" in done.stderr
+    assert "'0,two' is no list of numbers of ranks, allowed: such as 4 or 1,2,4" in done.stdout
 
 
 LONG = """
@@ -118,10 +124,15 @@ def test_ranks_and_what_forked_them_end_with_a_pytest_that_is_killed(tmp_path: P
 STARVED = """
 import itertools
 
+import pytest
+
 from distlab.check.script_process import Bedside
 
-counted = itertools.chain([0.0, 0.0], itertools.repeat({later}))
-Bedside.starved_s = lambda self: next(counted)
+
+@pytest.fixture(autouse=True, params=[60.0, 0.0], ids=["starved", "slow"])
+def later_s(request, monkeypatch):
+    counted = itertools.chain([0.0, 0.0], itertools.repeat(request.param))
+    monkeypatch.setattr(Bedside, "starved_s", lambda self: next(counted))
 """
 SLOW = """
 import time
@@ -137,14 +148,13 @@ def test_slow(rank):
 """
 
 
-@pytest.mark.parametrize(("later", "words"), [(60.0, "1 passed"), (0.0, "not done after 1 s")])
-def test_the_bound_does_not_count_the_time_in_which_a_rank_has_no_core(
-    tmp_path: Path, later: float, words: str
-) -> None:
-    (tmp_path / "conftest.py").write_text(STARVED.format(later=later))
+def test_the_bound_does_not_count_the_time_in_which_a_rank_has_no_core(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(STARVED)
     (tmp_path / "test_slow.py").write_text(SLOW)
-    done = pytest_on("-q", "test_slow.py", cwd=tmp_path)
-    assert words in done.stdout, done.stdout + done.stderr
+    done = pytest_on("-v", "--rootdir", str(tmp_path), str(tmp_path))
+    assert re.search(r"test_slow\[.*starved.*\] PASSED", done.stdout), done.stdout
+    assert re.search(r"test_slow\[.*slow.*\] FAILED", done.stdout), done.stdout
+    assert "not done after 1 s" in done.stdout
 
 
 def test_who_shares_a_core_with_another_is_starved_half_of_the_time() -> None:
