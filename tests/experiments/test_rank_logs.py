@@ -158,7 +158,7 @@ VARIES = (
     (r"(?<=ms: )forward [.\d]+(, backward [.\d]+)?, ", ""),  # left out where a line has no room
     (r"(?<=ms: )backward [.\d]+, ", ""),
     (r"(sent [kMG]?B a step|predicted / measured) .*?(?=predicted|waited|memory|checks)", ""),  # who has equal bytes
-    (r"waited in the first steps .*?(?=checks)", ""),
+    (r"waited in the first steps .*?(?=memory|checks)", ""),
     (r"changes until the next step: .*?(?=begins|view|predicted)", ""),  # who noticed what first is a matter of moments
     (r"\|[-+.0-9A-Za-z]{32,}\|", "|drawn|"),
     (r"(\d+>\d+, )+(\.\.\.|\d+>\d+)|\d+>\d+", "versions"),
