@@ -41,9 +41,9 @@ def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, wo
     assert ranks(2, summed, 1) == [3.0, 3.0]
 
 
-def test_there_is_one_pool_where_tests_run_beside_each_other(ranks: Ranks, request: pytest.FixtureRequest) -> None:
+def test_the_tests_of_a_file_share_a_pool_where_they_run_beside_others(request: pytest.FixtureRequest) -> None:
     """pytest-xdist keeps a group on one worker by the end of its tests' ids, which conftest.py has to have marked in
     time."""
-    ranks(1, summed, 0)
-    assert request.node.get_closest_marker("xdist_group").args == ("pool",)
-    assert request.node.nodeid.endswith("@pool") == request.config.getoption("loadgroup", False)
+    group = "tests/testing/test_calls.py"
+    assert request.node.get_closest_marker("xdist_group").args == (group,)
+    assert request.node.nodeid.endswith(f"@{group}") == request.config.getoption("loadgroup", False)
