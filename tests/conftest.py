@@ -34,19 +34,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole. Where tests run beside each other (`pytest -n 2 --dist loadgroup`) those of a file run in turn, what takes
     longest first."""
     slow = slow_of(item.nodeid for item in items)
-    named = [str(arg).partition("::")[0] for arg in config.args]
-    asked = tuple(name for name in named if name.endswith(".py"))
-    left_out = []
+    asked = {(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args}
+    deselected = []
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
-            if not config.option.markexpr and not str(item.path).endswith(asked or (" ",)):
-                left_out.append(item)
+            if not config.option.markexpr and item.path not in asked:
+                deselected.append(item)
         item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
     order = {place: number for number, place in enumerate(MINUTES)}
-    kept = [item for item in items if item not in left_out]
+    kept = [item for item in items if item not in deselected]
     items[:] = sorted(kept, key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
