@@ -30,7 +30,7 @@ LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE 
 take turns, whoever has more rows: LAB_ROW_US pretends compute that takes no core.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -195,8 +195,7 @@ def run(lab: Lab) -> None:
         if name in measured and notes
     }
     placed = placements(config, mixed)
-    for name in [name for name in routed if name in placed]:
-        note_tokens(lab, name, routed[name], placed[name].experts_of(lab.rank))
+    note_tokens(lab, {name: (routed[name], placed[name].experts_of(lab.rank)) for name in routed if name in placed})
     predictions = predict(config, mixed, routed)
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
@@ -229,12 +228,19 @@ def holds(config: Config, mixed: Mixing, rank: int) -> str:
     return f"with ep {len(mine)} of {mixed.num_experts} experts a layer: {which}"
 
 
-def note_tokens(lab: Lab, name: str, layers: Sequence[list[list[int]]], mine: range) -> None:
-    """Of the last counted microbatch: how many rows this rank sent to each expert, and its own experts took in all."""
-    sent = [sum(admitted[lab.rank][expert] for admitted in layers) for expert in range(len(layers[0][0]))]
-    taken = {expert: sum(of_rank[expert] for admitted in layers for of_rank in admitted) for expert in mine}
-    took = ", ".join(f"{expert}: {rows}" for expert, rows in taken.items()) or "none"
-    lab.note("tokens", f"{name}: sent to experts 0-{len(sent) - 1}: {' '.join(map(str, sent))}; its own took {took}")
+def note_tokens(lab: Lab, routed: Mapping[str, tuple[Sequence[list[list[int]]], range]]) -> None:
+    """Of the last counted microbatch: how many rows this rank sent to each expert, and its own experts took in all; of
+    variants that route alike once."""
+    told: dict[str, dict[str, list[str]]] = {}
+    for name, (layers, mine) in routed.items():
+        sent = [sum(admitted[lab.rank][expert] for admitted in layers) for expert in range(len(layers[0][0]))]
+        taken = [sum(of_rank[expert] for admitted in layers for of_rank in admitted) for expert in mine]
+        own = f"{mine[0]}-{mine[-1]}: {' '.join(map(str, taken))}" if mine else "none"
+        whom = f"0-{len(sent) - 1}: {' '.join(map(str, sent))}"
+        told.setdefault(whom, {}).setdefault(own, []).append(name)
+    for whom, variants in told.items():
+        took = "; ".join(f"{', '.join(names)} {own}" for own, names in variants.items())
+        lab.note("tokens", f"sent to experts {whom}; its own took: {took}")
 
 
 def check_overlap(lab: Lab, name: str, order: Order, buckets: int) -> None:
