@@ -118,6 +118,8 @@ def note_course(lab: Lab, course: Course) -> None:
     killed = [f"killed at step {loss.step}" for loss in course.drill.losses if loss.rank == lab.rank]
     applied = f"{course.training.applied} steps applied, {course.computed} computed"
     applied += f" in {course.lives} lives" if course.lives > 1 else ""
+    if killed and not course.training.applied:
+        applied = "not taken in again"
     views = [
         f"view {number} from step {event.applied}: ranks {', '.join(map(str, event.after))} ({view_origin(event)})"
         for number, event in enumerate(course.events, 1)
