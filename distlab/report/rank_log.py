@@ -19,7 +19,10 @@ from distlab.report.timeline import Span, step_seconds, union_s
 from distlab.report.units import byte_unit, human_bytes, milliseconds, name_ranks, three_digits
 from distlab.report.verdict import passes
 
-FEW_VARIANTS = 5  # up to which the first step of each may take two lines: 10 to 25 lines in all
+MOST_LINES = 25  # of a normal log, with its verdict
+AT_THE_END = 6  # of them for one each of the five blocks at the end, and the verdict
+AFTER_HOLDINGS = AT_THE_END + 4  # of them for what follows: two of its pace, two of its mode, the end
+FEW_VARIANTS = 5  # up to which the first step of each may take two lines
 CHART_COLUMNS = 40
 MANY = 8  # variants: then a normal log leaves out PyTorch's own, and first steps that send the same
 FEW_SAMPLES = 8
@@ -36,12 +39,14 @@ class RankLog:
     def __init__(self, log: Log = "normal") -> None:
         self.log = log
         self.before: list[Record] = []
+        self.said = 0  # lines
 
     def lines(self, record: Record) -> list[str]:
         """What is said of this record, given those before it."""
         told = LINES_OF.get(type(record))
         lines = told(self, record) if told is not None and self.log != "quiet" else []
         self.before.append(record)
+        self.said += len(lines)
         return lines
 
     def all(self, kind: type[records.Kind]) -> Iterator[records.Kind]:
@@ -59,10 +64,11 @@ class RankLog:
         skipped = {each.variant for each in self.all(records.Skipped)}
         return {variant for variant, name, *_ in expected.claims if name == "timed steps"} - skipped
 
-    @property
-    def lines_a_variant(self) -> int:
-        """How many lines the first step of a variant may take."""
-        return 1000 if self.log == "full" else 2 if len(self.timed) <= FEW_VARIANTS else 1
+    def first_step_room(self, variant: str) -> int:
+        """How many lines the first step of a variant may take; PyTorch's own has the one in a normal log."""
+        if self.log == "full":
+            return 1000
+        return 2 if len(self.timed) <= FEW_VARIANTS and variant not in self.start.by_torch else 1
 
     def tells(self, variant: str) -> bool:
         """Whether this variant has a place in the log; in a normal one of many variants PyTorch's own have none."""
@@ -100,19 +106,24 @@ def given_lines(log: RankLog, record: records.Given) -> list[str]:
     return wrapped("gets", f"step {record.step}: {len(record.samples)} of {record.batch} samples{parts}: {ids}")
 
 
-def note_lines(_log: RankLog, record: records.Noted) -> list[str]:
+def note_lines(log: RankLog, record: records.Noted) -> list[str]:
     """What its mode alone can say."""
-    return wrapped(record.heading, record.text)
+    room = MOST_LINES - AT_THE_END - log.said if log.log == "normal" else 1000
+    return fitted([wrapped(record.heading, record.text)], room)
 
 
 def holding_lines(log: RankLog, record: records.Holds) -> list[str]:
-    """Which parameters it has, by name; once for variants that have the same."""
+    """Which parameters it has, by name; once for variants that have the same; in a normal log while there is room."""
     text = holdings(record.parameters, log.log)
     same = [each.variant for each in log.all(records.Holds) if each.parameters == record.parameters]
     if same:
         return wrapped("", f"{record.variant}: as {same[0]}") if log.log == "full" else []
     first = next(log.all(records.Holds), None) is None
-    return wrapped("holds" if first else "", f"{record.variant}: {text}")
+    lines = wrapped("holds" if first else "", f"{record.variant}: {text}")
+    if log.log == "full":
+        return lines
+    room = MOST_LINES - AFTER_HOLDINGS - log.said
+    return fitted([lines], room - 1) if room > 0 else []
 
 
 def holdings(parameters: Sequence[Sequence[Any]], log: Log) -> str:
@@ -202,6 +213,7 @@ def first_step_lines(log: RankLog, record: records.FirstStep) -> list[str]:
     """The passes and the calls of the first step: a chart of its microbatches where it has several, else its times."""
     if not log.tells(record.variant) or (log.many and has_alike(log, record)):
         return []
+    room = log.first_step_room(record.variant)
     spans = [Span(*span) for span in record.spans]
     sent = human_bytes(sum(call[2] for call in record.calls))
     step_ms = short_ms(step_seconds([spans]))
@@ -218,11 +230,11 @@ def first_step_lines(log: RankLog, record: records.FirstStep) -> list[str]:
         calls = f"calls {short_ms(calls_s)} ({sent})" if calls_s else f"sent {sent}"
         waited = waited_phrase(record.calls)
         head = f"{step_ms} ms: {', '.join(filter(None, [own, calls]))}{waited}"
-        if len(f"{record.variant}: {head}") > WIDTH - INDENT and log.lines_a_variant == 1:
+        if len(f"{record.variant}: {head}") > WIDTH - INDENT and room == 1:
             head = f"{step_ms} ms: {calls}{waited}"  # the passes are alike in all variants, the calls are not
     first = next(log.all(records.FirstStep), None) is None
     told = wrapped(f"step {record.step}" if first else "", f"{record.variant}: {head}")
-    room = log.lines_a_variant - len(told)
+    room -= len(told)
     return told + calls_lines(record.calls, log.start.rank, room) if room > 0 else told
 
 
@@ -307,8 +319,19 @@ def end_lines(log: RankLog, _record: records.End) -> list[str]:
     """Bytes by peer, predicted beside measured, memory, who was waited for, and this rank's checks; in rank 0's full
     log the tables of all ranks follow, which have its memory and checks."""
     tables_follow = log.log == "full" and log.start.rank == 0
-    own = [] if tables_follow else [*memory_lines(log), *checks_lines(log)]
-    return [*sent_lines(log), *predicted_lines(log), *waits_lines(log), *own]
+    own = [] if tables_follow else [memory_lines(log), checks_lines(log)]
+    blocks = [sent_lines(log), predicted_lines(log), waits_lines(log), *own]
+    room = MOST_LINES - 1 - log.said if log.log == "normal" else 1000
+    return fitted(blocks, room)
+
+
+def fitted(blocks: Sequence[list[str]], room: int) -> list[str]:
+    """Their lines, where there is no room for all without the last of those that have most; one stays of each."""
+    while sum(map(len, blocks)) > room and max(map(len, blocks), default=0) > 1:
+        cut = max(blocks, key=len)
+        cut.pop()
+        cut[-1] = shortened(f"{cut[-1]} ...")
+    return [line for block in blocks for line in block]
 
 
 def sent_lines(log: RankLog) -> list[str]:
@@ -316,7 +339,7 @@ def sent_lines(log: RankLog) -> list[str]:
     most: dict[str, float] = defaultdict(float)
     for wire in wires:
         most[wire.variant] = max(most[wire.variant], wire.sent_bytes)
-    scale, unit = byte_unit(max(most.values(), default=0))
+    scale, unit = byte_unit(min(filter(None, most.values()), default=0))  # none is a thousandth of it
     by_variant: dict[str, dict[int, str]] = defaultdict(dict)
     for wire in wires:
         if wire.sent_bytes > HEADERS_SHARE * most[wire.variant] and log.tells(wire.variant):
@@ -337,7 +360,7 @@ def slashed(values: Iterable[object]) -> str:
 
 def predicted_lines(log: RankLog) -> list[str]:
     claims = [each for each in log.all(records.Comparison) if each.name == "wire bytes" and log.tells(each.variant)]
-    scale, unit = byte_unit(max((each.measured for each in claims), default=0))
+    scale, unit = byte_unit(min((each.measured for each in claims if each.measured), default=0))
     told = by_value(
         (each.variant, slashed(three_digits(nbytes / scale) for nbytes in (each.predicted, each.measured)))
         for each in claims

@@ -132,6 +132,14 @@ def test_a_changed_word_in_a_block_is_seen() -> None:
     assert shape(f"rank 0 |{'01..' * 16}|") == shape(f"rank 0 |{'0a.-' * 16}|") != shape(f"rank 0 {'01..' * 16}")
 
 
+def test_a_wrapped_sentence_is_one_entry_wherever_it_breaks() -> None:
+    begin, goes_on = f"rank 0 | FAILED     {'word ' * 16}and ", "rank 0 |            "
+    early, late = f"{begin}9\n{goes_on}seconds\n", f"{begin}12345\n{goes_on}seconds\n"
+    assert shape(early) == shape(late) == shape(f"{begin}9 seconds\n")
+    table = f"rank 0 | timed      a 1\n{goes_on}b 2\n"
+    assert len(shape(table)) == 2, "a row of a table is none"
+
+
 PRINTED = "predict 3 MB\nproof\nnaive 1 passed\nflat 2 passed\nmemory 7\nPASS 36\n"
 
 

@@ -17,8 +17,10 @@ from distlab.cli import report
 from distlab.config.settings import modes
 from distlab.experiments.train import by_hand
 from distlab.report import records
+from distlab.report.rank_log import MOST_LINES
 from distlab.report.reading import write_atomically
-from distlab.report.units import byte_unit, human_bytes, three_digits
+from distlab.report.table import INDENT
+from distlab.report.units import BYTE_UNITS, human_bytes, three_digits
 from tests.docs.pages import TOP
 from tests.labs import Ran, Runs
 
@@ -62,9 +64,9 @@ def of_a_training(ran: Ran) -> Iterator[str]:
     held = of(ran, records.Holds)[0]
     yield f"{held.variant}: {human_bytes(sum(parameter[4] for parameter in held.parameters))} in"
     most = max(of(ran, records.Wire), key=lambda wire: wire.sent_bytes)
-    scale, unit = byte_unit(most.sent_bytes)
-    yield f"sent {unit} a step to "
-    yield three_digits(most.sent_bytes / scale)
+    unit = re.search(r"sent (\w+) a step to ", log_of(ran))
+    assert unit is not None, log_of(ran)
+    yield three_digits(most.sent_bytes / 1000 ** BYTE_UNITS.index(unit[1]))
     step = of(ran, records.FirstStep)[0]
     yield f"{step.variant}: "
     yield human_bytes(sum(call[2] for call in step.calls))
@@ -106,7 +108,7 @@ FACTS: dict[str, Callable[[Ran], Iterator[str]]] = dict.fromkeys(TRAINS, of_a_tr
 PARTICULAR = {
     "tp": ["rows 86-170 of 256", "with ranks 0 and 2"], "pp": ["previous stage: rank 0, next stage: rank 2", "1f1b: |"],
     "fsdp": ["zero3: unshard +, reshard -: +0", "rows"], "mesh": ["at tp 0, cp 0, dp 1, pp 0"],
-    "cp": ["in layer 0 of rank 0, 2 after ms: ring"], "moe": ["its own took 3:"],
+    "cp": ["in layer 0 of rank 0, 2 after ms: ring"], "moe": ["its own took: replicated 0-7:", "ep, ep_torch 3-5:"],
     "server": ["ssp: ", "staleness"],
 }  # fmt: skip
 
@@ -124,7 +126,17 @@ def test_the_log_of_rank_1_says_what_its_records_have(mode: str, runs: Runs) -> 
     assert [fact for fact in facts if fact not in log] == [], log
     lines = (ran.folder / f"rank{RANK}.log").read_text().splitlines()
     assert max(map(len, lines)) <= 100
-    assert 10 <= len(lines) + 1 <= 25, log  # with the verdict
+    assert 10 <= len(lines) + 1 <= MOST_LINES == 25, log  # with the verdict
+
+
+def test_a_log_of_many_axes_and_more_steps_keeps_to_its_lines(runs: Runs) -> None:
+    """moe has most to say: five variants of four layouts, on four ranks."""
+    ran = runs(4, RUN_MODE="moe", **SIZES | {"LAB_STEPS": "20"})
+    for rank in range(1, 4):  # rank 0's has the verdict of all, too
+        own = (ran.folder / f"rank{rank}.log").read_text().splitlines()
+        assert len(own) + 1 <= MOST_LINES, "\n".join(own)
+        for word in ("sent", "predicted", "waited", "memory", "checks"):
+            assert any(line.startswith(f"{word:<{INDENT}}") for line in own), word
 
 
 @pytest.mark.parametrize("mode", ["dp", "pp", "elastic"])
