@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distlab.check.silent_faults import groups_of
+from distlab.check.axes import groups_of
 from distlab.cluster import name_ranks
 from distlab.measure.tensors import factor
 from distlab.prove import compare, reference

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distlab.check.axes import groups_of
 from distlab.check.coordinator import Doctor
 from distlab.check.deadlock import Standing, Still, hung
 from distlab.check.matching import Matching
 from distlab.check.rank_state import DEVICES, HANG, CallPlace, Frame, RankState, Wait
 from distlab.check.report import MOST, spans_of
 from distlab.check.script_process import how_it_ended, parsed
-from distlab.check.silent_faults import Quiet, groups_of
+from distlab.check.silent_faults import Quiet
 
 KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))
 anything = st.recursive(
