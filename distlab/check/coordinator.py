@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from distlab.check.deadlock import Standing, Still, Waiting, aborted, apart_finding, failures, last_call, standing_apart
+from distlab.check.deadlock import Standing, Still, Waiting, apart_finding, standing_apart
+from distlab.check.failures import aborted, failures, last_call
 from distlab.check.matching import Matching, every_call
 from distlab.check.rank_state import HANG, Finding, RankState
 from distlab.check.recorder import now

@@ -5,14 +5,11 @@ none of those and none that is over; whoever is left never goes on (the circular
 1971). A rank that computes, or sleeps, holds the others up and hangs nobody.
 """
 
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from distlab.check.matching import Matching, all_or_none
 from distlab.check.rank_state import (
-    END,
     HANG,
     IDLE_SHARE,
     LOADERS,
@@ -20,7 +17,6 @@ from distlab.check.rank_state import (
     CallPlace,
     Finding,
     Frame,
-    Raised,
     RankState,
     Wait,
     call_text,
@@ -30,7 +26,6 @@ from distlab.check.rank_state import (
 from distlab.check.script_process import how_it_ended
 from distlab.check.source_lines import source_line
 from distlab.cluster import name_ranks
-from distlab.cluster.shutdown import BLAMELESS
 
 SURE_AFTER_S = 1.0  # of a rank that waits for one which is over: what it told last may be on its way
 OWN = "distlab/check/"
@@ -338,98 +333,3 @@ class Still:
                     f" {who} for {now - wait.since_s:.0f} s"
                 )
         return None
-
-
-# The script's own failures: the one that was first, with those that come of it folded into its sentence.
-#
-# Of ranks whose neighbour has failed each raises "Connection closed by peer", and one reads as many tracebacks as
-# there are ranks, all but one of them about nothing. An exception in words of a connection or of a bound is taken for
-# a consequence where another rank has failed, ended or been killed; alone it is told by the call that it was raised
-# in.
-
-ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
-OWN_KINDS = ("SystemExit", "ValueError", "TypeError", "AssertionError", "KeyError")  # which no connection raises
-
-
-def failures(
-    cases: Sequence[RankState], matching: Matching, lost: Mapping[int, str], *, explained: bool
-) -> Iterator[Finding]:
-    """How the scripts failed, where `lost` ranks do not tell it; `explained` is whether something else may."""
-    waits = standings(cases, matching)
-    left = [case for case in cases if case.exit_code is None and case.gone is not None and case.rank not in lost]
-    for case in left:
-        fine = case.gone == 0 and all(case.rank not in each.needs for each in waits.values())
-        if not fine and not (aborted(case) and explained):
-            what = f"rank {case.rank} {how_it_ended(case.gone or 0)}{last_call(case)}"
-            sentence = f"{what}{consequences(cases, waits, case.rank)}"
-            yield Finding(END, sentence, (case.rank,), table(cases, waits))
-    raised = {case.rank: case.raised for case in cases if case.raised is not None}
-    own = {rank: each for rank, each in raised.items() if not blameless(each)}
-    alike: dict[tuple[str, str], list[int]] = {}
-    for rank in sorted(own, key=lambda rank: own[rank].at_s):
-        alike.setdefault((own[rank].kind, own[rank].text), []).append(rank)
-    for ranks in alike.values():
-        first = own[ranks[0]]
-        sentence = f"{name_ranks(ranks)} {describe_exception(first)}{consequences(cases, waits, ranks[0])}"
-        yield Finding(END, sentence, tuple(ranks), table(cases, waits), traceback=first.traceback)
-    if raised and not own and not explained and not left:
-        yield blamed(cases, matching, waits)
-
-
-def describe_exception(raised: Raised) -> str:
-    if raised.kind == "SystemExit":
-        what = f"called sys.exit with {raised.text}"
-    else:
-        first_line = (raised.text.splitlines() or [""])[0][:400]
-        what = f"raised {raised.kind}: {first_line}".rstrip(": ")
-    return f"{what} at {raised.place}" if raised.place else what
-
-
-def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Standing]) -> Finding:
-    """Of scripts that failed for a lost connection or a bound alone: the calls that they failed in, and who was not
-    there."""
-    failed = {case.rank: case.raised for case in cases if case.raised is not None}
-    first = min(failed, key=lambda rank: failed[rank].at_s)
-    for rank in failed:
-        call = next(iter(cases[rank].open.values()), cases[rank].last)
-        needs = frozenset(matching.absent(call)) if call is not None else frozenset()
-        if call is not None and needs:
-            waits[rank] = Standing(Wait(call, call_text(call), call.place, call.began_s), needs, any_of=False)
-    how = f"rank {first} {describe_exception(failed[first])}"
-    stuck = {rank: each for rank, each in waits.items() if not each.any_of}
-    if not stuck:
-        return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
-    found = diagnosis(cases, matching, waits, stuck)
-    return replace(found, sentence=f"{found.sentence} ({how})")
-
-
-def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank: int) -> str:
-    """Who waits for this rank, and who failed because of it."""
-    waiting = [other for other, each in waits.items() if rank in each.needs and not each.any_of]
-    failed = [case for case in cases if case.raised is not None and case.rank != rank and blameless(case.raised)]
-    parts = []
-    if waiting:
-        wait = waits[waiting[0]].wait
-        parts.append(f"; {ranks_do(waiting, 'wait')} for it in {wait.what} at {wait.place}")
-    if failed:
-        last = failed[0].last
-        where = f" in {call_text(last)} at {last.place}" if last is not None else ""
-        parts.append(f"; {name_ranks(case.rank for case in failed)} failed because of it{where}")
-    return "".join(parts)
-
-
-def last_call(case: RankState) -> str:
-    """The last that is known of a rank, behind how it ended."""
-    if case.last is None:
-        return " before its first call"
-    return f", its last call was {call_text(case.last)} at {case.last.place}"
-
-
-def aborted(case: RankState) -> bool:
-    """Whether a library ended the process itself, as gloo does where tensors do not fit."""
-    return case.gone in ABORTS
-
-
-def blameless(raised: Raised) -> bool:
-    """Whether another rank's end may be behind an exception."""
-    return raised.kind not in OWN_KINDS and any(word in raised.text.lower() for word in BLAMELESS)

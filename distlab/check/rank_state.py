@@ -120,6 +120,8 @@ class RankState:
     moved_at: float = 0.0  # the last time that it told anything, on the clock of rank 0's doctor
     sockets: dict[tuple[Any, ...], int] = field(default_factory=dict)
     counting: bool = True  # whether what is called counts: in a proof the steps alone
+    grouped: bool = False  # it has made the group of all ranks
+    starts: CallPlace | None = None  # where it starts processes of its own, the first of them
     counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
 
     def __post_init__(self) -> None:
@@ -199,6 +201,7 @@ class RankState:
             key = GroupKey(ranks if what[1] else world, instance=MADE)
             kind = Kind("new_group", (ranks,))
         elif name == "init_process_group":
+            self.grouped = True
             key, kind = GroupKey(world, instance=INITIALISED), Kind(name)
         else:
             self.waits[thread] = Wait(None, f"{name}({', '.join(map(repr, what))})", self._places[place], at_s)
@@ -206,6 +209,9 @@ class RankState:
         call = Call(self.rank, self._places[place], key, kind, self._turn(key), thread, at_s)
         self.calls.append(call)
         self.waits[thread] = Wait(call, call_text(call), call.place, at_s)
+
+    def _take_starts(self, place: int) -> None:
+        self.starts = self.starts or self._places[place]
 
     def _take_leave(self, thread: int, at_s: float) -> None:
         wait = self.waits.pop(thread, None)

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distlab.check.coordinator import Doctor
+from distlab.check.failures import nothing_distributed
 from distlab.check.recorder import now
 from distlab.check.report import log_lines, spans_of, written
 from distlab.check.script import STORE_KEY, Job
@@ -161,6 +162,8 @@ class Rank:
         """Write down what was found, and agree on the verdict."""
         sections = Sections(exchange, self.journal)
         if doctor is not None:
+            if doctor.whole and not doctor.findings and self.job.command == "check":
+                doctor.findings += nothing_distributed(doctor.cases)
             for record in written(doctor):
                 self.journal.write(record)
             for text in log_lines(doctor):

@@ -133,6 +133,13 @@ class Places:
         told = self._telling.number("place", (user, below), lambda: (self._shown(user), self._shown(below), file))
         return told, below is None
 
+    def line_of(self, depth: int = 1) -> str:
+        """The script's own line below the caller's `depth`-th frame, in words."""
+        frame: FrameType | None = sys._getframe(depth)
+        while frame is not None and self.kind(frame.f_code.co_filename) != "user":
+            frame = frame.f_back
+        return self._shown((frame.f_code, frame.f_lineno) if frame is not None else None)
+
     def kind(self, file: str) -> str:
         """Whose file it is: "user", "library", or "passed on" by those whose frames say nothing."""
         found = self._kinds.get(file)

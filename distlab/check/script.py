@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distlab.check.handles import Handles, Waits
+from distlab.check.own_ranks import OwnRanks
 from distlab.check.recorder import Places, Recorder, Telling, now
 from distlab.check.training import Training
 from distlab.cluster.address import listening_socket, resolve
@@ -165,6 +166,7 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
     recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
     training = Training(recorder, job.every)
     training.install()
+    OwnRanks(recorder).install()
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
     code = ended(job, telling, recorder, training, waits)

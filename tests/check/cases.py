@@ -75,8 +75,8 @@ def line_of(script: Path, marker: str) -> str:
 RIGHT = dict.fromkeys([
     "buckets_async", "by_hand", "coalescing", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
     "ddp_power_sgd", "ddp_sampler", "ddp_static_graph", "ddp_unused", "exits_0", "fsdp", "fsdp1", "fsdp_save",
-    "functional", "local_sgd", "no_destroy", "pipe_1f1b", "pipe_gpipe", "pipe_interleaved", "rank_0_saves",
-    "restart", "spawned_workers", "tensor_parallel", "threads", "zero_redundancy",
+    "functional", "local_sgd", "no_destroy", "pipe_1f1b", "pipe_gpipe", "pipe_interleaved", "process_ranks",
+    "rank_0_saves", "restart", "spawned_ranks", "spawned_workers", "tensor_parallel", "threads", "zero_redundancy",
 ], 2) | {
     "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4, "ring": 3, "send_recv": 4,
     "sub_groups": 3, "uneven_all_to_all": 3, "uneven_work": 3,
@@ -132,6 +132,8 @@ PLANTED = (
     Planted("never_divided", 2, 0, ("divides",), ("a",), ()),
     Planted("dropout_seed", 2, 1, ("dropout",), ("a",), (0, 1)),
     Planted("sys_exit", 3, 1, ("3", "all_reduce"), ("a",), (1,), 1),
+    Planted("alone", 2, 1, ("no process group was made",), (), ()),
+    Planted("ranks_by_name", 2, 1, ("no process group was made", "processes of its own"), ("a",), ()),
     Planted("thread", 2, 1, ("all_reduce", "barrier"), ("a", "b"), (1,), 1),
 )
 

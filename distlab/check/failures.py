@@ -1,0 +1,128 @@
+"""The script's own failures: the one that was first, with those that come of it folded into its sentence.
+
+Of ranks whose neighbour has failed each raises "Connection closed by peer", and one reads as many tracebacks as
+there are ranks, all but one of them about nothing. An exception in words of a connection or of a bound is taken for
+a consequence where another rank has failed, ended or been killed; alone it is told by the call that it was raised
+in.
+"""
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from distlab.check.deadlock import Standing, diagnosis, standings, table
+from distlab.check.matching import Matching
+from distlab.check.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_do
+from distlab.check.script_process import how_it_ended
+from distlab.cluster import name_ranks
+from distlab.cluster.shutdown import BLAMELESS
+
+ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
+OWN_KINDS = ("SystemExit", "ValueError", "TypeError", "AssertionError", "KeyError")  # which no connection raises
+
+
+def failures(
+    cases: Sequence[RankState], matching: Matching, lost: Mapping[int, str], *, explained: bool
+) -> Iterator[Finding]:
+    """How the scripts failed, where `lost` ranks do not tell it; `explained` is whether something else may."""
+    waits = standings(cases, matching)
+    left = [case for case in cases if case.exit_code is None and case.gone is not None and case.rank not in lost]
+    for case in left:
+        fine = case.gone == 0 and all(case.rank not in each.needs for each in waits.values())
+        if not fine and not (aborted(case) and explained):
+            what = f"rank {case.rank} {how_it_ended(case.gone or 0)}{last_call(case)}"
+            sentence = f"{what}{consequences(cases, waits, case.rank)}"
+            yield Finding(END, sentence, (case.rank,), table(cases, waits))
+    raised = {case.rank: case.raised for case in cases if case.raised is not None}
+    own = {rank: each for rank, each in raised.items() if not blameless(each)}
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(own, key=lambda rank: own[rank].at_s):
+        alike.setdefault((own[rank].kind, own[rank].text), []).append(rank)
+    for ranks in alike.values():
+        first = own[ranks[0]]
+        sentence = f"{name_ranks(ranks)} {describe_exception(first)}{consequences(cases, waits, ranks[0])}"
+        yield Finding(END, sentence, tuple(ranks), table(cases, waits), traceback=first.traceback)
+    if raised and not own and not explained and not left:
+        yield blamed(cases, matching, waits)
+
+
+def describe_exception(raised: Raised) -> str:
+    if raised.kind == "SystemExit":
+        what = f"called sys.exit with {raised.text}"
+    else:
+        first_line = (raised.text.splitlines() or [""])[0][:400]
+        what = f"raised {raised.kind}: {first_line}".rstrip(": ")
+    return f"{what} at {raised.place}" if raised.place else what
+
+
+def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Standing]) -> Finding:
+    """Of scripts that failed for a lost connection or a bound alone: the calls that they failed in, and who was not
+    there."""
+    failed = {case.rank: case.raised for case in cases if case.raised is not None}
+    first = min(failed, key=lambda rank: failed[rank].at_s)
+    for rank in failed:
+        call = next(iter(cases[rank].open.values()), cases[rank].last)
+        needs = frozenset(matching.absent(call)) if call is not None else frozenset()
+        if call is not None and needs:
+            waits[rank] = Standing(Wait(call, call_text(call), call.place, call.began_s), needs, any_of=False)
+    how = f"rank {first} {describe_exception(failed[first])}"
+    stuck = {rank: each for rank, each in waits.items() if not each.any_of}
+    if not stuck:
+        return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
+    found = diagnosis(cases, matching, waits, stuck)
+    return replace(found, sentence=f"{found.sentence} ({how})")
+
+
+def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank: int) -> str:
+    """Who waits for this rank, and who failed because of it."""
+    waiting = [other for other, each in waits.items() if rank in each.needs and not each.any_of]
+    failed = [case for case in cases if case.raised is not None and case.rank != rank and blameless(case.raised)]
+    parts = []
+    if waiting:
+        wait = waits[waiting[0]].wait
+        parts.append(f"; {ranks_do(waiting, 'wait')} for it in {wait.what} at {wait.place}")
+    if failed:
+        last = failed[0].last
+        where = f" in {call_text(last)} at {last.place}" if last is not None else ""
+        parts.append(f"; {name_ranks(case.rank for case in failed)} failed because of it{where}")
+    return "".join(parts)
+
+
+def last_call(case: RankState) -> str:
+    """The last that is known of a rank, behind how it ended."""
+    if case.last is None:
+        return " before its first call"
+    return f", its last call was {call_text(case.last)} at {case.last.place}"
+
+
+def aborted(case: RankState) -> bool:
+    """Whether a library ended the process itself, as gloo does where tensors do not fit."""
+    return case.gone in ABORTS
+
+
+def blameless(raised: Raised) -> bool:
+    """Whether another rank's end may be behind an exception."""
+    return raised.kind not in OWN_KINDS and any(word in raised.text.lower() for word in BLAMELESS)
+
+
+# Ranks that have nothing to do with each other: of those nothing was checked, and that is no pass.
+
+
+def nothing_distributed(cases: Sequence[RankState]) -> Iterator[Finding]:
+    """Of scripts that have all ended well: that none made a group or called another rank, and why."""
+    if len(cases) == 1 or any(case.grouped or case.num_calls for case in cases):
+        return
+    ranks = tuple(range(len(cases)))
+    starts = next((case.starts for case in cases if case.starts is not None), None)
+    if starts is not None:
+        why = (
+            f"the script starts processes of its own at {starts.line or starts}, which check does not see into; each"
+            " rank of check is a process with RANK and WORLD_SIZE already: call the function with"
+            ' int(os.environ["RANK"]) instead'
+        )
+    else:
+        why = (
+            f"each of the {len(cases)} ranks ran the whole script alone; call torch.distributed.init_process_group()"
+            " where RANK and WORLD_SIZE are in the environment, as torchrun and check set them"
+        )
+    yield Finding(END, f"no process group was made, and no rank called another: {why}", ranks)
