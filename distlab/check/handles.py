@@ -3,12 +3,13 @@ meanwhile.
 
 A handle that the script got (`async_op=True`, isend, irecv) has to be waited for before its tensor is used: one that
 goes without that is told with the line of its call. Between call and wait nobody may write into the tensor, which its
-version counter shows; a tensor that shares its storage with others is left out, as one counter is all of theirs.
+version counter shows where it has its storage for itself, and its contents otherwise (memory.py).
 `Work.wait` and the methods of ProcessGroup are replaced by ones that tell, which is why C++ that waits is not seen
 here: then a rank stands in a library's frame with a call that has not ended (rank_state.py).
 """
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.check.memory import Contents
 from distlab.check.recorder import Call, Recorder, now, preceded
 from distlab.measure import traffic
 from distlab.measure.traffic import Endpoint, NoDiagnostics
@@ -35,14 +37,16 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")  # whose result
 class Handle:
     """What is known of one handle that the script may hold."""
 
-    def __init__(self, call: Call, place: int) -> None:
-        self.call, self.place, self.waited = call.number, place, False
+    def __init__(self, call: Call, place: int, contents: Contents | None) -> None:
+        self.call, self.place, self.waited, self.contents = call.number, place, False, contents
         # Of several tensors gloo copies its result into each, which counts as a write.
         watched = call.tensors if call.op in IN_PLACE and len(call.tensors) == 1 else ()
         self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in watched if owns_storage(tensor)]
 
     def written(self) -> bool:
-        return any((tensor := ref()) is not None and tensor._version != version for ref, version in self._tensors)
+        if any((tensor := ref()) is not None and tensor._version != version for ref, version in self._tensors):
+            return True
+        return self.contents is not None and self.contents.written()
 
 
 class Handles:
@@ -66,15 +70,16 @@ class Handles:
         @functools.wraps(method)
         def made(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
             thread = self._recorder.thread
-            thread.made, thread.reduce = None, reduce_of(args, named)
+            thread.made, thread.contents, thread.reduce = None, None, reduce_of(args, named)
+            thread.asynchronous = is_asynchronous(args, sys._getframe(1).f_code.co_name)
             try:
                 work = method(group, *args, **named)
             finally:
-                thread.reduce = ""
+                thread.reduce, thread.asynchronous = "", False
             call: Call | None = thread.made
             thread.made = None
             if work is not None and call is not None:
-                handle = Handle(call, self._recorder.places.here(2)[0])
+                handle = Handle(call, self._recorder.places.here(2)[0], thread.contents)
                 self._of[id(work)] = handle
                 weakref.finalize(work, self._gone, id(work), handle, call.by_script)
             return work
@@ -90,10 +95,14 @@ class Handles:
             thread = threading.get_ident()
             if not handle.waited and handle.written():
                 self._telling.say("written", handle.call, self._recorder.places.here(2)[0])
-            handle.waited = True
+            contents = None if handle.waited else handle.contents
+            handle.waited, handle.contents = True, None
             self._telling.write(f'["wait",{handle.call},{thread},{now():.6f}]')
             try:
-                return method(work, *args, **named)
+                result = method(work, *args, **named)
+                if contents is not None and (sums := contents.sums()) is not None:
+                    self._telling.say("summed", handle.call, *sums, self._recorder.places.here(2)[0])
+                return result
             finally:
                 self._recorder.ended(handle.call)
                 self._telling.write_later(f'["waited",{handle.call},{thread},{now():.6f}]')
@@ -103,7 +112,7 @@ class Handles:
     def _looked_at(self, work: dist.Work, *_: Any) -> None:
         handle = self._of.get(id(work))
         if handle is not None:
-            handle.waited = True
+            handle.waited, handle.contents = True, None
 
     def _gone(self, key: int, handle: Handle, by_script: bool) -> None:
         if self._of.get(key) is handle:
@@ -117,6 +126,11 @@ def owns_storage(tensor: torch.Tensor) -> bool:
     if tensor.is_inference() or tensor.is_sparse:
         return False
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def is_asynchronous(args: tuple[Any, ...], caller: str) -> bool:
+    """Whether a method of ProcessGroup was asked for a handle, by a function of torch.distributed's of this name."""
+    return caller == "isend" or any(getattr(each, "asyncOp", False) for each in args)
 
 
 def reduce_of(args: tuple[Any, ...], named: dict[str, Any]) -> str:

@@ -194,6 +194,18 @@ class RankState:
         if number in self._known:
             self.facts.append(["written", self._known[number], self._places[place]])
 
+    def _take_strided(self, number: int, shape: list[int], strides: list[int], wrong: bool) -> None:
+        typed([*shape, *strides], [int] * len(shape + strides))
+        if len(shape) != len(strides):
+            raise ValueError(f"{len(strides)} strides of {len(shape)} dimensions")
+        if number in self._known:
+            self.facts.append(["strided", self._known[number], shape, strides, wrong])
+
+    def _take_summed(self, number: int, before: float, size: float, after: float, place: int) -> None:
+        if number in self._known:
+            values = float(before), float(size), float(after)
+            self.facts.append(["summed", self._known[number], *values, self._places[place]])
+
     def _take_enter(self, name: str, what: list[Any], place: int, thread: int, at_s: float) -> None:
         world = tuple(range(self.world_size))
         if name == "new_group":

@@ -199,6 +199,7 @@ class Recorder:
         self.thread = threading.local()  # .made, the last call; .reduce, what torch.distributed was asked to reduce by
         self.on_reduce: Callable[[Call], None] = lambda call: None  # noqa: ARG005
         self.on_broadcast: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
+        self.on_call: Callable[[str, tuple[Any, ...], Call, Group], None] = lambda *_: None  # with the arguments
         self._groups: dict[int, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
         self._instances: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
@@ -297,6 +298,7 @@ class Recorder:
             f'["call",{number},{place},{group.number},{kind},{turn},{threading.get_ident()},{now():.6f}]'
         )
         call = self.thread.made = Call(number, by_script, shape.op, tensors, len(group.ranks), place)
+        self.on_call(name, args, call, group)
         if shape.reduce:
             self.on_reduce(call)
         elif shape.root >= 0:

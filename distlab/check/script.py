@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distlab.check.handles import Handles, Waits
+from distlab.check.memory import Memory
 from distlab.check.own_ranks import OwnRanks
 from distlab.check.recorder import Places, Recorder, Telling, now
 from distlab.check.training import Training
@@ -183,6 +184,7 @@ def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder,
     """Put what watches calls, handles and waits in its place."""
     recorder = Recorder(telling, Places(telling, folder))
     recorder.install()
+    Memory(recorder).install()
     Handles(recorder).install()
     waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), store_port)
     waits.install()

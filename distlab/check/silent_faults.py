@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 from distlab.check.axes import Dropouts
+from distlab.check.memory_faults import Contents, Layouts
 from distlab.check.rank_state import (
     AT_REST,
     DATA,
@@ -216,6 +217,7 @@ class Quiet:
     def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]] = ()) -> None:
         self._replicas, self._samples = Replicas(), Samples(world_size)
         self._gradients, self._dropouts = Gradients(world_size), Dropouts(world_size, mesh)
+        self._layouts, self._contents = Layouts(), Contents()
         self._handles: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
         self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
         self._takers = {
@@ -228,6 +230,8 @@ class Quiet:
             "mesh": self._dropouts.take_mesh,
             "dropout": self._dropouts.take,
             "device": self._take_device,
+            "strided": self._layouts.take,
+            "summed": self._contents.take,
             "unwaited": self._take_handle,
             "written": self._take_handle,
         }
@@ -270,6 +274,8 @@ class Quiet:
         yield from self._replicas.drifted()
         yield from self._samples.shared()
         yield from self._dropouts.apart()
+        yield from self._layouts.apart()
+        yield from self._contents.written()
         for (device, host), ranks in self._devices.items():
             if len(ranks) > 1:
                 what = f"{name_ranks(ranks)} compute on one device, cuda:{device} of {host}"

@@ -78,7 +78,7 @@ RIGHT = dict.fromkeys([
     "functional", "local_sgd", "no_destroy", "pipe_1f1b", "pipe_gpipe", "pipe_interleaved", "process_ranks",
     "rank_0_saves", "restart", "spawned_ranks", "spawned_workers", "tensor_parallel", "threads", "zero_redundancy",
 ], 2) | {
-    "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4, "ring": 3, "send_recv": 4,
+    "layouts": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4, "ring": 3, "send_recv": 4,
     "sub_groups": 3, "uneven_all_to_all": 3, "uneven_work": 3,
 }  # fmt: skip
 
@@ -125,6 +125,10 @@ PLANTED = (
     Planted("os_exit", 3, 1, ("7", "all_reduce"), ("a",), (1,), 3),
     Planted("unwaited", 2, 1, ("all_reduce", "wait"), ("a",), (0, 1)),
     Planted("in_flight", 2, 1, ("all_reduce", "wait"), ("a",), (0, 1)),
+    Planted("columns_scattered", 2, 1, ("scatter", "not contiguous"), ("a",), (0,), 0),
+    Planted("transposed_on_one", 2, 1, ("reduce", "not contiguous"), ("a",), (1,), 0),
+    Planted("numpy_in_flight", 2, 1, ("all_reduce", "wait"), ("a", "b"), (), 0),
+    Planted("sent_from_buffer", 2, 1, ("send", "wait"), ("a", "b"), (0,), 0),
     Planted("drifted", 3, 1, ("drifted apart", "parameter"), ("a",), (2,)),
     Planted("ddp_drifted", 3, 1, ("bias",), ("a",), (1,)),
     Planted("same_data", 2, 1, ("same",), ("a",), (0, 1)),

@@ -150,6 +150,12 @@ def test_unequal_numbers_of_batches_are_asked_about() -> None:
     assert "rank 0 4, rank 1 3" in question
 
 
+CALLED: list[list[Any]] = [
+    ["place", 1, "train.py:4", "", ""],
+    ["group", 1, [0, 1], "", 0],
+    ["kind", 2, "all_reduce", [], ["float32"], "sum", -1, -1, 0, 4, []],
+    ["call", 1, 1, 1, 2, 0, 7, 0.0],
+]
 FOREIGN: list[list[Any]] = [
     ["gradient", "a text", True, True, 2, 1, 1],
     ["gradient", 1.0, True, True, 10**400, 1, 1],
@@ -161,6 +167,9 @@ FOREIGN: list[list[Any]] = [
     ["dropout", 0, [4], 5, 1],
     ["device", [0], "host"],
     ["mesh", ["tp"], [{}, 1]],
+    ["strided", 1, [4], ["3"], False],
+    ["strided", 1, [4], [3, 1], True],
+    ["summed", 1, 10**400, 1.0, 1.0, 1],
 ]
 
 
@@ -170,13 +179,31 @@ def test_a_foreign_fact_is_dropped_and_asked_nothing_of(foreign: list[Any]) -> N
     said: list[str] = []
     doctor = Doctor(2, 3.0, 60.0, said.append)
     for rank in range(2):
-        head: list[list[Any]] = [["place", 1, "train.py:4", "", ""], ["group", 1, [0, 1], "", 0]]
-        doctor.take(rank, told(*head, foreign, foreign), 0.0)
+        doctor.take(rank, told(*CALLED, foreign, foreign), 0.0)
     doctor.look(0.5)
     assert list(doctor.quiet.questions()) == []
     assert list(doctor.quiet.at_end()) == []
     assert doctor.unread == {0: 2, 1: 2}
     assert len(said) == 2
+
+
+@pytest.mark.parametrize(("strides", "found"), [([1, 4], 1), ([1, 3], 0)])
+def test_a_layout_without_gaps_is_wrong_where_ranks_differ(strides: list[int], found: int) -> None:
+    doctor = Doctor(2, 3.0, 60.0, lambda _: None)
+    for rank in range(2):
+        doctor.take(rank, told(*CALLED, ["strided", 1, [3, 4], [1, 3] if rank else strides, False]), 0.0)
+    doctor.look(0.5)
+    assert len(list(doctor.quiet.at_end())) == found
+
+
+@pytest.mark.parametrize(("after", "found"), [(3.0, []), (3.0 + 1e-6, []), (1.5, [(1,)])])
+def test_a_sum_that_is_not_of_what_went_in_was_written(after: float, found: list[tuple[int, ...]]) -> None:
+    doctor = Doctor(2, 3.0, 60.0, lambda _: None)
+    for rank in range(2):
+        summed = ["summed", 1, 1.0 + rank, 1.0 + rank, after if rank else 3.0, 1]
+        doctor.take(rank, told(*CALLED, summed), 0.0)
+    doctor.look(0.5)
+    assert [finding.ranks for finding in doctor.quiet.at_end()] == found
 
 
 def test_gradients_that_nobody_divides_are_asked_about() -> None:
