@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distlab.check.deadlock import Standing, diagnosis, standings, table
+from distlab.check.exceptions import describe_exception, folded
 from distlab.check.matching import Matching
 from distlab.check.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_do
 from distlab.check.script_process import how_it_ended
@@ -31,28 +32,21 @@ def failures(
         fine = case.gone == 0 and all(case.rank not in each.needs for each in waits.values())
         if not fine and not (aborted(case) and explained):
             what = f"rank {case.rank} {how_it_ended(case.gone or 0)}{last_call(case)}"
-            sentence = f"{what}{consequences(cases, waits, case.rank)}"
+            sentence = f"{what}{consequences(cases, waits, [case.rank])}"
             yield Finding(END, sentence, (case.rank,), table(cases, waits))
     raised = {case.rank: case.raised for case in cases if case.raised is not None}
     own = {rank: each for rank, each in raised.items() if not blameless(each)}
     alike: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(own, key=lambda rank: own[rank].at_s):
-        alike.setdefault((own[rank].kind, own[rank].text), []).append(rank)
-    for ranks in alike.values():
-        first = own[ranks[0]]
-        sentence = f"{name_ranks(ranks)} {describe_exception(first)}{consequences(cases, waits, ranks[0])}"
+        alike.setdefault((own[rank].kind, folded(own[rank].text, rank)), []).append(rank)
+    for of_fault in alike.values():
+        ranks = sorted(of_fault)
+        first = own[of_fault[0]]
+        what = " and ".join(dict.fromkeys(own[rank].place for rank in ranks if own[rank].place))
+        sentence = f"{name_ranks(ranks)} {describe_exception(first, what)}{consequences(cases, waits, ranks)}"
         yield Finding(END, sentence, tuple(ranks), table(cases, waits), traceback=first.traceback)
     if raised and not own and not explained and not left:
         yield blamed(cases, matching, waits)
-
-
-def describe_exception(raised: Raised) -> str:
-    if raised.kind == "SystemExit":
-        what = f"called sys.exit with {raised.text}"
-    else:
-        first_line = (raised.text.splitlines() or [""])[0][:400]
-        what = f"raised {raised.kind}: {first_line}".rstrip(": ")
-    return f"{what} at {raised.place}" if raised.place else what
 
 
 def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Standing]) -> Finding:
@@ -65,7 +59,7 @@ def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Stan
         needs = frozenset(matching.absent(call)) if call is not None else frozenset()
         if call is not None and needs:
             waits[rank] = Standing(Wait(call, call_text(call), call.place, call.began_s), needs, any_of=False)
-    how = f"rank {first} {describe_exception(failed[first])}"
+    how = f"rank {first} {describe_exception(failed[first], failed[first].place)}"
     stuck = {rank: each for rank, each in waits.items() if not each.any_of}
     if not stuck:
         return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
@@ -73,18 +67,18 @@ def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Stan
     return replace(found, sentence=f"{found.sentence} ({how})")
 
 
-def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank: int) -> str:
-    """Who waits for this rank, and who failed because of it."""
-    waiting = [other for other, each in waits.items() if rank in each.needs and not each.any_of]
-    failed = [case for case in cases if case.raised is not None and case.rank != rank and blameless(case.raised)]
+def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], ranks: Sequence[int]) -> str:
+    """Who waits for one of these ranks, and who failed because of them."""
+    waiting = [rank for rank, each in waits.items() if not each.needs.isdisjoint(ranks) and not each.any_of]
+    failed = [case for case in cases if case.raised is not None and case.rank not in ranks and blameless(case.raised)]
     parts = []
     if waiting:
-        wait = waits[waiting[0]].wait
-        parts.append(f"; {ranks_do(waiting, 'wait')} for it in {wait.what} at {wait.place}")
+        wait, whom = waits[waiting[0]].wait, "it" if len(ranks) == 1 else "them"
+        parts.append(f"; {ranks_do(waiting, 'wait')} for {whom} in {wait.what} at {wait.place}")
     if failed:
-        last = failed[0].last
+        last, whom = failed[0].last, "it" if len(ranks) == 1 else "them"
         where = f" in {call_text(last)} at {last.place}" if last is not None else ""
-        parts.append(f"; {name_ranks(case.rank for case in failed)} failed because of it{where}")
+        parts.append(f"; {name_ranks(case.rank for case in failed)} failed because of {whom}{where}")
     return "".join(parts)
 
 

@@ -74,6 +74,7 @@ class Rank:
         folder = self.config.runs_dir / cluster.run_id
         outcome = Outcome(folder, cluster.token.hex())
         watch = Watchdog(cluster, self.config, self.journal.say, partial(self._bury, outcome=outcome))
+        watch.tells_waits = False  # a doctor waits for rank 0's, which says what the scripts wait for
         watch.start()
         try:
             lock_folder(folder, cluster, self.config)

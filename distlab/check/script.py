@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from distlab.check.handles import Handles, Waits
 from distlab.check.memory import Memory
 from distlab.check.own_ranks import OwnRanks
 from distlab.check.recorder import Places, Recorder, Telling, now
+from distlab.check.script_error import described, place_of
 from distlab.check.training import Training
 from distlab.cluster.address import listening_socket, resolve
 from distlab.transport.store import HostedStore, KeyedStore, Prefixed
@@ -114,7 +114,6 @@ class Meeting:
 
 PR_SET_PDEATHSIG = 1
 OURS = ("distlab", "workers", "benchmarks", "tests")
-MOST_FRAMES = 40
 
 STORE_KEY = "DISTLAB_STORE_KEY"  # what the doctor tells the process with its other variables
 
@@ -202,7 +201,7 @@ def ended(job: Job, telling: Telling, recorder: Recorder, training: Training, wa
         code = 130
     except BaseException as error:
         code = 1
-        telling.say("raised", *described(error, job.script), now())
+        telling.say("raised", *described(error, recorder.places.kind), now())
     if code == 0:
         with suppress(Exception):  # a module whose memory is gone
             training.tell_weights(-1)
@@ -250,24 +249,3 @@ def exit_code(error: SystemExit, telling: Telling) -> int:
     if code:
         telling.say("raised", "SystemExit", str(error.code), "", place_of(error), now())
     return code
-
-
-def described(error: BaseException, script: Path) -> list[Any]:
-    """Its type, its words, its traceback from the script on, and the innermost line of the script's folder."""
-    frames = traceback.extract_tb(error.__traceback__)
-    first = next((index for index, each in enumerate(frames) if each.filename == str(script)), 0)
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])[-MOST_FRAMES:]]
-    lines += traceback.format_exception_only(error)
-    if error.__cause__ is not None or error.__context__ is not None:
-        lines = traceback.format_exception(error)
-    return [type(error).__name__, str(error)[:2000], "".join(lines), place_of(error)]
-
-
-def place_of(error: BaseException) -> str:
-    """The innermost line that is no library's."""
-    folder = str(Path(sys.argv[0]).parent)
-    mine = [
-        each for each in traceback.extract_tb(error.__traceback__)
-        if each.filename.startswith(folder) and "site-packages/" not in each.filename
-    ]  # fmt: skip
-    return f"{os.path.relpath(mine[-1].filename, folder)}:{mine[-1].lineno}" if mine else ""

@@ -59,6 +59,7 @@ class Watchdog(threading.Thread):
         self.main = MainThreadProgress()
         # Hears of it, on this thread.
         self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005
+        self.tells_waits = True  # for whom this rank waits, where that takes long
         self.cpu_seconds, self.woken = 0.0, 0
         self.post = Post(cluster)
         words = self.post.last_words(cluster.rank)
@@ -182,7 +183,9 @@ class Watchdog(threading.Thread):
                     self._ended.set()
             elif not self._agreement.committed:
                 self._judge()
-                if slow := self._slowness.sentence(self.hearing, self.main.here(), time.monotonic()):
+                if self.tells_waits and (
+                    slow := self._slowness.sentence(self.hearing, self.main.here(), time.monotonic())
+                ):
                     self.say(slow)
                 self.on_period(*self.main.work)
             self.cpu_seconds = time.thread_time()

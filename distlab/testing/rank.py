@@ -28,7 +28,8 @@ from _pytest.assertion import AssertionState, pytest_assertrepr_compare, util
 from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
 from distlab.check.recorder import Places, Recorder, Telling, now
-from distlab.check.script import PR_SET_PDEATHSIG, answer, described, recorded
+from distlab.check.script import PR_SET_PDEATHSIG, answer, recorded
+from distlab.check.script_error import described
 from distlab.transport.process_group import TcpBackend
 from distlab.transport.store import KeyedStore
 
@@ -199,7 +200,7 @@ def run(here: Here, task: Task) -> Ended:
         end(here)
         return Ended("skipped", str(skipped))
     except BaseException as error:
-        here.telling.say("raised", *described(error, Path(task.file)), now())
+        here.telling.say("raised", *described(error, here.recorder.places.kind), now())
         return Ended("failed", format_traceback(error, here.recorder.places))
     return Ended("passed")
 

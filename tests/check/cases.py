@@ -136,6 +136,7 @@ PLANTED = (
     Planted("never_divided", 2, 0, ("divides",), ("a",), ()),
     Planted("dropout_seed", 2, 1, ("dropout",), ("a",), (0, 1)),
     Planted("sys_exit", 3, 1, ("3", "all_reduce"), ("a",), (1,), 1),
+    Planted("src_in_pair", 4, 1, ("ranks 2 and 3", "ranks of the world"), ("a", "b"), (2, 3)),
     Planted("alone", 2, 1, ("no process group was made",), (), ()),
     Planted("ranks_by_name", 2, 1, ("no process group was made", "processes of its own"), ("a",), ()),
     Planted("thread", 2, 1, ("all_reduce", "barrier"), ("a", "b"), (1,), 1),
