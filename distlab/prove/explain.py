@@ -186,6 +186,24 @@ def in_rows(found: Tensor, wanted: Tensor) -> str:
     return ""
 
 
+def blocks(found: Tensor, wanted: Tensor) -> list[tuple[range, float]]:
+    """Where each row along dim 0 is a multiple of the wanted one: the multiples, and the rows of each, in order; rows
+    of zeros go with those before. None where a row is no multiple."""
+    seen: list[tuple[range, float]] = []
+    for row, (mine, right) in enumerate(zip(found, wanted, strict=True)):
+        if not mine.any() and not right.any():
+            times_it = seen[-1][1] if seen else None
+        else:
+            times_it = factor(mine, right)
+            if times_it is None:
+                return []
+        if seen and times_it is not None and near(times_it, seen[-1][1]):
+            seen[-1] = range(seen[-1][0].start, row + 1), seen[-1][1]
+        elif times_it is not None:
+            seen.append((range(row, row + 1), times_it))
+    return seen
+
+
 def by(counts: Mapping[Part, float], key: Callable[[Part], Key]) -> dict[Key, list[float]]:
     found: dict[Key, list[float]] = {}
     for part, value in counts.items():

@@ -15,7 +15,7 @@ from distlab.cluster import name_ranks
 from distlab.measure.tensors import factor
 from distlab.prove import compare, reference
 from distlab.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Deviation, not_held
-from distlab.prove.explain import UNEXPLAINED, Scene, near, why
+from distlab.prove.explain import UNEXPLAINED, Scene, blocks, near, why
 from distlab.prove.reference import LEARNING_RATE, STEPS, Dealing, Dense, LocatedTensor, Rows, contributions
 from distlab.prove.user_file import UserFile
 from distlab.report import records
@@ -200,7 +200,7 @@ def sentence_of(all_: Everything, off: Deviation, tensors: Sequence[LocatedTenso
     where = f"step {off.step}, {rest}, on {ranks}"
     if off.kind == WEIGHTS:
         return f"weights of {shown} on rank {off.rank} {update(all_, off, tensors)} ({where})"
-    common = norm(all_, off, wrong)
+    common = norm(all_, off, wrong) or norm_by_shard(all_, off, tensors[off.rank])
     return f"gradients of {shown} on rank {off.rank} are {common or reason(all_, off, tensors)} ({where})"
 
 
@@ -234,7 +234,34 @@ def norm(all_: Everything, off: Deviation, wrong: Sequence[Deviation]) -> str:
     by_rank = {each.rank: each.factor for each in wrong if each.factor}
     apart = ", another on each rank" if len({round(value, 6) for value in by_rank.values()}) > 1 else ""
     longer = f"{implied / alone:.4g} times as long as one process's {alone:.4g}{apart}"
+    own = own_norm(all_, off) / min(1.0, clip / alone)
+    if own < alone and math.isclose(implied, own, rel_tol=1e-4):  # within a clip's epsilon
+        longer += "; it is that of this rank's own part alone: sum its square over the ranks that have the other parts"
     return f"{off.factor:.4g} x one process's, as all of this rank's: the norm that clips them to {clip:g} is {longer}"
+
+
+def norm_by_shard(all_: Everything, off: Deviation, mine: LocatedTensor | None) -> str:
+    """The same of a parameter whose rows, brought together from several ranks, are off by a factor for each of them."""
+    clip, alone = all_.theirs.found.get("clip"), all_.dense.steps[off.step]
+    if clip is None or mine is None or mine.tensor is None or mine.tensor.dim() == 0:
+        return ""
+    found = blocks(mine.tensor.double(), mine.rows.of(alone.gradients[all_.canonical[off.name]]))
+    norms = [clip / (times * min(1.0, clip / alone.norm)) for _, times in found if times > 0]
+    if not 1 < len(found) == len(norms) <= all_.grid.size or math.hypot(*norms) > alone.norm * (1 + 1e-4):
+        return ""
+    shown = ", ".join(f"rows {rows[0]} to {rows[-1]} {times:.4g} x" for rows, times in found)
+    own = ", ".join(f"{each:.4g}" for each in norms)
+    return (
+        f"{shown} one process's: each rank's shard is clipped by its own norm ({own} where that of all is"
+        f" {alone.norm:.4g}); sum the squares of the shards' norms over the ranks before the root"
+    )
+
+
+def own_norm(all_: Everything, off: Deviation) -> float:
+    """How long the gradients of one process, clipped, are in what this rank has of the parameters."""
+    gradients = all_.dense.steps[off.step].gradients
+    rows = {all_.canonical[name]: mine for name, mine in all_.ranks[off.rank].rows.items()}
+    return math.hypot(*(float(rows[name].of(gradients[name]).norm()) for name in rows if name in gradients))
 
 
 def update(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | None]) -> str:
