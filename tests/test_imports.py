@@ -291,6 +291,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.check.start",  # sets what torch reads as it comes in
         "distlab.check.rank_supervisor",  # what torchrun sets
         "distlab.check.script",  # what torchrun sets, and the script's own
+        "distlab.check.fork_servers",  # whether PYTHONHASHSEED is one for all
         "distlab.check.own_ranks",  # what a script that starts its own ranks sets anew
         "distlab.engines.ray.job",  # which starts ranks with an environment of its own
     }  # fmt: skip

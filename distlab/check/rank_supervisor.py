@@ -20,10 +20,11 @@ import torch.distributed as dist
 
 from distlab.check.coordinator import Doctor
 from distlab.check.failures import nothing_distributed
+from distlab.check.fork_servers import ForkServer
 from distlab.check.recorder import now
 from distlab.check.report import log_lines, spans_of, written
 from distlab.check.script import STORE_KEY, Job
-from distlab.check.script_process import Hearing, forked
+from distlab.check.script_process import Hearing, started
 from distlab.cluster.address import interface_of
 from distlab.cluster.control_plane import Exchange
 from distlab.cluster.heartbeat import Verdict
@@ -44,15 +45,21 @@ from distlab.transport.store import Prefixed
 
 POST_S = 0.25
 SAME_CLOCK_S = 60.0  # apart at most: of two machines clocks are further apart, but by chance
+# What torchrun tells each rank of a job on one node beside its place; its store is not opened here.
+OF_TORCHRUN = {
+    "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": 0,
+    "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+}  # fmt: skip
 LET_GO_S = 5.0  # for an ended script's process
 
 
 class Rank:
     """One rank's doctor."""
 
-    def __init__(self, config: Config, job: Job, started_at: float, engine: str) -> None:
+    def __init__(self, config: Config, job: Job, started_at: float, engine: str, server: ForkServer | None) -> None:
         self.config, self.job, self.started_at = config, job, started_at
-        self.bedside = forked(job)  # first: nothing else of this process is in the script's
+        self.bedside = started(job, server)  # first: nothing else of this process is in the script's
         self.parent = LauncherPipe()
         self.journal = Journal(config.log)
         self.parent.tell_unheard(self.journal.unheard)
@@ -107,7 +114,12 @@ class Rank:
             STORE_KEY: derive_name(cluster.seal.key, f"script of {cluster.token.hex()}"),
         }  # fmt: skip
         if not agent:
-            variables |= {"LOCAL_WORLD_SIZE": len(alike), "GROUP_RANK": 0, "ROLE_RANK": cluster.rank}
+            variables |= {
+                "LOCAL_WORLD_SIZE": len(alike),
+                "ROLE_RANK": cluster.rank,
+                "ROLE_WORLD_SIZE": cluster.world_size,
+            }
+            variables |= OF_TORCHRUN
         interface = interface_of(cluster.members[cluster.rank].ip)
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:  # as a run of the lab's own sets it
             variables["GLOO_SOCKET_IFNAME"] = interface

@@ -1,9 +1,9 @@
 """The process in which someone's script runs, unchanged: as `__main__`, in its folder, with its words in sys.argv.
 
-It is forked from its rank's doctor before that has any thread, so torch is imported once. All of the lab's modules are
-forgotten before the script begins: one of its own may be called `workers` too. How it ended is told and not printed:
-of ranks that fail because one has failed, the one is to be read. Then the process stays, its connections open, until
-the doctor lets it go: who still waits for it goes on waiting, and is asked where.
+It is forked from an interpreter of its rank's (fork_servers.py), or from its doctor before that has any thread. All of
+the lab's modules are forgotten before the script begins: one of its own may be called `workers` too. How it ended is
+told and not printed: of ranks that fail because one has failed, the one is to be read. Then the process stays, its
+connections open, until the doctor lets it go: who still waits for it goes on waiting, and is asked where.
 """
 
 import _thread
@@ -20,12 +20,13 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import process, util
+from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from distlab.check.fork_servers import be_main_process, leave_to_others
 from distlab.check.handles import Handles, Waits
 from distlab.check.memory import Memory
 from distlab.check.own_ranks import OwnRanks
@@ -52,6 +53,7 @@ def answer(asked: int, stacks: int) -> None:
         while os.read(asked, 1):
             faulthandler.dump_traceback(file=stacks, all_threads=True)
             os.write(stacks, END.encode())
+        os.killpg(0, signal.SIGKILL)  # who asked is gone, and need not be the parent
 
     _thread.start_new_thread(answering, ())
 
@@ -146,12 +148,29 @@ class Ends(NamedTuple):
             os.close(each)
 
 
-def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
-    """In the forked process: wait until the ranks have met, run the script, tell how it ended, wait to be let go."""
+def run_forked(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
+    """In a process that the doctor has forked from itself."""
     doctors.close()
+    run(job, ends, doctor)
+
+
+def run_served(job: Job, files: Sequence[Any]) -> None:
+    """In a process of the rank's fork server; `files` are its ends of the pipes, and the doctor's streams."""
+    told, stacks, asked, gate, *streams = (each.detach() for each in files)
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    leave_to_others()
+    run(job, Ends(told, stacks, asked, gate), os.getppid())
+
+
+def run(job: Job, ends: Ends, parent: int) -> None:
+    """Wait until the ranks have met, run the script, tell how it ended, wait to be let go."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != doctor:
+        if os.getppid() != parent:
             os._exit(137)
     signal.signal(STACKS, signal.SIG_IGN)  # until there are stacks to show: left alone it kills
     os.setpgid(0, 0)  # so that what it starts ends with it
@@ -161,6 +180,7 @@ def run(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
     for line in variables.decode().splitlines():
         name, _, value = line.partition("=")
         os.environ[name] = value
+    be_main_process()
     Meeting(bytes.fromhex(os.environ.pop(STORE_KEY))).install()
     telling = Telling(ends.told)
     recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
@@ -215,7 +235,6 @@ def ended(job: Job, telling: Telling, recorder: Recorder, training: Training, wa
 
 def enter(job: Job) -> None:
     """Stand where the script does: its folder, its words, a main process."""
-    process._parent_process = None  # type: ignore[attr-defined]  # it is a main process
     atexit._clear()  # what the doctor's process left there is not the script's
     os.chdir(os.environ.pop("DISTLAB_FOLDER", str(job.script.parent)))
     sys.path.insert(0, str(job.script.parent))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distlab.check import script
+from distlab.check.fork_servers import ForkServer, TravellingFiles
 from distlab.check.rank_state import Frame
 from distlab.check.recorder import now
 from distlab.check.script import Ends, Job
@@ -195,11 +196,15 @@ def pipes() -> tuple[Ends, Ends]:
     return Ends(told[0], stacks[0], asked[1], gate[1]), Ends(told[1], stacks[1], asked[0], gate[0])
 
 
-def forked(job: Job) -> Bedside:
-    """A script's process, forked from this one before it has any other thread."""
+def started(job: Job, server: ForkServer | None) -> Bedside:
+    """A script's process, forked by the server, or without one from this process before that has any other thread."""
     ours, theirs = pipes()
-    process = CONTEXT.Process(target=script.run, args=(job, theirs, ours, os.getpid()), name="MainProcess")
-    process.start()
+    process: BaseProcess
+    if server is None:
+        process = CONTEXT.Process(target=script.run_forked, args=(job, theirs, ours, os.getpid()), name="MainProcess")
+        process.start()
+    else:
+        process = server.started(script.run_served, (job, TravellingFiles(*theirs, 0, 1, 2)), "MainProcess")
     theirs.close()
     return Bedside(process, ours)
 

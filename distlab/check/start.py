@@ -7,10 +7,11 @@ in the environment (a container, torchrun, Slurm) this process is that rank; els
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distlab.check.fork_servers import ForkServer, is_one_for_all
 from distlab.cluster.launch import refuse_too_few
 from distlab.config import Config, ConfigError, commands, launchers
 from distlab.config.settings import Field, ModeOptions, suggest
@@ -90,6 +91,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     for name, value in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
         os.environ.setdefault(name, value)
+    servers = start_servers(config)
     from distlab.check.script import Job
     from distlab.cluster.launch import launch
 
@@ -103,7 +105,8 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         mine = Config.read(usable(os.environ), options=errand.options).model_copy(update={"run_mode": errand.command})
         from distlab.check.rank_supervisor import Rank
 
-        return Rank(mine, job, started_at, engine.told if config.rank is not None else "").live()
+        told = engine.told if config.rank is not None else ""
+        return Rank(mine, job, started_at, told, keep_server(servers, mine.rank or 0)).live()
 
     if config.rank is not None:
         return be_rank()
@@ -113,6 +116,28 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     code = launch(config, be_rank)
     draw_missing(code, config.runs_dir)
     return code
+
+
+def start_servers(config: Config) -> dict[int, ForkServer]:
+    """One for each rank that this process starts or is, importing torch from now on; none where all ranks have one hash
+    seed."""
+    if is_one_for_all():
+        return {}
+    ranks = range(config.world_size) if config.rank is None else [config.rank]
+    servers = {rank: ForkServer(["distlab.check.script"]) for rank in ranks}
+    for server in servers.values():
+        server.start()
+    return servers
+
+
+def keep_server(servers: Mapping[int, ForkServer], rank: int) -> ForkServer | None:
+    """In a rank's process: its own alone."""
+    for other, server in servers.items():
+        if other != rank:
+            server.close()
+        elif len(servers) > 1:
+            server.adopt()
+    return servers.get(rank)
 
 
 def own_variables(options: type[FileOptions]) -> list[str]:

@@ -1,12 +1,11 @@
 """A pool of warm ranks in pytest's process: it hands them a test, listens as a doctor does, and ends what hangs.
 
-Ranks are forked from multiprocessing's forkserver (preloaded.py says why), as many as the largest test so far has asked
-for, and stay for the next test. After a failure the pool is killed as a whole: who knows what a rank that raised has
-left behind; the next test forks new ones, which takes a tenth of a second each.
+Ranks are forked from fork servers (preloaded.py says why), each from its own, as many as the largest test so far has
+asked for, and stay for the next test. After a failure the pool is killed as a whole: who knows what a rank that raised
+has left behind; the next test forks new ones, which takes a tenth of a second each.
 """
 
 import atexit
-import multiprocessing
 import os
 import secrets
 import sys
@@ -14,11 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import reduction
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from distlab.check.coordinator import Doctor
+from distlab.check.fork_servers import ForkServer, TravellingFiles, is_one_for_all
 from distlab.check.rank_state import END, HANG, MATCH, Finding
 from distlab.check.recorder import now
 from distlab.check.script_process import Bedside, Hearing, pipes
@@ -27,7 +27,6 @@ from distlab.testing.rank import Ended, Start, Task, serve
 from distlab.transport.handshake import listen
 from distlab.transport.store_server import StoreHost
 
-CONTEXT = multiprocessing.get_context("forkserver")
 START_S = 60.0  # for a rank to be there, on a machine that does much else
 LISTEN_S = 0.25
 HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung
@@ -36,28 +35,15 @@ KEY_BYTES = 32
 GATHER_S = 0.5  # what ranks have told is in a pipe of this process, and on no store
 
 
-class TravellingFiles:
-    """Open files on their way to another process, which gets a tuple of what gives a descriptor by `detach`."""
-
-    def __init__(self, *descriptors: int) -> None:
-        self._descriptors = descriptors
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, ([reduction.DupFd(each) for each in self._descriptors],)
-
-
 class WarmRank:
     """One rank of a pool; its process calls `serve(start, files, control)`."""
 
-    def __init__(self, start: Start, serve: Callable[..., None]) -> None:
+    def __init__(self, start: Start, server: ForkServer, serve: Callable[..., None]) -> None:
         ours, theirs = pipes()
         self.output: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115  open as long as it lives
-        self.control, other = CONTEXT.Pipe()
-        process = CONTEXT.Process(
-            target=serve, daemon=True, name=f"rank {start.rank}",
-            args=(start, TravellingFiles(*theirs, self.output.fileno()), other),
-        )  # fmt: skip
-        process.start()
+        self.control, other = Pipe()
+        files = TravellingFiles(*theirs, self.output.fileno())
+        process = server.started(serve, (start, files, other), f"rank {start.rank}")
         theirs.close()
         other.close()
         self.bedside = Bedside(process, ours)
@@ -101,11 +87,13 @@ class Outcome:
 
 
 class WarmRanks:
-    """Ranks that are forked once and stay, and the store in which their process groups meet."""
+    """Ranks that are forked once and stay, and the store in which their process groups meet; `apart`, each from an
+    interpreter of its own."""
 
-    def __init__(self, root: str, preload: Sequence[str]) -> None:
-        self._root, self._preload = root, preload
+    def __init__(self, root: str, preload: Sequence[str], *, apart: bool = False) -> None:
+        self._root, self._preload, self._apart = root, preload, apart
         self._ranks: list[WarmRank] = []
+        self._servers: list[ForkServer] = []
         self._key = secrets.token_bytes(KEY_BYTES)
         self._store: StoreHost | None = None
 
@@ -118,10 +106,12 @@ class WarmRanks:
 
     def fork(self, count: int, serve: Callable[..., None], files: Sequence[str] = ()) -> list[WarmRank]:
         """The ranks that are missing from `count`, not yet ready."""
-        CONTEXT.set_forkserver_preload(list(self._preload))
+        for _ in range(len(self._servers), count if self._apart else 1):
+            self._servers.append(ForkServer(self._preload))
+            self._servers[-1].start()
         missing = range(len(self._ranks), count)
         starts = [Start(rank, self.port, self._key, self._root, sys.path, files) for rank in missing]
-        new = [WarmRank(start, serve) for start in starts]
+        new = [WarmRank(start, self._servers[start.rank if self._apart else 0], serve) for start in starts]
         self._ranks += new
         return new
 
@@ -129,6 +119,11 @@ class WarmRanks:
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
+
+    def close_servers(self) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers = []
 
     def close_store(self) -> None:
         if self._store is not None:
@@ -147,7 +142,7 @@ class Pool(WarmRanks):
     """The ranks that run tests marked with `distlab.ranks`."""
 
     def __init__(self, root: str, files: Sequence[str], preload: Sequence[str]) -> None:
-        super().__init__(root, preload)
+        super().__init__(root, preload, apart=not is_one_for_all())
         self._files, self._tasks = files, 0
         atexit.register(self.kill)
 
@@ -171,6 +166,7 @@ class Pool(WarmRanks):
     def close(self) -> None:
         self.let_end(2)
         self.kill()
+        self.close_servers()
         self.close_store()
 
 

@@ -1,8 +1,8 @@
 """What each rank of a pool has imported before it is forked, by a process that does nothing else.
 
-That process, multiprocessing's forkserver, has no thread and has computed nothing: torch and OpenMP make theirs when
-they first compute, and a fork beside these would inherit their locks held. So forking from it is safe, which forking
-from pytest is not: xdist has threads there, and a test may have computed.
+That process, a fork server, has no thread and has computed nothing: torch and OpenMP make theirs when they first
+compute, and a fork beside these would inherit their locks held. So forking from it is safe, which forking from pytest
+is not: xdist has threads there, and a test may have computed.
 """
 
 import gc

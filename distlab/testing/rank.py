@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +26,7 @@ from _pytest._code import ExceptionInfo
 from _pytest.assertion import AssertionState, pytest_assertrepr_compare, util
 from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
+from distlab.check.fork_servers import be_main_process, draw_random_states, leave_to_others
 from distlab.check.recorder import Places, Recorder, Telling, now
 from distlab.check.script import PR_SET_PDEATHSIG, answer, recorded
 from distlab.check.script_error import described
@@ -145,7 +145,8 @@ def at_home(start: Start, files: Sequence[Any]) -> int:
     `files` are the process's ends of its four pipes, and what it prints into.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    leave_to_pytest()
+    leave_to_others()
+    be_main_process()
     os.setpgid(0, 0)  # so that what a test starts ends with it
     told, stacks, asked, _, output = (each.detach() for each in files)
     answer(asked, stacks)
@@ -155,18 +156,6 @@ def at_home(start: Start, files: Sequence[Any]) -> int:
     sys.path[:] = list(start.path)
     torch.set_num_threads(1)
     return int(told)
-
-
-def leave_to_pytest() -> None:
-    """Close this rank's end of the pipe by which the forkserver knows that somebody needs it.
-
-    multiprocessing gives one to each process, so that it may fork others there. Then a pytest that is killed leaves a
-    server whose ranks keep it alive; without, the server ends with pytest, and its ranks with the server.
-    """
-    server: Any = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
 
 
 def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
@@ -224,6 +213,7 @@ def begin(here: Here, task: Task) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(here.start.port),
     )  # fmt: skip
+    draw_random_states()  # what an earlier test has seeded
     bound = datetime.timedelta(seconds=task.timeout_s + GRACE_S)
     keys = dist.PrefixStore(f"task{task.number}", here.store)
     if task.backend == "tcp":

@@ -90,6 +90,7 @@ class Ranks(WarmRanks):
     def close(self) -> None:
         self.let_end(20)
         self.stop()
+        self.close_servers()
 
 
 @contextmanager

@@ -48,6 +48,7 @@ def check(script: Path, world_size: int, folder: Path, *words: str, command: str
         "LAB_RUNS_DIR": str(folder),
         "LAB_RUN_ID": run_id,
         "LAB_COLLECTIVE_TIMEOUT_S": "60",
+        "PYTHONHASHSEED": "0",  # forked, as torch is there: an interpreter a rank takes 2 s more (test_fork_servers.py)
     }
     began = time.monotonic()
     started = Warm("tests.check.undrawn", [command, str(script), *words], clean | own | environ)

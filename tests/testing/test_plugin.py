@@ -117,7 +117,7 @@ def test_ranks_and_what_forked_them_end_with_a_pytest_that_is_killed(tmp_path: P
     killed.kill()
     killed.wait()
     processes = {int(number) for each in written for number in each.read_text().split()}
-    assert len(processes) == 3, "two ranks and the forkserver"
+    assert len(processes) == 4, "two ranks and the fork server of each"
     until(lambda: not any(is_alive(each) for each in processes), 10)
 
 
