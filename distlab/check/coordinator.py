@@ -34,7 +34,8 @@ class Doctor:
         mesh: Sequence[tuple[str, int]] = (), gather_s: float = GATHER_S,
     ) -> None:  # fmt: skip
         self.cases = [RankState(rank, world_size, moved_at=now()) for rank in range(world_size)]
-        self.matching, self.quiet = Matching(world_size), Quiet(world_size, mesh)
+        self.quiet = Quiet(world_size, mesh)
+        self.matching = Matching(world_size, self.quiet.parameter_calls)
         self.findings: list[Finding] = []
         self.changed: dict[str, list[int]] = {}
         self.unread = Counter[int]()  # lines of each rank that were not as they are written

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from distlab.check.parameter_calls import ParameterCalls
 from distlab.check.rank_state import (
     MADE,
     MATCH,
@@ -89,8 +90,9 @@ Messages = dict[str, dict[int, Call]]  # by "send" and "recv", by number
 class Matching:
     """All calls that have not met all of theirs."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, parameter_calls: ParameterCalls | None = None) -> None:
         self.world_size = world_size
+        self._parameter_calls = parameter_calls or ParameterCalls()
         self.lateness = Lateness()
         self._met: dict[tuple[GroupKey, int], dict[int, Call]] = {}
         self._broken: dict[GroupKey, dict[int, Call]] = {}
@@ -117,6 +119,7 @@ class Matching:
             if len({each.place for each in met.values()}) > 1 and call.kind.op in SYMMETRIC:
                 self._parted.setdefault(call.group, met)
             self.lateness.take(met)
+            self._parameter_calls.take(met)
             del self._met[call.group, call.turn]
         return False
 
@@ -311,7 +314,7 @@ def detailed(kind: Kind, fault: str) -> str:
         return f"new_group({list(kind.dims[0])})"
     parts = [kind.op]
     if kind.dims and kind.op not in ("barrier", "monitored_barrier"):
-        parts.append(f"of {content(kind)}")
+        parts.append(f"of {content(kind)}" + (f" ({kind.parameter})" if kind.parameter else ""))
     if kind.reduce and fault in ("operation", "reduce operation"):
         parts.append(f"by {kind.reduce}")
     if kind.root >= 0:

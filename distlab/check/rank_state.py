@@ -53,6 +53,7 @@ class Kind(NamedTuple):
     tag: int = 0
     nbytes: int = 0
     splits: tuple[tuple[int, ...], ...] = ()
+    parameter: str = ""  # of which a weight or a gradient is given by hand; ranks need not have it alike
 
 
 @dataclass
@@ -152,10 +153,10 @@ class RankState:
 
     def _take_kind(
         self, number: int, op: str, dims: list[list[int]], dtypes: list[str], reduce: str, root: int, peer: int,
-        tag: int, nbytes: int, splits: list[list[int]],
+        tag: int, nbytes: int, splits: list[list[int]], parameter: str = "",
     ) -> None:  # fmt: skip
         shapes, parts = tuple(map(tuple, dims)), tuple(map(tuple, splits))
-        self._kinds[number] = Kind(op, shapes, tuple(dtypes), reduce, root, peer, tag, nbytes, parts)
+        self._kinds[number] = Kind(op, shapes, tuple(dtypes), reduce, root, peer, tag, nbytes, parts, parameter)
 
     def _take_call(self, number: int, place: int, group: int, kind: int, turn: int, thread: int, at_s: float) -> None:
         found = self._kinds[kind]

@@ -167,6 +167,7 @@ class Places:
 
 # Functional collectives: where their reduce operation stands.
 FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}
+NAMED = ("all_reduce", "broadcast", "reduce")  # of which the parameter is told that was given
 LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of calls that are over
 MOST_OPEN = 64  # calls that are looked after: what nobody waits for is not kept for ever
 
@@ -180,6 +181,14 @@ class Group:
         self.number, self.ranks, self.begun = number, ranks, 0
 
 
+class Named(NamedTuple):
+    """A parameter or a buffer, and whether a tensor is its gradient."""
+
+    name: str
+    number: int  # its id
+    gradient: bool = False
+
+
 class Call(NamedTuple):
     """A call that was made: its number, whether the script itself made it, and what it was given."""
 
@@ -189,6 +198,7 @@ class Call(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     size: int  # of the group
     place: int
+    parameter: Named | None = None  # of which it was given the weight or the gradient
 
 
 class Recorder:
@@ -197,9 +207,10 @@ class Recorder:
     def __init__(self, telling: Telling, places: Places) -> None:
         self.telling, self.places = telling, places
         self.thread = threading.local()  # .made, the last call; .reduce, what torch.distributed was asked to reduce by
-        self.on_reduce: Callable[[Call], None] = lambda call: None  # noqa: ARG005
+        self.on_reduce: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
         self.on_broadcast: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
         self.on_call: Callable[[str, tuple[Any, ...], Call, Group], None] = lambda *_: None  # with the arguments
+        self.named: Callable[[torch.Tensor], Named | None] = lambda tensor: None  # noqa: ARG005
         self._groups: dict[int, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
         self._instances: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
@@ -287,7 +298,9 @@ class Recorder:
         group = self.group_of(dist.ProcessGroup.unbox(args[shape.group]))
         place, by_script = self.places.here(3)
         tensors = flat(args[shape.compared]) if shape.compared >= 0 else ()
-        kind = self._kind(name, shape, args, tensors, group)
+        by_hand = by_script and shape.op in NAMED and len(tensors) == 1 and len(group.ranks) > 1
+        parameter = self.named(tensors[0]) if by_hand else None
+        kind = self._kind(name, shape, args, tensors, group, parameter.name if parameter else "")
         number = next(self.telling.calls)
         if shape.op in ("send", "recv"):
             turn = -1
@@ -297,15 +310,17 @@ class Recorder:
         self.telling.write(
             f'["call",{number},{place},{group.number},{kind},{turn},{threading.get_ident()},{now():.6f}]'
         )
-        call = self.thread.made = Call(number, by_script, shape.op, tensors, len(group.ranks), place)
+        call = self.thread.made = Call(number, by_script, shape.op, tensors, len(group.ranks), place, parameter)
         self.on_call(name, args, call, group)
         if shape.reduce:
-            self.on_reduce(call)
+            self.on_reduce(call, group)
         elif shape.root >= 0:
             self.on_broadcast(call, group)
         return call
 
-    def _kind(self, name: str, shape: Shape, args: tuple[Any, ...], tensors: tuple[Any, ...], group: Group) -> int:
+    def _kind(
+        self, name: str, shape: Shape, args: tuple[Any, ...], tensors: tuple[Any, ...], group: Group, parameter: str
+    ) -> int:  # fmt: skip
         """The number of calls like this one; told in full the first time."""
         # Ranks may take parts of other sizes (over plain TCP, and NCCL): of a reduce_scatter the whole is alike.
         given = flat(args[shape.whole]) if shape.reduce and shape.whole else tensors
@@ -317,8 +332,9 @@ class Recorder:
         tag = args[-1] if shape.op in ("send", "recv") else 0
         splits = splits_of(name, args, len(group.ranks)) if shape.op == "all_to_all" else ()
         alike = dims, dtypes, reduce, root, peer, tag
+        rest = splits, parameter
         told = self.telling.number
-        return told("kind", (name, *alike, splits), lambda: (shape.op, *alike, whole_bytes(name, args), splits))
+        return told("kind", (name, *alike, *rest), lambda: (shape.op, *alike, whole_bytes(name, args), *rest))
 
     def sweep(self) -> None:
         """Tell which calls have ended since the last look; without waiting."""

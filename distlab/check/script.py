@@ -224,8 +224,7 @@ def ended(job: Job, telling: Telling, recorder: Recorder, training: Training, wa
         telling.say("raised", *described(error, recorder.places.kind), now())
     if code == 0:
         with suppress(Exception):  # a module whose memory is gone
-            training.tell_weights(-1)
-        training.tell_device()
+            training.tell_end()
     recorder.forget()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter's end does
     atexit._run_exitfuncs()

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, get_type_hints
 
 from distlab.check.axes import Dropouts
 from distlab.check.memory_faults import Contents, Layouts
+from distlab.check.parameter_calls import ParameterCalls
 from distlab.check.rank_state import (
     AT_REST,
     DATA,
     DEVICES,
-    MATCH,
-    REPLICAS,
     WAITED,
     Call,
     CallPlace,
@@ -24,84 +23,10 @@ from distlab.check.rank_state import (
     ranks_do,
     typed,
 )
+from distlab.check.replicas import Replicas
 from distlab.cluster import name_ranks
 
-# Replicas that ranks should hold alike: their parameters in the same order, and the same weights at the end.
-#
-# DDP sums the n-th parameter of a rank with the n-th of the others and looks at shapes alone. Weights are compared as
-# checksums: replicas that got the same sums and do the same with them agree to the bit. Ranks may part on the way
-# (local SGD), so the end decides, and the way only says since when.
-
 Group = tuple[str, tuple[int, ...]]  # what holds the parameters, and on which ranks
-END = -1  # in the place of a step
-BY_HAND = "optimizer"  # the key of parameters that the script has broadcast itself
-
-
-class Replicas:
-    """The parameters and checksums that ranks have told."""
-
-    def __init__(self) -> None:
-        self._orders: dict[Group, dict[int, list[str]]] = defaultdict(dict)
-        self._sums: dict[Group, dict[int, dict[int, list[list[Any]]]]] = defaultdict(lambda: defaultdict(dict))
-        self._steps_at: dict[str, str] = {}
-        self._told: set[Group] = set()
-
-    def take_module(self, case: RankState, key: str, group: int, place: int, order: list[str]) -> Iterator[Finding]:
-        which = key, case.group(group).ranks
-        seen = self._orders[which]
-        seen[case.rank] = order
-        odd = next((rank for rank in sorted(seen) if seen[rank] != seen[min(seen)]), None)
-        if odd is None or which in self._told:
-            return
-        self._told.add(which)
-        first = min(seen)
-        theirs, order = seen[first], seen[odd]
-        length = min(len(theirs), len(order))
-        index = next((each for each in range(length) if theirs[each] != order[each]), length)
-        one, other = (repr(each[index]) if index < len(each) else "no parameter" for each in (theirs, order))
-        differ = f"parameter {index} is {one} on rank {first} and {other} on rank {odd}"
-        rule = "DDP sums gradients by their order, whatever they are called"
-        yield Finding(MATCH, f"{key} at {case.place(place).line}: {differ}: {rule}", (odd,), ends=True)
-
-    def take_weights(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
-        for each in sums:
-            _, _ = each  # a name and its checksum
-        self._sums[key, case.group(group).ranks][step][case.rank] = sums
-        self._steps_at[key] = case.place(place).line if place >= 0 else "an unknown line"
-
-    def drifted(self) -> Iterator[Finding]:
-        for (key, ranks), by_step in self._sums.items():
-            if not differ(by_step.get(END, {}), ranks):
-                continue
-            odd, names = smaller_side(by_step[END])
-            since = next((step for step in sorted(by_step) if step > 0 and differ(by_step[step], ranks)), None)
-            when = f", since step {since} or before" if since is not None else ""
-            which = f"parameter {names[0]}" if names else "parameter"
-            which += f" and {len(names) - 1} more" if len(names) > 1 else ""
-            who = "the parameters that were broadcast at the start" if key == BY_HAND else key
-            others = name_ranks(sorted(set(ranks) - set(odd)))
-            sentence = (
-                f"the replicas of {who} have drifted apart: {name_ranks(odd)} ended with another {which} than"
-                f" {others}{when}; the optimizer steps at {self._steps_at[key]}"
-            )
-            yield Finding(REPLICAS, sentence, tuple(odd))
-
-
-def differ(sums: dict[int, list[list[Any]]], ranks: tuple[int, ...]) -> bool:
-    """Whether all these ranks have told, and not the same."""
-    return set(sums) == set(ranks) and any(sums[rank] != sums[ranks[0]] for rank in ranks)
-
-
-def smaller_side(sums: dict[int, list[list[Any]]]) -> tuple[list[int], list[str]]:
-    """The ranks that are fewer, and the parameters in which the first of them differs from the others."""
-    sides: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(sums):
-        sides[repr(sums[rank])].append(rank)
-    right = max(sides.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-    odd = sorted(rank for ranks in sides.values() if ranks is not right for rank in ranks)
-    pairs = zip(sums[odd[0]], sums[right[0]], strict=False)
-    return odd, [str(name) for (name, mine), (_, theirs) in pairs if mine != theirs]
-
 
 # What the ranks train on: whether it is the same on all, and whether all have as much of it.
 #
@@ -216,13 +141,22 @@ class Quiet:
 
     def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]] = ()) -> None:
         self._replicas, self._samples = Replicas(), Samples(world_size)
+        self.parameter_calls = ParameterCalls()
         self._gradients, self._dropouts = Gradients(world_size), Dropouts(world_size, mesh)
         self._layouts, self._contents = Layouts(), Contents()
         self._handles: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
         self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
         self._takers = {
             "module": self._replicas.take_module,
+            "parameters": self.parameter_calls.take_names,
+            "averaged": self._replicas.take_averaged,
+            "elsewhere": self._replicas.take_elsewhere,
             "weights": self._replicas.take_weights,
+            "gradients": self._replicas.take_gradients,
+            "states": self._replicas.take_states,
+            "trace": self._replicas.take_trace,
+            "options": self._replicas.take_options,
+            "fault": self._replicas.take_fault,
             "input": self._samples.take_input,
             "batch": self._samples.take_batch,
             "batches": self._samples.take_count,
@@ -271,7 +205,9 @@ class Quiet:
             yield Finding(WAITED if waited_at is None else AT_REST, sentence, tuple(ranks))
 
     def at_end(self) -> Iterator[Finding]:
-        yield from self._replicas.drifted()
+        mixed = list(self.parameter_calls.findings())
+        yield from mixed
+        yield from self._replicas.drifted(explained={finding.ranks for finding in mixed})
         yield from self._samples.shared()
         yield from self._dropouts.apart()
         yield from self._layouts.apart()
@@ -283,5 +219,7 @@ class Quiet:
                 yield Finding(DEVICES, f"{what}: {first}", tuple(ranks))
 
     def questions(self) -> Iterator[str]:
+        yield from self.parameter_calls.questions()
+        yield from self._replicas.questions()
         yield from self._gradients.questions()
         yield from self._samples.questions()

@@ -1,34 +1,26 @@
 """What a script trains, as far as it shows without a change: replicas, gradients, batches, dropout, meshes.
 
-Replicas are the parameters of a DistributedDataParallel, and those of an optimizer that the script has broadcast. Their
-weights are told as checksums every LAB_CHECK_EVERY steps and at the end; whether ranks agree is the doctor's to say, as
-is all else here: a process knows itself alone. Only first steps and first batches are looked into.
+Whether ranks agree is the doctor's to say: a process knows itself alone. Of gradients, batches and dropouts only the
+first are looked into.
 """
 
 import functools
 import math
 import socket
+import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from distlab.check.recorder import Call, Group, Recorder, preceded
-from distlab.measure.tensors import raw
+from distlab.check.replica_steps import ReplicaSteps, checksum, parameters
 
 FIRST = 3  # steps, inputs and dropouts that are looked into
-NAMES = 500  # parameters that are told by name
-
-
-class Replica(NamedTuple):
-    """Parameters that a group of ranks should hold alike."""
-
-    key: str
-    group: Group
-    named: list[tuple[str, torch.Tensor]]
 
 
 class Reduced(NamedTuple):
@@ -45,14 +37,13 @@ class Training:
     """Watches modules, optimizers and loaders of this process; `install` once."""
 
     def __init__(self, recorder: Recorder, every: int) -> None:
-        self._recorder, self._telling, self._every = recorder, recorder.telling, every
-        self._modules = self._loaders = self._dropouts = self._steps = 0
-        self._last: dict[str, Replica] = {}  # the newest module and optimizer, which outlive the script's main function
-        self._broadcast: dict[int, Group] = {}  # by address of what the script has broadcast, before its first step
+        self._recorder, self._telling = recorder, recorder.telling
+        self._loaders = self._dropouts = self._steps = 0
+        self._replicas = ReplicaSteps(recorder, every)
         self._reduced: list[Reduced] = []  # since the last step
         self._stepped_at = -1  # the place of the last step
         recorder.on_reduce = self._note_reduced
-        recorder.on_broadcast = self._note_broadcast
+        recorder.on_broadcast = self._replicas.note_broadcast
 
     def install(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -61,6 +52,7 @@ class Training:
         parallel: Any = torch.nn.parallel.DistributedDataParallel
         parallel.__init__ = preceded(parallel.__init__, self._module_made)
         parallel.forward = preceded(parallel.forward, self._forward)
+        parallel.module = property(self._module)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         functional: Any = torch.nn.functional
@@ -76,27 +68,31 @@ class Training:
         given = named.get("process_group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         default: Any = dist.group.WORLD
         group = self._recorder.group_of(given or default)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        found = [(name, each) for name, each in module.named_parameters() if name not in ignored]
-        key = f"DDP {self._modules}"
-        parallel.__dict__["_distlab"] = [key, group, 0]
-        self._modules += 1
-        self._last["DDP"] = Replica(key, group, list(found))
-        shown = [f"{name} {tuple(each.shape)}" for name, each in found][:NAMES]
-        self._telling.say("module", key, group.number, self._recorder.places.here(3)[0], shown)
+        self._replicas.wrap(parallel, module, group, self._recorder.places.here(3)[0])
+
+    def _module(self, parallel: Any) -> torch.nn.Module:
+        """DDP's attribute `module`, of which it is known that the script takes it: it may call it past DDP."""
+        try:
+            module: torch.nn.Module = parallel.__dict__["_modules"]["module"]
+        except KeyError:
+            raise AttributeError("'DistributedDataParallel' object has no attribute 'module'") from None
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            caller = sys._getframe(1)
+            if self._recorder.places.kind(caller.f_code.co_filename) == "user":
+                self._replicas.took_module(parallel, self._recorder.places.here(2)[0])
+        return module
 
     def _forward(self, parallel: Any, *inputs: Any, **named: Any) -> None:
-        key, group, count = parallel.__dict__.get("_distlab", ("", None, FIRST))
+        if torch.is_grad_enabled():
+            self._replicas.forward(parallel)
+        key, group, count, _ = parallel.__dict__.get("_distlab", ("", None, FIRST, None))
         if count < FIRST and torch.is_grad_enabled():
             parallel.__dict__["_distlab"][2] += 1
             found = checksum([*inputs, *named.values()])
             self._telling.say("input", key, group.number, count, found, self._recorder.places.here(3)[0])
 
-    def _note_broadcast(self, call: Call, group: Group) -> None:
-        if self._steps == 0 and call.by_script:
-            self._broadcast |= {tensor.data_ptr(): group for tensor in call.tensors if tensor.numel()}
-
-    def _note_reduced(self, call: Call) -> None:
+    def _note_reduced(self, call: Call, group: Group) -> None:
+        self._replicas.note_reduced(call, group)
         if self._steps < FIRST and call.op == "all_reduce":
             for tensor in call.tensors:
                 if tensor.is_floating_point() and not tensor.is_inference():
@@ -119,26 +115,29 @@ class Training:
                 first = found[0][0]
                 self._telling.say("gradient", ratio, by_script, untouched, first.size, first.place, self._stepped_at)
         self._reduced.clear()
+        with self._telling_what_fails():
+            self._replicas.before_step(optimizer, self._stepped_at)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         self._recorder.sweep()
         self._telling.write(f'["step",{self._steps}]')
-        if self._broadcast and "optimizer" not in self._last:
-            named = [(str(index), each) for index, each in enumerate(parameters(optimizer))]
-            mine = [(name, each) for name, each in named if each.data_ptr() in self._broadcast]
-            if mine:
-                self._last["optimizer"] = Replica("optimizer", self._broadcast[mine[0][1].data_ptr()], mine)
-        if self._steps % self._every == 0:
-            self.tell_weights(self._steps)
+        with self._telling_what_fails():
+            self._replicas.after_step(optimizer, self._stepped_at)
 
-    def tell_weights(self, step: int) -> None:
-        """The checksums of all replicas; -1 is the end of the script."""
-        for replica in self._last.values():
-            sums = [[name, checksum([each])] for name, each in replica.named]
-            rest = [["those beyond", zlib.crc32(repr(sums[NAMES:]).encode())]] if len(sums) > NAMES else []
-            shown = sums[:NAMES] + rest
-            self._telling.say("weights", replica.key, replica.group.number, step, shown, self._stepped_at)
+    @contextmanager
+    def _telling_what_fails(self) -> Iterator[None]:
+        """A defect of ours, or a tensor that nobody can read, may not end the script."""
+        try:
+            yield
+        except Exception as error:
+            self._telling.say("unrecorded", "a step of the optimizer", repr(error))
+
+    def tell_end(self) -> None:
+        """What the script leaves."""
+        self._replicas.tell_end()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._telling.say("device", torch.cuda.current_device(), socket.gethostname())
 
     def _next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(method)
@@ -174,31 +173,8 @@ class Training:
 
         return made
 
-    def tell_device(self) -> None:
-        """The GPU of this process, if it uses one."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._telling.say("device", torch.cuda.current_device(), socket.gethostname())
-
-
-def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
 
 def square(tensor: torch.Tensor) -> float:
     """The sum of squares; of a tensor that is cut over ranks, of this rank's part."""
     local = getattr(tensor, "_local_tensor", tensor)
     return float(torch.linalg.vector_norm(local.detach().float()) ** 2)
-
-
-def checksum(values: Iterable[Any]) -> int:
-    """One number for all tensors and numbers in nested lists and dicts, the same for the same bits."""
-    found = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found = zlib.crc32(raw(getattr(value, "_local_tensor", value)), found)
-        elif isinstance(value, (dict, list, tuple)):
-            inner = value.values() if isinstance(value, dict) else value
-            found = zlib.crc32(repr(checksum(inner)).encode(), found)
-        else:
-            found = zlib.crc32(repr(value).encode() if isinstance(value, (int, float, str)) else b"", found)
-    return found

@@ -75,11 +75,13 @@ def line_of(script: Path, marker: str) -> str:
 # it needs a launcher that starts it again (test_faults.py).
 RIGHT = dict.fromkeys([
     "buckets_async", "by_hand", "coalescing", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
-    "ddp_power_sgd", "ddp_sampler", "ddp_static_graph", "ddp_unused", "exits_0", "fsdp", "fsdp1", "fsdp_save",
-    "functional", "local_sgd", "no_destroy", "pipe_1f1b", "pipe_gpipe", "pipe_interleaved", "process_ranks",
-    "rank_0_saves", "restart", "spawned_ranks", "spawned_workers", "tensor_parallel", "threads", "zero_redundancy",
+    "ddp_power_sgd", "ddp_sampler", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "exits_0", "fsdp",
+    "fsdp1", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_init", "pipe_1f1b", "pipe_gpipe",
+    "pipe_interleaved", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
+    "tensor_parallel", "threads", "tied_stages", "zero_redundancy",
 ], 2) | {
-    "layouts": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4, "ring": 3, "send_recv": 4,
+    "gossip": 4, "layouts": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4, "ring": 3,
+    "send_recv": 4,
     "sub_groups": 3, "uneven_all_to_all": 3, "uneven_work": 3,
 }  # fmt: skip
 
@@ -132,6 +134,17 @@ PLANTED = (
     Planted("sent_from_buffer", 2, 1, ("send", "wait"), ("a", "b"), (0,), 0),
     Planted("drifted", 3, 1, ("drifted apart", "parameter"), ("a",), (2,)),
     Planted("ddp_drifted", 3, 1, ("bias",), ("a",), (1,)),
+    Planted("ddp_past", 2, 1, ("past", ".module", "since step 1"), ("a", "b"), (1,)),
+    Planted("ddp_late_layer", 2, 1, ("0.down.weight", "added after ddp"), ("a",), (1,)),
+    Planted("ddp_unfrozen", 2, 1, ("0.weight", "frozen when ddp", "since step 3"), ("a",), (1,)),
+    Planted("scheduler_on_0", 2, 1, ("0.05 on rank 0, 0.1 on rank 1", "group 0 since step 3"), ("a",), (1,)),
+    Planted("no_sync_last", 2, 1, ("no_sync", "step 1"), ("a", "b"), (1,)),
+    Planted("state_on_0", 2, 1, ("state of the optimizer", "step 1"), ("a",), (1,)),
+    Planted("own_init", 2, 1, ("0.weight", "from the beginning"), ("a", "b"), (0, 1)),
+    Planted("mixed_up", 2, 1, ("0.weight on rank 0, 1.weight on rank 1",), ("a",), (0, 1), 8),
+    Planted("buffer_order", 2, 1, ("'mean'", "'scale'", "buffer 0"), ("a",), (1,)),
+    Planted("skipped_average", 2, 1, ("other gradients", "from step 3"), ("a", "b"), (1,)),
+    Planted("own_heads", 2, 0, ("is it meant", "weight"), ("a",), (1,)),
     Planted("same_data", 2, 1, ("same",), ("a",), (0, 1)),
     Planted("divided_twice", 2, 0, ("divided",), (), ()),
     Planted("never_divided", 2, 0, ("divides",), ("a",), ()),

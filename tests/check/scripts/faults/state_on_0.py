@@ -1,0 +1,33 @@
+"""Training goes on from a checkpoint: all ranks load the weights, and rank 0 alone the moments of Adam."""
+
+import io
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+inner = nn.Linear(4, 2)
+before = torch.optim.Adam(inner.parameters(), lr=0.1)
+for _ in range(3):
+    before.zero_grad()
+    inner(torch.randn(8, 4)).square().mean().backward()
+    before.step()
+file = io.BytesIO()
+torch.save(before.state_dict(), file)
+file.seek(0)
+
+model = DistributedDataParallel(inner)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+if rank == 0:
+    optimizer.load_state_dict(torch.load(file))
+torch.manual_seed(1 + rank)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()  # (a)
+
+dist.destroy_process_group()
