@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from distlab.check.rank_state import DROPOUT, Finding, RankState, typed
+from distlab.check.rank_state import DATA, DROPOUT, REPLICAS, Finding, RankState, ranks_do, typed
 from distlab.cluster import name_ranks
 
 # Dropout inside a tensor-parallel group: ranks that hold the same activations have to drop the same of them.
@@ -66,3 +66,228 @@ def groups_of(axis: str, names: Sequence[str], sizes: Sequence[int], ranks: Sequ
 
 def flat(nested: Any) -> list[int]:
     return [number for each in nested for number in flat(each)] if isinstance(nested, list) else [nested]
+
+
+def ranks_along(case: RankState, ranks: list[Any]) -> tuple[int, ...]:
+    """These ranks, of which the one that tells is one; raises ValueError otherwise."""
+    typed(ranks, [int] * len(ranks))
+    if case.rank not in ranks or not all(0 <= rank < case.world_size for rank in ranks):
+        raise ValueError(f"the ranks {ranks} told by rank {case.rank} of {case.world_size}")
+    return tuple(ranks)
+
+
+# Copies that a DTensor declares: along an axis on which it is replicated, ranks hold the same bits.
+#
+# The last step that all told decides, and those before it say since when: a script may bring ranks together again.
+# Rounding is let pass, which other machines do in another way: norms that differ by less than a millionth.
+
+Along = tuple[str, tuple[int, ...]]  # the name of an axis, and the ranks along it
+Held = tuple[int, float]  # the bits of a tensor as a checksum, and its norm
+ROUNDING = 1e-6
+END = -1  # in the place of a step
+
+
+class Copies:
+    """What ranks hold of replicated parameters, and of tensors that `DTensor.from_local` was told are replicated."""
+
+    def __init__(self) -> None:
+        self._held: dict[Along, dict[int, dict[int, dict[str, Held]]]] = defaultdict(lambda: defaultdict(dict))
+        self._declared: dict[Along, dict[int, dict[int, tuple[Held, str]]]] = defaultdict(lambda: defaultdict(dict))
+
+    def take(self, case: RankState, step: int, axis: str, ranks: list[int], held: list[list[Any]]) -> None:
+        for each in held:
+            typed(each, [str, int, float])
+        found = {name: (bits, float(norm)) for name, bits, norm in held}
+        self._held[axis, ranks_along(case, ranks)][step][case.rank] = found
+
+    def take_declared(
+        self, case: RankState, turn: int, axis: str, ranks: list[int], bits: int, norm: float, place: int
+    ) -> None:
+        found = (bits, float(norm)), case.place(place).line
+        self._declared[axis, ranks_along(case, ranks)][turn][case.rank] = found
+
+    def apart(self) -> Iterator[Finding]:
+        yield from self._parameters_apart()
+        told: set[str] = set()
+        for (axis, ranks), turns in sorted(self._declared.items()):
+            for turn, seen in sorted(turns.items()):
+                line = next(line for _, line in seen.values())
+                if line not in told and set(seen) == set(ranks) and differ([held for held, _ in seen.values()]):
+                    told.add(line)
+                    sentence = (
+                        f"{name_ranks(ranks)}, one group along the axis {axis}, have other values at {line} (call"
+                        f" #{turn} of DTensor.from_local), where the tensor is declared Replicate: give all ranks of"
+                        f" the axis {axis} the same samples, or say run_check=True, which broadcasts the first rank's"
+                    )
+                    yield Finding(REPLICAS, sentence, ranks)
+
+    def _parameters_apart(self) -> Iterator[Finding]:
+        """Of each axis one sentence, whatever number of groups it has."""
+        found: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
+        for (axis, ranks), by_step in self._held.items():
+            whole = {step: seen for step, seen in by_step.items() if set(seen) == set(ranks)}
+            if not whole or not (names := names_apart(whole[END if END in whole else max(whole)])):
+                continue
+            since = min((step for step in whole if step > 0 and names_apart(whole[step])), default=0)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            when = f", since step {since}{' or before' if since > 1 else ''}" if since else ""
+            found[axis, f"{names[0]}{more}{when}"].append(ranks)
+        for (axis, which), groups in sorted(found.items()):
+            sentence = (
+                f"replicas differ along the axis {axis}: {', '.join(map(name_ranks, sorted(groups)))} hold other values"
+                f" of {which}; the parameters are declared Replicate along it, and what averages gradients keeps a"
+                f" difference: begin with one seed, or one checkpoint, on all ranks of the axis {axis}"
+            )
+            yield Finding(REPLICAS, sentence, tuple(sorted(rank for group in groups for rank in group)))
+
+
+def names_apart(seen: dict[int, dict[str, Held]]) -> list[str]:
+    """The tensors that all ranks have told, and not alike."""
+    return [
+        name for name in next(iter(seen.values()))
+        if all(name in held for held in seen.values()) and differ([held[name] for held in seen.values()])
+    ]  # fmt: skip
+
+
+def differ(held: Sequence[Held]) -> bool:
+    """Whether tensors are not the same, by more than rounding."""
+    norms = [norm for _, norm in held]
+    return len({bits for bits, _ in held}) > 1 and max(norms) - min(norms) > ROUNDING * max(norms)
+
+
+# Ranks along a data-parallel axis that are given the same samples.
+#
+# Of FullyShardedDataParallel and fully_shard the first inputs of a step are compared. Where a script sums gradients by
+# itself, nobody knows which inputs belong to them: there the gradients that go into the sum are, which differ wherever
+# ranks have other samples, or other parts of one sample.
+
+ENOUGH_STEPS = 2  # in which ranks are alike; and not with the same input each time, which would be a constant
+
+
+class Shares:
+    """First inputs of steps along axes, and what went into sums of gradients."""
+
+    def __init__(self) -> None:
+        self._given: dict[Along, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+        self._lines: dict[Along, str] = {}
+
+    def take(self, case: RankState, step: int, axis: str, ranks: list[int], found: int, place: int) -> None:
+        self._add((f"the axis {axis}", ranks_along(case, ranks)), step, case, found, place)
+
+    def take_summands(self, case: RankState, step: int, group: int, found: int, place: int) -> None:
+        self._add(("", case.group(group).ranks), step, case, found, place)
+
+    def _add(self, along: Along, step: int, case: RankState, found: int, place: int) -> None:
+        self._given[along][step][case.rank] = found
+        self._lines[along] = case.place(place).line
+
+    def alike(self) -> Iterator[Finding]:
+        """Of each axis one sentence, whatever number of groups it has."""
+        found: dict[tuple[str, str, int], list[tuple[int, ...]]] = defaultdict(list)
+        for (axis, ranks), by_step in self._given.items():
+            same = [set(seen.values()) for seen in by_step.values() if set(seen) == set(ranks)]
+            alike = [each for each in same if len(each) == 1]
+            if len(ranks) > 1 and len(alike) == len(same) >= ENOUGH_STEPS and len(set.union(*alike)) > 1:
+                found[axis, self._lines[axis, ranks], len(alike)].append(ranks)
+        for (axis, line, steps), groups in sorted(found.items()):
+            who = ", and ".join(map(name_ranks, sorted(groups)))
+            if axis:
+                which = f"along {axis} train on the same data at {line}: the inputs of their first {steps} steps"
+            else:
+                which = (
+                    f"train on the same data: the gradients that go into their sum at {line} in the first {steps} steps"
+                )
+            sentence = (
+                f"{who} {which} are equal to the bit, so each sample counts as often as there are ranks; give the"
+                " loader a DistributedSampler, or seed what draws the samples by the rank"
+            )
+            yield Finding(DATA, sentence, tuple(sorted(rank for group in groups for rank in group)))
+
+
+# Permutations that ranks have to draw alike, to take other parts of them.
+
+
+class Draws:
+    """Passes over a DistributedSampler, and what random_split gave."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._drawn: dict[int, dict[int, tuple[int, int, int, int, int]]] = defaultdict(dict)
+        self._lines: dict[int, str] = {}
+        self._splits: dict[int, dict[int, tuple[tuple[int, ...], int, str]]] = defaultdict(dict)
+
+    def take(
+        self, case: RankState, turn: int, seed: int, epoch: int, subset: int, size: int, replicas: int, place: int
+    ) -> None:
+        self._lines[turn] = case.place(place).line
+        self._drawn[turn][case.rank] = seed, epoch, subset, size, replicas
+
+    def take_split(self, case: RankState, turn: int, sizes: list[int], found: int, place: int) -> None:
+        typed(sizes, [int] * len(sizes))
+        self._splits[turn][case.rank] = tuple(sizes), found, case.place(place).line
+
+    def apart(self) -> Iterator[Finding]:
+        """The first pass in which ranks draw from other permutations."""
+        for turn, seen in sorted(self._drawn.items()):
+            if len(seen) < self._world_size or len({each[3:] for each in seen.values()}) > 1:
+                continue  # other data sets, or other passes
+            first = min(seen)
+            for index, (what, remedy) in enumerate(SAMPLING):
+                odd = [rank for rank in sorted(seen) if seen[rank][index] != seen[first][index]]
+                if odd:
+                    values = f" ({seen[odd[0]][index]}, and {seen[first][index]} on rank {first})" if index < 2 else ""
+                    sentence = (
+                        f"{ranks_do(odd, 'draw')} from another permutation in pass {turn} over a DistributedSampler at"
+                        f" {self._lines[turn]}: {what}{values}; some samples come twice and some never; {remedy}"
+                    )
+                    yield Finding(DATA, sentence, tuple(odd))
+                    return
+
+    def questions(self) -> Iterator[str]:
+        for seen in self._splits.values():
+            sizes, found, lines = zip(*seen.values(), strict=True)
+            if len(seen) == self._world_size and len(set(sizes)) == 1 and len(set(found)) > 1:
+                yield (
+                    f"is it meant that random_split at {lines[0]} gives each rank another permutation? What one rank"
+                    " validates with, others train on: give it generator=torch.Generator().manual_seed(n)"
+                )
+                return
+
+
+SAMPLING = (
+    ("it has another seed", "give the sampler of all ranks one seed"),
+    ("it is in another epoch", "call set_epoch(epoch) on all ranks"),
+    (
+        "its data set is another Subset",
+        "seed the split of the data set alike: generator=torch.Generator().manual_seed(n)",
+    ),
+)
+
+
+# Norms of gradients that are cut over ranks: each rank's own is not the norm.
+
+NEAR = 1e-4  # relative
+
+
+class Norms:
+    """What clip_grad_norm_ has returned for parameters of a FullyShardedDataParallel."""
+
+    def __init__(self) -> None:
+        self._norms: dict[tuple[tuple[int, ...], int], dict[int, tuple[float, str]]] = defaultdict(dict)
+
+    def take(self, case: RankState, turn: int, norm: float, ranks: list[int], place: int) -> None:
+        if ranks:
+            self._norms[ranks_along(case, ranks), turn][case.rank] = float(norm), case.place(place).line
+
+    def apart(self) -> Iterator[Finding]:
+        told: set[str] = set()
+        for (ranks, _), seen in sorted(self._norms.items()):
+            norms, line = [norm for norm, _ in seen.values()], next(line for _, line in seen.values())
+            if line not in told and set(seen) == set(ranks) and max(norms) - min(norms) > NEAR * max(norms):
+                told.add(line)
+                listed = ", ".join(f"{norm:.4g} on rank {rank}" for rank, (norm, _) in sorted(seen.items()))
+                sentence = (
+                    f"clip_grad_norm_ at {line} gives {listed}: each rank has the norm of its own shard, so shards are"
+                    " scaled by other factors; call clip_grad_norm_ of the FullyShardedDataParallel module"
+                )
+                yield Finding(REPLICAS, sentence, ranks)

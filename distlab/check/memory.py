@@ -71,7 +71,7 @@ class Memory:
         self._times: Counter[int] = Counter()  # asynchronous calls by the number of their line
 
     def install(self) -> None:
-        self._recorder.on_call = self._look
+        self._recorder.on_call.append(self._look)
 
     def _look(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
         """Before the call is made."""

@@ -209,8 +209,9 @@ class Recorder:
         self.thread = threading.local()  # .made, the last call; .reduce, what torch.distributed was asked to reduce by
         self.on_reduce: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
         self.on_broadcast: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
-        self.on_call: Callable[[str, tuple[Any, ...], Call, Group], None] = lambda *_: None  # with the arguments
         self.named: Callable[[torch.Tensor], Named | None] = lambda tensor: None  # noqa: ARG005
+        self.on_call: list[Callable[[str, tuple[Any, ...], Call, Group], None]] = []  # with the call's arguments
+        self.at_end: list[Callable[[], None]] = []  # what is called when the script has ended well
         self._groups: dict[int, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
         self._instances: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
@@ -311,7 +312,8 @@ class Recorder:
             f'["call",{number},{place},{group.number},{kind},{turn},{threading.get_ident()},{now():.6f}]'
         )
         call = self.thread.made = Call(number, by_script, shape.op, tensors, len(group.ranks), place, parameter)
-        self.on_call(name, args, call, group)
+        for look in self.on_call:
+            look(name, args, call, group)
         if shape.reduce:
             self.on_reduce(call, group)
         elif shape.root >= 0:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from distlab.check.axes_watch import Axes
 from distlab.check.fork_servers import be_main_process, leave_to_others
 from distlab.check.handles import Handles, Waits
 from distlab.check.memory import Memory
@@ -186,6 +187,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
     training = Training(recorder, job.every)
     training.install()
+    Axes(recorder).install()
     OwnRanks(recorder).install()
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
@@ -225,6 +227,9 @@ def ended(job: Job, telling: Telling, recorder: Recorder, training: Training, wa
     if code == 0:
         with suppress(Exception):  # a module whose memory is gone
             training.tell_end()
+        for tell in recorder.at_end:
+            with suppress(Exception):
+                tell()
     recorder.forget()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter's end does
     atexit._run_exitfuncs()

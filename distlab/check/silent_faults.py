@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
-from distlab.check.axes import Dropouts
+from distlab.check.axes import Copies, Draws, Dropouts, Norms, Shares
 from distlab.check.memory_faults import Contents, Layouts
 from distlab.check.parameter_calls import ParameterCalls
 from distlab.check.rank_state import (
@@ -143,6 +143,8 @@ class Quiet:
         self._replicas, self._samples = Replicas(), Samples(world_size)
         self.parameter_calls = ParameterCalls()
         self._gradients, self._dropouts = Gradients(world_size), Dropouts(world_size, mesh)
+        self._copies, self._shares, self._draws = Copies(), Shares(), Draws(world_size)
+        self._norms = Norms()
         self._layouts, self._contents = Layouts(), Contents()
         self._handles: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
         self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -164,6 +166,13 @@ class Quiet:
             "mesh": self._dropouts.take_mesh,
             "dropout": self._dropouts.take,
             "device": self._take_device,
+            "copies": self._copies.take,
+            "declared": self._copies.take_declared,
+            "given": self._shares.take,
+            "summands": self._shares.take_summands,
+            "drawn": self._draws.take,
+            "split": self._draws.take_split,
+            "clipped": self._norms.take,
             "strided": self._layouts.take,
             "summed": self._contents.take,
             "unwaited": self._take_handle,
@@ -210,6 +219,10 @@ class Quiet:
         yield from self._replicas.drifted(explained={finding.ranks for finding in mixed})
         yield from self._samples.shared()
         yield from self._dropouts.apart()
+        yield from self._copies.apart()
+        yield from self._shares.alike()
+        yield from self._draws.apart()
+        yield from self._norms.apart()
         yield from self._layouts.apart()
         yield from self._contents.written()
         for (device, host), ranks in self._devices.items():
@@ -223,3 +236,4 @@ class Quiet:
         yield from self._replicas.questions()
         yield from self._gradients.questions()
         yield from self._samples.questions()
+        yield from self._draws.questions()

@@ -80,8 +80,8 @@ RIGHT = dict.fromkeys([
     "pipe_interleaved", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
     "tensor_parallel", "threads", "tied_stages", "zero_redundancy",
 ], 2) | {
-    "gossip": 4, "layouts": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4, "ring": 3,
-    "send_recv": 4,
+    "gossip": 4, "hsdp": 4, "layouts": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
+    "ring": 3, "samplers": 2, "send_recv": 4,
     "sub_groups": 3, "uneven_all_to_all": 3, "uneven_work": 3,
 }  # fmt: skip
 
@@ -128,6 +128,13 @@ PLANTED = (
     Planted("os_exit", 3, 1, ("7", "all_reduce"), ("a",), (1,), 3),
     Planted("unwaited", 2, 1, ("all_reduce", "wait"), ("a",), (0, 1)),
     Planted("in_flight", 2, 1, ("all_reduce", "wait"), ("a",), (0, 1)),
+    Planted("hsdp_seed", 4, 1, ("axis replicate", "weight"), (), (0, 2)),
+    Planted("tp_samples", 2, 1, ("axis tp", "declared replicate"), ("a",), (0, 1)),
+    Planted("fsdp_same_data", 2, 1, ("same data",), ("a",), (0, 1)),
+    Planted("by_hand_same_data", 2, 1, ("same data", "gradients"), ("a",), (0, 1)),
+    Planted("fsdp1_own_norm", 2, 1, ("clip_grad_norm_", "own shard"), ("a",), (0, 1)),
+    Planted("epoch_of_rank_0", 2, 1, ("epoch", "permutation"), ("a",), (1,)),
+    Planted("split_by_rank", 2, 1, ("subset", "permutation"), ("a",), (1,)),
     Planted("columns_scattered", 2, 1, ("scatter", "not contiguous"), ("a",), (0,), 0),
     Planted("transposed_on_one", 2, 1, ("reduce", "not contiguous"), ("a",), (1,), 0),
     Planted("numpy_in_flight", 2, 1, ("all_reduce", "wait"), ("a", "b"), (), 0),

@@ -1,0 +1,21 @@
+"""Rank 0 alone tells its DistributedSampler the epoch: from the second on, ranks take parts of other permutations."""
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+samples = TensorDataset(torch.arange(11.0))
+sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(samples, seed=3)
+loader = DataLoader(samples, batch_size=2, sampler=sampler)
+total = torch.zeros(1)
+for epoch in range(2):
+    if rank == 0:
+        sampler.set_epoch(epoch)
+    for (batch,) in loader:  # (a)
+        total += batch.sum()
+dist.all_reduce(total)
+print(f"rank {rank}: {total.item()}")
+
+dist.destroy_process_group()
